@@ -181,6 +181,13 @@ ROWS = {
             unit="suffix: events/s",
         ),
         lines(
+            "Stored tokens",
+            "Stored tokens of groups whose replica died or failed: continued by another replica, or dropped because "
+            "they were too old or were lost. 0 without generator.persist_every_tokens.",
+            Query(rate("asyncrl_buffer_prefix_tokens_total", RUN, by="event"), "{{event}}"),
+            unit="suffix: tokens/s",
+        ),
+        lines(
             "Unaccounted for",
             "Groups without a slot and without a fate, and rows of finished groups in the data plane. The number of "
             "groups must be 0; any other value is a bug of asyncrl.",

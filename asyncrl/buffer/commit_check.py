@@ -12,10 +12,10 @@ def check_commit(meta: GroupMeta, ticket: Ticket, *, limits: Limits, step: int) 
 
     StalenessViolation for a token that is older than the ticket, ValueError for anything else.
     """
-    if meta.oldest < ticket.version.step:
+    if meta.oldest < ticket.oldest:
         raise StalenessViolation(
-            f"group {meta.key} has a token of step {meta.oldest}, which is older than its ticket's version "
-            f"{ticket.version}; this is a bug in asyncrl"
+            f"group {meta.key} has a token of step {meta.oldest}, which is older than step {ticket.oldest} of its "
+            "ticket's version and prefix; this is a bug in asyncrl"
         )
     if not meta.oldest <= meta.newest <= step:
         raise ValueError(

@@ -8,9 +8,11 @@ reserved, ready, leased, waiting at the front, or ended.
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 
+import msgspec
+
 from asyncrl.buffer.failures import FailureState
 from asyncrl.buffer.ledger import Account, Amount, EndedGroup, Event, Fate, Ledger, LedgerEntry
-from asyncrl.buffer.records import DuePrompt, GroupMeta, Progress, Ticket
+from asyncrl.buffer.records import DuePrompt, GroupMeta, Prefix, Progress, Ticket
 from asyncrl.buffer.slots import Front, ReadyQueue, Slot, amount_of
 from asyncrl.buffer.snapshot import BufferSnapshot
 from asyncrl.buffer.staleness import Limits
@@ -54,6 +56,7 @@ class Groups:
         self._complete: int | None = None  # the step of the newest complete checkpoint
         self._snapshot: int | None = None  # the step of the newest snapshot
         self._retained: dict[str, tuple[Slot, int]] = {}  # by key, with the step that ended the group
+        self.unneeded_prefixes: list[str] = []  # keys whose prefixes may be cleared; the owner empties it
 
     @property
     def slots(self) -> int:
@@ -91,8 +94,9 @@ class Groups:
             max_staleness_versions=self._limits.max_staleness_versions,
             replica=replica,
             interruptions=prompt.interruptions,
+            prefix=prompt.prefix,
         )
-        slot = Slot(ticket, step, now_s, now_s, self._limits.worst_group_bytes)
+        slot = Slot(ticket, step, now_s, now_s, self._limits.worst_group_bytes, prefix=prompt.prefix)
         self.open[ticket.group] = slot
         self.reserved[ticket.key] = slot
         self._count_unleased(ticket.deadline, 1)
@@ -111,7 +115,34 @@ class Groups:
         if slot is not None and slot.ticket.replica == replica:
             slot.heard_at_s, slot.progress = now_s, progress
             slot.newest_step = max(slot.newest_step, slot.newest_step if step is None else step)
+            if progress.prefix is not None:
+                self._stored(slot, progress.prefix)
             self.reserved[key] = self.reserved.pop(key)
+
+    def drop_prefix(self, prompt: DuePrompt) -> DuePrompt:
+        """Returns a waiting prompt without its prefix. Counts the tokens."""
+        assert prompt.prefix is not None, f"group {prompt.group} has no prefix"
+        self._count_dropped(prompt.prefix)
+        self._forget(prompt.group, prompt.prefix)
+        return msgspec.structs.replace(prompt, prefix=None)
+
+    def restart(self, slot: Slot) -> None:
+        """Ends an attempt at a reserved group that is not the last one. The next attempt begins anew: what is stored of
+        the group is as old as the attempt that is in the way."""
+        if slot.prefix is not None:
+            self._count_dropped(slot.prefix)
+        self._clear_prefixes(slot)
+        slot.prefix = None
+        self.retry(slot)
+
+    def needs_prefix(self, group: int, attempt: int) -> bool:
+        """Returns whether an attempt at a group writes its prefix now, reads it, or may read it later."""
+        if due := self.front.get(group):
+            return due.prefix is not None and due.prefix.attempt == attempt
+        slot = self.open.get(group)
+        if slot is None or slot.meta is not None:
+            return False
+        return attempt in (slot.ticket.attempt, slot.prefix.attempt if slot.prefix else None)
 
     def unheard_before(self, cutoff_s: float) -> list[Slot]:
         """Returns the reserved groups whose last heartbeat is before `cutoff_s`. Takes O(their number)."""
@@ -126,6 +157,7 @@ class Groups:
         """Moves a group from reserved to ready. The booked bytes that its rows do not need are free again."""
         del self.reserved[meta.key]
         slot.meta, slot.ready_step = meta, step
+        self._settle_prefix(slot, continued_tokens=meta.continued_tokens)
         self.booked_bytes += meta.row_bytes - slot.booked_bytes
         slot.booked_bytes = meta.row_bytes
         self.ready.push(slot)
@@ -140,18 +172,20 @@ class Groups:
             self.fail(slot)
             return False
         self._leave_reserved(slot)
-        self.front.push(self._again(slot.ticket, issued=True))
+        self.front.push(self._again(slot.ticket, issued=True, prefix=slot.prefix))
         return True
 
-    def interrupt(self, slot: Slot) -> None:
-        """Ends an attempt at a reserved group that has a token of a dead version. The prompt goes to the front, and the
-        attempt does not count."""
+    def interrupt(self, slot: Slot, *, lineage: Lineage) -> None:
+        """Ends an attempt at a reserved group that has a token of a dead version of `lineage`. The prompt goes to the
+        front, and the attempt does not count. What is stored up to the first dead token stays."""
         self._leave_reserved(slot)
-        self.front.push(self._again(slot.ticket, issued=True, interrupted=True))
+        prefix = self._surviving(slot.prefix, lineage)
+        self.front.push(self._again(slot.ticket, issued=True, interrupted=True, prefix=prefix))
 
     def fail(self, slot: Slot) -> None:
         """Ends a reserved group that will never be committed. Another prompt may take its slot."""
         self._leave_reserved(slot)
+        self._clear_prefixes(slot)
         self._end(slot, Fate.FAILED)
 
     def drop(self, slot: Slot) -> None:
@@ -159,6 +193,7 @@ class Groups:
         because they were generated."""
         tokens = slot.progress.generated_tokens
         self._leave_reserved(slot)
+        self._clear_prefixes(slot)
         self._ledger.generated(tokens)
         self._end(slot, Fate.DROPPED, tokens=tokens)
 
@@ -324,31 +359,52 @@ class Groups:
         }
         for slot in self.reserved.values():
             ticket = slot.ticket
-            if lineage.has(ticket.version) and lineage.has(loaded.get(ticket.replica, ticket.version)):
+            versions = {ticket.version, loaded.get(ticket.replica, ticket.version)}
+            for prefix in (ticket.prefix, slot.prefix):
+                versions.update(prefix.versions if prefix is not None else ())
+            if all(map(lineage.has, versions)):
                 living[ticket.group] = slot
         return living
 
-    def restore(self, snapshot: BufferSnapshot, *, earlier: "Groups", living: Mapping[int, Slot], now_s: float) -> None:
+    def _prefix(self, group: int) -> Prefix | None:
+        """Returns what is stored of a group that is reserved or waits."""
+        if due := self.front.get(group):
+            return due.prefix
+        slot = self.open.get(group)
+        return slot.prefix if slot is not None and slot.meta is None else None
+
+    def restore(
+        self,
+        snapshot: BufferSnapshot,
+        *,
+        earlier: "Groups",
+        lineage: Lineage,
+        loaded: Mapping[str, Version],
+        now_s: float,
+    ) -> None:
         """Continues from a snapshot. There are no groups yet.
 
-        `earlier` are the groups of a buffer that went on after the snapshot, and `living` are those of them that can
-        still be trained. Both are empty if the earlier buffer is gone.
+        `earlier` are the groups of a buffer that went on after the snapshot; there are none if that buffer is gone.
+        `lineage` and `loaded` are those of `living`.
 
-        A group that was ready at the snapshot is ready again. Any other group that is in `living` stays as it is. The
+        A group that was ready at the snapshot is ready again. Any other group that is living stays as it is. The
         remaining prompts go to the front. So does a group without room in the buffer, or in the steps before its
         deadline: the limits may be smaller than those of the snapshot. No attempt that was issued after the snapshot is
         issued again, because its replica may still commit it.
+
+        What is stored of a prompt is kept up to its first token of a dead version.
         """
         self._complete = self._snapshot = step = snapshot.version.step
         self._next_group, self.exhausted = snapshot.next_group, snapshot.exhausted
         self._last_attempts = dict(snapshot.last_attempts)
         self.ended = list(snapshot.ended)
+        living = earlier.living(lineage=lineage, loaded=loaded)
         slots: list[Slot] = []
         due = list(snapshot.waiting)
         for group in snapshot.open:
             ticket, meta = group.ticket, group.meta
             if meta is None:
-                due.append(self._again(ticket, issued=True, interrupted=True))
+                due.append(self._again(ticket, issued=True, interrupted=True, prefix=group.prefix))
                 continue
             slot = Slot(ticket, group.reserved_step, now_s, now_s, meta.row_bytes, meta, group.ready_step)
             slot.deadline = group.deadline
@@ -366,7 +422,11 @@ class Groups:
                 self._ledger.generated(self._amount([kept]).tokens)
                 slots.append(kept)
             else:
-                self.front.push(prompt.not_before(earlier.attempts(prompt.group)))
+                stored = earlier._prefix(prompt.group)
+                if stored is None and prompt.prefix is not None:  # it was cleared since, or its row store has ended
+                    self._count_dropped(prompt.prefix)
+                prompt = prompt.not_before(earlier.attempts(prompt.group))
+                self.front.push(msgspec.structs.replace(prompt, prefix=self._surviving(stored, lineage)))
         for slot in sorted(slots, key=lambda each: (each.deadline, each.ticket.group)):
             if self._has_room(slot, step=step):
                 self._place(slot, step=step)
@@ -374,6 +434,14 @@ class Groups:
                 self._settle(Fate.RETURNED_ON_RESUME, slot)
                 self.front.push(self._again(slot.ticket, issued=False, interrupted=True))
         self.reserved = dict(sorted(self.reserved.items(), key=lambda each: each[1].heard_at_s))
+
+    def _surviving(self, prefix: Prefix | None, lineage: Lineage) -> Prefix | None:
+        """Returns the part of a prefix up to its first token of a dead version. Counts a prefix that has no such part
+        as dropped."""
+        if prefix is None or (kept := prefix.surviving(lineage)) is not None:
+            return kept if prefix is not None else None
+        self._count_dropped(prefix)
+        return None
 
     def _place(self, slot: Slot, *, step: int) -> None:
         """Puts a restored group into its slot. The learner is at `step`, which may be an earlier one than before."""
@@ -425,8 +493,43 @@ class Groups:
         self._ledger.settle(fate, amount)
         self.ended.append(EndedGroup(slot.ticket.group, slot.ticket.attempt, fate, amount.samples, amount.tokens))
 
-    def _again(self, ticket: Ticket, *, issued: bool, interrupted: bool = False) -> DuePrompt:
-        """Returns the prompt of a ticket that has ended, for its next attempt."""
+    def _stored(self, slot: Slot, prefix: Prefix) -> None:
+        """Records what the data plane has of a reserved group now. The prefix of an earlier attempt is not needed any
+        longer: the new one has its tokens, unless the attempt could not read it."""
+        before, slot.prefix = slot.prefix, prefix
+        if before is not None and before.attempt != prefix.attempt:
+            self._count_dropped(before, continued_tokens=prefix.continued_tokens)
+            self._forget(slot.ticket.group, before)
+
+    def _settle_prefix(self, slot: Slot, *, continued_tokens: int) -> None:
+        """Counts what a committed attempt took from the prefix of its ticket."""
+        if continued_tokens:
+            self._ledger.count(Event.PREFIX_CONTINUED)
+            self._ledger.count(Event.TOKENS_CONTINUED, continued_tokens)
+        if slot.prefix is not None and slot.prefix.attempt != slot.ticket.attempt:
+            self._count_dropped(slot.prefix, continued_tokens=continued_tokens)
+        self._clear_prefixes(slot)
+
+    def _count_dropped(self, prefix: Prefix, *, continued_tokens: int = 0) -> None:
+        """Counts the tokens of a prefix that no attempt will continue. An attempt has continued some of them."""
+        if (dropped := prefix.tokens - continued_tokens) > 0:
+            self._ledger.count(Event.PREFIX_DROPPED)
+            self._ledger.count(Event.TOKENS_DROPPED, dropped)
+
+    def _clear_prefixes(self, slot: Slot) -> None:
+        """Marks what is stored of a group that is not reserved any longer as unneeded: what its last attempt may have
+        stored without a report, and what it has not replaced of an earlier attempt."""
+        self.unneeded_prefixes.append(slot.ticket.key)
+        if slot.prefix is not None and slot.prefix.attempt != slot.ticket.attempt:
+            self._forget(slot.ticket.group, slot.prefix)
+
+    def _forget(self, group: int, prefix: Prefix) -> None:
+        self.unneeded_prefixes.append(f"{group}.{prefix.attempt}")
+
+    def _again(
+        self, ticket: Ticket, *, issued: bool, interrupted: bool = False, prefix: Prefix | None = None
+    ) -> DuePrompt:
+        """Returns the prompt of a ticket that has ended, for its next attempt, which begins with `prefix`."""
         self._ledger.count(Event.RETRY)
         return DuePrompt(
             group=ticket.group,
@@ -435,6 +538,7 @@ class Groups:
             seed=ticket.seed,
             issued=issued,
             interruptions=ticket.interruptions + interrupted,
+            prefix=prefix,
         )
 
     def _amount(self, slots: Collection[Slot]) -> Amount:

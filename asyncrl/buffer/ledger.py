@@ -41,7 +41,12 @@ OPEN_FATES = frozenset({Fate.RESERVED, Fate.READY, Fate.LEASED})
 
 
 class Event(StrEnum):
-    """Events that are counted but are not fates of groups. A refused call changed nothing."""
+    """Events that are counted but are not fates of groups. A refused call changed nothing.
+
+    PREFIX_CONTINUED: a group was committed whose attempt began with the stored tokens of an earlier one.
+    PREFIX_DROPPED: stored tokens of an attempt were not continued by a later one. TOKENS_CONTINUED and TOKENS_DROPPED
+    count the tokens of these prefixes.
+    """
 
     ATTEMPT = "attempt"
     RETRY = "retry"
@@ -61,6 +66,14 @@ class Event(StrEnum):
     STRAGGLER_REQUEUED = "straggler_requeued"
     STRAGGLER_DROPPED = "straggler_dropped"
     STRAGGLER_MASKED = "straggler_masked"
+    PREFIX_CONTINUED = "prefix_continued"
+    PREFIX_DROPPED = "prefix_dropped"
+    TOKENS_CONTINUED = "tokens_continued"
+    TOKENS_DROPPED = "tokens_dropped"
+
+
+TOKEN_EVENTS = frozenset({Event.TOKENS_CONTINUED, Event.TOKENS_DROPPED})
+"""Events that count tokens. All others count groups, tickets or calls."""
 
 
 class Amount(msgspec.Struct, frozen=True):

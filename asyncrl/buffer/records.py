@@ -8,6 +8,7 @@ from enum import StrEnum
 
 import msgspec
 
+from asyncrl.common.lineage import Lineage
 from asyncrl.common.version import Version
 from asyncrl.data.prompts import Task
 from asyncrl.errors import FailureClass, RolloutError
@@ -34,13 +35,39 @@ class Refusal(StrEnum):
     OLD_INCARNATION = "old_incarnation"
 
 
+class Prefix(msgspec.Struct, frozen=True, kw_only=True):
+    """A partial generation of a group, whose tokens are in the data plane (`asyncrl.data_plane.prefixes`).
+
+    `attempt` is the attempt that stored it. `tokens` is the number of completion tokens of all samples; an earlier
+    attempt generated `continued_tokens` of them. `versions` are the versions that generated the tokens. The store may
+    have more tokens than this record says, because the attempt may have ended before it could report them.
+    """
+
+    attempt: int
+    tokens: int
+    versions: tuple[Version, ...]
+    continued_tokens: int = 0
+
+    @property
+    def oldest(self) -> int:
+        """The smallest step of a version that generated a token."""
+        return min(version.step for version in self.versions)
+
+    def surviving(self, lineage: Lineage) -> "Prefix | None":
+        """Returns the part up to the first token of a dead version of `lineage`; None if there is none. `tokens` then
+        counts the dead ones too, because the record does not tell them apart."""
+        versions = tuple(filter(lineage.has, self.versions))
+        return msgspec.structs.replace(self, versions=versions) if versions else None
+
+
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     """Permission to generate one group. One replica holds it until commit, failure or expiry.
 
     `version` is the replica's version at the reserve. `seed` is a multiple of the group size, because vLLM gives sample
-    i the seed + i. `deadline` is the last step that may train the group: the step of `version` +
-    `max_staleness_versions` at the time of the reserve. `interruptions` is the number of earlier attempts that ended
-    with a restart of the run; they do not count against `buffer.max_attempts`.
+    i the seed + i. `prefix` is the partial generation of an earlier attempt with which this one begins. `deadline` is
+    the last step that may train the group: `oldest` + `max_staleness_versions` at the time of the reserve.
+    `interruptions` is the number of earlier attempts that ended with a restart of the run; they do not count against
+    `buffer.max_attempts`.
     """
 
     group: int
@@ -51,20 +78,34 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness_versions: int
     replica: str
     interruptions: int = 0
+    prefix: Prefix | None = None
 
     @property
     def key(self) -> str:
         return f"{self.group}.{self.attempt}"
 
     @property
+    def oldest(self) -> int:
+        """The smallest step of a version that may generate a token of the group, or has generated one."""
+        return oldest_step(self.version, self.prefix)
+
+    @property
     def deadline(self) -> int:
-        return self.version.step + self.max_staleness_versions
+        return self.oldest + self.max_staleness_versions
+
+
+def oldest_step(version: Version, prefix: Prefix | None) -> int:
+    """Returns the smallest step of a token of a group that a replica at `version` generates, from `prefix` on.
+
+    The replica may be older than the tokens of the prefix, because another replica generated them.
+    """
+    return version.step if prefix is None else min(version.step, prefix.oldest)
 
 
 class DuePrompt(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt that waits for an attempt. If `issued` is True, the ledger already counts its group as reserved.
 
-    `interruptions` is that of the ticket which it will get.
+    `interruptions` is that of the ticket which it will get. `prefix` is what an earlier attempt has stored.
     """
 
     group: int
@@ -73,6 +114,7 @@ class DuePrompt(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     issued: bool
     interruptions: int = 0
+    prefix: Prefix | None = None
 
     def not_before(self, attempt: int) -> "DuePrompt":
         """Returns the prompt for attempt number `attempt`, or for its own if that is later. Attempts that are left out
@@ -85,10 +127,12 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """The progress of the rollout of a held ticket, as its replica reports it in each heartbeat.
 
     `generated_tokens` is the number of completion tokens that all samples of the group have so far. It is 0 while the
-    rollout waits for its start. The engine reports it from time to time, so it may be a few tokens behind.
+    rollout waits for its start. The engine reports it from time to time, so it may be a few tokens behind. `prefix` is
+    what this attempt has stored so far.
     """
 
     generated_tokens: int = 0
+    prefix: Prefix | None = None
 
 
 class Reservation(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,7 +155,8 @@ class GroupMeta(msgspec.Struct, frozen=True, kw_only=True):
 
     `oldest` and `newest` are the steps of the oldest and newest version that generated a token of the group. Tuples
     have one entry for each sample. `version_spans` has runs of completion tokens with equal versions, in order.
-    `row_bytes` is the size of the group's rows in the data plane, bytes.
+    `row_bytes` is the size of the group's rows in the data plane, bytes. `continued_tokens` is the number of completion
+    tokens that the attempt took from the prefix of its ticket.
     """
 
     group: int
@@ -126,6 +171,7 @@ class GroupMeta(msgspec.Struct, frozen=True, kw_only=True):
     oldest: int
     newest: int
     mid_sequence_updates: int = 0
+    continued_tokens: int = 0
     version_spans: tuple[tuple[VersionSpan, ...], ...] = ()
 
     @property
@@ -144,13 +190,14 @@ class GroupMeta(msgspec.Struct, frozen=True, kw_only=True):
 
 class OpenGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A group that holds a slot: reserved if `meta` is None, otherwise ready. `deadline` is that of the ticket, or
-    later."""
+    later. `prefix` is what is stored of a reserved group."""
 
     ticket: Ticket
     reserved_step: int
     ready_step: int
     meta: GroupMeta | None
     deadline: int
+    prefix: Prefix | None = None
 
 
 class CommitOutcome(StrEnum):

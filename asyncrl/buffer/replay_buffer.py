@@ -34,15 +34,17 @@ from asyncrl.buffer.records import (
     GroupMeta,
     Lease,
     LeaseWait,
+    Prefix,
     Progress,
     Refusal,
     Reservation,
     Ticket,
     cut_text,
+    oldest_step,
 )
 from asyncrl.buffer.slots import Slot
 from asyncrl.buffer.snapshot import BufferSnapshot
-from asyncrl.buffer.staleness import Limits, Room, admissible, earliest
+from asyncrl.buffer.staleness import Limits, Room, admissible, earliest, prefix_fits
 from asyncrl.buffer.stragglers import stragglers
 from asyncrl.common.lineage import Lineage
 from asyncrl.common.version import Version
@@ -136,6 +138,8 @@ class ReplayBuffer:
             if prompt is None:
                 refusal = Refusal.NO_PROMPTS
                 break
+            if prompt.prefix is not None and not self._may_continue(prompt.prefix, version):
+                prompt = self._groups.drop_prefix(prompt)
             tickets.append(self._groups.admit(prompt, replica=replica, version=version, step=self._step, now_s=now_s))
         return Reservation(tickets=tuple(tickets), refusal=refusal if len(tickets) < count else None)
 
@@ -151,7 +155,7 @@ class ReplayBuffer:
             self.ledger.count(_REFUSED_COMMITS[outcome])
             return outcome
         if not all(map(self._lineage.has, meta.versions)):
-            self._groups.interrupt(slot)
+            self._groups.interrupt(slot, lineage=self._lineage)
             self.ledger.count(Event.COMMIT_OLD_INCARNATION)
             return CommitOutcome.OLD_INCARNATION
         check_commit(meta, slot.ticket, limits=self._limits, step=self._step)
@@ -198,6 +202,19 @@ class ReplayBuffer:
         """Returns those of `keys` that are keys of groups, but of none that is reserved, ready or leased."""
         held = {slot.ticket.key for slot in self._groups.open.values()}
         return tuple(key for key in keys if _KEY.fullmatch(key) and key not in held)
+
+    def unneeded_prefixes(self, keys: Iterable[str]) -> tuple[str, ...]:
+        """Returns those of `keys` whose prefixes no attempt writes, reads or may read later. Names of another form are
+        left out."""
+        tickets = ((key, _KEY.fullmatch(key)) for key in keys)
+        return tuple(
+            key for key, found in tickets if found and not self._groups.needs_prefix(int(found[1]), int(found[2]))
+        )
+
+    def take_unneeded_prefixes(self) -> tuple[str, ...]:
+        """Returns the keys of the attempts whose prefixes became unneeded since the last call. They may be cleared."""
+        keys, self._groups.unneeded_prefixes = tuple(self._groups.unneeded_prefixes), []
+        return keys
 
     # For the learner.
 
@@ -292,8 +309,7 @@ class ReplayBuffer:
         self.dropped, self.cancelled = [], []
         self.ledger.restore(snapshot.ledger)
         self.failures.restore(snapshot.failures)
-        living = earlier.living(lineage=lineage, loaded=loaded)
-        self._groups.restore(snapshot, earlier=earlier, living=living, now_s=self._clock())
+        self._groups.restore(snapshot, earlier=earlier, lineage=lineage, loaded=loaded, now_s=self._clock())
 
     # For supervisors and views of the run.
 
@@ -358,6 +374,17 @@ class ReplayBuffer:
             replica_step=version.step,
         )
 
+    def _may_continue(self, prefix: Prefix, version: Version) -> bool:
+        """Returns whether a replica at `version` may continue a prefix: its tokens are of ancestors of the learner's
+        weights, and its early deadline can be met together with all others."""
+        return all(map(self._lineage.has, prefix.versions)) and prefix_fits(
+            step=self._step,
+            leased=self._lease is not None,
+            groups_per_step=self._limits.groups_per_step,
+            deadline=oldest_step(version, prefix) + self._limits.max_staleness_versions,
+            unleased=self._groups.unleased_by_deadline,
+        )
+
     def _why_refused(self, meta: GroupMeta) -> CommitOutcome:
         """Returns why a commit is refused: its ticket is not reserved, or it is of another incarnation."""
         if not 1 <= meta.incarnation <= self._lineage.incarnation:
@@ -413,7 +440,7 @@ class ReplayBuffer:
         for slot in blocking:
             match self._on_deadline:
                 case "requeue":
-                    self._groups.retry(slot)
+                    self._groups.restart(slot)
                     self.ledger.count(Event.STRAGGLER_REQUEUED)
                 case "drop":
                     self._groups.drop(slot)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from asyncrl.buffer.ledger import Amount
-from asyncrl.buffer.records import DuePrompt, GroupMeta, LeasedGroup, OpenGroup, Progress, Ticket
+from asyncrl.buffer.records import DuePrompt, GroupMeta, LeasedGroup, OpenGroup, Prefix, Progress, Ticket
 
 NO_PROGRESS = Progress()
 
@@ -20,7 +20,8 @@ class Slot:
 
     `reserved_step` and `ready_step` are the learner's step at the reserve and at the commit. `progress` is that of the
     last heartbeat which named the ticket, and `newest_step` is the step of the weights that the replica had then.
-    `deadline` is that of the ticket, unless `staleness.on_deadline: mask` has extended it.
+    `deadline` is that of the ticket, unless `staleness.on_deadline: mask` has extended it. `prefix` is what the data
+    plane has of a reserved group, from this attempt or from an earlier one.
     """
 
     ticket: Ticket
@@ -31,6 +32,7 @@ class Slot:
     meta: GroupMeta | None = None
     ready_step: int = 0
     progress: Progress = NO_PROGRESS
+    prefix: Prefix | None = None
     deadline: int = field(init=False)
     newest_step: int = field(init=False)
 
@@ -63,6 +65,7 @@ class Slot:
             ready_step=self.ready_step,
             meta=self.meta,
             deadline=self.deadline,
+            prefix=self.prefix,
         )
 
 

@@ -139,6 +139,28 @@ def earliest(ready: Mapping[int, int], count: int) -> dict[int, int]:
     return taken
 
 
+def prefix_fits(*, step: int, leased: bool, groups_per_step: int, deadline: int, unleased: Mapping[int, int]) -> bool:
+    """Returns whether a group that is due at `deadline` may get a slot although rule (1) does not admit that deadline.
+
+    Rule (1) admits a group because its deadline is that of the replica's version. A group that continues a prefix is
+    due earlier. So the invariant of docs/guarantees.md is checked for each deadline: the groups that are due fit into
+    the remaining steps. With a lease of `step`, the remaining steps begin after it, as in rule (2). `unleased` maps a
+    deadline to the number of reserved and ready groups.
+
+    >>> prefix_fits(step=3, leased=False, groups_per_step=1, deadline=3, unleased={4: 1})
+    True
+    >>> prefix_fits(step=3, leased=True, groups_per_step=1, deadline=3, unleased={4: 1})
+    False
+    >>> prefix_fits(step=3, leased=False, groups_per_step=1, deadline=3, unleased={4: 2})
+    False
+    """
+    trained = step if leased else step - 1  # the last step that is not open to the group
+    if deadline <= trained:
+        return False
+    remaining = {**unleased, deadline: unleased.get(deadline, 0) + 1}
+    return lease_violation(step=trained, groups_per_step=groups_per_step, remaining=remaining) is None
+
+
 class Violation(NamedTuple):
     """The smallest deadline at which rule (2) fails, and by how many groups."""
 

@@ -84,6 +84,16 @@ def _staleness(config: Config) -> Iterator[str]:
         )
 
 
+def _persistence(config: Config) -> Iterator[str]:
+    every = config.generator.persist_every_tokens
+    if every > 0 and config.staleness.max_versions == 0:
+        yield (
+            f"generator.persist_every_tokens = {every}: must be 0 with staleness.max_versions = 0, which trains the "
+            "batches of a sequential loop: a sample that another replica continues is drawn with another seed; set "
+            "it to 0, or raise staleness.max_versions"
+        )
+
+
 def _on_deadline(config: Config) -> Iterator[str]:
     """A step takes B groups. A straggler can only be in its way if the buffer may hold more groups than that."""
     policy, step_groups = config.staleness.on_deadline, config.learner.groups_per_step
@@ -266,6 +276,7 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _names,
     _staleness,
     _on_deadline,
+    _persistence,
     _buffer,
     _step_shape,
     _sharding,

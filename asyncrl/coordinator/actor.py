@@ -7,7 +7,7 @@ from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import Call, perform
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.data.prompts import Task
-from asyncrl.data_plane.clients import GroupRows
+from asyncrl.data_plane.clients import PREFIX_PARTITION, GroupRows
 
 
 class CoordinatorActor:
@@ -15,7 +15,10 @@ class CoordinatorActor:
 
     def __init__(self, *, config: Config, tasks: Sequence[Task]) -> None:
         rows = GroupRows(config)
-        self._coordinator = Coordinator(config=config, tasks=tasks, clear_rows=rows.clear, stored_keys=rows.keys)
+        prefixes = GroupRows(config, partition=PREFIX_PARTITION) if config.generator.persist_every_tokens else None
+        self._coordinator = Coordinator(
+            config=config, tasks=tasks, clear_rows=rows.clear, stored_keys=rows.keys, prefixes=prefixes
+        )
 
     async def perform(self, call: Call) -> Any:
         """Performs a call of the client."""

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
-from asyncrl.buffer.ledger import Event
+from asyncrl.buffer.ledger import TOKEN_EVENTS, Event
 from asyncrl.buffer.records import (
     CommitOutcome,
     FailedTicket,
@@ -37,6 +37,7 @@ from asyncrl.coordinator.snapshot import Restored, RunSnapshot
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.coordinator.waiting import Waiting
 from asyncrl.data.prompts import PromptSource, Task
+from asyncrl.data_plane.clients import GroupRows
 from asyncrl.errors import LearnerNotRestored
 from asyncrl.metrics.catalogue import BUFFER_WAITS
 from asyncrl.metrics.recorders import BufferMetrics
@@ -61,7 +62,8 @@ class Coordinator:
     """The groups, deployments and replicas of one run.
 
     `clear_rows` drops the rows of groups that will never be trained, by key. `stored_keys` returns the keys of the
-    groups that have rows; without it, rows that a dead replica left are not found. The seconds of the states count from
+    groups that have rows; without it, rows that a dead replica left are not found. `prefixes` are the partial
+    generations of groups; None if the replicas store none. The seconds of the states count from
     `started_s` (monotonic); if it is left out, from the start of the process. `learner` answers the calls of the
     learner, `registry` has the deployments and the state of the run, `failures` the failed rollouts.
     """
@@ -73,6 +75,7 @@ class Coordinator:
         tasks: Sequence[Task],
         clear_rows: Callable[[Sequence[str]], Awaitable[None]],
         stored_keys: Callable[[], Awaitable[Sequence[str]]] = _no_keys,
+        prefixes: GroupRows | None = None,
         started_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -80,6 +83,7 @@ class Coordinator:
         self._clock = clock
         self._clear_rows = clear_rows
         self._stored_keys = stored_keys
+        self._prefixes = prefixes
         self._clearing: set[asyncio.Task[None]] = set()
         self._limits = limits_of(config)
         self._prompts = PromptSource(
@@ -343,9 +347,14 @@ class Coordinator:
             logger.warning("the buffer's process stalled for %.1f s; no ticket expires before its next check", pause_s)
             return
         await self._expire()
+        unneeded = self._buffer.take_unneeded_prefixes()
+        if unneeded and self._prefixes is not None:
+            self._in_background(self._cleared(unneeded, self._prefixes.clear), name="clear prefixes")
         if now_s - self._swept_s >= SWEEP_EVERY_S:
             self._swept_s = now_s
             self._in_background(self._sweep(self._buffer.never_committed), name="sweep rows")
+            if self._prefixes is not None:
+                self._in_background(self._sweep_prefixes(self._prefixes), name="sweep prefixes")
 
     async def _sweep(self, needless: Callable[[Sequence[str]], Sequence[str]]) -> None:
         """Clears the rows of groups that belong to nothing. A replica died after it had stored them, or a learner
@@ -357,7 +366,17 @@ class Coordinator:
             return
         if left:
             logger.warning("clearing the rows of groups that belong to nothing: %s", ", ".join(left))
-            await self._cleared(left)
+            await self._cleared(left, self._clear_rows)
+
+    async def _sweep_prefixes(self, prefixes: GroupRows) -> None:
+        """Clears partial generations that no attempt needs. Their replica died before it had reported them."""
+        try:
+            left = self._buffer.unneeded_prefixes(await prefixes.keys())
+        except Exception as error:
+            logger.warning("partial generations without a group were not looked for: %s", error)
+            return
+        if left:
+            await self._cleared(left, prefixes.clear)
 
     async def _expire(self) -> None:
         """Removes silent replicas, and ends tickets that no heartbeat renewed within the timeout."""
@@ -368,16 +387,16 @@ class Coordinator:
 
     def _clear(self, keys: Sequence[str]) -> None:
         if keys:
-            self._in_background(self._cleared(keys), name="clear rows")
+            self._in_background(self._cleared(keys, self._clear_rows), name="clear rows")
 
     def _in_background(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
         task = asyncio.create_task(work, name=name)
         self._clearing.add(task)
         task.add_done_callback(self._clearing.discard)
 
-    async def _cleared(self, keys: Sequence[str]) -> None:
+    async def _cleared(self, keys: Sequence[str], clear: Callable[[Sequence[str]], Awaitable[None]]) -> None:
         try:
-            await self._clear_rows(keys)
+            await clear(keys)
         except Exception as error:
             logger.warning("the rows of groups that will not be trained were not cleared: %s", error)
 
@@ -391,7 +410,8 @@ class Coordinator:
             bytes=counts.booked_bytes,
             oldest_group_age_s=counts.oldest_group_age_s,
         )
-        self._metrics.events({event.value: total for event, total in account.events.items()})
+        self._metrics.events({event.value: n for event, n in account.events.items() if event not in TOKEN_EVENTS})
+        self._metrics.prefix_tokens({event.value: account.events[event] for event in TOKEN_EVENTS})
         self._metrics.replicas(Counter(_replica_state(view) for view in self._views()))
         self._metrics.ledger(
             issued_groups=account.issued.groups,

@@ -1,8 +1,9 @@
 """Opens the data plane that the config names, and moves the rows of finished groups into and out of it.
 
 The training partition holds the rows of all future steps. A sample's id is `<group>.<attempt>_g<i>`, so that the late
-put of an expired attempt can never overwrite the rows of the attempt that replaced it. The module imports torch only
-when rows are used.
+put of an expired attempt can never overwrite the rows of the attempt that replaced it. Partial generations
+(`asyncrl.generation.prefixes`) have the same ids in a partition of their own, so they are never taken for finished
+groups. The module imports torch only when rows are used.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 TRAIN_PARTITION = "train"
 """Name of the partition with the rows of all future steps."""
+PREFIX_PARTITION = "prefixes"
+"""Name of the partition with the partial generations of groups that are not finished."""
 
 
 def open_client(config: Config) -> DataPlaneClient:
@@ -49,12 +52,13 @@ def open_client(config: Config) -> DataPlaneClient:
 class GroupRows:
     """Stores and drops the rows of whole groups, for processes with an event loop: each call runs in a thread.
 
-    It opens its client on first use, so that it can be sent to another process before. Raises the client's RunError and
-    TimeoutError.
+    The groups are finished groups, unless another `partition` is named. It opens its client on first use, so that it
+    can be sent to another process before. Raises the client's RunError and TimeoutError.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, partition: str = TRAIN_PARTITION) -> None:
         self._config = config
+        self._partition = partition
         self._client: DataPlaneClient | None = None
 
     async def put(self, rows_by_key: Mapping[str, BatchedDataDict]) -> None:
@@ -64,12 +68,18 @@ class GroupRows:
     async def clear(self, keys: Sequence[str]) -> None:
         """Drops the rows of these groups. Ignores rows that do not exist."""
         ids = [sample for key in keys for sample in samples_of(key, count=self._config.learner.group_size)]
-        await asyncio.to_thread(lambda: self._opened().clear_samples(ids, TRAIN_PARTITION))
+        await asyncio.to_thread(lambda: self._opened().clear_samples(ids, self._partition))
 
     async def keys(self) -> list[str]:
         """Returns the keys of the groups that have rows."""
-        ids = await asyncio.to_thread(lambda: self._opened().sample_ids(TRAIN_PARTITION))
+        ids = await asyncio.to_thread(lambda: self._opened().sample_ids(self._partition))
         return list(dict.fromkeys(map(group_of, ids)))
+
+    async def get(self, key: str, columns: Sequence[str]) -> BatchedDataDict:
+        """Returns these columns of a group's rows. Raises KeyError if there are none, and RowsLost if their row store
+        has ended."""
+        ids = samples_of(key, count=self._config.learner.group_size)
+        return await asyncio.to_thread(lambda: self._opened().get_samples(ids, self._partition, columns))
 
     def _put(self, rows_by_key: Mapping[str, BatchedDataDict]) -> None:
         from asyncrl.data.batched_data_dict import BatchedDataDict
@@ -77,12 +87,15 @@ class GroupRows:
 
         ids = [sample for key, rows in rows_by_key.items() for sample in samples_of(key, count=rows.size)]
         rows = BatchedDataDict.from_batches([*rows_by_key.values()], pad_value_dict=dict(PAD_VALUES))
-        self._opened().put_samples(ids, TRAIN_PARTITION, fields=rows)
+        self._opened().put_samples(ids, self._partition, fields=rows)
 
     def _opened(self) -> DataPlaneClient:
         with _OPENING:
             if self._client is None:
-                self._client = open_client(self._config)
+                client = open_client(self._config)
+                if self._partition != TRAIN_PARTITION:  # the policy registers that one, with its tasks
+                    client.register_partition(self._partition, [], self._config.learner.group_size, [])
+                self._client = client
         return self._client
 
 

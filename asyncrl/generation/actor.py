@@ -20,7 +20,7 @@ from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.registry import Registry
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import load_tokenizer, tokenizer_fingerprint
-from asyncrl.data_plane.clients import GroupRows
+from asyncrl.data_plane.clients import PREFIX_PARTITION, GroupRows
 from asyncrl.environments.scoring import Scorer
 from asyncrl.environments.secrets import Secrets
 from asyncrl.generation.generator import Generator
@@ -91,6 +91,7 @@ class GeneratorActor:
             rollouts=Rollouts(config=config, engine=engine, tokenizer=tokenizer, scorer=scorer, replica=self._name),
             coordinator=coordinator,
             rows=GroupRows(config),
+            prefix_rows=GroupRows(config, partition=PREFIX_PARTITION),
             weights=updates,
             metrics=metrics,
             started_s=monotonic_at_process_start(),

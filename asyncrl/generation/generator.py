@@ -16,9 +16,10 @@ import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 
+import msgspec
 from asyncio_throttle.throttler import Throttler
 
-from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, Progress, Refusal, Ticket
+from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, Prefix, Progress, Refusal, Ticket
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
@@ -28,6 +29,8 @@ from asyncrl.coordinator.replicas import ReplicaReport
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.clients import GroupRows
 from asyncrl.errors import DataError, InfraError, RolloutError, RunError
+from asyncrl.generation.interfaces import PartialCompletion, Sampled
+from asyncrl.generation.prefix_keeper import PrefixKeeper
 from asyncrl.generation.rollout import FinishedGroup, Rollouts
 from asyncrl.generation.weight_updates import UpdateHooks, WeightUpdates
 from asyncrl.metrics.catalogue import GENERATOR_STATES
@@ -51,8 +54,8 @@ HEARTBEATS_PER_TIMEOUT = 5
 class Generator:
     """Generates until `drain` is called. `run` raises when the replica cannot go on.
 
-    The engine is ready when this object is made. `started_s` (monotonic clock) is when its process started: the time
-    since then counts as the state "starting".
+    The engine is ready when this object is made. `rows` are finished groups, `prefix_rows` partial ones. `started_s`
+    (monotonic clock) is when its process started: the time since then counts as the state "starting".
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Generator:
         rollouts: Rollouts,
         coordinator: CoordinatorClient,
         rows: GroupRows,
+        prefix_rows: GroupRows,
         weights: WeightUpdates,
         metrics: GeneratorMetrics,
         started_s: float,
@@ -77,6 +81,12 @@ class Generator:
         self._coordinator = coordinator
         self._rows = rows
         self._weights = weights
+        self._prefixes = PrefixKeeper(
+            prefix_rows,
+            every_tokens=config.generator.persist_every_tokens,
+            verdict=weights.verdict,
+            stored=self._stored,
+        )
         self._metrics = metrics
         self._clock = clock
         starts_per_s = config.generator.max_starts_per_s
@@ -198,8 +208,9 @@ class Generator:
         try:
             try:
                 async with asyncio.timeout(self._config.generator.rollout_timeout_s):
+                    prefix = await self._prefixes.read(ticket)
                     group = await self._rollouts.run(
-                        ticket, on_progress=functools.partial(self._progressed, ticket.key)
+                        ticket, prefix=prefix, on_progress=functools.partial(self._progressed, ticket, prefix)
                     )
                     if ticket.key in self._spoiled:
                         raise self._spoiled[ticket.key]
@@ -230,12 +241,20 @@ class Generator:
         finally:
             self._running.pop(ticket.key, None)
             self._spoiled.pop(ticket.key, None)
+            self._prefixes.ended(ticket.key)
             self._show_states()
             self._slot_freed.set()
 
-    def _progressed(self, key: str, tokens: int) -> None:
-        if key in self._held:
-            self._held[key] = Progress(generated_tokens=tokens)
+    def _progressed(self, ticket: Ticket, prefix: Sequence[PartialCompletion], sampled: Sampled) -> None:
+        held = self._held.get(ticket.key)
+        if held is not None and ticket.key not in self._spoiled:
+            self._held[ticket.key] = msgspec.structs.replace(held, generated_tokens=sampled.tokens)
+            self._prefixes.sampled(ticket, sampled, continued=prefix)
+
+    def _stored(self, key: str, prefix: Prefix) -> None:
+        """Lets the next heartbeat name what is stored of a group."""
+        if (held := self._held.get(key)) is not None:
+            self._held[key] = msgspec.structs.replace(held, prefix=prefix)
 
     def _abandon(self, keys: Collection[str]) -> None:
         """Ends the rollouts of tickets that the buffer has ended. This is not a failure.
@@ -337,6 +356,8 @@ class Generator:
 
     async def _fail_unverified(self, error: InfraError) -> None:
         self._spoiled |= dict.fromkeys(self._running, error)
+        for key in self._running:
+            self._prefixes.ended(key)
         await self._fail([self._as_failed(each, error) for each in self._take_finished()])
 
     async def report(self) -> None:

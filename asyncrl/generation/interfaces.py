@@ -23,6 +23,8 @@ __all__ = [
     "GenerationOutputSpec",
     "InferenceEngine",
     "LoadTimes",
+    "PartialCompletion",
+    "Sampled",
     "all_succeeded",
     "verify_right_padding",
 ]
@@ -41,6 +43,37 @@ class Completion:
     versions: list[Version]
     text: str
     truncated: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialCompletion:
+    """The tokens of a completion so far, with the log-prob (nats) and the version of each. `truncated` is True if the
+    length limit has ended it; only a `finished` completion can be truncated."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[Version]
+    finished: bool = False
+    truncated: bool = False
+
+
+class Sampled(Protocol):
+    """What an engine has sampled so far of the completions of one call."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of all completions, with those of a prefix."""
+        ...
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Number of tokens of each completion."""
+        ...
+
+    def partial(self) -> list[PartialCompletion] | None:
+        """Returns a copy of all completions as they are now. None if a completion has just ended, so that its versions
+        are not known yet; the engine reports its end next."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,13 +97,18 @@ class InferenceEngine(Protocol):
         temperature: float,
         max_tokens: int,
         stop: Sequence[str] = (),
-        on_progress: Callable[[int], None] | None = None,
+        prefix: Sequence[PartialCompletion] = (),
+        on_progress: Callable[[Sampled], None] | None = None,
     ) -> list[Completion]:
         """Returns n completions of one prompt. Child i samples with seed + i. Temperature 0 is greedy; seed is None.
 
         A completion ends when its text contains one of `stop` or of `generator.stop`. The tokens of the stop string
-        are the last tokens of the completion. The engine calls `on_progress` from time to time with the number of
-        tokens that all n completions have so far. Cancelling the call ends its requests in the engine.
+        are the last tokens of the completion. The engine calls `on_progress` from time to time with what it has sampled
+        so far. Cancelling the call ends its requests in the engine.
+
+        With a `prefix`, which has one entry for each child, the completions begin with its tokens and keep their
+        log-probs and versions. A child with a finished entry is complete; any other samples with the seed of
+        `asyncrl.generation.prefixes.seed_of`. `max_tokens` includes the prefix.
         """
         ...
 

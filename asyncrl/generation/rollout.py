@@ -24,7 +24,7 @@ from asyncrl.data.tokenizer import encode_prompt
 from asyncrl.environments.prompt_lengths import counted, longest_prompt_tokens
 from asyncrl.environments.scoring import Scorer
 from asyncrl.errors import DataError, HandshakeError
-from asyncrl.generation.interfaces import Completion, InferenceEngine
+from asyncrl.generation.interfaces import Completion, InferenceEngine, PartialCompletion, Sampled
 
 GENERATED_FIELDS = ("input_ids", "input_lengths", "generation_logprobs", "weight_versions", "token_mask")
 """Columns of a finished group's rows. Later columns of the same samples are stored under the same keys."""
@@ -59,10 +59,17 @@ class Rollouts:
         self._replica = replica
         self._clock = clock
 
-    async def run(self, ticket: Ticket, *, on_progress: Callable[[int], None] | None = None) -> FinishedGroup:
+    async def run(
+        self,
+        ticket: Ticket,
+        *,
+        prefix: Sequence[PartialCompletion] = (),
+        on_progress: Callable[[Sampled], None] | None = None,
+    ) -> FinishedGroup:
         """Generates the whole group in one call, so that its samples share the prompt's KV cache, and scores it.
 
-        Calls `on_progress` from time to time with the number of tokens that the group has so far.
+        Begins with the samples of `prefix`, if there are any. Calls `on_progress` from time to time with what the group
+        has so far.
         """
         prompt_ids, budget = self._prompt(ticket.task)
         group_size = self._config.learner.group_size
@@ -72,6 +79,7 @@ class Rollouts:
             seed=ticket.seed,
             temperature=self._config.generator.temperature,
             max_tokens=budget,
+            prefix=prefix,
             on_progress=on_progress,
         )
         for completion in completions:
@@ -95,6 +103,7 @@ class Rollouts:
             rewards=rewards,
             replica=self._replica,
             scoring_s=self._clock() - scored_from_s,
+            prefix=prefix,
         )
 
     async def answer(self, task: Task) -> float:
@@ -134,8 +143,10 @@ def finished_group(
     rewards: Sequence[float],
     replica: str,
     scoring_s: float,
+    prefix: Sequence[PartialCompletion] = (),
 ) -> FinishedGroup:
-    """Builds the rows and the metadata of a scored group."""
+    """Builds the rows and the metadata of a scored group. Its completions begin with those of `prefix`, if there are
+    any."""
     rows = sample_rows(prompt_ids, completions)
     steps = [version.step for completion in completions for version in completion.versions]
     lengths = [len(c.token_ids) for c in completions]
@@ -152,6 +163,8 @@ def finished_group(
         oldest=min(steps, default=ticket.version.step),
         newest=max(steps, default=ticket.version.step),
         mid_sequence_updates=sum(len(set(c.versions)) - 1 for c in completions if c.versions),
+        # A completion is shorter than its prefix if a stop string was found in the prefix.
+        continued_tokens=sum(min(len(p.token_ids), n) for p, n in zip(prefix, lengths, strict=False)),
         version_spans=tuple(version_spans(c.versions) for c in completions),
     )
     return FinishedGroup(meta=meta, rows=rows, scoring_s=scoring_s)

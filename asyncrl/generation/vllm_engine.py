@@ -5,21 +5,24 @@ carries the version that sampled it.
 """
 
 import asyncio
+import dataclasses
+import functools
 import gc
 import itertools
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.errors import DataError, InfraError
 from asyncrl.generation.engine_start import cause_of_death, engine_starts
-from asyncrl.generation.interfaces import Completion, LoadTimes
+from asyncrl.generation.interfaces import Completion, LoadTimes, PartialCompletion, Sampled
+from asyncrl.generation.prefixes import seed_of
 from asyncrl.generation.shared_memory import EngineProcesses, segments_of, sweep_shared_memory
+from asyncrl.generation.vllm_sampled import NOTHING, Child, SampledByVLLM, before_stop, joined, until_stop
 from asyncrl.generation.vllm_weights import VLLMWeights
 from asyncrl.weights.manifest import Manifest
 
@@ -79,6 +82,8 @@ class VLLMEngine:
     def __init__(self, llm: Any, *, config: Config) -> None:
         self._llm = llm
         self._stop = config.generator.stop
+        stored_every = config.generator.persist_every_tokens
+        self._progress_every_tokens = min(PROGRESS_EVERY_TOKENS, stored_every or PROGRESS_EVERY_TOKENS)
         self.weights = VLLMWeights(llm, clear_cache=config.weights.kv_cache == "recompute")
         children = psutil.Process().children(recursive=True)
         self._children = [child for child in children if _runs_the_engine(child)]
@@ -153,25 +158,41 @@ class VLLMEngine:
         temperature: float,
         max_tokens: int,
         stop: Sequence[str] = (),
-        on_progress: Callable[[int], None] | None = None,
+        prefix: Sequence[PartialCompletion] = (),
+        on_progress: Callable[[Sampled], None] | None = None,
     ) -> list[Completion]:
         stops = [*self._stop, *stop]
-        output = await self._request(
-            prompt_ids,
-            on_progress=on_progress,
-            n=n,
-            seed=seed,
-            temperature=temperature,
-            max_tokens=max_tokens,
-            logprobs=0,
-            flat_logprobs=True,
-            stop=stops or None,
-            detokenize=bool(stops),  # stop strings need text after every token; otherwise we decode once, at the end
-        )
-        return [self._completion(child, has_text=bool(stops)) for child in output.outputs]
+        sampling = {
+            "temperature": temperature,
+            "logprobs": 0,
+            "flat_logprobs": True,
+            "stop": stops or None,
+            "detokenize": bool(stops),  # stop strings need text after every token; otherwise we decode once, at the end
+        }
+        if not any(sample.token_ids for sample in prefix):
+            children = [Child(NOTHING, index=index) for index in range(n)]
+            on_output = self._reporter(children, on_progress)
+            await self._request(prompt_ids, children, on_output, n=n, seed=seed, max_tokens=max_tokens, **sampling)
+        else:
+            children = [Child(_ended_at(max_tokens, sample)) for sample in prefix]
+            on_output = self._reporter(children, on_progress)
+            requests = [
+                self._request(
+                    [*prompt_ids, *child.prefix.token_ids],
+                    [child],
+                    on_output,
+                    seed=None if seed is None else seed_of(seed, i, len(child.prefix.token_ids)),
+                    max_tokens=max_tokens - len(child.prefix.token_ids),
+                    **sampling,
+                )
+                for i, child in enumerate(children)
+                if not child.prefix.finished
+            ]
+            await _all_or_none(requests)
+        return [self._completion(child, stops) for child in children]
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
-        output = await self._request(tokens, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        output = await self._request(tokens, [], None, max_tokens=1, prompt_logprobs=0, detokenize=False)
         entries = output.prompt_logprobs[1:]
         return [entry[token].logprob for entry, token in zip(entries, tokens[1:], strict=True)]
 
@@ -223,41 +244,45 @@ class VLLMEngine:
             process.kill()
         sweep_shared_memory(self.processes.shared_memory)
 
-    def _completion(self, child: Any, *, has_text: bool) -> Completion:
-        if child.finish_reason == "abort":
+    def _reporter(
+        self, children: Sequence[Child], on_progress: Callable[[Sampled], None] | None
+    ) -> Callable[[], None] | None:
+        return None if on_progress is None else functools.partial(on_progress, SampledByVLLM(self._llm, children))
+
+    def _completion(self, child: Child, stops: Sequence[str]) -> Completion:
+        """Returns the completion of a child whose request has ended."""
+
+        def decode(token_ids: Sequence[int]) -> str:
+            text: str = self._llm.tokenizer.decode(token_ids, skip_special_tokens=True)
+            return text
+
+        if child.output is not None and child.output.finish_reason == "abort":
             raise InfraError("the request was aborted", reason="aborted")
-        token_ids = list(child.token_ids)
-        # With `logprobs=0` vLLM returns only the sampled token's log-prob, so the flat list has one entry per token.
-        logprobs = list(child.logprobs.logprobs)
-        if child.logprobs.token_ids != token_ids:
-            raise DataError("vLLM returned log-probs of other tokens than the sampled ones", reason="logprobs")
-        versions: list[Version] = []
-        for span in child.weight_versions or []:
-            versions += [Version.parse(span.version)] * (span.end - span.start)
-        if len(versions) != len(token_ids):
-            raise DataError(
-                f"vLLM labelled {len(versions)} tokens with a weight version, but sampled {len(token_ids)}",
-                reason="version_spans",
-            )
-        text = child.text if has_text else self._llm.tokenizer.decode(token_ids, skip_special_tokens=True)
+        sample = child.prefix if child.output is None else joined(child.prefix, child.output)
+        if stops and not child.prefix.token_ids:
+            text = child.output.text
+        else:
+            # vLLM knows the text of its own request only, and a stop string may begin in the prefix.
+            sample = until_stop(sample, stops, decode) if stops else sample
+            text = before_stop(decode(sample.token_ids), stops)
         return Completion(
-            token_ids=token_ids,
-            logprobs=logprobs,
-            versions=versions,
+            token_ids=sample.token_ids,
+            logprobs=sample.logprobs,
+            versions=sample.versions,
             text=text,
-            truncated=child.finish_reason == "length",
+            truncated=sample.truncated,
         )
 
     async def _request(
-        self, tokens: Sequence[int], *, on_progress: Callable[[int], None] | None = None, **sampling: Any
+        self, tokens: Sequence[int], children: Sequence[Child], on_output: Callable[[], None] | None, **sampling: Any
     ) -> Any:
-        """Runs one request of vLLM with these fields of its `SamplingParams`. Returns the final output with all
-        completions, in the order of their index."""
+        """Runs one request of vLLM with these fields of its `SamplingParams`, whose completions are `children`. Calls
+        `on_output` when they have new tokens. Returns the final output."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         parameters = SamplingParams(
-            output_kind=RequestOutputKind.CUMULATIVE, stream_interval=PROGRESS_EVERY_TOKENS, **sampling
+            output_kind=RequestOutputKind.CUMULATIVE, stream_interval=self._progress_every_tokens, **sampling
         )
         request_id = f"asyncrl-{next(self._requests)}"
         prompt: dict[str, Any] = {"prompt_token_ids": list(tokens)}
@@ -267,13 +292,15 @@ class VLLMEngine:
         self._running.add(request_id)
         aborts = self._aborts
         final = None
-        children: dict[int, Any] = {}  # an output has only those completions that have new tokens
+        for child in children:
+            child.request_id = request_id
         try:
             async for output in self._llm.generate(prompt, parameters, request_id):
                 final = output
-                children |= {child.index: child for child in output.outputs}
-                if on_progress is not None:
-                    on_progress(sum(len(child.token_ids) for child in children.values()))
+                for completion in output.outputs if children else ():  # only those that have new tokens
+                    children[completion.index].output = completion
+                if on_output is not None:
+                    on_output()
         except ValueError as error:
             raise DataError(f"vLLM refused the prompt: {error}", reason="prompt_refused") from error
         except asyncio.CancelledError:
@@ -286,5 +313,21 @@ class VLLMEngine:
             raise InfraError("the request was aborted", reason="aborted")
         if final is None or not final.finished:
             raise InfraError("the engine ended a request without an output", reason="engine")
-        final.outputs = [children[index] for index in sorted(children)]
         return final
+
+
+def _ended_at(max_tokens: int, sample: PartialCompletion) -> PartialCompletion:
+    """Returns a sample of a prefix, as a finished one if it has no room for another token."""
+    if sample.finished or len(sample.token_ids) < max_tokens:
+        return sample
+    return dataclasses.replace(sample, finished=True, truncated=True)
+
+
+async def _all_or_none(requests: Iterable[Coroutine[Any, Any, Any]]) -> None:
+    """Runs the requests at once. If one fails, ends the others and raises its error."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for request in requests:
+                group.create_task(request)
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from failures.exceptions[0].__cause__

@@ -260,14 +260,14 @@ class LearnerLoop:
         await asyncio.to_thread(self._policy.discard_samples, rows, TRAIN_PARTITION)
 
     async def _rows_outstanding(self, *, until_none: bool = False) -> int:
-        """Returns the number of rows in the data plane.
+        """Returns the number of rows of finished groups in the data plane.
 
         At the end of a run, generators may still be clearing rows that will not be trained. With `until_none`, the
         number is therefore read again until it is 0 or `ROWS_SETTLE_S` have passed.
         """
         deadline_s = self._clock() + ROWS_SETTLE_S
         while True:
-            rows = sum((await asyncio.to_thread(self._policy.rows_outstanding)).values())
+            rows = (await asyncio.to_thread(self._policy.rows_outstanding)).get(TRAIN_PARTITION, 0)
             self._metrics.rows_outstanding(rows)
             if not (until_none and rows) or self._clock() > deadline_s:
                 return rows

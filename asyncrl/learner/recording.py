@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.buffer.ledger import Fate
+from asyncrl.buffer.ledger import Event, Fate
 from asyncrl.buffer.records import Lease
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
@@ -104,6 +104,8 @@ class StepRecorder:
             weight_updates=self._weight_updates(status),
             mid_sequence_updates=self._mid_sequence_updates,
             parity_max_nats=max((report.parity_max_nats for report in status.reports.values()), default=None),
+            tokens_continued=status.account.events[Event.TOKENS_CONTINUED],
+            tokens_dropped=status.account.events[Event.TOKENS_DROPPED],
         )
 
     # --- metrics ------------------------------------------------------------------------------------------------

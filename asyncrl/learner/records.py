@@ -202,7 +202,8 @@ class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
 
     `rows_outstanding` is the number of rows that are still in the data plane; it is 0 unless the run was stopped.
     `parity_max_nats` is the largest difference of log-probs in a weight probe of any replica. `groups_failed` has, by
-    reason, the discarded groups whose rollouts failed.
+    reason, the discarded groups whose rollouts failed. `tokens_continued` and `tokens_dropped` count the stored tokens
+    of replicas that ended (`generator.persist_every_tokens`), which other replicas continued, or which were dropped.
     """
 
     wall_s: float
@@ -214,6 +215,8 @@ class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
     weight_updates: int
     mid_sequence_updates: int
     parity_max_nats: float | None
+    tokens_continued: int = 0
+    tokens_dropped: int = 0
 
 
 class Summary(RunTotals, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 
-from asyncrl.buffer.ledger import OPEN_FATES, Event, Fate
+from asyncrl.buffer.ledger import OPEN_FATES, TOKEN_EVENTS, Event, Fate
 from asyncrl.buffer.records import CommitOutcome
 from asyncrl.config.load import flat_config
 from asyncrl.config.schema import Config
@@ -270,7 +270,15 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             BUFFER,
             "asyncrl_buffer_events_total",
             "Events outside the normal life of a group, such as retries, expired tickets and refused commits.",
-            {"event": tuple(Event)},
+            {"event": tuple(event for event in Event if event not in TOKEN_EVENTS)},
+        ),
+        counter(
+            BUFFER,
+            "asyncrl_buffer_prefix_tokens_total",
+            "Tokens of groups whose replica died or failed, and which were stored (generator.persist_every_tokens). "
+            "`tokens_continued`: another replica continued them, and the group was committed. `tokens_dropped`: they "
+            "were too old to be trained in time, were lost with their row store, or the run was resumed.",
+            {"event": tuple(sorted(TOKEN_EVENTS))},
         ),
         histogram(BUFFER, "asyncrl_buffer_reserve_wait_seconds", "Time that a reserve call waited for tickets."),
         histogram(BUFFER, "asyncrl_buffer_lease_wait_seconds", "Time that the learner waited for a lease."),

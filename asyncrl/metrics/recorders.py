@@ -292,6 +292,11 @@ class BufferMetrics(ProcessMetrics):
         for event, total in totals.items():
             self._instruments.raise_to("asyncrl_buffer_events_total", total, event=event)
 
+    def prefix_tokens(self, totals: Mapping[str, int]) -> None:
+        """Records the totals of the buffer's token events."""
+        for event, total in totals.items():
+            self._instruments.raise_to("asyncrl_buffer_prefix_tokens_total", total, event=event)
+
     def ledger(self, *, issued_groups: int, groups: Mapping[str, int], tokens: Mapping[str, int]) -> None:
         """Records the ledger's totals by fate. `groups` must have all fates, so that unaccounted groups are found.
 

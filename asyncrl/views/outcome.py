@@ -23,6 +23,11 @@ def totals_lines(summary: Summary, *, total_steps: int) -> list[str]:
         f"{summary.steps} steps in {summary.wall_s:.0f} s, oldest trained token {summary.max_token_staleness} versions "
         f"(limit {summary.staleness_limit}), {dropped_in_words(summary)}"
     )
+    if summary.tokens_continued or summary.tokens_dropped:
+        lines.append(
+            f"{summary.tokens_continued} stored tokens of replicas that ended were continued, "
+            f"{summary.tokens_dropped} dropped"
+        )
     return lines
 
 

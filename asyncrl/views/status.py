@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from asyncrl.buffer.ledger import Fate
+from asyncrl.buffer.ledger import Event, Fate
 from asyncrl.common.roles import Role, RunState
 from asyncrl.coordinator.replicas import ReplicaReport, mean_states
 from asyncrl.coordinator.status import RunStatus
@@ -54,6 +54,7 @@ def status_lines(
         + (" (all accounted for)" if account.closed else " (NOT all accounted for: a bug of asyncrl)")
     )
     lines += _failures(status)
+    lines += _continued(status)
     since = since_start(status, steps, setting=setting)
     if (found := since.headline) is not None:
         lines.append(f"{'warning' if found.warns else 'since the start'}: {found.sentence}")
@@ -137,6 +138,16 @@ def _failures(status: RunStatus) -> list[str]:
     share = failed_share({fate.value: amount.groups for fate, amount in status.account.fates.items()})
     lines = [f"failed rollouts: {in_words(status.failures)}; {share:.0%} of the groups that ended"]
     return lines + [f"first {count.first.reason}: {count.first.words}" for count in status.failures]
+
+
+def _continued(status: RunStatus) -> list[str]:
+    """Returns a line with the stored tokens that were continued or dropped, if there are any."""
+    events = status.account.events
+    continued, dropped = events.get(Event.TOKENS_CONTINUED, 0), events.get(Event.TOKENS_DROPPED, 0)
+    if not continued + dropped:
+        return []
+    groups = events.get(Event.PREFIX_CONTINUED, 0)
+    return [f"stored tokens of replicas that ended: {continued} continued in {groups} groups, {dropped} dropped"]
 
 
 def activity(status: RunStatus) -> str:

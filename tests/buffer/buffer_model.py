@@ -11,11 +11,11 @@ from collections.abc import Collection
 from typing import Any
 
 import msgspec
-from buffer_scenes import Clock, NumberedPrompts, finished, limits
+from buffer_scenes import Clock, NumberedPrompts, finished, limits, stored_by
 from straggler_model import Straggler, treated
 
-from asyncrl.buffer.ledger import Amount, Fate
-from asyncrl.buffer.records import CommitOutcome, Failure, Lease, LeaseWait, Progress, Refusal, Ticket
+from asyncrl.buffer.ledger import Amount, Event, Fate
+from asyncrl.buffer.records import CommitOutcome, Failure, Lease, LeaseWait, Prefix, Progress, Refusal, Ticket
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.snapshot import BufferSnapshot
 from asyncrl.common.lineage import Lineage
@@ -27,7 +27,7 @@ TIMEOUT_S = 10.0
 MAX_ATTEMPTS = 3
 IN_A_CHECKPOINT = (
     "v", "tickets", "state", "committed", "lost", "booked_bytes", "waiting", "fates", "interruptions", "deadline",
-    "newest", "progress", "dropped_tokens",
+    "newest", "progress", "dropped_tokens", "prefixes", "continued", "dropped",
 )  # fmt: skip
 
 
@@ -82,6 +82,9 @@ class BufferModel:
         self.versions: dict[str, set[Version]] = {}  # of the tokens of each ticket so far
         self.retained: dict[str, int] = {}  # with the step that ended the group
         self.cleared: set[str] = set()  # keys whose rows are gone
+        self.prefixes: dict[int, Prefix] = {}  # what is stored of reserved and waiting groups, as far as it is known
+        self.continued = self.dropped = 0  # tokens
+        self.stored: set[str] = set()  # every key under which something was ever stored
 
     def new_buffer(self) -> ReplayBuffer:
         return ReplayBuffer(
@@ -113,7 +116,9 @@ class BufferModel:
         ticket = self.tickets[key]
         last = self.at_last_attempt(key)
         self.over(key, Fate.FAILED if last else None)
-        if not last:
+        if last:
+            self.prefixes.pop(ticket.group, None)
+        else:
             self.waiting.add(ticket.group)
 
     def at_last_attempt(self, key: str) -> bool:
@@ -130,6 +135,13 @@ class BufferModel:
             return
         before, fronts = self.slots(), sorted(self.waiting)
         answer = self.buffer.reserve(replica, version=self.loaded[replica], count=count)
+        for ticket in answer.tickets:
+            assert ticket.key not in self.tickets
+            self.check_prefix(ticket)
+            self.state[ticket.key], self.tickets[ticket.key] = "reserved", ticket
+            self.deadline[ticket.key] = ticket.deadline
+        for ticket in answer.tickets:  # the slots are checked below, one after the other
+            del self.state[ticket.key], self.tickets[ticket.key]
         for n, ticket in enumerate(answer.tickets):
             assert before + n + (self.v - r) * per_step < (self.limits.max_staleness_versions + 1) * per_step  # (1)
             assert self.v * per_step + before + n < self.limits.total_steps * per_step
@@ -138,9 +150,8 @@ class BufferModel:
             )
             self.waiting.discard(ticket.group)
             assert ticket.seed == ticket.group * self.limits.group_size
-            assert ticket.key not in self.tickets
             self.tickets[ticket.key] = ticket
-            self.versions[ticket.key] = {ticket.version}
+            self.versions[ticket.key] = {ticket.version, *(() if ticket.prefix is None else ticket.prefix.versions)}
             self.state[ticket.key] = "reserved"
             self.deadline[ticket.key], self.newest[ticket.key] = ticket.deadline, ticket.version.step
             self.booked_bytes[ticket.key] = self.limits.worst_group_bytes
@@ -151,18 +162,75 @@ class BufferModel:
         if answer.refusal is Refusal.STALENESS:
             assert self.slots() + (self.v - r) * per_step >= (self.limits.max_staleness_versions + 1) * per_step
 
-    def heartbeat(self, replica: str) -> None:
-        held = self.known[replica]
+    def heartbeat(self, replica: str, *, store: int | None = None) -> None:
+        held = sorted(self.known[replica])
         for key in held:
             self.progress[key] += self.tickets[key].group % 3
             self.newest[key] = max(self.newest[key], self.loaded[replica].step)
         reported = {key: Progress(generated_tokens=self.progress[key]) for key in held}
+        for n, key in enumerate(held):
+            if store is not None:
+                prefix = self.store(key, store + n, newest=self.loaded[replica])
+                reported[key] = msgspec.structs.replace(reported[key], prefix=prefix)
         ended = self.buffer.renew(replica, held=reported, version=self.loaded[replica])
         assert set(ended) == {
             key for key in held if self.state[key] == "over" and not (key in self.committed and key not in self.lost)
         }
         for key in held:
             self.heard_at_s[key] = self.clock.now_s
+
+    def store(self, key: str, pick: int, *, newest: Version) -> Prefix:
+        """A replica has stored more tokens of a group, after those of its prefix unless it could not read them."""
+        ticket = self.tickets[key]
+        before = self.prefixes.get(ticket.group)
+        own = before if before is not None and before.attempt == ticket.attempt else None
+        if own is None:
+            prefix = stored_by(ticket, tokens=pick % 3 + 1, also=(newest,), unreadable=pick % 5 == 0)
+        else:
+            prefix = msgspec.structs.replace(
+                own, tokens=own.tokens + 1, versions=tuple(sorted({*own.versions, newest}))
+            )
+        if self.state[key] == "reserved":
+            if before is not None and own is None:
+                self.dropped += before.tokens - prefix.continued_tokens
+            self.prefixes[ticket.group] = prefix
+        self.stored.add(key)
+        return prefix
+
+    def strand(self, replica: str, pick: int) -> None:
+        """A replica stores its groups and ends. The other replicas finish theirs, also newer ones, and the learner
+        trains what it can, before any replica takes the prompts of the ended one."""
+        self.reserve(replica, pick % 3 + 1)
+        self.heartbeat(replica, store=pick)
+        self.publish()
+        for other in sorted(set("abc") - {replica}):
+            self.load(other)
+            self.reserve(other, 3)
+        self.leave(replica)
+        for key in self.having("reserved"):
+            self.commit_one(key, row_bytes=10)
+        for _ in range(pick % 4):
+            self.end_step("ack")
+            self.start_step()
+
+    def check_prefix(self, ticket: Ticket) -> None:
+        """Checks that a new ticket has the stored prefix exactly if its early deadline can be met, and counts it."""
+        prefix = self.prefixes.get(ticket.group)
+        if prefix is None:
+            assert ticket.prefix is None
+            return
+        steps = [ticket.version.step, *(version.step for version in prefix.versions)]
+        deadline = min(steps) + self.limits.max_staleness_versions
+        begun = self.lease is not None
+        fits = all(map(self.lineage.has, prefix.versions)) and deadline >= self.v + begun
+        for d in range(self.v, self.v + self.limits.max_staleness_versions + 1):
+            due = self.due(d, "reserved", "ready") + (deadline <= d)
+            fits = fits and due <= (d - self.v + (not begun)) * self.limits.groups_per_step
+        assert ticket.prefix == (prefix if fits else None), (prefix, self.v, deadline)
+        if fits:
+            assert (ticket.oldest, ticket.deadline) == (min(steps), deadline)
+        else:
+            self.dropped += self.prefixes.pop(ticket.group).tokens
 
     def crash(self, replica: str) -> None:
         """The replica restarts at once without its tickets, and the buffer gets no message about it."""
@@ -193,11 +261,16 @@ class BufferModel:
             self.over(key)
             self.waiting.add(ticket.group)
             self.interruptions[ticket.group] += 1
+            self.keep_surviving(ticket.group, self.prefixes.pop(ticket.group, None))
         elif self.state[key] == "reserved":
             assert outcome is CommitOutcome.ACCEPTED
             self.state[key] = "ready"
             self.booked_bytes[key] = row_bytes
             self.committed.add(key)
+            prefix, own = self.prefixes.pop(self.tickets[key].group, None), self.tickets[key].prefix
+            self.continued += 0 if own is None else own.tokens
+            if prefix is not None and prefix.attempt != self.tickets[key].attempt:
+                assert prefix == own
         elif key in self.committed - self.lost:
             assert outcome is CommitOutcome.DUPLICATE
         else:
@@ -214,6 +287,7 @@ class BufferModel:
         assert held == (self.state[key] == "reserved")
         if held and failure_class is FailureClass.DATA:
             self.over(key, Fate.FAILED)
+            self.prefixes.pop(self.tickets[key].group, None)
         elif held:
             self.attempt_over(key)
 
@@ -287,7 +361,10 @@ class BufferModel:
         for key in stragglers:
             if self.on_deadline == "mask":
                 self.deadline[key] = self.newest[key] + self.tickets[key].max_staleness_versions
-            elif self.on_deadline == "requeue":
+                continue
+            prefix = self.prefixes.pop(self.tickets[key].group, None)
+            if self.on_deadline == "requeue":
+                self.dropped += 0 if prefix is None else prefix.tokens
                 self.attempt_over(key)
             else:
                 self.over(key, Fate.DROPPED)
@@ -377,6 +454,8 @@ class BufferModel:
         self.retained, self.cleared, self.taken = {}, set(), self.saved
         self.buffer = self.new_buffer()
         self.buffer.restore(snapshot, lineage=self.lineage)
+        self.dropped += sum(prefix.tokens for prefix in self.prefixes.values())
+        self.prefixes = {}
         for key in self.having("reserved"):
             self.over(key)
             self.waiting.add(self.tickets[key].group)
@@ -421,7 +500,11 @@ class BufferModel:
         places = {self.tickets[key].group: key for key in living if self.tickets[key].group in unended}
         places |= {group: key for group, key in ready.items() if group not in superseded}
         self.state, self.waiting = dict.fromkeys(self.tickets, "over"), unended - places.keys()
+        saved_prefixes, self.prefixes = self.prefixes, {}
         for group in self.waiting:
+            self.keep_surviving(group, before["prefixes"].get(group))
+            if group in saved_prefixes.keys() - before["prefixes"].keys():
+                self.dropped += saved_prefixes[group].tokens
             self.interruptions[group] += now[group] - then[group] + (group in reserved | superseded)
         for key in sorted(places.values(), key=lambda key: (self.deadline[key], self.tickets[key].group)):
             group = self.tickets[key].group
@@ -433,11 +516,23 @@ class BufferModel:
                 self.interruptions[group] += 1
             elif not restored and before["state"][key] == "reserved":
                 self.state[key] = "reserved"
+                if group in before["prefixes"]:
+                    self.prefixes[group] = before["prefixes"][group]
             else:
                 assert restored or key not in self.cleared, "the rows of a group that stays must exist"
                 self.state[key] = "ready"
                 committed.add(key)
         self.committed = committed
+
+    def keep_surviving(self, group: int, prefix: Prefix | None) -> None:
+        """Keeps what is stored of a group that waits, if not all of it is of dead versions."""
+        if prefix is None:
+            return
+        versions = tuple(filter(self.lineage.has, prefix.versions))
+        if versions:
+            self.prefixes[group] = msgspec.structs.replace(prefix, versions=versions)
+        else:
+            self.dropped += prefix.tokens
 
     def has_room(self, key: str) -> bool:
         booked = sum(self.booked_bytes[each] for each in self.having("reserved", "ready"))
@@ -491,6 +586,14 @@ class BufferModel:
             assert self.due(deadline, "reserved", "ready", "leased") <= max(0, deadline - self.v + 1) * per_step
             if self.lease is not None:
                 assert self.due(deadline, "reserved", "ready") <= max(0, deadline - self.v) * per_step
+
+    def check_prefixes(self) -> None:
+        """What is stored is needed exactly if an attempt may still read or replace it, and else it is handed out for
+        clearing."""
+        needed = {f"{group}.{prefix.attempt}" for group, prefix in self.prefixes.items()} | set(self.having("reserved"))
+        assert set(self.buffer.unneeded_prefixes(self.stored)) == self.stored - needed
+        events = self.buffer.account.events
+        assert (events[Event.TOKENS_CONTINUED], events[Event.TOKENS_DROPPED]) == (self.continued, self.dropped)
 
     def check_ledger(self) -> None:
         account = self.buffer.account

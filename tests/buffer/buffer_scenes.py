@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from asyncrl.buffer.records import CommitOutcome, GroupMeta, Lease, Progress, Ticket, VersionSpan
+from asyncrl.buffer.records import CommitOutcome, GroupMeta, Lease, Prefix, Progress, Ticket, VersionSpan
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.staleness import Limits
 from asyncrl.common.version import Version
@@ -60,9 +60,9 @@ def finished(
     row_bytes: int = 10,
     versions: Collection[Version] = (),
 ) -> GroupMeta:
-    """Returns the metadata of a group that was generated without a failure, by the version of its ticket and then by
+    """Returns the metadata of a group that was generated without a failure, by the versions of its ticket and then by
     `versions`. Sample i has i + 1 tokens."""
-    versions = sorted({ticket.version, *versions})
+    versions = sorted({ticket.version, *versions, *(() if ticket.prefix is None else ticket.prefix.versions)})
     newest = max(version.step for version in versions) if newest is None else newest
     return GroupMeta(
         group=ticket.group,
@@ -74,9 +74,24 @@ def finished(
         completion_tokens=tuple(range(1, group_size + 1)),
         rewards=(1.0,) * group_size,
         truncated=(False,) * group_size,
-        oldest=ticket.version.step,
+        oldest=ticket.oldest,
         newest=newest,
+        continued_tokens=0 if ticket.prefix is None else ticket.prefix.tokens,
         version_spans=(tuple(VersionSpan(version.incarnation, version.step, 1) for version in versions),) * group_size,
+    )
+
+
+def stored_by(ticket: Ticket, *, tokens: int = 2, also: tuple[Version, ...] = (), unreadable: bool = False) -> Prefix:
+    """Returns what the attempt of a ticket has stored: `tokens` tokens, after those of its own prefix unless that was
+    `unreadable`. `also` are versions beside that of the ticket which generated tokens."""
+    before = None if unreadable else ticket.prefix
+    continued = 0 if before is None else before.tokens
+    versions = {ticket.version, *also, *(() if before is None else before.versions)}
+    return Prefix(
+        attempt=ticket.attempt,
+        tokens=continued + tokens,
+        versions=tuple(sorted(versions)),
+        continued_tokens=continued,
     )
 
 
@@ -117,6 +132,10 @@ class Scene:
         for ticket in tickets:
             meta = finished(ticket, group_size=self.limits.group_size)
             assert self.buffer.commit(meta) is CommitOutcome.ACCEPTED
+
+    def store(self, ticket: Ticket, prefix: Prefix) -> None:
+        """The replica of the ticket reports what it has stored."""
+        self.buffer.renew(ticket.replica, held={ticket.key: Progress(prefix=prefix)})
 
     def lease(self) -> Lease:
         lease = self.buffer.lease()

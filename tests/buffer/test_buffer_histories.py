@@ -19,7 +19,7 @@ COMMON = [
 RARE = [
     "heartbeat", "commit_anything", "fail", "time_passes", "crash", "leave", "load", "reserve_without_reply", "skip",
     "give_back", "end_another_step", "succeed", "publish_and_one_loads", "checkpoint", "end_checkpoint", "restore",
-    "roll_back", "lose_rows", "is_refused_while_paused",
+    "roll_back", "lose_rows", "is_refused_while_paused", "store", "strand", "strand", "strand", "strand",
 ]  # fmt: skip
 
 CALLS_A_RULE = 10
@@ -53,6 +53,7 @@ class BufferHistories(RuleBasedStateMachine):
             self.model.check_slots()
             self.model.check_deadlines()
             self.model.check_ledger()
+            self.model.check_prefixes()
             note(f"{name}: {self.model.buffer.counts()}")
 
     def call(self, name: str, *, replica: str, pick: int) -> None:
@@ -62,6 +63,10 @@ class BufferHistories(RuleBasedStateMachine):
                 model.reserve(replica, pick % 5 + 1, reply_lost=name != "reserve")
             case "commit" | "commit_anything" | "fail" | "lose_rows" | "end_another_step":
                 getattr(model, name)(pick)
+            case "store":
+                model.heartbeat(replica, store=pick)
+            case "strand":
+                model.strand(replica, pick)
             case "heartbeat" | "crash" | "load" | "leave" | "is_refused_while_paused":
                 getattr(model, name)(replica)
             case "publish_and_one_loads":

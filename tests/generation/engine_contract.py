@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from asyncrl.common.version import Version
-from asyncrl.generation.interfaces import Completion, InferenceEngine
+from asyncrl.generation.interfaces import Completion, InferenceEngine, PartialCompletion, Sampled
+from asyncrl.generation.prefixes import seed_of
 
 PROMPT = [40, 41, 42, 43]
 PARITY_NATS = 1e-4
@@ -20,9 +21,17 @@ class Load(Protocol):
 
 
 async def sample(
-    engine: InferenceEngine, *, n: int, seed: int | None, temperature: float = 1.0, stop: Sequence[str] = ()
+    engine: InferenceEngine,
+    *,
+    n: int,
+    seed: int | None,
+    temperature: float = 1.0,
+    stop: Sequence[str] = (),
+    prefix: Sequence[PartialCompletion] = (),
 ) -> list[Completion]:
-    return await engine.generate(PROMPT, n=n, seed=seed, temperature=temperature, max_tokens=MAX_TOKENS, stop=stop)
+    return await engine.generate(
+        PROMPT, n=n, seed=seed, temperature=temperature, max_tokens=MAX_TOKENS, stop=stop, prefix=prefix
+    )
 
 
 async def every_token_has_a_log_prob_and_the_version_that_sampled_it(engine: InferenceEngine, load: Load) -> None:
@@ -67,11 +76,82 @@ async def a_stop_text_ends_a_completion_with_its_tokens(engine: InferenceEngine,
 async def progress_counts_the_tokens_of_all_completions(engine: InferenceEngine, load: Load) -> None:
     await load(6)
     reported: list[int] = []
+    partial: list[list[PartialCompletion]] = []
+
+    def report(sampled: Sampled) -> None:
+        reported.append(sampled.tokens)
+        assert sum(sampled.lengths) == sampled.tokens
+        if (samples := sampled.partial()) is not None:
+            partial.append(samples)
+
     sampling = {"n": 3, "seed": 9, "temperature": 1.0, "max_tokens": MAX_TOKENS}
-    completions = await engine.generate(PROMPT, **sampling, on_progress=reported.append)  # type: ignore[arg-type]
+    completions = await engine.generate(PROMPT, **sampling, on_progress=report)  # type: ignore[arg-type]
     assert reported == sorted(reported)
     assert reported[-1] == sum(len(completion.token_ids) for completion in completions)
     assert 0 < reported[0] < reported[-1], "it is reported before the end"
+    assert any(0 < len(sample.token_ids) < MAX_TOKENS for samples in partial for sample in samples)
+    for samples in partial:
+        for sample, completion in zip(samples, completions, strict=True):
+            tokens = len(sample.token_ids)
+            assert sample.token_ids == completion.token_ids[:tokens]
+            assert sample.logprobs == completion.logprobs[:tokens]
+            assert sample.versions == completion.versions[:tokens]
+            if sample.finished:
+                assert (tokens, sample.truncated) == (len(completion.token_ids), completion.truncated)
+
+
+async def a_prefix_is_continued_with_the_seeds_of_its_length(engine: InferenceEngine, load: Load) -> None:
+    await load(6)
+    seed = 9
+    whole = await sample(engine, n=3, seed=seed)
+    while min(len(completion.token_ids) for completion in whole) < 6:
+        seed += 3
+        whole = await sample(engine, n=3, seed=seed)
+    begun = [_first(whole[0], 4), _first(whole[1], 0), _first(whole[2], len(whole[2].token_ids))]
+    await load(7)
+    calls = [await sample(engine, n=3, seed=seed, prefix=begun) for _ in range(2)]
+    assert calls[0] == calls[1]
+    for before, after in zip(begun, calls[0], strict=True):
+        known = len(before.token_ids)
+        assert after.token_ids[:known] == before.token_ids
+        assert after.logprobs[:known] == before.logprobs
+        assert after.versions == before.versions + [Version(1, 7)] * (len(after.token_ids) - known)
+        scores = (await engine.score(PROMPT + after.token_ids))[len(PROMPT) - 1 :]
+        differences = [abs(a - b) for a, b in zip(scores[known:], after.logprobs[known:], strict=True)]
+        assert max(differences, default=0.0) < PARITY_NATS
+    continued, anew, done = calls[0]
+    assert len(continued.token_ids) > 4
+    assert anew == (await sample(engine, n=3, seed=seed))[1], "without tokens, a child starts with its own seed"
+    assert (done.token_ids, done.text, done.truncated) == (whole[2].token_ids, whole[2].text, whole[2].truncated)
+    alone = await engine.generate(
+        PROMPT + begun[0].token_ids, n=1, seed=seed_of(seed, 0, 4), temperature=1.0, max_tokens=MAX_TOKENS - 4
+    )
+    assert continued.token_ids == begun[0].token_ids + alone[0].token_ids
+
+
+async def a_stop_text_that_begins_in_the_prefix_ends_the_completion(engine: InferenceEngine, load: Load) -> None:
+    for step in range(60, 80):
+        await load(step)
+        [free] = await sample(engine, n=1, seed=None, temperature=0.0)
+        if len(free.text) > 2:
+            break
+    stop = free.text[:2]
+    before = _first(free, 1)
+    [stopped] = await sample(engine, n=1, seed=None, temperature=0.0, stop=[stop], prefix=[before])
+    assert stopped.token_ids == free.token_ids[:2]
+    assert len(stopped.logprobs) == len(stopped.versions) == 2
+    assert not stopped.truncated
+
+
+def _first(completion: Completion, tokens: int) -> PartialCompletion:
+    finished = tokens == len(completion.token_ids)
+    return PartialCompletion(
+        token_ids=completion.token_ids[:tokens],
+        logprobs=completion.logprobs[:tokens],
+        versions=completion.versions[:tokens],
+        finished=finished,
+        truncated=finished and completion.truncated,
+    )
 
 
 async def score_gives_one_log_prob_for_every_token_but_the_first(engine: InferenceEngine, load: Load) -> None:
@@ -133,6 +213,8 @@ CONTRACT = [
     truncated_says_that_the_length_limit_ended_it,
     a_stop_text_ends_a_completion_with_its_tokens,
     progress_counts_the_tokens_of_all_completions,
+    a_prefix_is_continued_with_the_seeds_of_its_length,
+    a_stop_text_that_begins_in_the_prefix_ends_the_completion,
     score_gives_one_log_prob_for_every_token_but_the_first,
     sampled_log_probs_are_those_that_score_gives,
     f14_f15_an_update_in_the_middle_of_sequences_splits_their_versions,

@@ -7,13 +7,14 @@ them.
 """
 
 import asyncio
-import itertools
+import dataclasses
 import zlib
 from collections.abc import Callable, Sequence
 
 from asyncrl.common.version import Version
 from asyncrl.errors import InfraError, TornReplica
-from asyncrl.generation.interfaces import Completion, LoadTimes
+from asyncrl.generation.interfaces import Completion, LoadTimes, PartialCompletion, Sampled
+from asyncrl.generation.prefixes import seed_of
 from asyncrl.weights.manifest import Manifest
 
 EOS = 1
@@ -24,6 +25,24 @@ def log_prob_of(token: int, version: Version | None) -> float:
     """Returns a fixed function of token and version. Any function would do."""
     step = -1 if version is None else version.step
     return -1.0 - zlib.crc32(f"{token},{step}".encode()) % 1000 / 1000
+
+
+@dataclasses.dataclass
+class FakeSampled:
+    """Implements `Sampled`."""
+
+    samples: list[PartialCompletion]
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(sample.token_ids) for sample in self.samples]
+
+    def partial(self) -> list[PartialCompletion]:
+        return [_copy(sample) for sample in self.samples]
 
 
 class FakeEngine:
@@ -40,6 +59,8 @@ class FakeEngine:
         self._paused = asyncio.Event()
         self._paused.set()
         self._aborted = 0
+        self.prefixes: list[list[int]] = []
+        self.ends_one_in = 5
 
     async def generate(
         self,
@@ -50,43 +71,58 @@ class FakeEngine:
         temperature: float,
         max_tokens: int,
         stop: Sequence[str] = (),
-        on_progress: Callable[[int], None] | None = None,
+        prefix: Sequence[PartialCompletion] = (),
+        on_progress: Callable[[Sampled], None] | None = None,
     ) -> list[Completion]:
-        seeds = [0 if temperature == 0.0 else (seed or 0) + child for child in range(n)]
-        total = itertools.count(1)
-
-        def on_token() -> None:
-            tokens = next(total)
-            if on_progress is not None:
-                on_progress(tokens)
-
-        samples = [self._sample(list(prompt_ids), s, max_tokens, stop, on_token) for s in seeds]
+        self.prefixes += [sample.token_ids for sample in prefix]
+        begun = [_copy(sample) for sample in prefix] or [_nothing() for _ in range(n)]
+        so_far = FakeSampled(begun)
+        samples = [
+            self._sample(
+                list(prompt_ids),
+                0 if temperature == 0.0 else seed_of(seed or 0, child, len(sample.token_ids)),
+                max_tokens,
+                stop,
+                so_far,
+                child,
+                on_progress,
+            )
+            for child, sample in enumerate(begun)
+        ]
         return list(await asyncio.gather(*samples))
 
     async def _sample(
-        self, prompt: list[int], seed: int, max_tokens: int, stop: Sequence[str], on_token: Callable[[], None]
+        self,
+        prompt: list[int],
+        seed: int,
+        max_tokens: int,
+        stop: Sequence[str],
+        so_far: "FakeSampled",
+        child: int,
+        on_progress: Callable[[Sampled], None] | None,
     ) -> Completion:
-        tokens: list[int] = []
-        logprobs: list[float] = []
-        versions: list[Version] = []
+        sample = so_far.samples[child]
+        tokens, logprobs, versions = sample.token_ids, sample.logprobs, sample.versions
         aborted = self._aborted
         self.running += 1
         try:
-            while len(tokens) < max_tokens and not _ended(tokens, stop):
+            while not sample.finished and len(tokens) < max_tokens and not _ended(tokens, stop):
                 await self.gate.wait()
                 await self._paused.wait()
                 await asyncio.sleep(0)
                 if aborted != self._aborted:
                     raise InfraError("the request was aborted", reason="aborted")
                 assert self.version is not None, "a request came before the first version"
-                draw = zlib.crc32(repr((seed, prompt, tokens, self.version.step)).encode())
-                token = EOS if draw % 5 == 0 else 2 + draw % LETTERS
+                draw = zlib.crc32(repr((seed, prompt + tokens, self.version.step)).encode())
+                token = EOS if draw % self.ends_one_in == 0 else 2 + draw % LETTERS
                 tokens.append(token)
                 logprobs.append(log_prob_of(token, self.version))
                 versions.append(self.version)
-                on_token()
+                if on_progress is not None:
+                    on_progress(so_far)
         finally:
             self.running -= 1
+        so_far.samples[child] = dataclasses.replace(sample, finished=True, truncated=not _ended(tokens, stop))
         return Completion(
             token_ids=tokens,
             logprobs=logprobs,
@@ -120,6 +156,16 @@ class FakeEngine:
 
     async def shutdown(self) -> None:
         await self.abort()
+
+
+def _nothing() -> PartialCompletion:
+    return PartialCompletion(token_ids=[], logprobs=[], versions=[])
+
+
+def _copy(sample: PartialCompletion) -> PartialCompletion:
+    return dataclasses.replace(
+        sample, token_ids=[*sample.token_ids], logprobs=[*sample.logprobs], versions=[*sample.versions]
+    )
 
 
 def _text(tokens: Sequence[int]) -> str:

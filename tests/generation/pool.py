@@ -49,6 +49,12 @@ class MemoryRows:
             raise error
         self.kept |= rows_by_key
 
+    async def get(self, key: str, columns: Sequence[str]) -> BatchedDataDict:
+        return BatchedDataDict({name: self.kept[key][name] for name in columns})
+
+    async def keys(self) -> list[str]:
+        return list(self.kept)
+
     async def clear(self, keys: Sequence[str]) -> None:
         for key in keys:
             self.kept.pop(key, None)
@@ -105,11 +111,12 @@ class Pool:
             settings[section] = settings.get(section, {}) | values
         self.config = Config.model_validate(settings)
         self.clock = Clock()
-        self.rows = MemoryRows()
+        self.rows, self.prefixes = MemoryRows(), MemoryRows()
         self.coordinator = Coordinator(
             config=self.config,
             tasks=TASKS,
             clear_rows=self.rows.clear,
+            prefixes=self.prefixes,
             started_s=0.0,
             clock=self.clock,
         )
@@ -140,6 +147,7 @@ class Pool:
             rollouts=rollouts,
             coordinator=CoordinatorClient.in_process(self.coordinator),
             rows=self.rows,
+            prefix_rows=self.prefixes,
             weights=updates,
             metrics=metrics,
             started_s=0.0,

@@ -70,6 +70,7 @@ def buffer() -> BufferMetrics:
     metrics.fill(reserved=16, ready=8, leased=16, bytes=4096, oldest_group_age_s=1.5)
     metrics.replicas({"generating": 2, "silent": 1})
     metrics.events({"ticket_expired": 2, "commit_duplicate": 1})
+    metrics.prefix_tokens({"tokens_continued": 30, "tokens_dropped": 4})
     metrics.ledger(issued_groups=45, groups={"reserved": 40, "trained": 3, "failed": 1}, tokens={"trained": 900})
     metrics.reserve_waited(0.01)
     metrics.lease_waited(0.2)

@@ -1,0 +1,88 @@
+"""Stores what the rollouts of a replica have sampled so far, and reads what an earlier attempt has stored.
+
+Storing never fails a rollout: if a group cannot be stored, it is generated on, and a later attempt would continue what
+was stored before, or begin again. Invariant: stored tokens were sampled by verified weights, because a put waits for
+the probe of the last weight update.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from asyncrl.buffer.records import Prefix, Ticket
+from asyncrl.data_plane.clients import GroupRows
+from asyncrl.errors import AsyncRLError
+from asyncrl.generation.interfaces import PartialCompletion, Sampled
+from asyncrl.generation.prefixes import PREFIX_COLUMNS, prefix_of, rows_of, samples_of_rows
+
+logger = logging.getLogger(__name__)
+
+
+class PrefixKeeper:
+    """Stores a group whenever one of its samples has grown by `every_tokens` tokens. With 0, it stores nothing.
+
+    `verdict` waits until the last weight update is verified. `stored` is called with a group's key after each put.
+    """
+
+    def __init__(
+        self,
+        rows: GroupRows,
+        *,
+        every_tokens: int,
+        verdict: Callable[[], Awaitable[None]],
+        stored: Callable[[str, Prefix], None],
+    ) -> None:
+        self._rows = rows
+        self._every_tokens = every_tokens
+        self._verdict = verdict
+        self._stored = stored
+        self._lengths: dict[str, Sequence[int]] = {}  # tokens of each sample at the last put of a group
+        self._puts: dict[str, asyncio.Task[None]] = {}
+
+    async def read(self, ticket: Ticket) -> list[PartialCompletion]:
+        """Returns the samples with which the ticket's attempt begins; none if nothing is stored or can be read."""
+        prefix = ticket.prefix
+        if prefix is None:
+            return []
+        try:
+            rows = await self._rows.get(f"{ticket.group}.{prefix.attempt}", PREFIX_COLUMNS)
+            return samples_of_rows(rows, prefix=prefix)
+        except (AsyncRLError, TimeoutError, KeyError) as error:
+            logger.warning(
+                "group %s begins again, because %d stored tokens of attempt %d cannot be read: %s",
+                ticket.key,
+                prefix.tokens,
+                prefix.attempt,
+                error,
+            )
+            return []
+
+    def sampled(self, ticket: Ticket, sampled: Sampled, *, continued: Sequence[PartialCompletion]) -> None:
+        """Stores the group in the background if it has grown enough and no earlier put of it runs. `continued` is the
+        prefix of the attempt."""
+        if not self._every_tokens or ticket.key in self._puts:
+            return
+        before = self._lengths.get(ticket.key) or [len(sample.token_ids) for sample in continued]
+        grown = [now - then for now, then in zip(sampled.lengths, before or [0] * len(sampled.lengths), strict=True)]
+        if max(grown) < self._every_tokens or (samples := sampled.partial()) is None:
+            return
+        self._lengths[ticket.key] = [len(sample.token_ids) for sample in samples]
+        prefix = prefix_of(samples, attempt=ticket.attempt, continued=continued)
+        put = asyncio.create_task(self._put(ticket.key, samples, prefix), name=f"store {ticket.key}")
+        self._puts[ticket.key] = put
+        put.add_done_callback(lambda _: self._puts.pop(ticket.key, None))
+
+    def ended(self, key: str) -> None:
+        """Forgets a group whose rollout has ended, and gives up its running put."""
+        self._lengths.pop(key, None)
+        if put := self._puts.get(key):
+            put.cancel()
+
+    async def _put(self, key: str, samples: Sequence[PartialCompletion], prefix: Prefix) -> None:
+        await self._verdict()
+        try:
+            await self._rows.put({key: rows_of(samples)})
+        except Exception as error:
+            logger.warning("group %s is not stored, and a later attempt may begin again: %s", key, error)
+            return
+        self._stored(key, prefix)

@@ -1,0 +1,116 @@
+"""Partial generations of a group: the rows in which they are stored, and the seeds with which they are continued.
+
+While a replica generates a group, it stores all tokens so far from time to time (`generator.persist_every_tokens`). If
+the replica dies, the next attempt's ticket names what is stored. Its replica reads the tokens, prefills the prompt with
+them, and samples the rest. Log-probs and versions of the stored tokens stay those of the replica that sampled them.
+
+Only completion tokens are stored, because the prompt is in the ticket. A finished sample is stored whole.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+from asyncrl.buffer.records import Prefix
+from asyncrl.common.version import Version
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.errors import InfraError
+from asyncrl.generation.interfaces import PartialCompletion
+
+PREFIX_COLUMNS = (
+    "input_ids",
+    "input_lengths",
+    "generation_logprobs",
+    "weight_versions",
+    "weight_incarnations",
+    "sample_state",
+)
+"""Columns of stored partial generations: per token its id, log-prob, and version (step and incarnation); per sample the
+number of its tokens, and its state: 0 runs, 1 finished, 2 finished at the length limit."""
+_RUNS, _FINISHED, _TRUNCATED = range(3)
+_SEED_BITS = 63
+
+
+def seed_of(seed: int, child: int, tokens: int) -> int:
+    """Returns the seed with which child `child` of a group continues after `tokens` tokens.
+
+    Without tokens it is the seed of a group that starts: `seed` + child. Otherwise it is a hash, so that the draws
+    after a prefix are independent of those that sampled the prefix.
+
+    >>> seed_of(8, 1, 0)
+    9
+    >>> seed_of(8, 1, 5) != seed_of(8, 1, 6)
+    True
+    """
+    if not tokens:
+        return seed + child
+    digest = hashlib.blake2b(f"{seed},{child},{tokens}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> (64 - _SEED_BITS)
+
+
+def rows_of(samples: Sequence[PartialCompletion]) -> BatchedDataDict:
+    """Returns the rows [G, S] that store the samples."""
+    shape = (len(samples), max(len(sample.token_ids) for sample in samples))
+    rows = BatchedDataDict(
+        input_ids=torch.zeros(shape, dtype=torch.int64),
+        input_lengths=torch.tensor([len(sample.token_ids) for sample in samples]),
+        generation_logprobs=torch.zeros(shape),
+        weight_versions=torch.zeros(shape, dtype=torch.int64),
+        weight_incarnations=torch.zeros(shape, dtype=torch.int64),
+        sample_state=torch.tensor([_state(sample) for sample in samples]),
+    )
+    for i, sample in enumerate(samples):
+        tokens = slice(0, len(sample.token_ids))
+        rows["input_ids"][i, tokens] = torch.tensor(sample.token_ids, dtype=torch.int64)
+        rows["generation_logprobs"][i, tokens] = torch.tensor(sample.logprobs)
+        rows["weight_versions"][i, tokens] = torch.tensor([v.step for v in sample.versions], dtype=torch.int64)
+        incarnations = [version.incarnation for version in sample.versions]
+        rows["weight_incarnations"][i, tokens] = torch.tensor(incarnations, dtype=torch.int64)
+    return rows
+
+
+def samples_of_rows(rows: BatchedDataDict, *, prefix: Prefix) -> list[PartialCompletion]:
+    """Returns the stored samples, up to the first token of a version that `prefix` does not name.
+
+    The rows may be newer than the prefix, if their replica died before it reported them. The buffer has admitted only
+    the versions that were reported. Raises InfraError if nothing is left.
+    """
+    allowed = set(prefix.versions)
+    samples: list[PartialCompletion] = []
+    for i, length in enumerate(rows["input_lengths"].tolist()):
+        steps, incarnations = rows["weight_versions"][i, :length], rows["weight_incarnations"][i, :length]
+        pairs = zip(incarnations.tolist(), steps.tolist(), strict=True)
+        versions = [Version(incarnation, step) for incarnation, step in pairs]
+        kept = next((place for place, version in enumerate(versions) if version not in allowed), length)
+        state = int(rows["sample_state"][i]) if kept == length else _RUNS
+        samples.append(
+            PartialCompletion(
+                token_ids=rows["input_ids"][i, :kept].tolist(),
+                logprobs=rows["generation_logprobs"][i, :kept].tolist(),
+                versions=versions[:kept],
+                finished=state != _RUNS,
+                truncated=state == _TRUNCATED,
+            )
+        )
+    if not any(sample.token_ids for sample in samples):
+        raise InfraError(f"the stored rows have no token of the versions {prefix.versions}", reason="prefix")
+    return samples
+
+
+def prefix_of(
+    samples: Sequence[PartialCompletion], *, attempt: int, continued: Sequence[PartialCompletion] = ()
+) -> Prefix:
+    """Returns the record of stored samples, which `attempt` generated after `continued`, those of an earlier one."""
+    return Prefix(
+        attempt=attempt,
+        tokens=sum(len(sample.token_ids) for sample in samples),
+        versions=tuple(sorted({version for sample in samples for version in sample.versions})),
+        continued_tokens=sum(len(sample.token_ids) for sample in continued),
+    )
+
+
+def _state(sample: PartialCompletion) -> int:
+    if not sample.finished:
+        return _RUNS
+    return _TRUNCATED if sample.truncated else _FINISHED

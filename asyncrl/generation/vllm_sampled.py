@@ -1,0 +1,148 @@
+"""What vLLM has sampled so far of a group whose requests run, and what it continues of an earlier attempt.
+
+vLLM returns the versions of a request's tokens only at its end. Before that, they are read from the output processor of
+`AsyncLLM`, which runs in this process. It updates a request's tokens, log-probs and versions in one go between two
+turns of the event loop, so they always fit together here.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.common.version import Version
+from asyncrl.errors import DataError
+from asyncrl.generation.interfaces import PartialCompletion
+
+NOTHING = PartialCompletion(token_ids=[], logprobs=[], versions=[])
+
+
+@dataclass(slots=True)
+class Child:
+    """One completion: the prefix with which it began, its request with the child's index in it, and the request's last
+    output for it. A completion that was finished before has no request."""
+
+    prefix: PartialCompletion
+    request_id: str = ""
+    index: int = 0
+    output: Any = None
+
+    @property
+    def tokens(self) -> int:
+        return len(self.prefix.token_ids) + (0 if self.output is None else len(self.output.token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class SampledByVLLM:
+    """Implements `Sampled`."""
+
+    llm: Any
+    children: Sequence[Child]
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [child.tokens for child in self.children]
+
+    def partial(self) -> list[PartialCompletion] | None:
+        samples: list[PartialCompletion] = []
+        for child in self.children:
+            if child.prefix.finished or child.output is None:
+                samples.append(child.prefix)
+            elif child.output.finish_reason is not None:
+                samples.append(joined(child.prefix, child.output))
+            elif (state := self._state(child)) is not None:
+                starts = state.weight_version_starts
+                tokens, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
+                samples.append(_joined(child.prefix, tokens, logprobs, _versions(starts, len(tokens))))
+            else:
+                return None
+        return samples
+
+    def _state(self, child: Child) -> Any:
+        """Returns vLLM's state of the running request; None if it has ended."""
+        processor = self.llm.output_processor
+        states = [processor.request_states.get(name) for name in processor.external_req_ids.get(child.request_id, ())]
+        return next((state for state in states if state is not None and state.request_index == child.index), None)
+
+
+def joined(prefix: PartialCompletion, output: Any) -> PartialCompletion:
+    """Returns a finished completion: its prefix, and the final output of vLLM for the rest. Raises DataError if a token
+    lacks its log-prob or its version."""
+    starts = [(span.version, span.start) for span in output.weight_versions or []]
+    return _joined(
+        prefix,
+        output.token_ids,
+        output.logprobs,
+        _versions(starts, len(output.token_ids)),
+        finished=True,
+        truncated=output.finish_reason == "length",
+    )
+
+
+def _joined(
+    prefix: PartialCompletion,
+    token_ids: Sequence[int],
+    logprobs: Any,
+    versions: Sequence[Version],
+    *,
+    finished: bool = False,
+    truncated: bool = False,
+) -> PartialCompletion:
+    # With `logprobs=0` vLLM returns only the sampled token's log-prob, so the flat list has one entry per token.
+    if logprobs.token_ids != list(token_ids):
+        raise DataError("vLLM returned log-probs of other tokens than the sampled ones", reason="logprobs")
+    return PartialCompletion(
+        token_ids=[*prefix.token_ids, *token_ids],
+        logprobs=[*prefix.logprobs, *logprobs.logprobs],
+        versions=[*prefix.versions, *versions],
+        finished=finished,
+        truncated=truncated,
+    )
+
+
+def _versions(starts: Sequence[tuple[str, int]], tokens: int) -> list[Version]:
+    """Returns the version of each token. `starts` are (version, first token) of the spans."""
+    if tokens and (not starts or starts[0][1] != 0):
+        raise DataError(
+            f"vLLM did not label the first of {tokens} tokens with a weight version", reason="version_spans"
+        )
+    ends = [start for _, start in starts[1:]] + [tokens]
+    return [Version.parse(label) for (label, start), end in zip(starts, ends, strict=True) for _ in range(start, end)]
+
+
+def until_stop(
+    sample: PartialCompletion, stops: Sequence[str], decode: Callable[[Sequence[int]], str]
+) -> PartialCompletion:
+    """Returns a finished completion up to the token that completes the first stop string.
+
+    vLLM looks for stop strings in the text of its own request only. A stop string that begins in the prefix and ends
+    after it is found here.
+    """
+
+    def has_stop(tokens: int) -> bool:
+        text = decode(sample.token_ids[:tokens])
+        return any(stop in text for stop in stops)
+
+    tokens = len(sample.token_ids)
+    if not has_stop(tokens):
+        return sample
+    first = bisect_left(range(tokens), True, key=has_stop)
+    return PartialCompletion(
+        token_ids=sample.token_ids[:first],
+        logprobs=sample.logprobs[:first],
+        versions=sample.versions[:first],
+        finished=True,
+    )
+
+
+def before_stop(text: str, stops: Sequence[str]) -> str:
+    """Returns the text before the first stop string, as vLLM does.
+
+    >>> before_stop("a b</s>", ["</s>", "b<"])
+    'a '
+    """
+    return text[: min([place for stop in stops if (place := text.find(stop)) >= 0], default=len(text))]

@@ -1,0 +1,200 @@
+"""A group is stored while it is generated, and another replica continues the stored tokens."""
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from fake_engine import FakeEngine
+from pool import Pool, empty_pool, everything_else_runs, until
+
+from asyncrl.buffer.ledger import Event
+from asyncrl.buffer.records import Prefix, VersionSpan
+from asyncrl.common.version import Version
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.errors import InfraError, RowsLost
+from asyncrl.generation.interfaces import PartialCompletion
+from asyncrl.generation.prefixes import PREFIX_COLUMNS, prefix_of, rows_of, samples_of_rows, seed_of
+
+STORED: dict[str, Any] = {
+    "generator": {"max_concurrent_groups": 1, "max_completion_tokens": 40, "persist_every_tokens": 2},
+    "staleness": {"max_versions": 2},
+}
+
+
+def sample(tokens: int, *, steps: tuple[int, ...] = (0,), **ended: bool) -> PartialCompletion:
+    versions = [Version(1, steps[min(place, len(steps) - 1)]) for place in range(tokens)]
+    logprobs = [-0.5 * place for place in range(tokens)]
+    return PartialCompletion(token_ids=[*range(2, 2 + tokens)], logprobs=logprobs, versions=versions, **ended)
+
+
+def test_rows_keep_samples_as_they_are() -> None:
+    samples = [
+        sample(3, steps=(4, 4, 5)),
+        sample(0),
+        sample(2, finished=True),
+        sample(4, finished=True, truncated=True),
+    ]
+    prefix = prefix_of(samples, attempt=1)
+    assert prefix == Prefix(attempt=1, tokens=9, versions=(Version(1, 0), Version(1, 4), Version(1, 5)))
+    rows = rows_of(samples)
+    assert set(rows) == set(PREFIX_COLUMNS)
+    assert samples_of_rows(rows, prefix=prefix) == samples
+
+
+def test_tokens_of_versions_that_were_not_reported_are_cut_off() -> None:
+    """The store may be newer than the last heartbeat: the buffer knows nothing of version 6."""
+    rows = rows_of([sample(4, steps=(5, 5, 6, 5)), sample(1, steps=(5,), finished=True)])
+    known = Prefix(attempt=0, tokens=2, versions=(Version(1, 5),))
+    cut, whole = samples_of_rows(rows, prefix=known)
+    assert cut == sample(2, steps=(5, 5))
+    assert whole.finished
+    with pytest.raises(InfraError, match="no token of the versions"):
+        samples_of_rows(rows, prefix=Prefix(attempt=0, tokens=2, versions=(Version(2, 5),)))
+
+
+def test_seeds_after_a_prefix_differ_by_child_and_length_and_fit_into_63_bits() -> None:
+    seeds = {seed_of(seed, child, tokens) for seed in (0, 8) for child in range(8) for tokens in range(1, 50)}
+    assert len(seeds) == 2 * 8 * 49
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+async def killed_in_the_middle(pool: Pool, *, tokens: int = 6) -> tuple[FakeEngine, list[PartialCompletion]]:
+    """Kills replica `a` while it generates group 0, after it has reported at least `tokens` stored tokens. Returns its
+    engine and what it has stored."""
+    engine = pool.add("a")
+    engine.ends_one_in = 10**9
+    engine.gate.clear()
+    await pool.publish(0)
+    generator = pool.generators["a"]
+    await until(lambda: engine.running)
+    reserved = pool.coordinator._buffer._groups.reserved
+
+    prefix: Prefix | None = None
+    while prefix is None or prefix.tokens < tokens:
+        engine.gate.set()
+        await asyncio.sleep(0)
+        engine.gate.clear()
+        await everything_else_runs()
+        await generator.report()
+        prefix = reserved["0.0"].prefix
+    before = samples_of_rows(pool.prefixes.kept["0.0"], prefix=prefix)
+    pool.running["a"].cancel()
+    await asyncio.gather(pool.running["a"], return_exceptions=True)  # it leaves, so its ticket expires
+    assert "0.0" not in reserved
+    return engine, before
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F2")
+async def test_another_replica_continues_the_tokens_of_a_killed_one() -> None:
+    async with empty_pool(**STORED) as pool:
+        _, before = await killed_in_the_middle(pool)
+        heir = pool.add("b")
+        await until(lambda: "0.1" in pool.rows.kept)
+        assert heir.prefixes[:2] == [each.token_ids for each in before]
+        rows = pool.rows.kept["0.1"]
+        start = int(rows["token_mask"][0].nonzero()[0])  # after the prompt
+        for place, each in enumerate(before):
+            stored = slice(start, start + len(each.token_ids))
+            assert rows["input_ids"][place, stored].tolist() == each.token_ids
+            assert torch.equal(rows["generation_logprobs"][place, stored], torch.tensor(each.logprobs))
+        await until(lambda: pool.counts.ready)
+        slot = next(iter(pool.coordinator._buffer._groups.ready.slots()))
+        continued = sum(len(each.token_ids) for each in before)
+        assert slot.meta is not None
+        assert (slot.meta.key, slot.meta.replica, slot.meta.continued_tokens) == ("0.1", "b", continued)
+        assert slot.meta.generated_tokens > continued
+        events = pool.coordinator.status().account.events
+        assert (events[Event.TOKENS_CONTINUED], events[Event.TOKENS_DROPPED]) == (continued, 0)
+        await pool.coordinator._tick()
+        await until(lambda: not {"0.0", "0.1"} & set(pool.prefixes.kept))
+
+
+@pytest.mark.asyncio
+async def test_a_prefix_keeps_its_versions_when_newer_weights_continue_it() -> None:
+    async with empty_pool(**STORED, learner={"groups_per_step": 1, "group_size": 2, "total_steps": 50}) as pool:
+        _, before = await killed_in_the_middle(pool)
+        pool.coordinator._buffer._step = 1  # another replica's group was trained meanwhile
+        await pool.publish(1)
+        pool.add("b")
+        await until(lambda: pool.counts.ready)
+        slot = next(iter(pool.coordinator._buffer._groups.ready.slots()))
+        assert slot.meta is not None
+        assert (slot.meta.oldest, slot.meta.newest, slot.ticket.deadline) == (0, 1, 2)
+        for each, spans, tokens in zip(before, slot.meta.version_spans, slot.meta.completion_tokens, strict=True):
+            new = tokens - len(each.token_ids)
+            assert spans == (VersionSpan(1, 0, len(each.token_ids)), *([VersionSpan(1, 1, new)] if new else []))
+
+
+@pytest.mark.parametrize("error", [RowsLost("the row store has ended", sample_ids=["0.0_g0"]), KeyError("0.0_g0")])
+@pytest.mark.asyncio
+async def test_a_prefix_that_cannot_be_read_is_counted_and_the_group_begins_again(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def lost(*_: object) -> BatchedDataDict:
+        raise error
+
+    async with empty_pool(**STORED) as pool:
+        _, before = await killed_in_the_middle(pool)
+        pool.prefixes.get = lost  # type: ignore[method-assign]
+        heir = pool.add("b")
+        await until(lambda: pool.counts.ready)
+        assert heir.prefixes == []
+        status = pool.coordinator.status()
+        assert status.account.events[Event.TOKENS_DROPPED] == sum(len(each.token_ids) for each in before)
+        assert (status.account.closed, pool.failures.total()) == (True, 0)
+        assert "begins again" in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_a_put_that_fails_does_not_fail_the_rollout() -> None:
+    async with empty_pool(**STORED) as pool:
+        pool.prefixes.fail_next_put = TimeoutError("no answer")
+        pool.add("a")
+        await pool.publish(0)
+        await until(lambda: pool.counts.ready >= 2)
+        assert pool.failures.total() == 0
+
+
+@pytest.mark.asyncio
+async def test_tokens_of_weights_that_fail_their_probe_are_not_stored() -> None:
+    """The rollout goes on after the verdict, as one that is being scored does."""
+    async with empty_pool(**STORED) as pool:
+        engine = pool.add("a")
+        engine.ends_one_in = 10**9
+        engine.gate.clear()
+        await pool.publish(0)
+        await until(lambda: engine.running)
+        generator = pool.generators["a"]
+        verified = generator._weights._verified
+        verified.clear()  # an update is being verified
+        engine.gate.set()
+        await until(lambda: "0.0" in generator._prefixes._puts)
+        engine.gate.clear()
+        await generator._fail_unverified(InfraError("the probe failed", reason="parity"))
+        verified.set()  # a later update is good
+        await everything_else_runs()
+        assert "0.0" in generator._running
+        engine.gate.set()
+        await until(lambda: "0.0" not in generator._running)
+        assert "0.0" not in pool.prefixes.kept
+        await until(lambda: pool.failures["infra/parity"] == 1)
+
+
+@pytest.mark.asyncio
+async def test_nothing_is_stored_unless_it_is_set() -> None:
+    async with empty_pool(generator={"max_completion_tokens": 40}) as pool:
+        pool.add("a")
+        await pool.publish(0)
+        await until(lambda: pool.counts.ready >= 3)
+        assert not pool.prefixes.kept
+
+
+@pytest.mark.asyncio
+async def test_what_no_attempt_needs_is_swept() -> None:
+    async with empty_pool(**STORED) as pool:
+        await killed_in_the_middle(pool)
+        pool.prefixes.kept |= {"0.5": rows_of([sample(1)]), "77.0": rows_of([sample(1)])}
+        await pool.coordinator._sweep_prefixes(pool.prefixes)
+        assert set(pool.prefixes.kept) == {"0.0"}
