@@ -169,6 +169,16 @@ def test_a_group_whose_replica_has_no_newer_weights_cannot_be_masked() -> None:
     assert scene.buffer.account.events[Event.STRAGGLER_MASKED] == 1
 
 
+def test_a_group_with_more_tokens_is_masked_if_only_its_replica_has_newer_weights() -> None:
+    scene, (fewest, *others) = with_stragglers("mask", 3)
+    heartbeat(scene, fewest, tokens=1, step=0)
+    heartbeat(scene, *others, tokens=8)
+    scene.lease()
+    assert scene.buffer.account.events[Event.STRAGGLER_MASKED] == 1
+    slots = scene.buffer._groups.reserved
+    assert [slots[ticket.key].deadline for ticket in (fewest, *others)] == [2, 3, 2]
+
+
 def test_an_extended_deadline_survives_a_checkpoint() -> None:
     scene, stragglers = with_stragglers("mask", 3)
     heartbeat(scene, *stragglers, tokens=0)
