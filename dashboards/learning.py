@@ -12,6 +12,8 @@ UID = "asyncrl-learning"
 DESCRIPTION = (
     "Does the policy learn, and does staleness do harm? Rewards, the optimizer, and how off-policy the data is."
 )
+STRAGGLERS = "straggler_requeued|straggler_dropped|straggler_masked"
+"""The events of staleness.on_deadline."""
 
 
 ROWS = {
@@ -67,10 +69,7 @@ ROWS = {
             "Stragglers in the way",
             "Groups per second on which staleness.on_deadline acted, because they would have kept the learner waiting. "
             "With `wait` there are none: the learner's time in waiting_for_groups shows what stragglers cost.",
-            Query(
-                rate("asyncrl_buffer_events_total", f'event=~"straggler_.*", {RUN}', by="event", over=STEPS),
-                "{{event}}",
-            ),
+            Query(rate("asyncrl_buffer_events_total", f'event=~"{STRAGGLERS}", {RUN}', by="event"), "{{event}}"),
             unit="suffix: groups/s",
         ),
         *declared(HARMS),

@@ -181,10 +181,10 @@ def versions_in_bounds(history: History) -> str:
                 raise Counterexample(
                     f"step {step.step} trained group {group.group}, whose deadline was step {group.deadline}"
                 )
-            own = _ages(history, step, group)
-            too_old = [age for age in own if age > group.max_staleness_versions] if group.extended else []
-            masked += sum(own.pop(age) for age in too_old)
-            ages += own
+            limit = group.max_staleness_versions if group.extended else step.step
+            ages += Counter({a: tokens for a, tokens in _ages(history, step, group).items() if a <= limit})
+            spans = [span for sample in group.samples for span in sample.spans]
+            masked += sum(span.tokens for span in spans if step.step - span.step > limit)
         counted = Counter(dict(enumerate(step.token_staleness)))
         _check_ages(step, ages, counted)
         total += counted.total()

@@ -70,7 +70,8 @@ class AuditedTrainer(FakeTrainer):
             self.skips_at = None
             return {"report": skipped()}
         columns = ["input_ids", "weight_versions", "token_mask", "sample_mask"]
-        limits, masks = ([tags.get(key, 0) for tags in meta.tags or []] for key in (LIMIT, MASKS_STALE))
+        tags = meta.tags or []
+        limits, masks = [each[LIMIT] for each in tags], [each.get(MASKS_STALE, False) for each in tags]
         rows = without_stale(self.client.get_data(meta, columns), step=step, limits=limits, masks=masks)
         before, ages = self.digest, staleness_counts(rows, step=step)
         self.weights = self.weights + step + rows["input_ids"].sum()

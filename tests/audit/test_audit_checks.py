@@ -18,7 +18,7 @@ from asyncrl.audit.audit import audit
 from asyncrl.audit.history import read_history
 from asyncrl.audit.outcome import Verdict
 from asyncrl.buffer.ledger import Fate
-from asyncrl.buffer.records import GroupMeta, Ticket
+from asyncrl.buffer.records import CommitOutcome, GroupMeta, Ticket
 from asyncrl.cli.main import app
 from asyncrl.common.version import Version
 from asyncrl.config.schema import OnDeadline
@@ -206,7 +206,8 @@ class WithStragglers(AuditedRun):
 
     async def finish(self, ticket: Ticket, rows: BatchedDataDict, meta: GroupMeta) -> None:
         self.trainer.client.put_samples(ids_of([ticket.key]), TRAIN_PARTITION, fields=rows)
-        await self.coordinator.commit([meta])
+        if await self.coordinator.commit([meta]) == [CommitOutcome.LATE]:
+            self.trainer.client.clear_samples(ids_of([ticket.key]), TRAIN_PARTITION)
 
 
 async def recorded_with_stragglers(folder: Path, policy: OnDeadline) -> Path:
@@ -234,7 +235,7 @@ async def test_a_run_that_treated_a_straggler_passes(policy: OnDeadline, tmp_pat
         assert trained[2].extended == (policy == "mask")
         assert [sample.trained for sample in trained[2].samples] == [policy != "mask", True]
     outcome = list(audit(directory))[2]
-    assert ("; 1 older ones were masked (staleness.on_deadline: mask)" in outcome.detail) == (policy == "mask")
+    assert ("; 2 older ones were masked (staleness.on_deadline: mask)" in outcome.detail) == (policy == "mask")
 
 
 @pytest.mark.asyncio
@@ -251,4 +252,4 @@ async def test_a_token_that_should_have_been_masked_but_was_trained_is_found(tmp
     changed(directory, 1, edit)
     failed = [outcome for outcome in audit(directory) if outcome.verdict is Verdict.FAILED]
     assert [outcome.name[0] for outcome in failed] == ["3"], failed
-    assert "tokens that are 2 versions old" in failed[0].detail
+    assert "versions old by the versions of its samples, but the ranks trained" in failed[0].detail

@@ -5,7 +5,7 @@ import zlib
 
 from asyncrl.data.prompts import Task
 
-LATE_S = 3.0
+LATE_S = 2.0
 """Time that a slow score takes, seconds. It is several times as long as a step of the tiny model."""
 
 

@@ -361,13 +361,13 @@ def test_stragglers_do_not_stop_the_learner_and_the_audit_passes(
     command = run_command(
         "up", "-c", str(QUICKSTART), f"run.dir={tmp_path}", "run.name=test", *small_overrides(model_path),
         f"staleness.on_deadline={policy}", "staleness.max_versions=1", "buffer.max_attempts=3",
-        "learner.total_steps=12", "learner.group_size=2", "eval.prompts=0",
+        "learner.total_steps=8", "learner.group_size=2", "eval.prompts=0",
         "environment.reward=dense_reward:late_for_some_prompts", "environment.score_workers=16",
         **IMPORTS,
     )  # fmt: skip
     assert command.wait(600) == 0, command.output()[-4000:]
     summary, steps = summary_of(run), steps_of(run)
-    assert (summary["steps"], summary["ledger_closed"], summary["groups_discarded"]) == (12, True, 0)
+    assert (summary["steps"], summary["ledger_closed"], summary["groups_discarded"]) == (8, True, 0)
     assert summary["max_token_staleness"] <= 1
     assert summary["groups_failed"] == {}, "a requeue is no failure"
     attempts = [group.attempt for step in read_history(run).steps for group in step.groups]

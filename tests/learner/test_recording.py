@@ -101,6 +101,7 @@ async def test_every_gauge_of_a_trained_step_shows_the_number_that_bears_its_nam
         step.report, **same, ess=ess, kl_behaviour_k1_nats=k1, kl_behaviour_k3_nats=k3, peak_flops_per_s=peak,
         loss_metrics=of_loss, diagnostics=measured,
     )  # fmt: skip
+    of_samples |= {"stale_tokens": 111, "stale_samples": 112}
     samples = dataclasses.replace(step.samples, **of_samples, overlong_ratio=overlong, masked_ratio=masked)
     step = dataclasses.replace(
         step, report=report, samples=samples, critic_report=judged(loss=value_loss), published=Version(1, 40)
