@@ -38,6 +38,11 @@ def test_every_shipped_config_passes(file: Path) -> None:
 _LIMITS = [
     (["weights.publish_every_steps=4"], ["weights.publish_every_steps=3"], "staleness.max_versions + 1 = 3"),
     (["staleness.max_versions=0", "weights.publish_every_steps=2"], ["staleness.max_versions=0"], "at most"),
+    (
+        ["generator.persist_every_tokens=8", "staleness.max_versions=0"],
+        ["generator.persist_every_tokens=8", "staleness.max_versions=1"],
+        "must be 0 with staleness.max_versions = 0",
+    ),
     (["buffer.capacity_groups=15"], ["buffer.capacity_groups=16"], "learner.groups_per_step = 16"),
     (
         ["staleness.on_deadline=mask", "staleness.max_versions=0"],

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from made_up_run import make_status, make_step
 
-from asyncrl.buffer.ledger import Account, Amount, Fate
+from asyncrl.buffer.ledger import Account, Amount, Event, Fate
 from asyncrl.buffer.records import Failure, FailureCount, LeaseWait
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
@@ -179,3 +179,12 @@ def told(status: RunStatus) -> dict[str, Any]:
     """Returns the object `since_start` of `status --json`."""
     found: dict[str, Any] = msgspec.json.decode(status_json(status))["since_start"]
     return found
+
+
+def test_stored_tokens_are_counted_if_there_are_any() -> None:
+    status = make_status()
+    assert not any("stored tokens" in line for line in status_lines(status))
+    events = {Event.TOKENS_CONTINUED: 30, Event.TOKENS_DROPPED: 4, Event.PREFIX_CONTINUED: 2}
+    account = msgspec.structs.replace(status.account, events=status.account.events | events)
+    lines = status_lines(make_status(account=account))
+    assert "stored tokens of replicas that ended: 30 continued in 2 groups, 4 dropped" in lines
