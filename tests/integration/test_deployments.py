@@ -259,8 +259,8 @@ def test_learner_first_then_a_generator_and_down_ends_what_a_killed_learner_left
     learner.process.wait(120)
     left = status(ray_head, name)
     assert left, "the buffer must outlive a killed deployment"
-    # The dead learner's weights are gone, and there is no checkpoint. A new learner would train those of model.path under
-    # the numbers of the dead one's versions, so it is refused, after the dead one has been silent for long enough.
+    # The dead learner's weights are gone, and there is no checkpoint. A new learner would train those of model.path
+    # under the numbers of the dead one's versions, so it is refused, once the dead one has been silent for long enough.
     again = deployment(run_command, "learner", ray_head, model_path, tmp_path, none)
     assert again.wait(240) == 1
     assert re.search(r"error: run '\S+' has trained \d+ steps.*`asyncrl down", again.output(), re.DOTALL), (
