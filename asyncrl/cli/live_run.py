@@ -14,7 +14,7 @@ from asyncrl.cli.terminal import show_cursor
 from asyncrl.common.roles import Role
 from asyncrl.config.schema import Config
 from asyncrl.deployment.closing import asked_to_end, ended_at_once
-from asyncrl.deployment.known_runs import as_it_is, has_checkpoint
+from asyncrl.deployment.known_runs import has_checkpoint, may_have_died
 from asyncrl.deployment.launch import log_to, run_until_done
 from asyncrl.deployment.resuming import Choice, no_checkpoint, unfinished_run
 from asyncrl.deployment.run_dir import RunDir
@@ -34,14 +34,13 @@ def join_admitted(address: str, config: Config, *, choose: Choice) -> None:
     """Joins the cluster at `address`. Raises the error with which the run there refuses this process as its learner.
 
     The commands call it before the directory of an earlier run is moved aside. `choose` is that of `RunDir.create`. If
-    this directory's learner was killed, waits until the run counts it as gone.
+    the learner of this directory may have been killed, waits until the run counts it as gone.
     """
     from asyncrl.deployment.cluster import check_admission, join
 
     join(address, namespace=config.run.name)
-    earlier = as_it_is(config.run.dir / config.run.name)
-    killed = earlier is not None and earlier.state == "died"
-    patience_s = config.buffer.heartbeat_timeout_s + config.buffer.call_timeout_s if killed else 0.0
+    limits, killed = config.buffer, may_have_died(config.run.dir / config.run.name)
+    patience_s = limits.heartbeat_timeout_s + limits.call_timeout_s if killed else 0.0
     restores = choose is not no_checkpoint and has_checkpoint(config)
     asyncio.run(check_admission(config, role=Role.LEARNER, restores=restores, patience_s=patience_s))
 

@@ -84,6 +84,12 @@ def ended_run(directory: Path) -> str | None:
     return f"run {directory.name} {info.state} {moment(info.finished)} ({info.exit_reason}){see}"
 
 
+def may_have_died(directory: Path) -> bool:
+    """Returns whether run.json of the run has the state "running", but its process is gone or on another host."""
+    info = read_info(directory)
+    return info is not None and info.state == "running" and _lives(directory, info) is not True
+
+
 def has_checkpoint(config: Config) -> bool:
     """Returns whether the directory of the run has a complete checkpoint. Its contents are not checked."""
     return bool(complete_steps(config.run.dir / config.run.name / CHECKPOINTS))

@@ -132,17 +132,21 @@ def test_a_pool_is_a_node_with_its_label_and_a_driver_whose_configuration_can_ru
     assert {str(config.run.dir), str(Path(config.model.path).parent), "/tasks"} == mounted
 
 
-@pytest.mark.parametrize(
-    ("state", "downs"), [(None, 0), ("running", 1), ("failed", 0), ("stopped", 0), ("finished", 0)]
-)
-def test_a_container_that_is_started_again_gives_the_command_that_resumes_and_first_ends_a_run_that_was_killed(
-    state: str | None, downs: int, services: dict[str, Any], tmp_path: Path
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("state", [None, "running", "failed", "stopped", "finished"])
+def test_a_container_that_is_started_again_resumes_and_first_ends_a_killed_run_that_has_no_checkpoint(
+    state: str | None, saved: bool, services: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The buffer of a learner that was killed refuses another learner. The states are those of run.json."""
+    """The buffer of a killed learner refuses another learner that has no checkpoint. The states are those of
+    run.json."""
+    downs = int(state == "running" and not saved)
     if state is not None:
         info = RunInfo(name="quickstart", state=state, pid=1, host="h", started="", nonce="")  # type: ignore[arg-type]
         (tmp_path / "runs" / "quickstart").mkdir(parents=True)
         (tmp_path / "runs" / "quickstart" / "run.json").write_bytes(pretty(info))
+        if saved:
+            (tmp_path / "runs" / "quickstart" / "checkpoints" / "step-20").mkdir(parents=True)
+            (tmp_path / "runs" / "quickstart" / "checkpoints" / "step-20" / "COMPLETE").touch()
     _, *before, driver = spoken(services["learner"], tmp_path)
     assert before == [["asyncrl", "down", f"{tmp_path}/runs/quickstart", "--address", "ray-head:6379"]] * downs
     assert driver[:2] == ["asyncrl", "learner"]

@@ -26,6 +26,7 @@ from asyncrl.deployment.known_runs import (
     dead_runs,
     ended_run,
     live_runs,
+    may_have_died,
     named_run,
     newest_weights,
     read_info,
@@ -64,6 +65,8 @@ def test_a_run_lives_while_its_process_on_this_host_does(tmp_path: Path) -> None
     (tmp_path / "torn" / "run.json").write_text("{")
     assert [info.name for info in live_runs(tmp_path)] == ["live"]
     assert [path.name for path in dead_runs(tmp_path)] == ["dead"]
+    may_be_dead = {path.name for path in tmp_path.iterdir() if may_have_died(path)}
+    assert may_be_dead == {"dead", "elsewhere"}
     assert live_runs(tmp_path / "nowhere") == []
 
 
