@@ -3,12 +3,15 @@
 import contextlib
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
 
 EVERYTHING = "everything"
 PROCESSES = {
+    "engine": r"VLLM::EngineCore",
+    "Ray head": r"gcs_server",
     "rank": r"ray::RankActor",
     "buffer": r"ray::CoordinatorActor",
     "weight store": r"ray::WeightStore",
@@ -18,15 +21,19 @@ PROCESSES = {
 """Pattern of the names of a run's processes, by target."""
 
 
-def kill(run: Path, target: str) -> int:
+def kill(run: Path, target: str, *, also: Iterable[psutil.Process] = ()) -> int:
     """Sends SIGKILL to one process of the run in `run`, or to all of them. Returns the number of killed processes.
 
-    The run's command must live. Raises RuntimeError if the run has no such process now.
+    `target` is a key of `PROCESSES`, `learner` for the run's command, or `EVERYTHING`. The processes are those that the
+    command started, and those that the processes `also` started. The command must live. Raises RuntimeError if the run
+    has no such process now.
     """
     driver = psutil.Process(json.loads((run / "run.json").read_bytes())["pid"])
-    family = driver.children(recursive=True)
+    family = [child for root in (driver, *also) for child in root.children(recursive=True)]
     if target == EVERYTHING:
         chosen = [driver, *family]
+    elif target == "learner":
+        chosen = [driver]
     else:
         chosen = [process for process in family if re.match(PROCESSES[target], _name(process))][:1]
     if not chosen:
