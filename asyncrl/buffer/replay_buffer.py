@@ -42,6 +42,7 @@ from asyncrl.buffer.records import (
     cut_text,
     oldest_step,
 )
+from asyncrl.buffer.restoring import restore, take_snapshot
 from asyncrl.buffer.slots import Slot
 from asyncrl.buffer.snapshot import BufferSnapshot
 from asyncrl.buffer.staleness import Limits, Room, admissible, earliest, prefix_fits
@@ -120,11 +121,13 @@ class ReplayBuffer:
         for key, progress in held.items():
             self._groups.heard(key, progress, replica=replica, step=step, now_s=now_s)
         tickets = ((key, _KEY.fullmatch(key)) for key in held)
-        return tuple(key for key, found in tickets if found and self._groups.has_ended(int(found[1]), int(found[2])))
+        return tuple(
+            key for key, found in tickets if found and self._groups.attempts.has_ended(int(found[1]), int(found[2]))
+        )
 
     def leave(self, replica: str) -> tuple[str, ...]:
         """Expires the tickets of a replica that ends. Returns their keys; rows under them may be cleared."""
-        return self._expire([slot for slot in self._groups.reserved.values() if slot.ticket.replica == replica])
+        return self._expire([slot for slot in self._groups.table.reserved.values() if slot.ticket.replica == replica])
 
     def reserve(self, replica: str, *, version: Version, count: int) -> Reservation:
         """Returns tickets for up to `count` groups at the replica's version, and the reason why there are not more."""
@@ -139,7 +142,7 @@ class ReplayBuffer:
                 refusal = Refusal.NO_PROMPTS
                 break
             if prompt.prefix is not None and not self._may_continue(prompt.prefix, version):
-                prompt = self._groups.drop_prefix(prompt)
+                prompt = self._groups.prefixes.without(prompt)
             tickets.append(self._groups.admit(prompt, replica=replica, version=version, step=self._step, now_s=now_s))
         return Reservation(tickets=tuple(tickets), refusal=refusal if len(tickets) < count else None)
 
@@ -149,7 +152,7 @@ class ReplayBuffer:
         Raises an error if the metadata contradicts the ticket, which is a bug in asyncrl: StalenessViolation for a
         token that is older than the ticket, ValueError for anything else. The ticket then stays reserved.
         """
-        slot = self._groups.reserved.get(meta.key)
+        slot = self._groups.table.reserved.get(meta.key)
         if slot is None or meta.incarnation != slot.ticket.version.incarnation:
             outcome = self._why_refused(meta)
             self.ledger.count(_REFUSED_COMMITS[outcome])
@@ -171,7 +174,7 @@ class ReplayBuffer:
         of the ticket. After `max_data_failures` DATA failures in a row, no more tickets and leases are issued: see
         `Refusal.TOO_MANY_FAILURES`.
         """
-        slot = self._groups.reserved.get(key)
+        slot = self._groups.table.reserved.get(key)
         if slot is None or incarnation != slot.ticket.version.incarnation:
             self.ledger.count(Event.FAIL_REFUSED)
             return False
@@ -188,19 +191,21 @@ class ReplayBuffer:
 
         Returns the keys of these tickets; rows under them may be cleared.
         """
-        return self._expire(self._groups.unheard_before(self._clock() - self._limits.heartbeat_timeout_s))
+        return self._expire(self._groups.table.unheard_before(self._clock() - self._limits.heartbeat_timeout_s))
 
     def never_committed(self, keys: Iterable[str]) -> tuple[str, ...]:
         """Returns those of `keys` whose attempts have ended without a commit. No commit of them can be accepted, so
         their rows may be cleared. Keys of groups that were never issued are left out, and names of another form."""
         tickets = ((key, _KEY.fullmatch(key)) for key in keys)
         return tuple(
-            key for key, found in tickets if found and self._groups.is_never_committed(int(found[1]), int(found[2]))
+            key
+            for key, found in tickets
+            if found and self._groups.attempts.is_never_committed(int(found[1]), int(found[2]))
         )
 
     def without_slot(self, keys: Iterable[str]) -> tuple[str, ...]:
         """Returns those of `keys` that are keys of groups, but of none that is reserved, ready or leased."""
-        held = {slot.ticket.key for slot in self._groups.open.values()}
+        held = {slot.ticket.key for slot in self._groups.table.open.values()}
         return tuple(key for key in keys if _KEY.fullmatch(key) and key not in held)
 
     def unneeded_prefixes(self, keys: Iterable[str]) -> tuple[str, ...]:
@@ -208,13 +213,12 @@ class ReplayBuffer:
         left out."""
         tickets = ((key, _KEY.fullmatch(key)) for key in keys)
         return tuple(
-            key for key, found in tickets if found and not self._groups.needs_prefix(int(found[1]), int(found[2]))
+            key for key, found in tickets if found and not self._groups.prefixes.is_needed(int(found[1]), int(found[2]))
         )
 
     def take_unneeded_prefixes(self) -> tuple[str, ...]:
         """Returns the keys of the attempts whose prefixes became unneeded since the last call. They may be cleared."""
-        keys, self._groups.unneeded_prefixes = tuple(self._groups.unneeded_prefixes), []
-        return keys
+        return self._groups.prefixes.take_unneeded()
 
     # For the learner.
 
@@ -250,7 +254,7 @@ class ReplayBuffer:
     def release(self, *, complete: int | None) -> tuple[str, ...]:
         """Forgets retained groups that are not needed, now that the newest complete checkpoint is that of step
         `complete`; with None, all, because the run ends. Returns their keys; their rows may be cleared."""
-        return self._groups.release(complete=complete)
+        return self._groups.retained.release(complete=complete)
 
     def give_back(self, incarnation: int, step: int) -> bool:
         """Ends a lease without training. Its groups become ready again. Returns False if there is no such lease."""
@@ -258,7 +262,7 @@ class ReplayBuffer:
             self.ledger.count(Event.LEASE_CALL_REFUSED)
             return False
         self._lease = None
-        self._groups.return_leased()
+        self._groups.table.return_leased()
         self.ledger.count(Event.LEASE_GIVEN_BACK)
         return True
 
@@ -269,7 +273,7 @@ class ReplayBuffer:
         leased groups, because the learner may have read their rows already: it must give the lease back first.
         """
         named = set(keys)
-        lost = {slot.ticket.key: slot for slot in self._groups.ready.slots() if slot.ticket.key in named}
+        lost = {slot.ticket.key: slot for slot in self._groups.table.ready.slots() if slot.ticket.key in named}
         self.ledger.count(Event.ROWS_LOST_REFUSED, len(named) - len(lost))
         self._groups.lose_rows(lost.values())
         return tuple(lost)
@@ -290,7 +294,7 @@ class ReplayBuffer:
 
     def snapshot(self) -> BufferSnapshot:
         """Returns the present state. A leased group counts as ready, because its step has not been trained."""
-        return self._groups.snapshot(version=self.version, failures=self.failures.state())
+        return take_snapshot(self._groups, version=self.version, failures=self.failures.state())
 
     def restore(self, snapshot: BufferSnapshot, *, lineage: Lineage, loaded: Mapping[str, Version] = {}) -> None:
         """Continues from a snapshot as the live incarnation of `lineage`, which began at `snapshot.version`.
@@ -309,7 +313,7 @@ class ReplayBuffer:
         self.dropped, self.cancelled = [], []
         self.ledger.restore(snapshot.ledger)
         self.failures.restore(snapshot.failures)
-        self._groups.restore(snapshot, earlier=earlier, lineage=lineage, loaded=loaded, now_s=self._clock())
+        restore(self._groups, snapshot, earlier=earlier, lineage=lineage, loaded=loaded, now_s=self._clock())
 
     # For supervisors and views of the run.
 
@@ -326,22 +330,19 @@ class ReplayBuffer:
     @property
     def account(self) -> Account:
         """The account at this moment, including open groups. Takes O(slots)."""
-        return self._groups.account()
+        return self._groups.fates.account()
 
     def ledger_entry(self, *, of_ack: bool) -> LedgerEntry:
         """Returns the ledger's entry of this moment, for the audit. `of_ack` begins a new list of ended groups."""
-        entry = self._groups.entry()
-        if of_ack:
-            self._groups.ended = []
-        return entry
+        return self._groups.fates.entry(of_ack=of_ack)
 
     def reserved_by_replica(self) -> Counter[str]:
         """Returns the number of tickets that each replica holds."""
-        return Counter(slot.ticket.replica for slot in self._groups.reserved.values())
+        return Counter(slot.ticket.replica for slot in self._groups.table.reserved.values())
 
     def counts(self) -> Counts:
         """Returns the current contents of the buffer."""
-        groups = self._groups
+        groups = self._groups.table
         oldest = next(iter(groups.open.values()), None)
         return Counts(
             reserved=len(groups.reserved),
@@ -364,12 +365,12 @@ class ReplayBuffer:
             return Room(0, Refusal.TOO_MANY_FAILURES)
         if self.paused:
             return Room(0, Refusal.PAUSED)
-        if self._groups.exhausted and not self._groups.front:
+        if self._groups.attempts.exhausted and not self._groups.table.front:
             return Room(0, Refusal.NO_PROMPTS)
         return admissible(
             self._limits,
-            slots=self._groups.slots,
-            booked_bytes=self._groups.booked_bytes,
+            slots=self._groups.table.slots,
+            booked_bytes=self._groups.table.booked_bytes,
             learner_step=self._step,
             replica_step=version.step,
         )
@@ -382,14 +383,14 @@ class ReplayBuffer:
             leased=self._lease is not None,
             groups_per_step=self._limits.groups_per_step,
             deadline=oldest_step(version, prefix) + self._limits.max_staleness_versions,
-            unleased=self._groups.unleased_by_deadline,
+            unleased=self._groups.table.unleased_by_deadline,
         )
 
     def _why_refused(self, meta: GroupMeta) -> CommitOutcome:
         """Returns why a commit is refused: its ticket is not reserved, or it is of another incarnation."""
         if not 1 <= meta.incarnation <= self._lineage.incarnation:
             return CommitOutcome.OLD_INCARNATION
-        last = self._groups.last_attempt(meta.group)
+        last = self._groups.attempts.last(meta.group)
         if last is None or not 0 <= meta.attempt <= last[0]:
             return CommitOutcome.UNKNOWN
         return CommitOutcome.DUPLICATE if last == (meta.attempt, True) else CommitOutcome.LATE
@@ -402,36 +403,36 @@ class ReplayBuffer:
 
     def _start_lease(self) -> Lease | LeaseWait:
         """Starts a lease, or returns the reason why it cannot start now."""
-        groups, size = self._groups, self._limits.groups_per_step
+        table, size = self._groups.table, self._limits.groups_per_step
         if self._step >= self._limits.total_steps:
             return LeaseWait.FINISHED
         if self.failures.too_many:
             return LeaseWait.TOO_MANY_FAILURES
-        if len(groups.ready) < size:
-            if groups.reserved or groups.front or not groups.exhausted:
+        if len(table.ready) < size:
+            if table.reserved or table.front or not self._groups.attempts.exhausted:
                 return LeaseWait.NOT_ENOUGH_READY
             if self._drop_last:
-                self.dropped += groups.drop_ready()
-            if not groups.ready:
+                self.dropped += self._groups.drop_ready()
+            if not table.ready:
                 return LeaseWait.FINISHED
-        share = earliest(groups.ready.by_deadline(), size)
+        share = earliest(table.ready.by_deadline(), size)
         if min(share) < self._step:
             raise StalenessViolation(
                 f"a group that is due at step {min(share)} is still ready at step {self._step} (staleness.max_versions "
                 f"= {self._limits.max_staleness_versions}); this is a bug in asyncrl"
             )
-        remaining = {deadline: n - share.get(deadline, 0) for deadline, n in groups.unleased_by_deadline.items()}
+        remaining = {deadline: n - share.get(deadline, 0) for deadline, n in table.unleased_by_deadline.items()}
         blocking = stragglers(
             self._on_deadline,
             step=self._step,
             limits=self._limits,
             remaining=remaining,
-            reserved=groups.reserved.values(),
+            reserved=table.reserved.values(),
         )
         if blocking is None:
             return LeaseWait.STRAGGLER
         self._act_on(blocking)
-        leased = tuple(slot.as_leased() for slot in groups.lease(share))
+        leased = tuple(slot.as_leased() for slot in table.lease(share))
         self._lease = Lease(incarnation=self._lineage.incarnation, step=self._step, groups=leased)
         return self._lease
 
@@ -446,7 +447,7 @@ class ReplayBuffer:
                     self._groups.drop(slot)
                     self.ledger.count(Event.STRAGGLER_DROPPED)
                 case "mask":
-                    self._groups.extend(slot)
+                    self._groups.table.extend(slot)
                     self.ledger.count(Event.STRAGGLER_MASKED)
         if self._on_deadline != "mask":
             self.cancelled += [slot.ticket.key for slot in blocking]

@@ -198,7 +198,7 @@ def test_an_exhausted_source_is_the_reason_given_even_where_the_bound_refuses_as
     assert (
         scene.buffer.reserve("a", version=Version(1, 0), count=1).refusal is Refusal.STALENESS
     )  # the end of the prompts is not known yet
-    scene.commit(*[slot.ticket for slot in list(scene.buffer._groups.reserved.values())])
+    scene.commit(*[slot.ticket for slot in list(scene.buffer._groups.table.reserved.values())])
     scene.train()
     assert scene.buffer.reserve("a", version=Version(1, 1), count=1).refusal is Refusal.NO_PROMPTS
     assert scene.buffer.reserve("a", version=Version(1, 0), count=1).refusal is Refusal.NO_PROMPTS

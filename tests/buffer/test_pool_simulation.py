@@ -66,7 +66,7 @@ class FreesAtLease(ReplayBuffer):
     def _room(self, version: Version) -> Room:
         return admissible(
             self._limits,
-            slots=len(self._groups.reserved) + len(self._groups.ready),
+            slots=len(self._groups.table.reserved) + len(self._groups.table.ready),
             booked_bytes=0,
             learner_step=self._step,
             replica_step=version.step,

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from buffer_scenes import Scene, finished, progress_of
 
-from asyncrl.buffer import groups
+from asyncrl.buffer import attempts
 from asyncrl.buffer.ledger import Amount, Event, Fate
 from asyncrl.buffer.records import CommitOutcome, Failure, LeaseWait, Progress, Refusal
 from asyncrl.common.version import Version
@@ -435,10 +435,10 @@ def test_what_the_buffer_keeps_does_not_grow_with_the_run() -> None:
     for _ in range(60):
         scene.commit(*scene.reserve(2))
         scene.train()
-    kept = scene.buffer._groups
+    kept, ended = scene.buffer._groups.table, scene.buffer._groups.attempts.ended()
     sizes = [len(kept.open), len(kept.reserved), len(kept.ready), len(kept.unleased_by_deadline)]
     assert sizes == [0, 0, 0, 0]
-    assert (kept.booked_bytes, kept._last_attempts, kept.ready.by_deadline()) == (0, {}, {})
+    assert (kept.booked_bytes, ended, kept.ready.by_deadline()) == (0, {}, {})
 
 
 @pytest.mark.fault("F40")
@@ -460,7 +460,7 @@ def test_only_attempts_that_ended_without_a_commit_have_rows_that_no_group_needs
 
 
 def test_only_the_newest_ended_groups_with_a_retry_or_a_failure_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "LAST_ATTEMPTS", 2)
+    monkeypatch.setattr(attempts, "LAST_ATTEMPTS", 2)
     scene = Scene(max_data_failures=100)
     tickets = [scene.reserve(1)[0] for _ in range(1)]
     for _ in range(4):

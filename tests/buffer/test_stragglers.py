@@ -59,7 +59,7 @@ def test_the_stragglers_with_the_fewest_tokens_are_chosen(policy: OnDeadline) ->
     for ticket, tokens in ((slow, 7), (slowest, 2), (far, 30), (also_far, 30)):
         heartbeat(scene, ticket, tokens=tokens)
     scene.lease()
-    slots = scene.buffer._groups.reserved
+    slots = scene.buffer._groups.table.reserved
     acted = {key for key, slot in slots.items() if slot.deadline != 2} if policy == "mask" else {
         ticket.key for ticket in (slow, slowest, far, also_far) if ticket.key not in slots
     }  # fmt: skip
@@ -175,7 +175,7 @@ def test_a_group_with_more_tokens_is_masked_if_only_its_replica_has_newer_weight
     heartbeat(scene, *others, tokens=8)
     scene.lease()
     assert scene.buffer.account.events[Event.STRAGGLER_MASKED] == 1
-    slots = scene.buffer._groups.reserved
+    slots = scene.buffer._groups.table.reserved
     assert [slots[ticket.key].deadline for ticket in (fewest, *others)] == [2, 3, 2]
 
 
@@ -190,7 +190,7 @@ def test_an_extended_deadline_survives_a_checkpoint() -> None:
     restored.buffer.restore(snapshot, lineage=Lineage().child(snapshot.version))
     assert restored.buffer.lease().groups == scene.buffer.lease().groups  # type: ignore[union-attr]
     for each in (scene, restored):
-        slots = each.buffer._groups.ready.slots()
+        slots = each.buffer._groups.table.ready.slots()
         assert sorted((slot.ticket.group, slot.deadline) for slot in slots) == [(2, 3)]
 
 
@@ -211,7 +211,7 @@ def test_groups_in_the_way_at_a_later_deadline_are_treated_in_the_same_call(poli
     assert scene.groups(scene.lease()) == [8, 9]
     assert scene.buffer.account.events[ACTED[policy]] == 2
     if policy == "mask":
-        slots = scene.buffer._groups.reserved.values()
+        slots = scene.buffer._groups.table.reserved.values()
         assert sorted(slot.ticket.group for slot in slots if slot.deadline == 4) == [g3.group, due_at_3[1].group]
     else:
         assert scene.buffer.cancelled == [g3.key, due_at_3[1].key]

@@ -108,7 +108,7 @@ async def test_heartbeats_carry_the_progress_of_held_tickets() -> None:
         engine.gate.clear()
         await everything_else_runs()
         await pool.generators["a"].report()
-        slots = pool.coordinator._buffer._groups.reserved
+        slots = pool.coordinator._buffer._groups.table.reserved
         progress = {key: slot.progress.generated_tokens for key, slot in slots.items()}
         assert any(progress.values())
         assert progress == {key: held.generated_tokens for key, held in pool.generators["a"]._held.items()}
@@ -305,7 +305,7 @@ async def test_a_replica_that_was_declared_dead_clears_the_rows_that_it_comes_ba
         engine.gate.clear()
         await until(lambda: engine.running > 0)
         buffer = pool.coordinator._buffer
-        mine = {key for key, slot in buffer._groups.reserved.items() if slot.ticket.replica == "a"}
+        mine = {key for key, slot in buffer._groups.table.reserved.items() if slot.ticket.replica == "a"}
         pool.coordinator.learner.pause(1)
         buffer.leave("a")  # the buffer counts it as dead, although it was only slow
         engine.gate.set()

@@ -1,0 +1,100 @@
+"""The groups and attempts that were issued, and how each attempt ended.
+
+The n-th new prompt is group n. A retry keeps the group, the prompt and the seed, and has the next attempt number.
+"""
+
+from collections.abc import Callable
+
+from asyncrl.buffer.records import DuePrompt
+from asyncrl.buffer.slots import Slot
+from asyncrl.buffer.table import GroupTable
+from asyncrl.data.prompts import Task
+
+# vLLM gives sample i of a request the seed + i. So the seed of a group is a multiple of the group size, which makes all
+# sample seeds different. The range leaves room below 2**63.
+_SEED_RANGE = 2**62
+_GROUPS_A_SEED = 2**20
+LAST_ATTEMPTS = 10_000
+"""Number of ended groups whose last attempt is remembered, to name the reason why a late commit is refused. Retried and
+failed groups are remembered only. A commit of an older one is refused too."""
+
+
+class Attempts:
+    """What was issued so far.
+
+    `next_prompt` returns the next new prompt, or None when there are no more. `groups` is the number of groups that
+    were issued, and `exhausted` says whether the prompts have run out.
+    """
+
+    def __init__(
+        self, table: GroupTable, *, next_prompt: Callable[[], Task | None], group_size: int, seed: int
+    ) -> None:
+        self._table = table
+        self._next_prompt = next_prompt
+        self._group_size = group_size
+        self._seed = seed
+        self.groups = 0
+        self.exhausted = False
+        # For ended groups: the last attempt and whether it was committed. The common case (attempt 0, committed) is
+        # left out, so that memory does not grow with every group.
+        self._ended: dict[int, tuple[int, bool]] = {}
+
+    def new_prompt(self) -> DuePrompt | None:
+        """Returns the next new prompt for the first attempt at its group; None if there is none."""
+        task = None if self.exhausted else self._next_prompt()
+        if task is None:
+            self.exhausted = True
+            return None
+        group, size = self.groups, self._group_size
+        self.groups += 1
+        seed = (self._seed * _GROUPS_A_SEED + group) % (_SEED_RANGE // size) * size
+        return DuePrompt(group=group, attempt=0, task=task, seed=seed, issued=False)
+
+    def record_end(self, slot: Slot) -> None:
+        """Remembers the last attempt at a group that has ended."""
+        last = (slot.ticket.attempt, slot.meta is not None)
+        if last != (0, True):
+            self._ended[slot.ticket.group] = last
+            if len(self._ended) > LAST_ATTEMPTS:
+                del self._ended[next(iter(self._ended))]
+
+    def last(self, group: int) -> tuple[int, bool] | None:
+        """Returns (last issued attempt at a group, whether it was committed); None if there is no such group."""
+        if not 0 <= group < self.groups:
+            return None
+        if slot := self._table.open.get(group):
+            return slot.ticket.attempt, slot.meta is not None
+        if due := self._table.front.get(group):
+            return due.attempt - 1, False
+        return self._ended.get(group, (0, True))
+
+    def issued_at(self, group: int) -> int:
+        """Returns the number of attempts that were issued at a group."""
+        last = self.last(group)
+        return 0 if last is None else last[0] + 1
+
+    def has_ended(self, group: int, attempt: int) -> bool:
+        """Returns whether no commit of this attempt was accepted or can be accepted. An attempt that was never issued
+        counts as such, because a restore forgets the attempts that were issued after its snapshot."""
+        last = self.last(group)
+        return last is None or attempt > last[0] or self.is_never_committed(group, attempt)
+
+    def is_never_committed(self, group: int, attempt: int) -> bool:
+        """Returns whether this attempt was issued and has ended without a commit that counts.
+
+        An attempt whose rows were lost after its commit counts as such.
+        """
+        last = self.last(group)
+        if last is None or attempt > last[0]:
+            return False
+        slot = self._table.open.get(group)
+        waits = slot is not None and slot.ticket.attempt == attempt
+        return not waits and last != (attempt, True)
+
+    def ended(self) -> dict[int, tuple[int, bool]]:
+        """Returns the ended groups whose last attempt was not attempt 0, or was not committed, for a snapshot."""
+        return dict(self._ended)
+
+    def restore(self, *, groups: int, exhausted: bool, ended: dict[int, tuple[int, bool]]) -> None:
+        """Continues from the numbers of a snapshot."""
+        self.groups, self.exhausted, self._ended = groups, exhausted, dict(ended)

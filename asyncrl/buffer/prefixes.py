@@ -1,0 +1,92 @@
+"""Stored prefixes: what the data plane has of groups that are reserved or wait, and which of it no attempt needs.
+
+An attempt stores the tokens that it has generated so far, and the next attempt at the group continues them. The slot of
+a reserved group and the prompt at the front name the newest stored prefix. This module counts the tokens that were
+continued and those that were dropped, and collects the keys of prefixes that may be cleared.
+"""
+
+import msgspec
+
+from asyncrl.buffer.ledger import Event, Ledger
+from asyncrl.buffer.records import DuePrompt, Prefix
+from asyncrl.buffer.slots import Slot
+from asyncrl.buffer.table import GroupTable
+from asyncrl.common.lineage import Lineage
+
+
+class StoredPrefixes:
+    """The stored prefixes of the groups in a table."""
+
+    def __init__(self, table: GroupTable, *, ledger: Ledger) -> None:
+        self._table = table
+        self._ledger = ledger
+        self._unneeded: list[str] = []  # keys whose prefixes became unneeded since `take_unneeded`
+
+    def of(self, group: int) -> Prefix | None:
+        """Returns what is stored of a group that is reserved or waits."""
+        if due := self._table.front.get(group):
+            return due.prefix
+        slot = self._table.open.get(group)
+        return slot.prefix if slot is not None and slot.meta is None else None
+
+    def is_needed(self, group: int, attempt: int) -> bool:
+        """Returns whether an attempt at a group writes its prefix now, reads it, or may read it later."""
+        if due := self._table.front.get(group):
+            return due.prefix is not None and due.prefix.attempt == attempt
+        slot = self._table.open.get(group)
+        if slot is None or slot.meta is not None:
+            return False
+        return attempt in (slot.ticket.attempt, slot.prefix.attempt if slot.prefix else None)
+
+    def take_unneeded(self) -> tuple[str, ...]:
+        """Returns the keys of the attempts whose prefixes became unneeded since the last call. They may be cleared."""
+        keys, self._unneeded = tuple(self._unneeded), []
+        return keys
+
+    def store(self, slot: Slot, prefix: Prefix) -> None:
+        """Records what the data plane has of a reserved group now. The prefix of an earlier attempt is not needed any
+        longer: the new one has its tokens, unless the attempt could not read it."""
+        before, slot.prefix = slot.prefix, prefix
+        if before is not None and before.attempt != prefix.attempt:
+            self.count_dropped(before, continued_tokens=prefix.continued_tokens)
+            self._forget(slot.ticket.group, before)
+
+    def settle(self, slot: Slot, *, continued_tokens: int) -> None:
+        """Counts what a committed attempt took from the prefix of its ticket, and clears what is stored."""
+        if continued_tokens:
+            self._ledger.count(Event.PREFIX_CONTINUED)
+            self._ledger.count(Event.TOKENS_CONTINUED, continued_tokens)
+        if slot.prefix is not None and slot.prefix.attempt != slot.ticket.attempt:
+            self.count_dropped(slot.prefix, continued_tokens=continued_tokens)
+        self.clear(slot)
+
+    def without(self, prompt: DuePrompt) -> DuePrompt:
+        """Returns a waiting prompt without its prefix. Counts the tokens."""
+        assert prompt.prefix is not None, f"group {prompt.group} has no prefix"
+        self.count_dropped(prompt.prefix)
+        self._forget(prompt.group, prompt.prefix)
+        return msgspec.structs.replace(prompt, prefix=None)
+
+    def clear(self, slot: Slot) -> None:
+        """Marks what is stored of a group that is not reserved any longer as unneeded: what its last attempt may have
+        stored without a report, and what it has not replaced of an earlier attempt."""
+        self._unneeded.append(slot.ticket.key)
+        if slot.prefix is not None and slot.prefix.attempt != slot.ticket.attempt:
+            self._forget(slot.ticket.group, slot.prefix)
+
+    def surviving(self, prefix: Prefix | None, lineage: Lineage) -> Prefix | None:
+        """Returns the part of a prefix up to its first token of a dead version. Counts a prefix that has no such part
+        as dropped."""
+        if prefix is None or (kept := prefix.surviving(lineage)) is not None:
+            return kept if prefix is not None else None
+        self.count_dropped(prefix)
+        return None
+
+    def count_dropped(self, prefix: Prefix, *, continued_tokens: int = 0) -> None:
+        """Counts the tokens of a prefix that no attempt will continue. An attempt has continued some of them."""
+        if (dropped := prefix.tokens - continued_tokens) > 0:
+            self._ledger.count(Event.PREFIX_DROPPED)
+            self._ledger.count(Event.TOKENS_DROPPED, dropped)
+
+    def _forget(self, group: int, prefix: Prefix) -> None:
+        self._unneeded.append(f"{group}.{prefix.attempt}")
