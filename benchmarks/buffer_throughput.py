@@ -69,7 +69,7 @@ def groups_per_second(outstanding: int) -> float:
     held: deque[Ticket] = deque()
 
     def reserve_one() -> None:
-        held.extend(buffer.reserve("generator", version=buffer.version, count=1).tickets)
+        held.extend(buffer.tickets.reserve("generator", version=buffer.version, count=1).tickets)
 
     while len(held) < outstanding:
         reserve_one()
@@ -78,10 +78,10 @@ def groups_per_second(outstanding: int) -> float:
     for _ in range(steps):
         for _ in range(groups_per_step):
             reserve_one()
-            assert buffer.commit(finished(held.popleft())) is CommitOutcome.ACCEPTED
-        lease = buffer.lease()
+            assert buffer.tickets.commit(finished(held.popleft())) is CommitOutcome.ACCEPTED
+        lease = buffer.leases.lease()
         assert isinstance(lease, Lease), lease
-        buffer.ack(lease.incarnation, lease.step)
+        buffer.leases.ack(lease.incarnation, lease.step)
     return steps * groups_per_step / (time.perf_counter() - started_s)
 
 

@@ -3,6 +3,7 @@
 The n-th new prompt is group n. A retry keeps the group, the prompt and the seed, and has the next attempt number.
 """
 
+import re
 from collections.abc import Callable
 
 from asyncrl.buffer.records import DuePrompt
@@ -17,6 +18,18 @@ _GROUPS_A_SEED = 2**20
 LAST_ATTEMPTS = 10_000
 """Number of ended groups whose last attempt is remembered, to name the reason why a late commit is refused. Retried and
 failed groups are remembered only. A commit of an older one is refused too."""
+
+_KEY = re.compile(r"(\d+)\.(\d+)")
+
+
+def parsed_key(key: str) -> tuple[int, int] | None:
+    """Returns (group, attempt) of a ticket's key; None for a name of another form.
+
+    >>> parsed_key("12.0"), parsed_key("of a user")
+    ((12, 0), None)
+    """
+    found = _KEY.fullmatch(key)
+    return None if found is None else (int(found[1]), int(found[2]))
 
 
 class Attempts:

@@ -214,7 +214,7 @@ class Coordinator:
             self._restore(restored)
             await self._waiting.changed()
         elif deployment.role is Role.LEARNER and replaced is not None and not repeated:
-            incarnation = self._buffer.succeed()
+            incarnation = self._buffer.leases.succeed()
             logger.warning("learner %s replaces %s as incarnation %d", deployment.id, replaced.id, incarnation)
             await self._waiting.changed()
         return self._buffer.lineage
@@ -248,7 +248,7 @@ class Coordinator:
             kept - restored.snapshot.buffer.ledger.issued.tokens,
             max(0, generated - kept),
         )
-        self._in_background(self._sweep(self._buffer.without_slot), name="sweep rows")
+        self._in_background(self._sweep(self._buffer.unneeded.without_slot), name="sweep rows")
 
     # --- generators ---------------------------------------------------------------------------------------------
 
@@ -264,7 +264,7 @@ class Coordinator:
 
         Returns the keys of the tickets that have ended without a commit. The replica ends their rollouts.
         """
-        ended = self._buffer.renew(replica, held=held, version=version)
+        ended = self._buffer.tickets.renew(replica, held=held, version=version)
         self._replicas.reports[replica] = report
         if self._replicas.heard(replica, version=version, free_slots=free_slots):
             await self._waiting.changed()
@@ -273,7 +273,7 @@ class Coordinator:
     async def leave(self, replica: str) -> None:
         """Removes a replica that ends cleanly. Its tickets expire at once."""
         self._replicas.forget(replica)
-        self._clear(self._buffer.leave(replica))
+        self._clear(self._buffer.tickets.leave(replica))
         await self._waiting.changed()
 
     async def reserve(self, replica: str, version: Version, count: int, *, wait_s: float) -> Reservation:
@@ -285,7 +285,7 @@ class Coordinator:
         def ask() -> Reservation:
             # While this call waited, the replica may have loaded newer weights and reported them in a heartbeat.
             newest = max(version, self._replicas.loaded(replica) or version)
-            answer = self._buffer.reserve(replica, version=newest, count=count)
+            answer = self._buffer.tickets.reserve(replica, version=newest, count=count)
             self._replicas.reserved(replica, version=newest, asked=count, answer=answer)
             return answer
 
@@ -301,7 +301,7 @@ class Coordinator:
 
     async def commit(self, metas: Sequence[GroupMeta]) -> list[CommitOutcome]:
         """Makes generated groups ready, whose rows are stored. Returns one outcome for each."""
-        outcomes = [self._buffer.commit(meta) for meta in metas]
+        outcomes = [self._buffer.tickets.commit(meta) for meta in metas]
         if CommitOutcome.ACCEPTED in outcomes:
             self.registry.progressed()
         await self._waiting.changed()
@@ -310,7 +310,7 @@ class Coordinator:
     async def fail(self, tickets: Sequence[FailedTicket]) -> None:
         """Ends the attempts of tickets whose rollouts failed."""
         for ticket in tickets:
-            self._buffer.fail(ticket.key, incarnation=ticket.incarnation, failure=ticket.failure)
+            self._buffer.tickets.fail(ticket.key, incarnation=ticket.incarnation, failure=ticket.failure)
         await self._waiting.changed()
 
     # --- private ------------------------------------------------------------------------------------------------
@@ -321,7 +321,7 @@ class Coordinator:
         return self.registry.learner is None and self._buffer.account.issued.groups == 0
 
     def _views(self) -> tuple[ReplicaView, ...]:
-        return self._replicas.views(reserved_groups=self._buffer.reserved_by_replica())
+        return self._replicas.views(reserved_groups=self._buffer.tickets.by_replica())
 
     async def _expire_regularly(self) -> None:
         while True:
@@ -347,12 +347,12 @@ class Coordinator:
             logger.warning("the buffer's process stalled for %.1f s; no ticket expires before its next check", pause_s)
             return
         await self._expire()
-        unneeded = self._buffer.take_unneeded_prefixes()
+        unneeded = self._buffer.unneeded.take_prefixes()
         if unneeded and self._prefixes is not None:
             self._in_background(self._cleared(unneeded, self._prefixes.clear), name="clear prefixes")
         if now_s - self._swept_s >= SWEEP_EVERY_S:
             self._swept_s = now_s
-            self._in_background(self._sweep(self._buffer.never_committed), name="sweep rows")
+            self._in_background(self._sweep(self._buffer.unneeded.never_committed), name="sweep rows")
             if self._prefixes is not None:
                 self._in_background(self._sweep_prefixes(self._prefixes), name="sweep prefixes")
 
@@ -371,7 +371,7 @@ class Coordinator:
     async def _sweep_prefixes(self, prefixes: GroupRows) -> None:
         """Clears partial generations that no attempt needs. Their replica died before it had reported them."""
         try:
-            left = self._buffer.unneeded_prefixes(await prefixes.keys())
+            left = self._buffer.unneeded.prefixes(await prefixes.keys())
         except Exception as error:
             logger.warning("partial generations without a group were not looked for: %s", error)
             return
@@ -381,7 +381,7 @@ class Coordinator:
     async def _expire(self) -> None:
         """Removes silent replicas, and ends tickets that no heartbeat renewed within the timeout."""
         self._buffer.ledger.count(Event.REPLICA_LOST, self._replicas.forget_silent())
-        if keys := self._buffer.expire():
+        if keys := self._buffer.tickets.expire():
             self._clear(keys)
             await self._waiting.changed()
 

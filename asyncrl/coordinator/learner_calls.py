@@ -69,7 +69,7 @@ class LearnerCalls:
 
         def ask() -> Lease | LeaseWait:
             self._check(incarnation)
-            return self._buffer.lease()
+            return self._buffer.leases.lease()
 
         started_s = self._clock()
         answer = await self._waiting.answer(
@@ -79,8 +79,8 @@ class LearnerCalls:
             role=Role.LEARNER,
         )
         self._metrics.lease_waited(self._clock() - started_s)
-        if cancelled := self._buffer.cancelled:
-            self._buffer.cancelled = []
+        if cancelled := self._buffer.leases.cancelled:
+            self._buffer.leases.cancelled = []
             self._clear(cancelled)
             await self._waiting.changed()
         return answer
@@ -91,7 +91,7 @@ class LearnerCalls:
         The snapshot is taken before any other call is answered, so it is of the moment after this step.
         """
         self._check(incarnation)
-        over = self._buffer.ack(incarnation, step)
+        over = self._buffer.leases.ack(incarnation, step)
         ledger = self._buffer.ledger_entry(of_ack=True)
         taken = self._snapshot() if snapshot else None
         self._registry.progressed()
@@ -111,14 +111,14 @@ class LearnerCalls:
     async def skip(self, incarnation: int, step: int) -> tuple[str, ...]:
         """Ends a lease whose step changed no weights. Returns the keys of its groups whose rows may be cleared."""
         self._check(incarnation)
-        keys = self._buffer.skip(incarnation, step)
+        keys = self._buffer.leases.skip(incarnation, step)
         await self._waiting.changed()
         return keys
 
     async def give_back(self, incarnation: int, step: int) -> bool:
         """Ends a lease without training. Its groups become ready again. Returns False if there is no such lease."""
         self._check(incarnation)
-        given = self._buffer.give_back(incarnation, step)
+        given = self._buffer.leases.give_back(incarnation, step)
         await self._waiting.changed()
         return given
 
@@ -128,7 +128,7 @@ class LearnerCalls:
         Returns the keys of the groups that were removed.
         """
         self._check(incarnation)
-        lost = self._buffer.rows_lost(keys)
+        lost = self._buffer.leases.rows_lost(keys)
         await self._waiting.changed()
         return lost
 
@@ -137,13 +137,13 @@ class LearnerCalls:
         of step `complete` does not need them; with None, all, because the run ends. Returns their keys; their rows may
         be cleared."""
         self._check(incarnation)
-        return self._buffer.release(complete=complete)
+        return self._buffer.leases.release(complete=complete)
 
     def clear_dropped(self, incarnation: int) -> None:
         """Clears the rows of the groups that a lease call dropped. A save that runs may still read them, so the learner
         calls this when its last save has ended."""
         self._check(incarnation)
-        dropped, self._buffer.dropped = self._buffer.dropped, []
+        dropped, self._buffer.leases.dropped = self._buffer.leases.dropped, []
         self._clear(dropped)
 
     def published(self, version: Version) -> None:
@@ -154,12 +154,12 @@ class LearnerCalls:
     def pause(self, incarnation: int) -> None:
         """Stops the admission of new groups. Groups in flight continue."""
         self._check(incarnation)
-        self._buffer.paused = True
+        self._buffer.tickets.paused = True
 
     async def resume(self, incarnation: int) -> None:
         """Starts the admission of new groups again."""
         self._check(incarnation)
-        self._buffer.paused = False
+        self._buffer.tickets.paused = False
         await self._waiting.changed()
 
     def set_state(self, incarnation: int, state: RunState, message: str = "") -> None:

@@ -130,11 +130,11 @@ class BufferModel:
     def reserve(self, replica: str, count: int, *, reply_lost: bool = False) -> None:
         r, per_step = self.loaded[replica].step, self.limits.groups_per_step
         if not self.lineage.has(self.loaded[replica]):
-            answer = self.buffer.reserve(replica, version=self.loaded[replica], count=count)
+            answer = self.buffer.tickets.reserve(replica, version=self.loaded[replica], count=count)
             assert (answer.tickets, answer.refusal) == ((), Refusal.OLD_INCARNATION)
             return
         before, fronts = self.slots(), sorted(self.waiting)
-        answer = self.buffer.reserve(replica, version=self.loaded[replica], count=count)
+        answer = self.buffer.tickets.reserve(replica, version=self.loaded[replica], count=count)
         for ticket in answer.tickets:
             assert ticket.key not in self.tickets
             self.check_prefix(ticket)
@@ -172,7 +172,7 @@ class BufferModel:
             if store is not None:
                 prefix = self.store(key, store + n, newest=self.loaded[replica])
                 reported[key] = msgspec.structs.replace(reported[key], prefix=prefix)
-        ended = self.buffer.renew(replica, held=reported, version=self.loaded[replica])
+        ended = self.buffer.tickets.renew(replica, held=reported, version=self.loaded[replica])
         assert set(ended) == {
             key for key in held if self.state[key] == "over" and not (key in self.committed and key not in self.lost)
         }
@@ -255,7 +255,7 @@ class BufferModel:
 
     def commit_one(self, key: str, *, row_bytes: int) -> None:
         ticket = self.tickets[key]
-        outcome = self.buffer.commit(finished(ticket, versions=self.versions[key], row_bytes=row_bytes))
+        outcome = self.buffer.tickets.commit(finished(ticket, versions=self.versions[key], row_bytes=row_bytes))
         if self.state[key] == "reserved" and not all(map(self.lineage.has, self.versions[key])):
             assert outcome is CommitOutcome.OLD_INCARNATION
             self.over(key)
@@ -283,7 +283,7 @@ class BufferModel:
         failure_class = FailureClass.DATA if pick % 3 == 0 else FailureClass.INFRA
         incarnation = self.tickets[key].version.incarnation
         failure = Failure(failure_class=failure_class, reason="test")
-        held = self.buffer.fail(key, incarnation=incarnation, failure=failure)
+        held = self.buffer.tickets.fail(key, incarnation=incarnation, failure=failure)
         assert held == (self.state[key] == "reserved")
         if held and failure_class is FailureClass.DATA:
             self.over(key, Fate.FAILED)
@@ -293,7 +293,7 @@ class BufferModel:
 
     def leave(self, replica: str) -> None:
         theirs = {key for key in self.having("reserved") if self.tickets[key].replica == replica}
-        assert set(self.buffer.leave(replica)) == theirs
+        assert set(self.buffer.tickets.leave(replica)) == theirs
         for key in theirs:
             self.attempt_over(key)
         self.known[replica].clear()
@@ -301,7 +301,7 @@ class BufferModel:
     def time_passes(self, passed_s: float) -> None:
         self.clock.now_s += passed_s
         silent = {key for key in self.having("reserved") if self.clock.now_s - self.heard_at_s[key] > TIMEOUT_S}
-        assert set(self.buffer.expire()) == silent
+        assert set(self.buffer.tickets.expire()) == silent
         for key in silent:
             self.attempt_over(key)
 
@@ -309,7 +309,7 @@ class BufferModel:
 
     def start_step(self) -> None:
         plan = self.plan()
-        answer = self.buffer.lease()
+        answer = self.buffer.leases.lease()
         if self.lease is not None:
             assert answer == self.lease
             return
@@ -355,7 +355,7 @@ class BufferModel:
         )
 
     def treat(self, stragglers: Collection[str]) -> None:
-        cancelled, self.buffer.cancelled = self.buffer.cancelled, []
+        cancelled, self.buffer.leases.cancelled = self.buffer.leases.cancelled, []
         assert cancelled == ([] if self.on_deadline == "mask" else stragglers)
         self.treated += len(stragglers)
         for key in stragglers:
@@ -371,7 +371,7 @@ class BufferModel:
                 self.dropped_tokens += self.progress[key] - 3  # `check_ledger` counts 3 tokens for each dropped group
 
     def waits(self, answer: LeaseWait, plan: list[str] | None) -> None:
-        assert not self.buffer.cancelled
+        assert not self.buffer.leases.cancelled
         ready = self.having("ready")
         if answer is LeaseWait.FINISHED and self.v < self.limits.total_steps:
             assert not self.having("reserved")
@@ -390,7 +390,7 @@ class BufferModel:
         keys = tuple(leased.meta.key for leased in self.lease.groups)
         retained = {key for key in keys if self.is_needed(key, self.v)}
         over = tuple(key for key in keys if key not in retained)
-        answer = getattr(self.buffer, end)(self.incarnation, self.lease.step)
+        answer = getattr(self.buffer.leases, end)(self.incarnation, self.lease.step)
         assert answer == (True if end == "give_back" else over)
         if end != "give_back":
             self.retained |= dict.fromkeys(retained, self.v)
@@ -408,13 +408,13 @@ class BufferModel:
         end = ("ack", "skip", "give_back")[pick % 3]
         now = self.incarnation
         for incarnation, step in ((now, self.v - 1), (now, self.v + 1), (now - 1, self.v)):
-            getattr(self.buffer, end)(incarnation, step)
+            getattr(self.buffer.leases, end)(incarnation, step)
 
     def succeed(self) -> None:
         """Another learner with the weights of the current version takes over. Tickets and groups stay."""
         self.incarnation += 1
         self.lineage = self.lineage.child(Version(self.incarnation - 1, self.v))
-        assert self.buffer.succeed() == self.incarnation
+        assert self.buffer.leases.succeed() == self.incarnation
         for key in self.having("leased"):
             self.state[key] = "ready"
         self.lease = None
@@ -436,7 +436,7 @@ class BufferModel:
         if self.saved is None:
             return
         over = {key for key, step in self.retained.items() if not self.is_needed(key, step)}
-        assert set(self.buffer.release(complete=self.saved[1]["v"])) == over
+        assert set(self.buffer.leases.release(complete=self.saved[1]["v"])) == over
         self.cleared |= over
         for key in over:
             del self.retained[key]
@@ -551,18 +551,18 @@ class BufferModel:
             return
         keys = {sorted(self.tickets)[pick % len(self.tickets)], *self.having("ready")[:1]}
         lost = {key for key in keys if self.state[key] == "ready"}
-        assert set(self.buffer.rows_lost(keys)) == lost
+        assert set(self.buffer.leases.rows_lost(keys)) == lost
         for key in lost:
             self.over(key, Fate.ROWS_LOST)
             self.lost.add(key)
             self.waiting.add(self.tickets[key].group)
 
     def is_refused_while_paused(self, replica: str) -> None:
-        self.buffer.paused = True
-        answer = self.buffer.reserve(replica, version=self.loaded[replica], count=3)
+        self.buffer.tickets.paused = True
+        answer = self.buffer.tickets.reserve(replica, version=self.loaded[replica], count=3)
         why = Refusal.PAUSED if self.lineage.has(self.loaded[replica]) else Refusal.OLD_INCARNATION
         assert (answer.tickets, answer.refusal) == ((), why)
-        self.buffer.paused = False
+        self.buffer.tickets.paused = False
 
     # Checks after every call, written from the definitions of the rules.
 
@@ -591,7 +591,7 @@ class BufferModel:
         """What is stored is needed exactly if an attempt may still read or replace it, and else it is handed out for
         clearing."""
         needed = {f"{group}.{prefix.attempt}" for group, prefix in self.prefixes.items()} | set(self.having("reserved"))
-        assert set(self.buffer.unneeded_prefixes(self.stored)) == self.stored - needed
+        assert set(self.buffer.unneeded.prefixes(self.stored)) == self.stored - needed
         events = self.buffer.account.events
         assert (events[Event.TOKENS_CONTINUED], events[Event.TOKENS_DROPPED]) == (self.continued, self.dropped)
 
@@ -613,22 +613,22 @@ class BufferModel:
         held = [self.tickets[key] for key in self.having("reserved")]
         if not holders_survive:
             clock.now_s += 2 * TIMEOUT_S
-            assert len(buffer.expire()) == len(held)
+            assert len(buffer.tickets.expire()) == len(held)
             held = []
         self.continue_fairly(buffer, lease=lease, held=held)
 
     def continue_fairly(self, buffer: ReplayBuffer, *, lease: Lease | None, held: list[Ticket]) -> None:
         """Continues with the copy: reserves with the newest weights, generates admitted groups, and trains a lease."""
         for _ in range(60):
-            answer = lease or buffer.lease()
+            answer = lease or buffer.leases.lease()
             if isinstance(answer, Lease):
-                buffer.ack(self.incarnation, answer.step)
+                buffer.leases.ack(self.incarnation, answer.step)
                 assert buffer.version.step == self.v + 1
                 return
             if answer is LeaseWait.FINISHED:
                 return
             if not held:
-                asked = buffer.reserve("fresh", version=buffer.version, count=2)
+                asked = buffer.tickets.reserve("fresh", version=buffer.version, count=2)
                 held = list(asked.tickets)
                 # The buffer knows that prompts have run out only after it asked for one. Then the last step may start.
                 assert held or asked.refusal in (Refusal.NO_PROMPTS, Refusal.NO_STEPS), (
@@ -637,8 +637,8 @@ class BufferModel:
                 if not held:
                     continue
             ticket = held.pop()
-            outcome = buffer.commit(finished(ticket, newest=self.v))
-            assert outcome is (CommitOutcome.LATE if ticket.key in buffer.cancelled else CommitOutcome.ACCEPTED)
+            outcome = buffer.tickets.commit(finished(ticket, newest=self.v))
+            assert outcome is (CommitOutcome.LATE if ticket.key in buffer.leases.cancelled else CommitOutcome.ACCEPTED)
         raise AssertionError("no step after 60 commits")
 
 

@@ -126,25 +126,25 @@ class Scene:
 
     def reserve(self, count: int, *, step: int | None = None, replica: str = "a") -> tuple[Ticket, ...]:
         version = self.buffer.version if step is None else Version(1, step)
-        return self.buffer.reserve(replica, version=version, count=count).tickets
+        return self.buffer.tickets.reserve(replica, version=version, count=count).tickets
 
     def commit(self, *tickets: Ticket) -> None:
         for ticket in tickets:
             meta = finished(ticket, group_size=self.limits.group_size)
-            assert self.buffer.commit(meta) is CommitOutcome.ACCEPTED
+            assert self.buffer.tickets.commit(meta) is CommitOutcome.ACCEPTED
 
     def store(self, ticket: Ticket, prefix: Prefix) -> None:
         """The replica of the ticket reports what it has stored."""
-        self.buffer.renew(ticket.replica, held={ticket.key: Progress(prefix=prefix)})
+        self.buffer.tickets.renew(ticket.replica, held={ticket.key: Progress(prefix=prefix)})
 
     def lease(self) -> Lease:
-        lease = self.buffer.lease()
+        lease = self.buffer.leases.lease()
         assert isinstance(lease, Lease), lease
         return lease
 
     def train(self) -> Lease:
         lease = self.lease()
-        self.buffer.ack(lease.incarnation, lease.step)
+        self.buffer.leases.ack(lease.incarnation, lease.step)
         return lease
 
     def groups(self, lease: Lease) -> list[int]:

@@ -6,6 +6,7 @@ is committed or trained for `PATIENCE_TICKS`, or if a group is leased after its 
 """
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,6 +22,7 @@ from asyncrl.weights.gate import should_publish
 
 PATIENCE_TICKS = 50
 HEARTBEAT_TIMEOUT_S = 2.0
+NewBuffer = Callable[..., ReplayBuffer]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +89,9 @@ class _Replica:
 
 
 class Simulation:
-    def __init__(self, pool: Pool, *, rng: random.Random, buffer_class: type[ReplayBuffer] = ReplayBuffer) -> None:
+    def __init__(self, pool: Pool, *, rng: random.Random, new_buffer: NewBuffer = ReplayBuffer) -> None:
         self.pool, self.rng, self.clock = pool, rng, Clock()
-        self.buffer = buffer_class(
+        self.buffer = new_buffer(
             limits=limits(
                 eta=pool.eta,
                 per_step=pool.per_step,
@@ -121,7 +123,7 @@ class Simulation:
             for replica in self.replicas:
                 self._replica(replica)
             self.seen.forget_silent()
-            self.buffer.expire()
+            self.buffer.tickets.expire()
             self.clock.now_s += 1.0
             before, progress = progress, (self.buffer.version, self.buffer.counts().ready)
             idle_ticks = idle_ticks + 1 if progress == before else 0
@@ -132,7 +134,7 @@ class Simulation:
 
     def _learner(self) -> LeaseWait | None:
         if self.lease is None:
-            answer = self.buffer.lease()
+            answer = self.buffer.leases.lease()
             if isinstance(answer, Lease):
                 self.lease, self.step_left = answer, self.pool.step_ticks
             elif answer is LeaseWait.FINISHED:
@@ -140,19 +142,19 @@ class Simulation:
         elif self.step_left > 0:
             self.step_left -= 1
         elif self.rng.random() < self.pool.skip_rate:
-            self.buffer.skip(self.lease.incarnation, self.lease.step)
+            self.buffer.leases.skip(self.lease.incarnation, self.lease.step)
             self.lease = None
         else:
             for leased in self.lease.groups:
                 self.staleness.append(self.lease.step - leased.meta.oldest)
                 self.trained.append(leased.meta.group)
-            self.buffer.ack(self.lease.incarnation, self.lease.step)
+            self.buffer.leases.ack(self.lease.incarnation, self.lease.step)
             self.lease = None
         if should_publish(
             version=self.buffer.version,
             published=self.published,
             publish_every_steps=self.pool.publish_every,
-            replicas=self.seen.views(reserved_groups=self.buffer.reserved_by_replica()),
+            replicas=self.seen.views(reserved_groups=self.buffer.tickets.by_replica()),
         ):
             self.published = self.buffer.version
         return None
@@ -170,9 +172,9 @@ class Simulation:
         self._finish_groups(replica)
         free_slots = self.pool.slots_a_replica - len(replica.running)
         self.seen.heard(replica.name, version=replica.version, free_slots=free_slots)
-        self.buffer.renew(replica.name, held=dict.fromkeys(replica.running, Progress()))
+        self.buffer.tickets.renew(replica.name, held=dict.fromkeys(replica.running, Progress()))
         if replica.version is not None and free_slots > 0:
-            answer = self.buffer.reserve(replica.name, version=replica.version, count=free_slots)
+            answer = self.buffer.tickets.reserve(replica.name, version=replica.version, count=free_slots)
             self.seen.reserved(replica.name, version=replica.version, asked=free_slots, answer=answer)
             for ticket in answer.tickets:
                 slow = self.rng.random() < self.pool.straggler_rate
@@ -194,11 +196,13 @@ class Simulation:
                 continue
             del replica.running[key]
             if self.rng.random() < self.pool.infra_rate:
-                self.buffer.fail(key, incarnation=1, failure=Failure(failure_class=FailureClass.INFRA, reason="engine"))
+                self.buffer.tickets.fail(
+                    key, incarnation=1, failure=Failure(failure_class=FailureClass.INFRA, reason="engine")
+                )
                 continue
             assert replica.version is not None
             meta = finished(ticket, group_size=1, newest=replica.version.step)
-            assert self.buffer.commit(meta) in (CommitOutcome.ACCEPTED, CommitOutcome.LATE)
+            assert self.buffer.tickets.commit(meta) in (CommitOutcome.ACCEPTED, CommitOutcome.LATE)
 
 
 def discarded_groups(account: Account) -> int:

@@ -4,13 +4,17 @@ Broken variants of the buffer show that the simulation can find errors: with the
 """
 
 import random
+from functools import partial
+from typing import Any
 
 import pytest
-from pool_simulation import Outcome, Pool, Simulation, discarded_groups
+from pool_simulation import NewBuffer, Outcome, Pool, Simulation, discarded_groups
 
+from asyncrl.buffer.leases import Leases
 from asyncrl.buffer.ledger import Event, Fate
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.staleness import Room, admissible
+from asyncrl.buffer.tickets import Tickets
 from asyncrl.common.version import Version
 
 pytestmark = pytest.mark.slow
@@ -19,15 +23,15 @@ POOLS = 2000
 BROKEN_POOLS = 16
 
 
-def simulate(seed: int, *, buffer_class: type[ReplayBuffer] = ReplayBuffer, **fixed: float) -> tuple[Pool, Outcome]:
+def simulate(seed: int, *, new_buffer: NewBuffer = ReplayBuffer, **fixed: float) -> tuple[Pool, Outcome]:
     rng = random.Random(seed)
     pool = Pool.draw(rng, **fixed)
-    return pool, Simulation(pool, rng=rng, buffer_class=buffer_class).run()
+    return pool, Simulation(pool, rng=rng, new_buffer=new_buffer).run()
 
 
-def dead(*, buffer_class: type[ReplayBuffer] = ReplayBuffer, **fixed: float) -> int:
+def dead(*, new_buffer: NewBuffer = ReplayBuffer, **fixed: float) -> int:
     """Returns the number of pools that do not finish."""
-    return sum(simulate(seed, buffer_class=buffer_class, **fixed)[1].end != "finished" for seed in range(BROKEN_POOLS))
+    return sum(simulate(seed, new_buffer=new_buffer, **fixed)[1].end != "finished" for seed in range(BROKEN_POOLS))
 
 
 def test_random_pools_finish_within_the_bound_and_discard_nothing() -> None:
@@ -46,40 +50,53 @@ def test_random_pools_finish_within_the_bound_and_discard_nothing() -> None:
     assert stalest == {0: 0, 1: 1, 2: 2, 3: 3}, "some pools must reach the bound, otherwise they do not test it"
 
 
-class CountsAdmissions(ReplayBuffer):
-    """A broken buffer: counts all groups admitted since the start, instead of the slots in use."""
+class CountsAdmissions(Tickets):
+    """Broken: counts all groups admitted since the start, instead of the slots in use."""
 
     def _room(self, version: Version) -> Room:
-        admitted = self.ledger._events[Event.ATTEMPT]
+        state = self._state
+        admitted = state.ledger._events[Event.ATTEMPT]
         return admissible(
-            self._limits,
-            slots=admitted - self._step * self._limits.groups_per_step,
+            state.limits,
+            slots=admitted - state.step * state.limits.groups_per_step,
             booked_bytes=0,
-            learner_step=self._step,
+            learner_step=state.step,
             replica_step=version.step,
         )
 
 
-class FreesAtLease(ReplayBuffer):
-    """A broken buffer: frees a group's slot at the lease instead of at the ack."""
+class FreesAtLease(Tickets):
+    """Broken: frees a group's slot at the lease instead of at the ack."""
 
     def _room(self, version: Version) -> Room:
+        state = self._state
         return admissible(
-            self._limits,
-            slots=len(self._groups.table.reserved) + len(self._groups.table.ready),
+            state.limits,
+            slots=len(state.groups.table.reserved) + len(state.groups.table.ready),
             booked_bytes=0,
-            learner_step=self._step,
+            learner_step=state.step,
             replica_step=version.step,
         )
 
 
-class SkipAdvances(ReplayBuffer):
-    """A broken buffer: a skipped step increases the version, and its groups stay ready."""
+class SkipAdvances(Leases):
+    """Broken: a skipped step increases the version, and its groups stay ready."""
 
     def skip(self, incarnation: int, step: int) -> tuple[str, ...]:
         self.give_back(incarnation, step)
-        self._step += 1
+        self._state.step += 1
         return ()
+
+
+class BrokenBuffer(ReplayBuffer):
+    """A buffer with a broken part."""
+
+    def __init__(self, part: type[Tickets] | type[Leases], **options: Any) -> None:
+        super().__init__(**options)
+        if issubclass(part, Tickets):
+            self.tickets = part(self._state)
+        else:
+            self.leases = part(self._state, drop_last=False, on_deadline="wait")
 
 
 STRAGGLING = {"straggler_rate": 0.3, "straggler_ticks": 15, "eta": 2, "capacity_groups": 12, "total_steps": 12}
@@ -96,9 +113,11 @@ CALM = {"prompts": None, "crash_rate": 0.0, "infra_rate": 0.0, "skip_rate": 0.0}
     ],
     ids=["admissions and skips", "admissions and retries", "slots freed at the lease", "skips that advance"],
 )
-def test_what_breaks_the_bound_breaks_it(broken: type[ReplayBuffer], pools: dict[str, float], least_dead: int) -> None:
+def test_what_breaks_the_bound_breaks_it(
+    broken: type[Tickets] | type[Leases], pools: dict[str, float], least_dead: int
+) -> None:
     assert dead(**pools) == 0
-    assert dead(buffer_class=broken, **pools) >= least_dead
+    assert dead(new_buffer=partial(BrokenBuffer, broken), **pools) >= least_dead
 
 
 def test_without_rule_2_pools_with_stragglers_die(monkeypatch: pytest.MonkeyPatch) -> None:

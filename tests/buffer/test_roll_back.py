@@ -15,7 +15,7 @@ pytestmark = pytest.mark.fault("F6")
 def checkpoint(scene: Scene) -> BufferSnapshot:
     """Takes a snapshot that is complete at once."""
     snapshot = msgspec.msgpack.decode(msgspec.msgpack.encode(scene.buffer.snapshot()), type=BufferSnapshot)
-    scene.buffer.release(complete=snapshot.version.step)
+    scene.buffer.leases.release(complete=snapshot.version.step)
     return snapshot
 
 
@@ -32,7 +32,7 @@ def test_groups_of_surviving_weights_that_a_lost_step_trained_are_trained_again_
     snapshot = checkpoint(scene)
     scene.commit(*scene.reserve(2))
     first = scene.lease()
-    assert scene.buffer.ack(1, 0) == (), "the rows stay"
+    assert scene.buffer.leases.ack(1, 0) == (), "the rows stay"
     second = scene.lease()
     go_back(scene, snapshot, loaded=Version(1, 0))
     again = [scene.train().groups[0].meta.key for _ in range(2)]
@@ -44,18 +44,18 @@ def test_groups_of_surviving_weights_that_a_lost_step_trained_are_trained_again_
 def test_rows_are_kept_only_while_a_checkpoint_needs_them() -> None:
     scene = Scene(eta=1, per_step=1)
     scene.commit(*scene.reserve(2))
-    assert scene.buffer.ack(1, scene.lease().step) == ("0.0",), "there is no checkpoint yet"
+    assert scene.buffer.leases.ack(1, scene.lease().step) == ("0.0",), "there is no checkpoint yet"
     snapshot = checkpoint(scene)
-    assert scene.buffer.ack(1, scene.lease().step) == (), "ready at the checkpoint"
+    assert scene.buffer.leases.ack(1, scene.lease().step) == (), "ready at the checkpoint"
     scene.commit(*scene.reserve(1, step=2))
-    assert scene.buffer.ack(1, scene.lease().step) == ("2.0",), "a newer token than the checkpoint"
-    assert scene.buffer.release(complete=snapshot.version.step) == ()
+    assert scene.buffer.leases.ack(1, scene.lease().step) == ("2.0",), "a newer token than the checkpoint"
+    assert scene.buffer.leases.release(complete=snapshot.version.step) == ()
     assert checkpoint_releases(scene) == ("1.0",)
 
 
 def checkpoint_releases(scene: Scene) -> tuple[str, ...]:
     scene.buffer.snapshot()
-    return scene.buffer.release(complete=scene.buffer.version.step)
+    return scene.buffer.leases.release(complete=scene.buffer.version.step)
 
 
 def test_a_group_with_a_token_of_lost_weights_is_generated_again_and_the_attempt_does_not_count() -> None:
@@ -64,14 +64,14 @@ def test_a_group_with_a_token_of_lost_weights_is_generated_again_and_the_attempt
     ready, reserved, trained = scene.reserve(3)
     scene.commit(trained)
     scene.train()
-    assert scene.buffer.commit(finished(ready, versions=[Version(1, 1)])) is CommitOutcome.ACCEPTED
+    assert scene.buffer.tickets.commit(finished(ready, versions=[Version(1, 1)])) is CommitOutcome.ACCEPTED
     go_back(scene, snapshot, loaded=Version(1, 0))
-    assert scene.buffer.commit(finished(reserved, versions=[Version(1, 1)])) is CommitOutcome.OLD_INCARNATION
+    assert scene.buffer.tickets.commit(finished(reserved, versions=[Version(1, 1)])) is CommitOutcome.OLD_INCARNATION
     assert scene.lease().groups[0].meta.key == trained.key
     attempts = {ticket.group: ticket.attempt for ticket in scene.reserve(2)}
     assert attempts == {ready.group: 1, reserved.group: 1}
     for ticket in (ready, reserved):
-        assert scene.buffer.commit(finished(ticket)) is CommitOutcome.LATE
+        assert scene.buffer.tickets.commit(finished(ticket)) is CommitOutcome.LATE
 
 
 @pytest.mark.parametrize("loaded", [0, 1])
@@ -83,9 +83,9 @@ def test_a_ticket_stays_unless_its_replica_has_loaded_lost_weights(loaded: int) 
     scene.train()
     go_back(scene, snapshot, loaded=Version(1, loaded))
     lost = loaded == 1
-    outcome = scene.buffer.commit(finished(held))
+    outcome = scene.buffer.tickets.commit(finished(held))
     assert outcome is (CommitOutcome.LATE if lost else CommitOutcome.ACCEPTED)
-    reservation = scene.buffer.reserve("a", version=Version(1, loaded), count=1)
+    reservation = scene.buffer.tickets.reserve("a", version=Version(1, loaded), count=1)
     assert reservation.refusal is (Refusal.OLD_INCARNATION if lost else None)
 
 
@@ -99,7 +99,7 @@ def test_all_groups_stay_within_the_limit_at_every_step_back() -> None:
     go_back(scene, snapshot, loaded=Version(1, 0))
     counts = scene.buffer.counts()
     assert (counts.ready, counts.waiting) == (6, 0)
-    assert scene.buffer.reserve("a", version=Version(2, 0), count=1).refusal is Refusal.STALENESS
+    assert scene.buffer.tickets.reserve("a", version=Version(2, 0), count=1).refusal is Refusal.STALENESS
     for _ in range(3):
         assert isinstance(scene.train(), Lease)
 

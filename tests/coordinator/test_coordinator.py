@@ -378,8 +378,8 @@ async def test_a_stall_of_the_buffers_process_expires_nothing_that_is_still_held
     await coordinator._tick()  # late again, because the machine is busy
     assert coordinator.status().account.events[Event.TICKET_EXPIRED] == 1, "no heartbeat names the second one"
     assert (
-        lost.key in coordinator._buffer._groups.table.reserved,
-        held.key in coordinator._buffer._groups.table.reserved,
+        lost.key in coordinator._buffer._state.groups.table.reserved,
+        held.key in coordinator._buffer._state.groups.table.reserved,
     ) == (
         False,
         True,

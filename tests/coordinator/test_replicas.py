@@ -20,12 +20,12 @@ class Seen(Scene):
 
     def reserve(self, count: int, *, step: int | None = None, replica: str = "a") -> tuple[Ticket, ...]:
         version = self.buffer.version if step is None else Version(1, step)
-        answer = self.buffer.reserve(replica, version=version, count=count)
+        answer = self.buffer.tickets.reserve(replica, version=version, count=count)
         self.replicas.reserved(replica, version=version, asked=count, answer=answer)
         return answer.tickets
 
     def views(self) -> tuple[ReplicaView, ...]:
-        return self.replicas.views(reserved_groups=self.buffer.reserved_by_replica())
+        return self.replicas.views(reserved_groups=self.buffer.tickets.by_replica())
 
 
 def test_replicas_are_seen_with_their_slots_what_they_were_refused_for_and_whether_they_live() -> None:
@@ -53,7 +53,7 @@ def test_a_replica_holds_the_groups_that_it_reserved_until_they_are_committed_or
     scene.reserve(1, replica="b")
     assert [view.reserved_groups for view in scene.views()] == [3, 1]
     scene.commit(first)
-    scene.buffer.fail(second.key, incarnation=1, failure=Failure(failure_class=FailureClass.DATA, reason="x"))
+    scene.buffer.tickets.fail(second.key, incarnation=1, failure=Failure(failure_class=FailureClass.DATA, reason="x"))
     assert [view.reserved_groups for view in scene.views()] == [1, 1]
     scene.commit(third)
     assert [view.reserved_groups for view in scene.views()] == [0, 1]
@@ -71,7 +71,7 @@ def test_a_refusal_is_forgotten_with_the_version_it_was_for_and_with_the_next_fu
     scene.reserve(2)
     assert scene.views()[0].refused_for is Refusal.STALENESS
     scene.replicas.forget("a")
-    scene.buffer.leave("a")
+    scene.buffer.tickets.leave("a")
     scene.reserve(1)
     assert scene.views()[0].refused_for is None
 

@@ -108,7 +108,7 @@ async def test_heartbeats_carry_the_progress_of_held_tickets() -> None:
         engine.gate.clear()
         await everything_else_runs()
         await pool.generators["a"].report()
-        slots = pool.coordinator._buffer._groups.table.reserved
+        slots = pool.coordinator._buffer._state.groups.table.reserved
         progress = {key: slot.progress.generated_tokens for key, slot in slots.items()}
         assert any(progress.values())
         assert progress == {key: held.generated_tokens for key, held in pool.generators["a"]._held.items()}
@@ -120,7 +120,7 @@ async def test_the_rollout_of_a_ticket_that_the_buffer_has_ended_is_ended_and_is
         engine.gate.clear()
         generator = pool.generators["a"]
         await until(lambda: engine.running == 6)
-        ended = pool.coordinator._buffer.leave("a")
+        ended = pool.coordinator._buffer.tickets.leave("a")
         assert set(ended) == set(generator._running)
         await generator.report()
         await until(lambda: not set(ended) & set(generator._running))
@@ -144,7 +144,7 @@ async def test_a_ticket_that_the_buffer_ended_while_it_waited_for_its_start_is_n
         await pool.publish(0)
         generator = pool.generators["a"]
         await until(lambda: len(generator._held) == 3)
-        pool.coordinator._buffer.leave("a")
+        pool.coordinator._buffer.tickets.leave("a")
         await generator.report()
         assert not generator._held
         throttle.release()  # each start releases it for the next one
@@ -167,7 +167,7 @@ async def test_a_killed_replica_loses_its_tickets_and_no_committed_group() -> No
         assert held
         pool.add("b")
         pool.clock.now_s += 100.0
-        expired = pool.coordinator._buffer.expire()
+        expired = pool.coordinator._buffer.tickets.expire()
         assert set(expired) == held
         await pool.coordinator._waiting.changed()
         trained = {group.meta.key for _ in range(3) for group in (await pool.step()).groups}
@@ -305,9 +305,9 @@ async def test_a_replica_that_was_declared_dead_clears_the_rows_that_it_comes_ba
         engine.gate.clear()
         await until(lambda: engine.running > 0)
         buffer = pool.coordinator._buffer
-        mine = {key for key, slot in buffer._groups.table.reserved.items() if slot.ticket.replica == "a"}
+        mine = {key for key, slot in buffer._state.groups.table.reserved.items() if slot.ticket.replica == "a"}
         pool.coordinator.learner.pause(1)
-        buffer.leave("a")  # the buffer counts it as dead, although it was only slow
+        buffer.tickets.leave("a")  # the buffer counts it as dead, although it was only slow
         engine.gate.set()
         await until(lambda: buffer.account.events[Event.COMMIT_LATE] == len(mine))
         await until(lambda: not mine & pool.rows.kept.keys())
@@ -379,7 +379,7 @@ async def test_a_failure_that_the_buffer_did_not_hear_of_expires() -> None:
         await until(lambda: pool.counts.reserved == 8 and not generator._running and not generator._held)
         pool.clock.now_s += 100.0
         await generator.report()
-        assert len(pool.coordinator._buffer.expire()) == 8
+        assert len(pool.coordinator._buffer.tickets.expire()) == 8
 
 
 @pytest.mark.asyncio

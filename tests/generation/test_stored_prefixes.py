@@ -72,7 +72,7 @@ async def killed_in_the_middle(pool: Pool, *, tokens: int = 6) -> tuple[FakeEngi
     await pool.publish(0)
     generator = pool.generators["a"]
     await until(lambda: engine.running)
-    reserved = pool.coordinator._buffer._groups.table.reserved
+    reserved = pool.coordinator._buffer._state.groups.table.reserved
 
     prefix: Prefix | None = None
     while prefix is None or prefix.tokens < tokens:
@@ -104,7 +104,7 @@ async def test_another_replica_continues_the_tokens_of_a_killed_one() -> None:
             assert rows["input_ids"][place, stored].tolist() == each.token_ids
             assert torch.equal(rows["generation_logprobs"][place, stored], torch.tensor(each.logprobs))
         await until(lambda: pool.counts.ready)
-        slot = next(iter(pool.coordinator._buffer._groups.table.ready.slots()))
+        slot = next(iter(pool.coordinator._buffer._state.groups.table.ready.slots()))
         continued = sum(len(each.token_ids) for each in before)
         assert slot.meta is not None
         assert (slot.meta.key, slot.meta.replica, slot.meta.continued_tokens) == ("0.1", "b", continued)
@@ -119,11 +119,11 @@ async def test_another_replica_continues_the_tokens_of_a_killed_one() -> None:
 async def test_a_prefix_keeps_its_versions_when_newer_weights_continue_it() -> None:
     async with empty_pool(**STORED, learner={"groups_per_step": 1, "group_size": 2, "total_steps": 50}) as pool:
         _, before = await killed_in_the_middle(pool)
-        pool.coordinator._buffer._step = 1  # another replica's group was trained meanwhile
+        pool.coordinator._buffer._state.step = 1  # another replica's group was trained meanwhile
         await pool.publish(1)
         pool.add("b")
         await until(lambda: pool.counts.ready)
-        slot = next(iter(pool.coordinator._buffer._groups.table.ready.slots()))
+        slot = next(iter(pool.coordinator._buffer._state.groups.table.ready.slots()))
         assert slot.meta is not None
         assert (slot.meta.oldest, slot.meta.newest, slot.ticket.deadline) == (0, 1, 2)
         for each, spans, tokens in zip(before, slot.meta.version_spans, slot.meta.completion_tokens, strict=True):

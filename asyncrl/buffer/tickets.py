@@ -1,0 +1,183 @@
+"""The generators' side of the replay buffer: tickets from their reserve to their commit, failure or expiry."""
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+
+import msgspec
+
+from asyncrl.buffer.attempts import parsed_key
+from asyncrl.buffer.commit_check import check_commit
+from asyncrl.buffer.ledger import Event
+from asyncrl.buffer.records import (
+    CommitOutcome,
+    Failure,
+    GroupMeta,
+    Prefix,
+    Progress,
+    Refusal,
+    Reservation,
+    Ticket,
+    cut_text,
+    oldest_step,
+)
+from asyncrl.buffer.slots import Slot
+from asyncrl.buffer.staleness import Room, admissible, prefix_fits
+from asyncrl.buffer.state import BufferState
+from asyncrl.common.version import Version
+from asyncrl.errors import FailureClass
+
+_REFUSED_COMMITS = {
+    CommitOutcome.DUPLICATE: Event.COMMIT_DUPLICATE,
+    CommitOutcome.LATE: Event.COMMIT_LATE,
+    CommitOutcome.UNKNOWN: Event.COMMIT_UNKNOWN,
+    CommitOutcome.OLD_INCARNATION: Event.COMMIT_OLD_INCARNATION,
+}
+
+
+class Tickets:
+    """The calls of generators. While `paused` is True, no new group is admitted. Admitted groups continue."""
+
+    def __init__(self, state: BufferState) -> None:
+        self._state = state
+        self.paused = False
+
+    def renew(self, replica: str, *, held: Mapping[str, Progress], version: Version | None = None) -> tuple[str, ...]:
+        """Renews the tickets `held`, by key, of a replica that sent a heartbeat, and records their progress and the
+        version that the replica has loaded.
+
+        A ticket whose reserve reply was lost is not in `held`, so it expires. Returns the keys of the tickets that have
+        ended without a commit: no commit of them can be accepted, so the replica need not generate them any longer.
+        """
+        now_s = self._state.clock()
+        step = version.step if version is not None and self._state.lineage.has(version) else None
+        for key, progress in held.items():
+            self._state.groups.heard(key, progress, replica=replica, step=step, now_s=now_s)
+        attempts = self._state.groups.attempts
+        return tuple(key for key in held if (ticket := parsed_key(key)) and attempts.has_ended(*ticket))
+
+    def leave(self, replica: str) -> tuple[str, ...]:
+        """Expires the tickets of a replica that ends. Returns their keys; rows under them may be cleared."""
+        return self._expire(
+            [slot for slot in self._state.groups.table.reserved.values() if slot.ticket.replica == replica]
+        )
+
+    def reserve(self, replica: str, *, version: Version, count: int) -> Reservation:
+        """Returns tickets for up to `count` groups at the replica's version, and the reason why there are not more."""
+        if count < 1:
+            raise ValueError(f"replica {replica} reserves {count} groups; the number must be at least 1")
+        now_s = self._state.clock()
+        room, refusal = self._room(version)
+        tickets: list[Ticket] = []
+        while len(tickets) < min(count, room):
+            prompt = self._state.groups.next_prompt()
+            if prompt is None:
+                refusal = Refusal.NO_PROMPTS
+                break
+            if prompt.prefix is not None and not self._may_continue(prompt.prefix, version):
+                prompt = self._state.groups.prefixes.without(prompt)
+            tickets.append(
+                self._state.groups.admit(prompt, replica=replica, version=version, step=self._state.step, now_s=now_s)
+            )
+        return Reservation(tickets=tuple(tickets), refusal=refusal if len(tickets) < count else None)
+
+    def commit(self, meta: GroupMeta) -> CommitOutcome:
+        """Makes a group ready. The caller has generated and scored the group and has stored its rows.
+
+        Raises an error if the metadata contradicts the ticket, which is a bug in asyncrl: StalenessViolation for a
+        token that is older than the ticket, ValueError for anything else. The ticket then stays reserved.
+        """
+        slot = self._state.groups.table.reserved.get(meta.key)
+        if slot is None or meta.incarnation != slot.ticket.version.incarnation:
+            outcome = self._why_refused(meta)
+            self._state.ledger.count(_REFUSED_COMMITS[outcome])
+            return outcome
+        if not all(map(self._state.lineage.has, meta.versions)):
+            self._state.groups.interrupt(slot, lineage=self._state.lineage)
+            self._state.ledger.count(Event.COMMIT_OLD_INCARNATION)
+            return CommitOutcome.OLD_INCARNATION
+        check_commit(meta, slot.ticket, limits=self._state.limits, step=self._state.step)
+        self._state.groups.commit(slot, meta, step=self._state.step)
+        self._state.failures.succeeded()
+        return CommitOutcome.ACCEPTED
+
+    def fail(self, key: str, *, incarnation: int, failure: Failure) -> bool:
+        """Ends an attempt whose rollout failed. Returns False if the ticket had ended already.
+
+        After an INFRA failure the prompt goes to the front, until it has had `max_attempts` attempts. A DATA failure,
+        or the last attempt, ends the group, and another prompt may take its slot. The failure is kept with the prompt
+        of the ticket. After `max_data_failures` DATA failures in a row, no more tickets and leases are issued: see
+        `Refusal.TOO_MANY_FAILURES`.
+        """
+        slot = self._state.groups.table.reserved.get(key)
+        if slot is None or incarnation != slot.ticket.version.incarnation:
+            self._state.ledger.count(Event.FAIL_REFUSED)
+            return False
+        failure = msgspec.structs.replace(failure, prompt=cut_text(slot.ticket.task.prompt))
+        tried_again = failure.failure_class is FailureClass.INFRA and self._state.groups.retry(slot)
+        if failure.failure_class is FailureClass.DATA:
+            self._state.groups.fail(slot)
+        self._state.failures.failed(failure, ended_group=not tried_again)
+        return True
+
+    def expire(self) -> tuple[str, ...]:
+        """Ends tickets that were not renewed within the timeout. A prompt goes to the front, unless this was its last
+        attempt.
+
+        Returns the keys of these tickets; rows under them may be cleared.
+        """
+        return self._expire(
+            self._state.groups.table.unheard_before(self._state.clock() - self._state.limits.heartbeat_timeout_s)
+        )
+
+    def by_replica(self) -> Counter[str]:
+        """Returns the number of tickets that each replica holds."""
+        return Counter(slot.ticket.replica for slot in self._state.groups.table.reserved.values())
+
+    def _room(self, version: Version) -> Room:
+        """Returns how many groups a replica at `version` may reserve now, and the reason why not more."""
+        if not self._state.lineage.has(version):
+            self._state.ledger.count(Event.RESERVE_OLD_INCARNATION)
+            return Room(0, Refusal.OLD_INCARNATION)
+        if version.step > self._state.step:
+            raise ValueError(
+                f"a replica reports version {version}, but the learner has acked only {self._state.step} steps"
+            )
+        if self._state.failures.too_many:
+            return Room(0, Refusal.TOO_MANY_FAILURES)
+        if self.paused:
+            return Room(0, Refusal.PAUSED)
+        if self._state.groups.attempts.exhausted and not self._state.groups.table.front:
+            return Room(0, Refusal.NO_PROMPTS)
+        return admissible(
+            self._state.limits,
+            slots=self._state.groups.table.slots,
+            booked_bytes=self._state.groups.table.booked_bytes,
+            learner_step=self._state.step,
+            replica_step=version.step,
+        )
+
+    def _may_continue(self, prefix: Prefix, version: Version) -> bool:
+        """Returns whether a replica at `version` may continue a prefix: its tokens are of ancestors of the learner's
+        weights, and its early deadline can be met together with all others."""
+        return all(map(self._state.lineage.has, prefix.versions)) and prefix_fits(
+            step=self._state.step,
+            leased=self._state.lease is not None,
+            groups_per_step=self._state.limits.groups_per_step,
+            deadline=oldest_step(version, prefix) + self._state.limits.max_staleness_versions,
+            unleased=self._state.groups.table.unleased_by_deadline,
+        )
+
+    def _why_refused(self, meta: GroupMeta) -> CommitOutcome:
+        """Returns why a commit is refused: its ticket is not reserved, or it is of another incarnation."""
+        if not 1 <= meta.incarnation <= self._state.lineage.incarnation:
+            return CommitOutcome.OLD_INCARNATION
+        last = self._state.groups.attempts.last(meta.group)
+        if last is None or not 0 <= meta.attempt <= last[0]:
+            return CommitOutcome.UNKNOWN
+        return CommitOutcome.DUPLICATE if last == (meta.attempt, True) else CommitOutcome.LATE
+
+    def _expire(self, slots: Collection[Slot]) -> tuple[str, ...]:
+        for slot in slots:
+            self._state.groups.retry(slot)
+        self._state.ledger.count(Event.TICKET_EXPIRED, len(slots))
+        return tuple(slot.ticket.key for slot in slots)
