@@ -245,8 +245,8 @@ def table() -> Iterator[str]:
     while_saving, prompts = sum(each["saving"] for each in kills), sum(run["prompts"] for run in runs)
     yield (
         f"{len(kills)} kills in {len(runs)} runs, {while_saving} of them while a checkpoint was being written. The "
-        f"audit of every run passed: of {prompts} prompts, 0 were lost and 0 were trained twice. No process and no file in "
-        "/dev/shm was left."
+        f"audit of every run passed: of {prompts} prompts, 0 were lost and 0 were trained twice. No process and no "
+        "file in /dev/shm was left."
     )
     if kept + again:
         yield (
