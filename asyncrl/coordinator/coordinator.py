@@ -1,17 +1,18 @@
 """The coordinator: moves each group from its ticket to its ack, and tells every caller of the run's state.
 
 It adds waiting (with deadlines, and cancellable), the expiry clock and metrics to the state machine `ReplayBuffer`,
-which makes all decisions. If the reply with a ticket is lost, no heartbeat names the ticket as held, and it expires.
+which makes all decisions. `Clearing` clears the rows that no group needs. If the reply with a ticket is lost, no
+heartbeat names the ticket as held, and it expires.
 
-The path of a group through this file: `reserve` and `commit` (a generator), `lease` and `ack` (the learner).
+The path of a group: `reserve` and `commit` (a generator) in this file, `lease` and `ack` (the learner) in
+`learner_calls.py`.
 """
 
 import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from asyncrl.buffer.ledger import TOKEN_EVENTS, Event
 from asyncrl.buffer.records import (
@@ -29,6 +30,7 @@ from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
+from asyncrl.coordinator.clearing import Clearing
 from asyncrl.coordinator.failures import FailureReports
 from asyncrl.coordinator.learner_calls import LearnerCalls
 from asyncrl.coordinator.registry import Deployment, Registry
@@ -48,10 +50,6 @@ logger = logging.getLogger(__name__)
 
 _OVER = (RunState.CLOSING, RunState.FINISHED, RunState.FAILED)
 """States in which a run takes no other learner."""
-
-
-SWEEP_EVERY_S = 60.0
-"""Time between two searches for rows that belong to no group, seconds."""
 
 
 async def _no_keys() -> Sequence[str]:
@@ -81,23 +79,20 @@ class Coordinator:
     ) -> None:
         self._config = config
         self._clock = clock
-        self._clear_rows = clear_rows
-        self._stored_keys = stored_keys
-        self._prefixes = prefixes
-        self._clearing: set[asyncio.Task[None]] = set()
         self._limits = limits_of(config)
-        self._prompts = PromptSource(
-            tasks, seed=config.run.seed, shuffle=config.data.shuffle, epochs=config.data.epochs
-        )
+        data, timeout_s = config.data, config.buffer.heartbeat_timeout_s
+        self._prompts = PromptSource(tasks, seed=config.run.seed, shuffle=data.shuffle, epochs=data.epochs)
         self._buffer = ReplayBuffer(
             limits=self._limits,
             next_prompt=self._prompts.next,
             clock=clock,
             seed=config.run.seed,
-            drop_last=config.data.drop_last,
+            drop_last=data.drop_last,
             on_deadline=config.staleness.on_deadline,
         )
-        timeout_s = config.buffer.heartbeat_timeout_s
+        self._clearing = Clearing(
+            self._buffer.unneeded, clear_rows=clear_rows, stored_keys=stored_keys, prefixes=prefixes, now_s=clock()
+        )
         self.registry = Registry(shared=shared_config(config), timeout_s=timeout_s, clock=clock)
         self._replicas = Replicas(timeout_s=timeout_s, clock=clock)
         self._states = StateClock(
@@ -114,7 +109,7 @@ class Coordinator:
             registry=self.registry,
             waiting=self._waiting,
             metrics=self._metrics,
-            clear=self._clear,
+            clear=self._clearing.rows,
             status=self.status,
             snapshot=self.snapshot,
             clock=clock,
@@ -127,7 +122,7 @@ class Coordinator:
             capacity_bytes=self._limits.capacity_bytes,
         )
         self._server: MetricsServer | None = None
-        self._tick_s, self._swept_s = min(1.0, timeout_s / 5), clock()
+        self._tick_s = min(1.0, timeout_s / 5)
         self._ticked_s: float | None = None
         self._stalled = False
         self._expiry: asyncio.Task[None] | None = None
@@ -248,7 +243,7 @@ class Coordinator:
             kept - restored.snapshot.buffer.ledger.issued.tokens,
             max(0, generated - kept),
         )
-        self._in_background(self._sweep(self._buffer.unneeded.without_slot), name="sweep rows")
+        self._clearing.rows_without_slot()
 
     # --- generators ---------------------------------------------------------------------------------------------
 
@@ -273,7 +268,7 @@ class Coordinator:
     async def leave(self, replica: str) -> None:
         """Removes a replica that ends cleanly. Its tickets expire at once."""
         self._replicas.forget(replica)
-        self._clear(self._buffer.tickets.leave(replica))
+        self._clearing.rows(self._buffer.tickets.leave(replica))
         await self._waiting.changed()
 
     async def reserve(self, replica: str, version: Version, count: int, *, wait_s: float) -> Reservation:
@@ -347,58 +342,14 @@ class Coordinator:
             logger.warning("the buffer's process stalled for %.1f s; no ticket expires before its next check", pause_s)
             return
         await self._expire()
-        unneeded = self._buffer.unneeded.take_prefixes()
-        if unneeded and self._prefixes is not None:
-            self._in_background(self._cleared(unneeded, self._prefixes.clear), name="clear prefixes")
-        if now_s - self._swept_s >= SWEEP_EVERY_S:
-            self._swept_s = now_s
-            self._in_background(self._sweep(self._buffer.unneeded.never_committed), name="sweep rows")
-            if self._prefixes is not None:
-                self._in_background(self._sweep_prefixes(self._prefixes), name="sweep prefixes")
-
-    async def _sweep(self, needless: Callable[[Sequence[str]], Sequence[str]]) -> None:
-        """Clears the rows of groups that belong to nothing. A replica died after it had stored them, or a learner
-        before it cleared them. `needless` returns their keys among those of all rows."""
-        try:
-            left = needless(await self._stored_keys())
-        except Exception as error:
-            logger.warning("rows without a group were not looked for: %s", error)
-            return
-        if left:
-            logger.warning("clearing the rows of groups that belong to nothing: %s", ", ".join(left))
-            await self._cleared(left, self._clear_rows)
-
-    async def _sweep_prefixes(self, prefixes: GroupRows) -> None:
-        """Clears partial generations that no attempt needs. Their replica died before it had reported them."""
-        try:
-            left = self._buffer.unneeded.prefixes(await prefixes.keys())
-        except Exception as error:
-            logger.warning("partial generations without a group were not looked for: %s", error)
-            return
-        if left:
-            await self._cleared(left, prefixes.clear)
+        self._clearing.tick(now_s)
 
     async def _expire(self) -> None:
         """Removes silent replicas, and ends tickets that no heartbeat renewed within the timeout."""
         self._buffer.ledger.count(Event.REPLICA_LOST, self._replicas.forget_silent())
         if keys := self._buffer.tickets.expire():
-            self._clear(keys)
+            self._clearing.rows(keys)
             await self._waiting.changed()
-
-    def _clear(self, keys: Sequence[str]) -> None:
-        if keys:
-            self._in_background(self._cleared(keys, self._clear_rows), name="clear rows")
-
-    def _in_background(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
-        task = asyncio.create_task(work, name=name)
-        self._clearing.add(task)
-        task.add_done_callback(self._clearing.discard)
-
-    async def _cleared(self, keys: Sequence[str], clear: Callable[[Sequence[str]], Awaitable[None]]) -> None:
-        try:
-            await clear(keys)
-        except Exception as error:
-            logger.warning("the rows of groups that will not be trained were not cleared: %s", error)
 
     def _record(self) -> None:
         counts, account = self._buffer.counts(), self._buffer.account

@@ -18,7 +18,8 @@ from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
-from asyncrl.coordinator.coordinator import SWEEP_EVERY_S, Coordinator, _no_keys
+from asyncrl.coordinator.clearing import SWEEP_EVERY_S
+from asyncrl.coordinator.coordinator import Coordinator, _no_keys
 from asyncrl.coordinator.registry import Deployment
 from asyncrl.coordinator.replicas import ReplicaReport
 from asyncrl.coordinator.snapshot import Restored, RunSnapshot
@@ -143,7 +144,7 @@ async def test_a_step_that_ends_the_ticket_of_a_straggler_clears_its_rows_and_wa
     assert isinstance(lease, Lease)
     (again,) = (await waiting).tickets
     assert (again.group, again.attempt) == (straggler.group, 1)
-    await asyncio.gather(*coordinator._clearing)
+    await asyncio.gather(*coordinator._clearing.tasks)
     assert rows.cleared == [[straggler.key]]
     held = progress_of(straggler, again)
     assert await coordinator.heartbeat("a", Version(1, 1), 0, held, report_of("a")) == (straggler.key,)
@@ -179,7 +180,7 @@ async def test_rows_of_a_generator_that_was_declared_dead_are_cleared_and_its_co
     (ticket, other) = (await coordinator.reserve("zombie", NOW, 2, wait_s=0.0)).tickets
     await coordinator.heartbeat("zombie", NOW, 0, progress_of(ticket, other), report_of("zombie"))
     await coordinator.leave("zombie")
-    await asyncio.gather(*coordinator._clearing)
+    await asyncio.gather(*coordinator._clearing.tasks)
     assert rows.cleared == [[ticket.key, other.key]]
     (winner, _) = (await coordinator.reserve("b", NOW, 2, wait_s=0.0)).tickets
     assert (winner.group, winner.seed) == (ticket.group, ticket.seed)
@@ -355,7 +356,7 @@ async def test_a_replica_that_is_silent_too_long_is_counted_as_lost_and_its_tick
     now_s = timeout_s + 0.1
     await coordinator._expire()
     assert (await waiting).tickets[0].group == lost.group
-    await asyncio.gather(*coordinator._clearing)
+    await asyncio.gather(*coordinator._clearing.tasks)
     assert rows.cleared == [[lost.key]]
     status = coordinator.status()
     assert (status.account.events[Event.REPLICA_LOST], status.account.events[Event.TICKET_EXPIRED]) == (1, 1)
@@ -403,7 +404,7 @@ async def test_rows_that_a_dead_replica_stored_after_its_ticket_expired_are_clea
         now_s += 1.0
         await coordinator.heartbeat("a", NOW, 0, progress_of(kept), report_of("a"))
         await coordinator._tick()
-        await asyncio.gather(*coordinator._clearing)
+        await asyncio.gather(*coordinator._clearing.tasks)
     assert rows.cleared == [[lost.key], [lost.key]], "once when the ticket expired, once because rows came later"
     assert asked == [2], "a search that failed is repeated a minute later"
 
@@ -521,10 +522,10 @@ async def test_rows_of_a_dropped_step_are_cleared_once_and_not_before_the_learne
     await coordinator.commit([finished(ticket)])
     for _ in range(2):
         assert await coordinator.learner.lease(1, wait_s=0.0) is LeaseWait.FINISHED
-    assert not coordinator._clearing, "a save may still read them"
+    assert not coordinator._clearing.tasks, "a save may still read them"
     for _ in range(2):
         coordinator.learner.clear_dropped(1)
-    await asyncio.gather(*coordinator._clearing)
+    await asyncio.gather(*coordinator._clearing.tasks)
     assert rows.cleared == [[ticket.key]]
 
 
@@ -586,7 +587,7 @@ async def test_a_learner_goes_back_to_its_checkpoint_and_the_generators_go_on() 
     assert [group.meta.key for group in lease.groups] == [trained.key, also_trained.key]
     assert coordinator.status().counts.waiting == 1, "the prompt of the group with a token of a lost step"
     assert coordinator.status().account.closed
-    await asyncio.gather(*coordinator._clearing)
+    await asyncio.gather(*coordinator._clearing.tasks)
     assert rows.cleared == [["0.0", "1.0"]], "the first learner did not clear them before it died"
 
 

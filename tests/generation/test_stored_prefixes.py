@@ -200,5 +200,5 @@ async def test_what_no_attempt_needs_is_swept() -> None:
     async with empty_pool(**STORED) as pool:
         await killed_in_the_middle(pool)
         pool.prefixes.kept |= {"0.5": rows_of([sample(1)]), "77.0": rows_of([sample(1)])}
-        await pool.coordinator._sweep_prefixes(pool.prefixes)
+        await pool.coordinator._clearing._sweep_prefixes(pool.prefixes)
         assert set(pool.prefixes.kept) == {"0.0"}
