@@ -36,6 +36,7 @@ class Started:
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
     """There is a run of the name `quick` in the present directory's `runs`."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")  # the command sets it in this process; it is removed after the test
     settings = {"run.name": "quick", "learner.total_steps": 70}
     with RunDir.create(load_config([QUICKSTART, settings])):
         pass
