@@ -19,8 +19,9 @@ class Unneeded:
         return tuple(key for key in keys if (ticket := parsed_key(key)) and attempts.is_never_committed(*ticket))
 
     def without_slot(self, keys: Iterable[str]) -> tuple[str, ...]:
-        """Returns those of `keys` that are keys of groups, but of none that is reserved, ready or leased."""
-        held = {slot.ticket.key for slot in self._state.groups.table.open.values()}
+        """Returns those of `keys` that are keys of groups, but of none that is reserved, ready, leased or retained."""
+        groups = self._state.groups
+        held = {slot.ticket.key for slot in (*groups.table.open.values(), *groups.retained.slots())}
         return tuple(key for key in keys if parsed_key(key) and key not in held)
 
     def prefixes(self, keys: Iterable[str]) -> tuple[str, ...]:

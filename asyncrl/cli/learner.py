@@ -30,7 +30,11 @@ def learner(
     def runner() -> Runner:
         from asyncrl.deployment.compose import run_learner
 
-        supervised = restarts() < config.run.max_restarts
+        def supervised() -> bool:
+            # TransferQueue's index of the rows dies with the learner's process, so no generator can go on.
+            stay = config.data_plane.backend != "transfer_queue"
+            return stay and restarts() < config.run.max_restarts
+
         return partial(run_learner, config, address=where, prompts=prompts, supervised=supervised)
 
     command = again("learner", files, overrides, address=address, allow_public=allow_public)

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from asyncrl.cli.options import LINE_EVERY_STEPS, clear_previous, print_outcome, print_previous, weights_named
+from asyncrl.cli.restarts import restarts
 from asyncrl.cli.terminal import show_cursor
 from asyncrl.common.roles import Role
 from asyncrl.config.schema import Config
@@ -39,8 +40,8 @@ def join_admitted(address: str, config: Config, *, choose: Choice) -> None:
     from asyncrl.deployment.cluster import check_admission, join
 
     join(address, namespace=config.run.name)
-    limits, killed = config.buffer, may_have_died(config.run.dir / config.run.name)
-    patience_s = limits.heartbeat_timeout_s + limits.call_timeout_s if killed else 0.0
+    limits, gone = config.buffer, restarts() > 0 or may_have_died(config.run.dir / config.run.name)
+    patience_s = limits.heartbeat_timeout_s + limits.call_timeout_s if gone else 0.0
     restores = choose is not no_checkpoint and has_checkpoint(config)
     asyncio.run(check_admission(config, role=Role.LEARNER, restores=restores, patience_s=patience_s))
 

@@ -21,13 +21,13 @@ WINDOW_S = 3600.0
 """`run.max_restarts` limits the restarts within this time, seconds."""
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
-_restarts = 0
+_started_s: tuple[float, ...] = ()
+"""When the command was started again, this process included, on the monotonic clock."""
 
 
 def restarts() -> int:
-    """Returns how often the command was started again within the last `WINDOW_S` seconds, this process included; 0 in
-    the first process."""
-    return _restarts
+    """Returns how often the command was started again within the last `WINDOW_S` seconds; 0 in the first process."""
+    return sum(time.monotonic() - started_s <= WINDOW_S for started_s in _started_s)
 
 
 def supervise() -> Callable[[], None]:
@@ -39,7 +39,7 @@ def supervise() -> Callable[[], None]:
 
     Must be called in the main thread, before any other thread was started.
     """
-    global _restarts
+    global _started_s
     # A signal that is ignored (SIGHUP, under nohup) would still be reported to `sigwait` while it is blocked.
     ending = {number for number in _ENDING if signal.getsignal(number) != signal.SIG_IGN}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*ending, signal.SIGCHLD})
@@ -55,7 +55,7 @@ def supervise() -> Callable[[], None]:
             die_with(parent)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.close(told)
-            _restarts = len(starts)
+            _started_s = tuple(starts)
             return partial(_tell, tell)
         os.close(tell)
         status, asked = _wait(child, ending)

@@ -402,7 +402,8 @@ class BufferSection(Section):
     """Maximum number of groups in the buffer. Unset: (η + 1) · B, which the staleness rule never exceeds."""
     capacity_bytes: PositiveInt = 2**30
     """Maximum size of the rows of all groups in the buffer, bytes. Reserving a group books the size of the largest
-    possible group. Committing the group returns the difference to its real size."""
+    possible group. Committing the group returns the difference to its real size. The rows of trained groups that the
+    newest checkpoint still needs, at most 2 · (η + 1) · B groups, are not counted."""
     heartbeat_timeout_s: Annotated[PositiveFloat, WATCHED_DEADLINE] = 15.0
     """Seconds without a message from a generator after which its tickets expire. Other generators then get the
     prompts of these tickets."""

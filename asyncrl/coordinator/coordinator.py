@@ -48,7 +48,7 @@ from asyncrl.metrics.states import StateClock, monotonic_at_process_start
 
 logger = logging.getLogger(__name__)
 
-_OVER = (RunState.CLOSING, RunState.FINISHED, RunState.FAILED)
+_OVER = (RunState.FINISHED, RunState.FAILED)
 """States in which a run takes no other learner."""
 
 
@@ -177,7 +177,7 @@ class Coordinator:
             return
         name, step, state = self._config.run.name, self._buffer.version.step, self.registry.state
         again = f"end the run with `asyncrl down {name}`, then start it again"
-        if state in _OVER:
+        if state in _OVER or (state is RunState.CLOSING and not restores):
             why = f": {self.registry.message}" if self.registry.message else ""
             raise LearnerNotRestored(f"run {name!r} is {state}{why}; {again}")
         if step and not restores:
@@ -232,6 +232,7 @@ class Coordinator:
         self._buffer.restore(
             restored.snapshot.buffer, lineage=restored.lineage, loaded=self._replicas.loaded_versions()
         )
+        self._clearing.rows_without_slot()  # the data plane may be older than this buffer
         if not lived_on:
             return
         self.registry.set_state(RunState.STARTING)
@@ -243,7 +244,6 @@ class Coordinator:
             kept - restored.snapshot.buffer.ledger.issued.tokens,
             max(0, generated - kept),
         )
-        self._clearing.rows_without_slot()
 
     # --- generators ---------------------------------------------------------------------------------------------
 

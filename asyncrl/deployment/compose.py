@@ -5,6 +5,7 @@ a function starts here ends before the function returns, in the opposite order.
 """
 
 import asyncio
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -36,10 +37,10 @@ async def run_learner(
     run_dir: RunDir,
     screen: Screen,
     prompts: Prompts | None,
-    supervised: bool = False,
+    supervised: Callable[[], bool] = lambda: False,
 ) -> Summary | None:
     """Runs the learner deployment on the cluster at `address`, which this process has joined. Returns the run's
-    summary. `supervised` says whether the learner is started again after an error that a restart may fix."""
+    summary. `supervised` returns whether the learner is started again after an error that a restart may fix."""
     run_dir.started_ray(address)
     async with Inputs(config, loaded=prompts, report=screen.report) as inputs:
         screen.starting(config, "making prompts")
@@ -102,7 +103,7 @@ async def _run_both(
 
 
 def _learner(
-    config: Config, inputs: Inputs, *, run_dir: RunDir, screen: Screen, supervised: bool = False
+    config: Config, inputs: Inputs, *, run_dir: RunDir, screen: Screen, supervised: Callable[[], bool] = lambda: False
 ) -> "LearnerDeployment":
     from asyncrl.deployment.learner import LearnerDeployment  # imports torch, which takes seconds
 

@@ -195,8 +195,10 @@ class GeneratorDeployment:
                 logger.info("the run is %s", status.state)
                 return
             learner = any(deployment.role is Role.LEARNER for deployment in status.deployments)
-            # A learner that closes the run evaluates and saves, which may take longer.
-            may_stall = status.state is RunState.RUNNING or (status.state is RunState.CLOSING and not learner)
+            # A learner that closes the run evaluates and saves, and one that restores a checkpoint loads it, which may
+            # take longer. Before the first step, the learner may be started much later.
+            left = not learner and status.version.step > 0
+            may_stall = status.state is RunState.RUNNING or left
             if may_stall and status.quiet_s > self._config.run.stall_timeout_s:
                 raise StallError(
                     f"no group was committed and no step was trained for {status.quiet_s:.0f} s "

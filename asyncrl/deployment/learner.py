@@ -60,7 +60,7 @@ PROBE_TASKS = 4
 class LearnerDeployment:
     """`run` trains the run and returns its summary, or None if the run was stopped before its first step.
 
-    `supervised` says whether it is started again after an error that a restart may fix. The generators then stay.
+    `supervised` returns whether it is started again after an error that a restart may fix. The generators then stay.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class LearnerDeployment:
         model_path: Awaitable[str],
         prompts: Awaitable[Prompts],
         screen: Screen,
-        supervised: bool = False,
+        supervised: Callable[[], bool] = lambda: False,
     ) -> None:
         self._config = config
         self._supervised = supervised
@@ -107,8 +107,8 @@ class LearnerDeployment:
                 return None
             except BaseException as error:
                 self._failure = f"{type(error).__name__}: {error}"
-                mended = self._supervised and isinstance(error, AsyncRLError) and error.restart_mends
-                self._starts_again = mended and has_checkpoint(self._config)
+                mends = error.restart_mends if isinstance(error, AsyncRLError) else isinstance(error, Exception)
+                self._starts_again = mends and self._supervised() and has_checkpoint(self._config)
                 await self._rescue_weights()  # now, because the ranks that hold the weights end with their stack
                 raise
 

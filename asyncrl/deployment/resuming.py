@@ -203,12 +203,21 @@ def _of_steps(folder: Path, wanted: Callable[[int], bool]) -> Iterator[tuple[int
 
 
 def _take_out(directory: Path, name: str, kind: type[Record], *, lost: Callable[[Record], bool]) -> None:
-    """Moves the lost records of `<name>.jsonl` to `lost-<name>.jsonl`."""
-    records = read_lines(directory / f"{name}.jsonl", kind)
+    """Moves the lost records of `<name>.jsonl` to `lost-<name>.jsonl`. Removes a part of a record at the end, which a
+    crash of the machine may leave: the next record would be appended to it."""
+    path = directory / f"{name}.jsonl"
+    records = read_lines(path, kind)
     gone = [record for record in records if lost(record)]
-    if not gone:
+    if not gone and not _is_torn(path):
         return
-    with (directory / f"lost-{name}.jsonl").open("ab") as file:
-        file.writelines(msgspec.json.encode(record) + b"\n" for record in gone)
+    if gone:
+        with (directory / f"lost-{name}.jsonl").open("ab") as file:
+            file.writelines(msgspec.json.encode(record) + b"\n" for record in gone)
     kept = b"".join(msgspec.json.encode(record) + b"\n" for record in records if not lost(record))
-    write_atomically(directory / f"{name}.jsonl", kept)
+    write_atomically(path, kept)
+
+
+def _is_torn(path: Path) -> bool:
+    """Returns whether a file of lines ends in the middle of a line."""
+    text = path.read_bytes() if path.exists() else b""
+    return bool(text) and not text.endswith(b"\n")

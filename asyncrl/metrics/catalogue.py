@@ -277,7 +277,8 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             "asyncrl_buffer_prefix_tokens_total",
             "Tokens of groups whose replica died or failed, and which were stored (generator.persist_every_tokens). "
             "`tokens_continued`: another replica continued them, and the group was committed. `tokens_dropped`: they "
-            "were too old to be trained in time, were lost with their row store, or the run was resumed.",
+            "were too old to be trained in time, were lost with their row store, were of lost weights, or the whole "
+            "run was resumed.",
             {"event": tuple(sorted(TOKEN_EVENTS))},
         ),
         histogram(BUFFER, "asyncrl_buffer_reserve_wait_seconds", "Time that a reserve call waited for tickets."),
@@ -304,8 +305,8 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         gauge(
             LEARNER,
             "asyncrl_rows_outstanding",
-            "Rows in the data plane after the last step, which belong to finished groups that wait for training. It "
-            "is 0 at the end of a run.",
+            "Rows in the data plane after the last step. They belong to finished groups that wait for training, or "
+            "that a learner trains again if it goes back to its checkpoint. It is 0 at the end of a run.",
             own_unit="rows",
         ),
         versions_histogram(

@@ -50,6 +50,7 @@ def test_rows_are_kept_only_while_a_checkpoint_needs_them() -> None:
     scene.commit(*scene.reserve(1, step=2))
     assert scene.buffer.leases.ack(1, scene.lease().step) == ("2.0",), "a newer token than the checkpoint"
     assert scene.buffer.leases.release(complete=snapshot.version.step) == ()
+    assert scene.buffer.unneeded.without_slot(["0.0", "1.0", "2.0"]) == ("0.0", "2.0"), "1.0 is retained"
     assert checkpoint_releases(scene) == ("1.0",)
 
 

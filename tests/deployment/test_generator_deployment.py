@@ -10,6 +10,7 @@ import pytest
 from made_up_run import make_status
 
 from asyncrl.common.roles import RunState
+from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.registry import Registry
 from asyncrl.coordinator.status import RunStatus
@@ -217,20 +218,22 @@ async def test_a_deployment_that_lost_a_replica_goes_on_while_enough_are_left(
 @pytest.mark.asyncio
 @pytest.mark.fault("F5")
 @pytest.mark.parametrize(
-    ("state", "learner", "ends"),
+    ("state", "step", "learner", "ends"),
     [
-        (RunState.RUNNING, True, True),
-        (RunState.CLOSING, False, True),
-        (RunState.CLOSING, True, False),
-        (RunState.STARTING, False, False),
+        (RunState.RUNNING, 3, True, True),
+        (RunState.CLOSING, 3, False, True),
+        (RunState.CLOSING, 3, True, False),
+        (RunState.STARTING, 3, False, True),
+        (RunState.STARTING, 3, True, False),
+        (RunState.STARTING, 0, False, False),
     ],
 )
-async def test_a_deployment_ends_when_nothing_moves_or_the_learner_died_while_it_closed_the_run(
-    monkeypatch: pytest.MonkeyPatch, state: RunState, learner: bool, ends: bool
+async def test_a_deployment_ends_when_nothing_moves_or_no_learner_comes_back(
+    monkeypatch: pytest.MonkeyPatch, state: RunState, step: int, learner: bool, ends: bool
 ) -> None:
     monkeypatch.setattr(generators, "WATCH_EVERY_S", 0.0)
     deployment = deployment_of(Config())
-    whole = make_status(state=state, quiet_s=deployment._config.run.stall_timeout_s + 1.0)
+    whole = make_status(state=state, quiet_s=deployment._config.run.stall_timeout_s + 1.0, version=Version(1, step))
     asked = 0
 
     async def status(_: object) -> RunStatus:

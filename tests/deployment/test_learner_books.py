@@ -255,6 +255,7 @@ def deployment_without_ray(
         (ActorGone, True, True, RunState.STARTING),
         (ActorGone, False, True, RunState.FAILED),
         (ActorGone, True, False, RunState.FAILED),
+        (RuntimeError, True, True, RunState.STARTING),
         (CheckpointError, True, True, RunState.FAILED),
     ],
 )
@@ -277,7 +278,7 @@ async def test_the_generators_stay_only_if_the_learner_is_started_again(
             (run.checkpoints / "step-2").mkdir(parents=True)
             (run.checkpoints / "step-2" / COMPLETE).touch()
         deployment = deployment_without_ray(run, config, monkeypatch, train=fail, states=states)
-        deployment._supervised = supervised
+        deployment._supervised = lambda: supervised
         with pytest.raises(error):
             await deployment.run(asyncio.Event())
     assert states == [state]

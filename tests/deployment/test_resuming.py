@@ -105,6 +105,17 @@ def test_records_of_steps_that_are_lost_are_taken_out_and_kept_apart(tmp_path: P
         assert abs(known.unix_time_s - time.time()) < 3600
 
 
+def test_a_part_of_a_record_at_the_end_is_removed_so_that_the_next_record_is_whole(tmp_path: Path) -> None:
+    """A crash of the machine may leave it."""
+    run = interrupted(tmp_path, steps=1, saved=1)
+    with (run.path / "steps.jsonl").open("ab") as file:
+        file.write(b'{"step": 1, "lo')
+    with RunDir.create(config_in(tmp_path)) as again:
+        assert again.resumed is not None
+        again.append_step(make_step(1))
+    assert [record.step for record in read_lines(run.path / "steps.jsonl", StepRecord)] == [0, 1]
+
+
 def test_an_incarnation_that_left_nothing_keeps_its_number(tmp_path: Path) -> None:
     interrupted(tmp_path, steps=5, saved=3)
     for incarnation in (2, 3, 4):
