@@ -120,7 +120,7 @@ def watched(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     try:
         command.wait_for(all_are_found, timeout_s=600, what="the same targets in the file and over HTTP")
         session = ray_session(command.process)
-        assert engines_of(session), "no engine is this run's"
+        command.wait_for(lambda: engines_of(session), timeout_s=600, what="an engine of this run")
         assert command.wait(600) == 0, command.output()[-4000:]
         assert not engines_of(session), "an engine outlived its run"
         yield WatchedRun(run, prometheus, served, since_s, time.time())
