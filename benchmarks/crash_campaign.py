@@ -7,9 +7,10 @@
 `asyncrl audit` must pass, and no process and no file in /dev/shm may be left. It can be ended after each run and
 started again later: the results of complete runs are appended to benchmarks/crash_campaign.jsonl, and the seeds go on.
 
-There are two kinds of runs. In `up`, one command has all processes, and starts again after a process has died. In
-`deployments`, the learner and the generators are separate commands on a Ray of their own, and only the learner's
-processes are killed: the generators must stay. A kill `while saving` comes while a checkpoint is being written.
+There are three kinds of runs. In `up`, one command has all processes, and starts again after a process has died.
+`critic` is the same with PPO. In `deployments`, the learner and the generators are separate commands on a Ray of their
+own, and only the learner's processes are killed: the generators must stay. A kill `while saving` comes while a
+checkpoint is being written.
 
 `report` writes the table in docs/guarantees.md, between its two marks.
 """
@@ -30,9 +31,11 @@ from statistics import median
 from typing import Any
 
 import psutil
-from kills import EVERYTHING, kill
+from kills import EVERYTHING, kill, ray_session
 
 REPOSITORY = Path(__file__).parents[1]
+REWARDS = REPOSITORY / "tests" / "integration"
+"""Folder with the reward. It gives each completion another one, so that every step changes the weights."""
 RESULTS = Path(__file__).with_suffix(".jsonl")
 PAGE = REPOSITORY / "docs" / "guarantees.md"
 MARKS = ("<!-- the campaign's table: benchmarks/crash_campaign.py report -->", "<!-- end of the table -->")
@@ -45,19 +48,26 @@ TARGETS = {
     "up": [
         "learner", SAVING, "rank", "generator", "engine", "buffer", "row store", "weight store", "Ray head", EVERYTHING,
     ],
+    "critic": ["critic", SAVING],
     "deployments": ["learner", SAVING, "rank"],
 }  # fmt: skip
+CONFIGS = {
+    "up": ["quickstart.yaml", "learner.ranks=2"],
+    "critic": ["ppo.yaml", "learner.ranks=1", "critic.warmup_steps=0"],
+    "deployments": ["quickstart.yaml", "learner.ranks=2"],
+}
+"""Configuration of each kind of run, and its own overrides."""
 OVERRIDES = [
     "model.max_length=64",
     "model.tiny.warmup_steps=40",
     "learner.total_steps=1000000",
     "learner.groups_per_step=4",
     "learner.group_size=4",
-    "learner.ranks=2",
     "generator.max_concurrent_groups=8",
     "generator.max_completion_tokens=40",
     "generator.temperature=2",
     "generator.persist_every_tokens=4",
+    "environment.reward=dense_reward:by_checksum",
     "eval.prompts=0",
     "learner.optimizer.warmup_steps=0",
     "staleness.max_versions=2",
@@ -76,27 +86,28 @@ class Run:
     def __init__(self, kind: str, directory: Path, *, seed: int) -> None:
         self.directory = directory
         self._logs = directory.parent
+        config, *own = CONFIGS[kind]
+        self._config = REPOSITORY / "configs" / config
         self._overrides = [f"run.dir={directory.parent}", f"run.name={directory.name}", f"run.seed={seed}"]
-        self._overrides += [f"model.path={REPOSITORY / 'models' / 'crash-campaign'}", *OVERRIDES]
+        self._overrides += [f"model.path={REPOSITORY / 'models' / 'crash-campaign'}", *OVERRIDES, *own]
         self._commands: list[psutil.Popen] = []
         self._session = ""
         self.others: list[psutil.Popen] = []
         """Commands that start processes for the learner."""
-        if kind == "up":
-            self.learner = self._start("up")
+        if kind != "deployments":
+            self._start("up")
         else:
             self.others = [self._start("head", says="Ray runs at")]
             self._start("generator")
-            self.learner = self._start("learner")
-            self._session = os.readlink("/tmp/ray/session_latest")
+            self._start("learner")
+            self._session = ray_session(self.others[0])
 
     def _start(self, command: str, *, says: str = "") -> psutil.Popen:
         log = self._logs / f"{self.directory.name}-{command}.log"
         with log.open("wb") as file:
-            words = [command, "-c", str(REPOSITORY / "configs" / "quickstart.yaml"), *self._overrides]
-            process = psutil.Popen(
-                [sys.executable, "-m", "asyncrl", *words], stdout=file, stderr=subprocess.STDOUT, cwd=self._logs
-            )
+            words = [sys.executable, "-m", "asyncrl", command, "-c", str(self._config), *self._overrides]
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [REPOSITORY, REWARDS]))}
+            process = psutil.Popen(words, stdout=file, stderr=subprocess.STDOUT, cwd=self._logs, env=environment)
         self._commands.append(process)
         wait_until(lambda: says in log.read_text(), what=f"{says!r} in {log}")
         return process
@@ -120,13 +131,20 @@ class Run:
         return sum(int(kept) for kept, _ in found), sum(int(again) for _, again in found)
 
     def end(self) -> None:
-        """Ends the learner with Ctrl-C, and then the other commands. Raises RuntimeError if one fails."""
+        """Ends the learner with Ctrl-C, waits for the generators, and ends Ray. Raises RuntimeError if one fails."""
         for process in reversed(self._commands):
-            if process.is_running():
+            if "generator" not in process.args:  # generators end with their run
                 process.send_signal(signal.SIGINT)
             code = process.wait(END_S)
             if code != 0:
                 raise RuntimeError(f"{' '.join(process.args[2:5])} ended with exit code {code}")
+
+    def kill(self) -> None:
+        """Kills what is left of the run after an error."""
+        family = [child for process in self._commands if process.is_running() for child in process.children(True)]
+        for process in [*self._commands, *family]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def wait_until(holds: Callable[[], bool], *, what: str, timeout_s: float = RECOVERY_S) -> float:
@@ -147,7 +165,7 @@ def one_kill(run: Run, target: str, *, moment: random.Random) -> dict[str, Any]:
     if target == SAVING:
         wait_until(run.saving, what="a save", timeout_s=60.0)
     trained = run.steps()
-    kill(run.directory, "learner" if target == SAVING else target, also=run.others)
+    kill(run.directory, "learner" if target == SAVING else target, also=run.others, choose=moment)
     while_saving = target == SAVING and run.saving()
 
     def trains_again() -> bool:
@@ -193,11 +211,14 @@ def one_run(kind: str, number: int, *, folder: Path, seed: int) -> dict[str, Any
     memory, processes = shared_memory(), set(psutil.pids())
     run = Run(kind, folder / f"{kind}-{number}", seed=number)
     kills = []
-    for target in targets:
-        kills.append(one_kill(run, target, moment=choose))
-        print(f"{kind}-{number}: {kills[-1]}", flush=True)
-    kept, again = run.kept_tokens()
-    run.end()
+    try:
+        for target in targets:
+            kills.append(one_kill(run, target, moment=choose))
+            print(f"{kind}-{number}: {kills[-1]}", flush=True)
+        kept, again = run.kept_tokens()
+        run.end()
+    finally:
+        run.kill()
     checks = audited(run.directory)
     prompts = re.search(r"of (\d+) prompts", " ".join(checks))
     left = [*left_processes(processes), *sorted(shared_memory() - memory)]
@@ -234,7 +255,7 @@ def table() -> Iterator[str]:
             if not found:
                 continue
             seconds = [each["seconds"] for each in found]
-            where = "" if kind == "up" else " (separate deployments)"
+            where = {"up": "", "critic": " (PPO)", "deployments": " (separate deployments)"}[kind]
             yield (
                 f"| {target}{where} | {len(found)} | {sum(each['restart'] for each in found)} | {median(seconds):.0f} "
                 f"({max(seconds):.0f}) | {median(each['lost_steps'] for each in found):.0f} |"

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import random
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,21 +13,25 @@ EVERYTHING = "everything"
 PROCESSES = {
     "engine": r"VLLM::EngineCore",
     "Ray head": r"gcs_server",
-    "rank": r"ray::RankActor",
+    "rank": r"learner rank",
+    "critic": r"critic rank",
     "buffer": r"ray::CoordinatorActor",
     "weight store": r"ray::WeightStore",
     "row store": r"ray::RowStore",
     "generator": r"ray::GeneratorActor",
 }
 """Pattern of the names of a run's processes, by target."""
+_SESSION = re.compile(r"/tmp/ray/session_[0-9][\w-]+")
+_ACTOR_NAME = re.compile(r"^:actor_name:(.*)$", re.MULTILINE)
+"""How Ray writes the name of an actor into the file of its standard output. The last one is that of its `__repr__`."""
 
 
-def kill(run: Path, target: str, *, also: Iterable[psutil.Process] = ()) -> int:
+def kill(run: Path, target: str, *, also: Iterable[psutil.Process] = (), choose: random.Random | None = None) -> int:
     """Sends SIGKILL to one process of the run in `run`, or to all of them. Returns the number of killed processes.
 
     `target` is a key of `PROCESSES`, `learner` for the run's command, or `EVERYTHING`. The processes are those that the
-    command started, and those that the processes `also` started. The command must live. Raises RuntimeError if the run
-    has no such process now.
+    command started, and those that the processes `also` started. `choose` takes one of several. The command must live.
+    Raises RuntimeError if the run has no such process now.
     """
     driver = psutil.Process(json.loads((run / "run.json").read_bytes())["pid"])
     family = [child for root in (driver, *also) for child in root.children(recursive=True)]
@@ -35,7 +40,8 @@ def kill(run: Path, target: str, *, also: Iterable[psutil.Process] = ()) -> int:
     elif target == "learner":
         chosen = [driver]
     else:
-        chosen = [process for process in family if re.match(PROCESSES[target], _name(process))][:1]
+        found = [process for process in family if re.match(PROCESSES[target], _name(process))]
+        chosen = [(choose or random.Random(0)).choice(found)] if found else []
     if not chosen:
         raise RuntimeError(f"no process is a {target}: {sorted(map(_name, family))}")
     for process in chosen:
@@ -44,9 +50,20 @@ def kill(run: Path, target: str, *, also: Iterable[psutil.Process] = ()) -> int:
     return len(chosen)
 
 
+def ray_session(process: psutil.Process) -> str:
+    """Returns the session folder of the Ray whose daemons this process started. Raises RuntimeError without one."""
+    for child in process.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if found := _SESSION.search(" ".join(child.cmdline())):
+                return found[0]
+    raise RuntimeError(f"process {process.pid} has started no Ray")
+
+
 def _name(process: psutil.Process) -> str:
-    """Returns the name that Ray or vLLM gave the process; else the name of its program."""
-    with contextlib.suppress(psutil.NoSuchProcess, IndexError):
+    """Returns the name that the process has in Ray's log, or that Ray or vLLM gave it; else that of its program."""
+    with contextlib.suppress(psutil.NoSuchProcess, IndexError, OSError):
         first = process.cmdline()[0]
+        if first.startswith("ray::RankActor"):
+            return _ACTOR_NAME.findall(Path(f"/proc/{process.pid}/fd/1").read_text(errors="replace"))[-1]
         return first if "::" in first else Path(first).name
     return ""

@@ -34,7 +34,7 @@ def resume(run: RunningRun, overrides: Overrides, at: At = None, allow_public: A
     \b
       asyncrl resume quickstart                           from its newest checkpoint
       asyncrl resume quickstart --at step-100             from step 100; later steps are trained again
-      asyncrl resume quickstart --at step-100 learner.optimizer.lr=1e-6
+      asyncrl resume quickstart --at step-100 learner.optimizer.learning_rate=1e-6
       asyncrl resume quickstart learner.total_steps=400   train a finished run further
     """
     step = None if at is None else step_of(at)

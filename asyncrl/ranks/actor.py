@@ -47,6 +47,10 @@ class RankActor:
         self._worker: RankWorker[Any] | None = None
         self._rows: FetchedRows | None = None
 
+    def __repr__(self) -> str:
+        """Ray puts this name before the lines of the rank's log."""
+        return f"{self._kind.section} rank {self._rank}"
+
     def node_address(self) -> str:
         return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -70,14 +69,6 @@ async def engine(model_path: str) -> AsyncIterator[VLLMEngine]:
     assert not psutil.wait_procs(processes, timeout=60)[1], "the engine left processes behind"
 
 
-def ray_session(process: psutil.Process) -> str:
-    """Returns the session folder of the Ray whose daemons this process started."""
-    words = " ".join(word for child in process.children(recursive=True) for word in _cmdline(child))
-    found = re.search(r"/tmp/ray/session_[0-9][\w-]+", words)
-    assert found, words[-2000:]
-    return found[0]
-
-
 def engines_of(session: str) -> set[int]:
     """Returns the pids of the vLLM engine processes that this Ray started. Their stderr is a file in its session
     folder.
@@ -89,12 +80,6 @@ def engines_of(session: str) -> set[int]:
             if process.name().startswith("VLLM") and os.readlink(f"/proc/{process.pid}/fd/2").startswith(f"{session}/"):
                 found.add(process.pid)
     return found
-
-
-def _cmdline(process: psutil.Process) -> list[str]:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.cmdline()
-    return []
 
 
 class Command:

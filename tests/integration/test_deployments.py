@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
-from conftest import QUICKSTART, REPOSITORY, Command, Run, engines_of, ray_session, small_overrides
+from conftest import QUICKSTART, REPOSITORY, Command, Run, engines_of, small_overrides
+from kills import ray_session
 
 from asyncrl.cli.restarts import RESTART_MENDS
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from conftest import PPO, QUICKSTART, Command, Run, engines_of, ray_session, small_overrides
+from conftest import PPO, QUICKSTART, Command, Run, engines_of, small_overrides
+from kills import ray_session
 from onlookers import expect_advice, reported
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_server import PrometheusServer, free_port
