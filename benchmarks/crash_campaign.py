@@ -113,6 +113,10 @@ class Run:
         return process
 
     def steps(self) -> int:
+        """Returns the number of the run's recorded steps. Raises RuntimeError if a command has ended."""
+        for process in self._commands:
+            if process.poll() is not None:
+                raise RuntimeError(f"{' '.join(process.args[2:5])} ended with exit code {process.returncode}")
         path = self.directory / "steps.jsonl"
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
@@ -215,7 +219,7 @@ def one_run(kind: str, number: int, *, folder: Path, seed: int) -> dict[str, Any
         for target in targets:
             kills.append(one_kill(run, target, moment=choose))
             print(f"{kind}-{number}: {kills[-1]}", flush=True)
-        kept, again = run.kept_tokens()
+        steps, (kept, again) = run.steps(), run.kept_tokens()
         run.end()
     finally:
         run.kill()
@@ -224,7 +228,7 @@ def one_run(kind: str, number: int, *, folder: Path, seed: int) -> dict[str, Any
     left = [*left_processes(processes), *sorted(shared_memory() - memory)]
     if left:
         raise RuntimeError(f"the run left {left}")
-    return {"kind": kind, "run": number, "kills": kills, "steps": run.steps(), "checks": len(checks),
+    return {"kind": kind, "run": number, "kills": kills, "steps": steps, "checks": len(checks),
             "prompts": int(prompts[1]) if prompts else 0, "kept_tokens": kept, "regenerated_tokens": again}  # fmt: skip
 
 

@@ -117,7 +117,7 @@ def _check_rows(folder: Path, trained: dict[str, list[int]]) -> None:
 
 
 def saved_digest(weights: Path) -> int:
-    """Returns the digest of the weights that ranks saved in the folder `weights` (`asyncrl.ranks.checkpoint`)."""
+    """Returns the digest of the weights that ranks saved in the folder `weights` (`asyncrl.ranks.shard_files`)."""
     return combined(_parts(weights / "state"))
 
 

@@ -17,8 +17,9 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from asyncrl import complete_directory
 from asyncrl.errors import CheckpointError
-from asyncrl.ranks.checkpoint import SavedTensors, on_first_rank
+from asyncrl.ranks.collectives import on_first_rank
 from asyncrl.ranks.gather import ParameterSpec, gather_weights
+from asyncrl.ranks.shard_files import SavedTensors
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

@@ -48,8 +48,8 @@ class RankActor:
         self._rows: FetchedRows | None = None
 
     def __repr__(self) -> str:
-        """Ray puts this name before the lines of the rank's log."""
-        return f"{self._kind.section} rank {self._rank}"
+        """Ray puts this name before the lines of the rank's log. It also asks for it before `__init__` is called."""
+        return f"{self._kind.section} rank {self._rank}" if hasattr(self, "_kind") else type(self).__name__
 
     def node_address(self) -> str:
         return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]

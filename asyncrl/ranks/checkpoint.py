@@ -6,12 +6,8 @@
 A save has two parts. `stage` copies the tensors that this rank writes, and the ranks wait for it between two steps.
 `write` writes the copies, and may run in a thread beside the next steps.
 
-`state/` has the safetensors format of torch's distributed checkpoint (DCP): every rank writes one file with its own
-shards, and DCP's reader loads it. DCP also plans which rank writes a tensor that several ranks hold. DCP's own
-functions do not write the files: its writer first makes two more copies of all bytes, and holds Python's global lock
-for so long that the next steps wait (1.8 s for 400 MB, measured with torch 2.13). DCP's default format is not used,
-because loading it unpickles data. `training.json` has the state that is not a tensor. Hyperparameters are not saved,
-because they are in the configuration.
+`asyncrl.ranks.shard_files` writes `state/`. `training.json` has the state that is not a tensor. Hyperparameters are not
+saved, because they are in the configuration.
 
 Invariants: a directory with a file `COMPLETE` is complete, and a directory without it is refused. If a save is
 interrupted, the last complete checkpoint can still be loaded. If a load fails, weights and optimizer are unchanged on
@@ -19,26 +15,20 @@ every rank. Every function that takes `group` is a collective over that group. I
 ranks.
 """
 
-import json
-import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import permutations
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY, _gen_file_name
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -52,16 +42,14 @@ from transformers import AutoTokenizer
 from asyncrl import complete_directory
 from asyncrl.atomic_write import write_atomically
 from asyncrl.errors import AsyncRLError, CheckpointError, CheckpointMismatch
-from asyncrl.ranks.collectives import gather_objects
+from asyncrl.ranks.collectives import gather_objects, on_all_ranks, on_first_rank
 from asyncrl.ranks.gather import reshard
+from asyncrl.ranks.shard_files import STATE, HostCopies, Tensors
 
-_STATE, _TRAINING = "state", "training.json"
+_TRAINING = "training.json"
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _MOMENTS = "state."
 """Prefix of the optimizer's tensors in its flat state dict. The other entries are hyperparameters."""
-
-Tensors = dict[str, torch.Tensor]
-T = TypeVar("T")
 
 
 class _Generators(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,7 +116,7 @@ class ShardedState:
             generators = tuple(gather_objects(_generators(), group=self._group))
             self._staged = _Training(train_calls=train_calls, has_moments=has_moments, generators=generators)
 
-    def _copy(self, copies: "HostCopies", tensors: Tensors) -> None:
+    def _copy(self, copies: HostCopies, tensors: Tensors) -> None:
         if not copies.planned:
             copies.plan(tensors, group=self._group)
         on_all_ranks(lambda: copies.take(tensors), group=self._group)
@@ -157,12 +145,12 @@ class ShardedState:
         on_first_rank(lambda: list(map(complete_directory.prepare, paths)), group=group)
         unfinished = [complete_directory.unfinished(path) for path in paths]
         shard = dist.get_rank(group) + 1
-        on_all_ranks(lambda: self._weight_copies.write(unfinished[0] / _STATE, shard=shard), group=group)
+        on_all_ranks(lambda: self._weight_copies.write(unfinished[0] / STATE, shard=shard), group=group)
         if optimizer_path is not None:
             assert self._staged is not None, "stage the optimizer first"
             training = self._staged
             if training.has_moments:
-                on_all_ranks(lambda: self._moment_copies.write(unfinished[1] / _STATE, shard=shard), group=group)
+                on_all_ranks(lambda: self._moment_copies.write(unfinished[1] / STATE, shard=shard), group=group)
             encoded = msgspec.json.encode(training)
             on_first_rank(lambda: write_atomically(unfinished[1] / _TRAINING, encoded), group=group)
         for path in unfinished:
@@ -222,102 +210,12 @@ class ShardedState:
     def _read(self, live: Tensors, path: Path) -> Tensors:
         """Reads the tensors named in `live` from `path`. Returns new tensors with the same sharding as `live`."""
         staged = {name: torch.empty_like(tensor) for name, tensor in live.items()}
-        reader = HuggingFaceStorageReader(str(path / _STATE))
+        reader = HuggingFaceStorageReader(str(path / STATE))
         try:
             load(staged, storage_reader=reader, planner=_ExactPlanner(path), process_group=self._group)
         except CheckpointException as error:
             raise _first_failure(error, f"cannot load the checkpoint {path}") from error
         return staged
-
-
-class HostCopies:
-    """Copies of the tensors that this rank writes, in host memory that the next save uses again.
-
-    The memory is pinned if the tensors are on a GPU. A tensor that several ranks hold is copied and written by one of
-    them.
-    """
-
-    def __init__(self) -> None:
-        self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._items: list[WriteItem] = []
-        self._copies: Tensors = {}
-        self.planned = False
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the copies."""
-        return sum(copy.nbytes for copy in self._copies.values())
-
-    def plan(self, tensors: Tensors, *, group: dist.ProcessGroup) -> None:
-        """Decides which rank writes which tensor. One plan is enough, because names, shapes and shards stay."""
-        rank = dist.get_rank(group)
-        self._planner.set_up_planner(tensors, is_coordinator=rank == 0)
-        local = gather_objects(self._planner.create_local_plan(), group=group)
-        plans, _ = self._planner.create_global_plan(local)  # every rank computes the same plans
-        self._items = plans[rank].items
-        self.planned = True
-
-    def take(self, tensors: Tensors) -> None:
-        """Copies this rank's items of `tensors`. Not a collective."""
-        self._planner.set_up_planner(tensors)
-        on_gpu = False
-        for item in self._items:
-            live = self._planner.resolve_data(item)
-            assert isinstance(live, torch.Tensor)
-            on_gpu |= live.is_cuda
-            name = item.index.fqn
-            if name not in self._copies:
-                self._copies[name] = torch.empty(live.shape, dtype=live.dtype, pin_memory=live.is_cuda)
-            self._copies[name].copy_(live.detach(), non_blocking=True)
-        self._planner.set_up_planner({})  # otherwise the planner would keep the memory of a model that is offloaded
-        if on_gpu:
-            torch.cuda.current_stream().synchronize()
-
-    def write(self, folder: Path, *, shard: int) -> None:
-        """Writes this rank's file, number `shard` (from 1), in DCP's format, and flushes it to the disk. Not a
-        collective."""
-        if not self._items:
-            return
-        folder.mkdir(exist_ok=True)
-        path = folder / _gen_file_name(1, 1, shard)
-        path.touch()
-        mode = path.stat().st_mode
-        offsets = {item.index.fqn: {SAVED_OFFSETS_KEY: _offsets(item)} for item in self._items}
-        save_file(self._copies, path, metadata={CUSTOM_METADATA_KEY: json.dumps(offsets), "format": "pt"})
-        path.chmod(mode)  # safetensors makes its file readable only for the owner
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-
-
-def _offsets(item: WriteItem) -> list[int]:
-    """Returns where the item's part begins in the whole tensor."""
-    assert item.tensor_data is not None
-    return list(item.tensor_data.chunk.offsets)
-
-
-class SavedTensors:
-    """The whole tensors in the files that any number of ranks wrote to `weights_path`. Only the tensor that is read is
-    in memory."""
-
-    def __init__(self, weights_path: Path) -> None:
-        self._parts: dict[str, list[tuple[Any, list[int]]]] = {}
-        for path in sorted((weights_path / _STATE).glob("*.safetensors")):
-            file: Any = safe_open(path, framework="pt")
-            offsets = json.loads(file.metadata()[CUSTOM_METADATA_KEY])
-            for name in file.keys():  # noqa: SIM118 - it is not a dict
-                self._parts.setdefault(name, []).append((file, offsets[name][SAVED_OFFSETS_KEY]))
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._parts
-
-    def read(self, name: str) -> torch.Tensor:
-        """Returns a tensor, put together from the parts of all ranks."""
-        parts = [(file.get_tensor(name), offsets) for file, offsets in self._parts[name]]
-        ends = [[at + length for at, length in zip(offsets, part.shape, strict=True)] for part, offsets in parts]
-        whole = torch.empty([max(lengths) for lengths in zip(*ends, strict=True)], dtype=parts[0][0].dtype)
-        for part, offsets in parts:
-            whole[tuple(slice(at, at + length) for at, length in zip(offsets, part.shape, strict=True))] = part
-        return whole
 
 
 def save_tokenizer(model_path: str, path: Path, *, group: dist.ProcessGroup) -> None:
@@ -435,31 +333,6 @@ def _set_generators(saved: _Generators) -> None:
     torch.set_rng_state(torch.frombuffer(bytearray(saved.cpu), dtype=torch.uint8))
     if saved.cuda is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(torch.frombuffer(bytearray(saved.cuda), dtype=torch.uint8))
-
-
-# -- all ranks succeed or fail together ---------------------------------------------------------------------------
-
-
-def on_first_rank(action: Callable[[], Any], *, group: dist.ProcessGroup) -> None:
-    """Runs `action()` on rank 0. If it fails, raises its error on all ranks: an asyncrl error as it is, any other as a
-    CheckpointError."""
-    on_all_ranks(lambda: action() if dist.get_rank(group) == 0 else None, group=group)
-
-
-def on_all_ranks(action: Callable[[], T], *, group: dist.ProcessGroup) -> T:
-    """Runs `action()` on every rank. If it fails on any rank, raises the error of the first such rank on all ranks."""
-    outcome: T | None = None
-    failure: AsyncRLError | None = None
-    try:
-        outcome = action()
-    except AsyncRLError as error:
-        failure = error
-    except Exception as error:
-        failure = CheckpointError(f"rank {dist.get_rank(group)}: {type(error).__name__}: {error}")
-    first = next((error for error in gather_objects(failure, group=group) if error is not None), None)
-    if first is not None:
-        raise first
-    return outcome  # type: ignore[return-value]
 
 
 def _first_failure(error: CheckpointException, what: str) -> AsyncRLError:

@@ -1,15 +1,17 @@
 """Small messages between the ranks, and calls that all ranks refuse together."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from asyncrl.errors import REFUSALS, CallRefused, RowsLost
+from asyncrl.errors import REFUSALS, AsyncRLError, CallRefused, CheckpointError, RowsLost
 from asyncrl.user_code import describe_error
+
+T = TypeVar("T")
 
 
 def gather_objects(value: Any, *, group: dist.ProcessGroup) -> list[Any]:
@@ -17,6 +19,28 @@ def gather_objects(value: Any, *, group: dist.ProcessGroup) -> list[Any]:
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
     return gathered
+
+
+def on_first_rank(action: Callable[[], Any], *, group: dist.ProcessGroup) -> None:
+    """Runs `action()` on rank 0. If it fails, raises its error on all ranks: an asyncrl error as it is, any other as a
+    CheckpointError."""
+    on_all_ranks(lambda: action() if dist.get_rank(group) == 0 else None, group=group)
+
+
+def on_all_ranks(action: Callable[[], T], *, group: dist.ProcessGroup) -> T:
+    """Runs `action()` on every rank. If it fails on any rank, raises the error of the first such rank on all ranks."""
+    outcome: T | None = None
+    failure: AsyncRLError | None = None
+    try:
+        outcome = action()
+    except AsyncRLError as error:
+        failure = error
+    except Exception as error:
+        failure = CheckpointError(f"rank {dist.get_rank(group)}: {type(error).__name__}: {error}")
+    first = next((error for error in gather_objects(failure, group=group) if error is not None), None)
+    if first is not None:
+        raise first
+    return outcome  # type: ignore[return-value]
 
 
 class Collectives:

@@ -37,8 +37,8 @@ from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import CallRefused, LossFailed, Offloaded
 from asyncrl.ranks.accelerator import forget_accelerator, make_accelerator
 from asyncrl.ranks.batching import empty_micro_batch, row_lengths, staleness_counts, tokens_passed
-from asyncrl.ranks.checkpoint import ShardedState, on_all_ranks, save_tokenizer
-from asyncrl.ranks.collectives import Collectives
+from asyncrl.ranks.checkpoint import ShardedState, save_tokenizer
+from asyncrl.ranks.collectives import Collectives, on_all_ranks
 from asyncrl.ranks.digest import model_digest
 from asyncrl.ranks.gather import move_model, move_optimizer
 from asyncrl.ranks.loss_pass import LossT, MicroBatchOutcome, UpdateContext

@@ -83,3 +83,8 @@ def test_rows_in_hand_are_passed_on_with_the_objects_that_the_ranks_share(monkey
     assert actor.call_with_rows("score", BatchedDataDict(x=[2.0]), {}, shared)["logprobs"] == [2.0]
     assert worker.calls == [("opened loss", {})]
     assert not rows.fetched
+
+
+def test_ray_names_the_rank_in_its_log() -> None:
+    assert repr(rank()[0]) == "learner rank 0"
+    assert repr(RankActor.__new__(RankActor)) == "RankActor", "Ray asks before __init__ is called"

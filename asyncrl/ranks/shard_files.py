@@ -1,0 +1,118 @@
+"""The files of a checkpoint with the tensors of a sharded model: copies in host memory, one file a rank, and a reader.
+
+The files have the safetensors format of torch's distributed checkpoint (DCP): every rank writes one file with its own
+shards, and DCP's reader loads it. DCP also plans which rank writes a tensor that several ranks hold. DCP's own
+functions do not write the files: its writer first makes two more copies of all bytes, and holds Python's global lock
+for so long that the next steps wait (1.8 s for 400 MB, measured with torch 2.13). DCP's default format is not used,
+because loading it unpickles data.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY, _gen_file_name
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem
+
+from asyncrl.ranks.collectives import gather_objects
+
+STATE = "state"
+"""Folder of the files, inside a checkpoint's directory."""
+
+Tensors = dict[str, torch.Tensor]
+
+
+class HostCopies:
+    """Copies of the tensors that this rank writes, in host memory that the next save uses again.
+
+    The memory is pinned if the tensors are on a GPU. A tensor that several ranks hold is copied and written by one of
+    them.
+    """
+
+    def __init__(self) -> None:
+        self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._items: list[WriteItem] = []
+        self._copies: Tensors = {}
+        self.planned = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies."""
+        return sum(copy.nbytes for copy in self._copies.values())
+
+    def plan(self, tensors: Tensors, *, group: dist.ProcessGroup) -> None:
+        """Decides which rank writes which tensor. One plan is enough, because names, shapes and shards stay."""
+        rank = dist.get_rank(group)
+        self._planner.set_up_planner(tensors, is_coordinator=rank == 0)
+        local = gather_objects(self._planner.create_local_plan(), group=group)
+        plans, _ = self._planner.create_global_plan(local)  # every rank computes the same plans
+        self._items = plans[rank].items
+        self.planned = True
+
+    def take(self, tensors: Tensors) -> None:
+        """Copies this rank's items of `tensors`. Not a collective."""
+        self._planner.set_up_planner(tensors)
+        on_gpu = False
+        for item in self._items:
+            live = self._planner.resolve_data(item)
+            assert isinstance(live, torch.Tensor)
+            on_gpu |= live.is_cuda
+            name = item.index.fqn
+            if name not in self._copies:
+                self._copies[name] = torch.empty(live.shape, dtype=live.dtype, pin_memory=live.is_cuda)
+            self._copies[name].copy_(live.detach(), non_blocking=True)
+        self._planner.set_up_planner({})  # otherwise the planner would keep the memory of a model that is offloaded
+        if on_gpu:
+            torch.cuda.current_stream().synchronize()
+
+    def write(self, folder: Path, *, shard: int) -> None:
+        """Writes this rank's file, number `shard` (from 1), in DCP's format, and flushes it to the disk. Not a
+        collective."""
+        if not self._items:
+            return
+        folder.mkdir(exist_ok=True)
+        path = folder / _gen_file_name(1, 1, shard)
+        path.touch()
+        mode = path.stat().st_mode
+        offsets = {item.index.fqn: {SAVED_OFFSETS_KEY: _offsets(item)} for item in self._items}
+        save_file(self._copies, path, metadata={CUSTOM_METADATA_KEY: json.dumps(offsets), "format": "pt"})
+        path.chmod(mode)  # safetensors makes its file readable only for the owner
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def _offsets(item: WriteItem) -> list[int]:
+    """Returns where the item's part begins in the whole tensor."""
+    assert item.tensor_data is not None
+    return list(item.tensor_data.chunk.offsets)
+
+
+class SavedTensors:
+    """The whole tensors in the files that any number of ranks wrote to `weights_path`. Only the tensor that is read is
+    in memory."""
+
+    def __init__(self, weights_path: Path) -> None:
+        self._parts: dict[str, list[tuple[Any, list[int]]]] = {}
+        for path in sorted((weights_path / STATE).glob("*.safetensors")):
+            file: Any = safe_open(path, framework="pt")
+            offsets = json.loads(file.metadata()[CUSTOM_METADATA_KEY])
+            for name in file.keys():  # noqa: SIM118 - it is not a dict
+                self._parts.setdefault(name, []).append((file, offsets[name][SAVED_OFFSETS_KEY]))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._parts
+
+    def read(self, name: str) -> torch.Tensor:
+        """Returns a tensor, put together from the parts of all ranks."""
+        parts = [(file.get_tensor(name), offsets) for file, offsets in self._parts[name]]
+        ends = [[at + length for at, length in zip(offsets, part.shape, strict=True)] for part, offsets in parts]
+        whole = torch.empty([max(lengths) for lengths in zip(*ends, strict=True)], dtype=parts[0][0].dtype)
+        for part, offsets in parts:
+            whole[tuple(slice(at, at + length) for at, length in zip(offsets, part.shape, strict=True))] = part
+        return whole
