@@ -75,8 +75,9 @@ class Groups:
 
     def commit(self, slot: Slot, meta: GroupMeta, *, step: int) -> None:
         """Moves a group from reserved to ready. The booked bytes that its rows do not need are free again."""
+        self._store(slot, meta)
         self.table.commit(slot, meta, step=step)
-        self.prefixes.settle(slot, continued_tokens=meta.continued_tokens)
+        self.prefixes.settle(slot, continued_tokens=meta.continued_tokens, split=self.retained.splits(meta))
         self.ledger.generated(meta.generated_tokens)
 
     def retry(self, slot: Slot) -> bool:
@@ -100,9 +101,10 @@ class Groups:
         slot.prefix = None
         self.retry(slot)
 
-    def interrupt(self, slot: Slot, *, lineage: Lineage) -> None:
+    def interrupt(self, slot: Slot, meta: GroupMeta, *, lineage: Lineage) -> None:
         """Ends an attempt at a reserved group that has a token of a dead version of `lineage`. The prompt goes to the
         front, and the attempt does not count. What is stored up to the first dead token stays."""
+        self._store(slot, meta)
         self.table.leave_reserved(slot)
         prefix = self.prefixes.surviving(slot.prefix, lineage)
         self.table.front.push(self.again(slot.ticket, issued=True, interrupted=True, prefix=prefix))
@@ -171,6 +173,17 @@ class Groups:
             interruptions=ticket.interruptions + interrupted,
             prefix=prefix,
         )
+
+    def release(self, *, complete: int | None) -> tuple[str, ...]:
+        """Forgets what was kept for earlier checkpoints than the newest complete one, of step `complete`; with None,
+        all. Returns the keys of the groups whose rows may be cleared."""
+        over = self.retained.release(complete=complete)
+        self.prefixes.release(self.retained.splits)
+        return over
+
+    def _store(self, slot: Slot, meta: GroupMeta) -> None:
+        if meta.stored is not None:
+            self.prefixes.store(slot, meta.stored)
 
     def _end(self, slot: Slot, fate: Fate, *, tokens: int = 0) -> None:
         self.fates.settle(fate, slot, tokens=tokens)

@@ -64,7 +64,7 @@ class Leases:
     def release(self, *, complete: int | None) -> tuple[str, ...]:
         """Forgets retained groups that are not needed, now that the newest complete checkpoint is that of step
         `complete`; with None, all, because the run ends. Returns their keys; their rows may be cleared."""
-        return self._state.groups.retained.release(complete=complete)
+        return self._state.groups.release(complete=complete)
 
     def give_back(self, incarnation: int, step: int) -> bool:
         """Ends a lease without training. Its groups become ready again. Returns False if there is no such lease."""

@@ -1,14 +1,17 @@
 """Stored prefixes: what the data plane has of groups that are reserved or wait, and which of it no attempt needs.
 
 An attempt stores the tokens that it has generated so far, and the next attempt at the group continues them. The slot of
-a reserved group and the prompt at the front name the newest stored prefix. This module counts the tokens that were
-continued and those that were dropped, and collects the keys of prefixes that may be cleared.
+a reserved group and the prompt at the front name the newest stored prefix. That of a committed group stays if a learner
+that goes back to a checkpoint would lose some of the group's tokens, and not all. This module counts the tokens that
+were continued and those that were dropped, and collects the keys of prefixes that may be cleared.
 """
+
+from collections.abc import Callable
 
 import msgspec
 
 from asyncrl.buffer.ledger import Event, Ledger
-from asyncrl.buffer.records import DuePrompt, Prefix
+from asyncrl.buffer.records import DuePrompt, GroupMeta, Prefix
 from asyncrl.buffer.slots import Slot
 from asyncrl.buffer.table import GroupTable
 from asyncrl.common.lineage import Lineage
@@ -20,23 +23,25 @@ class StoredPrefixes:
     def __init__(self, table: GroupTable, *, ledger: Ledger) -> None:
         self._table = table
         self._ledger = ledger
+        self._split: dict[int, Slot] = {}
+        """Committed groups that have older and newer tokens than a checkpoint, with what is stored of them."""
         self._unneeded: list[str] = []  # keys whose prefixes became unneeded since `take_unneeded`
 
     def of(self, group: int) -> Prefix | None:
-        """Returns what is stored of a group that is reserved or waits."""
-        if due := self._table.front.get(group):
-            return due.prefix
-        slot = self._table.open.get(group)
-        return slot.prefix if slot is not None and slot.meta is None else None
+        """Returns what is stored of a group."""
+        holder = self._table.front.get(group) or self._reserved(group)
+        if holder is not None and holder.prefix is not None:
+            return holder.prefix
+        split = self._split.get(group)
+        return split.prefix if split is not None else None
 
     def is_needed(self, group: int, attempt: int) -> bool:
         """Returns whether an attempt at a group writes its prefix now, reads it, or may read it later."""
-        if due := self._table.front.get(group):
-            return due.prefix is not None and due.prefix.attempt == attempt
-        slot = self._table.open.get(group)
-        if slot is None or slot.meta is not None:
-            return False
-        return attempt in (slot.ticket.attempt, slot.prefix.attempt if slot.prefix else None)
+        slot = self._reserved(group)
+        if slot is not None and slot.ticket.attempt == attempt:
+            return True
+        holders = (self._table.front.get(group), slot, self._split.get(group))
+        return any(holder.prefix.attempt == attempt for holder in holders if holder is not None and holder.prefix)
 
     def take_unneeded(self) -> tuple[str, ...]:
         """Returns the keys of the attempts whose prefixes became unneeded since the last call. They may be cleared."""
@@ -51,14 +56,35 @@ class StoredPrefixes:
             self.count_dropped(before, continued_tokens=prefix.continued_tokens)
             self._forget(slot.ticket.group, before)
 
-    def settle(self, slot: Slot, *, continued_tokens: int) -> None:
-        """Counts what a committed attempt took from the prefix of its ticket, and clears what is stored."""
+    def settle(self, slot: Slot, *, continued_tokens: int, split: bool) -> None:
+        """Counts what a committed attempt took from the prefix of its ticket. What is stored is cleared, or stays until
+        `release` if a checkpoint splits the group."""
         if continued_tokens:
             self._ledger.count(Event.PREFIX_CONTINUED)
             self._ledger.count(Event.TOKENS_CONTINUED, continued_tokens)
         if slot.prefix is not None and slot.prefix.attempt != slot.ticket.attempt:
             self.count_dropped(slot.prefix, continued_tokens=continued_tokens)
-        self.clear(slot)
+        if not split:
+            self.clear(slot)
+            return
+        self._split[slot.ticket.group] = slot
+        if slot.prefix is None or slot.prefix.attempt != slot.ticket.attempt:
+            self._unneeded.append(slot.ticket.key)
+
+    def release(self, splits: Callable[[GroupMeta], bool]) -> None:
+        """Marks what is stored of committed groups as unneeded, unless `splits` returns True for them."""
+        for group, slot in list(self._split.items()):
+            assert slot.meta is not None, f"group {slot.ticket.key} is split before its commit"
+            if not splits(slot.meta):
+                del self._split[group]
+                if slot.prefix is not None:
+                    self._forget(group, slot.prefix)
+
+    def split_tokens(self, lineage: Lineage) -> int:
+        """Returns how many tokens ancestors have generated of the groups that weights of dead versions finished."""
+        metas = [slot.meta for slot in self._split.values() if slot.meta is not None]
+        dead = [meta for meta in metas if not all(map(lineage.has, meta.versions))]
+        return sum(meta.surviving_tokens(lineage) for meta in dead)
 
     def without(self, prompt: DuePrompt) -> DuePrompt:
         """Returns a waiting prompt without its prefix. Counts the tokens."""
@@ -87,6 +113,10 @@ class StoredPrefixes:
         if (dropped := prefix.tokens - continued_tokens) > 0:
             self._ledger.count(Event.PREFIX_DROPPED)
             self._ledger.count(Event.TOKENS_DROPPED, dropped)
+
+    def _reserved(self, group: int) -> Slot | None:
+        slot = self._table.open.get(group)
+        return slot if slot is not None and slot.meta is None else None
 
     def _forget(self, group: int, prefix: Prefix) -> None:
         self._unneeded.append(f"{group}.{prefix.attempt}")

@@ -5,6 +5,7 @@ are in the data plane under the group's key (`<group>.<attempt>`), the row of a 
 """
 
 from enum import StrEnum
+from itertools import takewhile
 
 import msgspec
 
@@ -156,7 +157,8 @@ class GroupMeta(msgspec.Struct, frozen=True, kw_only=True):
     `oldest` and `newest` are the steps of the oldest and newest version that generated a token of the group. Tuples
     have one entry for each sample. `version_spans` has runs of completion tokens with equal versions, in order.
     `row_bytes` is the size of the group's rows in the data plane, bytes. `continued_tokens` is the number of completion
-    tokens that the attempt took from the prefix of its ticket.
+    tokens that the attempt took from the prefix of its ticket. `stored` is the last partial generation that the attempt
+    has stored.
     """
 
     group: int
@@ -172,6 +174,7 @@ class GroupMeta(msgspec.Struct, frozen=True, kw_only=True):
     newest: int
     mid_sequence_updates: int = 0
     continued_tokens: int = 0
+    stored: Prefix | None = None
     version_spans: tuple[tuple[VersionSpan, ...], ...] = ()
 
     @property
@@ -186,6 +189,15 @@ class GroupMeta(msgspec.Struct, frozen=True, kw_only=True):
     def versions(self) -> set[Version]:
         """The versions of the weights that generated the group's tokens."""
         return {Version(span.incarnation, span.step) for spans in self.version_spans for span in spans}
+
+    def surviving_tokens(self, lineage: Lineage) -> int:
+        """Returns the number of tokens of each sample up to its first token of a dead version of `lineage`, summed over
+        the samples."""
+        alive = (
+            takewhile(lambda span: lineage.has(Version(span.incarnation, span.step)), spans)
+            for spans in self.version_spans
+        )
+        return sum(span.tokens for spans in alive for span in spans)
 
 
 class OpenGroup(msgspec.Struct, frozen=True, kw_only=True):

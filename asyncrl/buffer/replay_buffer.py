@@ -118,7 +118,7 @@ class ReplayBuffer:
         """Returns the present state. A leased group counts as ready, because its step has not been trained."""
         return take_snapshot(self._state.groups, version=self.version, failures=self.failures.state())
 
-    def restore(self, snapshot: BufferSnapshot, *, lineage: Lineage, loaded: Mapping[str, Version] = {}) -> None:
+    def restore(self, snapshot: BufferSnapshot, *, lineage: Lineage, loaded: Mapping[str, Version] = {}) -> int:
         """Continues from a snapshot as the live incarnation of `lineage`, which began at `snapshot.version`.
 
         The source of the prompts must continue after the first `snapshot.next_group` prompts. The rows of the groups
@@ -127,7 +127,8 @@ class ReplayBuffer:
         If this buffer has groups, its learner has died and another one goes back to the snapshot. The groups that only
         ancestors of `lineage` made stay, also those that a lost step trained and that are retained. Replicas go on with
         their tickets. `loaded` has the last version that each replica reported. The ledger is that of the snapshot and
-        of the groups that stay.
+        of the groups that stay. A group that an ancestor began and lost weights finished is generated again, and
+        continues what is stored of its first tokens. Returns the number of these tokens.
         """
         earlier, self._state.groups = self._state.groups, self._new_groups()
         self._state.lineage, self._state.step = lineage, snapshot.version.step
@@ -137,3 +138,4 @@ class ReplayBuffer:
         restore(
             self._state.groups, snapshot, earlier=earlier, lineage=lineage, loaded=loaded, now_s=self._state.clock()
         )
+        return earlier.prefixes.split_tokens(lineage)

@@ -4,6 +4,7 @@ Their rows stay in the data plane. A learner can go back to the newest complete 
 whose checkpoint may still be written and may read the rows.
 """
 
+from asyncrl.buffer.records import GroupMeta
 from asyncrl.buffer.slots import Slot
 
 
@@ -25,6 +26,10 @@ class Retained:
             self._slots[slot.ticket.key] = slot, step
             return True
         return False
+
+    def splits(self, meta: GroupMeta) -> bool:
+        """Returns whether a learner that goes back to a checkpoint loses some tokens of a group, and not all."""
+        return any(at is not None and meta.oldest <= at < meta.newest for at in (self._complete, self._snapshot))
 
     def snapshot_taken(self, *, step: int) -> None:
         """From now on, groups are retained that a learner would need that goes back to `step`."""

@@ -92,7 +92,7 @@ class Tickets:
             self._state.ledger.count(_REFUSED_COMMITS[outcome])
             return outcome
         if not all(map(self._state.lineage.has, meta.versions)):
-            self._state.groups.interrupt(slot, lineage=self._state.lineage)
+            self._state.groups.interrupt(slot, meta, lineage=self._state.lineage)
             self._state.ledger.count(Event.COMMIT_OLD_INCARNATION)
             return CommitOutcome.OLD_INCARNATION
         check_commit(meta, slot.ticket, limits=self._state.limits, step=self._state.step)

@@ -204,8 +204,9 @@ class GeneratorSection(Section):
     """Maximum time to generate and score one group, seconds. A group that takes longer fails as INFRA."""
     persist_every_tokens: NonNegativeInt = 0
     """Number of tokens of a sample after which its group is stored as it is so far. If the replica dies, another one
-    continues the stored tokens, as long as they are not too old to be trained. 0: such a group begins again. A value
-    that takes some seconds to generate is enough, because each time all tokens of the group are stored."""
+    continues the stored tokens, as long as they are not too old to be trained. If the learner goes back to its
+    checkpoint, a group that lost weights finished continues the stored tokens of surviving ones. 0: such a group begins
+    again. Each time, all tokens of the group are stored, so a value that takes some seconds to generate is enough."""
     max_data_failures: PositiveInt = 16
     """Number of consecutive DATA failures, counted over the whole pool, that stops the run."""
     startup_timeout_s: Annotated[PositiveFloat, PER_DEPLOYMENT] = 300.0

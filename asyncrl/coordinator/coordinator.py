@@ -228,8 +228,7 @@ class Coordinator:
         """Brings the buffer to the state of a checkpoint. If groups were issued since, keeps those that only surviving
         weights made, and the generators go on with their tickets."""
         lived_on, left = not self._untouched, self._buffer.version
-        generated = self._buffer.account.issued.tokens
-        self._buffer.restore(
+        again = self._buffer.restore(
             restored.snapshot.buffer, lineage=restored.lineage, loaded=self._replicas.loaded_versions()
         )
         self._clearing.rows_without_slot()  # the data plane may be older than this buffer
@@ -238,11 +237,12 @@ class Coordinator:
         self.registry.set_state(RunState.STARTING)
         kept = self._buffer.account.issued.tokens
         logger.warning(
-            "the learner goes back from %s to %s: %d tokens that were generated since stay, and %d are generated again",
+            "the learner goes back from %s to %s: %d tokens of finished groups stay, and %d tokens of groups that lost "
+            "weights finished can be continued, if they were stored (generator.persist_every_tokens)",
             left,
             restored.snapshot.version,
             kept - restored.snapshot.buffer.ledger.issued.tokens,
-            max(0, generated - kept),
+            again,
         )
 
     # --- generators ---------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 import msgspec
 from asyncio_throttle.throttler import Throttler
 
-from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, Prefix, Progress, Refusal, Ticket
+from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, GroupMeta, Prefix, Progress, Refusal, Ticket
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
@@ -315,6 +315,10 @@ class Generator:
             if not stored:
                 await self._clear([group.meta.key for group in groups])
 
+    def _with_stored(self, meta: GroupMeta) -> GroupMeta:
+        held = self._held.get(meta.key)
+        return meta if held is None else msgspec.structs.replace(meta, stored=held.prefix)
+
     async def _clear(self, keys: Sequence[str]) -> None:
         """Clears the rows of a put that failed, because it may have stored them before its answer was lost."""
         try:
@@ -323,7 +327,7 @@ class Generator:
             logger.warning("rows of groups %s may be left, and the buffer clears them later: %s", keys, error)
 
     async def _commit(self, groups: Sequence[FinishedGroup]) -> None:
-        outcomes = await self._coordinator.call(Coordinator.commit, [group.meta for group in groups])
+        outcomes = await self._coordinator.call(Coordinator.commit, [self._with_stored(group.meta) for group in groups])
         refused: list[str] = []
         for group, outcome in zip(groups, outcomes, strict=True):
             self._settle(group.meta.key)

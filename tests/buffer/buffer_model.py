@@ -15,7 +15,17 @@ from buffer_scenes import Clock, NumberedPrompts, finished, limits, stored_by
 from straggler_model import Straggler, treated
 
 from asyncrl.buffer.ledger import Amount, Event, Fate
-from asyncrl.buffer.records import CommitOutcome, Failure, Lease, LeaseWait, Prefix, Progress, Refusal, Ticket
+from asyncrl.buffer.records import (
+    CommitOutcome,
+    Failure,
+    GroupMeta,
+    Lease,
+    LeaseWait,
+    Prefix,
+    Progress,
+    Refusal,
+    Ticket,
+)
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.snapshot import BufferSnapshot
 from asyncrl.common.lineage import Lineage
@@ -83,6 +93,8 @@ class BufferModel:
         self.retained: dict[str, int] = {}  # with the step that ended the group
         self.cleared: set[str] = set()  # keys whose rows are gone
         self.prefixes: dict[int, Prefix] = {}  # what is stored of reserved and waiting groups, as far as it is known
+        self.split: dict[int, Prefix] = {}  # what is stored of committed groups, and a checkpoint may need
+        self.metas: dict[int, GroupMeta] = {}  # of these groups
         self.continued = self.dropped = 0  # tokens
         self.stored: set[str] = set()  # every key under which something was ever stored
 
@@ -246,16 +258,18 @@ class BufferModel:
     def commit(self, pick: int) -> None:
         """Commits one reserved group; `pick` selects which."""
         if held := self.having("reserved"):
-            self.commit_one(held[pick % len(held)], row_bytes=pick % 101)
+            self.commit_one(held[pick % len(held)], row_bytes=pick % 101, stores=pick % 2 == 0)
 
     def commit_anything(self, pick: int) -> None:
         """Commits any ticket that was ever issued: the commit may be late, repeated, or of a replica declared dead."""
         if self.tickets:
             self.commit_one(sorted(self.tickets)[pick % len(self.tickets)], row_bytes=10)
 
-    def commit_one(self, key: str, *, row_bytes: int) -> None:
+    def commit_one(self, key: str, *, row_bytes: int, stores: bool = False) -> None:
         ticket = self.tickets[key]
-        outcome = self.buffer.tickets.commit(finished(ticket, versions=self.versions[key], row_bytes=row_bytes))
+        stored = self.store(key, 1, newest=max(self.versions[key])) if stores else None
+        meta = finished(ticket, versions=self.versions[key], row_bytes=row_bytes)
+        outcome = self.buffer.tickets.commit(msgspec.structs.replace(meta, stored=stored))
         if self.state[key] == "reserved" and not all(map(self.lineage.has, self.versions[key])):
             assert outcome is CommitOutcome.OLD_INCARNATION
             self.over(key)
@@ -271,6 +285,11 @@ class BufferModel:
             self.continued += 0 if own is None else own.tokens
             if prefix is not None and prefix.attempt != self.tickets[key].attempt:
                 assert prefix == own
+            if self.is_split(meta):
+                self.split.pop(ticket.group, None)
+                if prefix is not None:
+                    self.split[ticket.group] = prefix
+                self.metas[ticket.group] = meta
         elif key in self.committed - self.lost:
             assert outcome is CommitOutcome.DUPLICATE
         else:
@@ -429,12 +448,17 @@ class BufferModel:
         newest = max(version.step for version in self.versions[key])
         return any(saved is not None and newest <= saved[1]["v"] <= ended for saved in (self.saved, self.taken))
 
+    def is_split(self, meta: GroupMeta) -> bool:
+        """Whether a learner that goes back to one of these checkpoints loses some of the tokens, and not all."""
+        return any(save is not None and meta.oldest <= save[1]["v"] < meta.newest for save in (self.saved, self.taken))
+
     def end_checkpoint(self, *, fails: bool) -> None:
         """The save of the newest snapshot ends. The rows that only an earlier one needed are cleared."""
         if not fails:
             self.saved = self.taken
         if self.saved is None:
             return
+        self.split = {group: prefix for group, prefix in self.split.items() if self.is_split(self.metas[group])}
         over = {key for key, step in self.retained.items() if not self.is_needed(key, step)}
         assert set(self.buffer.leases.release(complete=self.saved[1]["v"])) == over
         self.cleared |= over
@@ -455,7 +479,7 @@ class BufferModel:
         self.buffer = self.new_buffer()
         self.buffer.restore(snapshot, lineage=self.lineage)
         self.dropped += sum(prefix.tokens for prefix in self.prefixes.values())
-        self.prefixes = {}
+        self.prefixes, self.split = {}, {}
         for key in self.having("reserved"):
             self.over(key)
             self.waiting.add(self.tickets[key].group)
@@ -478,6 +502,8 @@ class BufferModel:
         living = [*self.having("reserved", "ready", "leased"), *self.retained]
         living = [key for key in living if all(map(self.lineage.has, self.versions[key]))]
         before = {name: getattr(self, name) for name in IN_A_CHECKPOINT}
+        before["prefixes"] = self.split | self.prefixes
+        self.split = {}
         self.prompts.taken = snapshot.next_group
         self.buffer.restore(snapshot, lineage=self.lineage, loaded=self.loaded)
         vars(self).update(copy.deepcopy(kept))
@@ -590,7 +616,8 @@ class BufferModel:
     def check_prefixes(self) -> None:
         """What is stored is needed exactly if an attempt may still read or replace it, and else it is handed out for
         clearing."""
-        needed = {f"{group}.{prefix.attempt}" for group, prefix in self.prefixes.items()} | set(self.having("reserved"))
+        prefixes = [*self.prefixes.items(), *self.split.items()]
+        needed = {f"{group}.{prefix.attempt}" for group, prefix in prefixes} | set(self.having("reserved"))
         assert set(self.buffer.unneeded.prefixes(self.stored)) == self.stored - needed
         events = self.buffer.account.events
         assert (events[Event.TOKENS_CONTINUED], events[Event.TOKENS_DROPPED]) == (self.continued, self.dropped)

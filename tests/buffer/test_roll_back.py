@@ -2,9 +2,10 @@
 
 import msgspec
 import pytest
-from buffer_scenes import Scene, finished
+from buffer_scenes import Scene, finished, stored_by
 
-from asyncrl.buffer.records import CommitOutcome, Lease, Refusal
+from asyncrl.buffer.ledger import Event
+from asyncrl.buffer.records import CommitOutcome, Lease, Prefix, Refusal
 from asyncrl.buffer.snapshot import BufferSnapshot
 from asyncrl.common.lineage import Lineage
 from asyncrl.common.version import Version
@@ -19,12 +20,13 @@ def checkpoint(scene: Scene) -> BufferSnapshot:
     return snapshot
 
 
-def go_back(scene: Scene, snapshot: BufferSnapshot, *, loaded: Version) -> None:
-    """Another learner restores `snapshot`. Replica a has loaded `loaded`."""
+def go_back(scene: Scene, snapshot: BufferSnapshot, *, loaded: Version) -> int:
+    """Another learner restores `snapshot`. Replica a has loaded `loaded`. Returns the tokens that may be continued."""
     lineage = scene.buffer.lineage.child(snapshot.version)
     scene.prompts.taken = snapshot.next_group
-    scene.buffer.restore(snapshot, lineage=lineage, loaded={"a": loaded})
+    again = scene.buffer.restore(snapshot, lineage=lineage, loaded={"a": loaded})
     assert scene.buffer.account.closed
+    return again
 
 
 def test_groups_of_surviving_weights_that_a_lost_step_trained_are_trained_again_without_generation() -> None:
@@ -73,6 +75,48 @@ def test_a_group_with_a_token_of_lost_weights_is_generated_again_and_the_attempt
     assert attempts == {ready.group: 1, reserved.group: 1}
     for ticket in (ready, reserved):
         assert scene.buffer.tickets.commit(finished(ticket)) is CommitOutcome.LATE
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_group_that_lost_weights_finished_continues_its_stored_tokens_of_surviving_ones(trained: bool) -> None:
+    scene = Scene(eta=2, per_step=1)
+    snapshot = checkpoint(scene)
+    split, whole = scene.reserve(2)
+    scene.commit(whole)
+    scene.train()
+    stored = stored_by(split, tokens=5, also=(Version(1, 1),))
+    meta = msgspec.structs.replace(finished(split, versions=[Version(1, 1)]), stored=stored)
+    assert scene.buffer.tickets.commit(meta) is CommitOutcome.ACCEPTED
+    if trained:
+        scene.train()
+    assert scene.buffer.unneeded.prefixes([split.key]) == ()
+    assert go_back(scene, snapshot, loaded=Version(1, 1)) == 2, "the first token of each of the two samples"
+    assert scene.train().groups[0].meta.key == whole.key
+    (again,) = scene.reserve(1)
+    assert (again.group, again.prefix) == (split.group, Prefix(attempt=0, tokens=5, versions=(Version(1, 0),)))
+    assert scene.buffer.tickets.commit(finished(again)) is CommitOutcome.ACCEPTED
+    assert scene.buffer.account.events[Event.TOKENS_CONTINUED] == 5
+    checkpoint_releases(scene)
+    assert scene.buffer.unneeded.prefixes([split.key, again.key]) == (split.key, again.key)
+
+
+def test_what_is_stored_of_a_committed_group_stays_only_while_a_checkpoint_splits_the_group() -> None:
+    scene = Scene(eta=2, per_step=1)
+    first, second, split = scene.reserve(3)
+    scene.commit(first, second)
+    scene.train()
+    checkpoint(scene)
+    scene.train()
+    meta = finished(split, versions=[Version(1, 2)], newest=2)
+    prefix = stored_by(split)
+    assert scene.buffer.tickets.commit(msgspec.structs.replace(meta, stored=prefix)) is CommitOutcome.ACCEPTED
+    assert scene.buffer.unneeded.prefixes([split.key]) == ()
+    scene.train()
+    assert scene.buffer.leases.release(complete=1) == ()
+    assert scene.buffer.unneeded.prefixes([split.key]) == ()
+    checkpoint_releases(scene)
+    assert scene.buffer.unneeded.take_prefixes()[-1] == split.key
+    assert scene.buffer.unneeded.prefixes([split.key]) == (split.key,)
 
 
 @pytest.mark.parametrize("loaded", [0, 1])

@@ -187,6 +187,21 @@ async def test_tokens_of_weights_that_fail_their_probe_are_not_stored() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_commit_names_what_the_attempt_has_stored() -> None:
+    async with empty_pool(**STORED) as pool:
+        pool.add("a")
+        await pool.publish(0)
+        await until(lambda: pool.counts.ready >= 1)
+        open_groups = pool.coordinator._buffer._state.groups.table.open.values()
+        metas = [slot.meta for slot in open_groups if slot.meta is not None]
+        stored = [meta.stored for meta in metas if meta.stored is not None]
+        assert stored, metas
+        assert all(
+            0 < prefix.tokens <= sum(meta.completion_tokens) for prefix, meta in zip(stored, metas, strict=False)
+        )
+
+
+@pytest.mark.asyncio
 async def test_nothing_is_stored_unless_it_is_set() -> None:
     async with empty_pool(generator={"max_completion_tokens": 40}) as pool:
         pool.add("a")
