@@ -9,7 +9,7 @@ them for those of the run. `<n>` is the incarnation that begins:
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -205,19 +205,27 @@ def _of_steps(folder: Path, wanted: Callable[[int], bool]) -> Iterator[tuple[int
 def _take_out(directory: Path, name: str, kind: type[Record], *, lost: Callable[[Record], bool]) -> None:
     """Moves the lost records of `<name>.jsonl` to `lost-<name>.jsonl`. Removes a part of a record at the end, which a
     crash of the machine may leave: the next record would be appended to it."""
-    path = directory / f"{name}.jsonl"
-    records = read_lines(path, kind)
-    gone = [record for record in records if lost(record)]
-    if not gone and not _is_torn(path):
-        return
-    if gone:
-        with (directory / f"lost-{name}.jsonl").open("ab") as file:
-            file.writelines(msgspec.json.encode(record) + b"\n" for record in gone)
-    kept = b"".join(msgspec.json.encode(record) + b"\n" for record in records if not lost(record))
-    write_atomically(path, kept)
+    path, aside = directory / f"{name}.jsonl", directory / f"lost-{name}.jsonl"
+    kept: list[bytes] = []
+    gone: list[bytes] = []
+    for record in read_lines(path, kind):
+        (gone if lost(record) else kept).append(msgspec.json.encode(record))
+    # A start that was killed between the two writes has left records in both files. Two records of a run are never
+    # equal, because each has its time.
+    here = {*kept, *gone}
+    already = _lines(aside)[0]
+    earlier: list[bytes] = [line for line in already if line not in here]
+    if gone or len(earlier) < len(already):
+        write_atomically(aside, _joined([*earlier, *gone]))
+    if gone or _lines(path)[1]:
+        write_atomically(path, _joined(kept))
 
 
-def _is_torn(path: Path) -> bool:
-    """Returns whether a file of lines ends in the middle of a line."""
-    text = path.read_bytes() if path.exists() else b""
-    return bool(text) and not text.endswith(b"\n")
+def _lines(path: Path) -> tuple[list[bytes], bytes]:
+    """Returns the lines of a file, and the part of a line at its end; none if there is no file."""
+    whole, newline, torn = (path.read_bytes() if path.exists() else b"").rpartition(b"\n")
+    return (whole.split(newline) if newline else []), torn
+
+
+def _joined(lines: Iterable[bytes]) -> bytes:
+    return b"".join(line + b"\n" for line in lines)

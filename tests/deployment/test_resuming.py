@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from made_up_run import make_step
 
+from asyncrl.atomic_write import write_atomically
 from asyncrl.checkpoints.directory import RunManifest, folder_of, write
 from asyncrl.cli.options import print_previous
 from asyncrl.common.lineage import Lineage
@@ -19,6 +20,7 @@ from asyncrl.common.version import Version
 from asyncrl.complete_directory import COMPLETE, unfinished
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
+from asyncrl.deployment import resuming
 from asyncrl.deployment.learner_log import going_on
 from asyncrl.deployment.resuming import chosen_checkpoint, no_checkpoint, step_of, unfinished_run
 from asyncrl.deployment.run_dir import RunDir
@@ -227,8 +229,8 @@ def test_checkpoints_that_were_set_aside_are_not_found_again(tmp_path: Path) -> 
     """Also not by a run that goes back twice."""
     saved_often(tmp_path)
     with resume_at(tmp_path, 4) as again:
-        again.append_step(make_step(4))
-        again.append_step(make_step(5))
+        again.append_step(make_step(4, wall_s=94.0))
+        again.append_step(make_step(5, wall_s=95.0))
         save(again, 6, incarnation=2)
         again.stopped("asked to end by a signal")
     with resume_at(tmp_path, 2) as again:
@@ -274,6 +276,38 @@ def test_a_start_that_is_killed_while_it_sets_files_aside_leaves_records_that_co
         assert again.resumed is not None
         assert again.resumed.step == 2
         assert [record.step for record in read_lines(again.path / "steps.jsonl", StepRecord)] == [0, 1]
+
+
+@pytest.mark.parametrize("second", [2, 4])
+@pytest.mark.parametrize("file", ["lost-steps.jsonl", "steps.jsonl", "lost-evals.jsonl", "evals.jsonl"])
+def test_a_start_that_is_killed_while_it_takes_records_out_leaves_none_twice(
+    file: str, second: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second start may go back less far than the one that was killed."""
+    run = saved_often(tmp_path)
+
+    def killed(path: Path, data: bytes) -> None:
+        if path.name == file:
+            raise KeyboardInterrupt
+        write_atomically(path, data)
+
+    kept = content_of(run.path)
+    with monkeypatch.context() as patched, contextlib.suppress(KeyboardInterrupt):
+        patched.setattr(resuming, "write_atomically", killed)
+        resume_at(tmp_path, 2)
+    for name, content in kept.items():  # a user who takes back what was set aside
+        (run.path / name).parent.mkdir(parents=True, exist_ok=True)
+        if name.startswith("checkpoints"):
+            (run.path / name).write_bytes(content)
+    with resume_at(tmp_path, second) as again:
+        for name, kind, step_of_record, all_of_them in (
+            ("steps", StepRecord, lambda record: record.step, [*range(6)]),
+            ("evals", EvalRecord, lambda record: record.version, [0, 6]),
+        ):
+            living = [step_of_record(record) for record in read_lines(again.path / f"{name}.jsonl", kind)]
+            lost = [step_of_record(record) for record in read_lines(again.path / f"lost-{name}.jsonl", kind)]
+            assert living + lost == all_of_them
+            assert all(step <= second for step in living)
 
 
 def test_a_damaged_newer_checkpoint_is_set_aside_when_the_one_before_it_is_used(tmp_path: Path) -> None:
