@@ -238,7 +238,7 @@ class LearnerDeployment:
             append_eval=self._log.append_eval,
             write_samples=self._log.write_samples,
             append_audit=audit.append,
-            sync_audit=audit.sync,
+            sync=self._run_dir.sync,
         )
         heldout = HeldoutEvaluation(
             config=config,

@@ -136,6 +136,12 @@ def lost_folder(folder: Path, lineage: Lineage) -> Path:
     return folder / f"lost-{lineage.incarnation}"
 
 
+def last_set_aside(folder: Path) -> int:
+    """Returns the last incarnation at whose begin entries of `folder` were set aside; 0 if there is none."""
+    found = (path.name.removeprefix("lost-") for path in folder.glob("lost-*"))
+    return max((int(number) for number in found if number.isdecimal()), default=0)
+
+
 def _info(directory: Path) -> RunInfo | None:
     """Returns run.json; None if it cannot be read."""
     try:

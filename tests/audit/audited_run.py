@@ -150,7 +150,7 @@ class AuditedRun(Scene):
             append_eval=self.run_dir.append_eval,
             write_samples=self.run_dir.write_samples,
             append_audit=self.audit_file.append,
-            sync_audit=self.audit_file.sync,
+            sync=self.run_dir.sync,
         )
         self.checkpoints = Checkpoints(
             self.config.checkpoint,

@@ -211,16 +211,16 @@ def test_a_run_goes_back_to_an_earlier_checkpoint_and_later_ones_are_set_aside_w
         assert "summary.json" not in after, "it described steps that are lost"
 
 
-def test_trackers_begin_new_runs_only_if_the_run_went_back(tmp_path: Path) -> None:
+def test_trackers_get_to_know_which_incarnation_went_back(tmp_path: Path) -> None:
     saved_often(tmp_path)
     with resume_at(tmp_path, None) as again:
-        assert going_on(again) == Going(step=6, incarnation=2, went_back=False)
+        assert going_on(again) == Going(step=6, incarnation=2, went_back=0)
         again.stopped("asked to end by a signal")
     with resume_at(tmp_path, 2) as again:
-        assert going_on(again) == Going(step=2, incarnation=3, went_back=True)
+        assert going_on(again) == Going(step=2, incarnation=3, went_back=3)
         again.stopped("asked to end by a signal")
     with resume_at(tmp_path, None) as again:
-        assert going_on(again) == Going(step=2, incarnation=4, went_back=False)
+        assert going_on(again) == Going(step=2, incarnation=4, went_back=3), "incarnation 3 may have sent nothing"
     with RunDir.create(config_in(tmp_path), choose=no_checkpoint) as new:
         assert going_on(new) is None
 
