@@ -289,7 +289,15 @@ async def enter_run(
     weights_handle = ray.remote(WeightStore).options(name=WEIGHTS, **options).remote()
     coordinator = await _coordinator(handle, config)
     await coordinator.call(Coordinator.start)
-    lineage = await coordinator.call(Coordinator.attach, deployment, shared=shared_config(config), restored=restored)
+    try:
+        lineage = await coordinator.call(
+            Coordinator.attach, deployment, shared=shared_config(config), restored=restored
+        )
+    except BaseException:  # also a cancellation
+        # The coordinator may have admitted it before the error. It would then wait for its heartbeats, and refuse the
+        # next learner meanwhile.
+        await _detach(coordinator, deployment, namespace=config.run.name)
+        raise
     weights = WeightClient(weights_handle, timeout_s=config.buffer.call_timeout_s)
     return RunHandles(deployment=deployment, lineage=lineage, coordinator=coordinator, weights=weights)
 
@@ -328,8 +336,12 @@ async def leave_run(handles: RunHandles, *, namespace: str) -> None:
 
     Raises nothing: the deployment ends in any case, and its own error is more important.
     """
+    await _detach(handles.coordinator, handles.deployment, namespace=namespace)
+
+
+async def _detach(coordinator: CoordinatorClient, deployment: Deployment, *, namespace: str) -> None:
     with contextlib.suppress(Exception):
-        if await handles.coordinator.call(Registry.detach, handles.deployment.id):
+        if await coordinator.call(Registry.detach, deployment.id):
             end_actors(namespace)
 
 
