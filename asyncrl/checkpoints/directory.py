@@ -105,18 +105,22 @@ def verified(path: Path) -> RunManifest:
     return manifest
 
 
-def newest(checkpoints: Path) -> tuple[Path, RunManifest] | None:
+def newest(checkpoints: Path, *, lineage: Lineage | None = None) -> tuple[Path, RunManifest] | None:
     """Returns the newest checkpoint that is complete and undamaged; None if there is none.
 
-    A damaged one is skipped with a warning. One whose save did not end is skipped without.
+    A damaged one is skipped with a warning. One whose save did not end is skipped without, and so is one of weights
+    that are lost in `lineage`.
     """
     for path in _by_age(checkpoints):
         try:
-            return path, verified(path)
+            manifest = verified(path)
         except CheckpointDamaged as error:
             logger.warning("%s; the checkpoint before it is used", error)
         except CheckpointError:
             continue
+        else:
+            if lineage is None or lineage.has(manifest.version):
+                return path, manifest
     return None
 
 

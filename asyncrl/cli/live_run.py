@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from asyncrl.cli.options import LINE_EVERY_STEPS, clear_previous, print_outcome, print_previous, weights_named
-from asyncrl.cli.restarts import restarts
+from asyncrl.cli.restarts import mark_begun, restarts
 from asyncrl.cli.terminal import show_cursor
 from asyncrl.common.roles import Role
 from asyncrl.config.schema import Config
@@ -105,6 +105,7 @@ def reported_run(config: Config, *, role: str, choose: Choice = unfinished_run) 
         RunDir.create(config, choose=choose) as run_dir,
         log_to(run_dir.log_path(role, 0)),
     ):
+        mark_begun()
         after.callback(_write_report, run_dir.path)  # after the block, so that run.json records how the run ended
         yield run_dir
 

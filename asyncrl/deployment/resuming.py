@@ -66,7 +66,7 @@ def unfinished_run(directory: Path, config: Config) -> Resumed | None:
     the key and both values, if `config` changes a setting that must stay.
     """
     info = _info(directory)
-    if info is None or info.state == "finished" or (found := newest(directory / CHECKPOINTS)) is None:
+    if info is None or info.state == "finished" or (found := _newest(directory)) is None:
         return None
     return _checked(Resumed(*found, info), directory, config)
 
@@ -112,11 +112,10 @@ def step_of(name: str) -> int:
 
 def begin_incarnation(directory: Path, resumed: Resumed) -> Lineage:
     """Begins the next incarnation of the run in `directory`. Returns its lineage, which it writes to `lineage.json`."""
-    path = directory / LINEAGE
-    known = msgspec.json.decode(path.read_bytes(), type=Lineage) if path.exists() else resumed.manifest.lineage
-    lineage = known.child(resumed.manifest.version)
-    # First of all: whatever ends this process, the number of the incarnation is never used again.
-    write_atomically(path, msgspec.json.encode(lineage))
+    lineage = (_known_lineage(directory) or resumed.manifest.lineage).child(resumed.manifest.version)
+    # First of all: whatever ends this process, the number of the incarnation is never used again, and no later start
+    # takes a checkpoint of a step that is lost from now on.
+    write_atomically(directory / LINEAGE, msgspec.json.encode(lineage))
     checkpoints = directory / CHECKPOINTS
     for folder in checkpoints.glob("step-*"):
         # a save that was killed, or the weights that a failed run saved at its end
@@ -142,6 +141,20 @@ def last_set_aside(folder: Path) -> int:
     return max((int(number) for number in found if number.isdecimal()), default=0)
 
 
+def _known_lineage(directory: Path) -> Lineage | None:
+    """Returns the incarnations of the run; None if it was never resumed."""
+    path = directory / LINEAGE
+    return msgspec.json.decode(path.read_bytes(), type=Lineage) if path.exists() else None
+
+
+def _newest(directory: Path) -> tuple[Path, RunManifest] | None:
+    """Returns the newest undamaged checkpoint of the run, with its manifest; None if there is none.
+
+    If a start that went back was killed before it had set the later checkpoints aside, they do not count.
+    """
+    return newest(directory / CHECKPOINTS, lineage=_known_lineage(directory))
+
+
 def _info(directory: Path) -> RunInfo | None:
     """Returns run.json; None if it cannot be read."""
     try:
@@ -154,7 +167,7 @@ def _found(directory: Path, step: int | None) -> tuple[Path, RunManifest]:
     """Returns the checkpoint after `step` steps, or the newest undamaged one if `step` is None, with its manifest."""
     checkpoints = directory / CHECKPOINTS
     if step is None:
-        if (found := newest(checkpoints)) is None:
+        if (found := _newest(directory)) is None:
             raise ConfigError(
                 f"{checkpoints} has no complete and undamaged checkpoint, so the run cannot be resumed: start it again "
                 "with asyncrl up"

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.deployment import resuming
 from asyncrl.deployment.learner_log import going_on
-from asyncrl.deployment.resuming import chosen_checkpoint, no_checkpoint, step_of, unfinished_run
+from asyncrl.deployment.resuming import Choice, chosen_checkpoint, no_checkpoint, step_of, unfinished_run
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import CheckpointDamaged, ConfigError, RunError, RunLocked
 from asyncrl.learner.records import EvalRecord, StepRecord, read_lines
@@ -247,6 +248,47 @@ def test_checkpoints_that_were_set_aside_are_not_found_again(tmp_path: Path) -> 
         assert again.lineage == Lineage((Version(1, 4), Version(1, 2), Version(1, 2)))
         lost = [record.step for record in read_lines(again.path / "lost-steps.jsonl", StepRecord)]
         assert lost == [4, 5, 2, 3, 4, 5]
+
+
+@pytest.mark.fault("F6")
+@pytest.mark.parametrize("choose", [unfinished_run, partial(chosen_checkpoint, step=None)])
+def test_a_start_that_is_killed_after_it_began_to_go_back_is_gone_on_with(
+    choose: Choice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed before each of its changes. Before the first one, everything is as it was. Later, the run goes
+    back."""
+    for kill_at in range(16):
+        folder = tmp_path / f"{kill_at}"
+        saved_often(folder)
+        killed = Killed(at=kill_at)
+        with monkeypatch.context() as patched, contextlib.suppress(KeyboardInterrupt):
+            patched.setattr(Path, "rename", killed.before(Path.rename))
+            patched.setattr(Path, "replace", killed.before(Path.replace))
+            resume_at(folder, 2).close(state="stopped", reason="")
+        config = config_in(folder, learner={"total_steps": 9, "optimizer": {"warmup_steps": 0}})
+        with RunDir.create(config, choose=choose) as again:
+            assert again.resumed is not None
+            assert again.resumed.step == (6 if kill_at == 0 else 2), f"killed before change {kill_at}"
+            left = sorted(path.name for path in again.checkpoints.glob("step-*"))
+            assert left == (["step-2"] if kill_at else ["step-2", "step-4", "step-6"])
+            again.stopped("asked to end by a signal")
+    assert killed.left > 0, "the last start was not killed"
+
+
+class Killed:
+    """Ends a process before change number `at` of its files."""
+
+    def __init__(self, *, at: int) -> None:
+        self.left = at
+
+    def before(self, change: Callable[[Path, Path], Path]) -> Callable[[Path, Path], Path]:
+        def changed(path: Path, target: Path) -> Path:
+            if self.left <= 0:
+                raise KeyboardInterrupt
+            self.left -= 1
+            return change(path, target)
+
+        return changed
 
 
 def test_a_start_that_is_killed_while_it_sets_files_aside_leaves_records_that_cover_every_checkpoint(
