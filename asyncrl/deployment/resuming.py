@@ -194,7 +194,14 @@ def _choices(directory: Path) -> str:
 
 
 def _checked(resumed: Resumed, directory: Path, config: Config) -> Resumed:
-    """Returns `resumed`. Raises ConfigError if `config` changes a setting that must stay."""
+    """Returns `resumed`. Raises CheckpointError if the checkpoint is of another run, and ConfigError if `config`
+    changes a setting that must stay."""
+    if resumed.manifest.nonce != resumed.info.nonce:
+        raise CheckpointError(
+            f"the checkpoint {resumed.path} is of a run with the nonce {resumed.manifest.nonce!r}, but the run in "
+            f"{directory} has the nonce {resumed.info.nonce!r} (run.json): move the checkpoint back into the directory "
+            "of its run. To begin another run with its weights, set model.path to its folder hf/"
+        )
     now = shared_config(config)
     for key in FIXED:
         if resumed.manifest.settings.get(key) != now.get(key):

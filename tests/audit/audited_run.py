@@ -126,7 +126,12 @@ class AuditedRun(Scene):
         self.publish_weights = self.publisher.publish
         self.publisher.publish = self.publish  # type: ignore[method-assign]
         self.parts = RunParts(
-            config=self.config, policy=self.trainer, critic=None, lineage=self.run_dir.lineage, packages=packages
+            config=self.config,
+            policy=self.trainer,
+            critic=None,
+            lineage=self.run_dir.lineage,
+            nonce=self.run_dir.nonce,
+            packages=packages,
         )
         machine = Machine(processor="abacus", ranks=1, threads=1, packages=packages)
         settings = dict(shared_config(self.config))

@@ -17,7 +17,7 @@ from asyncrl.errors import CheckpointDamaged, CheckpointIncomplete
 def manifest(step: int) -> RunManifest:
     lineage = Lineage().child(Version(1, 2))
     return RunManifest(
-        version=Version(2, step), lineage=lineage, settings={"learner.lr": 1e-3}, packages={"torch": "2"}
+        nonce="n", version=Version(2, step), lineage=lineage, settings={"learner.lr": 1e-3}, packages={"torch": "2"}
     )
 
 

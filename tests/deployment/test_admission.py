@@ -75,9 +75,9 @@ async def test_a_learner_waits_until_the_one_that_was_killed_counts_as_gone(monk
     killed = Deployment(id="l", role=Role.LEARNER, host="h", pid=7)
     members.attach(killed, shared=shared_config(config))
     with pytest.raises(RunLocked):
-        await cluster.check_admission(config, role=Role.LEARNER, restores=True)
+        await cluster.check_admission(config, role=Role.LEARNER, restores="n")
     members.keep(killed.id)
-    await cluster.check_admission(config, role=Role.LEARNER, restores=True, patience_s=60.0)
+    await cluster.check_admission(config, role=Role.LEARNER, restores="n", patience_s=60.0)
     assert members.live() == []
 
 

@@ -25,7 +25,7 @@ from asyncrl.deployment import resuming
 from asyncrl.deployment.learner_log import going_on
 from asyncrl.deployment.resuming import Choice, chosen_checkpoint, no_checkpoint, step_of, unfinished_run
 from asyncrl.deployment.run_dir import RunDir
-from asyncrl.errors import CheckpointDamaged, ConfigError, RunError, RunLocked
+from asyncrl.errors import CheckpointDamaged, CheckpointError, ConfigError, RunError, RunLocked
 from asyncrl.learner.records import EvalRecord, StepRecord, read_lines
 from asyncrl.metrics.trackers import Going
 
@@ -37,7 +37,8 @@ def config_in(folder: Path, **sections: Any) -> Config:
 def save(run: RunDir, step: int, *, incarnation: int = 1) -> None:
     """Writes a checkpoint that has only its manifest."""
     settings = dict(shared_config(config_in(run.path.parent)))
-    manifest = RunManifest(version=Version(incarnation, step), lineage=run.lineage, settings=settings, packages={})
+    version = Version(incarnation, step)
+    manifest = RunManifest(nonce=run.nonce, version=version, lineage=run.lineage, settings=settings, packages={})
     write(folder_of(run.checkpoints, step), manifest, fill=lambda path: None)
 
 
@@ -384,6 +385,22 @@ def test_a_checkpoint_that_cannot_be_continued_is_refused_and_nothing_changes(
     before = content_of(first.path)
     with pytest.raises(error, match=words):
         resume_at(tmp_path, step, total_steps=total_steps)
+    assert content_of(first.path) == before
+
+
+@pytest.mark.parametrize("step", [None, 8])
+def test_a_checkpoint_of_another_run_is_refused_with_both_nonces_and_nothing_changes(
+    step: int | None, tmp_path: Path
+) -> None:
+    first = saved_often(tmp_path)
+    with RunDir.create(config_in(tmp_path / "other")) as other:
+        save(other, 8)
+    folder_of(other.checkpoints, 8).rename(folder_of(first.checkpoints, 8))
+    before = content_of(first.path)
+    with pytest.raises(CheckpointError, match=f"step-8 is of a run .*{other.nonce}.*{first.nonce}.* move .* back"):
+        resume_at(tmp_path, step)
+    with pytest.raises(CheckpointError, match=other.nonce):
+        RunDir.create(config_in(tmp_path))
     assert content_of(first.path) == before
 
 
