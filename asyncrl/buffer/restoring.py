@@ -77,8 +77,8 @@ def restore(
 
 
 def living(groups: Groups, *, lineage: Lineage, loaded: Mapping[str, Version]) -> dict[int, Slot]:
-    """Returns the groups of which no token is of a dead version of `lineage`, by group: reserved ones, and ready, leased
-    and retained ones with rows.
+    """Returns the groups of which no token is of a dead version of `lineage`, by group: reserved ones, and ready,
+    leased and retained ones with rows.
 
     `loaded` has the last version that each replica reported. The tokens of a reserved group are not known, but a
     replica with a dead version has generated some with it.

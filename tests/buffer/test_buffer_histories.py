@@ -19,7 +19,8 @@ COMMON = [
 RARE = [
     "heartbeat", "commit_anything", "fail", "time_passes", "crash", "leave", "load", "reserve_without_reply", "skip",
     "give_back", "end_another_step", "succeed", "publish_and_one_loads", "checkpoint", "end_checkpoint", "restore",
-    "roll_back", "save", "roll_back_often", "roll_back_often", "lose_rows", "is_refused_while_paused", "store", "strand", "strand", "strand", "strand",
+    "roll_back", "roll_back_often", "roll_back_often", "save",
+    "lose_rows", "is_refused_while_paused", "store", "strand", "strand", "strand", "strand",
 ]  # fmt: skip
 
 CALLS_A_RULE = 10

@@ -85,9 +85,7 @@ def test_a_directory_whose_checkpoint_is_damaged_is_not_moved_aside_while_its_ru
     monkeypatch.setattr(cluster, "check_admission", check)
     choose = join_admitted("auto", config, choose=unfinished_run)
     if damaged and run_lives:
-        with pytest.raises(
-            LearnerNotRestored, match=r"no checkpoint in .*checkpoints can be used, and run 'quick' has"
-        ):
+        with pytest.raises(LearnerNotRestored, match=r"no checkpoint in .*/checkpoints can be used, and run"):
             RunDir.create(config, choose=choose)
         assert [path.name for path in tmp_path.iterdir()] == ["quick"]
         return
