@@ -297,7 +297,8 @@ async def enter_run(
     except BaseException:  # also a cancellation
         # The coordinator may have admitted it before the error. It would then wait for its heartbeats, and refuse the
         # next learner meanwhile.
-        await _detach(coordinator, deployment, namespace=config.run.name)
+        with contextlib.suppress(Exception):
+            await _detach(coordinator, deployment, namespace=config.run.name)
         raise
     weights = WeightClient(weights_handle, timeout_s=config.buffer.call_timeout_s)
     return RunHandles(deployment=deployment, lineage=lineage, coordinator=coordinator, weights=weights)
@@ -337,13 +338,13 @@ async def leave_run(handles: RunHandles, *, namespace: str) -> None:
 
     Raises nothing: the deployment ends in any case, and its own error is more important.
     """
-    await _detach(handles.coordinator, handles.deployment, namespace=namespace)
+    with contextlib.suppress(Exception):
+        await _detach(handles.coordinator, handles.deployment, namespace=namespace)
 
 
 async def _detach(coordinator: CoordinatorClient, deployment: Deployment, *, namespace: str) -> None:
-    with contextlib.suppress(Exception):
-        if await coordinator.call(Registry.detach, deployment.id):
-            end_actors(namespace)
+    if await coordinator.call(Registry.detach, deployment.id):
+        end_actors(namespace)
 
 
 async def keep_attached(
