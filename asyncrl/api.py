@@ -90,8 +90,7 @@ def run(
     if "ray" not in sys.modules:  # if it is, Ray ignores the variable that this sets, and turns tokens on by itself
         use_ray_token(own=checked.ray.address is None)
     prompts = prepare(checked)
-    choose = no_checkpoint if fresh else unfinished_run
-    _enter_ray(checked, choose)
+    choose = _enter_ray(checked, no_checkpoint if fresh else unfinished_run)
     steps: list[StepRecord] = []
     evals: list[EvalRecord] = []
     calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
@@ -122,8 +121,11 @@ def run(
     return RunResult(directory=run_dir.path, summary=summary, steps=steps, evals=evals, weights=weights)
 
 
-def _enter_ray(config: Config, choose: Choice) -> None:
-    """Joins the cluster at `ray.address`, if there is one. Raises RunError if this process already uses Ray."""
+def _enter_ray(config: Config, choose: Choice) -> Choice:
+    """Joins the cluster at `ray.address`, if there is one. Returns the choice of `join_admitted`.
+
+    Raises RunError if this process already uses Ray.
+    """
     import ray
 
     if ray.is_initialized():
@@ -131,9 +133,10 @@ def _enter_ray(config: Config, choose: Choice) -> None:
             "cannot start a run, because this process already uses Ray: an earlier run is still ending, or your own "
             "code has started Ray; call ray.shutdown() first"
         )
-    if config.ray.address is not None:
-        with ThreadPoolExecutor(1) as pool:  # the caller's thread may run an event loop
-            pool.submit(join_admitted, config.ray.address, config, choose=choose).result()
+    if config.ray.address is None:
+        return choose
+    with ThreadPoolExecutor(1) as pool:  # the caller's thread may run an event loop
+        return pool.submit(join_admitted, config.ray.address, config, choose=choose).result()
 
 
 @contextlib.contextmanager

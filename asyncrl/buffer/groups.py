@@ -26,6 +26,8 @@ class Groups:
 
     `next_prompt` returns the next new prompt, or None when there are no more. The attributes are the parts of the
     state: `table` (the groups by state), `attempts`, `prefixes` (partial generations), `retained` and `fates`.
+    `not_loaded` has the keys of the ready groups whose rows are only in the checkpoint that a learner restores. It is
+    empty after the learner's first lease call, before which the learner loads the rows.
     """
 
     def __init__(self, *, limits: Limits, next_prompt: Callable[[], Task | None], ledger: Ledger, seed: int) -> None:
@@ -35,6 +37,7 @@ class Groups:
         self.attempts = Attempts(self.table, next_prompt=next_prompt, group_size=limits.group_size, seed=seed)
         self.prefixes = StoredPrefixes(self.table, ledger=ledger)
         self.retained = Retained()
+        self.not_loaded: set[str] = set()
         self.fates = Fates(self.table, attempts=self.attempts, ledger=ledger, group_size=limits.group_size)
 
     def next_prompt(self) -> DuePrompt | None:

@@ -122,7 +122,8 @@ class ReplayBuffer:
         """Continues from a snapshot as the live incarnation of `lineage`, which began at `snapshot.version`.
 
         The source of the prompts must continue after the first `snapshot.next_group` prompts. The rows of the groups
-        that were ready must be restored as well; `Leases.rows_lost` names those that are not there.
+        that were ready must be loaded before the next call of `Leases.lease`; `Leases.rows_lost` names those that are
+        not there.
 
         If this buffer has groups, its learner has died and another one goes back to the snapshot. The groups that only
         ancestors of `lineage` made stay, also those that a lost step trained and that are retained. Replicas go on with

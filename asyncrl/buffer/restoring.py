@@ -61,6 +61,7 @@ def restore(
     groups.retained.restored(step=step)
     groups.fates.ended = list(snapshot.ended)
     slots, due = _opened(groups, snapshot, earlier=earlier, now_s=now_s)
+    groups.not_loaded = {slot.ticket.key for slot in slots} - {slot.ticket.key for slot in _with_rows(earlier)}
     while groups.attempts.groups < earlier.attempts.groups and (prompt := groups.attempts.new_prompt()) is not None:
         due.append(prompt)
     stay = living(earlier, lineage=lineage, loaded=loaded)
@@ -76,16 +77,15 @@ def restore(
 
 
 def living(groups: Groups, *, lineage: Lineage, loaded: Mapping[str, Version]) -> dict[int, Slot]:
-    """Returns the groups of which no token is of a dead version of `lineage`, by group: reserved, ready, leased and
-    retained ones.
+    """Returns the groups of which no token is of a dead version of `lineage`, by group: reserved ones, and ready,
+    leased and retained ones with rows.
 
     `loaded` has the last version that each replica reported. The tokens of a reserved group are not known, but a
     replica with a dead version has generated some with it.
     """
-    committed = [*groups.table.ready.slots(), *groups.table.leased, *groups.retained.slots()]
     stay = {
         slot.ticket.group: slot
-        for slot in committed
+        for slot in _with_rows(groups)
         if slot.meta is not None and all(map(lineage.has, slot.meta.versions))
     }
     for slot in groups.table.reserved.values():
@@ -96,6 +96,16 @@ def living(groups: Groups, *, lineage: Lineage, loaded: Mapping[str, Version]) -
         if all(map(lineage.has, versions)):
             stay[ticket.group] = slot
     return stay
+
+
+def _with_rows(groups: Groups) -> list[Slot]:
+    """Returns the groups whose rows are in the data plane: ready, leased and retained ones.
+
+    A learner may have died after the restore of its checkpoint and before it loaded the rows. The groups of which only
+    that checkpoint has the rows are then left out.
+    """
+    committed = [*groups.table.ready.slots(), *groups.table.leased, *groups.retained.slots()]
+    return [slot for slot in committed if slot.ticket.key not in groups.not_loaded]
 
 
 def _opened(

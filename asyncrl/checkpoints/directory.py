@@ -32,7 +32,7 @@ CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"
 HF = "hf"
 """Folder of the weights in a checkpoint. A run that fails may save this part alone."""
-SCHEMA = 1
+SCHEMA = 2
 """Version of the format."""
 _NAME = re.compile(r"step-(\d+)")
 _CHUNK_BYTES = 2**24
@@ -46,13 +46,15 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint is of: the learner's version, the run's lineage then, and its shared settings by dotted key.
+    """What a checkpoint is of: the nonce of the run, the learner's version, the run's lineage then, and its shared
+    settings by dotted key.
 
     `packages` has the versions of the packages that wrote it. `files` lists all files except the manifest itself and
     `COMPLETE`, by their path in the checkpoint.
     """
 
     schema: int = SCHEMA
+    nonce: str
     version: Version
     lineage: Lineage
     settings: dict[str, object]
@@ -105,18 +107,22 @@ def verified(path: Path) -> RunManifest:
     return manifest
 
 
-def newest(checkpoints: Path) -> tuple[Path, RunManifest] | None:
+def newest(checkpoints: Path, *, lineage: Lineage | None = None) -> tuple[Path, RunManifest] | None:
     """Returns the newest checkpoint that is complete and undamaged; None if there is none.
 
-    A damaged one is skipped with a warning. One whose save did not end is skipped without.
+    A damaged one is skipped with a warning. One whose save did not end is skipped without, and so is one of weights
+    that are lost in `lineage`.
     """
     for path in _by_age(checkpoints):
         try:
-            return path, verified(path)
+            manifest = verified(path)
         except CheckpointDamaged as error:
             logger.warning("%s; the checkpoint before it is used", error)
         except CheckpointError:
             continue
+        else:
+            if lineage is None or lineage.has(manifest.version):
+                return path, manifest
     return None
 
 

@@ -21,12 +21,13 @@ POLICY, CRITIC, BUFFER, ROWS = "policy", "critic", "buffer.msgpack", "rows"
 
 @dataclass(frozen=True, kw_only=True)
 class RunParts:
-    """The parts of a run that a checkpoint has. `lineage` is that of the live learner."""
+    """The parts of a run that a checkpoint has. `lineage` is that of the live learner, `nonce` that of the run."""
 
     config: Config
     policy: TQPolicy
     critic: TQValue | None
     lineage: Lineage
+    nonce: str
     packages: dict[str, str]
 
     def check_folder(self, folder: Path) -> None:
@@ -51,6 +52,7 @@ class RunParts:
         is no new checkpoint.
         """
         manifest = RunManifest(
+            nonce=self.nonce,
             version=snapshot.version,
             lineage=self.lineage,
             settings=dict(shared_config(self.config)),

@@ -24,8 +24,7 @@ def learner(
     """
     config, prompts = prepared(files, overrides, roles=[Role.LEARNER], allow_public=allow_public)
     where = ray_address(config, address)
-    choose = choice(fresh=fresh)
-    join_admitted(where, config, choose=choose)
+    choose = join_admitted(where, config, choose=choice(fresh=fresh))
 
     def runner() -> Runner:
         from asyncrl.deployment.compose import run_learner

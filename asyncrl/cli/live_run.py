@@ -9,17 +9,19 @@ from pathlib import Path
 
 from rich.console import Console
 
+from asyncrl.checkpoints.directory import CHECKPOINTS
 from asyncrl.cli.options import LINE_EVERY_STEPS, clear_previous, print_outcome, print_previous, weights_named
-from asyncrl.cli.restarts import restarts
+from asyncrl.cli.restarts import mark_begun, restarts
 from asyncrl.cli.terminal import show_cursor
 from asyncrl.common.roles import Role
 from asyncrl.config.schema import Config
 from asyncrl.deployment.closing import asked_to_end, ended_at_once
-from asyncrl.deployment.known_runs import has_checkpoint, may_have_died
+from asyncrl.deployment.known_runs import has_checkpoint, may_have_died, read_info
 from asyncrl.deployment.launch import log_to, run_until_done
-from asyncrl.deployment.resuming import Choice, no_checkpoint, unfinished_run
+from asyncrl.deployment.resuming import Choice, Resumed, no_checkpoint, unfinished_run
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.screen import Screen
+from asyncrl.errors import LearnerNotRestored
 from asyncrl.learner.records import Summary
 from asyncrl.metrics.states import monotonic_at_process_start
 from asyncrl.views.live import LiveDisplay
@@ -31,19 +33,37 @@ Runner = Callable[..., Awaitable[Summary | None]]
 """A function of `deployment.compose` that runs the deployments until the run is done or its event is set."""
 
 
-def join_admitted(address: str, config: Config, *, choose: Choice) -> None:
+def join_admitted(address: str, config: Config, *, choose: Choice) -> Choice:
     """Joins the cluster at `address`. Raises the error with which the run there refuses this process as its learner.
 
-    The commands call it before the directory of an earlier run is moved aside. `choose` is that of `RunDir.create`. If
-    the learner of this directory may have been killed, waits until the run counts it as gone.
+    The commands call it before the directory of an earlier run is moved aside. `choose` is that of `RunDir.create`.
+    Returns the choice to use instead, which refuses to move the directory aside if the run there lives and would not
+    admit a learner without a checkpoint. If the learner of this directory may have been killed, waits until the run
+    counts it as gone.
     """
     from asyncrl.deployment.cluster import check_admission, join
 
     join(address, namespace=config.run.name)
-    limits, gone = config.buffer, restarts() > 0 or may_have_died(config.run.dir / config.run.name)
+    directory = config.run.dir / config.run.name
+    limits, gone = config.buffer, restarts() > 0 or may_have_died(directory)
     patience_s = limits.heartbeat_timeout_s + limits.call_timeout_s if gone else 0.0
-    restores = choose is not no_checkpoint and has_checkpoint(config)
+    info = read_info(directory) if choose is not no_checkpoint and has_checkpoint(config) else None
+    restores = None if info is None else info.nonce
     asyncio.run(check_admission(config, role=Role.LEARNER, restores=restores, patience_s=patience_s))
+    if restores is None:
+        return choose
+    try:
+        asyncio.run(check_admission(config, role=Role.LEARNER))
+    except LearnerNotRestored as error:
+        # The files of the checkpoints are only compared with their manifests when `choose` is called.
+        return partial(_chosen_or_refused, choose=choose, refusal=error)
+    return choose
+
+
+def _chosen_or_refused(directory: Path, config: Config, *, choose: Choice, refusal: LearnerNotRestored) -> Resumed:
+    if (chosen := choose(directory, config)) is None:
+        raise LearnerNotRestored(f"no checkpoint in {directory / CHECKPOINTS} can be used, and {refusal}") from refusal
+    return chosen
 
 
 def live_run(
@@ -105,6 +125,7 @@ def reported_run(config: Config, *, role: str, choose: Choice = unfinished_run) 
         RunDir.create(config, choose=choose) as run_dir,
         log_to(run_dir.log_path(role, 0)),
     ):
+        mark_begun()
         after.callback(_write_report, run_dir.path)  # after the block, so that run.json records how the run ended
         yield run_dir
 

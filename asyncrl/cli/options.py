@@ -12,7 +12,7 @@ import typer
 
 from asyncrl.algorithms.checks import check_algorithm
 from asyncrl.cli.presence import check_presence, user_modules
-from asyncrl.cli.restarts import restarts
+from asyncrl.cli.restarts import begun_before
 from asyncrl.common.roles import Role
 from asyncrl.config.checks import check_config
 from asyncrl.config.load import Layer, config_origins, load_config
@@ -90,11 +90,11 @@ LINE_EVERY_STEPS = 10
 def choice(*, fresh: bool) -> "Choice":
     """Returns how the checkpoint of an ended run of the same name is chosen, with or without --fresh.
 
-    A restart after a process has died ignores --fresh, because the first start has begun the new run.
+    A restart after a process has died ignores --fresh if that process had begun the new run.
     """
     from asyncrl.deployment.resuming import no_checkpoint, unfinished_run
 
-    return no_checkpoint if fresh and not restarts() else unfinished_run
+    return no_checkpoint if fresh and not begun_before() else unfinished_run
 
 
 def ray_address(config: Config, option: str | None) -> str:

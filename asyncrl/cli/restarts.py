@@ -6,6 +6,7 @@ decides whether it may restart the run (`before_start.check_restart`), because o
 """
 
 import contextlib
+import mmap
 import os
 import signal
 import time
@@ -28,6 +29,20 @@ _started_s: tuple[float, ...] = ()
 def restarts() -> int:
     """Returns how often the command was started again within the last `WINDOW_S` seconds; 0 in the first process."""
     return sum(time.monotonic() - started_s <= WINDOW_S for started_s in _started_s)
+
+
+_begun = mmap.mmap(-1, 1)
+"""1 after `mark_begun`. The memory is shared with the processes that are forked later, so it outlives the child."""
+
+
+def mark_begun() -> None:
+    """Records that this command has begun or resumed its run. The next processes of the command resume that run."""
+    _begun[0] = 1
+
+
+def begun_before() -> bool:
+    """Returns whether an earlier process of this command has begun or resumed the run."""
+    return bool(restarts() and _begun[0])
 
 
 def supervise() -> Callable[[], None]:

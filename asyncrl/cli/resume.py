@@ -7,7 +7,7 @@ import typer
 
 from asyncrl.cli.before_start import prepared
 from asyncrl.cli.options import AllowPublic, Overrides, RunningRun, again
-from asyncrl.cli.restarts import restarts
+from asyncrl.cli.restarts import begun_before
 from asyncrl.cli.up import run_here
 from asyncrl.deployment.known_runs import check_there, named_run
 from asyncrl.deployment.resuming import chosen_checkpoint, step_of
@@ -54,6 +54,6 @@ def resume(run: RunningRun, overrides: Overrides, at: At = None, allow_public: A
         )
     # Once the run has started, config.yaml has the overrides.
     command = again("up", [saved], [], allow_public=allow_public)
-    # A restart after a process has died goes on from the newest checkpoint, which may be one of this command.
-    choose = partial(chosen_checkpoint, step=None if restarts() else step)
+    # A restart after a process that had gone back goes on from the newest checkpoint, which may be one of this command.
+    choose = partial(chosen_checkpoint, step=None if begun_before() else step)
     run_here(config, prompts, again=command, choose=choose)

@@ -30,7 +30,7 @@ def run_here(config: Config, prompts: "Prompts | None", *, again: Sequence[str],
     """Runs generators and learner on this machine. `config` and `prompts` are those of `prepared`, `again` and `choose`
     those of `live_run`."""
     if config.ray.address is not None:
-        join_admitted(config.ray.address, config, choose=choose)
+        choose = join_admitted(config.ray.address, config, choose=choose)
 
     def runner() -> Runner:
         from asyncrl.deployment.compose import run_both

@@ -170,7 +170,8 @@ class Coordinator:
         restores a checkpoint of the run.
 
         Raises the errors of `Registry.check`. Raises LearnerNotRestored for a learner that would continue a run which
-        has ended, or whose trained weights it does not restore: it would train other weights under their numbers.
+        has ended, or whose trained weights it does not restore: it would train other weights under their numbers. Its
+        checkpoint may be of another run.
         """
         self.registry.check(deployment, shared=shared)
         if deployment.role is not Role.LEARNER or deployment == self.registry.learner:
@@ -180,6 +181,12 @@ class Coordinator:
         if state in _OVER or (state is RunState.CLOSING and not restores):
             why = f": {self.registry.message}" if self.registry.message else ""
             raise LearnerNotRestored(f"run {name!r} is {state}{why}; {again}")
+        if restores and (before := self.registry.learner) is not None and before.nonce != deployment.nonce:
+            raise LearnerNotRestored(
+                f"the run {name!r} on this cluster has the nonce {before.nonce!r} in its run.json, but the checkpoint "
+                f"is of another run with this name, which has the nonce {deployment.nonce!r}; set run.dir to the "
+                f"directory of the first learner, or {again}"
+            )
         if step and not restores:
             raise LearnerNotRestored(
                 f"run {name!r} has trained {step} steps, and their weights ended with its learner; this learner would "

@@ -20,12 +20,14 @@ it may only be busy: a process whose event loop or machine stalls sends no heart
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
-    """An attached deployment, with the host and the pid of its process."""
+    """An attached deployment, with the host and the pid of its process. `nonce` is that of a learner's run: it
+    distinguishes runs of the same name."""
 
     id: str
     role: Role
     host: str
     pid: int
+    nonce: str = ""
 
 
 class Registry:

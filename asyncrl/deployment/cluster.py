@@ -240,15 +240,15 @@ class RunHandles:
     weights: WeightClient
 
 
-def new_deployment(role: Role) -> Deployment:
-    """Returns a deployment of this process with a new, unique id."""
+def new_deployment(role: Role, *, nonce: str = "") -> Deployment:
+    """Returns a deployment of this process with a new, unique id. `nonce` is that of a learner's run."""
     name = f"{role.value}-{secrets.token_hex(3)}"
-    return Deployment(id=name, role=role, host=socket.gethostname(), pid=os.getpid())
+    return Deployment(id=name, role=role, host=socket.gethostname(), pid=os.getpid(), nonce=nonce)
 
 
-async def check_admission(config: Config, *, role: Role, restores: bool = False, patience_s: float = 0.0) -> None:
-    """Raises the error of `enter_run` if the run exists and would refuse this deployment. `restores` says whether it is
-    a learner that restores a checkpoint of the run.
+async def check_admission(config: Config, *, role: Role, restores: str | None = None, patience_s: float = 0.0) -> None:
+    """Raises the error of `enter_run` if the run exists and would refuse this deployment. `restores` is the nonce of
+    the run of which a learner restores a checkpoint; None if it restores none.
 
     The commands call it first, so that nothing is started for a deployment that the run refuses. While the run still
     has a learner, waits up to `patience_s` seconds: one that was killed counts as gone only after
@@ -259,10 +259,11 @@ async def check_admission(config: Config, *, role: Role, restores: bool = False,
     except ValueError:
         return
     coordinator = await _coordinator(handle, config)
-    deployment, deadline_s = new_deployment(role), time.monotonic() + patience_s
+    deployment, deadline_s = new_deployment(role, nonce=restores or ""), time.monotonic() + patience_s
+    shared = shared_config(config)
     while True:
         try:
-            await coordinator.call(Coordinator.check, deployment, shared=shared_config(config), restores=restores)
+            await coordinator.call(Coordinator.check, deployment, shared=shared, restores=restores is not None)
             return
         except RunLocked:
             if time.monotonic() >= deadline_s:
@@ -289,7 +290,16 @@ async def enter_run(
     weights_handle = ray.remote(WeightStore).options(name=WEIGHTS, **options).remote()
     coordinator = await _coordinator(handle, config)
     await coordinator.call(Coordinator.start)
-    lineage = await coordinator.call(Coordinator.attach, deployment, shared=shared_config(config), restored=restored)
+    try:
+        lineage = await coordinator.call(
+            Coordinator.attach, deployment, shared=shared_config(config), restored=restored
+        )
+    except BaseException:  # also a cancellation
+        # The coordinator may have admitted it before the error. It would then wait for its heartbeats, and refuse the
+        # next learner meanwhile.
+        with contextlib.suppress(Exception):
+            await _detach(coordinator, deployment, namespace=config.run.name)
+        raise
     weights = WeightClient(weights_handle, timeout_s=config.buffer.call_timeout_s)
     return RunHandles(deployment=deployment, lineage=lineage, coordinator=coordinator, weights=weights)
 
@@ -329,8 +339,12 @@ async def leave_run(handles: RunHandles, *, namespace: str) -> None:
     Raises nothing: the deployment ends in any case, and its own error is more important.
     """
     with contextlib.suppress(Exception):
-        if await handles.coordinator.call(Registry.detach, handles.deployment.id):
-            end_actors(namespace)
+        await _detach(handles.coordinator, handles.deployment, namespace=namespace)
+
+
+async def _detach(coordinator: CoordinatorClient, deployment: Deployment, *, namespace: str) -> None:
+    if await coordinator.call(Registry.detach, deployment.id):
+        end_actors(namespace)
 
 
 async def keep_attached(

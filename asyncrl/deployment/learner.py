@@ -121,9 +121,8 @@ class LearnerDeployment:
         resumed, restored = self._run_dir.resumed, None
         if resumed is not None:
             restored = Restored(snapshot=read_snapshot(resumed.path), lineage=self._run_dir.lineage)
-        handles = await enter_run(
-            config, deployment=new_deployment(Role.LEARNER), tasks=prompts.train, restored=restored
-        )
+        deployment = new_deployment(Role.LEARNER, nonce=self._run_dir.nonce)
+        handles = await enter_run(config, deployment=deployment, tasks=prompts.train, restored=restored)
         entered.push_async_callback(self._leave, handles)
         entered.push_async_callback(asyncio.to_thread, self._log.close)
         metrics = described_metrics(config)
@@ -201,7 +200,14 @@ class LearnerDeployment:
             await unless_stopped(stop, asyncio.to_thread(critic.start))
 
         packages = provenance()
-        parts = RunParts(config=config, policy=policy, critic=critic, lineage=handles.lineage, packages=packages)
+        parts = RunParts(
+            config=config,
+            policy=policy,
+            critic=critic,
+            lineage=handles.lineage,
+            nonce=self._run_dir.nonce,
+            packages=packages,
+        )
         if (resumed := self._run_dir.resumed) is not None:
             self._display.enter(f"restoring step {resumed.step}")
             await asyncio.to_thread(parts.load, resumed.path)
@@ -238,7 +244,7 @@ class LearnerDeployment:
             append_eval=self._log.append_eval,
             write_samples=self._log.write_samples,
             append_audit=audit.append,
-            sync_audit=audit.sync,
+            sync=self._run_dir.sync,
         )
         heldout = HeldoutEvaluation(
             config=config,

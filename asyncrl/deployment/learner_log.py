@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from asyncrl.config.load import flat_config
 from asyncrl.config.schema import Config
+from asyncrl.deployment.resuming import last_set_aside
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.learner.records import (
     EvalRecord,
@@ -87,7 +88,7 @@ def going_on(run_dir: RunDir) -> Going | None:
     """Returns how a resumed run goes on, for its trackers; None for a new run."""
     if run_dir.resumed is None:
         return None
-    return Going(run_dir.resumed.step, run_dir.lineage.incarnation, went_back=run_dir.set_aside.is_dir())
+    return Going(run_dir.resumed.step, run_dir.lineage.incarnation, went_back=last_set_aside(run_dir.checkpoints))
 
 
 def tracked_settings(config: Config) -> dict[str, str | int | float]:

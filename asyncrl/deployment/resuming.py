@@ -9,7 +9,7 @@ them for those of the run. `<n>` is the incarnation that begins:
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -66,7 +66,7 @@ def unfinished_run(directory: Path, config: Config) -> Resumed | None:
     the key and both values, if `config` changes a setting that must stay.
     """
     info = _info(directory)
-    if info is None or info.state == "finished" or (found := newest(directory / CHECKPOINTS)) is None:
+    if info is None or info.state == "finished" or (found := _newest(directory)) is None:
         return None
     return _checked(Resumed(*found, info), directory, config)
 
@@ -112,11 +112,10 @@ def step_of(name: str) -> int:
 
 def begin_incarnation(directory: Path, resumed: Resumed) -> Lineage:
     """Begins the next incarnation of the run in `directory`. Returns its lineage, which it writes to `lineage.json`."""
-    path = directory / LINEAGE
-    known = msgspec.json.decode(path.read_bytes(), type=Lineage) if path.exists() else resumed.manifest.lineage
-    lineage = known.child(resumed.manifest.version)
-    # First of all: whatever ends this process, the number of the incarnation is never used again.
-    write_atomically(path, msgspec.json.encode(lineage))
+    lineage = (_known_lineage(directory) or resumed.manifest.lineage).child(resumed.manifest.version)
+    # First of all: whatever ends this process, the number of the incarnation is never used again, and no later start
+    # takes a checkpoint of a step that is lost from now on.
+    write_atomically(directory / LINEAGE, msgspec.json.encode(lineage))
     checkpoints = directory / CHECKPOINTS
     for folder in checkpoints.glob("step-*"):
         # a save that was killed, or the weights that a failed run saved at its end
@@ -136,6 +135,26 @@ def lost_folder(folder: Path, lineage: Lineage) -> Path:
     return folder / f"lost-{lineage.incarnation}"
 
 
+def last_set_aside(folder: Path) -> int:
+    """Returns the last incarnation at whose begin entries of `folder` were set aside; 0 if there is none."""
+    found = (path.name.removeprefix("lost-") for path in folder.glob("lost-*"))
+    return max((int(number) for number in found if number.isdecimal()), default=0)
+
+
+def _known_lineage(directory: Path) -> Lineage | None:
+    """Returns the incarnations of the run; None if it was never resumed."""
+    path = directory / LINEAGE
+    return msgspec.json.decode(path.read_bytes(), type=Lineage) if path.exists() else None
+
+
+def _newest(directory: Path) -> tuple[Path, RunManifest] | None:
+    """Returns the newest undamaged checkpoint of the run, with its manifest; None if there is none.
+
+    If a start that went back was killed before it had set the later checkpoints aside, they do not count.
+    """
+    return newest(directory / CHECKPOINTS, lineage=_known_lineage(directory))
+
+
 def _info(directory: Path) -> RunInfo | None:
     """Returns run.json; None if it cannot be read."""
     try:
@@ -148,7 +167,7 @@ def _found(directory: Path, step: int | None) -> tuple[Path, RunManifest]:
     """Returns the checkpoint after `step` steps, or the newest undamaged one if `step` is None, with its manifest."""
     checkpoints = directory / CHECKPOINTS
     if step is None:
-        if (found := newest(checkpoints)) is None:
+        if (found := _newest(directory)) is None:
             raise ConfigError(
                 f"{checkpoints} has no complete and undamaged checkpoint, so the run cannot be resumed: start it again "
                 "with asyncrl up"
@@ -175,7 +194,14 @@ def _choices(directory: Path) -> str:
 
 
 def _checked(resumed: Resumed, directory: Path, config: Config) -> Resumed:
-    """Returns `resumed`. Raises ConfigError if `config` changes a setting that must stay."""
+    """Returns `resumed`. Raises CheckpointError if the checkpoint is of another run, and ConfigError if `config`
+    changes a setting that must stay."""
+    if resumed.manifest.nonce != resumed.info.nonce:
+        raise CheckpointError(
+            f"the checkpoint {resumed.path} is of a run with the nonce {resumed.manifest.nonce!r}, but the run in "
+            f"{directory} has the nonce {resumed.info.nonce!r} (run.json): move the checkpoint back into the directory "
+            "of its run. To begin another run with its weights, set model.path to its folder hf/"
+        )
     now = shared_config(config)
     for key in FIXED:
         if resumed.manifest.settings.get(key) != now.get(key):
@@ -205,19 +231,27 @@ def _of_steps(folder: Path, wanted: Callable[[int], bool]) -> Iterator[tuple[int
 def _take_out(directory: Path, name: str, kind: type[Record], *, lost: Callable[[Record], bool]) -> None:
     """Moves the lost records of `<name>.jsonl` to `lost-<name>.jsonl`. Removes a part of a record at the end, which a
     crash of the machine may leave: the next record would be appended to it."""
-    path = directory / f"{name}.jsonl"
-    records = read_lines(path, kind)
-    gone = [record for record in records if lost(record)]
-    if not gone and not _is_torn(path):
-        return
-    if gone:
-        with (directory / f"lost-{name}.jsonl").open("ab") as file:
-            file.writelines(msgspec.json.encode(record) + b"\n" for record in gone)
-    kept = b"".join(msgspec.json.encode(record) + b"\n" for record in records if not lost(record))
-    write_atomically(path, kept)
+    path, aside = directory / f"{name}.jsonl", directory / f"lost-{name}.jsonl"
+    kept: list[bytes] = []
+    gone: list[bytes] = []
+    for record in read_lines(path, kind):
+        (gone if lost(record) else kept).append(msgspec.json.encode(record))
+    # A start that was killed between the two writes has left records in both files. Two records of a run are never
+    # equal, because each has its time.
+    here = {*kept, *gone}
+    already = _lines(aside)[0]
+    earlier: list[bytes] = [line for line in already if line not in here]
+    if gone or len(earlier) < len(already):
+        write_atomically(aside, _joined([*earlier, *gone]))
+    if gone or _lines(path)[1]:
+        write_atomically(path, _joined(kept))
 
 
-def _is_torn(path: Path) -> bool:
-    """Returns whether a file of lines ends in the middle of a line."""
-    text = path.read_bytes() if path.exists() else b""
-    return bool(text) and not text.endswith(b"\n")
+def _lines(path: Path) -> tuple[list[bytes], bytes]:
+    """Returns the lines of a file, and the part of a line at its end; none if there is no file."""
+    whole, newline, torn = (path.read_bytes() if path.exists() else b"").rpartition(b"\n")
+    return (whole.split(newline) if newline else []), torn
+
+
+def _joined(lines: Iterable[bytes]) -> bytes:
+    return b"".join(line + b"\n" for line in lines)

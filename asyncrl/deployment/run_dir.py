@@ -84,6 +84,7 @@ class RunDir:
         self.targets_path = path / "metrics" / "targets.json"
         self.failures_path = path / "failures.json"
         self.checkpoints = path / CHECKPOINTS
+        self._records = [path / "steps.jsonl", path / "evals.jsonl"]
         self._lock = taken.lock
         self._info = info
         # For run.json. The main thread writes the request to end, while the run has a thread of its own. Reentrant,
@@ -193,7 +194,20 @@ class RunDir:
         path = records_path(self.path, began.lineage.incarnation)
         path.parent.mkdir(exist_ok=True)
         self._append(path, framed(began))
+        self._records.append(path)
         return AuditFile(path, append=self._append)
+
+    def sync(self) -> None:
+        """Returns when all records so far are on the disk, so that they survive a crash of the machine. Logs a failure,
+        as for a record that cannot be written."""
+        for path in self._records:
+            try:
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+            except FileNotFoundError:
+                continue  # it has no record yet
+            except OSError as error:
+                logger.error("%s may lack its last records after a crash of the machine: %s", path, error)
 
     def write_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
         """Appends samples to `samples/step-N.jsonl`; writes no file if there are none."""
@@ -307,14 +321,6 @@ class AuditFile:
 
     def append(self, record: Record) -> None:
         self._append(self._path, framed(record))
-
-    def sync(self) -> None:
-        """Returns when all records are on the disk, so that they survive a crash of the machine. Logs a failure."""
-        try:
-            with self._path.open("rb") as file:
-                os.fsync(file.fileno())
-        except OSError as error:
-            logger.error("%s may lack its last records after a crash of the machine: %s", self._path, error)
 
 
 def _lines(records: Sequence[msgspec.Struct]) -> bytes:

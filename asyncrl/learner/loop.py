@@ -163,7 +163,7 @@ class LearnerLoop:
         self._log.append_audit(Ended(version, ledger))
         if version != first:  # a run that trained no step has no new weights to save
             snapshot = await self._coordinator.call(LearnerCalls.snapshot, self._incarnation)
-            await asyncio.to_thread(self._log.sync_audit)
+            await asyncio.to_thread(self._log.sync)
             await self._while_saving(self._checkpoints.save_last(snapshot), version)
         retained = await self._coordinator.call(LearnerCalls.release, self._incarnation, None)
         await self._clear_rows(retained)
@@ -393,9 +393,9 @@ class LearnerLoop:
     async def _save(self, snapshot: RunSnapshot) -> None:
         """Begins a save. Returns when the state is copied, and training can go on.
 
-        The records for the audit are on the disk first. A checkpoint whose steps have no record could not be audited.
+        The records are on the disk first. The report and the audit need those of all steps of a checkpoint.
         """
-        await asyncio.to_thread(self._log.sync_audit)
+        await asyncio.to_thread(self._log.sync)
         last_step = snapshot.version.step >= self._config.learner.total_steps
         await self._while_saving(self._checkpoints.begin(snapshot, last_step=last_step), snapshot.version)
 

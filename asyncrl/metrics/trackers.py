@@ -5,7 +5,8 @@ thread. A tracker that fails is reported once and gets no more numbers. At the e
 `CLOSE_S` seconds to send the rest. The thread is a daemon, because Python waits at exit for all other threads, also for
 a tracker that hangs.
 
-`trackers.json` in the run's directory has the run of each tracker and the last step that it got. A learner that resumes
+`trackers.json` in the run's directory has the run of each tracker and the last step that it got. It is written when a
+tracker has started, and after each step. A learner that resumes
 the run continues the same runs of the trackers, and each step appears once:
 
 - TensorBoard hides the steps that are trained again, and shows the new ones (`purge_step`).
@@ -42,19 +43,21 @@ Cell = str | int | float | None
 class Going(NamedTuple):
     """How a resumed run goes on: after `step` steps, as incarnation `incarnation`.
 
-    `went_back` is True if checkpoints of later steps were set aside.
+    `went_back` is the last incarnation that began with an earlier checkpoint than the newest one; 0 if there is none.
     """
 
     step: int
     incarnation: int
-    went_back: bool
+    went_back: int
 
 
 class TrackerRun(msgspec.Struct, frozen=True, kw_only=True):
-    """The run of one tracker: its id there, its name, and the last step that it got."""
+    """The run of one tracker: its id there, its name, the last step that it got, and the incarnation that was the last
+    to start the tracker."""
 
     id: str
     name: str
+    incarnation: int
     sent: int = -1
 
 
@@ -144,14 +147,18 @@ class Trackers:
             if known is None or name not in ("mlflow", "tensorboard"):
                 tracker.store_init_configuration(dict(settings))
             self._live[name] = tracker
-            self._runs[name] = known or TrackerRun(id=_id_of(name, tracker, arguments), name=named)
+            sent = -1 if known is None else known.sent
+            incarnation = 1 if self._going is None else self._going.incarnation
+            tracker_id = known.id if known is not None else _id_of(name, tracker, arguments)
+            self._runs[name] = TrackerRun(id=tracker_id, name=named, incarnation=incarnation, sent=sent)
+            self._write()
         except Exception as error:
             _report(f"the tracker {name} did not start, and the run continues without it", error)
 
     def _continued(self, name: str, *, run: str) -> tuple[TrackerRun | None, str]:
         """Returns the tracker's run that goes on, or None if a new one begins, and its name."""
         known, going = self._runs.get(name), self._going
-        if known is not None and going is not None and going.went_back and name != PURGES:
+        if known is not None and going is not None and known.incarnation < going.went_back and name != PURGES:
             del self._has[name]
             return None, f"{run}-{going.incarnation}"
         return known, run if known is None else known.name
@@ -162,6 +169,9 @@ class Trackers:
             name: msgspec.structs.replace(run, sent=max(run.sent, step)) if name in self._live else run
             for name, run in self._runs.items()
         }
+        self._write()
+
+    def _write(self) -> None:
         try:
             write_atomically(self._folder / TRACKERS, msgspec.json.encode(self._runs))
         except OSError as error:
@@ -248,7 +258,8 @@ def _arguments(
             of_run = {"id": known.id if known else secrets.token_hex(8), "resume": "allow"}
             return {"run_name": project, "name": run, "dir": str(folder), **of_run}
         case _:  # trackio; the configuration admits no other name. It finds a run by its name.
-            return {"run_name": project, "name": run, "resume": "must" if known else "never"}
+            # It has no run before the first numbers, so a run that goes on may have to be created.
+            return {"run_name": project, "name": run, "resume": "allow" if known else "never"}
 
 
 def _id_of(name: str, tracker: Any, arguments: Mapping[str, Any]) -> str:

@@ -126,7 +126,12 @@ class AuditedRun(Scene):
         self.publish_weights = self.publisher.publish
         self.publisher.publish = self.publish  # type: ignore[method-assign]
         self.parts = RunParts(
-            config=self.config, policy=self.trainer, critic=None, lineage=self.run_dir.lineage, packages=packages
+            config=self.config,
+            policy=self.trainer,
+            critic=None,
+            lineage=self.run_dir.lineage,
+            nonce=self.run_dir.nonce,
+            packages=packages,
         )
         machine = Machine(processor="abacus", ranks=1, threads=1, packages=packages)
         settings = dict(shared_config(self.config))
@@ -150,7 +155,7 @@ class AuditedRun(Scene):
             append_eval=self.run_dir.append_eval,
             write_samples=self.run_dir.write_samples,
             append_audit=self.audit_file.append,
-            sync_audit=self.audit_file.sync,
+            sync=self.run_dir.sync,
         )
         self.checkpoints = Checkpoints(
             self.config.checkpoint,

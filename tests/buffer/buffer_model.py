@@ -69,6 +69,7 @@ class BufferModel:
         self.lineage = Lineage()
         self.taken: tuple[bytes, dict[str, Any]] | None = None  # the newest snapshot
         self.saved: tuple[bytes, dict[str, Any]] | None = None  # the newest complete checkpoint
+        self.older: list[tuple[bytes, dict[str, Any]]] = []  # the complete checkpoints before it
         self.incarnation = 1
         self.v = 0
         self.published = Version(1, 0)
@@ -91,7 +92,7 @@ class BufferModel:
         self.interruptions: Counter[int] = Counter()
         self.versions: dict[str, set[Version]] = {}  # of the tokens of each ticket so far
         self.retained: dict[str, int] = {}  # with the step that ended the group
-        self.cleared: set[str] = set()  # keys whose rows are gone
+        self.cleared: set[str] = set()  # keys whose rows are gone, or not loaded yet from a checkpoint
         self.prefixes: dict[int, Prefix] = {}  # what is stored of reserved and waiting groups, as far as it is known
         self.split: dict[int, Prefix] = {}  # what is stored of committed groups, and a checkpoint may need
         self.metas: dict[int, GroupMeta] = {}  # of these groups
@@ -327,6 +328,8 @@ class BufferModel:
     # The learner.
 
     def start_step(self) -> None:
+        """The learner leases a step, after it has loaded the rows of its checkpoint."""
+        self.cleared.difference_update(self.having("ready"))
         plan = self.plan()
         answer = self.buffer.leases.lease()
         if self.lease is not None:
@@ -452,9 +455,15 @@ class BufferModel:
         """Whether a learner that goes back to one of these checkpoints loses some of the tokens, and not all."""
         return any(save is not None and meta.oldest <= save[1]["v"] < meta.newest for save in (self.saved, self.taken))
 
+    def save(self) -> None:
+        self.checkpoint()
+        self.end_checkpoint(fails=False)
+
     def end_checkpoint(self, *, fails: bool) -> None:
         """The save of the newest snapshot ends. The rows that only an earlier one needed are cleared."""
         if not fails:
+            if self.saved is not None and self.saved is not self.taken:
+                self.older.append(self.saved)
             self.saved = self.taken
         if self.saved is None:
             return
@@ -475,7 +484,7 @@ class BufferModel:
         self.incarnation += 1
         self.lineage = self.lineage.child(snapshot.version)
         self.prompts.taken = snapshot.next_group
-        self.retained, self.cleared, self.taken = {}, set(), self.saved
+        self.retained, self.taken = {}, self.saved
         self.buffer = self.new_buffer()
         self.buffer.restore(snapshot, lineage=self.lineage)
         self.dropped += sum(prefix.tokens for prefix in self.prefixes.values())
@@ -486,10 +495,26 @@ class BufferModel:
             self.interruptions[self.tickets[key].group] += 1
         for key in self.having("leased"):
             self.state[key] = "ready"
+        self.cleared = set(self.having("ready"))
         self.lease = None
         self.published = Version(self.incarnation, self.v)
         self.loaded = dict.fromkeys("abc", self.published)
         self.known = {"a": set(), "b": set(), "c": set()}
+
+    def roll_back_often(self, pick: int) -> None:
+        """After two checkpoints, learners die before they have loaded the rows of theirs, and the next one may go back
+        further. The buffer may die with the first one."""
+        self.save()
+        self.reserve("abc"[pick % 3], pick % 4 + 1)
+        for key in self.having("reserved"):
+            self.commit_one(key, row_bytes=10)
+        self.save()
+        if pick % 2:
+            self.restore()
+        for shift in range(2, 2 + pick % 3):
+            if self.older and pick >> shift & 1:
+                self.saved = self.older.pop()
+            self.roll_back()
 
     def roll_back(self) -> None:
         """The learner dies, and another one restores the last checkpoint. The buffer and the replicas go on."""
@@ -500,14 +525,17 @@ class BufferModel:
         self.incarnation += 1
         self.lineage = self.lineage.child(snapshot.version)
         living = [*self.having("reserved", "ready", "leased"), *self.retained]
-        living = [key for key in living if all(map(self.lineage.has, self.versions[key]))]
+        living = [key for key in living if all(map(self.lineage.has, self.versions[key])) and key not in self.cleared]
         before = {name: getattr(self, name) for name in IN_A_CHECKPOINT}
         before["prefixes"] = self.split | self.prefixes
         self.split = {}
         self.prompts.taken = snapshot.next_group
         self.buffer.restore(snapshot, lineage=self.lineage, loaded=self.loaded)
         vars(self).update(copy.deepcopy(kept))
+        rows = {*before["committed"], *self.retained} - self.cleared
         self.go_on(before, living)
+        # The rows of groups without a slot are cleared.
+        self.cleared = set(self.tickets) - set(self.having("reserved")) - (rows & set(self.having("ready")))
         self.lease, self.retained, self.taken = None, {}, self.saved
         self.publish()
 
@@ -545,7 +573,6 @@ class BufferModel:
                 if group in before["prefixes"]:
                     self.prefixes[group] = before["prefixes"][group]
             else:
-                assert restored or key not in self.cleared, "the rows of a group that stays must exist"
                 self.state[key] = "ready"
                 committed.add(key)
         self.committed = committed

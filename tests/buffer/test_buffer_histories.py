@@ -19,7 +19,8 @@ COMMON = [
 RARE = [
     "heartbeat", "commit_anything", "fail", "time_passes", "crash", "leave", "load", "reserve_without_reply", "skip",
     "give_back", "end_another_step", "succeed", "publish_and_one_loads", "checkpoint", "end_checkpoint", "restore",
-    "roll_back", "lose_rows", "is_refused_while_paused", "store", "strand", "strand", "strand", "strand",
+    "roll_back", "roll_back_often", "roll_back_often", "save",
+    "lose_rows", "is_refused_while_paused", "store", "strand", "strand", "strand", "strand",
 ]  # fmt: skip
 
 CALLS_A_RULE = 10
@@ -61,7 +62,7 @@ class BufferHistories(RuleBasedStateMachine):
         match name:
             case "reserve" | "reserve_without_reply":
                 model.reserve(replica, pick % 5 + 1, reply_lost=name != "reserve")
-            case "commit" | "commit_anything" | "fail" | "lose_rows" | "end_another_step":
+            case "commit" | "commit_anything" | "fail" | "lose_rows" | "end_another_step" | "roll_back_often":
                 getattr(model, name)(pick)
             case "store":
                 model.heartbeat(replica, store=pick)
@@ -83,7 +84,7 @@ class BufferHistories(RuleBasedStateMachine):
                 model.time_passes(6.0)
             case "end_checkpoint":
                 model.end_checkpoint(fails=pick % 3 == 0)
-            case "succeed" | "checkpoint" | "restore" | "roll_back":
+            case "succeed" | "checkpoint" | "save" | "restore" | "roll_back":
                 getattr(model, name)()
             case "lease":
                 model.start_step()

@@ -119,6 +119,42 @@ def test_what_is_stored_of_a_committed_group_stays_only_while_a_checkpoint_split
     assert scene.buffer.unneeded.prefixes([split.key]) == (split.key,)
 
 
+@pytest.mark.parametrize("loaded_rows", [False, True])
+def test_groups_whose_rows_no_learner_has_loaded_are_generated_again_by_one_that_goes_back_further(
+    loaded_rows: bool,
+) -> None:
+    """The buffer has died, so the rows of the newer checkpoint are not in the data plane until a learner loads them."""
+    scene = Scene(eta=2, per_step=1, max_attempts=1)
+    older = checkpoint(scene)
+    scene.commit(*scene.reserve(2))
+    scene.train()
+    newer = checkpoint(scene)
+    assert [group.ticket.key for group in newer.open if group.meta is not None] == ["1.0"]
+    again = Scene(eta=2, per_step=1, max_attempts=1)
+    go_back(again, newer, loaded=Version(1, 0))
+    if loaded_rows:
+        again.lease()
+    go_back(again, older, loaded=Version(1, 0))
+    assert again.buffer.counts().ready == int(loaded_rows)
+    tickets = again.reserve(2)
+    assert [ticket.key for ticket in tickets] == (["0.1", "2.0"] if loaded_rows else ["0.1", "1.1"])
+    again.commit(*tickets)
+    for _ in range(2):
+        again.train()
+    assert again.buffer.account.closed
+
+
+def test_groups_that_were_ready_all_the_time_stay_although_no_learner_has_loaded_their_rows() -> None:
+    scene = Scene(eta=2, per_step=1)
+    older = checkpoint(scene)
+    scene.commit(*scene.reserve(2))
+    scene.train()
+    newer = checkpoint(scene)
+    go_back(scene, newer, loaded=Version(1, 0))
+    go_back(scene, older, loaded=Version(1, 0))
+    assert scene.lease().groups[0].meta.key == "1.0"
+
+
 @pytest.mark.parametrize("loaded", [0, 1])
 def test_a_ticket_stays_unless_its_replica_has_loaded_lost_weights(loaded: int) -> None:
     scene = Scene(eta=2, per_step=1)

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from asyncrl.checkpoints import directory
-from asyncrl.checkpoints.directory import RunManifest, folder_of, newest, verified, write
+from asyncrl.checkpoints.directory import SCHEMA, RunManifest, folder_of, newest, verified, write
 from asyncrl.common.lineage import Lineage
 from asyncrl.common.version import Version
 from asyncrl.complete_directory import COMPLETE
@@ -17,7 +17,7 @@ from asyncrl.errors import CheckpointDamaged, CheckpointIncomplete
 def manifest(step: int) -> RunManifest:
     lineage = Lineage().child(Version(1, 2))
     return RunManifest(
-        version=Version(2, step), lineage=lineage, settings={"learner.lr": 1e-3}, packages={"torch": "2"}
+        nonce="n", version=Version(2, step), lineage=lineage, settings={"learner.lr": 1e-3}, packages={"torch": "2"}
     )
 
 
@@ -109,6 +109,6 @@ def test_a_checkpoint_without_its_last_file_is_incomplete(tmp_path: Path) -> Non
 
 
 def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
-    write(folder_of(tmp_path, 1), msgspec.structs.replace(manifest(1), schema=2), fill=fill)
-    with pytest.raises(CheckpointDamaged, match="format 2"):
+    write(folder_of(tmp_path, 1), msgspec.structs.replace(manifest(1), schema=SCHEMA + 1), fill=fill)
+    with pytest.raises(CheckpointDamaged, match=f"format {SCHEMA + 1}"):
         verified(folder_of(tmp_path, 1))

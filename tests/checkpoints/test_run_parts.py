@@ -52,6 +52,7 @@ def parts(calls: list[str], *, critic: bool) -> RunParts:
         policy=FakeRanks("policy", calls),  # type: ignore[arg-type]
         critic=FakeRanks("critic", calls) if critic else None,  # type: ignore[arg-type]
         lineage=Lineage(),
+        nonce="quick-nonce",
         packages={},
     )
 

@@ -3,11 +3,19 @@
 from pathlib import Path
 
 import pytest
+from made_up_run import make_step
 
+from asyncrl.checkpoints.directory import MANIFEST, RunManifest, folder_of, write
 from asyncrl.cli import live_run
-from asyncrl.cli.live_run import reported_run
+from asyncrl.cli.live_run import join_admitted, reported_run
+from asyncrl.common.lineage import Lineage
+from asyncrl.common.version import Version
+from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
-from asyncrl.errors import RunError, RunLocked
+from asyncrl.deployment import cluster
+from asyncrl.deployment.resuming import unfinished_run
+from asyncrl.deployment.run_dir import RunDir
+from asyncrl.errors import LearnerNotRestored, RunError, RunLocked
 
 
 def config_in(path: Path) -> Config:
@@ -47,3 +55,39 @@ def test_a_report_that_cannot_be_made_hides_no_outcome(
         raise RunError("the run's own")
     assert "was not written" in caplog.text
     assert "OverflowError: a number too large" in caplog.text
+
+
+@pytest.mark.fault("F6")
+@pytest.mark.parametrize("run_lives", [False, True])
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_directory_whose_checkpoint_is_damaged_is_not_moved_aside_while_its_run_lives(
+    damaged: bool, run_lives: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_in(tmp_path)
+    with RunDir.create(config) as run:
+        run.append_step(make_step(0))
+        settings = dict(shared_config(config))
+        manifest = RunManifest(
+            nonce=run.nonce, version=Version(1, 1), lineage=Lineage(), settings=settings, packages={}
+        )
+        checkpoint = folder_of(run.checkpoints, 1)
+        write(checkpoint, manifest, fill=lambda _: None)
+        if damaged:
+            (checkpoint / MANIFEST).write_bytes(b"x" * (checkpoint / MANIFEST).stat().st_size)
+        run.stopped("")
+
+    async def check(_: Config, *, restores: str | None = None, **__: object) -> None:
+        assert restores in (None, run.nonce)
+        if restores is None and run_lives:
+            raise LearnerNotRestored("run 'quick' has trained 1 steps; end the run")
+
+    monkeypatch.setattr(cluster, "join", lambda *_, **__: None)
+    monkeypatch.setattr(cluster, "check_admission", check)
+    choose = join_admitted("auto", config, choose=unfinished_run)
+    if damaged and run_lives:
+        with pytest.raises(LearnerNotRestored, match=r"no checkpoint in .*/checkpoints can be used, and run"):
+            RunDir.create(config, choose=choose)
+        assert [path.name for path in tmp_path.iterdir()] == ["quick"]
+        return
+    with RunDir.create(config, choose=choose) as again:
+        assert (again.resumed is None) == (again.previous is not None) == damaged

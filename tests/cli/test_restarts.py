@@ -51,6 +51,18 @@ def test_a_process_that_died_or_may_be_mended_is_started_again_until_it_ends_on_
     assert ended(started(body, stderr=subprocess.DEVNULL)) == (["start 0", "start 1", "start 2"], 7)
 
 
+def test_a_process_knows_whether_an_earlier_one_has_begun_the_run() -> None:
+    body = """
+from asyncrl.cli.restarts import begun_before, mark_begun
+print(begun_before(), flush=True)
+if restarts() == 1: mark_begun()
+if restarts() < 2: os.kill(os.getpid(), signal.SIGKILL)
+on_purpose(); sys.exit(0)
+"""
+    lines, _ = ended(started(body, stderr=subprocess.DEVNULL))
+    assert lines == ["start 0", "False", "start 1", "False", "start 2", "True"]
+
+
 @pytest.mark.parametrize("code", [0, 1, 2, 130])
 def test_a_process_that_ends_on_purpose_is_not_started_again(code: int) -> None:
     assert ended(started(f"on_purpose(); sys.exit({code})")) == (["start 0"], code)

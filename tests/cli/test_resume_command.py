@@ -71,7 +71,7 @@ def test_a_restart_after_a_process_has_died_does_not_go_back_again(
     started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would lose the steps that were trained since."""
-    monkeypatch.setattr(command, "restarts", lambda: 1)
+    monkeypatch.setattr(command, "begun_before", lambda: True)
     assert runner.invoke(app, ["resume", "quick", "--at", "step-4"]).exit_code == 0
     assert started.choose.keywords == {"step": None}
     assert "resume" in SUPERVISED

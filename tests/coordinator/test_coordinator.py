@@ -533,9 +533,11 @@ async def test_rows_of_a_dropped_step_are_cleared_once_and_not_before_the_learne
     assert rows.cleared == [[ticket.key]]
 
 
-async def trained_once(coordinator: Coordinator, *, shared: Mapping[str, object] = SHARED) -> RunSnapshot:
+async def trained_once(
+    coordinator: Coordinator, *, shared: Mapping[str, object] = SHARED, learner: Deployment = FIRST
+) -> RunSnapshot:
     """Trains the first step of a run. Returns the snapshot of its ack."""
-    await coordinator.attach(FIRST, shared=shared)
+    await coordinator.attach(learner, shared=shared)
     tickets = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
     await coordinator.commit([finished(ticket) for ticket in tickets])
     await coordinator.learner.lease(1, wait_s=0.0)
@@ -610,6 +612,29 @@ async def test_a_checkpoint_of_another_run_is_refused_and_changes_nothing() -> N
                 FIRST, shared=SHARED, restored=Restored(snapshot=snapshot, lineage=Lineage(branches))
             )
     assert coordinator.snapshot() == before
+
+
+@pytest.mark.asyncio
+async def test_a_learner_in_the_directory_of_another_run_of_this_name_is_refused_with_both_nonces() -> None:
+    """Its lineage alone does not show it: both runs may have been resumed at the same steps."""
+    now_s = 0.0
+    coordinator = made(ClearedRows(), clock=lambda: now_s)
+    first, second = (msgspec.structs.replace(each, nonce="n1") for each in (FIRST, SECOND))
+    other = msgspec.structs.replace(second, nonce="n0")
+    snapshot = await trained_once(coordinator, learner=first)
+    restored = Restored(snapshot=snapshot, lineage=Lineage((snapshot.version,)))
+    now_s = SILENT_S
+    before = coordinator.snapshot()
+    for refused in (
+        functools.partial(coordinator.attach, other, restored=restored),
+        functools.partial(coordinator.check, other, restores=True),
+    ):
+        with pytest.raises(
+            LearnerNotRestored, match=r"has the nonce 'n1'.* another run .*the nonce 'n0'; set run\.dir"
+        ):
+            await performed(functools.partial(refused, shared=SHARED))
+    assert coordinator.snapshot() == before
+    assert (await coordinator.attach(second, shared=SHARED, restored=restored)).incarnation == 2
 
 
 @pytest.mark.asyncio

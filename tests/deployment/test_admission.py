@@ -75,9 +75,9 @@ async def test_a_learner_waits_until_the_one_that_was_killed_counts_as_gone(monk
     killed = Deployment(id="l", role=Role.LEARNER, host="h", pid=7)
     members.attach(killed, shared=shared_config(config))
     with pytest.raises(RunLocked):
-        await cluster.check_admission(config, role=Role.LEARNER, restores=True)
+        await cluster.check_admission(config, role=Role.LEARNER, restores="n")
     members.keep(killed.id)
-    await cluster.check_admission(config, role=Role.LEARNER, restores=True, patience_s=60.0)
+    await cluster.check_admission(config, role=Role.LEARNER, restores="n", patience_s=60.0)
     assert members.live() == []
 
 
@@ -136,3 +136,48 @@ async def test_leaving_a_run_whose_coordinator_is_gone_raises_nothing() -> None:
     handles: Any = SimpleNamespace(coordinator=SimpleNamespace(call=gone), deployment=SimpleNamespace(id="learner-1"))
     await cluster.leave_run(handles, namespace="run")
     assert calls == [Registry.detach]
+
+
+class AttachedCluster:
+    """A fake cluster with the registry of a run. The answer to an attach is lost after the registry has booked it."""
+
+    def __init__(self, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.members = Registry(shared=shared_config(config), timeout_s=10.0, clock=lambda: 0.0)
+        self.ended: list[str] = []
+        monkeypatch.setattr(cluster.ray, "put", lambda tasks: tasks)
+        monkeypatch.setattr(cluster.ray, "remote", lambda _: SimpleNamespace(options=lambda **_: self))
+        monkeypatch.setattr(cluster, "end_actors", self.ended.append)
+
+    def remote(self, **_: object) -> Any:
+        return SimpleNamespace(
+            __ray_ready__=SimpleNamespace(remote=self.ready), perform=SimpleNamespace(remote=self.perform)
+        )
+
+    async def ready(self) -> None:
+        """Stands for Ray's answer that the actor is placed."""
+
+    async def perform(self, call: Call) -> object:
+        if call.method == "attach":
+            self.members.attach(*call.arguments, shared=call.options["shared"])
+            raise ActorGone("the answer is lost")
+        if call.method == "detach":
+            return self.members.detach(*call.arguments)
+        assert call.method == "start"
+        return None
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F6")
+@pytest.mark.parametrize("others", [False, True])
+async def test_a_learner_that_gets_no_answer_to_its_attach_does_not_keep_the_next_one_out(
+    others: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config()
+    there = AttachedCluster(config, monkeypatch)
+    if others:
+        generator = Deployment(id="g", role=Role.GENERATOR, host="h", pid=1)
+        there.members.attach(generator, shared=shared_config(config))
+    with pytest.raises(ActorGone, match="the answer is lost"):
+        await cluster.enter_run(config, deployment=cluster.new_deployment(Role.LEARNER), tasks=[])
+    assert [member.id for member in there.members.live()] == (["g"] if others else [])
+    assert there.ended == ([] if others else [config.run.name]), "the last one that leaves ends the run's actors"

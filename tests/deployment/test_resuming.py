@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import msgspec
 import pytest
 from made_up_run import make_step
 
+from asyncrl.atomic_write import write_atomically
 from asyncrl.checkpoints.directory import RunManifest, folder_of, write
 from asyncrl.cli.options import print_previous
 from asyncrl.common.lineage import Lineage
@@ -19,10 +21,11 @@ from asyncrl.common.version import Version
 from asyncrl.complete_directory import COMPLETE, unfinished
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
+from asyncrl.deployment import resuming
 from asyncrl.deployment.learner_log import going_on
-from asyncrl.deployment.resuming import chosen_checkpoint, no_checkpoint, step_of, unfinished_run
+from asyncrl.deployment.resuming import Choice, chosen_checkpoint, no_checkpoint, step_of, unfinished_run
 from asyncrl.deployment.run_dir import RunDir
-from asyncrl.errors import CheckpointDamaged, ConfigError, RunError, RunLocked
+from asyncrl.errors import CheckpointDamaged, CheckpointError, ConfigError, RunError, RunLocked
 from asyncrl.learner.records import EvalRecord, StepRecord, read_lines
 from asyncrl.metrics.trackers import Going
 
@@ -34,7 +37,8 @@ def config_in(folder: Path, **sections: Any) -> Config:
 def save(run: RunDir, step: int, *, incarnation: int = 1) -> None:
     """Writes a checkpoint that has only its manifest."""
     settings = dict(shared_config(config_in(run.path.parent)))
-    manifest = RunManifest(version=Version(incarnation, step), lineage=run.lineage, settings=settings, packages={})
+    version = Version(incarnation, step)
+    manifest = RunManifest(nonce=run.nonce, version=version, lineage=run.lineage, settings=settings, packages={})
     write(folder_of(run.checkpoints, step), manifest, fill=lambda path: None)
 
 
@@ -209,16 +213,16 @@ def test_a_run_goes_back_to_an_earlier_checkpoint_and_later_ones_are_set_aside_w
         assert "summary.json" not in after, "it described steps that are lost"
 
 
-def test_trackers_begin_new_runs_only_if_the_run_went_back(tmp_path: Path) -> None:
+def test_trackers_get_to_know_which_incarnation_went_back(tmp_path: Path) -> None:
     saved_often(tmp_path)
     with resume_at(tmp_path, None) as again:
-        assert going_on(again) == Going(step=6, incarnation=2, went_back=False)
+        assert going_on(again) == Going(step=6, incarnation=2, went_back=0)
         again.stopped("asked to end by a signal")
     with resume_at(tmp_path, 2) as again:
-        assert going_on(again) == Going(step=2, incarnation=3, went_back=True)
+        assert going_on(again) == Going(step=2, incarnation=3, went_back=3)
         again.stopped("asked to end by a signal")
     with resume_at(tmp_path, None) as again:
-        assert going_on(again) == Going(step=2, incarnation=4, went_back=False)
+        assert going_on(again) == Going(step=2, incarnation=4, went_back=3), "incarnation 3 may have sent nothing"
     with RunDir.create(config_in(tmp_path), choose=no_checkpoint) as new:
         assert going_on(new) is None
 
@@ -227,8 +231,8 @@ def test_checkpoints_that_were_set_aside_are_not_found_again(tmp_path: Path) -> 
     """Also not by a run that goes back twice."""
     saved_often(tmp_path)
     with resume_at(tmp_path, 4) as again:
-        again.append_step(make_step(4))
-        again.append_step(make_step(5))
+        again.append_step(make_step(4, wall_s=94.0))
+        again.append_step(make_step(5, wall_s=95.0))
         save(again, 6, incarnation=2)
         again.stopped("asked to end by a signal")
     with resume_at(tmp_path, 2) as again:
@@ -245,6 +249,47 @@ def test_checkpoints_that_were_set_aside_are_not_found_again(tmp_path: Path) -> 
         assert again.lineage == Lineage((Version(1, 4), Version(1, 2), Version(1, 2)))
         lost = [record.step for record in read_lines(again.path / "lost-steps.jsonl", StepRecord)]
         assert lost == [4, 5, 2, 3, 4, 5]
+
+
+@pytest.mark.fault("F6")
+@pytest.mark.parametrize("choose", [unfinished_run, partial(chosen_checkpoint, step=None)])
+def test_a_start_that_is_killed_after_it_began_to_go_back_is_gone_on_with(
+    choose: Choice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed before each of its changes. Before the first one, everything is as it was. Later, the run goes
+    back."""
+    for kill_at in range(16):
+        folder = tmp_path / f"{kill_at}"
+        saved_often(folder)
+        killed = Killed(at=kill_at)
+        with monkeypatch.context() as patched, contextlib.suppress(KeyboardInterrupt):
+            patched.setattr(Path, "rename", killed.before(Path.rename))
+            patched.setattr(Path, "replace", killed.before(Path.replace))
+            resume_at(folder, 2).close(state="stopped", reason="")
+        config = config_in(folder, learner={"total_steps": 9, "optimizer": {"warmup_steps": 0}})
+        with RunDir.create(config, choose=choose) as again:
+            assert again.resumed is not None
+            assert again.resumed.step == (6 if kill_at == 0 else 2), f"killed before change {kill_at}"
+            left = sorted(path.name for path in again.checkpoints.glob("step-*"))
+            assert left == (["step-2"] if kill_at else ["step-2", "step-4", "step-6"])
+            again.stopped("asked to end by a signal")
+    assert killed.left > 0, "the last start was not killed"
+
+
+class Killed:
+    """Ends a process before change number `at` of its files."""
+
+    def __init__(self, *, at: int) -> None:
+        self.left = at
+
+    def before(self, change: Callable[[Path, Path], Path]) -> Callable[[Path, Path], Path]:
+        def changed(path: Path, target: Path) -> Path:
+            if self.left <= 0:
+                raise KeyboardInterrupt
+            self.left -= 1
+            return change(path, target)
+
+        return changed
 
 
 def test_a_start_that_is_killed_while_it_sets_files_aside_leaves_records_that_cover_every_checkpoint(
@@ -274,6 +319,38 @@ def test_a_start_that_is_killed_while_it_sets_files_aside_leaves_records_that_co
         assert again.resumed is not None
         assert again.resumed.step == 2
         assert [record.step for record in read_lines(again.path / "steps.jsonl", StepRecord)] == [0, 1]
+
+
+@pytest.mark.parametrize("second", [2, 4])
+@pytest.mark.parametrize("file", ["lost-steps.jsonl", "steps.jsonl", "lost-evals.jsonl", "evals.jsonl"])
+def test_a_start_that_is_killed_while_it_takes_records_out_leaves_none_twice(
+    file: str, second: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second start may go back less far than the one that was killed."""
+    run = saved_often(tmp_path)
+
+    def killed(path: Path, data: bytes) -> None:
+        if path.name == file:
+            raise KeyboardInterrupt
+        write_atomically(path, data)
+
+    kept = content_of(run.path)
+    with monkeypatch.context() as patched, contextlib.suppress(KeyboardInterrupt):
+        patched.setattr(resuming, "write_atomically", killed)
+        resume_at(tmp_path, 2)
+    for name, content in kept.items():  # a user who takes back what was set aside
+        (run.path / name).parent.mkdir(parents=True, exist_ok=True)
+        if name.startswith("checkpoints"):
+            (run.path / name).write_bytes(content)
+    with resume_at(tmp_path, second) as again:
+        for name, kind, step_of_record, all_of_them in (
+            ("steps", StepRecord, lambda record: record.step, [*range(6)]),
+            ("evals", EvalRecord, lambda record: record.version, [0, 6]),
+        ):
+            living = [step_of_record(record) for record in read_lines(again.path / f"{name}.jsonl", kind)]
+            lost = [step_of_record(record) for record in read_lines(again.path / f"lost-{name}.jsonl", kind)]
+            assert living + lost == all_of_them
+            assert all(step <= second for step in living)
 
 
 def test_a_damaged_newer_checkpoint_is_set_aside_when_the_one_before_it_is_used(tmp_path: Path) -> None:
@@ -308,6 +385,22 @@ def test_a_checkpoint_that_cannot_be_continued_is_refused_and_nothing_changes(
     before = content_of(first.path)
     with pytest.raises(error, match=words):
         resume_at(tmp_path, step, total_steps=total_steps)
+    assert content_of(first.path) == before
+
+
+@pytest.mark.parametrize("step", [None, 8])
+def test_a_checkpoint_of_another_run_is_refused_with_both_nonces_and_nothing_changes(
+    step: int | None, tmp_path: Path
+) -> None:
+    first = saved_often(tmp_path)
+    with RunDir.create(config_in(tmp_path / "other")) as other:
+        save(other, 8)
+    folder_of(other.checkpoints, 8).rename(folder_of(first.checkpoints, 8))
+    before = content_of(first.path)
+    with pytest.raises(CheckpointError, match=f"step-8 is of a run .*{other.nonce}.*{first.nonce}.* move .* back"):
+        resume_at(tmp_path, step)
+    with pytest.raises(CheckpointError, match=other.nonce):
+        RunDir.create(config_in(tmp_path))
     assert content_of(first.path) == before
 
 

@@ -85,7 +85,7 @@ class KeptLog:
     def append_audit(self, record: Record) -> None:
         self.audit.append(record)
 
-    def sync_audit(self) -> None:
+    def sync(self) -> None:
         self.synced = len(self.audit)
 
 

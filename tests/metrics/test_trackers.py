@@ -127,10 +127,15 @@ print(run, [log["reward/mean"] for log in logs if "reward/mean" in log], "tree>"
 
 
 def follow_twice(name: str, folder: Path, *, went_back: bool = False) -> None:
-    """Logs 4 steps, and then those after step 2 again with other rewards, as a resumed run does."""
+    """Logs 4 steps, and then those after step 2 again with other rewards, as a resumed run does.
+
+    The run is resumed two times: at the first time, it is killed before its first step.
+    """
+    last_back = 2 if went_back else 0
     steps: dict[Going | None, dict[int, float]] = {
         None: {1: 0.1, 2: 0.2, 3: 0.3, 4: 0.4},
-        Going(2, 2, went_back): {3: 0.33, 4: 0.44, 5: 0.55},
+        Going(2, 2, last_back): {},
+        Going(2, 3, last_back): {3: 0.33, 4: 0.44, 5: 0.55},
     }
     for going, rewards in steps.items():
         if going is not None:
@@ -201,13 +206,13 @@ def test_wandb_goes_on_under_its_id(went_back: bool, tmp_path: Path, monkeypatch
     wandb.teardown()
     logs = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
     ids = [log.stem.removeprefix("run-") for log in logs]
-    assert len(ids) == 2
+    assert len(ids) == 3
     known = known_run(tmp_path, "wandb")
     assert (known.id in ids, known.sent) == (True, 5)
     assert (len(set(ids)), known.name) == ((2, "quick-2") if went_back else (1, "quick"))
     # wandb cannot take numbers back.
     again = [(3, 0.33), (4, 0.44), (5, 0.55)] if went_back else [(5, 0.55)]
-    assert [wandb_rewards(log) for log in logs] == [list(enumerate([0.1, 0.2, 0.3, 0.4], 1)), again]
+    assert [wandb_rewards(log) for log in logs] == [list(enumerate([0.1, 0.2, 0.3, 0.4], 1)), [], again]
 
 
 def wandb_rewards(log: Path) -> list[tuple[int, float]]:
