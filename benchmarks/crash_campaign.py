@@ -51,6 +51,8 @@ TARGETS = {
     "critic": ["critic", SAVING],
     "deployments": ["learner", SAVING, "rank"],
 }  # fmt: skip
+GOES_ON = ("row store", "generator", "engine")
+"""Targets without which a run may go on. After the end of any other one it starts again, at once or after a timeout."""
 CONFIGS = {
     "up": ["quickstart.yaml", "learner.ranks=2"],
     "critic": ["ppo.yaml", "learner.ranks=1", "critic.warmup_steps=0"],
@@ -66,7 +68,7 @@ OVERRIDES = [
     "generator.max_concurrent_groups=8",
     "generator.max_completion_tokens=40",
     "generator.temperature=2",
-    "generator.persist_every_tokens=4",
+    "generator.persist_every_tokens=1",
     "environment.reward=dense_reward:by_checksum",
     "eval.prompts=0",
     "learner.optimizer.warmup_steps=0",
@@ -77,7 +79,7 @@ OVERRIDES = [
     "run.max_restarts=1000",
     "run.shutdown_grace_s=60",
 ]
-_WENT_BACK = re.compile(r"goes back from \S+ to \S+: (\d+) tokens that were generated since stay, and (\d+) are")
+_WENT_BACK = re.compile(r"goes back from \S+ to \S+: (\d+) tokens of finished groups stay, and (\d+) tokens of groups")
 
 
 class Run:
@@ -129,10 +131,11 @@ class Run:
         return any((self.directory / "checkpoints").glob("step-*.tmp"))
 
     def kept_tokens(self) -> tuple[int, int]:
-        """Returns how many tokens stayed when a learner went back, and how many were generated again."""
+        """Returns two sums over all times that a learner went back: the tokens of groups that stayed whole, and the
+        tokens of surviving weights in groups that lost weights had finished."""
         files = Path(self._session).glob("logs/worker-*.err") if self._session else ()
         found = [match for file in files for match in _WENT_BACK.findall(file.read_text(errors="replace"))]
-        return sum(int(kept) for kept, _ in found), sum(int(again) for _, again in found)
+        return sum(int(whole) for whole, _ in found), sum(int(split) for _, split in found)
 
     def end(self) -> None:
         """Ends the learner with Ctrl-C, waits for the generators, and ends Ray. Raises RuntimeError if one fails."""
@@ -169,17 +172,21 @@ def one_kill(run: Run, target: str, *, moment: random.Random) -> dict[str, Any]:
     if target == SAVING:
         wait_until(run.saving, what="a save", timeout_s=60.0)
     trained = run.steps()
+    killed_at = trained
     kill(run.directory, "learner" if target == SAVING else target, also=run.others, choose=moment)
     while_saving = target == SAVING and run.saving()
 
     def trains_again() -> bool:
+        nonlocal trained
         since = run.resumed()[restarts:]
-        return run.steps() > (since[-1]["step"] if since else trained + 3)
+        if not since:
+            trained = max(trained, run.steps())
+        return run.steps() > since[-1]["step"] if since else target in GOES_ON and run.steps() > killed_at + 3
 
-    seconds = wait_until(trains_again, what=f"a step after the {target} was killed at step {trained}")
+    seconds = wait_until(trains_again, what=f"a step after the {target} was killed at step {killed_at}")
     since = run.resumed()[restarts:]
     lost = trained - since[-1]["step"] if since else 0
-    return {"target": target, "saving": while_saving, "step": trained, "restart": bool(since), "lost_steps": lost,
+    return {"target": target, "saving": while_saving, "step": killed_at, "restart": bool(since), "lost_steps": lost,
             "seconds": round(seconds, 1)}  # fmt: skip
 
 
@@ -219,17 +226,19 @@ def one_run(kind: str, number: int, *, folder: Path, seed: int) -> dict[str, Any
         for target in targets:
             kills.append(one_kill(run, target, moment=choose))
             print(f"{kind}-{number}: {kills[-1]}", flush=True)
-        steps, (kept, again) = run.steps(), run.kept_tokens()
+        steps, (whole, split) = run.steps(), run.kept_tokens()
         run.end()
     finally:
         run.kill()
     checks = audited(run.directory)
     prompts = re.search(r"of (\d+) prompts", " ".join(checks))
+    summary = json.loads((run.directory / "summary.json").read_bytes())
     left = [*left_processes(processes), *sorted(shared_memory() - memory)]
     if left:
         raise RuntimeError(f"the run left {left}")
     return {"kind": kind, "run": number, "kills": kills, "steps": steps, "checks": len(checks),
-            "prompts": int(prompts[1]) if prompts else 0, "kept_tokens": kept, "regenerated_tokens": again}  # fmt: skip
+            "prompts": int(prompts[1]) if prompts else 0, "whole_tokens": whole, "split_tokens": split,
+            "continued_tokens": summary["tokens_continued"] if split else 0}  # fmt: skip
 
 
 def results() -> list[dict[str, Any]]:
@@ -265,7 +274,8 @@ def table() -> Iterator[str]:
                 f"({max(seconds):.0f}) | {median(each['lost_steps'] for each in found):.0f} |"
             )
     kills = [each for run in runs for each in run["kills"]]
-    kept, again = (sum(run[name] for run in runs) for name in ("kept_tokens", "regenerated_tokens"))
+    names = ("whole_tokens", "split_tokens", "continued_tokens")
+    whole, split, continued = (sum(run[name] for run in runs) for name in names)
     yield ""
     while_saving, prompts = sum(each["saving"] for each in kills), sum(run["prompts"] for run in runs)
     yield (
@@ -273,10 +283,13 @@ def table() -> Iterator[str]:
         f"audit of every run passed: of {prompts} prompts, 0 were lost and 0 were trained twice. No process and no "
         "file in /dev/shm was left."
     )
-    if kept + again:
+    if whole + split:
+        kept = (whole + min(continued, split)) / (whole + split)
         yield (
-            f"When the learner went back while the generators stayed, {kept} tokens that had been generated since the "
-            f"checkpoint stayed, and {again} were generated again, with those of lost weights."
+            f"When the learner went back while the generators stayed, the finished groups that its checkpoint had not "
+            f"trained had {whole + split} tokens of surviving weights. {whole} of them were in groups without a token "
+            f"of lost weights, and stayed. Of the other {split}, {continued} had been stored and were continued. So "
+            f"{kept:.1%} were not generated again."
         )
 
 
