@@ -94,6 +94,8 @@ class Run:
         self._overrides += [f"model.path={REPOSITORY / 'models' / 'crash-campaign'}", *OVERRIDES, *own]
         self._commands: list[psutil.Popen] = []
         self._session = ""
+        self.family: set[psutil.Process] = set()
+        """All processes that the commands had started at the kills and at the end."""
         self.others: list[psutil.Popen] = []
         """Commands that start processes for the learner."""
         if kind != "deployments":
@@ -122,6 +124,11 @@ class Run:
         path = self.directory / "steps.jsonl"
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
+    def note_family(self) -> None:
+        for process in self._commands:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self.family.update(process.children(recursive=True))
+
     def resumed(self) -> list[dict[str, Any]]:
         with contextlib.suppress(OSError, ValueError):
             return json.loads((self.directory / "run.json").read_bytes())["resumed"]  # type: ignore[no-any-return]
@@ -139,6 +146,7 @@ class Run:
 
     def end(self) -> None:
         """Ends the learner with Ctrl-C, waits for the generators, and ends Ray. Raises RuntimeError if one fails."""
+        self.note_family()
         for process in reversed(self._commands):
             if "generator" not in process.args:  # generators end with their run
                 process.send_signal(signal.SIGINT)
@@ -173,6 +181,7 @@ def one_kill(run: Run, target: str, *, moment: random.Random) -> dict[str, Any]:
         wait_until(run.saving, what="a save", timeout_s=60.0)
     trained = run.steps()
     killed_at = trained
+    run.note_family()
     kill(run.directory, "learner" if target == SAVING else target, also=run.others, choose=moment)
     while_saving = target == SAVING and run.saving()
 
@@ -200,18 +209,14 @@ def audited(directory: Path) -> list[str]:
     return [line for line in audit.stdout.splitlines() if "passed" in line]
 
 
-def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
-
-
-def left_processes(before: set[int]) -> list[str]:
-    """Returns the processes of Ray and vLLM that were started since `before`."""
-    found = []
-    for process in psutil.process_iter(["pid", "cmdline"]):
-        words = " ".join(process.info["cmdline"] or [])
-        if process.info["pid"] not in before and re.search(r"ray::|VLLM::|raylet|gcs_server|-m asyncrl", words):
-            found.append(words[:100])
-    return found
+def unused_shared_memory() -> set[str]:
+    """Returns the files in /dev/shm that no process has open or mapped."""
+    files = {str(path) for path in Path("/dev/shm").iterdir()}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            files -= {line.split(maxsplit=5)[-1].strip() for line in (process / "maps").read_text().splitlines()}
+            files -= {os.readlink(each) for each in (process / "fd").iterdir()}
+    return files
 
 
 def one_run(kind: str, number: int, *, folder: Path, seed: int) -> dict[str, Any]:
@@ -219,7 +224,7 @@ def one_run(kind: str, number: int, *, folder: Path, seed: int) -> dict[str, Any
     choose = random.Random(f"{seed}/{number}")
     targets = (TARGETS[kind] * KILLS_A_RUN)[:KILLS_A_RUN]
     choose.shuffle(targets)
-    memory, processes = shared_memory(), set(psutil.pids())
+    memory = unused_shared_memory()
     run = Run(kind, folder / f"{kind}-{number}", seed=number)
     kills = []
     try:
@@ -233,8 +238,8 @@ def one_run(kind: str, number: int, *, folder: Path, seed: int) -> dict[str, Any
     checks = audited(run.directory)
     prompts = re.search(r"of (\d+) prompts", " ".join(checks))
     summary = json.loads((run.directory / "summary.json").read_bytes())
-    left = [*left_processes(processes), *sorted(shared_memory() - memory)]
-    if left:
+    living = [process for process in run.family if process.is_running()]
+    if left := [*living, *sorted(unused_shared_memory() - memory)]:
         raise RuntimeError(f"the run left {left}")
     return {"kind": kind, "run": number, "kills": kills, "steps": steps, "checks": len(checks),
             "prompts": int(prompts[1]) if prompts else 0, "whole_tokens": whole, "split_tokens": split,

@@ -16,13 +16,13 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 from asyncrl.common.roles import Role, RunState
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.status import RunStatus
-from asyncrl.data_plane.calls import finished
+from asyncrl.data_plane.calls import finished, first_line
 from asyncrl.deployment.closing import Stopped, running, unless_stopped
 from asyncrl.deployment.cluster import RunHandles, enter_run, keep_attached, leave_run, new_deployment, placed
 from asyncrl.deployment.inputs import Prompts
@@ -253,4 +253,6 @@ def _cause(replica: _Replica) -> str:
     error = None if replica.running.cancelled() else replica.running.exception()
     if isinstance(error, RayTaskError) and isinstance(error.cause, AsyncRLError):
         error = error.cause  # without the traceback of the actor, which Ray puts into the text of its own error
+    if isinstance(error, RayActorError):
+        return first_line(error)
     return f"{type(error).__name__}: {error}" if error is not None else "its rollout loop returned without an error"
