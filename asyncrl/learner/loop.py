@@ -26,8 +26,8 @@ from asyncrl.coordinator.snapshot import RunSnapshot
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.interfaces import KVBatchMeta
-from asyncrl.data_plane.sample_ids import group_of, samples_of
-from asyncrl.errors import NonFiniteError, ParityError, RowsLost, StallError
+from asyncrl.data_plane.sample_ids import group_of
+from asyncrl.errors import RowsLost, StallError
 from asyncrl.learner.audit_records import Ended
 from asyncrl.learner.audit_rows import ROW_COLUMNS, trained_step
 from asyncrl.learner.batch import Decode, check_staleness, sample_ids, step_meta
@@ -40,21 +40,18 @@ from asyncrl.learner.recording import EndedStep, StepRecorder
 from asyncrl.learner.records import RunTotals, StepRecord
 from asyncrl.learner.run_log import RunLog
 from asyncrl.learner.stages import Stages
+from asyncrl.learner.step_checks import StepChecks, names_of
+from asyncrl.learner.trained_rows import TrainedRows
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.metrics.states import StateClock
 from asyncrl.policy.tq_policy import TQPolicy
-from asyncrl.ranks.report import StepReport
 from asyncrl.value.tq_value import TQValue
 from asyncrl.weights.gate import should_publish
-from asyncrl.weights.parity import parity_tolerance_nats
 
 logger = logging.getLogger(__name__)
 
 LEASE_WAIT_S = 5.0
 """Longest wait of one lease call, so that the loop checks `stop` and the run's progress in between."""
-ROWS_SETTLE_S = 5.0
-"""How long the end of a run waits until other processes have cleared their rows."""
-ROWS_POLL_S = 0.1
 
 
 class LearnerLoop:
@@ -108,9 +105,17 @@ class LearnerLoop:
             state_seconds=states.seconds,
             before=before,
         )
-        self._nonfinite_in_a_row = 0
+        self._checks = StepChecks(config=config, metrics=metrics)
+        self._rows = TrainedRows(
+            config=config,
+            incarnation=incarnation,
+            policy=policy,
+            coordinator=coordinator,
+            checkpoints=checkpoints,
+            metrics=metrics,
+            clock=clock,
+        )
         self._due: RunSnapshot | None = None  # of the step whose checkpoint is due
-        self._released = 0  # number of ended saves after which retained rows were released
         self.phase = "publishing the first weights"
 
     async def run(self, stop: asyncio.Event) -> RunTotals:
@@ -166,9 +171,9 @@ class LearnerLoop:
             await asyncio.to_thread(self._log.sync)
             await self._while_saving(self._checkpoints.save_last(snapshot), version)
         retained = await self._coordinator.call(LearnerCalls.release, self._incarnation, None)
-        await self._clear_rows(retained)
+        await self._rows.clear(retained)
         await self._coordinator.call(LearnerCalls.clear_dropped, self._incarnation)
-        rows = await self._rows_outstanding(until_none=not stop.is_set())
+        rows = await self._rows.outstanding(until_none=not stop.is_set())
         return self._recorder.run_totals(await self._coordinator.call(Coordinator.status), rows_outstanding=rows)
 
     # --- one step -----------------------------------------------------------------------------------------------
@@ -207,7 +212,7 @@ class LearnerLoop:
             return await self._give_back(lease, lost)
         # NaN log-probs skip the step. They do not show whether the engine's and the learner's weights agree.
         if not report.skipped:
-            self._check_parity(report, step=lease.step)
+            self._checks.parity(report, step=lease.step)
         if report.skipped:
             acked, (status, over) = None, await self._skip(lease)
         else:
@@ -229,9 +234,9 @@ class LearnerLoop:
             # These two read rows, so they come before the rows are cleared.
             await self._write_samples(lease, meta)
             await self._write_audit(ended, meta, acked)
-        await self._clear_rows(over)
-        await self._rows_outstanding()
-        self._check_nonfinite([report, critic_report], lease)
+        await self._rows.clear(over)
+        await self._rows.outstanding()
+        self._checks.nonfinite([report, critic_report], lease)
         return status.version
 
     async def _give_back(self, lease: Lease, lost: RowsLost) -> Version:
@@ -247,31 +252,6 @@ class LearnerLoop:
         samples = [name for g in lease.groups if g.meta.key in keys for name in sample_ids(g)]
         await asyncio.to_thread(self._policy.discard_samples, samples, TRAIN_PARTITION)
         return Version(lease.incarnation, lease.step)
-
-    async def _clear_rows(self, keys: Sequence[str]) -> None:
-        """Clears the rows of groups that will not be trained any more. If a save has ended since the last call, also
-        those that were retained for an earlier checkpoint."""
-        if self._checkpoints.saves_ended != self._released:
-            self._released = self._checkpoints.saves_ended
-            complete = self._checkpoints.saved
-            keys = [*keys, *await self._coordinator.call(LearnerCalls.release, self._incarnation, complete)]
-        size = self._config.learner.group_size
-        rows = [row for key in keys for row in samples_of(key, count=size)]
-        await asyncio.to_thread(self._policy.discard_samples, rows, TRAIN_PARTITION)
-
-    async def _rows_outstanding(self, *, until_none: bool = False) -> int:
-        """Returns the number of rows of finished groups in the data plane.
-
-        At the end of a run, generators may still be clearing rows that will not be trained. With `until_none`, the
-        number is therefore read again until it is 0 or `ROWS_SETTLE_S` have passed.
-        """
-        deadline_s = self._clock() + ROWS_SETTLE_S
-        while True:
-            rows = (await asyncio.to_thread(self._policy.rows_outstanding)).get(TRAIN_PARTITION, 0)
-            self._metrics.rows_outstanding(rows)
-            if not (until_none and rows) or self._clock() > deadline_s:
-                return rows
-            await asyncio.sleep(ROWS_POLL_S)
 
     async def _write_samples(self, lease: Lease, meta: KVBatchMeta) -> None:
         """Writes all samples of the first `learner.groups_logged` groups to the run's sample file.
@@ -351,42 +331,10 @@ class LearnerLoop:
             "step %d was skipped because a loss or a gradient is not finite: no weights were changed; its groups are "
             "discarded: %s",
             lease.step,
-            _names(lease),
+            names_of(lease),
         )
         over = await self._coordinator.call(LearnerCalls.skip, lease.incarnation, lease.step)
         return await self._coordinator.call(Coordinator.status), over
-
-    def _check_parity(self, report: StepReport, *, step: int) -> None:
-        """Compares the learner's and the engine's log-probs of on-policy tokens, which must agree.
-
-        Raises ParityError, or logs an error, when they differ by more than the tolerance.
-        """
-        self._metrics.parity(report.on_policy_parity_max_nats)
-        tolerance = parity_tolerance_nats(self._config)
-        if report.on_policy_parity_max_nats <= tolerance:
-            return
-        message = (
-            f"step {step}: log-probs of {report.on_policy_tokens} on-policy tokens differ by up to "
-            f"{report.on_policy_parity_max_nats:.3g} nats from the engine's log-probs (weights.parity_tolerance_nats = "
-            f"{tolerance:g}). The generators sample from other weights or with other numerics than the learner: check "
-            "the dtype and the engine options, or raise weights.parity_tolerance_nats"
-        )
-        if self._config.weights.on_parity_failure == "stop":
-            raise ParityError(message)
-        logger.error("%s", message)
-
-    def _check_nonfinite(self, reports: Sequence[StepReport | None], lease: Lease) -> None:
-        """Raises NonFiniteError after `learner.max_nonfinite_steps` steps in a row that policy or critic skipped
-        (F21)."""
-        skipped = any(report is not None and report.skipped for report in reports)
-        self._nonfinite_in_a_row = self._nonfinite_in_a_row + 1 if skipped else 0
-        limit = self._config.learner.max_nonfinite_steps
-        if self._nonfinite_in_a_row >= limit:
-            raise NonFiniteError(
-                f"{limit} steps in a row (learner.max_nonfinite_steps) had a loss or gradient that is not finite. "
-                f"The last one had groups {_names(lease, most=8)}. Lower the learning rate, or look at the "
-                "rewards and samples of these groups"
-            )
 
     # --- checkpoints, weights and evaluation --------------------------------------------------------------------
 
@@ -446,8 +394,3 @@ class LearnerLoop:
             if not version.step:
                 raise
             logger.error("held-out evaluation of %s is left out: %s", version.words, error)
-
-
-def _names(lease: Lease, *, most: int | None = None) -> str:
-    """Returns the keys of the first `most` groups of a lease, or of all groups, separated by commas."""
-    return ", ".join(group.meta.key for group in lease.groups[:most])

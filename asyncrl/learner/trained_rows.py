@@ -1,0 +1,67 @@
+"""The rows of groups that have ended: the learner clears them when no checkpoint needs them."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from asyncrl.config.schema import Config
+from asyncrl.coordinator.client import CoordinatorClient
+from asyncrl.coordinator.learner_calls import LearnerCalls
+from asyncrl.data_plane.clients import TRAIN_PARTITION
+from asyncrl.data_plane.sample_ids import samples_of
+from asyncrl.learner.checkpoint import Checkpoints
+from asyncrl.metrics.recorders import LearnerMetrics
+from asyncrl.policy.tq_policy import TQPolicy
+
+SETTLE_S = 5.0
+"""How long the end of a run waits until other processes have cleared their rows."""
+POLL_S = 0.1
+
+
+class TrainedRows:
+    """Clears rows, and counts those that are left. The arguments are those of `LearnerLoop`."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        incarnation: int,
+        policy: TQPolicy,
+        coordinator: CoordinatorClient,
+        checkpoints: Checkpoints,
+        metrics: LearnerMetrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._incarnation = incarnation
+        self._policy = policy
+        self._coordinator = coordinator
+        self._checkpoints = checkpoints
+        self._metrics = metrics
+        self._clock = clock
+        self._released = 0  # number of ended saves after which retained rows were released
+
+    async def clear(self, keys: Sequence[str]) -> None:
+        """Clears the rows of groups that will not be trained any more. If a save has ended since the last call, also
+        those that were retained for an earlier checkpoint."""
+        if self._checkpoints.saves_ended != self._released:
+            self._released = self._checkpoints.saves_ended
+            complete = self._checkpoints.saved
+            keys = [*keys, *await self._coordinator.call(LearnerCalls.release, self._incarnation, complete)]
+        size = self._config.learner.group_size
+        rows = [row for key in keys for row in samples_of(key, count=size)]
+        await asyncio.to_thread(self._policy.discard_samples, rows, TRAIN_PARTITION)
+
+    async def outstanding(self, *, until_none: bool = False) -> int:
+        """Returns the number of rows of finished groups in the data plane.
+
+        At the end of a run, generators may still be clearing rows that will not be trained. With `until_none`, the
+        number is therefore read again until it is 0 or `SETTLE_S` have passed.
+        """
+        deadline_s = self._clock() + SETTLE_S
+        while True:
+            rows = (await asyncio.to_thread(self._policy.rows_outstanding)).get(TRAIN_PARTITION, 0)
+            self._metrics.rows_outstanding(rows)
+            if not (until_none and rows) or self._clock() > deadline_s:
+                return rows
+            await asyncio.sleep(POLL_S)
