@@ -1,19 +1,21 @@
 """The report says how a run ended, for every kind of end."""
 
+import time
 from pathlib import Path
 
 import pytest
 from made_up_run import make_step
 
 from asyncrl.checkpoints.directory import MANIFEST, RunManifest, folder_of, write
-from asyncrl.cli import live_run
+from asyncrl.cli import live_run, restarts
 from asyncrl.cli.live_run import join_admitted, reported_run
+from asyncrl.cli.options import choice
 from asyncrl.common.lineage import Lineage
 from asyncrl.common.version import Version
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.deployment import cluster
-from asyncrl.deployment.resuming import unfinished_run
+from asyncrl.deployment.resuming import no_checkpoint, unfinished_run
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import LearnerNotRestored, RunError, RunLocked
 
@@ -91,3 +93,18 @@ def test_a_directory_whose_checkpoint_is_damaged_is_not_moved_aside_while_its_ru
         return
     with RunDir.create(config, choose=choose) as again:
         assert (again.resumed is None) == (again.previous is not None) == damaged
+
+
+def test_a_restart_means_at_and_fresh_again_until_the_run_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restarts, "_begun", bytearray(1))
+    monkeypatch.setattr(restarts, "_started_s", (time.monotonic(),))
+    with RunDir.create(config_in(tmp_path)):
+        with pytest.raises(RunLocked), reported_run(config_in(tmp_path), role="up"):
+            pass
+        assert choice(fresh=True) is no_checkpoint
+    with reported_run(config_in(tmp_path), role="up"):
+        assert choice(fresh=True) is unfinished_run
+    monkeypatch.setattr(restarts, "_started_s", ())
+    assert choice(fresh=True) is no_checkpoint, "a new command"
