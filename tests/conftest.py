@@ -1,6 +1,8 @@
 """Settings for quick unit tests: fewer hypothesis examples, and excluded files that are not even imported. Settings for
-tests on a busy machine: Ray's workers get the same share of the CPU as all other processes."""
+tests on a busy machine: Ray's workers get the same share of the CPU as all other processes. Settings for tests with
+ranks that are processes: one process imports their libraries, and all ranks are forked from it."""
 
+import multiprocessing
 import os
 import re
 from pathlib import Path
@@ -10,6 +12,10 @@ from hypothesis import settings
 
 # Ray's default is 15. Its workers would get less than a tenth of the CPU beside two busy programs on two cores.
 os.environ.setdefault("RAY_worker_niceness", "0")
+
+# A forkserver begins with the first test that needs it, and serves all later files of its pytest worker. So the list is
+# the same for all files: a rank that is forked without these modules imports them itself, which takes eight seconds.
+multiprocessing.set_forkserver_preload(["asyncrl.policy.worker", "asyncrl.value.worker"])
 
 settings.register_profile("quick", settings.get_profile("ci"), max_examples=20)
 

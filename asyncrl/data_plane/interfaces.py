@@ -19,13 +19,16 @@ Every client guarantees:
 - Every wait ends at a deadline.
 """
 
+from __future__ import annotations
+
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from asyncrl.data.batched_data_dict import BatchedDataDict
+if TYPE_CHECKING:
+    from asyncrl.data.batched_data_dict import BatchedDataDict
 
 PAD_SEQLEN = "global_forward_pad_seqlen"
 """Key in `extra_info`: the width (tokens) to which all ranks pad every per-token column of the step."""
@@ -84,7 +87,7 @@ class KVBatchMeta:
         kept = [i for i in everything if i not in dropped]
         return self.subset(kept) if kept else None
 
-    def concat(self, *others: "KVBatchMeta") -> Self:
+    def concat(self, *others: KVBatchMeta) -> Self:
         """Returns these rows followed by the rows of `others`. Raises ValueError unless all are in one partition.
 
         Lengths and tags become None if an input lacks them. `fields` are the fields of all inputs, or None if an input

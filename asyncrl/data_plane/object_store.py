@@ -11,22 +11,26 @@ the put may have been entered or not; repeating it is correct in both cases. If 
 entering, its objects stay until the whole partition is cleared.
 """
 
+from __future__ import annotations
+
 import contextlib
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError
 
 from asyncrl.data_plane.calls import answer, start
-from asyncrl.data_plane.codec import Column, WireColumn
 from asyncrl.data_plane.partition_actor import Index
 from asyncrl.data_plane.partitioned_client import PartitionedClient
 from asyncrl.data_plane.partitions import StoredAt
 from asyncrl.data_plane.row_store import RowStore, ensure_row_store
 from asyncrl.data_plane.sample_ids import group_of
 from asyncrl.errors import ActorGone, RowsLost
+
+if TYPE_CHECKING:
+    from asyncrl.data_plane.codec import Column, WireColumn
 
 Address = tuple[str, str]
 """(row store, key) of an object."""
@@ -80,6 +84,8 @@ class ObjectStoreClient(PartitionedClient):
     def _load(
         self, partition_id: str, sample_ids: Sequence[str], places: Mapping[str, Sequence[StoredAt]]
     ) -> dict[str, list[tuple[Column, int]]]:
+        from asyncrl.data_plane.codec import Column  # imports torch
+
         addresses = list(dict.fromkeys((place.store, place.key) for of_field in places.values() for place in of_field))
         objects = self._fetch(addresses)
         lost = [

@@ -1,19 +1,24 @@
 """The common part of all clients: the index says where rows are, a store keeps them, and the codec encodes them.
 
 A client consists of an index and of two methods, `_store` and `_load`. The index is updated after the rows are stored,
-so that every row in the index can be read.
+so that every row in the index can be read. The codec, which imports torch, is imported when rows are put or read: the
+coordinator only lists and clears them.
 """
+
+from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data_plane.codec import Column, decode, encode, row_lengths
 from asyncrl.data_plane.interfaces import LENGTHS_FIELD, PAD_SEQLEN, DataPlaneClient, KVBatchMeta
 from asyncrl.data_plane.partition_actor import Index
 from asyncrl.data_plane.partitions import Claim, Partitions, StoredAt
 from asyncrl.errors import RowsLost, RunError
+
+if TYPE_CHECKING:
+    from asyncrl.data.batched_data_dict import BatchedDataDict
+    from asyncrl.data_plane.codec import Column
 
 READ_ATTEMPTS = 3
 """Attempts to read rows. Rows may be cleared or replaced between the look into the index and the fetch."""
@@ -58,6 +63,8 @@ class PartitionedClient(DataPlaneClient):
         fields: Mapping[str, Any] | None = None,
         tags: Sequence[Mapping[str, Any]] | None = None,
     ) -> KVBatchMeta:
+        from asyncrl.data_plane.codec import encode, row_lengths
+
         index = self._index  # raises RunError if the client is closed, before any row is stored
         ids = list(sample_ids)
         columns = encode({} if fields is None else fields)  # `fields or {}` would raise for a TensorDict
@@ -98,6 +105,8 @@ class PartitionedClient(DataPlaneClient):
         *,
         pad_value_dict: Mapping[str, float] | None = None,
     ) -> BatchedDataDict:
+        from asyncrl.data_plane.codec import decode
+
         fields = meta.fields if select_fields is None else select_fields
         if fields is None:
             raise ValueError("get_data: neither select_fields nor the meta's fields name a field; give one of them")

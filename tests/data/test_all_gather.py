@@ -1,6 +1,5 @@
 """Gathering returns the rows of all ranks by rank, with any shapes. All ranks refuse columns that cannot be joined."""
 
-import multiprocessing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -57,8 +56,6 @@ def run_rank(rank: int, world_size: int, folder: str) -> None:
 
 
 def run(world_size: int, folder: Path) -> list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[str]]]:
-    # One process imports the modules, and the ranks are forked from it.
-    multiprocessing.set_forkserver_preload(["asyncrl.data.batched_data_dict"])
     context = torch.multiprocessing.start_processes(
         run_rank, args=(world_size, str(folder)), nprocs=world_size, join=False, start_method="forkserver"
     )

@@ -178,3 +178,12 @@ def test_the_package_comes_without_torch() -> None:
     script = "import sys, asyncrl.data_plane; print([m for m in ('torch', 'ray') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.slow
+def test_the_coordinators_client_comes_without_torch() -> None:
+    """The coordinator lists and clears rows. It reads none, and torch would cost it 200 MB and seconds of its run."""
+    modules = "sys, asyncrl.coordinator.actor, asyncrl.data_plane.object_store"
+    script = f"import {modules}; print([name in sys.modules for name in ('torch', 'ray')])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[False, True]"

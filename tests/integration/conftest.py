@@ -108,14 +108,20 @@ class Command:
             pytest.fail(f"still running after {timeout_s} s:\n{self.output()[-4000:]}")
 
     def wait_for(self, condition: Callable[[], object], *, timeout_s: float, what: str) -> None:
-        """Polls until `condition()` is true. Fails the test, with the output, if the process ends or time runs out."""
+        """Polls until `condition()` is true. Fails the test, with the output, if the process ends or time runs out.
+
+        A condition that starts a command needs seconds of a core, so the time between two polls is as long as a poll.
+        """
         deadline_s = time.monotonic() + timeout_s
-        while not condition():
+        while True:
+            began_s = time.monotonic()
+            if condition():
+                return
             if self.process.poll() is not None:
                 pytest.fail(f"ended with {self.process.returncode} before {what}:\n{self.output()[-4000:]}")
             if time.monotonic() > deadline_s:
                 pytest.fail(f"no {what} within {timeout_s} s:\n{self.output()[-4000:]}")
-            time.sleep(0.2)  # polls another process
+            time.sleep(max(0.2, time.monotonic() - began_s))  # polls another process
 
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGTERM)

@@ -1,7 +1,6 @@
 """Training continues from a checkpoint on any number of ranks as if it had not stopped; a bad checkpoint changes
 nothing."""
 
-import multiprocessing
 import pickle
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Saves on one, two and four ranks at the same time, then loads each checkpoint on one, two and four ranks."""
     folder = tmp_path_factory.mktemp("checkpoints")
     make_model(folder / "model")
-    # One process imports the libraries, which is slow, and the ranks are forked from it.
-    multiprocessing.set_forkserver_preload(["asyncrl.policy.worker"])
     for run in (run_saver, run_loader):
         contexts = [
             torch.multiprocessing.start_processes(

@@ -104,7 +104,6 @@ def score_with_vllm(path: str, config: Config, answers: Connection) -> None:
 def folder(run_config: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The exports of one rank and of two ranks, which trained the session's model at the same time."""
     folder = tmp_path_factory.mktemp("export")
-    multiprocessing.set_forkserver_preload(["asyncrl.policy.worker"])
     contexts = [
         torch.multiprocessing.start_processes(
             train_and_export, args=(world, folder, run_config), nprocs=world, join=False, start_method="forkserver"

@@ -1,5 +1,9 @@
 """The policy's driver over real Ray actors: rows by value and by name give the same result, no rows pass through the
-driver, and a failure ends the call on all ranks."""
+driver, and a failure ends the call on all ranks.
+
+Starting a rank takes ten seconds of a core, so tests share three policies. Each test continues with the weights of the
+one before, and the last test of a policy ends its ranks. So the tests must run in this order.
+"""
 
 import os
 import pickle
@@ -73,6 +77,10 @@ def die(worker: Any) -> None:
     os._exit(1)
 
 
+def pid(worker: Any) -> int:
+    return os.getpid()
+
+
 def fail_on_rank_1(worker: Any) -> None:
     if worker.rank == 1:
         raise ValueError("a bug")
@@ -114,6 +122,32 @@ def started(settings: Config, model_path: str) -> TQPolicy:
     return policy
 
 
+@pytest.fixture(scope="module")
+def of_two_ranks(model_path: str) -> Iterator[TQPolicy]:
+    """A policy of two ranks. Its first test needs the first weights."""
+    policy = started(config(ranks=2, micro_batch_size=3), model_path)
+    yield policy
+    policy.shutdown()
+
+
+@pytest.fixture(scope="module")
+def with_kl(model_path: str) -> Iterator[TQPolicy]:
+    """A policy of two ranks with packed rows, and with a reference for the KL in the reward."""
+    whole = config(ranks=2, optimizer={"learning_rate": 1e-2}, batching="packed", micro_batch_tokens=32).model_dump()
+    algorithm = {**whole["algorithm"], "advantage": KL}
+    policy = started(Config.model_validate({**whole, "algorithm": algorithm}), model_path)
+    yield policy
+    policy.shutdown()
+
+
+@pytest.fixture(scope="module")
+def of_one_rank(model_path: str) -> Iterator[TQPolicy]:
+    """A policy of one rank."""
+    policy = started(config(ranks=1), model_path)
+    yield policy
+    policy.shutdown()
+
+
 def learn(policy: TQPolicy, batch: BatchedDataDict, meta: KVBatchMeta, **options: Any) -> dict[str, Any]:
     """Trains a step with the same stages as the learner's loop."""
     policy.write_to_dataplane(meta, {"advantages": batch["advantages"], "sample_mask": batch["sample_mask"]})
@@ -121,19 +155,11 @@ def learn(policy: TQPolicy, batch: BatchedDataDict, meta: KVBatchMeta, **options
     return policy.train_from_meta(meta, LOSS, **options)
 
 
-@pytest.mark.parametrize(
-    "learner",
-    [
-        {"micro_batch_size": 3},
-        {"batching": "packed", "micro_batch_tokens": 32},
-    ],
-    ids=["padded", "packed"],
-)
-def test_rows_by_name_train_bit_for_bit_as_the_rows_themselves(learner: dict[str, Any], model_path: str) -> None:
-    """Two policies of two ranks begin with the same weights. One gets the rows, the other gets their names."""
-    settings = config(ranks=2, **learner)
+def check_rows_by_name(by_name: TQPolicy, settings: Config, model_path: str) -> None:
+    """Trains two policies of two ranks that begin with the same weights. One gets the rows, the other gets their
+    names."""
     client = open_client(settings)
-    by_name, by_row = started(settings, model_path), Policy(settings, model_path=model_path)
+    by_row = Policy(settings, model_path=model_path)
     by_row.start()
     try:
         batch = put_rows(client)
@@ -165,8 +191,20 @@ def test_rows_by_name_train_bit_for_bit_as_the_rows_themselves(learner: dict[str
         by_name.finish_step(meta)
         assert by_name.rows_outstanding() == {TRAIN_PARTITION: 0}
     finally:
-        by_name.shutdown()
         by_row.shutdown()
+
+
+def test_padded_rows_by_name_train_bit_for_bit_as_the_rows_themselves(of_two_ranks: TQPolicy, model_path: str) -> None:
+    check_rows_by_name(of_two_ranks, config(ranks=2, micro_batch_size=3), model_path)
+
+
+def test_packed_rows_by_name_train_bit_for_bit_as_the_rows_themselves(model_path: str) -> None:
+    settings = config(ranks=2, batching="packed", micro_batch_tokens=32)
+    by_name = started(settings, model_path)
+    try:
+        check_rows_by_name(by_name, settings, model_path)
+    finally:
+        by_name.shutdown()
 
 
 KL = {"name": "reinforce_pp_baseline", "kl": {"beta": 0.3, "kind": "k3"}, "gamma": 0.9}
@@ -193,108 +231,113 @@ class Failing:
         return TokenAdvantages(advantages_BS=answer, returns_BS=torch.zeros(data["token_mask"].shape))
 
 
-def test_the_kl_in_the_reward_is_whitened_over_two_ranks_as_over_one(model_path: str) -> None:
+def test_the_kl_in_the_reward_is_whitened_over_two_ranks_as_over_one(with_kl: TQPolicy) -> None:
     """Trains a first step. After it the policy differs from the reference, so the KL is not 0."""
-    whole = config(ranks=2, optimizer={"learning_rate": 1e-2}, batching="packed", micro_batch_tokens=32).model_dump()
-    settings = Config.model_validate({**whole, "algorithm": {**whole["algorithm"], "advantage": KL}})
-    client, (of_samples, of_tokens) = open_client(settings), resolve_estimators(KL)
+    policy, client = with_kl, with_kl.dp_client
+    of_samples, of_tokens = resolve_estimators(KL)
     assert of_tokens is not None
-    policy = started(settings, model_path)
-    try:
-        assert policy.on_ranks(has_reference) == [True, True], "the ranks must load the reference at their start"
-        batch = put_rows(client)
-        learn(policy, batch, named())
-        meta = named()
-        samples = Samples(rewards_N=torch.arange(12.0), group_ids_N=torch.arange(12) // 3)
-        outcomes_B = compute_advantages(of_samples, samples)
-        policy.write_to_dataplane(
-            meta, {OUTCOME: outcomes_B, "sample_mask": batch["sample_mask"], "index": torch.arange(12)}
-        )
-        policy.get_reference_policy_logprobs_from_meta(meta)
-        policy.get_logprobs_from_meta(meta)
-        policy.get_advantages_from_meta(meta, of_tokens)
-        names = [*of_tokens.reads, "advantages"]
-        rows = policy.read_from_dataplane(meta, select_fields=names)
-        assert float((rows["prev_logprobs"] - rows["reference_policy_logprobs"]).abs().max()) > 1e-3
-        found = whitened_advantages(rows, of_tokens(rows), rule=of_tokens.whitening, add_up=lambda moments: moments)
-        assert found is not None
-        torch.testing.assert_close(rows["advantages"], found.advantages_BS)
+    assert policy.on_ranks(has_reference) == [True, True], "the ranks must load the reference at their start"
+    batch = put_rows(client)
+    learn(policy, batch, named())
+    meta = named()
+    samples = Samples(rewards_N=torch.arange(12.0), group_ids_N=torch.arange(12) // 3)
+    outcomes_B = compute_advantages(of_samples, samples)
+    policy.write_to_dataplane(
+        meta, {OUTCOME: outcomes_B, "sample_mask": batch["sample_mask"], "index": torch.arange(12)}
+    )
+    policy.get_reference_policy_logprobs_from_meta(meta)
+    policy.get_logprobs_from_meta(meta)
+    policy.get_advantages_from_meta(meta, of_tokens)
+    names = [*of_tokens.reads, "advantages"]
+    rows = policy.read_from_dataplane(meta, select_fields=names)
+    assert float((rows["prev_logprobs"] - rows["reference_policy_logprobs"]).abs().max()) > 1e-3
+    found = whitened_advantages(rows, of_tokens(rows), rule=of_tokens.whitening, add_up=lambda moments: moments)
+    assert found is not None
+    torch.testing.assert_close(rows["advantages"], found.advantages_BS)
 
-        for shape, words in ((False, "mine"), (True, "an estimator returned advantages of shape")):
-            with pytest.raises(CallRefused, match=words):
-                policy.get_advantages_from_meta(meta, Failing(shape=shape))
-        with pytest.raises(MissingColumns, match=r"rows do not have all of .*values"):
-            policy.get_advantages_from_meta(meta, GAE(gamma=1.0, lam=1.0, value_lam=1.0))
-        again = policy.read_from_dataplane(meta, select_fields=["advantages"])["advantages"]
-        assert torch.equal(again, rows["advantages"]), "a refused call must not write the column"
-        trained = policy.train_from_meta(meta, LOSS)
-        assert float(trained["grad_norm"].max()) > 0, "the ranks must still work"
-    finally:
-        policy.shutdown()
+    for shape, words in ((False, "mine"), (True, "an estimator returned advantages of shape")):
+        with pytest.raises(CallRefused, match=words):
+            policy.get_advantages_from_meta(meta, Failing(shape=shape))
+    with pytest.raises(MissingColumns, match=r"rows do not have all of .*values"):
+        policy.get_advantages_from_meta(meta, GAE(gamma=1.0, lam=1.0, value_lam=1.0))
+    again = policy.read_from_dataplane(meta, select_fields=["advantages"])["advantages"]
+    assert torch.equal(again, rows["advantages"]), "a refused call must not write the column"
+    trained = policy.train_from_meta(meta, LOSS)
+    assert float(trained["grad_norm"].max()) > 0, "the ranks must still work"
 
 
-class Counted:
-    """Counts the bytes of the arguments and results of the driver's calls."""
+def hold_disk(worker: Any, answers: str) -> None:
+    """Makes the next write of the weights wait until the file `answers` exists."""
+    copies = worker._state._weight_copies
+    write = copies.write
 
-    def __init__(self, function: Any) -> None:
-        self._function = function
-        self.bytes = 0
+    def waits(*arguments: Any, **options: Any) -> None:
+        deadline_s = time.monotonic() + 300.0
+        while not os.path.exists(answers) and time.monotonic() < deadline_s:
+            time.sleep(0.01)  # a disk that is slow, in the rank's thread for saving
+        write(*arguments, **options)
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        answer = self._function(*args, **options)
-        self.bytes += len(pickle.dumps((args, options, answer)))
-        return answer
-
-
-def test_no_bulk_passes_the_driver(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts the bytes of all messages of the driver to and from the ranks and the data plane over a whole step. Rows
-    with a hundred times as many tokens need the same number of bytes."""
-    settings = config(ranks=1)
-    policy = started(settings, model_path)
-    client = open_client(settings)
-    try:
-        sizes = {}
-        for repeats in (1, 100):
-            batch = make_batch()
-            wide = BatchedDataDict(
-                {name: column.repeat(1, repeats) if column.ndim == 2 else column for name, column in batch.items()}
-            )
-            wide["input_lengths"] = torch.full((len(IDS),), wide["input_ids"].shape[1])
-            client.put_samples(IDS, TRAIN_PARTITION, fields={name: wide[name] for name in BULK})
-            calls = Counted(policy._ranks.call_with_rows)
-            puts, gets = Counted(policy.dp_client.put_samples), Counted(policy.dp_client.get_data)
-            with monkeypatch.context() as patched:
-                patched.setattr(policy._ranks, "call_with_rows", calls)
-                patched.setattr(policy.dp_client, "put_samples", puts)
-                patched.setattr(policy.dp_client, "get_data", gets)
-                meta = named()
-                meta.sequence_lengths = wide["input_lengths"].tolist()
-                result = learn(policy, wide, meta)
-            assert result["report"].trained_tokens > 0
-            policy.finish_step(meta)
-            sizes[repeats] = calls.bytes + puts.bytes + gets.bytes
-            row_bytes = sum(wide[name].nbytes for name in BULK)
-        assert abs(sizes[100] - sizes[1]) < 1000, sizes
-        assert sizes[100] < 0.1 * row_bytes
-    finally:
-        policy.shutdown()
+    copies.write = waits
 
 
-def test_a_short_last_step_of_rows_that_ranks_cannot_share_evenly_trains_them_all(model_path: str) -> None:
-    policy = started(config(ranks=2), model_path)
-    try:
-        batch = put_rows(open_client(config(ranks=2)))
-        meta = named(IDS[:3])
-        result = learn(policy, batch.slice(0, 3), meta)
-        assert (result["report"].trained_samples, result["report"].trained_tokens) == (3, 14)
-    finally:
-        policy.shutdown()
+def test_ranks_train_while_they_write_a_checkpoint_which_has_the_state_of_its_own_step(
+    with_kl: TQPolicy, tmp_path: Path
+) -> None:
+    policy = with_kl
+    put_rows(policy.dp_client)
+    learn(policy, make_batch(), named())
+    saved, answers = policy.on_ranks(weights)[0], tmp_path / "answers"
+    policy.stage_checkpoint()
+    policy.on_ranks(hold_disk, str(answers))
+    paths = tmp_path / "weights", tmp_path / "optimizer"
+    with ThreadPoolExecutor() as threads:
+        writing = threads.submit(policy.write_checkpoint, *paths)
+        learn(policy, make_batch(), named())
+        assert not same(saved, policy.on_ranks(weights)[0])
+        with pytest.raises(CheckpointError, match="the previous checkpoint is still being written"):
+            policy.stage_checkpoint()
+        assert not any((path / COMPLETE).exists() for path in paths)
+        answers.touch()
+        writing.result()
+    exported = tmp_path / "hf"
+    policy.write_hf(paths[0], exported)
+    policy.load_checkpoint(*paths)
+    assert same(saved, policy.on_ranks(weights)[0])
+    policy.save_hf(tmp_path / "live")
+    name = "model.safetensors"
+    assert (exported / name).read_bytes() == (tmp_path / "live" / name).read_bytes()
+
+
+def die_while_writing(worker: Any) -> None:
+    if worker.rank == 1:
+        worker._state._weight_copies.write = lambda *_, **__: os._exit(1)
+
+
+@pytest.mark.fault("F34")
+def test_a_rank_that_dies_while_it_writes_ends_the_save_at_once_and_leaves_no_checkpoint(
+    with_kl: TQPolicy, tmp_path: Path
+) -> None:
+    policy = with_kl
+    policy.stage_checkpoint()
+    policy.on_ranks(die_while_writing)
+    with pytest.raises(CheckpointError, match="learner rank 1 died in write_checkpoint"):
+        policy.write_checkpoint(tmp_path / "weights", tmp_path / "optimizer")
+    assert not list(tmp_path.rglob(COMPLETE))
+    with pytest.raises(RunError, match="learner rank 1 died in trained_step"):
+        policy.trained_step()
+    policy.shutdown()
+
+
+def test_a_short_last_step_of_rows_that_ranks_cannot_share_evenly_trains_them_all(of_two_ranks: TQPolicy) -> None:
+    batch = put_rows(of_two_ranks.dp_client)
+    result = learn(of_two_ranks, batch.slice(0, 3), named(IDS[:3]))
+    assert (result["report"].trained_samples, result["report"].trained_tokens) == (3, 14)
 
 
 @pytest.mark.fault("F34", "F37")
-def test_two_ranks_name_lost_rows_go_on_and_end_together(model_path: str, tmp_path: Path) -> None:
-    settings = config(ranks=2, micro_batch_size=3)
-    policy, client = started(settings, model_path), open_client(settings)
+def test_two_ranks_name_lost_rows_go_on_and_end_together(of_two_ranks: TQPolicy, tmp_path: Path) -> None:
+    policy, client, namespace = of_two_ranks, of_two_ranks.dp_client, make_config().run.name
+    client.clear_samples(IDS, TRAIN_PARTITION)  # other tests have written more columns
     batch = put_rows(client)
     result = learn(policy, batch, named())
     report = result["report"]
@@ -311,8 +354,8 @@ def test_two_ranks_name_lost_rows_go_on_and_end_together(model_path: str, tmp_pa
     assert (tmp_path / "hf" / "model.safetensors").exists()
 
     # F37: the error names the rows whose row store died, and no rank trains.
-    name = ensure_row_store(namespace=settings.run.name)
-    ray.kill(ray.get_actor(name, namespace=settings.run.name), no_restart=True)
+    name = ensure_row_store(namespace=namespace)
+    ray.kill(ray.get_actor(name, namespace=namespace), no_restart=True)
     with pytest.raises(RowsLost) as lost:
         policy.get_logprobs_from_meta(named())
     assert set(lost.value.sample_ids) == set(IDS), "the error must name the rows that any rank lacks"
@@ -345,91 +388,65 @@ def test_two_ranks_name_lost_rows_go_on_and_end_together(model_path: str, tmp_pa
     assert policy.shutdown(), "a second shutdown must succeed too"
 
 
-def hold_disk(worker: Any, answers: str) -> None:
-    """Makes the next write of the weights wait until the file `answers` exists."""
-    copies = worker._state._weight_copies
-    write = copies.write
+class Counted:
+    """Counts the bytes of the arguments and results of the driver's calls."""
 
-    def waits(*arguments: Any, **options: Any) -> None:
-        deadline_s = time.monotonic() + 300.0
-        while not os.path.exists(answers) and time.monotonic() < deadline_s:
-            time.sleep(0.01)  # a disk that is slow, in the rank's thread for saving
-        write(*arguments, **options)
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self.bytes = 0
 
-    copies.write = waits
-
-
-def die_while_writing(worker: Any) -> None:
-    if worker.rank == 1:
-        worker._state._weight_copies.write = lambda *_, **__: os._exit(1)
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        answer = self._function(*args, **options)
+        self.bytes += len(pickle.dumps((args, options, answer)))
+        return answer
 
 
-def test_ranks_train_while_they_write_a_checkpoint_which_has_the_state_of_its_own_step(
-    model_path: str, tmp_path: Path
-) -> None:
-    policy = started(config(ranks=2), model_path)
-    put_rows(policy.dp_client)
-    learn(policy, make_batch(), named())
-    saved, answers = policy.on_ranks(weights)[0], tmp_path / "answers"
-    policy.stage_checkpoint()
-    policy.on_ranks(hold_disk, str(answers))
-    paths = tmp_path / "weights", tmp_path / "optimizer"
-    with ThreadPoolExecutor() as threads:
-        writing = threads.submit(policy.write_checkpoint, *paths)
-        learn(policy, make_batch(), named())
-        assert not same(saved, policy.on_ranks(weights)[0])
-        with pytest.raises(CheckpointError, match="the previous checkpoint is still being written"):
-            policy.stage_checkpoint()
-        assert not any((path / COMPLETE).exists() for path in paths)
-        answers.touch()
-        writing.result()
-    exported = tmp_path / "hf"
-    policy.write_hf(paths[0], exported)
-    policy.load_checkpoint(*paths)
-    assert same(saved, policy.on_ranks(weights)[0])
-    policy.save_hf(tmp_path / "live")
-    name = "model.safetensors"
-    assert (exported / name).read_bytes() == (tmp_path / "live" / name).read_bytes()
-    policy.shutdown()
+def test_no_bulk_passes_the_driver(of_one_rank: TQPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts the bytes of all messages of the driver to and from the ranks and the data plane over a whole step. Rows
+    with a hundred times as many tokens need the same number of bytes."""
+    policy, client = of_one_rank, of_one_rank.dp_client
+    sizes = {}
+    for repeats in (1, 100):
+        batch = make_batch()
+        wide = BatchedDataDict(
+            {name: column.repeat(1, repeats) if column.ndim == 2 else column for name, column in batch.items()}
+        )
+        wide["input_lengths"] = torch.full((len(IDS),), wide["input_ids"].shape[1])
+        client.put_samples(IDS, TRAIN_PARTITION, fields={name: wide[name] for name in BULK})
+        calls = Counted(policy._ranks.call_with_rows)
+        puts, gets = Counted(policy.dp_client.put_samples), Counted(policy.dp_client.get_data)
+        with monkeypatch.context() as patched:
+            patched.setattr(policy._ranks, "call_with_rows", calls)
+            patched.setattr(policy.dp_client, "put_samples", puts)
+            patched.setattr(policy.dp_client, "get_data", gets)
+            meta = named()
+            meta.sequence_lengths = wide["input_lengths"].tolist()
+            result = learn(policy, wide, meta)
+        assert result["report"].trained_tokens > 0
+        policy.finish_step(meta)
+        sizes[repeats] = calls.bytes + puts.bytes + gets.bytes
+        row_bytes = sum(wide[name].nbytes for name in BULK)
+    assert abs(sizes[100] - sizes[1]) < 1000, sizes
+    assert sizes[100] < 0.1 * row_bytes
 
 
-@pytest.mark.fault("F34")
-def test_a_rank_that_dies_while_it_writes_ends_the_save_at_once_and_leaves_no_checkpoint(
-    model_path: str, tmp_path: Path
-) -> None:
-    policy = Policy(config(ranks=2), model_path=model_path)
-    policy.start()
-    policy.stage_checkpoint()
-    policy.on_ranks(die_while_writing)
-    with pytest.raises(CheckpointError, match="learner rank 1 died in write_checkpoint"):
-        policy.write_checkpoint(tmp_path / "weights", tmp_path / "optimizer")
-    assert not list(tmp_path.rglob(COMPLETE))
-    with pytest.raises(RunError, match="learner rank 1 died in trained_step"):
-        policy.trained_step()
-    policy.shutdown()
-
-
-@pytest.mark.fault("F34")
-def test_a_rank_that_dies_is_named(model_path: str) -> None:
-    policy = Policy(config(ranks=1), model_path=model_path)
-    policy.start()
-    with pytest.raises(RunError, match="learner rank 0 died in die"):
-        policy.on_ranks(die)
-    policy.shutdown()
-
-
-def test_a_start_that_fails_leaves_no_place_taken_and_a_second_one_is_refused(model_path: str) -> None:
+def test_a_start_that_fails_leaves_no_place_taken_and_a_second_one_is_refused(of_one_rank: TQPolicy) -> None:
     others = set(placement_group_table())
     policy = Policy(make_config(ranks=1), model_path="./nowhere")
     with pytest.raises(RunError, match="failed in setup"):
         policy.start()
     ours = [group["state"] for name, group in placement_group_table().items() if name not in others]
     assert ours == ["REMOVED"]
-    policy = Policy(make_config(ranks=1), model_path=model_path)
-    policy.start()
     with pytest.raises(RunError, match="already started"):
-        policy.start()
-    assert policy.shutdown()
+        of_one_rank.start()
+    assert of_one_rank.on_ranks(pid) != [os.getpid()], "the ranks must still work"
+
+
+@pytest.mark.fault("F34")
+def test_a_rank_that_dies_is_named(of_one_rank: TQPolicy) -> None:
+    with pytest.raises(RunError, match="learner rank 0 died in die"):
+        of_one_rank.on_ranks(die)
+    of_one_rank.shutdown()
 
 
 def test_a_cluster_without_room_is_refused_within_the_deadline_with_numbers() -> None:

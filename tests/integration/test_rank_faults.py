@@ -1,6 +1,5 @@
 """The reference stays the first weights after any failure, and no rank waits forever (spawned processes, gloo)."""
 
-import multiprocessing
 import pickle
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ SLACK_S = 180.0
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("faults")
     make_model(folder / "model")
-    multiprocessing.set_forkserver_preload(["asyncrl.policy.worker"])
     return folder
 
 

@@ -1,7 +1,6 @@
 """Sharding and precision change memory and time, but not the result of training (spawned processes, gloo, four
 ranks)."""
 
-import multiprocessing
 import pickle
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The results of each rank, by way of sharding."""
     folder: Path = tmp_path_factory.mktemp("ways")
     make_model(folder / "model")
-    multiprocessing.set_forkserver_preload(["asyncrl.policy.worker"])
     torch.multiprocessing.start_processes(run_rank, args=(folder,), nprocs=WORLD, start_method="forkserver")
     return [pickle.loads((folder / f"ways-{rank}.pkl").read_bytes()) for rank in range(WORLD)]
 

@@ -86,22 +86,21 @@ def learn(critic: TQValue, meta: KVBatchMeta) -> dict[str, Any]:
     return critic.train_from_meta(meta, LOSS, gbs=4)
 
 
-@pytest.mark.parametrize(
-    "learner",
-    [
-        {"micro_batch_size": 3},
-        {"batching": "packed", "micro_batch_tokens": 32},
-        {"batching": "dynamic", "micro_batch_tokens": 32},
-    ],
-    ids=["padded", "packed", "dynamic"],
-)
-def test_rows_by_name_train_bit_for_bit_as_the_rows_themselves(learner: dict[str, Any], model_path: str) -> None:
-    """Two critics of two ranks, over two steps. One gets the rows, the other gets their names. The values are 0 in the
-    first step and differ from 0 in the second."""
-    settings = config(ranks=2, **learner)
+@pytest.fixture(scope="module")
+def of_two_ranks(model_path: str) -> Iterator[TQValue]:
+    """A critic of two ranks for two tests, because starting a rank takes ten seconds of a core. The first test needs
+    the first weights."""
+    critic = TQValue(config(ranks=2, micro_batch_size=3), model_path=model_path)
+    critic.start()
+    yield critic
+    assert critic.shutdown()
+
+
+def check_rows_by_name(by_name: TQValue, settings: Config, model_path: str) -> None:
+    """Trains two critics of two ranks, over two steps. One gets the rows, the other gets their names. The values are 0
+    in the first step and differ from 0 in the second."""
     client = open_client(settings)
-    by_name, by_row = TQValue(settings, model_path=model_path), Value(settings, model_path=model_path)
-    by_name.start()
+    by_row = Value(settings, model_path=model_path)
     by_row.start()
     try:
         batch = put_rows(client)
@@ -133,8 +132,22 @@ def test_rows_by_name_train_bit_for_bit_as_the_rows_themselves(learner: dict[str
         evaluated = by_name.train_from_meta(meta, LOSS, eval_mode=True)
         assert not evaluated["grad_norm"].any()
     finally:
-        by_name.shutdown()
         by_row.shutdown()
+
+
+def test_padded_rows_by_name_train_bit_for_bit_as_the_rows_themselves(of_two_ranks: TQValue, model_path: str) -> None:
+    check_rows_by_name(of_two_ranks, config(ranks=2, micro_batch_size=3), model_path)
+
+
+@pytest.mark.parametrize("batching", ["packed", "dynamic"])
+def test_other_rows_by_name_train_bit_for_bit_as_the_rows_themselves(batching: str, model_path: str) -> None:
+    settings = config(ranks=2, batching=batching, micro_batch_tokens=32)
+    by_name = TQValue(settings, model_path=model_path)
+    by_name.start()
+    try:
+        check_rows_by_name(by_name, settings, model_path)
+    finally:
+        by_name.shutdown()
 
 
 class Counted:
@@ -151,34 +164,30 @@ class Counted:
 
 
 def test_no_bulk_passes_the_driver_and_lost_rows_are_named_by_ranks_that_go_on(
-    model_path: str, monkeypatch: pytest.MonkeyPatch
+    of_two_ranks: TQValue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = config(ranks=2)
-    client = open_client(settings)
-    critic = TQValue(settings, model_path=model_path)
-    critic.start()
-    try:
-        put_rows(client)
-        calls = Counted(critic._ranks.call_with_rows)
-        with monkeypatch.context() as patched:
-            patched.setattr(critic._ranks, "call_with_rows", calls)
-            report = learn(critic, named())["report"]
-        assert (report.updates_applied, report.trained_tokens, report.trained_samples) == (3, 44, 11)
-        assert calls.bytes < 16_000, "three stages need only the metadata of 12 rows"
+    critic, namespace = of_two_ranks, make_config().run.name
+    client = open_client(config())
+    client.clear_samples(IDS, TRAIN_PARTITION)  # other tests have written more columns
+    put_rows(client)
+    calls = Counted(critic._ranks.call_with_rows)
+    with monkeypatch.context() as patched:
+        patched.setattr(critic._ranks, "call_with_rows", calls)
+        report = learn(critic, named())["report"]
+    assert (report.updates_applied, report.trained_tokens, report.trained_samples) == (3, 44, 11)
+    assert calls.bytes < 16_000, "three stages need only the metadata of 12 rows"
 
-        before = critic.on_ranks(weights)[0]
-        store = ensure_row_store(namespace=settings.run.name)
-        ray.kill(ray.get_actor(store, namespace=settings.run.name), no_restart=True)
-        for stage in (critic.get_values_from_meta, lambda meta: critic.get_advantages_from_meta(meta, ESTIMATOR)):
-            with pytest.raises(RowsLost) as lost:
-                stage(named().with_fields(["values"]))
-            assert set(lost.value.sample_ids) == set(IDS), "the error must name the rows that any rank lacks"
-        with pytest.raises(RowsLost):
-            critic.train_from_meta(named().with_fields(["values", "returns"]), LOSS)
-        after = critic.on_ranks(weights)[0]
-        assert all(np.array_equal(before[name], after[name]) for name in before)
-    finally:
-        assert critic.shutdown()
+    before = critic.on_ranks(weights)[0]
+    store = ensure_row_store(namespace=namespace)
+    ray.kill(ray.get_actor(store, namespace=namespace), no_restart=True)
+    for stage in (critic.get_values_from_meta, lambda meta: critic.get_advantages_from_meta(meta, ESTIMATOR)):
+        with pytest.raises(RowsLost) as lost:
+            stage(named().with_fields(["values"]))
+        assert set(lost.value.sample_ids) == set(IDS), "the error must name the rows that any rank lacks"
+    with pytest.raises(RowsLost):
+        critic.train_from_meta(named().with_fields(["values", "returns"]), LOSS)
+    after = critic.on_ranks(weights)[0]
+    assert all(np.array_equal(before[name], after[name]) for name in before)
 
 
 def test_a_cluster_without_room_is_refused_with_the_critic_s_own_keys() -> None:

@@ -1,7 +1,6 @@
 """A critic's values, steps and weights are the same for any number of ranks and any way of cutting rows, and equal to
 those of a simple loop without FSDP (spawned processes, gloo)."""
 
-import multiprocessing
 import pickle
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs every scenario on one, two and four ranks at the same time."""
     folder = tmp_path_factory.mktemp("critics")
     make_model(folder / "model")
-    # One process imports the libraries, which is slow, and the ranks are forked from it.
-    multiprocessing.set_forkserver_preload(["asyncrl.value.worker"])
     contexts = [
         torch.multiprocessing.start_processes(
             _start, args=(world_size, folder), nprocs=world_size, join=False, start_method="forkserver"

@@ -2,7 +2,6 @@
 (spawned processes, gloo)."""
 
 import math
-import multiprocessing
 import pickle
 from pathlib import Path
 from typing import Any
@@ -32,8 +31,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs every scenario on one and two ranks, and those of the interface also on four ranks, at the same time."""
     folder = tmp_path_factory.mktemp("ranks")
     make_model(folder / "model")
-    # One process imports the libraries, which is slow, and the ranks are forked from it.
-    multiprocessing.set_forkserver_preload(["asyncrl.policy.worker"])
     contexts = [
         torch.multiprocessing.start_processes(
             _start, args=(world_size, folder), nprocs=world_size, join=False, start_method="forkserver"

@@ -11,7 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pypdfium2
 import pytest
@@ -65,37 +65,49 @@ def browser() -> Iterator[Browser]:
         started.close()
 
 
-@pytest.fixture
-def open_page(browser: Browser) -> Iterator[Callable[[Path, str], Page]]:
-    """Opens a report in a view.
+@pytest.fixture(scope="module")
+def only_page(browser: Browser) -> Page:
+    """Returns the page that all tests share. A new page would be a new window, which takes a second of a core."""
+    page = browser.new_page()
+    page.set_default_timeout(20_000)
+    return page
 
-    At the end of the test, the pages must have requested only the opened files, and there must be no console message,
+
+@pytest.fixture
+def open_page(only_page: Page) -> Iterator[Callable[[Path, str], Page]]:
+    """Opens a report in a view, instead of the report that is open.
+
+    At the end of the test, the page must have requested only the opened files, and there must be no console message,
     dialog or error.
     """
-    pages: list[Page] = []
     asked: list[str] = []
     said: list[str] = []
     opened: list[str] = []
+    watched: dict[str, Callable[[Any], object]] = {
+        "request": lambda request: asked.append(request.url),
+        "console": lambda message: said.append(message.text),
+        "pageerror": lambda error: said.append(str(error)),
+        "dialog": lambda dialog: (said.append(dialog.message), dialog.dismiss()),
+    }
 
     def open_(report: Path, view: str) -> Page:
         width, scheme, media = VIEWS[view]
-        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        pages.append(page)
-        page.set_default_timeout(20_000)
-        if media == "print":
-            page.emulate_media(media=media)
-        page.on("request", lambda request: asked.append(request.url))
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("dialog", lambda dialog: (said.append(dialog.message), dialog.dismiss()))
+        only_page.mouse.move(0, 0)
+        only_page.set_viewport_size({"width": width, "height": 900})
+        # "null" and not "screen", because a PDF must have the styles of paper.
+        only_page.emulate_media(color_scheme=scheme, media="print" if media == "print" else "null")
         opened.append(report.as_uri())
-        page.goto(report.as_uri())
-        page.set_viewport_size({"width": width, "height": page.evaluate("document.documentElement.scrollHeight")})
-        return page
+        only_page.goto(report.as_uri())
+        height = only_page.evaluate("document.documentElement.scrollHeight")
+        only_page.set_viewport_size({"width": width, "height": height})
+        return only_page
 
+    for event, handler in watched.items():
+        only_page.on(event, handler)  # type: ignore[call-overload]
     yield open_
-    for page in pages:
-        page.close()
+    for event, handler in watched.items():
+        only_page.remove_listener(event, handler)
+    only_page.goto("about:blank")
     assert asked == opened
     assert said == []
 
