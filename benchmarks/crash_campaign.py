@@ -102,12 +102,15 @@ class Run:
             self._start("up")
         else:
             self.others = [self._start("head", says="Ray runs at")]
+            address = re.search(r"Ray runs at (\S+);", self._log("head").read_text())
+            assert address is not None, "asyncrl head names its address"
+            self._overrides.append(f"ray.address={address[1]}")  # there may be another Ray on this machine
             self._start("generator")
             self._start("learner")
             self._session = ray_session(self.others[0])
 
     def _start(self, command: str, *, says: str = "") -> psutil.Popen:
-        log = self._logs / f"{self.directory.name}-{command}.log"
+        log = self._log(command)
         with log.open("wb") as file:
             words = [sys.executable, "-m", "asyncrl", command, "-c", str(self._config), *self._overrides]
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [REPOSITORY, REWARDS]))}
@@ -115,6 +118,9 @@ class Run:
         self._commands.append(process)
         wait_until(lambda: says in log.read_text(), what=f"{says!r} in {log}")
         return process
+
+    def _log(self, command: str) -> Path:
+        return self._logs / f"{self.directory.name}-{command}.log"
 
     def steps(self) -> int:
         """Returns the number of the run's recorded steps. Raises RuntimeError if a command has ended."""
