@@ -18,6 +18,7 @@ PROCESSES = {
     "buffer": r"ray::CoordinatorActor",
     "weight store": r"ray::WeightStore",
     "row store": r"ray::RowStore",
+    "row index": r"ray::PartitionActor",
     "generator": r"ray::GeneratorActor",
 }
 """Pattern of the names of a run's processes, by target."""

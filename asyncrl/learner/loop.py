@@ -24,6 +24,7 @@ from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.learner_calls import Acked, LearnerCalls
 from asyncrl.coordinator.snapshot import RunSnapshot
 from asyncrl.coordinator.status import RunStatus
+from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.sample_ids import group_of
@@ -132,8 +133,7 @@ class LearnerLoop:
         await self._coordinator.call(LearnerCalls.pause, self._incarnation)
         first = version = (await self._coordinator.call(Coordinator.status)).version
         await self._publish(version)
-        if self._kept is not None:
-            await asyncio.to_thread(self._kept.keep_weights, self._policy, version)
+        await self._keep_weights(version)
         if self._recorder.before is None:
             await self._evaluate(version, stop)
         else:  # the run was resumed, and has evaluated its first version
@@ -181,7 +181,8 @@ class LearnerLoop:
     async def _lease(self, stop: asyncio.Event) -> Lease | None:
         """Waits for the groups of the next step; returns None when there are no more steps or `stop` is set.
 
-        Raises StallError when nothing moves, and RunError after too many failures (`check_progress`).
+        Raises StallError when nothing moves, RunError after too many failures (`check_progress`), and ActorGone when
+        the index of the data plane has died.
         """
         self._states.enter("waiting_for_groups")
         while not stop.is_set():
@@ -194,6 +195,9 @@ class LearnerLoop:
                 return None
             status = await self._coordinator.call(Coordinator.status)
             check_progress(status, waits=answer, config=self._config)
+            await (
+                self._rows.outstanding()
+            )  # raises if the index of the data plane has died: no group would become ready
             if self._checkpoints.due(status.version.step):
                 await self._save(await self._coordinator.call(LearnerCalls.snapshot, self._incarnation))
         return None
@@ -207,6 +211,8 @@ class LearnerLoop:
         waits = self._stages.policy_waits(lease.step)
         self.phase = "training only the critic (critic.warmup_steps)" if waits else "training"
         try:
+            # For the audit. Once the step is trained, it must have a record, although a row store may die meanwhile.
+            rows = await self._read(meta, ROW_COLUMNS)
             report, critic_report = await self._stages.train(meta, samples, step=lease.step)
         except RowsLost as lost:
             return await self._give_back(lease, lost)
@@ -233,7 +239,10 @@ class LearnerLoop:
             self._recorder.trained(ended)
             # These two read rows, so they come before the rows are cleared.
             await self._write_samples(lease, meta)
-            await self._write_audit(ended, meta, acked)
+            await self._keep_batch(lease, meta)
+            record = trained_step(lease, samples=samples, report=report, rows=rows, ledger=acked.ledger)
+            await self._keep_weights(record.made)
+            self._log.append_audit(record)
         await self._rows.clear(over)
         await self._rows.outstanding()
         self._checks.nonfinite([report, critic_report], lease)
@@ -273,34 +282,38 @@ class LearnerLoop:
         except Exception as error:
             logger.warning("the samples of step %d were not logged: %s: %s", lease.step, type(error).__name__, error)
 
-    async def _write_audit(self, ended: EndedStep, meta: KVBatchMeta, acked: Acked) -> None:
-        """Writes the record of a trained step for the audit, before a checkpoint of this step is begun.
+    async def _keep_batch(self, lease: Lease, meta: KVBatchMeta) -> None:
+        """Keeps the rows of a trained step, for `audit.keep_weights: all`.
 
-        Rows that cannot be read are logged and not raised, as in `_write_samples`. The audit then finds that the record
-        of this step is missing.
+        Rows that cannot be read are logged and not raised, as in `_write_samples`. The audit then finds that the batch
+        is missing.
         """
-        columns: Sequence[str] = ROW_COLUMNS
-        if self._kept is not None:
-            columns = kept_columns(with_logprobs=self._stages.writes_logprobs)
+        if self._kept is None:
+            return
         try:
-            rows = await asyncio.to_thread(
-                self._policy.read_from_dataplane, meta.subset(range(meta.size)), select_fields=columns
-            )
+            rows = await self._read(meta, kept_columns(with_logprobs=self._stages.writes_logprobs))
         except Exception as error:
             logger.error(
-                "step %d has no record for the audit, because its rows cannot be read: %s: %s",
-                ended.lease.step,
+                "the batch of step %d is not kept for the audit, because its rows cannot be read: %s: %s",
+                lease.step,
                 type(error).__name__,
                 error,
             )
             return
-        record = trained_step(ended.lease, samples=ended.samples, report=ended.report, rows=rows, ledger=acked.ledger)
+        await asyncio.to_thread(self._kept.keep_batch, lease, rows)
+
+    async def _keep_weights(self, version: Version) -> None:
+        """Keeps the weights of a version, for `audit.keep_weights: all`."""
         if self._kept is not None:
-            await asyncio.to_thread(self._kept.keep_batch, ended.lease, rows)
             # The ranks have one copy of their weights to write from, which a running save still reads.
             await self._checkpoints.settle()
-            await asyncio.to_thread(self._kept.keep_weights, self._policy, record.made)
-        self._log.append_audit(record)
+            await asyncio.to_thread(self._kept.keep_weights, self._policy, version)
+
+    async def _read(self, meta: KVBatchMeta, columns: Sequence[str]) -> BatchedDataDict:
+        """Returns these columns of a step's rows."""
+        return await asyncio.to_thread(
+            self._policy.read_from_dataplane, meta.subset(range(meta.size)), select_fields=columns
+        )
 
     def _logged_logprobs(self) -> list[str]:
         """Returns the log-prob columns that sample records contain; only columns that this run computes."""

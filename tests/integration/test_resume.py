@@ -16,7 +16,7 @@ from asyncrl.complete_directory import COMPLETE
 
 pytestmark = pytest.mark.integration
 
-STEPS = 18
+STEPS = 14
 SYNCHRONOUS = [
     "staleness.max_versions=0",
     "generator.max_concurrent_groups=4",
@@ -29,10 +29,10 @@ SYNCHRONOUS = [
 IMPORTS = {"PYTHONPATH": os.pathsep.join(sys.path)}
 
 
-def start(run_command: Run, model_path: str, run: Path, **environment: str) -> Command:
+def start(run_command: Run, model_path: str, run: Path) -> Command:
     return run_command(
         "up", "-c", str(QUICKSTART), f"run.dir={run.parent}", f"run.name={run.name}",
-        *small_overrides(model_path), *SYNCHRONOUS, **IMPORTS, **environment,
+        *small_overrides(model_path), *SYNCHRONOUS, **IMPORTS,
     )  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def trained(run: Path) -> list[tuple[float, float, float]]:
     return [(step["loss"], step["grad_norm"], step["reward_mean"]) for step in records(run, "steps")]
 
 
-@pytest.mark.fault("F6", "F7", "F8", "F34", "F36", "F37", "F38", "F39")
+@pytest.mark.fault("F6", "F7", "F8", "F34", "F36", "F37", "F38")
 @pytest.mark.timeout(1500)
 def test_a_run_that_is_killed_again_and_again_trains_what_an_uninterrupted_run_trains(
     run_command: Run, model_path: str, tmp_path: Path
@@ -61,8 +61,7 @@ def test_a_run_that_is_killed_again_and_again_trains_what_an_uninterrupted_run_t
     assert whole.wait(600) == 0, whole.output()[-4000:]
 
     run = tmp_path / "killed"
-    # Ray's processes end when its head does not answer for this time; the default is 60 s.
-    command = start(run_command, model_path, run, RAY_gcs_rpc_server_reconnect_timeout_s="1")
+    command = start(run_command, model_path, run)
 
     def has_trained(steps: int) -> bool:
         return len(records(run, "steps")) >= steps
@@ -71,14 +70,12 @@ def test_a_run_that_is_killed_again_and_again_trains_what_an_uninterrupted_run_t
         return len(resumptions(run)) == times
 
     reached = 3
-    kills = [[EVERYTHING], ["rank"], ["Ray head"], ["buffer", "weight store", "generator"]]
-    for restart, targets in enumerate(kills, start=1):
+    for restart, targets in enumerate([[EVERYTHING], ["rank"], ["buffer", "weight store", "generator"]], start=1):
         command.wait_for(partial(has_trained, reached), timeout_s=400, what=f"step {reached} before {targets} die")
         for target in targets:
             kill(run, target)
         command.wait_for(partial(has_restarted, restart), timeout_s=400, what=f"restart {restart}")
         reached = resumptions(run)[-1]["step"] + 2
-    assert "Failed to connect to GCS" in command.output(), "the cause of the third restart"
     command.wait_for(partial(has_trained, reached), timeout_s=400, what=f"step {reached}")
     kill(run, "row store")  # the learner makes another one, and the lost groups are generated again
     command.wait_for(partial(has_trained, reached + 1), timeout_s=400, what="a step after the row store died")

@@ -379,6 +379,23 @@ async def test_a_run_that_stands_still_stops_and_names_both_sides() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_learner_that_waits_for_groups_ends_when_the_index_of_the_data_plane_has_died() -> None:
+    scene = Scene(run={"stall_timeout_s": 60.0})
+    rows = scene.trainer.rows_outstanding
+
+    def died() -> dict[str, int]:
+        if scene.loop._states.state != "waiting_for_groups":
+            return rows()
+        raise ActorGone("the index has died")
+
+    scene.client.waiting = scene.hang
+    scene.trainer.rows_outstanding = died  # type: ignore[method-assign]
+    with pytest.raises(ActorGone, match="the index has died"):
+        await scene.run()
+    assert scene.clock.now_s < 20.0
+
+
+@pytest.mark.asyncio
 @pytest.mark.fault("F5")
 async def test_without_any_generator_the_error_says_how_to_start_one() -> None:
     scene = Scene(eval={"prompts": 0})
@@ -454,16 +471,34 @@ async def test_samples_that_cannot_be_read_are_not_logged_and_the_run_goes_on(
 
     def read_all_but_those_of_step_1(meta: KVBatchMeta, *, select_fields: Any) -> Any:
         asked[0] += 1
-        if asked[0] in (3, 4):
+        if asked[0] == 4:
             raise error
         return read(meta, select_fields=select_fields)
 
     scene.trainer.read_from_dataplane = read_all_but_those_of_step_1  # type: ignore[method-assign]
     await scene.run()
-    assert asked[0] == 6, "each step reads its samples, and its rows for the audit"
+    assert asked[0] == 6, "each step reads its rows for the audit, and its samples"
     assert sorted(scene.log.samples) == [0, 2]
-    assert [record.step for record in scene.log.audit if isinstance(record, TrainedStep)] == [0, 2]
+    assert [record.step for record in scene.log.audit if isinstance(record, TrainedStep)] == [0, 1, 2]
     assert [record.step for record in scene.log.steps] == [0, 1, 2]
     assert not scene.trainer.kept, "the rows of the step are cleared"
     assert f"the samples of step 1 were not logged: {type(error).__name__}: " in caplog.text
-    assert f"step 1 has no record for the audit, because its rows cannot be read: {type(error).__name__}" in caplog.text
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F37")
+async def test_rows_that_are_lost_before_the_audit_has_read_them_are_not_trained() -> None:
+    scene = Scene()
+    read, asked = scene.trainer.read_from_dataplane, [0]
+
+    def lost_once(meta: KVBatchMeta, *, select_fields: Any) -> Any:
+        asked[0] += 1
+        if asked[0] == 3:
+            raise RowsLost("a store has died", sample_ids=meta.sample_ids[:1])
+        return read(meta, select_fields=select_fields)
+
+    scene.trainer.read_from_dataplane = lost_once  # type: ignore[method-assign]
+    await scene.run()
+    assert asked[0] == 7, "the rows of step 1 are read again"
+    assert [record.step for record in scene.log.audit if isinstance(record, TrainedStep)] == [0, 1, 2]
+    assert (await groups_by_fate(scene))[Fate.ROWS_LOST] == 1
