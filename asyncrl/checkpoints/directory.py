@@ -46,8 +46,10 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint is of: the nonce of the run, the learner's version, the run's lineage then, and its shared
-    settings by dotted key.
+    """The contents of a checkpoint, and the run that it belongs to.
+
+    `nonce` identifies the run. `version` and `lineage` are those of the learner at the checkpoint. `settings` has the
+    settings that all deployments of the run share, by dotted key.
 
     `packages` has the versions of the packages that wrote it. `files` lists all files except the manifest itself and
     `COMPLETE`, by their path in the checkpoint.

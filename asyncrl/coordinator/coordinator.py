@@ -235,7 +235,7 @@ class Coordinator:
         """Brings the buffer to the state of a checkpoint. If groups were issued since, keeps those that only surviving
         weights made, and the generators go on with their tickets."""
         lived_on, left = not self._untouched, self._buffer.version
-        again = self._buffer.restore(
+        split_tokens = self._buffer.restore(
             restored.snapshot.buffer, lineage=restored.lineage, loaded=self._replicas.loaded_versions()
         )
         self._clearing.rows_without_slot()  # the data plane may be older than this buffer
@@ -249,7 +249,7 @@ class Coordinator:
             left,
             restored.snapshot.version,
             kept - restored.snapshot.buffer.ledger.issued.tokens,
-            again,
+            split_tokens,
         )
 
     # --- generators ---------------------------------------------------------------------------------------------

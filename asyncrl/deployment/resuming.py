@@ -113,8 +113,8 @@ def step_of(name: str) -> int:
 def begin_incarnation(directory: Path, resumed: Resumed) -> Lineage:
     """Begins the next incarnation of the run in `directory`. Returns its lineage, which it writes to `lineage.json`."""
     lineage = (_known_lineage(directory) or resumed.manifest.lineage).child(resumed.manifest.version)
-    # First of all: whatever ends this process, the number of the incarnation is never used again, and no later start
-    # takes a checkpoint of a step that is lost from now on.
+    # This is written first. If the process is killed afterwards, the next start uses another number for its
+    # incarnation, and takes no checkpoint of a lost step.
     write_atomically(directory / LINEAGE, msgspec.json.encode(lineage))
     checkpoints = directory / CHECKPOINTS
     for folder in checkpoints.glob("step-*"):

@@ -1,7 +1,6 @@
 """The rows of groups that have ended: the learner clears them when no checkpoint needs them."""
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 
 from asyncrl.config.schema import Config
@@ -30,7 +29,7 @@ class TrainedRows:
         coordinator: CoordinatorClient,
         checkpoints: Checkpoints,
         metrics: LearnerMetrics,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
     ) -> None:
         self._config = config
         self._incarnation = incarnation

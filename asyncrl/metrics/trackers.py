@@ -6,8 +6,8 @@ thread. A tracker that fails is reported once and gets no more numbers. At the e
 a tracker that hangs.
 
 `trackers.json` in the run's directory has the run of each tracker and the last step that it got. It is written when a
-tracker has started, and after each step. A learner that resumes
-the run continues the same runs of the trackers, and each step appears once:
+tracker has started, and after each step. A learner that resumes the run continues the same runs of the trackers, and
+each step appears once:
 
 - TensorBoard hides the steps that are trained again, and shows the new ones (`purge_step`).
 - The other trackers cannot take numbers back. They keep those that they have, and get the steps after them.

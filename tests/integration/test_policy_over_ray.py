@@ -6,7 +6,6 @@ one before, and the last test of a policy ends its ranks. So the tests must run 
 """
 
 import os
-import pickle
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from counted_calls import Counted
 from local_ray import local_ray
 from ray.util import placement_group_table
 from tiny_groups import STEP, make_batch, make_config, make_model
@@ -386,19 +386,6 @@ def test_two_ranks_name_lost_rows_go_on_and_end_together(of_two_ranks: TQPolicy,
         policy.train_from_meta(named(), LOSS)
     policy.shutdown()
     assert policy.shutdown(), "a second shutdown must succeed too"
-
-
-class Counted:
-    """Counts the bytes of the arguments and results of the driver's calls."""
-
-    def __init__(self, function: Any) -> None:
-        self._function = function
-        self.bytes = 0
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        answer = self._function(*args, **options)
-        self.bytes += len(pickle.dumps((args, options, answer)))
-        return answer
 
 
 def test_no_bulk_passes_the_driver(of_one_rank: TQPolicy, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """The critic's driver over real Ray actors: rows by value and by name give the same result, no rows pass through the
 driver, and lost rows are reported."""
 
-import pickle
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from counted_calls import Counted
 from local_ray import local_ray
 from tiny_groups import STEP, make_batch, make_config, make_model
 
@@ -148,19 +148,6 @@ def test_other_rows_by_name_train_bit_for_bit_as_the_rows_themselves(batching: s
         check_rows_by_name(by_name, settings, model_path)
     finally:
         by_name.shutdown()
-
-
-class Counted:
-    """Counts the bytes of the arguments and results of the driver's calls."""
-
-    def __init__(self, function: Any) -> None:
-        self._function = function
-        self.bytes = 0
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        answer = self._function(*args, **options)
-        self.bytes += len(pickle.dumps((args, options, answer)))
-        return answer
 
 
 def test_no_bulk_passes_the_driver_and_lost_rows_are_named_by_ranks_that_go_on(
