@@ -23,7 +23,8 @@ def down(run: RunningRun, address: RunningAddress = None) -> None:
     ray_is_gone = info is not None and info.state != "running" and info.ray_session is not None
     if named is not None or not ray_is_gone:
         use_ray_token()
-        from asyncrl.deployment.cluster import end_run, join
+        from asyncrl.deployment.cluster import join
+        from asyncrl.deployment.shared_actors import end_run
 
         try:
             join(named or (info and info.ray_address) or "auto", namespace=directory.name)

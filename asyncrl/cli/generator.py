@@ -37,8 +37,9 @@ def generator(
         import ray
 
         from asyncrl.deployment.closing import Stopped, check_stop
-        from asyncrl.deployment.cluster import check_admission, join
+        from asyncrl.deployment.cluster import join
         from asyncrl.deployment.compose import run_generators
+        from asyncrl.deployment.shared_actors import check_admission
 
         name = config.run.name
         with contextlib.suppress(Stopped):

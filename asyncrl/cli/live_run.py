@@ -41,7 +41,8 @@ def join_admitted(address: str, config: Config, *, choose: Choice) -> Choice:
     admit a learner without a checkpoint. If the learner of this directory may have been killed, waits until the run
     counts it as gone.
     """
-    from asyncrl.deployment.cluster import check_admission, join
+    from asyncrl.deployment.cluster import join
+    from asyncrl.deployment.shared_actors import check_admission
 
     join(address, namespace=config.run.name)
     directory = config.run.dir / config.run.name

@@ -164,7 +164,8 @@ def _status_of(directory: Path, address: str | None) -> "Callable[[], RunStatus]
 
     use_ray_token()
     from asyncrl.coordinator.coordinator import Coordinator
-    from asyncrl.deployment.cluster import find_run, join
+    from asyncrl.deployment.cluster import join
+    from asyncrl.deployment.shared_actors import find_run
 
     join(running_address(directory, address), namespace=directory.name)
     client = find_run(directory.name)

@@ -24,9 +24,10 @@ from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.data_plane.calls import finished, first_line
 from asyncrl.deployment.closing import Stopped, running, unless_stopped
-from asyncrl.deployment.cluster import RunHandles, enter_run, keep_attached, leave_run, new_deployment, placed
+from asyncrl.deployment.cluster import placed
 from asyncrl.deployment.inputs import Prompts
 from asyncrl.deployment.run_dir import reward_log_path
+from asyncrl.deployment.shared_actors import RunHandles, enter_run, keep_attached, leave_run, new_deployment
 from asyncrl.environments.secrets import read_secrets
 from asyncrl.errors import AsyncRLError, GeneratorPoolExhausted, RunError, StallError
 from asyncrl.generation.actor import GeneratorActor

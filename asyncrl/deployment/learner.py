@@ -20,7 +20,6 @@ from asyncrl.coordinator.snapshot import Restored
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import encode_prompt, load_tokenizer, shown_prompt, tokenizer_fingerprint
 from asyncrl.deployment.closing import LEAVE_S, Stopped, running, short_grace, unless_one_fails, unless_stopped
-from asyncrl.deployment.cluster import RunHandles, enter_run, keep_attached, leave_run, new_deployment
 from asyncrl.deployment.inputs import Prompts, fitting_prompts
 from asyncrl.deployment.known_runs import has_checkpoint
 from asyncrl.deployment.learner_display import LearnerDisplay
@@ -28,6 +27,7 @@ from asyncrl.deployment.learner_log import LearnerLog
 from asyncrl.deployment.provenance import processor, provenance
 from asyncrl.deployment.run_dir import STOPPED_EARLY, AuditFile, RunDir
 from asyncrl.deployment.screen import Screen
+from asyncrl.deployment.shared_actors import RunHandles, enter_run, keep_attached, leave_run, new_deployment
 from asyncrl.deployment.targets import Targets
 from asyncrl.errors import AsyncRLError, CheckpointError, RunError
 from asyncrl.learner.audit_records import Began, Machine, PublishedVersion, manifest_digest

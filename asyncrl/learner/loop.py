@@ -193,11 +193,11 @@ class LearnerLoop:
                 return answer
             if answer is LeaseWait.FINISHED:
                 return None
+            # Raises if the index of the data plane has died. It comes first: a dead index makes rollouts fail, so that
+            # the check of the progress would name another cause.
+            await self._rows.outstanding()
             status = await self._coordinator.call(Coordinator.status)
             check_progress(status, waits=answer, config=self._config)
-            await (
-                self._rows.outstanding()
-            )  # raises if the index of the data plane has died: no group would become ready
             if self._checkpoints.due(status.version.step):
                 await self._save(await self._coordinator.call(LearnerCalls.snapshot, self._incarnation))
         return None

@@ -14,7 +14,7 @@ from asyncrl.common.lineage import Lineage
 from asyncrl.common.version import Version
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
-from asyncrl.deployment import cluster
+from asyncrl.deployment import cluster, shared_actors
 from asyncrl.deployment.resuming import no_checkpoint, unfinished_run
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import LearnerNotRestored, RunError, RunLocked
@@ -84,7 +84,7 @@ def test_a_directory_whose_checkpoint_is_damaged_is_not_moved_aside_while_its_ru
             raise LearnerNotRestored("run 'quick' has trained 1 steps; end the run")
 
     monkeypatch.setattr(cluster, "join", lambda *_, **__: None)
-    monkeypatch.setattr(cluster, "check_admission", check)
+    monkeypatch.setattr(shared_actors, "check_admission", check)
     choose = join_admitted("auto", config, choose=unfinished_run)
     if damaged and run_lives:
         with pytest.raises(LearnerNotRestored, match=r"no checkpoint in .*/checkpoints can be used, and run"):

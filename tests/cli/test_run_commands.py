@@ -19,7 +19,7 @@ from asyncrl.cli.status import status
 from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.status import RunStatus
-from asyncrl.deployment import cluster
+from asyncrl.deployment import cluster, shared_actors
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.learner.records import Summary, build_summary
 
@@ -213,7 +213,7 @@ def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunStatus]
     # The command sets this variable in this process. monkeypatch removes it after the test.
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setattr(cluster, "join", lambda *_, **__: None)
-    monkeypatch.setattr(cluster, "find_run", lambda _: SimpleNamespace(call=answer))
+    monkeypatch.setattr(shared_actors, "find_run", lambda _: SimpleNamespace(call=answer))
     with run_in(tmp_path / "runs") as run:  # it holds the lock: without it, the run would count as dead
         run.append_step(make_step(0))
         seconds = {"waiting_for_groups": 6.0, "optimizer": 2.0}

@@ -12,11 +12,15 @@ from typer.testing import CliRunner
 
 from asyncrl.cli.main import app
 from asyncrl.common.roles import Role
+from asyncrl.common.version import Version
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import Call
 from asyncrl.coordinator.registry import Deployment, Registry
-from asyncrl.deployment import cluster, compose, generators
+from asyncrl.data_plane.clients import TRAIN_PARTITION
+from asyncrl.data_plane.partition_actor import Index
+from asyncrl.data_plane.partitions import Partitions
+from asyncrl.deployment import cluster, compose, generators, shared_actors
 from asyncrl.errors import ActorGone, RunLocked, RunMismatch
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -31,16 +35,18 @@ def a_run_is_there(
     async def ready() -> None:
         """Stands for Ray's answer that the actor is placed."""
 
-    async def perform(call: Call) -> None:
+    async def perform(call: Call) -> Any:
+        if call.method == "status":
+            return SimpleNamespace(published=members.published)
         assert (call.door, call.method) == ("Coordinator", "check")
-        members.check(*call.arguments, shared=call.options["shared"])
+        return members.check(*call.arguments, shared=call.options["shared"])
 
     def get_actor(name: str, *, namespace: str) -> Any:
         if (name, namespace) != ("buffer", config.run.name):
             raise ValueError("no such actor")
         return SimpleNamespace(__ray_ready__=SimpleNamespace(remote=ready), perform=SimpleNamespace(remote=perform))
 
-    monkeypatch.setattr(cluster.ray, "get_actor", get_actor)
+    monkeypatch.setattr(shared_actors.ray, "get_actor", get_actor)
     return members
 
 
@@ -52,18 +58,18 @@ async def test_a_run_that_is_there_is_asked_and_one_that_is_not_takes_everybody(
     members = a_run_is_there(config, monkeypatch)
     other = Config.model_validate({"eval": {"prompts": 16}})
     for role in Role:
-        await cluster.check_admission(config, role=role)
+        await shared_actors.check_admission(config, role=role)
         with pytest.raises(RunMismatch, match=r"eval\.prompts = 16, but the run was started with 128"):
-            await cluster.check_admission(other, role=role)
+            await shared_actors.check_admission(other, role=role)
     assert members.live() == []
-    await cluster.check_admission(
+    await shared_actors.check_admission(
         Config.model_validate({"run": {"name": "another"}, "eval": {"prompts": 16}}), role=role
     )
 
     members.attach(Deployment(id="l", role=Role.LEARNER, host="h", pid=7), shared=shared_config(config))
-    await cluster.check_admission(config, role=Role.GENERATOR)
+    await shared_actors.check_admission(config, role=Role.GENERATOR)
     with pytest.raises(RunLocked, match="pid 7 on h"):
-        await cluster.check_admission(config, role=Role.LEARNER)
+        await shared_actors.check_admission(config, role=Role.LEARNER)
 
 
 @pytest.mark.asyncio
@@ -71,13 +77,13 @@ async def test_a_run_that_is_there_is_asked_and_one_that_is_not_takes_everybody(
 async def test_a_learner_waits_until_the_one_that_was_killed_counts_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     config, now = Config(), itertools.count(0.0, 3.0)
     members = a_run_is_there(config, monkeypatch, clock=lambda: next(now))
-    monkeypatch.setattr(cluster, "LOCKED_POLL_S", 0.0)
+    monkeypatch.setattr(shared_actors, "LOCKED_POLL_S", 0.0)
     killed = Deployment(id="l", role=Role.LEARNER, host="h", pid=7)
     members.attach(killed, shared=shared_config(config))
     with pytest.raises(RunLocked):
-        await cluster.check_admission(config, role=Role.LEARNER, restores="n")
+        await shared_actors.check_admission(config, role=Role.LEARNER, restores="n")
     members.keep(killed.id)
-    await cluster.check_admission(config, role=Role.LEARNER, restores="n", patience_s=60.0)
+    await shared_actors.check_admission(config, role=Role.LEARNER, restores="n", patience_s=60.0)
     assert members.live() == []
 
 
@@ -94,7 +100,7 @@ def test_what_is_refused_has_started_nothing_and_says_one_line(
     # The command sets this variable in this process. monkeypatch removes it after the test.
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setattr(cluster, "join", lambda *_, **__: None)
-    monkeypatch.setattr(cluster, "check_admission", refused)
+    monkeypatch.setattr(shared_actors, "check_admission", refused)
     monkeypatch.setattr(cluster.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.7:6379"))
     monkeypatch.setattr(compose, "Inputs", started)
     monkeypatch.setattr(generators.ray, "remote", started)
@@ -134,8 +140,44 @@ async def test_leaving_a_run_whose_coordinator_is_gone_raises_nothing() -> None:
         raise ActorGone("the coordinator has ended")
 
     handles: Any = SimpleNamespace(coordinator=SimpleNamespace(call=gone), deployment=SimpleNamespace(id="learner-1"))
-    await cluster.leave_run(handles, namespace="run")
+    await shared_actors.leave_run(handles, namespace="run")
     assert calls == [Registry.detach]
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F41")
+@pytest.mark.parametrize("published", [False, True])
+@pytest.mark.parametrize("lives", [False, True])
+async def test_a_learner_that_restores_ends_a_buffer_whose_index_has_died(
+    published: bool, lives: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A learner registers the partition before it publishes. Until then, an index without it need not be a new one."""
+    config, ended = Config(), []
+    members = a_run_is_there(config, monkeypatch)
+    members.published = Version(1, 4) if published else None
+
+    def call(_: Index, method: object, partition: str, samples: list[str]) -> set[str]:
+        assert (method, partition, samples) == (Partitions.fields_of, TRAIN_PARTITION, [])
+        if not lives:
+            raise KeyError("not registered")
+        return {"input_ids"}
+
+    monkeypatch.setattr(Index, "__init__", lambda *_, **__: None)
+    monkeypatch.setattr(Index, "call", call)
+    monkeypatch.setattr(shared_actors, "end_actors", ended.append)
+    actors = iter([["buffer", "weights"], ["buffer"], []])
+    monkeypatch.setattr(shared_actors, "_shared_actors", lambda _: next(actors))
+    monkeypatch.setattr(shared_actors, "POLL_S", 0.0)
+    learner = shared_actors.new_deployment(Role.LEARNER)
+    await shared_actors._end_actors_without_index(config, learner)
+    gone = published and not lives
+    assert ended == ([config.run.name] if gone else [])
+    assert next(actors, None) == (None if gone else ["buffer", "weights"]), "the names must be free"
+
+    members.attach(Deployment(id="l", role=Role.LEARNER, host="h", pid=7), shared=shared_config(config))
+    with pytest.raises(RunLocked):
+        await shared_actors._end_actors_without_index(config, learner)
+    assert len(ended) == gone, "the run of a learner that lives is left alone"
 
 
 class AttachedCluster:
@@ -144,9 +186,9 @@ class AttachedCluster:
     def __init__(self, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
         self.members = Registry(shared=shared_config(config), timeout_s=10.0, clock=lambda: 0.0)
         self.ended: list[str] = []
-        monkeypatch.setattr(cluster.ray, "put", lambda tasks: tasks)
-        monkeypatch.setattr(cluster.ray, "remote", lambda _: SimpleNamespace(options=lambda **_: self))
-        monkeypatch.setattr(cluster, "end_actors", self.ended.append)
+        monkeypatch.setattr(shared_actors.ray, "put", lambda tasks: tasks)
+        monkeypatch.setattr(shared_actors.ray, "remote", lambda _: SimpleNamespace(options=lambda **_: self))
+        monkeypatch.setattr(shared_actors, "end_actors", self.ended.append)
 
     def remote(self, **_: object) -> Any:
         return SimpleNamespace(
@@ -178,6 +220,6 @@ async def test_a_learner_that_gets_no_answer_to_its_attach_does_not_keep_the_nex
         generator = Deployment(id="g", role=Role.GENERATOR, host="h", pid=1)
         there.members.attach(generator, shared=shared_config(config))
     with pytest.raises(ActorGone, match="the answer is lost"):
-        await cluster.enter_run(config, deployment=cluster.new_deployment(Role.LEARNER), tasks=[])
+        await shared_actors.enter_run(config, deployment=shared_actors.new_deployment(Role.LEARNER), tasks=[])
     assert [member.id for member in there.members.live()] == (["g"] if others else [])
     assert there.ended == ([] if others else [config.run.name]), "the last one that leaves ends the run's actors"

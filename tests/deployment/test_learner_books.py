@@ -28,7 +28,7 @@ from asyncrl.coordinator.failures import FailureReports
 from asyncrl.coordinator.learner_calls import LearnerCalls
 from asyncrl.coordinator.snapshot import RunSnapshot
 from asyncrl.data.prompts import PromptCursor
-from asyncrl.deployment import cluster, learner
+from asyncrl.deployment import learner, shared_actors
 from asyncrl.deployment import targets as targets_module
 from asyncrl.deployment.closing import LEAVE_S, Stopped
 from asyncrl.deployment.inputs import Prompts
@@ -322,7 +322,8 @@ async def test_a_learner_that_was_replaced_ends_at_its_next_heartbeat(
     async def keep_attached(*arguments: Any, **options: Any) -> None:
         if in_training:
             await training.wait()
-        await cluster.keep_attached(*arguments, **options)  # the fake coordinator's answer is that it is not attached
+        # the fake coordinator's answer is that it is not attached
+        await shared_actors.keep_attached(*arguments, **options)
 
     with RunDir.create(config) as run:
         deployment = deployment_without_ray(run, config, monkeypatch, train=train)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 from conftest import QUICKSTART, REPOSITORY, Command, Run, engines_of, small_overrides
-from kills import ray_session
+from kills import kill, ray_session
 
 from asyncrl.cli.restarts import RESTART_MENDS
 
@@ -148,8 +148,8 @@ def resumed_at(run: Path) -> int | None:
     return resumed[-1]["step"] if resumed else None
 
 
-@pytest.mark.fault("F2", "F6")
-def test_generators_and_the_learner_are_killed_and_no_group_is_lost(
+@pytest.mark.fault("F2", "F6", "F41")
+def test_generators_the_learner_and_the_index_are_killed_and_no_group_is_lost(
     run_command: Run, head: Head, ray_head: str, engines: Engines, model_path: str, tmp_path: Path
 ) -> None:
     name = tmp_path.name
@@ -217,8 +217,18 @@ def test_generators_and_the_learner_are_killed_and_no_group_is_lost(
     )
     assert engines() == left, "the generators must outlive the learner"
 
-    first.terminate()
-    assert first.wait(240) == 0, first.output()[-3000:]
+    before = resumed_at(run)
+    kill(run, "row index", also=head.nodes.values())
+    learner.wait_for(lambda: first.process.poll() is not None, timeout_s=360, what="a generator without its buffer")
+    third = deployment(run_command, "generator", ray_head, model_path, tmp_path, *overrides)
+    learner.wait_for(
+        lambda: resumed_at(run) != before and steps_of(tmp_path) > (resumed_at(run) or 0) + 3,
+        timeout_s=READY_S,
+        what="steps of the third learner",
+    )
+
+    third.terminate()
+    assert third.wait(240) == 0, third.output()[-3000:]
     assert learner.process.poll() is None, learner.output()[-3000:]
     learner.terminate()
     assert learner.wait(240) == 0, learner.output()[-3000:]

@@ -1,0 +1,258 @@
+"""The run's detached actors, which all of its deployments share: how a deployment enters the run and leaves it.
+
+The first deployment of a run creates the coordinator and the weight store. The last deployment that leaves ends them.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from asyncrl.common.lineage import Lineage
+from asyncrl.common.names import COORDINATOR, WEIGHTS
+from asyncrl.common.roles import Role, RunState
+from asyncrl.config.load import shared_config
+from asyncrl.config.schema import Config
+from asyncrl.coordinator.actor import CoordinatorActor
+from asyncrl.coordinator.client import CoordinatorClient
+from asyncrl.coordinator.coordinator import Coordinator
+from asyncrl.coordinator.registry import Deployment, Registry
+from asyncrl.coordinator.snapshot import Restored
+from asyncrl.data.prompts import Task
+from asyncrl.data_plane.clients import TRAIN_PARTITION
+from asyncrl.data_plane.partition_actor import PARTITIONS, Index
+from asyncrl.data_plane.partitions import Partitions
+from asyncrl.data_plane.row_store import STORE_PREFIX
+from asyncrl.deployment.cluster import placed
+from asyncrl.errors import Fenced, RunEnded, RunError, RunLocked
+from asyncrl.weights.store import WeightClient, WeightStore
+
+logger = logging.getLogger(__name__)
+
+DETACHED_PREFIXES = (COORDINATOR, WEIGHTS, STORE_PREFIX, PARTITIONS)
+ACTOR_CONCURRENCY = 10_000
+"""Maximum number of concurrent calls of an actor. It is large because calls that wait, e.g. for a ticket, count too."""
+STATUS_TIMEOUT_S = 10.0
+"""Deadline of a call to the coordinator from a command such as `status`, seconds."""
+END_S = 30.0
+"""Time that the deployments of a run have to leave after `asyncrl down`, and its actors to end, seconds."""
+POLL_S = 0.2
+"""Time between two questions whether deployments have left or actors have ended, seconds."""
+LOCKED_POLL_S = 0.5
+"""Time between two questions whether the run's earlier learner counts as gone, seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunHandles:
+    """Handles of the run's shared actors, and this deployment's entry in the run.
+
+    `lineage` has the incarnations of the run's learner when this deployment entered.
+    """
+
+    deployment: Deployment
+    lineage: Lineage
+    coordinator: CoordinatorClient
+    weights: WeightClient
+
+
+def new_deployment(role: Role, *, nonce: str = "") -> Deployment:
+    """Returns a deployment of this process with a new, unique id. `nonce` is that of a learner's run."""
+    name = f"{role.value}-{secrets.token_hex(3)}"
+    return Deployment(id=name, role=role, host=socket.gethostname(), pid=os.getpid(), nonce=nonce)
+
+
+async def check_admission(config: Config, *, role: Role, restores: str | None = None, patience_s: float = 0.0) -> None:
+    """Raises the error of `enter_run` if the run exists and would refuse this deployment. `restores` is the nonce of
+    the run of which a learner restores a checkpoint; None if it restores none.
+
+    The commands call it first, so that nothing is started for a deployment that the run refuses. While the run still
+    has a learner, waits up to `patience_s` seconds: one that was killed counts as gone only after
+    `buffer.heartbeat_timeout_s`.
+    """
+    try:
+        handle: Any = ray.get_actor(COORDINATOR, namespace=config.run.name)
+    except ValueError:
+        return
+    coordinator = await _coordinator(handle, config)
+    deployment, deadline_s = new_deployment(role, nonce=restores or ""), time.monotonic() + patience_s
+    shared = shared_config(config)
+    while True:
+        try:
+            await coordinator.call(Coordinator.check, deployment, shared=shared, restores=restores is not None)
+            return
+        except RunLocked:
+            if time.monotonic() >= deadline_s:
+                raise
+        await asyncio.sleep(LOCKED_POLL_S)
+
+
+async def enter_run(
+    config: Config, *, deployment: Deployment, tasks: Sequence[Task], restored: Restored | None = None
+) -> RunHandles:
+    """Creates or finds the run's actors, and attaches `deployment` to the run. A learner gives what it `restored`.
+
+    Raises RunMismatch, which names a config key whose value differs from the run's. Raises RunLocked, which names the
+    learner that the run has already, and LearnerNotRestored for a learner that would continue the run without its
+    weights.
+    """
+    if restored is not None:
+        await _end_actors_without_index(config, deployment)
+    options = {"namespace": config.run.name, "lifetime": "detached", "get_if_exists": True, "num_cpus": 0}
+    options["max_concurrency"] = ACTOR_CONCURRENCY
+    handle: Any = (
+        ray.remote(CoordinatorActor)
+        .options(name=COORDINATOR, **options)
+        .remote(config=config, tasks=ray.put(list(tasks)))
+    )
+    weights_handle = ray.remote(WeightStore).options(name=WEIGHTS, **options).remote()
+    coordinator = await _coordinator(handle, config)
+    await coordinator.call(Coordinator.start)
+    try:
+        lineage = await coordinator.call(
+            Coordinator.attach, deployment, shared=shared_config(config), restored=restored
+        )
+    except BaseException:  # also a cancellation
+        # The coordinator may have admitted it before the error. It would then wait for its heartbeats, and refuse the
+        # next learner meanwhile.
+        with contextlib.suppress(Exception):
+            await _detach(coordinator, deployment, namespace=config.run.name)
+        raise
+    weights = WeightClient(weights_handle, timeout_s=config.buffer.call_timeout_s)
+    return RunHandles(deployment=deployment, lineage=lineage, coordinator=coordinator, weights=weights)
+
+
+async def _end_actors_without_index(config: Config, learner: Deployment) -> None:
+    """Ends the run's shared actors if the index of the data plane has died and the buffer has not.
+
+    The buffer's groups have then lost their rows, and the generators can store no others. `learner` restores a
+    checkpoint, and begins with the buffer of that checkpoint. The generators end, as when the buffer dies. Raises the
+    errors of `Coordinator.check` if the run would refuse the learner.
+    """
+    namespace = config.run.name
+    try:
+        handle = ray.get_actor(COORDINATOR, namespace=namespace)
+    except ValueError:
+        return
+    coordinator = await _coordinator(handle, config)
+    await coordinator.call(Coordinator.check, learner, shared=shared_config(config), restores=True)
+    # A learner registers the partition before it publishes, and it stays registered as long as the index lives. Another
+    # process may have started a new index since, which has no partition.
+    if (await coordinator.call(Coordinator.status)).published is None:
+        return
+    index = Index(namespace=namespace, timeout_s=config.buffer.call_timeout_s)
+    try:
+        await asyncio.to_thread(index.call, Partitions.fields_of, TRAIN_PARTITION, [])
+        return
+    except KeyError:
+        logger.warning(
+            "the index of the data plane has died, so the rows of all groups in the buffer are lost: the run goes on "
+            "with the buffer of the checkpoint, and its generators end; start them again"
+        )
+    end_actors(namespace)
+    deadline_s = time.monotonic() + END_S
+    while names := _shared_actors(namespace):
+        if time.monotonic() > deadline_s:
+            raise RunError(f"these actors of the run did not end within {END_S:g} s: {', '.join(names)}")
+        await asyncio.sleep(POLL_S)  # polls other processes
+
+
+async def _coordinator(handle: Any, config: Config) -> CoordinatorClient:
+    """Returns a client of the run's coordinator, once Ray has placed it. Raises PlacementError."""
+    await placed(handle.__ray_ready__.remote(), config=config, what="the buffer", cpus=0)
+    return CoordinatorClient.over_ray(handle, timeout_s=config.buffer.call_timeout_s)
+
+
+def find_run(name: str) -> CoordinatorClient:
+    """Returns a client of the coordinator of a run on the joined cluster. Raises RunError if there is no such run."""
+    try:
+        handle = ray.get_actor(COORDINATOR, namespace=name)
+    except ValueError:
+        runs = sorted(
+            e["namespace"] for e in ray.util.list_named_actors(all_namespaces=True) if e["name"] == COORDINATOR
+        )
+        raise RunError(
+            f"there is no run {name!r} on this cluster; existing runs: {', '.join(runs) or 'none'}"
+        ) from None
+    return CoordinatorClient.over_ray(handle, timeout_s=STATUS_TIMEOUT_S)
+
+
+async def leave_run(handles: RunHandles, *, namespace: str) -> None:
+    """Detaches this deployment from the run. The last deployment that leaves ends the run's detached actors.
+
+    Raises nothing: the deployment ends in any case, and its own error is more important.
+    """
+    with contextlib.suppress(Exception):
+        await _detach(handles.coordinator, handles.deployment, namespace=namespace)
+
+
+async def _detach(coordinator: CoordinatorClient, deployment: Deployment, *, namespace: str) -> None:
+    if await coordinator.call(Registry.detach, deployment.id):
+        end_actors(namespace)
+
+
+async def keep_attached(
+    handles: RunHandles, *, every_s: float, state_seconds: Callable[[], Mapping[str, float]] = dict
+) -> None:
+    """Sends the coordinator a heartbeat of this deployment every `every_s` seconds, until it is cancelled.
+
+    A learner sends its seconds by state with it. A failed heartbeat is logged and sent again: if the coordinator is
+    dead, the calls that need an answer from it raise the error. Raises Fenced if another learner has replaced this one,
+    and RunEnded if `asyncrl down` ended the run.
+    """
+    while True:
+        try:
+            kept = await handles.coordinator.call(Registry.keep, handles.deployment.id, state_seconds=state_seconds())
+        except RunEnded:
+            raise
+        except (RunError, TimeoutError) as error:
+            logger.warning("the heartbeat of %s did not reach the buffer: %s", handles.deployment.id, error)
+        else:
+            if not kept:  # only a learner can be replaced
+                raise Fenced(
+                    f"this learner (incarnation {handles.lineage.incarnation}) was silent for longer than "
+                    "buffer.heartbeat_timeout_s, and another learner has taken over; this learner ends"
+                )
+        await asyncio.sleep(every_s)
+
+
+def end_run(name: str) -> list[str]:
+    """Ends the run `name` on the joined cluster for good. Returns the names of its shared actors.
+
+    First the run's deployments hear that it has ended, so that none of them starts again. They get `END_S` seconds to
+    leave. The last one that leaves ends the actors; those that are left are killed.
+    """
+    names = _shared_actors(name)
+    with contextlib.suppress(RunError):  # there is no such run, or its buffer is dead already
+        run = find_run(name)
+        asyncio.run(run.call(Registry.set_state, RunState.FAILED, "`asyncrl down` ended the run"))
+        deadline_s = time.monotonic() + END_S
+        while asyncio.run(run.call(Coordinator.status)).deployments and time.monotonic() < deadline_s:
+            time.sleep(POLL_S)  # polls other processes
+    end_actors(name)
+    return names
+
+
+def end_actors(namespace: str) -> None:
+    """Kills the run's shared actors."""
+    for name in _shared_actors(namespace):
+        try:
+            ray.kill(ray.get_actor(name, namespace=namespace), no_restart=True)
+        except ValueError:
+            logger.debug("actor %s had already ended", name)
+
+
+def _shared_actors(namespace: str) -> list[str]:
+    """Returns the names of the run's detached actors, which all deployments share."""
+    return [
+        entry["name"]
+        for entry in ray.util.list_named_actors(all_namespaces=True)
+        if entry["namespace"] == namespace and entry["name"].startswith(DETACHED_PREFIXES)
+    ]
