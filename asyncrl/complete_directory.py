@@ -9,13 +9,12 @@ Invariants: a directory at `path` is complete. If the process is killed at any p
 last directory that was published and not discarded, if there is one.
 """
 
-import os
 import shutil
 from pathlib import Path
 
 import msgspec
 
-from asyncrl.atomic_write import write_atomically
+from asyncrl.atomic_write import sync, write_atomically
 from asyncrl.errors import CheckpointError, CheckpointIncomplete
 
 COMPLETE = "COMPLETE"
@@ -51,22 +50,22 @@ def prepare(path: Path) -> None:
 
 
 def finish(path: Path, *, save_id: str) -> None:
-    """Marks `unfinished(path)` as complete. All files are flushed to the disk first, so that they survive a crash of
-    the machine."""
+    """Marks `unfinished(path)` as complete. The disk has all files and their names first, so that they survive a crash
+    of the machine."""
     marker = Marker(save_id=save_id, files=sizes(unfinished(path)))
-    for name in marker.files:
-        with (unfinished(path) / name).open("rb") as file:
-            os.fsync(file.fileno())
+    for entry in (unfinished(path), *unfinished(path).rglob("*")):
+        sync(entry)
     write_atomically(unfinished(path) / COMPLETE, msgspec.json.encode(marker))
 
 
 def publish(path: Path) -> None:
-    """Moves the finished directory to `path`. At each point there is a complete checkpoint at `path` or at
-    `_replaced(path)`, if there was one before."""
+    """Moves the finished directory to `path`, and returns when the disk has it there. At each point there is a complete
+    checkpoint at `path` or at `_replaced(path)`, if there was one before."""
     if (path / COMPLETE).exists():
         shutil.rmtree(_replaced(path), ignore_errors=True)
         path.rename(_replaced(path))
     unfinished(path).rename(path)
+    sync(path.parent)
     shutil.rmtree(_replaced(path), ignore_errors=True)
 
 

@@ -95,7 +95,9 @@ def test_a_directory_whose_removal_is_killed_is_whole_or_not_there(tmp_path: Pat
     assert list(path.parent.iterdir()) == []
 
 
-def test_all_files_are_on_the_disk_before_the_marker_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_files_and_their_names_are_on_the_disk_before_the_marker_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, synced = tmp_path / "hf", list[str]()
     sync = os.fsync
 
@@ -105,5 +107,6 @@ def test_all_files_are_on_the_disk_before_the_marker_is(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(os, "fsync", note)
     save(path, "new")
-    assert sorted(synced[:-1]) == ["config.json", "model.safetensors"]
-    assert synced[-1].startswith(COMPLETE)
+    marker = synced.index(COMPLETE + ".tmp")
+    assert sorted(synced[:marker]) == ["config.json", "hf.tmp", "model.safetensors"]
+    assert synced[marker + 1 :] == ["hf.tmp", path.parent.name], "the names of the marker and of the directory"

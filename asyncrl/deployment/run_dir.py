@@ -37,7 +37,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 
 import msgspec
 
-from asyncrl.atomic_write import write_atomically
+from asyncrl.atomic_write import sync, write_atomically
 from asyncrl.buffer.records import FailureCount
 from asyncrl.checkpoints.directory import CHECKPOINTS
 from asyncrl.common.lineage import Lineage
@@ -202,8 +202,8 @@ class RunDir:
         as for a record that cannot be written."""
         for path in self._records:
             try:
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
+                sync(path)
+                sync(path.parent)
             except FileNotFoundError:
                 continue  # it has no record yet
             except OSError as error:

@@ -8,7 +8,6 @@ because loading it unpickles data.
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OF
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
+from asyncrl.atomic_write import sync
 from asyncrl.ranks.collectives import gather_objects
 
 STATE = "state"
@@ -83,8 +83,7 @@ class HostCopies:
         offsets = {item.index.fqn: {SAVED_OFFSETS_KEY: _offsets(item)} for item in self._items}
         save_file(self._copies, path, metadata={CUSTOM_METADATA_KEY: json.dumps(offsets), "format": "pt"})
         path.chmod(mode)  # safetensors makes its file readable only for the owner
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        sync(path)
 
 
 def _offsets(item: WriteItem) -> list[int]:
