@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,7 @@ from asyncrl.config.schema import Config
 from asyncrl.coordinator.learner_calls import LearnerCalls
 from asyncrl.coordinator.registry import Registry
 from asyncrl.coordinator.snapshot import Restored
-from asyncrl.data.prompts import Task
-from asyncrl.data.tokenizer import encode_prompt, load_tokenizer, shown_prompt, tokenizer_fingerprint
+from asyncrl.data.tokenizer import load_tokenizer, shown_prompt, tokenizer_fingerprint
 from asyncrl.deployment.closing import LEAVE_S, Stopped, running, short_grace, unless_one_fails, unless_stopped
 from asyncrl.deployment.inputs import Prompts, fitting_prompts
 from asyncrl.deployment.known_runs import has_checkpoint
@@ -37,7 +36,7 @@ from asyncrl.learner.failures import groups_by_reason, in_words
 from asyncrl.learner.heldout import HeldoutEvaluation, ReplicaClient
 from asyncrl.learner.kept_steps import KeptSteps
 from asyncrl.learner.loop import LearnerLoop
-from asyncrl.learner.publication import Publisher
+from asyncrl.learner.publication import Publisher, probe_sequences
 from asyncrl.learner.recording import described_metrics
 from asyncrl.learner.records import RunTotals, Summary
 from asyncrl.learner.run_log import RunLog
@@ -52,9 +51,6 @@ from asyncrl.weights.manifest import Manifest, layout
 from asyncrl.weights.transports.object_store import ObjectStoreTransport
 
 logger = logging.getLogger(__name__)
-
-PROBE_TASKS = 4
-"""Number of tasks whose prompts and answers are the sequences of the parity probe."""
 
 
 class LearnerDeployment:
@@ -392,13 +388,3 @@ class LearnerDeployment:
             if warning := short_grace(self._config.run.shutdown_grace_s, step_s=step_s, save_s=save_s):
                 logger.warning("%s", warning)
         await asyncio.sleep(max(0.0, self._config.run.shutdown_grace_s - LEAVE_S))
-
-
-def probe_sequences(tokenizer: object, tasks: Sequence[Task], *, max_length: int) -> list[list[int]]:
-    """Returns the token ids of the fixed sequences of the parity probe: the first prompts, each with its answer.
-
-    A sequence has fewer than `max_length` tokens, because an engine that scores a sequence generates one more token,
-    and refuses a sequence that leaves no room for it.
-    """
-    sequences = [encode_prompt(tokenizer, task.prompt + task.answer)[: max_length - 1] for task in tasks[:PROBE_TASKS]]
-    return [sequence for sequence in sequences if len(sequence) > 1]

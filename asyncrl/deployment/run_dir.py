@@ -13,15 +13,13 @@
     lineage.json  lost-steps.jsonl  lost-evals.jsonl  samples/lost-<n>/  checkpoints/lost-<n>/
                          of a run that was resumed: see `resuming.py`
 
-Only the learner writes here while it holds `lock` (flock). The exception is `logs/reward.log`, to which replicas on the
-learner's machine write. The kernel releases the lock when the process dies, so a dead holder needs no cleanup. The
-directory of an earlier run with the same name is moved to `<name>.1`, `<name>.2`, …, and never overwritten. A run that
-did not finish and has a complete checkpoint is resumed in its directory instead. If a start failed before it recorded
-anything, only its log is worth keeping, and the next run uses the same directory. If a record cannot be written (F27),
-the error is reported and training continues.
+Only the learner writes here while it holds `lock` (`run_lock.py`). The exception is `logs/reward.log`, to which
+replicas on the learner's machine write. The directory of an earlier run with the same name is moved to `<name>.1`,
+`<name>.2`, …, and never overwritten. A run that did not finish and has a complete checkpoint is resumed in its
+directory instead. If a start failed before it recorded anything, only its log is worth keeping, and the next run uses
+the same directory. If a record cannot be written (F27), the error is reported and training continues.
 """
 
-import fcntl
 import logging
 import os
 import secrets
@@ -33,7 +31,7 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 
@@ -45,7 +43,8 @@ from asyncrl.config.load import dump_config
 from asyncrl.config.schema import Config
 from asyncrl.deployment.provenance import provenance
 from asyncrl.deployment.resuming import SAMPLES, Choice, Resumed, begin_incarnation, lost_folder, unfinished_run
-from asyncrl.errors import ConfigError, RunLocked
+from asyncrl.deployment.run_lock import Taken, take
+from asyncrl.errors import ConfigError
 from asyncrl.learner.audit_records import AUDIT, Began, Record, framed, records_path
 from asyncrl.learner.records import EvalRecord, Resumption, RunInfo, SampleRecord, StepRecord, Summary
 
@@ -56,24 +55,12 @@ State = Literal["finished", "stopped", "failed"]
 
 STOPPED_EARLY = "asked to end by a signal, before the first step"
 """Reason in run.json of a run that a signal ended during its start."""
-OF_EVERY_START = {
-    "config.yaml",
-    "run.json",
-    "lock",
-    "logs",
-    "metrics",
-    SAMPLES,
-    "failures.json",
-    "report.html",
-    AUDIT,
-}
-"""Entries that every start creates. A directory with only these entries has no records of a run."""
 
 
 class RunDir:
     """The directory of this process's run, from `create` to `close`."""
 
-    def __init__(self, path: Path, *, taken: "_Taken", info: RunInfo) -> None:
+    def __init__(self, path: Path, *, taken: Taken, info: RunInfo) -> None:
         self.path = path
         self.previous = taken.previous
         """New path of the directory of the previous run with this name; None if there was none."""
@@ -116,7 +103,7 @@ class RunDir:
             nonce=secrets.token_hex(8),
         )
         try:
-            run = cls(path, taken=_take(path, info, checkpoint=partial(choose, path, config)), info=info)
+            run = cls(path, taken=take(path, info, checkpoint=partial(choose, path, config)), info=info)
             try:
                 if run.resumed is not None:
                     run._continue(run.resumed)
@@ -333,66 +320,6 @@ def reward_log_path(config: Config) -> Path:
     It is absolute because replicas run in another working directory than the command.
     """
     return (config.run.dir / config.run.name / "logs" / "reward.log").absolute()
-
-
-class _Taken(NamedTuple):
-    """The lock on a run's directory, the new path of an ended run's directory if it was moved, and the checkpoint of
-    an ended run that continues."""
-
-    lock: BinaryIO
-    previous: Path | None
-    resumed: Resumed | None
-
-
-def _take(path: Path, info: RunInfo, *, checkpoint: Callable[[], Resumed | None]) -> _Taken:
-    """Locks `path`. If an ended run has records there and is not resumed, first moves its directory aside. `checkpoint`
-    returns the checkpoint from which the run there is resumed; None if it is not.
-
-    Raises RunLocked if the run in `path` is alive.
-    """
-    previous: Path | None = None
-    while True:
-        path.mkdir(parents=True, exist_ok=True)
-        lock = (path / "lock").open("a+b")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            holder = lock.read().decode(errors="replace").strip() or "a process that has not written its pid yet"
-            lock.close()
-            raise RunLocked(
-                f"run.name: {path} is in use by {holder}; wait until that run ends, end it, or choose another run.name"
-            ) from None
-        # Another process may have moved the directory aside between our open and our flock. Our lock is then on a file
-        # in the moved directory and does not protect `path`, so try again.
-        try:
-            current = os.path.samestat(os.fstat(lock.fileno()), (path / "lock").stat())
-        except FileNotFoundError:
-            current = False
-        if not current:
-            lock.close()
-            continue
-        records = (path / "run.json").exists() and _has_records(path)
-        resumed = checkpoint() if records else None
-        if records and resumed is None:
-            previous = path.rename(_free_name(path))
-            lock.close()
-        else:
-            lock.truncate(0)
-            lock.write(f"pid {info.pid} on {info.host} since {info.started}\n".encode())
-            lock.flush()
-            return _Taken(lock, previous, resumed)
-
-
-def _has_records(path: Path) -> bool:
-    return any(entry.name not in OF_EVERY_START for entry in path.iterdir()) or any((path / SAMPLES).glob("*"))
-
-
-def _free_name(path: Path) -> Path:
-    number = 1
-    while (aside := path.with_name(f"{path.name}.{number}")).exists():
-        number += 1
-    return aside
 
 
 def pretty(record: msgspec.Struct | Sequence[msgspec.Struct]) -> bytes:

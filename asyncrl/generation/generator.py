@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 import msgspec
 from asyncio_throttle.throttler import Throttler
 
-from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, GroupMeta, Prefix, Progress, Refusal, Ticket
+from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, GroupMeta, Refusal, Ticket
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
@@ -29,6 +29,7 @@ from asyncrl.coordinator.replicas import ReplicaReport
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.clients import GroupRows
 from asyncrl.errors import DataError, InfraError, RolloutError, RunError
+from asyncrl.generation.held_tickets import HeldTickets
 from asyncrl.generation.interfaces import PartialCompletion, Sampled
 from asyncrl.generation.prefix_keeper import PrefixKeeper
 from asyncrl.generation.rollout import FinishedGroup, Rollouts
@@ -81,14 +82,14 @@ class Generator:
         self._coordinator = coordinator
         self._rows = rows
         self._weights = weights
+        self._held = HeldTickets()
         self._prefixes = PrefixKeeper(
             prefix_rows,
             every_tokens=config.generator.persist_every_tokens,
             verdict=weights.verdict,
-            stored=self._stored,
+            stored=self._held.stored,
         )
-        self._metrics = metrics
-        self._clock = clock
+        self._metrics, self._clock = metrics, clock
         starts_per_s = config.generator.max_starts_per_s
         burst = max(1, round(starts_per_s))
         self._throttle = Throttler(rate_limit=burst, period=burst / starts_per_s)
@@ -103,12 +104,10 @@ class Generator:
         self._free_state = "idle"
         self._loading = False
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._held: dict[str, Progress] = {}
         self._finished: list[FinishedGroup | FailedTicket] = []  # in the order in which the rollouts ended
         self._something_finished = asyncio.Event()
         self._spoiled: dict[str, InfraError] = {}
         self._slot_freed = asyncio.Event()
-        self._settled = asyncio.Event()
         self._draining = asyncio.Event()
         self._samples = self._tokens = 0
         self._metrics_address = metrics_address
@@ -190,7 +189,7 @@ class Generator:
             wait_s = 0.0 if reservation.refusal is None else RESERVE_WAIT_S
             self._free_state = REFUSED_STATE.get(reservation.refusal, "idle") if reservation.refusal else "idle"
             self._show_states()
-            self._held |= {ticket.key: Progress() for ticket in reservation.tickets}
+            self._held.add(reservation.tickets)
             for ticket in reservation.tickets:
                 async with self._throttle:
                     # A failed update may have torn the replica since the reserve. Then this waits for a whole version.
@@ -246,15 +245,9 @@ class Generator:
             self._slot_freed.set()
 
     def _progressed(self, ticket: Ticket, prefix: Sequence[PartialCompletion], sampled: Sampled) -> None:
-        held = self._held.get(ticket.key)
-        if held is not None and ticket.key not in self._spoiled:
-            self._held[ticket.key] = msgspec.structs.replace(held, generated_tokens=sampled.tokens)
+        if ticket.key in self._held and ticket.key not in self._spoiled:
+            self._held.generated(ticket.key, sampled.tokens)
             self._prefixes.sampled(ticket, sampled, continued=prefix)
-
-    def _stored(self, key: str, prefix: Prefix) -> None:
-        """Lets the next heartbeat name what is stored of a group."""
-        if (held := self._held.get(key)) is not None:
-            self._held[key] = msgspec.structs.replace(held, prefix=prefix)
 
     def _abandon(self, keys: Collection[str]) -> None:
         """Ends the rollouts of tickets that the buffer has ended. This is not a failure.
@@ -266,7 +259,7 @@ class Generator:
                 logger.info("the buffer has ended the ticket of group %s, so its rollout ends", key)
                 rollout.cancel()
                 self._metrics.samples(self._config.learner.group_size, outcome="cancelled")
-            self._settle(key)
+            self._held.settle(key)
 
     def _failed(self, key: str, incarnation: int, error: RolloutError) -> FailedTicket:
         logger.warning("group %s failed (%s, %s): %s", key, error.failure_class, error.reason, error)
@@ -287,7 +280,7 @@ class Generator:
             logger.warning("could not report that groups %s failed, so their tickets will expire: %s", keys, lost)
         finally:
             for key in keys:
-                self._settle(key)  # heartbeats renew the tickets in `_held`: this one would never expire
+                self._held.settle(key)  # heartbeats renew the tickets in `_held`: this one would never expire
 
     # --- delivery -----------------------------------------------------------------------------------------------
 
@@ -316,8 +309,7 @@ class Generator:
                 await self._clear([group.meta.key for group in groups])
 
     def _with_stored(self, meta: GroupMeta) -> GroupMeta:
-        held = self._held.get(meta.key)
-        return meta if held is None else msgspec.structs.replace(meta, stored=held.prefix)
+        return msgspec.structs.replace(meta, stored=self._held.prefix_of(meta.key))
 
     async def _clear(self, keys: Sequence[str]) -> None:
         """Clears the rows of a put that failed, because it may have stored them before its answer was lost."""
@@ -330,7 +322,7 @@ class Generator:
         outcomes = await self._coordinator.call(Coordinator.commit, [self._with_stored(group.meta) for group in groups])
         refused: list[str] = []
         for group, outcome in zip(groups, outcomes, strict=True):
-            self._settle(group.meta.key)
+            self._held.settle(group.meta.key)
             self._metrics.samples(len(group.meta.rewards), outcome=outcome)
             if outcome is CommitOutcome.ACCEPTED:
                 self._samples += len(group.meta.rewards)
@@ -380,7 +372,7 @@ class Generator:
             parity_max_nats=self._weights.parity_max_nats,
         )
         ended = await self._coordinator.call(
-            Coordinator.heartbeat, self._name, self._weights.version, free, dict(self._held), report
+            Coordinator.heartbeat, self._name, self._weights.version, free, self._held.progress(), report
         )
         self._abandon(ended)
 
@@ -397,13 +389,7 @@ class Generator:
 
     async def _drained(self) -> None:
         await self._draining.wait()
-        while self._held:
-            self._settled.clear()
-            await self._settled.wait()
-
-    def _settle(self, key: str) -> None:
-        self._held.pop(key, None)
-        self._settled.set()
+        await self._held.all_settled()
 
     def _show_states(self) -> None:
         busy = len(self._running)

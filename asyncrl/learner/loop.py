@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
 from asyncrl.buffer.records import Lease, LeaseWait
 from asyncrl.common.roles import RunState
@@ -24,7 +24,6 @@ from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.learner_calls import Acked, LearnerCalls
 from asyncrl.coordinator.snapshot import RunSnapshot
 from asyncrl.coordinator.status import RunStatus
-from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.sample_ids import group_of
@@ -42,7 +41,7 @@ from asyncrl.learner.records import RunTotals, StepRecord
 from asyncrl.learner.run_log import RunLog
 from asyncrl.learner.stages import Stages
 from asyncrl.learner.step_checks import StepChecks, names_of
-from asyncrl.learner.trained_rows import TrainedRows
+from asyncrl.learner.step_rows import StepRows
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.metrics.states import StateClock
 from asyncrl.policy.tq_policy import TQPolicy
@@ -107,7 +106,7 @@ class LearnerLoop:
             before=before,
         )
         self._checks = StepChecks(config=config, metrics=metrics)
-        self._rows = TrainedRows(
+        self._rows = StepRows(
             config=config,
             incarnation=incarnation,
             policy=policy,
@@ -212,7 +211,7 @@ class LearnerLoop:
         self.phase = "training only the critic (critic.warmup_steps)" if waits else "training"
         try:
             # For the audit. Once the step is trained, it must have a record, although a row store may die meanwhile.
-            rows = await self._read(meta, ROW_COLUMNS)
+            rows = await self._rows.read(meta, ROW_COLUMNS)
             report, critic_report = await self._stages.train(meta, samples, step=lease.step)
         except RowsLost as lost:
             return await self._give_back(lease, lost)
@@ -273,11 +272,8 @@ class LearnerLoop:
         row_of = {name: row for row, name in enumerate(meta.sample_ids)}
         names = [sample_ids(lease.groups[group])[sample] for group, sample in places]
         try:
-            rows = await asyncio.to_thread(
-                self._policy.read_from_dataplane,
-                meta.subset([row_of[name] for name in names]),
-                select_fields=["input_ids", "weight_versions", "advantages", *self._logged_logprobs()],
-            )
+            columns = ["input_ids", "weight_versions", "advantages", *self._logged_logprobs()]
+            rows = await self._rows.read(meta.subset([row_of[name] for name in names]), columns)
             self._recorder.write_samples(lease, places, rows)
         except Exception as error:
             logger.warning("the samples of step %d were not logged: %s: %s", lease.step, type(error).__name__, error)
@@ -291,7 +287,7 @@ class LearnerLoop:
         if self._kept is None:
             return
         try:
-            rows = await self._read(meta, kept_columns(with_logprobs=self._stages.writes_logprobs))
+            rows = await self._rows.read(meta, kept_columns(with_logprobs=self._stages.writes_logprobs))
         except Exception as error:
             logger.error(
                 "the batch of step %d is not kept for the audit, because its rows cannot be read: %s: %s",
@@ -308,12 +304,6 @@ class LearnerLoop:
             # The ranks have one copy of their weights to write from, which a running save still reads.
             await self._checkpoints.settle()
             await asyncio.to_thread(self._kept.keep_weights, self._policy, version)
-
-    async def _read(self, meta: KVBatchMeta, columns: Sequence[str]) -> BatchedDataDict:
-        """Returns these columns of a step's rows."""
-        return await asyncio.to_thread(
-            self._policy.read_from_dataplane, meta.subset(range(meta.size)), select_fields=columns
-        )
 
     def _logged_logprobs(self) -> list[str]:
         """Returns the log-prob columns that sample records contain; only columns that this run computes."""

@@ -11,12 +11,17 @@ from collections.abc import Callable, Sequence
 from asyncrl.common.version import Version
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.learner_calls import LearnerCalls
+from asyncrl.data.prompts import Task
+from asyncrl.data.tokenizer import encode_prompt
 from asyncrl.policy.tq_policy import TQPolicy
 from asyncrl.policy.worker import PolicyWorker
 from asyncrl.weights.manifest import Manifest, Probe, TensorEntry
 from asyncrl.weights.publisher import DeliveredBucket
 from asyncrl.weights.store import WeightClient
 from asyncrl.weights.transports.interfaces import Transport
+
+PROBE_TASKS = 4
+"""Number of tasks whose prompts and answers are the sequences of the parity probe."""
 
 
 class Publisher:
@@ -94,3 +99,13 @@ class Publisher:
         await self._coordinator.call(LearnerCalls.published, version)
         await self._weights.publish(manifest, [bucket.handle for bucket in buckets])
         self._delivered(manifest, {"snapshot": snapshot_s, "deliver": time.monotonic() - started_s})
+
+
+def probe_sequences(tokenizer: object, tasks: Sequence[Task], *, max_length: int) -> list[list[int]]:
+    """Returns the token ids of the fixed sequences of the parity probe: the first prompts, each with its answer.
+
+    A sequence has fewer than `max_length` tokens, because an engine that scores a sequence generates one more token,
+    and refuses a sequence that leaves no room for it.
+    """
+    sequences = [encode_prompt(tokenizer, task.prompt + task.answer)[: max_length - 1] for task in tasks[:PROBE_TASKS]]
+    return [sequence for sequence in sequences if len(sequence) > 1]

@@ -29,11 +29,12 @@ from asyncrl.policy.micro_batch import loss_of
 from asyncrl.policy.step_loss import add_update_shares, calibrated_loss, needs_reference
 from asyncrl.ranks.accelerator import compute_dtype, frozen
 from asyncrl.ranks.batching import token_batch, without_nonfinite
-from asyncrl.ranks.gather import ParameterSpec, gather_weights, move_model, parameter_specs
+from asyncrl.ranks.gather import ParameterSpec, gather_weights, parameter_specs
 from asyncrl.ranks.loss_pass import MicroBatchOutcome, UpdateContext, aligned
 from asyncrl.ranks.packed import ATTENTION
+from asyncrl.ranks.placement import HOST, MODEL, move_model
 from asyncrl.ranks.plan import PlannedUpdate
-from asyncrl.ranks.worker import HOST, RankWorker
+from asyncrl.ranks.worker import RankWorker
 from asyncrl.weights.manifest import Probe, TensorEntry, layout
 from asyncrl.weights.publisher import DeliveredBucket, Snapshot, deliver, own_buckets
 from asyncrl.weights.transports.collective import Broadcasts
@@ -164,7 +165,7 @@ class PolicyWorker(RankWorker[LossFunction]):
     def gather_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (name, full CPU tensor in the engine's precision). Every rank must exhaust the iterator before it
         communicates again."""
-        self._check_on_device("the model")
+        self._placement.check(MODEL)
         return gather_weights(self._model, dtype=self._engine_dtype)
 
     def save_hf(self, path: Path) -> None:

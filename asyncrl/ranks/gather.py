@@ -68,26 +68,3 @@ def gather_weights(model: torch.nn.Module, *, dtype: torch.dtype) -> Iterator[tu
             # clone, because with one rank, in float32 and on the CPU no step above has made a copy
             tied[id(parameter)] = full.to("cpu").clone(memory_format=torch.contiguous_format)
         yield name, tied[id(parameter)] if names_to_come[id(parameter)] else tied.pop(id(parameter))
-
-
-def move_model(model: torch.nn.Module, device: torch.device) -> None:
-    """Moves this rank's shards of the weights to `device`."""
-    model.to(device)
-    _give_back(device)
-
-
-def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Moves this rank's shards of the optimizer's state to `device`, and frees the gradients."""
-    optimizer.zero_grad(set_to_none=True)
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            # AdamW's step counter is a 0-dimensional tensor that stays on the CPU
-            if isinstance(value, torch.Tensor) and value.ndim > 0:
-                state[name] = value.to(device)
-    _give_back(device)
-
-
-def _give_back(device: torch.device) -> None:
-    """After a move to the CPU, returns the freed GPU memory to other processes instead of torch's cache."""
-    if device.type == "cpu":
-        torch.cuda.empty_cache()

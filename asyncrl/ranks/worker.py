@@ -34,21 +34,20 @@ from asyncrl.algorithms.returns import TokenAdvantages
 from asyncrl.algorithms.token_estimators import TokenEstimator, check_estimate, whitened_advantages
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.errors import CallRefused, LossFailed, Offloaded
+from asyncrl.errors import CallRefused, LossFailed
 from asyncrl.ranks.accelerator import forget_accelerator, make_accelerator
 from asyncrl.ranks.batching import empty_micro_batch, row_lengths, staleness_counts, tokens_passed
 from asyncrl.ranks.checkpoint import ShardedState, save_tokenizer
 from asyncrl.ranks.collectives import Collectives, on_all_ranks
 from asyncrl.ranks.digest import model_digest
-from asyncrl.ranks.gather import move_model, move_optimizer
 from asyncrl.ranks.loss_pass import LossT, MicroBatchOutcome, UpdateContext
+from asyncrl.ranks.placement import MODEL, OPTIMIZER, Placement
 from asyncrl.ranks.plan import BatchingPlan, PlannedUpdate, check_columns, planned_updates, required_columns
 from asyncrl.ranks.report import RankRecord, UpdateOutcome
 from asyncrl.ranks.row_checks import check_rows
 from asyncrl.ranks.schedule import learning_rate
 from asyncrl.ranks.timer import stopwatch
 
-HOST = torch.device("cpu")
 SCORED_COLUMNS = ("input_ids", "input_lengths")
 """The columns that scoring reads."""
 
@@ -90,11 +89,11 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
             weight_decay=learner.optimizer.weight_decay,
         )
         self._model, self._optimizer = self._accelerator.prepare(model, optimizer)
+        self._placement = Placement(self._model, self._optimizer.optimizer, device=self._device)
         self._state = ShardedState(self._model, self._optimizer.optimizer, group=self._checkpoints, saving=saving)
         self._calls = 0  # number of `train` calls, which the learning-rate schedule counts
         self._updates = 0  # number of updates that the optimizer has applied
         self._trained_step: int | None = None
-        self._offloaded: frozenset[str] = frozenset()
 
     # -- the model, defined by subclasses ------------------------------------------------------------------------
 
@@ -157,10 +156,11 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
 
         All ranks raise CallRefused together if any rank cannot use its rows, and LossFailed if the loss fails.
         """
-        self._check_on_device("the model", *([] if eval_mode else ["the optimizer"]))
+        self._placement.check(MODEL, *([] if eval_mode else [OPTIMIZER]))
+        learner = self._config.learner
         seconds: dict[str, float] = defaultdict(float)
         with self.together():
-            plan = BatchingPlan.of(self._config.learner, micro_batch_size=micro_batch_size)
+            plan = BatchingPlan.of(learner, micro_batch_size=micro_batch_size)
             updates = plan.number_of_updates(data, rows_per_update=rows_per_update)
             data, nonfinite_tokens = self._prepared(data, loss_fn, step=step, updates=updates, eval_mode=eval_mode)
             cuts = plan.updates(data, rows_per_update=rows_per_update)
@@ -168,13 +168,14 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         before = self.weights_digest()
         with stopwatch(seconds, "log_probs"):
             loss_fn = self._step_loss(loss_fn, planned)
-        rate = self._set_learning_rate(self._calls)
+        rate = learning_rate(learner.optimizer, step=self._calls, total_steps=learner.total_steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
         outcomes = self._run_updates(planned, loss_fn=loss_fn, step=step, eval_mode=eval_mode, seconds=seconds)
         after = before if eval_mode else self.weights_digest()
         run = [i for i, update in enumerate(planned) if update.plan.tokens > 0]
-        real_tokens, passed_tokens = tokens_passed(
-            [part for i in run for part in planned[i].parts], packed=self._packed
-        )
+        passed = [part for i in run for part in planned[i].parts]
+        real_tokens, passed_tokens = tokens_passed(passed, packed=self._packed)
         # only this rank's own rows count: the empty micro-batches that it runs for the collectives are not work
         own = [part for i in run if i < len(cuts) for part in cuts[i]]
         return RankRecord(
@@ -182,7 +183,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
             outcomes=outcomes,
             staleness={} if step is None else staleness_counts(data, step=step),
             learning_rate=rate,
-            weight_decay=self._config.learner.optimizer.weight_decay,
+            weight_decay=learner.optimizer.weight_decay,
             seconds=seconds,
             nonfinite_tokens=nonfinite_tokens,
             real_tokens=real_tokens,
@@ -201,12 +202,6 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
     def weights_digest(self) -> int:
         """Returns this rank's part of the digest of the weights (`asyncrl.ranks.digest`). Not a collective."""
         return model_digest(self._model, rank=self.rank)
-
-    def _set_learning_rate(self, step: int) -> float:
-        rate = learning_rate(self._config.learner.optimizer, step=step, total_steps=self._config.learner.total_steps)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        return rate
 
     def _run_updates(
         self,
@@ -317,7 +312,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
     ) -> torch.Tensor:
         """Scores this rank's rows, which may be none. Returns [B, S] on the CPU in the order of the rows, with 0 beyond
         a row's length. `score` computes [b, s] of one micro-batch. No gradient is computed."""
-        self._check_on_device("the model")
+        self._placement.check(MODEL)
         parts: list[BatchedDataDict] = []
         with self.together():
             if data.size:
@@ -382,26 +377,15 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
 
     def prepare_for_training(self) -> None:
         """Moves weights and optimizer to this rank's device, and frees the gradients."""
-        move_model(self._model, self._device)
-        move_optimizer(self._optimizer.optimizer, self._device)
-        self._offloaded = frozenset()
+        self._placement.load()
 
     def offload_optimizer(self) -> None:
         """Moves the optimizer's state to the host's memory (on CPUs it is already there), and frees the gradients."""
-        move_optimizer(self._optimizer.optimizer, HOST)
-        self._offloaded |= {"the optimizer"}
+        self._placement.offload_optimizer()
 
     def offload_model(self) -> None:
         """Moves the weights to the host's memory."""
-        move_model(self._model, HOST)
-        self._offloaded |= {"the model"}
-
-    def _check_on_device(self, *parts: str) -> None:
-        """Raises Offloaded, on all ranks, if a part is not on its device. This also holds on CPUs, so that code that
-        runs there also runs on GPUs."""
-        away = sorted(self._offloaded.intersection(parts))
-        if away:
-            raise Offloaded(f"{' and '.join(away)} are offloaded: call prepare_for_training() to load them back")
+        self._placement.offload_model()
 
     def finish_training(self) -> None:
         """Frees the gradients."""

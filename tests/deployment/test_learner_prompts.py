@@ -12,10 +12,11 @@ from asyncrl.data.prompts import Task
 from asyncrl.demo.tiny_model import build_tokenizer
 from asyncrl.deployment.closing import Stopped
 from asyncrl.deployment.inputs import Prompts
-from asyncrl.deployment.learner import LearnerDeployment, probe_sequences
+from asyncrl.deployment.learner import LearnerDeployment
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.screen import Screen
 from asyncrl.errors import DatasetError, RunError
+from asyncrl.learner.publication import probe_sequences
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.views.live import LiveView
 

@@ -17,7 +17,7 @@ from made_up_run import make_step
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
-from asyncrl.deployment import run_dir as run_dir_module
+from asyncrl.deployment import run_lock
 from asyncrl.deployment.provenance import provenance
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import ConfigError, RunLocked
@@ -207,7 +207,7 @@ def test_a_lock_on_a_directory_that_was_just_moved_aside_does_not_count(
         calls.append(operation)
         real_flock(file, operation)
 
-    monkeypatch.setattr(run_dir_module.fcntl, "flock", flock)
+    monkeypatch.setattr(run_lock.fcntl, "flock", flock)
     with RunDir.create(config_in(tmp_path)):
         monkeypatch.undo()
         with pytest.raises(RunLocked):

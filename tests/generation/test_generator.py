@@ -111,7 +111,7 @@ async def test_heartbeats_carry_the_progress_of_held_tickets() -> None:
         slots = pool.coordinator._buffer._state.groups.table.reserved
         progress = {key: slot.progress.generated_tokens for key, slot in slots.items()}
         assert any(progress.values())
-        assert progress == {key: held.generated_tokens for key, held in pool.generators["a"]._held.items()}
+        assert progress == {key: held.generated_tokens for key, held in pool.generators["a"]._held.progress().items()}
 
 
 @pytest.mark.asyncio

@@ -1,4 +1,4 @@
-"""The rows of groups that have ended: the learner clears them when no checkpoint needs them."""
+"""The rows of the groups of the learner's steps: reads them, and clears them when no checkpoint needs them."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.learner_calls import LearnerCalls
+from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data_plane.clients import TRAIN_PARTITION
+from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.sample_ids import samples_of
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.metrics.recorders import LearnerMetrics
@@ -17,8 +19,8 @@ SETTLE_S = 5.0
 POLL_S = 0.1
 
 
-class TrainedRows:
-    """Clears rows, and counts those that are left. The arguments are those of `LearnerLoop`."""
+class StepRows:
+    """Reads and clears rows, and counts those that are left. The arguments are those of `LearnerLoop`."""
 
     def __init__(
         self,
@@ -39,6 +41,12 @@ class TrainedRows:
         self._metrics = metrics
         self._clock = clock
         self._released = 0  # number of ended saves after which retained rows were released
+
+    async def read(self, meta: KVBatchMeta, columns: Sequence[str]) -> BatchedDataDict:
+        """Returns these columns of the rows of `meta`, which stays as it is. Raises RowsLost if their row store has
+        ended, and KeyError if they were cleared."""
+        rows = meta.subset(range(meta.size))
+        return await asyncio.to_thread(self._policy.read_from_dataplane, rows, select_fields=columns)
 
     async def clear(self, keys: Sequence[str]) -> None:
         """Clears the rows of groups that will not be trained any more. If a save has ended since the last call, also
