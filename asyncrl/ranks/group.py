@@ -54,6 +54,7 @@ class RankGroup(Generic[WorkerT]):
         self._model_path = model_path
         self._ranks: list[Any] = []
         self._placement: Any = None
+        self._ended_by: BaseException | None = None  # the failure after which all ranks were ended
         self.begun = False
         """True after `start` or `shutdown` was called."""
 
@@ -214,7 +215,7 @@ class RankGroup(Generic[WorkerT]):
         """Ends every rank. Idempotent. A rank that is already dead does not cause an error. Returns True if all ranks
         left in order."""
         self.begun = True
-        ranks, self._ranks = self._ranks, []
+        ranks, self._ranks, self._ended_by = self._ranks, [], None
         answers = [rank.close.remote().future() for rank in ranks]
         done, late = concurrent.futures.wait(answers, timeout=CLOSE_TIMEOUT_S)
         in_order = not late and all(answer.exception() is None for answer in done)
@@ -252,22 +253,30 @@ class RankGroup(Generic[WorkerT]):
             failures = _failures(answers)
         if not failures and not late:
             return [answer.result() for answer in answers]
-        self._end_all()
         if failures:
-            raise _first_cause(failures, what=what, section=self._worker.section)
-        unanswered = [rank for rank, answer in enumerate(answers) if answer in late]
-        raise CallTimeout(
-            f"{self._worker.section} ranks {unanswered} did not finish {what} within {knob}={deadline_s} s, so all "
-            f"ranks were ended; look at the ranks' logs, or raise the limit"
-        )
+            cause = _first_cause(failures, what=what, section=self._worker.section)
+        else:
+            unanswered = [rank for rank, answer in enumerate(answers) if answer in late]
+            cause = CallTimeout(
+                f"{self._worker.section} ranks {unanswered} did not finish {what} within {knob}={deadline_s} s, so all "
+                f"ranks were ended; look at the ranks' logs, or raise the limit"
+            )
+        self._ended_by = cause
+        self._end_all()
+        raise cause
 
     def _alive(self) -> list[Any]:
-        if not self._ranks:
-            raise RunError(
-                f"the {self._worker.section} has no ranks: they have ended, or were not started; call shutdown() and "
-                "start()"
-            )
-        return self._ranks
+        if self._ranks:
+            return self._ranks
+        section, again = self._worker.section, "call shutdown() and start()"
+        if self._ended_by is None:
+            raise RunError(f"the {section} has no ranks: they have ended, or were not started; {again}")
+        # A call in another thread may have failed, and its error may become known later than this one. A restart must
+        # mend this error if it mends that one.
+        kind = ActorGone if getattr(self._ended_by, "restart_mends", False) else RunError
+        raise kind(
+            f"the {section} has no ranks: they were ended after a call had failed ({self._ended_by}); {again}"
+        ) from self._ended_by
 
     def _end_all(self) -> None:
         for rank in self._ranks:

@@ -78,3 +78,28 @@ def test_a_group_that_was_not_started_says_so() -> None:
     with pytest.raises(RunError, match="no ranks"):
         group.call(PolicyWorker.finish_training)
     assert group.shutdown()
+
+
+@pytest.mark.fault("F34")
+@pytest.mark.parametrize(
+    ("outcome", "mends"), [(ray.exceptions.RayActorError(), True), (None, True), (StalenessViolation("too old"), False)]
+)
+def test_a_call_of_another_thread_after_ranks_have_failed_names_the_failure_and_is_mended_like_it(
+    outcome: Any, mends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that delivers weights may see the death of a rank first, while the learner goes on to its next call.
+    The run must start again, whichever error ends it."""
+    monkeypatch.setattr(ranks.ray, "kill", lambda *_, **__: None)
+    config = Config()
+    config = config.model_copy(update={"run": config.run.model_copy(update={"stall_timeout_s": 0.05})})
+    group = RankGroup(PolicyWorker, config, model_path="nowhere")
+    group._ranks = [object()]
+    with pytest.raises(RunError) as first:
+        group._wait([Call(outcome)], what="beside", knob="run.stall_timeout_s")
+    with pytest.raises(RunError, match="ended after a call had failed") as second:
+        group.call(PolicyWorker.trained_step)
+    assert first.value.restart_mends is second.value.restart_mends is mends
+    assert str(first.value) in str(second.value)
+    group.shutdown()
+    with pytest.raises(RunError, match="or were not started"):
+        group.call(PolicyWorker.trained_step)
