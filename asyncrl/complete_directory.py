@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.atomic_write import sync, write_atomically
-from asyncrl.errors import CheckpointError, CheckpointIncomplete
+from asyncrl.errors import CheckpointDamaged, CheckpointError, CheckpointIncomplete
 
 COMPLETE = "COMPLETE"
 """Name of the file that is written last."""
@@ -36,6 +36,12 @@ def unfinished(path: Path) -> Path:
 def _replaced(path: Path) -> Path:
     """Returns where the complete checkpoint at `path` stays while another one replaces it."""
     return path.with_name(path.name + ".replaced")
+
+
+def published(path: Path) -> Path:
+    """Returns the directory that was last published for `path`: the one that was being replaced, if a save was killed
+    meanwhile, else `path`, which need not exist."""
+    return _replaced(path) if not (path / COMPLETE).exists() and (_replaced(path) / COMPLETE).exists() else path
 
 
 def prepare(path: Path) -> None:
@@ -77,14 +83,21 @@ def discard(path: Path) -> None:
     shutil.rmtree(unfinished(path))
 
 
+def put_back(path: Path) -> None:
+    """Moves the old directory back to `path` if a save was killed while it replaced it. Another process must not write
+    there now."""
+    if published(path) != path:
+        published(path).rename(path)
+
+
 def complete(path: Path) -> tuple[Path, Marker]:
     """Returns the directory of the complete checkpoint for `path`, and its marker. It is `path` itself, or the
     directory that was being replaced when a save was killed.
 
-    Raises CheckpointIncomplete if the directory has no `COMPLETE`, or lacks files that `COMPLETE` lists.
+    Raises CheckpointIncomplete if the directory has no `COMPLETE`, and CheckpointDamaged if `COMPLETE` cannot be read
+    or lists other files than there are.
     """
-    if not (path / COMPLETE).exists() and (_replaced(path) / COMPLETE).exists():
-        path = _replaced(path)
+    path = published(path)
     try:
         marker = msgspec.json.decode((path / COMPLETE).read_bytes(), type=Marker)
     except FileNotFoundError:
@@ -92,14 +105,12 @@ def complete(path: Path) -> tuple[Path, Marker]:
             f"{path} is not a complete checkpoint: it has no file {COMPLETE}, so its save did not finish; load an "
             "earlier checkpoint"
         ) from None
-    except msgspec.DecodeError as error:
-        raise CheckpointIncomplete(
-            f"{path / COMPLETE} cannot be decoded ({error}); load an earlier checkpoint"
-        ) from error
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CheckpointDamaged(f"{path / COMPLETE} cannot be read ({error}); load an earlier checkpoint") from error
     found = sizes(path)
     for name, nbytes in marker.files.items():
         if found.get(name) != nbytes:
-            raise CheckpointIncomplete(
+            raise CheckpointDamaged(
                 f"{path / name} has {found.get(name, 'no')} bytes, but {COMPLETE} lists {nbytes}; load an earlier "
                 "checkpoint"
             )

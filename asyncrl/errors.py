@@ -210,11 +210,11 @@ class CheckpointError(AsyncRLError):
 
 
 class CheckpointIncomplete(CheckpointError):
-    """The directory has no marker of a finished save, or a file that the marker lists is missing."""
+    """The directory has no marker of a finished save."""
 
 
 class CheckpointDamaged(CheckpointError):
-    """A file of a complete checkpoint differs from its manifest."""
+    """A file of a complete checkpoint is missing, cannot be read, or differs from what was written."""
 
 
 class CheckpointMismatch(CheckpointError):

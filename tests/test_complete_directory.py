@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.complete_directory import COMPLETE, complete, discard, finish, prepare, publish, unfinished
-from asyncrl.errors import CheckpointIncomplete
+from asyncrl.errors import CheckpointError
 
 CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate"}
 SURVIVED, KILLED = 0, 9
@@ -49,7 +49,7 @@ def whole(path: Path) -> str | None:
     """Returns the id of the save that `complete` finds, after checking all its files; None if there is none."""
     try:
         found, marker = complete(path)
-    except CheckpointIncomplete:
+    except CheckpointError:
         return None
     assert {(found / name).read_text() for name in ("model.safetensors", "config.json")} == {marker.save_id}
     return marker.save_id

@@ -34,7 +34,7 @@ HF = "hf"
 """Folder of the weights in a checkpoint. A run that fails may save this part alone."""
 SCHEMA = 2
 """Version of the format."""
-_NAME = re.compile(r"step-(\d+)")
+_NAME = re.compile(r"step-(\d+)(\.replaced)?")
 _CHUNK_BYTES = 2**24
 
 
@@ -100,7 +100,10 @@ def verified(path: Path) -> RunManifest:
             f"{path / MANIFEST} has format {manifest.schema}, but this version of asyncrl reads format {SCHEMA}"
         )
     for name, expected in manifest.files.items():
-        found = _entry(path / name)
+        try:
+            found = _entry(path / name)
+        except OSError as error:
+            raise CheckpointDamaged(f"{path / name} cannot be read ({error})") from error
         if found != expected:
             raise CheckpointDamaged(
                 f"{path / name} has {found.nbytes} bytes with the checksum {found.xxh3}, but the manifest says "
@@ -133,6 +136,12 @@ def complete_steps(checkpoints: Path) -> list[int]:
     return sorted(step for step, path in _found(checkpoints).items() if (path / complete_directory.COMPLETE).exists())
 
 
+def put_back(checkpoints: Path) -> None:
+    """Moves each checkpoint back that was being replaced when its save was killed. No other process may write there."""
+    for step in _found(checkpoints):
+        complete_directory.put_back(folder_of(checkpoints, step))
+
+
 def _by_age(checkpoints: Path) -> Iterator[Path]:
     """Yields the directories of checkpoints, newest first."""
     found = _found(checkpoints)
@@ -141,10 +150,12 @@ def _by_age(checkpoints: Path) -> Iterator[Path]:
 
 
 def _found(checkpoints: Path) -> Mapping[int, Path]:
-    """Returns the directories of checkpoints by their step, also of incomplete ones."""
+    """Returns the directories of checkpoints by their step, also of incomplete ones. If a save was killed while it
+    replaced one, returns the old directory."""
     if not checkpoints.is_dir():
         return {}
-    return {int(match[1]): path for path in checkpoints.iterdir() if (match := _NAME.fullmatch(path.name))}
+    steps = {int(match[1]) for path in checkpoints.iterdir() if (match := _NAME.fullmatch(path.name))}
+    return {step: complete_directory.published(folder_of(checkpoints, step)) for step in steps}
 
 
 def _entry(path: Path) -> FileEntry:

@@ -208,12 +208,13 @@ class Coordinator:
         """
         self.check(deployment, shared=shared, restores=restored is not None)
         replaced, repeated = self.registry.learner, deployment == self.registry.learner
+        lived_on = not self._untouched
         if restored is not None and not repeated:
             self._check_same_run(restored)
             self._prompts.restore(restored.snapshot.prompts)
         self.registry.attach(deployment, shared=shared)
         if restored is not None and not repeated:
-            self._restore(restored)
+            self._restore(restored, lived_on=lived_on)
             await self._waiting.changed()
         elif deployment.role is Role.LEARNER and replaced is not None and not repeated:
             incarnation = self._buffer.leases.succeed()
@@ -222,19 +223,24 @@ class Coordinator:
         return self._buffer.lineage
 
     def _check_same_run(self, restored: Restored) -> None:
-        """Raises LearnerNotRestored if the lineage of a restored checkpoint does not continue that of this run."""
-        if self._untouched or restored.lineage.continues(self._buffer.lineage):
+        """Raises LearnerNotRestored if the lineage of a restored checkpoint does not continue that of this run.
+
+        The same if the checkpoint is of an incarnation that did not train here, but on another cluster: the numbers of
+        its attempts may be those of other attempts that generators of this cluster still make.
+        """
+        known = restored.snapshot.version.incarnation <= self._buffer.lineage.incarnation
+        if self._untouched or (known and restored.lineage.continues(self._buffer.lineage)):
             return
         raise LearnerNotRestored(
             f"run {self._config.run.name!r} has trained {self._buffer.version.words}, but the checkpoint is of another "
-            "run with this name; set run.dir to the directory of the first learner, or end the run with `asyncrl down "
-            f"{self._config.run.name}`, then start it again"
+            "run with this name, or of a learner on another cluster; set run.dir to the directory of this run, "
+            f"or end the run with `asyncrl down {self._config.run.name}`, then start it again"
         )
 
-    def _restore(self, restored: Restored) -> None:
+    def _restore(self, restored: Restored, *, lived_on: bool) -> None:
         """Brings the buffer to the state of a checkpoint. If groups were issued since, keeps those that only surviving
         weights made, and the generators go on with their tickets."""
-        lived_on, left = not self._untouched, self._buffer.version
+        left = self._buffer.version
         split_tokens = self._buffer.restore(
             restored.snapshot.buffer, lineage=restored.lineage, loaded=self._replicas.loaded_versions()
         )

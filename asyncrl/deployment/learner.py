@@ -26,7 +26,14 @@ from asyncrl.deployment.learner_log import LearnerLog
 from asyncrl.deployment.provenance import processor, provenance
 from asyncrl.deployment.run_dir import STOPPED_EARLY, AuditFile, RunDir
 from asyncrl.deployment.screen import Screen
-from asyncrl.deployment.shared_actors import RunHandles, enter_run, keep_attached, leave_run, new_deployment
+from asyncrl.deployment.shared_actors import (
+    RunHandles,
+    enter_run,
+    keep_attached,
+    leave_run,
+    new_deployment,
+    open_data_plane,
+)
 from asyncrl.deployment.targets import Targets
 from asyncrl.errors import AsyncRLError, CheckpointError, RunError
 from asyncrl.learner.audit_records import Began, Machine, PublishedVersion, manifest_digest
@@ -118,6 +125,7 @@ class LearnerDeployment:
         if resumed is not None:
             restored = Restored(snapshot=read_snapshot(resumed.path), lineage=self._run_dir.lineage)
         deployment = new_deployment(Role.LEARNER, nonce=self._run_dir.nonce)
+        rows = await open_data_plane(config, deployment=deployment, restores=restored is not None)
         handles = await enter_run(config, deployment=deployment, tasks=prompts.train, restored=restored)
         entered.push_async_callback(self._leave, handles)
         entered.push_async_callback(asyncio.to_thread, self._log.close)
@@ -152,7 +160,7 @@ class LearnerDeployment:
         await handles.coordinator.call(Registry.add_target, "learner", server.address)
         self._display.enter("preparing the model")
         model_path = await unless_one_fails(beside, unless_stopped(stop, self._model_path))
-        policy = TQPolicy(config, model_path=model_path, dp_cfg=config.data_plane)
+        policy = TQPolicy(config, model_path=model_path, dp_cfg=config.data_plane, dp_client=rows)
         ranks.push_async_callback(asyncio.to_thread, policy.shutdown)
         critic: TQValue | None = None
         if config.critic is not None:

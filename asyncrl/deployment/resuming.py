@@ -16,7 +16,15 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from asyncrl.atomic_write import write_atomically
-from asyncrl.checkpoints.directory import CHECKPOINTS, RunManifest, complete_steps, folder_of, newest, verified
+from asyncrl.checkpoints.directory import (
+    CHECKPOINTS,
+    RunManifest,
+    complete_steps,
+    folder_of,
+    newest,
+    put_back,
+    verified,
+)
 from asyncrl.common.lineage import Lineage
 from asyncrl.complete_directory import COMPLETE, discard
 from asyncrl.config.load import shared_config
@@ -62,11 +70,22 @@ aside, and a new run begins."""
 def unfinished_run(directory: Path, config: Config) -> Resumed | None:
     """Chooses the newest checkpoint of a run that has not finished. For `asyncrl up`.
 
-    Returns None if the run has finished, or has no complete and undamaged checkpoint. Raises ConfigError, which names
-    the key and both values, if `config` changes a setting that must stay.
+    Returns None if the run has finished, or has no complete checkpoint. Raises CheckpointDamaged if it has complete
+    checkpoints, but none of them can be used, and ConfigError, which names the key and both values, if `config` changes
+    a setting that must stay.
     """
+    checkpoints = directory / CHECKPOINTS
+    put_back(checkpoints)
     info = _info(directory)
-    if info is None or info.state == "finished" or (found := _newest(directory)) is None:
+    if info is None or info.state == "finished":
+        return None
+    if (found := _newest(directory)) is None:
+        if steps := complete_steps(checkpoints):
+            raise CheckpointDamaged(
+                f"the run in {directory} has not finished, and none of its checkpoints can be used "
+                f"({', '.join(folder_of(checkpoints, step).name for step in steps)}; the log has the reasons). Begin a "
+                "new run with --fresh, which moves this directory aside, or set another run.name"
+            )
         return None
     return _checked(Resumed(*found, info), directory, config)
 
@@ -83,6 +102,7 @@ def chosen_checkpoint(directory: Path, config: Config, *, step: int | None) -> R
     setting that must stay. Raises CheckpointDamaged if its files differ from its manifest, and RunError if `run.json`
     cannot be read.
     """
+    put_back(directory / CHECKPOINTS)
     info = _info(directory)
     if info is None:
         raise RunError(

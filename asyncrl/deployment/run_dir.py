@@ -108,7 +108,7 @@ class RunDir:
                 if run.resumed is not None:
                     run._continue(run.resumed)
                 run._lay_out(config)
-            except OSError:
+            except BaseException:
                 run._lock.close()
                 raise
         except OSError as error:

@@ -65,8 +65,12 @@ def take(path: Path, info: RunInfo, *, checkpoint: Callable[[], Resumed | None])
         if not current:
             lock.close()
             continue
-        records = (path / "run.json").exists() and _has_records(path)
-        resumed = checkpoint() if records else None
+        try:
+            records = (path / "run.json").exists() and _has_records(path)
+            resumed = checkpoint() if records else None
+        except BaseException:
+            lock.close()  # otherwise the traceback would hold the lock, e.g. in a notebook
+            raise
         if records and resumed is None:
             previous = path.rename(_free_name(path))
             lock.close()

@@ -27,12 +27,12 @@ from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.registry import Deployment, Registry
 from asyncrl.coordinator.snapshot import Restored
 from asyncrl.data.prompts import Task
-from asyncrl.data_plane.clients import TRAIN_PARTITION
-from asyncrl.data_plane.partition_actor import PARTITIONS, Index
-from asyncrl.data_plane.partitions import Partitions
+from asyncrl.data_plane.clients import TRAIN_PARTITION, open_client
+from asyncrl.data_plane.interfaces import DataPlaneClient
+from asyncrl.data_plane.partition_actor import PARTITIONS
 from asyncrl.data_plane.row_store import STORE_PREFIX
 from asyncrl.deployment.cluster import placed
-from asyncrl.errors import Fenced, RunEnded, RunError, RunLocked
+from asyncrl.errors import ActorGone, Fenced, RunEnded, RunError, RunLocked
 from asyncrl.weights.store import WeightClient, WeightStore
 
 logger = logging.getLogger(__name__)
@@ -103,8 +103,6 @@ async def enter_run(
     learner that the run has already, and LearnerNotRestored for a learner that would continue the run without its
     weights.
     """
-    if restored is not None:
-        await _end_actors_without_index(config, deployment)
     options = {"namespace": config.run.name, "lifetime": "detached", "get_if_exists": True, "num_cpus": 0}
     options["max_concurrency"] = ACTOR_CONCURRENCY
     handle: Any = (
@@ -129,39 +127,69 @@ async def enter_run(
     return RunHandles(deployment=deployment, lineage=lineage, coordinator=coordinator, weights=weights)
 
 
-async def _end_actors_without_index(config: Config, learner: Deployment) -> None:
-    """Ends the run's shared actors if the index of the data plane has died and the buffer has not.
+async def open_data_plane(config: Config, *, deployment: Deployment, restores: bool) -> DataPlaneClient:
+    """Opens the data plane of the run for a learner, before it enters the run. The learner must use this client only:
+    if the index of the data plane dies from now on, the calls of this client fail, and another client would begin a new
+    index unnoticed.
 
-    The buffer's groups have then lost their rows, and the generators can store no others. `learner` restores a
-    checkpoint, and begins with the buffer of that checkpoint. The generators end, as when the buffer dies. Raises the
-    errors of `Coordinator.check` if the run would refuse the learner.
+    If the index has died and the buffer has not, the buffer's groups have lost their rows, and the generators can store
+    no others. A learner that `restores` a checkpoint then ends the run's shared actors, and begins with the buffer of
+    its checkpoint. The generators end, as when the buffer dies. Raises the errors of `Coordinator.check` if the run
+    would refuse the learner.
     """
-    namespace = config.run.name
+    client = await asyncio.to_thread(open_client, config)
+    if not restores or await _has_partition(config, deployment, client):
+        return client
+    logger.warning(
+        "the index of the data plane has died, so the rows of all groups in the buffer are lost: the run goes on with "
+        "the buffer of the checkpoint, and its generators end; start them again"
+    )
+    client.close()
+    await _gone(end_actors(config.run.name), namespace=config.run.name)
+    return await asyncio.to_thread(open_client, config)
+
+
+async def _has_partition(config: Config, learner: Deployment, client: DataPlaneClient) -> bool:
+    """Returns False if a learner of the run has registered the training partition, and it is not registered any more.
+
+    A learner registers it before it publishes, and it stays registered as long as the index lives. Another process may
+    have started a new index since.
+    """
     try:
-        handle = ray.get_actor(COORDINATOR, namespace=namespace)
+        handle = ray.get_actor(COORDINATOR, namespace=config.run.name)
     except ValueError:
-        return
+        return True
     coordinator = await _coordinator(handle, config)
     await coordinator.call(Coordinator.check, learner, shared=shared_config(config), restores=True)
-    # A learner registers the partition before it publishes, and it stays registered as long as the index lives. Another
-    # process may have started a new index since, which has no partition.
     if (await coordinator.call(Coordinator.status)).published is None:
-        return
-    index = Index(namespace=namespace, timeout_s=config.buffer.call_timeout_s)
+        return True
     try:
-        await asyncio.to_thread(index.call, Partitions.fields_of, TRAIN_PARTITION, [])
-        return
+        await asyncio.to_thread(client.fields_of, [], TRAIN_PARTITION)
     except KeyError:
-        logger.warning(
-            "the index of the data plane has died, so the rows of all groups in the buffer are lost: the run goes on "
-            "with the buffer of the checkpoint, and its generators end; start them again"
-        )
-    end_actors(namespace)
+        return False
+    return True
+
+
+async def _gone(actors: Mapping[str, object], *, namespace: str) -> None:
+    """Waits until none of these actors, given by name and id, has its name any more. Another one may have it. Raises
+    RunError after `END_S` seconds."""
+
+    def left() -> list[str]:
+        return [name for name, actor in actors.items() if _actor_id(name, namespace) == actor]
+
     deadline_s = time.monotonic() + END_S
-    while names := _shared_actors(namespace):
+    while names := left():
         if time.monotonic() > deadline_s:
-            raise RunError(f"these actors of the run did not end within {END_S:g} s: {', '.join(names)}")
+            raise ActorGone(f"the run begins anew, but these actors did not end within {END_S:g} s: {', '.join(names)}")
         await asyncio.sleep(POLL_S)  # polls other processes
+
+
+def _actor_id(name: str, namespace: str) -> object:
+    """Returns the id of the actor that has this name; None if there is none."""
+    try:
+        return ray.get_actor(name, namespace=namespace)._actor_id
+    except ValueError:
+        return None
 
 
 async def _coordinator(handle: Any, config: Config) -> CoordinatorClient:
@@ -240,13 +268,18 @@ def end_run(name: str) -> list[str]:
     return names
 
 
-def end_actors(namespace: str) -> None:
-    """Kills the run's shared actors."""
+def end_actors(namespace: str) -> dict[str, object]:
+    """Kills the run's shared actors. Returns their ids by name."""
+    ended = {}
     for name in _shared_actors(namespace):
         try:
-            ray.kill(ray.get_actor(name, namespace=namespace), no_restart=True)
+            actor = ray.get_actor(name, namespace=namespace)
         except ValueError:
             logger.debug("actor %s had already ended", name)
+        else:
+            ended[name] = actor._actor_id
+            ray.kill(actor, no_restart=True)
+    return ended
 
 
 def _shared_actors(namespace: str) -> list[str]:

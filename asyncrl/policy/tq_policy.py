@@ -41,7 +41,7 @@ class TQPolicy(Policy):
 
     `dp_cfg` is a `data_plane` section, or the dict of a TransferQueue user (`data_plane_section` lists its keys).
     Positional arguments and `kwargs` are those of `Policy`. The attributes `dp_cfg` and `tq_partition_id` are the
-    arguments.
+    arguments. `dp_client` is an open client of this process; without it, the first use opens one.
     """
 
     _data_plane: DataPlane
@@ -52,10 +52,11 @@ class TQPolicy(Policy):
         *args: Any,
         dp_cfg: DataPlaneSection | Mapping[str, Any],
         tq_partition_id: str = TRAIN_PARTITION,
+        dp_client: DataPlaneClient | None = None,
         **kwargs: Any,
     ) -> None:
         config = config.model_copy(update={"data_plane": data_plane_section(dp_cfg)})
-        super().__init__(config, *args, data_plane=DataPlane(config), **kwargs)
+        super().__init__(config, *args, data_plane=DataPlane(config, client=dp_client), **kwargs)
         self.dp_cfg = dp_cfg
         self.tq_partition_id = tq_partition_id
 

@@ -163,9 +163,9 @@ class ShardedState:
         """Loads the weights. With `optimizer_path`, also loads the optimizer and the random generators, and returns
         `train_calls`.
 
-        Raises CheckpointIncomplete if a directory has no `COMPLETE` or lacks files that it lists. Raises
-        CheckpointMismatch, before any byte is read, with the first tensor whose name, shape or dtype differs from the
-        live one.
+        Raises CheckpointIncomplete if a directory has no `COMPLETE`, and CheckpointDamaged if it lacks files that
+        `COMPLETE` lists. Raises CheckpointMismatch, before any byte is read, with the first tensor whose name, shape or
+        dtype differs from the live one.
 
         DCP writes into the tensors that it gets, in any order. So it gets new tensors of the size of this rank's shards
         of the weights and of the optimizer's state. An error while reading therefore changes nothing, either.

@@ -29,11 +29,12 @@ MASKS_STALE = "masks_stale_tokens"
 
 
 class DataPlane:
-    """The driver's access to named rows, on the data plane that `config.data_plane` selects."""
+    """The driver's access to named rows, on the data plane that `config.data_plane` selects. `client` is an open client
+    of this process; without it, the first use opens one."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, client: DataPlaneClient | None = None) -> None:
         self._config = config
-        self._client: DataPlaneClient | None = None
+        self._client = client
 
     @property
     def client(self) -> DataPlaneClient:

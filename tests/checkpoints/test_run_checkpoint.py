@@ -2,12 +2,22 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from asyncrl.checkpoints import directory
-from asyncrl.checkpoints.directory import SCHEMA, RunManifest, folder_of, newest, verified, write
+from asyncrl.checkpoints.directory import (
+    SCHEMA,
+    RunManifest,
+    complete_steps,
+    folder_of,
+    newest,
+    put_back,
+    verified,
+    write,
+)
 from asyncrl.common.lineage import Lineage
 from asyncrl.common.version import Version
 from asyncrl.complete_directory import COMPLETE
@@ -82,8 +92,11 @@ def flipped(path: Path) -> None:
         (lambda path: flipped(path / "rows" / "a"), "rows/a"),
         (lambda path: (path / "manifest.json").write_text("{" + " " * ((path / "manifest.json").stat().st_size - 1)),
          "manifest.json"),
+        (lambda path: (path / "buffer.msgpack").write_bytes(b"short"), "buffer.msgpack"),
+        (lambda path: (path / "rows" / "a").unlink(), "rows/a"),
+        (lambda path: (path / COMPLETE).write_text("{"), COMPLETE),
     ],
-    ids=["buffer", "rows", "manifest"],
+    ids=["buffer", "rows", "manifest", "short", "gone", "marker"],
 )  # fmt: skip
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], object], names: str
@@ -96,6 +109,49 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
     assert found is not None
     assert found[0].name == "step-9"
     assert names in caplog.text
+
+
+def test_a_disk_that_cannot_be_read_damages_only_the_checkpoint_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(tmp_path, 9, 10)
+    opened = Path.open
+
+    def failing(path: Path, *arguments: Any, **options: Any) -> Any:
+        if "step-10" in path.parts and path.name == "buffer.msgpack":
+            raise OSError(5, "Input/output error")
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", failing)
+    found = newest(tmp_path)
+    assert found is not None
+    assert found[0].name == "step-9"
+    assert "buffer.msgpack cannot be read" in caplog.text
+
+
+@pytest.mark.fault("F7")
+def test_a_checkpoint_is_found_that_was_being_replaced_when_its_save_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, 10)
+    rename = Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        if path.suffix == ".tmp":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        saved(tmp_path, 10)
+    monkeypatch.undo()
+    assert not (tmp_path / "step-10").exists()
+    assert complete_steps(tmp_path) == [10]
+    assert newest(tmp_path) == (tmp_path / "step-10.replaced", verified(tmp_path / "step-10.replaced"))
+    put_back(tmp_path)
+    assert newest(tmp_path) == (tmp_path / "step-10", verified(tmp_path / "step-10"))
+    assert (tmp_path / "step-10" / COMPLETE).exists()
+    assert not (tmp_path / "step-10.replaced").exists()
 
 
 def test_a_checkpoint_without_its_last_file_is_incomplete(tmp_path: Path) -> None:

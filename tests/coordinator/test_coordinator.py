@@ -615,6 +615,39 @@ async def test_a_checkpoint_of_another_run_is_refused_and_changes_nothing() -> N
 
 
 @pytest.mark.asyncio
+@pytest.mark.fault("F18")
+async def test_a_checkpoint_that_the_run_made_on_another_cluster_is_refused_where_its_generators_still_live() -> None:
+    """The learner on the other cluster has issued attempts with the numbers of attempts that run here. The rows of one
+    would be trained with the metadata of the other."""
+    now_s = 0.0
+    here, there = made(ClearedRows(), clock=lambda: now_s), made(ClearedRows())
+    snapshot = await trained_once(here)
+    second = Lineage((snapshot.version,))
+    await there.attach(SECOND, shared=SHARED, restored=Restored(snapshot=snapshot, lineage=second))
+    elsewhere = there.snapshot()
+    third = msgspec.structs.replace(SECOND, id="third")
+    restored = Restored(snapshot=elsewhere, lineage=second.child(elsewhere.version))
+    now_s = SILENT_S
+    with pytest.raises(LearnerNotRestored, match="of a learner on another cluster"):
+        await here.attach(third, shared=SHARED, restored=restored)
+    here_again = Restored(snapshot=snapshot, lineage=second.child(snapshot.version))
+    assert (await here.attach(third, shared=SHARED, restored=here_again)).incarnation == 3
+
+
+@pytest.mark.asyncio
+async def test_only_a_buffer_that_lived_on_says_that_the_learner_goes_back(caplog: pytest.LogCaptureFixture) -> None:
+    now_s = 0.0
+    lived, new = made(ClearedRows(), clock=lambda: now_s), made(ClearedRows())
+    snapshot = await trained_once(lived)
+    now_s = SILENT_S
+    restored = Restored(snapshot=snapshot, lineage=Lineage((snapshot.version,)))
+    await new.attach(SECOND, shared=SHARED, restored=restored)
+    assert "goes back" not in caplog.text
+    await lived.attach(SECOND, shared=SHARED, restored=restored)
+    assert "the learner goes back from 1.1 to 1.1" in caplog.text
+
+
+@pytest.mark.asyncio
 async def test_a_learner_in_the_directory_of_another_run_of_this_name_is_refused_with_both_nonces() -> None:
     """Its lineage alone does not show it: both runs may have been resumed at the same steps."""
     now_s = 0.0

@@ -18,8 +18,6 @@ from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import Call
 from asyncrl.coordinator.registry import Deployment, Registry
 from asyncrl.data_plane.clients import TRAIN_PARTITION
-from asyncrl.data_plane.partition_actor import Index
-from asyncrl.data_plane.partitions import Partitions
 from asyncrl.deployment import cluster, compose, generators, shared_actors
 from asyncrl.errors import ActorGone, RunLocked, RunMismatch
 
@@ -144,39 +142,62 @@ async def test_leaving_a_run_whose_coordinator_is_gone_raises_nothing() -> None:
     assert calls == [Registry.detach]
 
 
-@pytest.mark.asyncio
-@pytest.mark.fault("F41")
-@pytest.mark.parametrize("published", [False, True])
-@pytest.mark.parametrize("lives", [False, True])
-async def test_a_learner_that_restores_ends_a_buffer_whose_index_has_died(
-    published: bool, lives: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A learner registers the partition before it publishes. Until then, an index without it need not be a new one."""
-    config, ended = Config(), []
-    members = a_run_is_there(config, monkeypatch)
-    members.published = Version(1, 4) if published else None
+class Rows:
+    """Replaces a data-plane client. `registered` says whether its index knows the training partition."""
 
-    def call(_: Index, method: object, partition: str, samples: list[str]) -> set[str]:
-        assert (method, partition, samples) == (Partitions.fields_of, TRAIN_PARTITION, [])
-        if not lives:
+    def __init__(self, registered: bool) -> None:
+        self.registered = registered
+        self.closed = False
+
+    def fields_of(self, samples: list[str], partition: str) -> set[str]:
+        assert (samples, partition) == ([], TRAIN_PARTITION)
+        if not self.registered:
             raise KeyError("not registered")
         return {"input_ids"}
 
-    monkeypatch.setattr(Index, "__init__", lambda *_, **__: None)
-    monkeypatch.setattr(Index, "call", call)
-    monkeypatch.setattr(shared_actors, "end_actors", ended.append)
-    actors = iter([["buffer", "weights"], ["buffer"], []])
-    monkeypatch.setattr(shared_actors, "_shared_actors", lambda _: next(actors))
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F41")
+@pytest.mark.parametrize("restores", [False, True])
+@pytest.mark.parametrize("published", [False, True])
+@pytest.mark.parametrize("lives", [False, True])
+async def test_a_learner_that_restores_ends_a_buffer_whose_index_has_died(
+    restores: bool, published: bool, lives: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A learner registers the partition before it publishes. Until then, an index without it need not be a new one."""
+    config, opened = Config(), list[Rows]()
+    members = a_run_is_there(config, monkeypatch)
+    members.published = Version(1, 4) if published else None
+    ended: list[str] = []
+    # Another deployment starts a new buffer before the weight store has ended.
+    ids = {"buffer": iter([1, 9, 9]), "weights": iter([2, 2, None])}
+
+    def open_client(_: Config) -> Rows:
+        opened.append(Rows(lives))
+        return opened[-1]
+
+    def end_actors(namespace: str) -> dict[str, int]:
+        ended.append(namespace)
+        return {"buffer": 1, "weights": 2}
+
+    monkeypatch.setattr(shared_actors, "open_client", open_client)
+    monkeypatch.setattr(shared_actors, "end_actors", end_actors)
+    monkeypatch.setattr(shared_actors, "_actor_id", lambda name, _: next(ids[name]))
     monkeypatch.setattr(shared_actors, "POLL_S", 0.0)
     learner = shared_actors.new_deployment(Role.LEARNER)
-    await shared_actors._end_actors_without_index(config, learner)
-    gone = published and not lives
+    client = await shared_actors.open_data_plane(config, deployment=learner, restores=restores)
+    gone = restores and published and not lives
     assert ended == ([config.run.name] if gone else [])
-    assert next(actors, None) == (None if gone else ["buffer", "weights"]), "the names must be free"
+    assert client is opened[-1]
+    assert [rows.closed for rows in opened] == ([True, False] if gone else [False])
+    assert next(ids["weights"], "ended") == ("ended" if gone else 2), "the weight store must have ended"
 
     members.attach(Deployment(id="l", role=Role.LEARNER, host="h", pid=7), shared=shared_config(config))
     with pytest.raises(RunLocked):
-        await shared_actors._end_actors_without_index(config, learner)
+        await shared_actors.open_data_plane(config, deployment=learner, restores=True)
     assert len(ended) == gone, "the run of a learner that lives is left alone"
 
 

@@ -233,11 +233,21 @@ def deployment_without_ray(
             coordinator=SimpleNamespace(call=call), deployment=SimpleNamespace(id="learner-1"), lineage=Lineage()
         )
 
+    rows = object()
+
+    async def open_data_plane(*_: object, **__: object) -> object:
+        return rows
+
+    def policy(*_: object, dp_client: object, **__: object) -> Any:
+        assert dp_client is rows, "another client would not notice that the index of the data plane has died"
+        return SimpleNamespace(shutdown=ended)
+
+    monkeypatch.setattr(learner, "open_data_plane", open_data_plane)
     monkeypatch.setattr(learner, "enter_run", run_of)
     monkeypatch.setattr(learner, "leave_run", nothing)
     monkeypatch.setattr(learner, "keep_attached", nothing)
     monkeypatch.setattr(targets_module, "ray_nodes", no_nodes)
-    monkeypatch.setattr(learner, "TQPolicy", lambda *_, **__: SimpleNamespace(shutdown=ended))
+    monkeypatch.setattr(learner, "TQPolicy", policy)
     deployment = deployment_in(run, config)
     deployment._prompts = asyncio.sleep(0, Prompts(train=(), heldout=()))
     deployment._model_path = finished_model = asyncio.get_running_loop().create_future()
@@ -579,6 +589,7 @@ async def test_from_the_first_scrape_on_a_learner_shows_its_whole_life_and_the_l
         shown.update({f"{sample.name}{''.join(sample.labels.values())}": sample.value for sample in samples})
         raise OSError("no port")
 
+    monkeypatch.setattr(learner, "open_data_plane", nothing)
     monkeypatch.setattr(learner, "enter_run", run_of)
     monkeypatch.setattr(learner, "MetricsServer", serve)
     with RunDir.create(config) as run:

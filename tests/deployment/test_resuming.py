@@ -388,6 +388,41 @@ def test_a_checkpoint_that_cannot_be_continued_is_refused_and_nothing_changes(
     assert content_of(first.path) == before
 
 
+@pytest.mark.fault("F7")
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_not_moved_aside(tmp_path: Path) -> None:
+    first = interrupted(tmp_path, steps=5, saved=3)
+    damage(first, 3)
+    before = content_of(first.path)
+    with pytest.raises(CheckpointDamaged, match=r"none of its checkpoints can be used \(step-3; .*--fresh"):
+        RunDir.create(config_in(tmp_path))
+    assert content_of(first.path) == before
+    with RunDir.create(config_in(tmp_path), choose=no_checkpoint) as again:
+        assert again.previous is not None
+        assert again.resumed is None
+
+
+@pytest.mark.fault("F7")
+def test_a_run_goes_on_from_a_checkpoint_that_was_being_replaced_when_it_was_killed(tmp_path: Path) -> None:
+    first = interrupted(tmp_path, steps=5, saved=3)
+    path = folder_of(first.checkpoints, 3)
+    path.rename(path.with_name("step-3.replaced"))
+    with RunDir.create(config_in(tmp_path)) as again:
+        assert again.resumed is not None
+        assert again.resumed.path == path
+        assert [each.name for each in again.checkpoints.iterdir()] == ["step-3"]
+
+
+@pytest.mark.fault("F35")
+def test_a_refused_start_holds_no_lock_even_if_its_error_is_kept(tmp_path: Path) -> None:
+    """A notebook keeps the traceback of the last error, and with it the frames that have opened the lock."""
+    saved_often(tmp_path)
+    with pytest.raises(ConfigError) as kept:
+        resume_at(tmp_path, 3)
+    with resume_at(tmp_path, 4) as again:
+        assert again.resumed is not None
+    assert kept.value.__traceback__ is not None
+
+
 @pytest.mark.parametrize("step", [None, 8])
 def test_a_checkpoint_of_another_run_is_refused_with_both_nonces_and_nothing_changes(
     step: int | None, tmp_path: Path
