@@ -3,12 +3,14 @@
 `supervise` forks before Ray or torch is imported. The child runs the command. The parent has no other work than to
 start the next child, so it stays alive when the child is killed or runs out of memory. The command in each child
 decides whether it may restart the run (`before_start.check_restart`), because only the command knows the configuration.
+A child that dies before it can decide is started again `EARLY_DEATHS` times at most.
 """
 
 import contextlib
 import mmap
 import os
 import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -20,6 +22,9 @@ RESTART_MENDS = 75
 """Exit code of a command after an error that a restart may fix (EX_TEMPFAIL of sysexits.h)."""
 WINDOW_S = 3600.0
 """`run.max_restarts` limits the restarts within this time, seconds."""
+EARLY_DEATHS = 5
+"""Number of children in a row that may die within `EARLY_S` seconds of their start."""
+EARLY_S = 5.0
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 _started_s: tuple[float, ...] = ()
@@ -50,7 +55,8 @@ def supervise() -> Callable[[], None]:
 
     The child calls the returned function right before it exits on purpose. The next child is started, and `supervise`
     returns there, if a child has ended without that call (it was killed, or a library ended it), or has the exit code
-    `RESTART_MENDS`. SIGTERM, SIGINT and SIGHUP are passed on to the child. After one of them, no child is started.
+    `RESTART_MENDS`. SIGTERM, SIGINT and SIGHUP are passed on to the child. After one of them, no child is started, and
+    none after `EARLY_DEATHS` children in a row that died within `EARLY_S` seconds.
 
     Must be called in the main thread, before any other thread was started.
     """
@@ -59,8 +65,9 @@ def supervise() -> Callable[[], None]:
     ending = {number for number in _ENDING if signal.getsignal(number) != signal.SIG_IGN}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*ending, signal.SIGCHLD})
     starts: deque[float] = deque()
+    early_deaths = 0
     while True:
-        parent = os.getpid()
+        parent, started_s = os.getpid(), time.monotonic()
         told, tell = os.pipe()
         child = os.fork()
         if child == 0:
@@ -80,6 +87,16 @@ def supervise() -> Callable[[], None]:
             # The child has written all output. Buffers that were copied at the fork must not be flushed again.
             os._exit(code if code >= 0 else 128 - code)
         now_s = time.monotonic()
+        early_deaths = 0 if on_purpose or now_s - started_s > EARLY_S else early_deaths + 1
+        if early_deaths == EARLY_DEATHS:
+            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            print(
+                f"the command died {EARLY_DEATHS} times in a row within {EARLY_S:g} s of its start, the last time by "
+                f"{how}; it is not started again",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(code if code >= 0 else 128 - code)
         starts.append(now_s)
         while now_s - starts[0] > WINDOW_S:
             starts.popleft()

@@ -33,7 +33,7 @@ from asyncrl.config.schema import Config
 from asyncrl.coordinator.clearing import Clearing
 from asyncrl.coordinator.failures import FailureReports
 from asyncrl.coordinator.learner_calls import LearnerCalls
-from asyncrl.coordinator.registry import Deployment, Registry
+from asyncrl.coordinator.registry import OVER, Deployment, Registry
 from asyncrl.coordinator.replicas import ReplicaReport, Replicas, ReplicaView
 from asyncrl.coordinator.snapshot import Restored, RunSnapshot
 from asyncrl.coordinator.status import RunStatus
@@ -47,9 +47,6 @@ from asyncrl.metrics.server import MetricsServer
 from asyncrl.metrics.states import StateClock, monotonic_at_process_start
 
 logger = logging.getLogger(__name__)
-
-_OVER = (RunState.FINISHED, RunState.FAILED)
-"""States in which a run takes no other learner."""
 
 
 async def _no_keys() -> Sequence[str]:
@@ -178,7 +175,7 @@ class Coordinator:
             return
         name, step, state = self._config.run.name, self._buffer.version.step, self.registry.state
         again = f"end the run with `asyncrl down {name}`, then start it again"
-        if state in _OVER or (state is RunState.CLOSING and not restores):
+        if state in OVER or (state is RunState.CLOSING and not restores):
             why = f": {self.registry.message}" if self.registry.message else ""
             raise LearnerNotRestored(f"run {name!r} is {state}{why}; {again}")
         if restores and (before := self.registry.learner) is not None and before.nonce != deployment.nonce:

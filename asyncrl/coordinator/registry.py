@@ -14,6 +14,8 @@ from asyncrl.common.version import Version
 from asyncrl.config.load import first_difference
 from asyncrl.errors import HandshakeError, RunEnded, RunLocked, RunMismatch, VersionRegression
 
+OVER = (RunState.FINISHED, RunState.FAILED)
+"""States of a run that trains no more steps. No other deployment enters it."""
 GONE_TIMEOUTS = 4
 """Number of timeouts after which a silent deployment counts as dead when the last other one leaves. After one timeout
 it may only be busy: a process whose event loop or machine stalls sends no heartbeats."""
@@ -66,12 +68,14 @@ class Registry:
         """Raises an error if the deployment may not attach, and changes nothing.
 
         RunMismatch names the first key whose value differs from the run's. RunLocked names the learner that the run
-        has already, or says that the run's last deployment is ending the run's processes.
+        has already, or says that the run has ended and its processes are ending: a generator that enters such a run
+        would keep them from ending, and so the next learner out.
         """
-        if self._closed:
+        enters = deployment.id not in self._members
+        if self._closed or (deployment.role is Role.GENERATOR and self.state in OVER and enters):
             raise RunLocked(
-                "the last deployment of this run has left and is ending the run's processes; start this command again "
-                "in some seconds. If this message stays, end the run with `asyncrl down` first"
+                "the earlier run of this name has ended, and its last deployment is ending the run's processes; start "
+                "this command again in some seconds. If this message stays, end the run with `asyncrl down` first"
             )
         key = first_difference(self._shared, shared)
         if key is not None:
@@ -112,8 +116,8 @@ class Registry:
         """
         if self._members.pop(deployment_id, None) is None:
             return False
-        over = self.state in (RunState.FINISHED, RunState.FAILED)
-        self._closed = not self._heard_within(self._timeout_s * (1 if over else GONE_TIMEOUTS))
+        timeouts = 1 if self.state in OVER else GONE_TIMEOUTS
+        self._closed = not self._heard_within(self._timeout_s * timeouts)
         return self._closed
 
     def live(self) -> list[Deployment]:

@@ -248,7 +248,6 @@ class LearnerDeployment:
             append_eval=self._log.append_eval,
             write_samples=self._log.write_samples,
             append_audit=audit.append,
-            sync=self._run_dir.sync,
         )
         heldout = HeldoutEvaluation(
             config=config,
@@ -263,6 +262,7 @@ class LearnerDeployment:
             config.checkpoint,
             folder=self._run_dir.checkpoints,
             run=parts,
+            sync_records=self._run_dir.sync,
             metrics=metrics,
             restored_step=resumed.step if resumed else 0,
         )

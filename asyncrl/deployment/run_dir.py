@@ -17,7 +17,8 @@ Only the learner writes here while it holds `lock` (`run_lock.py`). The exceptio
 replicas on the learner's machine write. The directory of an earlier run with the same name is moved to `<name>.1`,
 `<name>.2`, …, and never overwritten. A run that did not finish and has a complete checkpoint is resumed in its
 directory instead. If a start failed before it recorded anything, only its log is worth keeping, and the next run uses
-the same directory. If a record cannot be written (F27), the error is reported and training continues.
+the same directory. If a record cannot be written (F27), the error is reported, the record waits in memory, and training
+continues (`record_file.py`).
 """
 
 import logging
@@ -35,16 +36,17 @@ from typing import Any, Literal
 
 import msgspec
 
-from asyncrl.atomic_write import sync, write_atomically
+from asyncrl.atomic_write import write_atomically
 from asyncrl.buffer.records import FailureCount
 from asyncrl.checkpoints.directory import CHECKPOINTS
 from asyncrl.common.lineage import Lineage
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import Config
 from asyncrl.deployment.provenance import provenance
+from asyncrl.deployment.record_file import RecordFile, append_whole
 from asyncrl.deployment.resuming import SAMPLES, Choice, Resumed, begin_incarnation, lost_folder, unfinished_run
 from asyncrl.deployment.run_lock import Taken, take
-from asyncrl.errors import ConfigError
+from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.learner.audit_records import AUDIT, Began, Record, framed, records_path
 from asyncrl.learner.records import EvalRecord, Resumption, RunInfo, SampleRecord, StepRecord, Summary
 
@@ -71,13 +73,14 @@ class RunDir:
         self.targets_path = path / "metrics" / "targets.json"
         self.failures_path = path / "failures.json"
         self.checkpoints = path / CHECKPOINTS
-        self._records = [path / "steps.jsonl", path / "evals.jsonl"]
+        self._steps, self._evals = RecordFile(path / "steps.jsonl"), RecordFile(path / "evals.jsonl")
+        self._records = [self._steps, self._evals]
         self._lock = taken.lock
         self._info = info
         # For run.json. The main thread writes the request to end, while the run has a thread of its own. Reentrant,
         # because a second signal may interrupt the handler of the first one.
         self._writing = threading.RLock()
-        self._failing: set[Path] = set()
+        self._samples_failing = False
         self._end: tuple[State, str] = ("finished", "done")
         self.steps_written = 0
         self.on_step: Callable[[StepRecord], object] = lambda _: None
@@ -169,37 +172,44 @@ class RunDir:
 
     def append_step(self, record: StepRecord) -> None:
         self.steps_written += 1
-        self._append(self.path / "steps.jsonl", _lines([record]))
+        self._steps.append(_lines([record]))
         self.on_step(record)
 
     def append_eval(self, record: EvalRecord) -> None:
-        self._append(self.path / "evals.jsonl", _lines([record]))
+        self._evals.append(_lines([record]))
         self.on_eval(record)
 
     def begin_audit(self, began: Began) -> "AuditFile":
         """Begins the records for the audit of this incarnation."""
         path = records_path(self.path, began.lineage.incarnation)
         path.parent.mkdir(exist_ok=True)
-        self._append(path, framed(began))
-        self._records.append(path)
-        return AuditFile(path, append=self._append)
+        file = RecordFile(path)
+        file.append(framed(began))
+        self._records.append(file)
+        return AuditFile(file)
 
     def sync(self) -> None:
-        """Returns when all records so far are on the disk, so that they survive a crash of the machine. Logs a failure,
-        as for a record that cannot be written."""
-        for path in self._records:
+        """Returns when all records so far are on the disk, so that they survive a crash of the machine. Raises
+        CheckpointError if they cannot be written: a checkpoint without the records of its steps is not complete."""
+        for file in self._records:
             try:
-                sync(path)
-                sync(path.parent)
-            except FileNotFoundError:
-                continue  # it has no record yet
+                file.sync()
             except OSError as error:
-                logger.error("%s may lack its last records after a crash of the machine: %s", path, error)
+                raise CheckpointError(f"the records of its steps cannot be written: {error}") from error
 
     def write_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
-        """Appends samples to `samples/step-N.jsonl`; writes no file if there are none."""
-        if samples:
-            self._append(self.path / SAMPLES / f"step-{step}.jsonl", _lines(samples))
+        """Appends samples to `samples/step-N.jsonl`; writes no file if there are none. Logs the first failure of a row
+        of failures. Samples that cannot be written are lost."""
+        if not samples:
+            return
+        path = self.path / SAMPLES / f"step-{step}.jsonl"
+        try:
+            append_whole(path, _lines(samples))
+            self._samples_failing = False
+        except OSError as error:
+            if not self._samples_failing:
+                logger.error("cannot write %s (%s); samples are lost until files can be written again", path, error)
+            self._samples_failing = True
 
     def write_failures(self, failures: Sequence[FailureCount]) -> None:
         """Writes `failures.json`: the number of failed rollouts by class and reason, with the first failure of each."""
@@ -216,6 +226,8 @@ class RunDir:
         with self._writing:
             if self._lock.closed:
                 return
+            for file in self._records:
+                file.close()
             self._info = msgspec.structs.replace(self._info, state=state, finished=_now(), exit_reason=reason)
             try:
                 self._write_info()
@@ -277,37 +289,15 @@ class RunDir:
             except OSError as error:
                 logger.error("run.json was not updated with %s: %s", what, error)
 
-    def _append(self, path: Path, data: bytes) -> None:
-        """Appends all of `data` or nothing, because a partial record would corrupt the next one.
-
-        A failure is reported once for each folder, and again only after a write there has succeeded.
-        """
-        try:
-            with path.open("ab", buffering=0) as file:
-                size = file.tell()
-                try:
-                    if file.write(data) != len(data):
-                        raise OSError("only a part was written: the disk is full")
-                except OSError:
-                    file.truncate(size)
-                    raise
-        except OSError as error:
-            if path.parent not in self._failing:
-                self._failing.add(path.parent)
-                logger.error("cannot write %s (%s); records are lost until the file can be written again", path, error)
-        else:
-            self._failing.discard(path.parent)
-
 
 class AuditFile:
-    """The records for the audit of one incarnation, in a file at `path` that `append` appends to."""
+    """The records for the audit of one incarnation."""
 
-    def __init__(self, path: Path, *, append: Callable[[Path, bytes], None]) -> None:
-        self._path = path
-        self._append = append
+    def __init__(self, file: RecordFile) -> None:
+        self._file = file
 
     def append(self, record: Record) -> None:
-        self._append(self._path, framed(record))
+        self._file.append(framed(record))
 
 
 def _lines(records: Sequence[msgspec.Struct]) -> bytes:

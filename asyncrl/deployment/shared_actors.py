@@ -255,7 +255,8 @@ def end_run(name: str) -> list[str]:
     """Ends the run `name` on the joined cluster for good. Returns the names of its shared actors.
 
     First the run's deployments hear that it has ended, so that none of them starts again. They get `END_S` seconds to
-    leave. The last one that leaves ends the actors; those that are left are killed.
+    leave. The last one that leaves ends the actors; those that are left are killed. A learner that is being started
+    again at this moment does not hear it, and may begin the run again.
     """
     names = _shared_actors(name)
     with contextlib.suppress(RunError):  # there is no such run, or its buffer is dead already

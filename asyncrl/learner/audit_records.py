@@ -5,7 +5,8 @@ each sample. A record is written after the ack of its step and before the checkp
 restart from a checkpoint of step k, the records of all steps before k exist.
 
 A record is one frame: the length of its payload (4 bytes), the xxh3-64 of the payload (8 bytes), and the payload in
-MessagePack. A killed writer can leave an incomplete last frame; readers ignore it.
+MessagePack. A killed writer can leave an incomplete last frame, and a machine that lost its power can leave zeros at
+the end. Readers ignore both.
 """
 
 import struct
@@ -147,6 +148,8 @@ def read_records(path: Path) -> ReadRecords:
         if len(payload) < length:
             break
         if xxhash.xxh3_64_intdigest(payload) != checksum:
+            if not any(data[place:]):
+                break
             return ReadRecords(began, records, f"record {number} of {path} does not match its checksum")
         try:
             if began is None:

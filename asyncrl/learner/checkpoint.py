@@ -49,6 +49,8 @@ class SavedRun(Protocol):
 class Checkpoints:
     """Saves checkpoints of `run` below `folder` and deletes old ones.
 
+    `sync_records` returns when the records of all steps, evaluations and the audit are on the disk. It raises
+    CheckpointError if they cannot be written. The report and the audit need those of all steps of a checkpoint.
     `restored_step` is the step of the checkpoint from which the run was resumed.
     """
 
@@ -58,6 +60,7 @@ class Checkpoints:
         *,
         folder: Path,
         run: SavedRun,
+        sync_records: Callable[[], None],
         metrics: LearnerMetrics,
         restored_step: int = 0,
         clock: Callable[[], float] = time.monotonic,
@@ -65,6 +68,7 @@ class Checkpoints:
         self._config = config
         self._folder = folder
         self._run = run
+        self._sync_records = sync_records
         self._metrics = metrics
         self._clock = clock
         self.saved = restored_step
@@ -146,6 +150,7 @@ class Checkpoints:
         step, started_s = snapshot.version.step, self._clock()
         self._begun, self._begun_s, self._postponed = step, started_s, False
         try:
+            await self._keep_records(at_end=at_end)
             await asyncio.to_thread(self._run.stage)
         except CheckpointError as error:  # any other error is one of ranks that cannot train either
             self.saves_ended += 1
@@ -154,6 +159,16 @@ class Checkpoints:
         self._metrics.checkpoint_staged(self._clock() - started_s)
         writing = self._write(snapshot, hf=hf, started_s=started_s, at_end=at_end)
         self._running = asyncio.create_task(writing, name=f"save step {step}")
+
+    async def _keep_records(self, *, at_end: bool) -> None:
+        """Puts the records of all steps on the disk. At the end of the run, a failure is logged only, because the
+        weights are worth more than the records."""
+        try:
+            await asyncio.to_thread(self._sync_records)
+        except CheckpointError as error:
+            if not at_end:
+                raise
+            logger.error("the checkpoint at the end of the run may lack records: %s", error)
 
     async def _write(self, snapshot: RunSnapshot, *, hf: bool, started_s: float, at_end: bool) -> None:
         """Writes what was staged. Raises nothing, because training does not need the checkpoint."""

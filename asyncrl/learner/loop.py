@@ -167,7 +167,6 @@ class LearnerLoop:
         self._log.append_audit(Ended(version, ledger))
         if version != first:  # a run that trained no step has no new weights to save
             snapshot = await self._coordinator.call(LearnerCalls.snapshot, self._incarnation)
-            await asyncio.to_thread(self._log.sync)
             await self._while_saving(self._checkpoints.save_last(snapshot), version)
         retained = await self._coordinator.call(LearnerCalls.release, self._incarnation, None)
         await self._rows.clear(retained)
@@ -342,11 +341,7 @@ class LearnerLoop:
     # --- checkpoints, weights and evaluation --------------------------------------------------------------------
 
     async def _save(self, snapshot: RunSnapshot) -> None:
-        """Begins a save. Returns when the state is copied, and training can go on.
-
-        The records are on the disk first. The report and the audit need those of all steps of a checkpoint.
-        """
-        await asyncio.to_thread(self._log.sync)
+        """Begins a save. Returns when the state is copied, and training can go on."""
         last_step = snapshot.version.step >= self._config.learner.total_steps
         await self._while_saving(self._checkpoints.begin(snapshot, last_step=last_step), snapshot.version)
 

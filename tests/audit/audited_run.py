@@ -155,12 +155,12 @@ class AuditedRun(Scene):
             append_eval=self.run_dir.append_eval,
             write_samples=self.run_dir.write_samples,
             append_audit=self.audit_file.append,
-            sync=self.run_dir.sync,
         )
         self.checkpoints = Checkpoints(
             self.config.checkpoint,
             folder=self.run_dir.checkpoints,
             run=self.parts,
+            sync_records=self.run_dir.sync,
             metrics=self.metrics,
             restored_step=resumed.step if resumed else 0,
             clock=self.clock,

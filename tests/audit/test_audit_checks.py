@@ -74,11 +74,11 @@ async def test_the_command_prints_a_line_a_check_and_exits_by_the_verdict(
 
 
 @pytest.mark.asyncio
-async def test_a_torn_last_record_is_ignored(tmp_path: Path) -> None:
+async def test_a_torn_last_record_and_zeros_of_a_power_cut_are_ignored(tmp_path: Path) -> None:
     directory = await record(tmp_path, killed_at=3)
     records = records_path(directory, 1)
     whole = records.read_bytes()
-    for torn in (whole[:-1], whole + struct.pack("<I", 9), whole[: len(whole) - len(whole) // 8]):
+    for torn in (whole[:-1], whole + struct.pack("<I", 9), whole[: len(whole) - len(whole) // 8], whole + bytes(100)):
         records.write_bytes(torn)
         assert verdicts(directory) == {Verdict.PASSED, Verdict.NOT_POSSIBLE}
     records.write_bytes(whole)
@@ -108,7 +108,7 @@ async def test_an_incarnation_without_a_step_leaves_the_ancestors_steps(tmp_path
 async def test_a_step_is_on_the_disk_before_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = AuditedRun(tmp_path)
     await run.start()
-    written, on_disk, began_with = run.audit_file._path, [0], list[tuple[int, int]]()
+    written, on_disk, began_with = records_path(run.run_dir.path, 1), [0], list[tuple[int, int]]()
     stage, sync = run.trainer.stage_checkpoint, os.fsync
 
     def noted(descriptor: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli.before_start import check_restart
-from asyncrl.cli.restarts import RESTART_MENDS
+from asyncrl.cli.restarts import EARLY_DEATHS, RESTART_MENDS
 from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
@@ -61,6 +61,19 @@ on_purpose(); sys.exit(0)
 """
     lines, _ = ended(started(body, stderr=subprocess.DEVNULL))
     assert lines == ["start 0", "False", "start 1", "False", "start 2", "True"]
+
+
+def test_a_process_that_dies_at_its_start_again_and_again_is_not_started_for_ever() -> None:
+    process = started("os.kill(os.getpid(), signal.SIGKILL)", stderr=subprocess.PIPE)
+    output, errors = process.communicate(timeout=60)
+    assert output.split("\n")[:-1] == [f"start {number}" for number in range(EARLY_DEATHS)]
+    assert process.returncode == 128 + signal.SIGKILL
+    assert "the last time by SIGKILL; it is not started again" in errors
+
+
+def test_restarts_that_the_command_asks_for_are_no_early_deaths() -> None:
+    body = f"on_purpose(); sys.exit(7 if restarts() == {EARLY_DEATHS} else {RESTART_MENDS})"
+    assert ended(started(body))[1] == 7
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 130])

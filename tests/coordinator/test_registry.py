@@ -110,6 +110,18 @@ def test_no_deployment_attaches_after_the_last_one_has_left() -> None:
             refused(deployment("g2", Role.GENERATOR), shared=shared)
 
 
+@pytest.mark.parametrize("state", [RunState.FINISHED, RunState.FAILED])
+def test_no_other_generator_enters_a_run_that_is_over(state: RunState) -> None:
+    members = registry(Clock())
+    shared = {"staleness.max_versions": 2, "run.seed": 0}
+    members.attach(deployment("g1", Role.GENERATOR), shared=shared)
+    members.set_state(state)
+    members.attach(deployment("g1", Role.GENERATOR), shared=shared)
+    with pytest.raises(RunLocked, match=r"has ended.*start this command again"):
+        members.attach(deployment("g2", Role.GENERATOR), shared=shared)
+    assert members.detach("g1"), "no other deployment keeps the processes of the run"
+
+
 def test_a_learner_that_was_replaced_does_not_end_the_run_of_its_successor() -> None:
     clock = Clock()
     members = registry(clock)

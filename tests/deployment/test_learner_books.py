@@ -74,7 +74,13 @@ class Saved:
 
 def checkpoints_in(run: RunDir, write: Callable[[Path], None] = lambda path: None) -> Checkpoints:
     run.checkpoints.mkdir()
-    return Checkpoints(CheckpointSection(), folder=run.checkpoints, run=Saved(write), metrics=LearnerMetrics())
+    return Checkpoints(
+        CheckpointSection(),
+        folder=run.checkpoints,
+        run=Saved(write),
+        sync_records=run.sync,
+        metrics=LearnerMetrics(),
+    )
 
 
 def snapshot_after(step: int) -> RunSnapshot:

@@ -182,7 +182,7 @@ async def test_each_phase_of_a_start_is_shown_once(both: bool, tmp_path: Path, m
     async def until_the_end(_: object, end: asyncio.Event) -> None:
         await end.wait()
 
-    monkeypatch.setattr("asyncrl.deployment.learner.enter_run", no_buffer)
+    monkeypatch.setattr("asyncrl.deployment.learner.open_data_plane", no_buffer)
     monkeypatch.setattr(compose.GeneratorDeployment, "run", until_the_end)
     monkeypatch.setattr(Inputs, "_describe_model", lambda _: asyncio.sleep(0, "models/tiny"))
     config, stop, shown = Config.model_validate({"run": {"dir": str(tmp_path)}}), asyncio.Event(), list[str]()

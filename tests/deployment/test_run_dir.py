@@ -20,7 +20,7 @@ from asyncrl.config.schema import Config
 from asyncrl.deployment import run_lock
 from asyncrl.deployment.provenance import provenance
 from asyncrl.deployment.run_dir import RunDir
-from asyncrl.errors import ConfigError, RunLocked
+from asyncrl.errors import CheckpointError, ConfigError, RunLocked
 from asyncrl.learner.audit_records import Began, Machine
 from asyncrl.learner.records import EvalRecord, SampleRecord, StepRecord, read_lines
 
@@ -249,7 +249,9 @@ def test_steps_evals_and_samples_are_appended_as_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("F27")
-def test_a_full_disk_is_reported_once_and_leaves_whole_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_records_wait_for_a_full_disk_which_is_reported_once_and_no_checkpoint_is_without_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with RunDir.create(config_in(tmp_path)) as run:
         run.append_step(make_step(0))
         path = run.path / "steps.jsonl"
@@ -260,12 +262,33 @@ def test_a_full_disk_is_reported_once_and_leaves_whole_lines(tmp_path: Path, cap
             with caplog.at_level(logging.ERROR):
                 run.append_step(make_step(1))
                 run.append_step(make_step(2))
+            with pytest.raises(CheckpointError, match=r"records .*cannot be written"):
+                run.sync()
+            assert read_lines(path, StepRecord) == [make_step(0)], "no part of a line is left"
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         (record,) = caplog.records
         assert "steps.jsonl" in record.getMessage()
         run.append_step(make_step(3))
-    assert [record.step for record in read_lines(path, StepRecord)] == [0, 3]
+        run.sync()
+    assert [record.step for record in read_lines(path, StepRecord)] == [0, 1, 2, 3]
+
+
+@pytest.mark.fault("F27")
+def test_records_that_wait_are_written_at_the_end_or_reported_as_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, mended in (("mended", True), ("lost", False)):
+        run = RunDir.create(config_in(tmp_path / name))
+        path = run.path / "evals.jsonl"
+        path.mkdir()
+        run.append_eval(EvalRecord(version=0, wall_s=1, prompts=8, reward_mean=0.5))
+        caplog.clear()
+        if mended:
+            path.rmdir()
+        run.close(state="stopped", reason="")
+        assert path.is_file() == mended
+        assert ("are lost" in caplog.text) != mended
 
 
 def test_failures_that_cannot_be_written_do_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -28,7 +28,7 @@ from asyncrl.data.prompts import Task
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.sample_ids import group_of, samples_of
-from asyncrl.errors import ActorGone, FailureClass
+from asyncrl.errors import ActorGone, CheckpointError, FailureClass
 from asyncrl.generation.interfaces import Completion
 from asyncrl.generation.rollout import sample_rows, version_spans
 from asyncrl.learner.audit_records import Record
@@ -72,6 +72,8 @@ class KeptLog:
         self.samples: dict[int, Sequence[SampleRecord]] = {}
         self.audit: list[Record] = []
         self.synced = 0  # number of audit records that are on the disk
+        self.sync_answers: list[CheckpointError | None] = []
+        """The errors of the next calls of `sync`."""
 
     def append_step(self, record: StepRecord) -> None:
         self.steps.append(record)
@@ -86,6 +88,8 @@ class KeptLog:
         self.audit.append(record)
 
     def sync(self) -> None:
+        if self.sync_answers and (error := self.sync_answers.pop(0)) is not None:
+            raise error
         self.synced = len(self.audit)
 
 
@@ -370,6 +374,7 @@ class Scene:
             self.config.checkpoint,
             folder=Path(self.folder.name),
             run=self.trainer,
+            sync_records=self.log.sync,
             metrics=self.metrics,
             clock=self.clock,
         )

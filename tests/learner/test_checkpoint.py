@@ -153,6 +153,20 @@ async def test_one_that_cannot_be_written_is_counted_and_training_goes_on(
 
 @pytest.mark.asyncio
 @pytest.mark.fault("F27")
+async def test_there_is_none_without_the_records_of_its_steps_except_at_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = scene(every_steps=2, keep=1)
+    run.log.sync_answers = [None, DISK_FULL, DISK_FULL]
+    await run.run()
+    assert run.trainer.saved == ["step-2", "step-5"]
+    assert shown(run, "s_total", outcome="failed") == 1
+    assert "the checkpoint of step 4 was not written" in caplog.text
+    assert "may lack records: rank 0: OSError: No space left on device" in caplog.text
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F27")
 async def test_what_could_not_be_written_on_the_way_is_tried_again_at_the_end() -> None:
     run = scene(every_steps=5)
     run.trainer.save_answers = [DISK_FULL]

@@ -224,7 +224,6 @@ async def test_skipped_steps_are_counted_by_the_report_and_are_no_steps_of_the_s
             append_eval=run.append_eval,
             write_samples=run.write_samples,
             append_audit=audit.append,
-            sync=run.sync,
         )
     )
     scene.trainer.answers = [skipped(), trained(), skipped(), trained(), trained()]
