@@ -97,6 +97,9 @@ class Run:
         self._session = ""
         self.family: set[psutil.Process] = set()
         """All processes that the commands had started at the kills and at the end."""
+        self.shared_memory: set[str] = set()
+        """The files in /dev/shm that these processes had open or mapped. Other work on this machine may leave its own
+        files there."""
         self.others: list[psutil.Popen] = []
         """Commands that start processes for the learner."""
         if kind != "deployments":
@@ -135,6 +138,7 @@ class Run:
         for process in self._commands:
             with contextlib.suppress(psutil.NoSuchProcess):
                 self.family.update(process.children(recursive=True))
+        self.shared_memory.update(*map(shared_memory_of, (process.pid for process in self.family)))
 
     def resumed(self) -> list[dict[str, Any]]:
         with contextlib.suppress(OSError, ValueError):
@@ -216,14 +220,13 @@ def audited(directory: Path) -> list[str]:
     return [line for line in audit.stdout.splitlines() if "passed" in line]
 
 
-def unused_shared_memory() -> set[str]:
-    """Returns the files in /dev/shm that no process has open or mapped."""
-    files = {str(path) for path in Path("/dev/shm").iterdir()}
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            files -= {line.split(maxsplit=5)[-1].strip() for line in (process / "maps").read_text().splitlines()}
-            files -= {os.readlink(each) for each in (process / "fd").iterdir()}
-    return files
+def shared_memory_of(pid: int) -> set[str]:
+    """Returns the files in /dev/shm that a process has open or mapped; none if it has ended."""
+    files, process = set[str](), Path("/proc") / str(pid)
+    with contextlib.suppress(OSError):
+        files.update(line.split(maxsplit=5)[-1].strip() for line in (process / "maps").read_text().splitlines())
+        files.update(os.readlink(each) for each in (process / "fd").iterdir())
+    return {file for file in files if file.startswith("/dev/shm/")}
 
 
 def one_run(kind: str, number: int, *, folder: Path, seed: int) -> dict[str, Any]:
@@ -231,7 +234,6 @@ def one_run(kind: str, number: int, *, folder: Path, seed: int) -> dict[str, Any
     choose = random.Random(f"{seed}/{number}")
     targets = (TARGETS[kind] * KILLS_A_RUN)[:KILLS_A_RUN]
     choose.shuffle(targets)
-    memory = unused_shared_memory()
     run = Run(kind, folder / f"{kind}-{number}", seed=number)
     kills = []
     try:
@@ -246,7 +248,7 @@ def one_run(kind: str, number: int, *, folder: Path, seed: int) -> dict[str, Any
     prompts = re.search(r"of (\d+) prompts", " ".join(checks))
     summary = json.loads((run.directory / "summary.json").read_bytes())
     living = [process for process in run.family if process.is_running()]
-    if left := [*living, *sorted(unused_shared_memory() - memory)]:
+    if left := [*living, *sorted(file for file in run.shared_memory if Path(file).exists())]:
         raise RuntimeError(f"the run left {left}")
     return {"kind": kind, "run": number, "kills": kills, "steps": steps, "checks": len(checks),
             "prompts": int(prompts[1]) if prompts else 0, "whole_tokens": whole, "split_tokens": split,
