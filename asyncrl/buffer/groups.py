@@ -155,12 +155,14 @@ class Groups:
         return tuple(over)
 
     def reissue(self, slot: Slot, fate: Fate, *, interrupted: bool = False) -> None:
-        """Settles the fate of a committed attempt that holds no slot any longer, and puts the prompt at the front.
+        """Settles the fate of an attempt that holds no slot any longer, and puts the prompt at the front. If the
+        attempt was not committed, the next one begins with what it has stored.
 
         The ledger counts the next attempt at such a prompt as newly issued.
         """
         self.fates.settle(fate, slot)
-        self.table.front.push(self.again(slot.ticket, issued=False, interrupted=interrupted))
+        stored = slot.prefix if slot.meta is None else None
+        self.table.front.push(self.again(slot.ticket, issued=False, interrupted=interrupted, prefix=stored))
 
     def again(
         self, ticket: Ticket, *, issued: bool, interrupted: bool = False, prefix: Prefix | None = None

@@ -119,7 +119,10 @@ def give_up(run_dir: RunDir, grace_s: float, *, leave: Callable[[int], object] =
     """Exits the process if the run has not closed and has trained no step. Ray's daemons end with the process."""
     if run_dir.closed or run_dir.steps_written:
         return
-    reason = f"asked to end before the first step, and not closed within run.shutdown_grace_s = {grace_s:g} s"
+    reason = (
+        "asked to end before this process had trained a step, and not closed within run.shutdown_grace_s = "
+        f"{grace_s:g} s"
+    )
     logger.error("%s: the process exits now", reason)
     try:
         run_dir.close(state="failed", reason=reason)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from asyncrl.atomic_write import sync
 from asyncrl.deployment.resuming import SAMPLES, Resumed
 from asyncrl.errors import RunLocked
 from asyncrl.learner.audit_records import AUDIT
@@ -78,6 +79,7 @@ def take(path: Path, info: RunInfo, *, checkpoint: Callable[[], Resumed | None])
             lock.truncate(0)
             lock.write(f"pid {info.pid} on {info.host} since {info.started}\n".encode())
             lock.flush()
+            sync(path.parent)  # the directory's own name
             return Taken(lock, previous, resumed)
 
 

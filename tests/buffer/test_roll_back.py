@@ -190,3 +190,19 @@ def test_the_lineage_of_another_run_does_not_continue_this_one() -> None:
     assert lineage.child(Version(2, 3)).continues(lineage)
     assert not lineage.continues(lineage)
     assert not Lineage((Version(1, 1), Version(2, 3))).continues(lineage)
+
+
+def test_a_living_group_without_room_goes_on_from_what_it_has_stored() -> None:
+    scene = Scene(eta=2, per_step=1, capacity_groups=2)
+    snapshot = checkpoint(scene)
+    scene.commit(*scene.reserve(2))
+    scene.train()
+    (reserved,) = scene.reserve(1, step=0)
+    stored = stored_by(reserved)
+    scene.store(reserved, stored)
+    go_back(scene, snapshot, loaded=Version(1, 0))
+    assert scene.buffer.account.events[Event.TOKENS_DROPPED] == 0
+    assert scene.reserve(1) == (), "the two finished groups are ready again"
+    scene.train()
+    (again,) = scene.reserve(1)
+    assert (again.group, again.attempt, again.prefix) == (reserved.group, 1, stored)

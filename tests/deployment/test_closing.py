@@ -84,7 +84,7 @@ def test_a_start_that_does_not_end_within_the_grace_is_ended_and_recorded(run: R
     assert left == [INTERRUPTED]
     assert written(run).state == "failed"
     assert written(run).exit_reason == (
-        "asked to end before the first step, and not closed within run.shutdown_grace_s = 20 s"
+        "asked to end before this process had trained a step, and not closed within run.shutdown_grace_s = 20 s"
     )
 
 
