@@ -32,9 +32,11 @@ def detached(body: type, *arguments: Any, name: str, namespace: str, **options: 
     return ray.remote(body).options(**settings, **options).remote(*arguments)
 
 
-def first_line(error: RayActorError) -> str:
-    """Returns the first line of Ray's text about a dead actor. The other lines have ids and guesses at the cause."""
-    return str(error).partition("\n")[0].rstrip(".")
+def reason_of_death(error: RayActorError) -> str:
+    """Returns in one line why an actor is dead. If its constructor failed, this is the error, the last line of Ray's
+    text. Otherwise it is the first line: the other lines have ids and guesses at the cause."""
+    lines = str(error).strip().splitlines()
+    return lines[-1 if error.actor_init_failed else 0].rstrip(".")
 
 
 def _late(what: str, timeout_s: float) -> CallTimeout:
@@ -54,7 +56,7 @@ def _own_errors(ref: Any, *, timeout_s: float, what: str, unchanged: tuple[type[
             raise error.cause from error
         raise
     except RayActorError as error:
-        raise ActorGone(f"{what}: the actor's process has ended ({first_line(error)})") from error
+        raise ActorGone(f"{what}: the actor's process has ended ({reason_of_death(error)})") from error
     except TimeoutError:
         ray.cancel(ref)
         raise _late(what, timeout_s) from None

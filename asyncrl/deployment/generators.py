@@ -22,7 +22,7 @@ from asyncrl.common.roles import Role, RunState
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.status import RunStatus
-from asyncrl.data_plane.calls import finished, first_line
+from asyncrl.data_plane.calls import finished, reason_of_death
 from asyncrl.deployment.closing import Stopped, running, unless_stopped
 from asyncrl.deployment.cluster import placed
 from asyncrl.deployment.inputs import Prompts
@@ -255,5 +255,5 @@ def _cause(replica: _Replica) -> str:
     if isinstance(error, RayTaskError) and isinstance(error.cause, AsyncRLError):
         error = error.cause  # without the traceback of the actor, which Ray puts into the text of its own error
     if isinstance(error, RayActorError):
-        return first_line(error)
+        return reason_of_death(error)
     return f"{type(error).__name__}: {error}" if error is not None else "its rollout loop returned without an error"

@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data_plane.calls import first_line, room
+from asyncrl.data_plane.calls import reason_of_death, room
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import (
     REFUSALS,
@@ -298,7 +298,7 @@ def _first_cause(failures: dict[int, BaseException], *, what: str, section: str)
         cause.add_note(f"on {section} rank {rank}, in {what}")
         return cause
     if isinstance(error, ray.exceptions.RayActorError):
-        failure: RunError = ActorGone(f"{section} rank {rank} died in {what}: {first_line(error)}")
+        failure: RunError = ActorGone(f"{section} rank {rank} died in {what}: {reason_of_death(error)}")
     else:
         # A connection breaks when the rank at its other end has died.
         kind = ActorGone if _is_broken_connection(error) else RunError

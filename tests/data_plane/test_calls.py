@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
 from asyncrl.data_plane import calls
 from asyncrl.errors import ActorGone, CallTimeout
@@ -83,3 +83,15 @@ def test_a_wait_that_is_late_or_cancelled_cancels_the_call(monkeypatch: pytest.M
     with pytest.raises(CallTimeout, match="asking took longer than 0 s"):
         asyncio.run(calls.finished(asyncio.Event().wait(), timeout_s=0.0, what="asking"))
     assert len(ray.cancelled) == 2
+
+
+def test_an_actor_whose_constructor_failed_says_with_which_error() -> None:
+    try:
+        raise ModuleNotFoundError("no module named 'torchvision'")
+    except ModuleNotFoundError as error:
+        failed = RayTaskError(
+            "RankActor.__init__", "Traceback …\nModuleNotFoundError: no module named 'torchvision'", error
+        )
+    assert calls.reason_of_death(ActorDiedError(failed)) == "ModuleNotFoundError: no module named 'torchvision'"
+    killed = RayActorError(error_msg="The actor died unexpectedly.\n\tclass_name: RankActor")
+    assert calls.reason_of_death(killed) == "The actor died unexpectedly"

@@ -50,11 +50,16 @@ elif command[:2] == ["asyncrl", "learner"]:
     def all_others_came():
         called = [json.loads(line)["command"] for line in open(os.environ["RECORD"])]
         pools = [word for command in called for word in command if word.startswith("--labels=")]
-        return ["asyncrl", "generator"] in [each[:2] for each in called] and len(pools) >= int(os.environ["RAY_STEPS"])
+        generators = [each[:2] for each in called].count(["asyncrl", "generator"])
+        ends = os.environ.get("GENERATOR_EXITS", "").split()
+        return generators > ends.count("75") and len(pools) >= int(os.environ["RAY_STEPS"])
     while not all_others_came():
         time.sleep(0.05)
     time.sleep(float(os.environ.get("LEARNER_S", "0")))
     sys.exit(int(os.environ.get("LEARNER_EXIT", "0")))
+elif command[:2] == ["asyncrl", "generator"]:
+    starts = [json.loads(line)["command"][:2] for line in open(os.environ["RECORD"])].count(command[:2])
+    sys.exit(int((os.environ.get("GENERATOR_EXITS", "").split() + ["0"] * starts)[starts - 1]))
 """
 SCONTROL = """#!/bin/sh
 case "$1" in
@@ -202,6 +207,15 @@ def test_a_learner_that_fails_fails_the_job_and_does_not_bring_it_back(job: Job)
     assert code == 7
     assert job.requeued is False
     wait_for(lambda: len([call for call in job.calls() if "ended" in call]) >= 2)  # no Ray node is left running
+
+
+def test_generators_that_a_dead_process_of_the_run_ended_are_started_again(job: Job) -> None:
+    code, said = job.run(GENERATOR_EXITS="75 75 1", LEARNER_EXIT="7")
+    assert code == 7
+    assert said.count("starting the generators again") == 2
+    calls = job.commands("asyncrl", "generator")
+    assert len(calls) == 3
+    assert [call["command"] for call in calls] == [calls[0]["command"]] * 3
 
 
 @pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
