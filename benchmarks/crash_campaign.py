@@ -283,8 +283,9 @@ def table() -> Iterator[str]:
                 continue
             seconds = [each["seconds"] for each in found]
             where = {"up": "", "critic": " (PPO)", "deployments": " (separate deployments)"}[kind]
+            name = "learner, when a save had begun" if target == SAVING else target
             yield (
-                f"| {target}{where} | {len(found)} | {sum(each['restart'] for each in found)} | {median(seconds):.0f} "
+                f"| {name}{where} | {len(found)} | {sum(each['restart'] for each in found)} | {median(seconds):.0f} "
                 f"({max(seconds):.0f}) | {median(each['lost_steps'] for each in found):.0f} |"
             )
     kills = [each for run in runs for each in run["kills"]]
@@ -293,7 +294,7 @@ def table() -> Iterator[str]:
     yield ""
     while_saving, prompts = sum(each["saving"] for each in kills), sum(run["prompts"] for run in runs)
     yield (
-        f"{len(kills)} kills in {len(runs)} runs, {while_saving} of them while a checkpoint was being written. The "
+        f"{len(kills)} kills in {len(runs)} runs. {while_saving} of them left an unfinished checkpoint. The "
         f"audit of every run passed: of {prompts} prompts, 0 were lost and 0 were trained twice. No process and no "
         "file in /dev/shm was left."
     )

@@ -26,7 +26,7 @@ def audit(
     4 weights        every step started from the weights that the step before it made, and
                      publications and checkpoints have these weights
     5 replay         each step computed again gives the same bits, and every token has its log-prob;
-                     only for runs with audit.keep_weights: all, on the processor that trained them
+                     only for runs with audit.keep_weights: all, on the model of CPU that trained them
     """
     from asyncrl.deployment.ray_token import use_ray_token
 

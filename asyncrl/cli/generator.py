@@ -21,7 +21,8 @@ def generator(
 
     A run may have several generator deployments, which can join and leave at any time. Each may have its own number of
     replicas, memory and GPUs (the keys with a star in docs/configuration.md). The command ends with the run. It ends
-    cleanly on SIGTERM, on Ctrl-C, or when the terminal is closed.
+    cleanly on SIGTERM, on Ctrl-C, or when the terminal is closed. If a process that it needs has died, it ends with
+    exit code 75: start it again.
 
     \b
       asyncrl head      -c configs/quickstart.yaml          # one terminal

@@ -56,7 +56,7 @@ def join_admitted(address: str, config: Config, *, choose: Choice) -> Choice:
     try:
         asyncio.run(check_admission(config, role=Role.LEARNER))
     except LearnerNotRestored as error:
-        # The files of the checkpoints are only compared with their manifests when `choose` is called.
+        # Only `choose` reads whether the run of the directory has finished.
         return partial(_chosen_or_refused, choose=choose, refusal=error)
     return choose
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -12,7 +13,7 @@ import typer
 
 from asyncrl.algorithms.checks import check_algorithm
 from asyncrl.cli.presence import check_presence, user_modules
-from asyncrl.cli.restarts import begun_before
+from asyncrl.cli.restarts import begun_before, earlier_end
 from asyncrl.common.roles import Role
 from asyncrl.config.checks import check_config
 from asyncrl.config.load import Layer, config_origins, load_config
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from asyncrl.deployment.resuming import Choice
     from asyncrl.deployment.run_dir import RunDir
     from asyncrl.learner.records import Summary
+
+logger = logging.getLogger(__name__)
 
 ConfigFiles = Annotated[
     list[Path],
@@ -179,16 +182,20 @@ def clear_previous(config: Config) -> None:
 
 
 def print_previous(run_dir: "RunDir") -> None:
-    """Prints from which checkpoint the run continues, or to which directory the previous run of this name was moved."""
+    """Prints and logs from which checkpoint the run continues, or to which directory the previous run of this name was
+    moved."""
     from asyncrl.views.quantities import duration
 
     if run_dir.previous is not None:
         print_warnings([f"the previous run is now {run_dir.previous}"])
     if (resumed := run_dir.resumed) is not None:
-        typer.echo(
-            f"resuming run {run_dir.path.name} from step {resumed.step}: the checkpoint {resumed.path} is "
-            f"{duration(max(0.0, time.time() - resumed.saved_at))} old (asyncrl up --fresh begins a new run)"
+        why = f"the process before this one ended {earlier_end()}; " if earlier_end() else ""
+        line = (
+            f"{why}resuming run {run_dir.path.name} from step {resumed.step}: the checkpoint {resumed.path} is "
+            f"{duration(max(0.0, time.time() - resumed.saved_at))} old"
         )
+        logger.info("%s", line)
+        typer.echo(f"{line} (asyncrl up --fresh begins a new run)")
         if run_dir.set_aside.is_dir():
             names = ", ".join(sorted(path.name for path in run_dir.set_aside.iterdir()))
             typer.echo(

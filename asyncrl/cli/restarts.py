@@ -27,6 +27,8 @@ EARLY_DEATHS = 5
 EARLY_S = 5.0
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
+_earlier_end = ""
+"""How the process of the command before this one ended; empty in the first one."""
 _started_s: tuple[float, ...] = ()
 """When the command was started again, this process included, on the monotonic clock."""
 
@@ -34,6 +36,11 @@ _started_s: tuple[float, ...] = ()
 def restarts() -> int:
     """Returns how often the command was started again within the last `WINDOW_S` seconds; 0 in the first process."""
     return sum(time.monotonic() - started_s <= WINDOW_S for started_s in _started_s)
+
+
+def earlier_end() -> str:
+    """Returns how the process of this command before this one ended; empty in the first process."""
+    return _earlier_end
 
 
 _begun = mmap.mmap(-1, 1)
@@ -60,7 +67,7 @@ def supervise() -> Callable[[], None]:
 
     Must be called in the main thread, before any other thread was started.
     """
-    global _started_s
+    global _earlier_end, _started_s
     # A signal that is ignored (SIGHUP, under nohup) would still be reported to `sigwait` while it is blocked.
     ending = {number for number in _ENDING if signal.getsignal(number) != signal.SIG_IGN}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*ending, signal.SIGCHLD})
@@ -86,13 +93,13 @@ def supervise() -> Callable[[], None]:
         if asked or (on_purpose and code != RESTART_MENDS):
             # The child has written all output. Buffers that were copied at the fork must not be flushed again.
             os._exit(code if code >= 0 else 128 - code)
+        _earlier_end = "with an error" if on_purpose else f"by {_how(code)}"
         now_s = time.monotonic()
         early_deaths = 0 if on_purpose or now_s - started_s > EARLY_S else early_deaths + 1
         if early_deaths == EARLY_DEATHS:
-            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             print(
                 f"the command died {EARLY_DEATHS} times in a row within {EARLY_S:g} s of its start, the last time by "
-                f"{how}; it is not started again",
+                f"{_how(code)}; it is not started again",
                 file=sys.stderr,
                 flush=True,
             )
@@ -100,6 +107,10 @@ def supervise() -> Callable[[], None]:
         starts.append(now_s)
         while now_s - starts[0] > WINDOW_S:
             starts.popleft()
+
+
+def _how(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 def _wait(child: int, ending: set[signal.Signals]) -> tuple[int, bool]:

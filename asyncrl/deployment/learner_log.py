@@ -8,6 +8,7 @@ from asyncrl.config.schema import Config
 from asyncrl.deployment.resuming import last_set_aside
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.learner.records import (
+    LOST_STEPS,
     EvalRecord,
     RunTotals,
     SampleRecord,
@@ -32,9 +33,11 @@ class LearnerLog:
         self._run_dir = run_dir
         self._staleness_limit = config.staleness.max_versions
         self.steps: list[StepRecord] = []
+        self._lost: list[StepRecord] = []
         self.evals: list[EvalRecord] = []
         if run_dir.resumed is not None:
             self.steps = list(read_lines(run_dir.path / "steps.jsonl", StepRecord))
+            self._lost = read_lines(run_dir.path / LOST_STEPS, StepRecord)
             self.evals = list(read_lines(run_dir.path / "evals.jsonl", EvalRecord))
         self.before = self.steps[-1] if self.steps else None
         """The last record before the run was resumed; None in a new run."""
@@ -76,7 +79,14 @@ class LearnerLog:
         """Writes summary.json and returns the summary. None if no step was trained."""
         if not any(record.trained for record in self.steps):
             return None
-        summary = build_summary(self.steps, self.evals, totals, staleness_limit=self._staleness_limit)
+        summary = build_summary(
+            self.steps,
+            self.evals,
+            totals,
+            staleness_limit=self._staleness_limit,
+            restarts=len(self._run_dir.restarts),
+            lost=self._lost,
+        )
         try:
             self._run_dir.write_summary(summary)
         except OSError as error:

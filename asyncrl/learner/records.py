@@ -61,6 +61,10 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     exit_reason: str | None = None
 
 
+LOST_STEPS = "lost-steps.jsonl"
+"""File of the records of lost steps in a run's directory."""
+
+
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One step, recorded right after its ack, or after it was skipped because a loss or a gradient was not finite.
 
@@ -200,6 +204,8 @@ class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
 class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
     """The numbers of a run that are known only at its end.
 
+    `wall_s` are the seconds in which a learner ran whose steps count: from the start of the first one, without the time
+    between a checkpoint and the end of a learner that died, and without the time between two learners.
     `rows_outstanding` is the number of rows that are still in the data plane; it is 0 unless the run was stopped.
     `parity_max_nats` is the largest difference of log-probs in a weight probe of any replica. `groups_failed` has, by
     reason, the discarded groups whose rollouts failed. `tokens_continued` and `tokens_dropped` count the stored tokens
@@ -220,15 +226,17 @@ class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(RunTotals, frozen=True, kw_only=True):
-    """A run in about twenty numbers: `summary.json`. All numbers cover trained steps only, not skipped steps.
+    """A run in some thirty numbers: `summary.json`. All numbers cover trained steps only, not skipped steps.
 
     Besides its own numbers, it has those of `RunTotals`, such as `groups_failed`: by reason, the discarded groups whose
     rollouts failed. `heldout_first` and `heldout_last` are the rewards of the first and last evaluation; `heldout_last`
     is None when there was only one. `heldout_prompts` and `heldout_failed` count the prompts of the last evaluation
     with and without a reward. `reward_first` and `reward_last` are means over the first and last 5 % of steps, at least
     1 and at most 10 steps. `samples_per_s` is the rate of trained samples between the end of the first and the end of
-    the last step. The busy ratios are measured over the same time: the learner's is the share of time in which it
-    neither waited for groups nor was in the state `other`, the generators' is the share of the state `generating`.
+    the last step, without the starts of a restarted run. The busy ratios are measured over the same time: the learner's
+    is the share of time in which it neither waited for groups nor was in the state `other`, the generators' is the
+    share of the state `generating`. `restarts` is the number of times that the run was resumed, and `lost_steps` the
+    number of steps that were trained again, because the run went back.
     `parity_max_nats` is the largest difference of log-probs over all probes and all trained on-policy tokens.
     `ess_ratio_mean` and `ess_ratio_lowest` are those of `ess_of_steps`.
     """
@@ -250,12 +258,21 @@ class Summary(RunTotals, frozen=True, kw_only=True):
     generator_busy_ratio: float
     learner_busy_ratio: float
     trained_tokens: int
+    restarts: int
+    lost_steps: int
 
 
 def build_summary(
-    records: Sequence[StepRecord], evals: Sequence[EvalRecord], totals: RunTotals, *, staleness_limit: int
+    records: Sequence[StepRecord],
+    evals: Sequence[EvalRecord],
+    totals: RunTotals,
+    *,
+    staleness_limit: int,
+    restarts: int = 0,
+    lost: Sequence[StepRecord] = (),
 ) -> Summary:
-    """Returns the summary of a run. Raises RunError when no step was trained."""
+    """Returns the summary of a run that was resumed `restarts` times and has `lost` the records of `LOST_STEPS`. Raises
+    RunError when no step was trained."""
     steps = [record for record in records if record.trained]
     if not steps:
         raise RunError("there is no summary, because the run trained no step: look at its logs for the cause")
@@ -284,6 +301,8 @@ def build_summary(
             share for state, share in learner_shares.items() if state not in ("waiting_for_groups", "other")
         ),
         trained_tokens=sum(record.trained_tokens for record in steps),
+        restarts=restarts,
+        lost_steps=sum(record.trained for record in lost),
     )
 
 
@@ -304,22 +323,21 @@ def edge_window(steps: int) -> int:
 def state_shares(steps: Sequence[StepRecord], field: str) -> dict[str, float]:
     """Returns the shares of time by state between the first and the last of `steps`. The shares add up to 1.
 
-    `field` is `learner_state_s` or `generator_state_s`. With one step, the shares cover all time except the state
-    `starting`. Returns an empty dict when there is no step, or when no time has passed.
+    `field` is `learner_state_s` or `generator_state_s`. With one step, the shares cover the time before it, too. The
+    state `starting` is left out: a restarted run would else look slower than it was. Returns an empty dict when there
+    is no step, or when no time has passed.
     """
     if not steps:
         return {}
     end: dict[str, float] = getattr(steps[-1], field)
-    start: dict[str, float] = getattr(steps[0], field)
-    if len(steps) == 1:
-        start = {"starting": end.get("starting", 0.0)}
-    seconds = {state: max(0.0, total - start.get(state, 0.0)) for state, total in end.items()}
+    start: dict[str, float] = getattr(steps[0], field) if len(steps) > 1 else {}
+    seconds = {state: max(0.0, total - start.get(state, 0.0)) for state, total in end.items() if state != "starting"}
     whole = sum(seconds.values())
     return {state: part / whole for state, part in seconds.items()} if whole > 0 else {}
 
 
 def _samples_per_s(steps: Sequence[StepRecord]) -> float:
-    """Returns trained samples per second.
+    """Returns trained samples per second of the time in which the run was not starting.
 
     The first step's samples and the time until its end are left out, because this time contains the start of the run. A
     run with one step has nothing else to count.
@@ -327,7 +345,8 @@ def _samples_per_s(steps: Sequence[StepRecord]) -> float:
     if len(steps) == 1:
         return steps[0].trained_samples / max(steps[0].wall_s, 1e-9)
     samples = sum(record.trained_samples for record in steps[1:])
-    return samples / max(steps[-1].wall_s - steps[0].wall_s, 1e-9)
+    starting_s = steps[-1].learner_state_s.get("starting", 0.0) - steps[0].learner_state_s.get("starting", 0.0)
+    return samples / max(steps[-1].wall_s - steps[0].wall_s - starting_s, 1e-9)
 
 
 def mean(values: Sequence[float | None]) -> float | None:

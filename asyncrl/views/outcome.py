@@ -23,6 +23,9 @@ def totals_lines(summary: Summary, *, total_steps: int) -> list[str]:
         f"{summary.steps} steps in {summary.wall_s:.0f} s, oldest trained token {summary.max_token_staleness} versions "
         f"(limit {summary.staleness_limit}), {dropped_in_words(summary)}"
     )
+    if summary.restarts:
+        again = f"{summary.lost_steps} steps were lost and trained again" if summary.lost_steps else "no step was lost"
+        lines.append(f"resumed {summary.restarts} time{'s' * (summary.restarts > 1)}, {again}")
     if summary.tokens_continued or summary.tokens_dropped:
         lines.append(
             f"{summary.tokens_continued} stored tokens of replicas that ended were continued, "

@@ -23,6 +23,7 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
 from asyncrl.learner.failures import groups_by_reason
 from asyncrl.learner.records import (
+    LOST_STEPS,
     EvalRecord,
     RunInfo,
     RunTotals,
@@ -46,13 +47,14 @@ text."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecords:
-    """The records of a run. `samples` has the samples of a few steps."""
+    """The records of a run. `lost` are those of lost steps. `samples` has the samples of a few steps."""
 
     info: RunInfo
     config: Config
     config_text: str
     setting: Setting
     steps: Sequence[StepRecord]
+    lost: Sequence[StepRecord]
     evals: Sequence[EvalRecord]
     summary: Summary | None
     samples: Sequence[SampleRecord]
@@ -92,6 +94,7 @@ def read_run(path: Path) -> RunRecords:
         config_text=config_path.read_text(encoding="utf-8"),
         setting=setting_at(path),
         steps=read_lines(path / "steps.jsonl", StepRecord),
+        lost=read_lines(path / LOST_STEPS, StepRecord),
         evals=read_lines(path / "evals.jsonl", EvalRecord),
         summary=summary,
         samples=_some_samples(path / "samples"),
@@ -148,7 +151,14 @@ def _summary_so_far(run: RunRecords) -> Summary | None:
         mid_sequence_updates=last.mid_sequence_updates,
         parity_max_nats=None,
     )
-    return build_summary(run.steps, run.evals, totals, staleness_limit=run.config.staleness.max_versions)
+    return build_summary(
+        run.steps,
+        run.evals,
+        totals,
+        staleness_limit=run.config.staleness.max_versions,
+        restarts=len(run.info.resumed),
+        lost=run.lost,
+    )
 
 
 def _shortened(text: str) -> str:

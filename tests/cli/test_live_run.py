@@ -17,7 +17,7 @@ from asyncrl.config.schema import Config
 from asyncrl.deployment import cluster, shared_actors
 from asyncrl.deployment.resuming import no_checkpoint, unfinished_run
 from asyncrl.deployment.run_dir import RunDir
-from asyncrl.errors import LearnerNotRestored, RunError, RunLocked
+from asyncrl.errors import CheckpointDamaged, LearnerNotRestored, RunError, RunLocked
 
 
 def config_in(path: Path) -> Config:
@@ -61,9 +61,9 @@ def test_a_report_that_cannot_be_made_hides_no_outcome(
 
 @pytest.mark.fault("F6")
 @pytest.mark.parametrize("run_lives", [False, True])
-@pytest.mark.parametrize("damaged", [False, True])
-def test_a_directory_whose_checkpoint_is_damaged_is_not_moved_aside_while_its_run_lives(
-    damaged: bool, run_lives: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ended", ["stopped", "finished", "stopped, and damaged since"])
+def test_a_directory_is_not_moved_aside_while_its_run_lives(
+    ended: str, run_lives: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_in(tmp_path)
     with RunDir.create(config) as run:
@@ -74,9 +74,10 @@ def test_a_directory_whose_checkpoint_is_damaged_is_not_moved_aside_while_its_ru
         )
         checkpoint = folder_of(run.checkpoints, 1)
         write(checkpoint, manifest, fill=lambda _: None)
-        if damaged:
+        if ended.endswith("damaged since"):
             (checkpoint / MANIFEST).write_bytes(b"x" * (checkpoint / MANIFEST).stat().st_size)
-        run.stopped("")
+        if ended != "finished":
+            run.stopped("")
 
     async def check(_: Config, *, restores: str | None = None, **__: object) -> None:
         assert restores in (None, run.nonce)
@@ -86,13 +87,14 @@ def test_a_directory_whose_checkpoint_is_damaged_is_not_moved_aside_while_its_ru
     monkeypatch.setattr(cluster, "join", lambda *_, **__: None)
     monkeypatch.setattr(shared_actors, "check_admission", check)
     choose = join_admitted("auto", config, choose=unfinished_run)
-    if damaged and run_lives:
-        with pytest.raises(LearnerNotRestored, match=r"no checkpoint in .*/checkpoints can be used, and run"):
+    refusals = {"stopped, and damaged since": CheckpointDamaged, "finished": LearnerNotRestored if run_lives else None}
+    if (refusal := refusals.get(ended)) is not None:
+        with pytest.raises(refusal):
             RunDir.create(config, choose=choose)
         assert [path.name for path in tmp_path.iterdir()] == ["quick"]
         return
     with RunDir.create(config, choose=choose) as again:
-        assert (again.resumed is None) == (again.previous is not None) == damaged
+        assert (again.resumed is None) == (again.previous is not None) == (ended == "finished")
 
 
 def test_a_restart_means_at_and_fresh_again_until_the_run_has_begun(

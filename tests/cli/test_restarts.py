@@ -76,6 +76,19 @@ def test_restarts_that_the_command_asks_for_are_no_early_deaths() -> None:
     assert ended(started(body))[1] == 7
 
 
+def test_a_process_knows_how_the_one_before_it_ended() -> None:
+    body = f"""
+from asyncrl.cli.restarts import earlier_end
+print(earlier_end(), flush=True)
+if restarts() == 0: os.kill(os.getpid(), signal.SIGKILL)
+if restarts() == 1: os._exit(3)
+if restarts() == 2: on_purpose(); sys.exit({RESTART_MENDS})
+on_purpose(); sys.exit(0)
+"""
+    lines, _ = ended(started(body))
+    assert lines[1::2] == ["", "by SIGKILL", "by exit code 3", "with an error"]
+
+
 @pytest.mark.parametrize("code", [0, 1, 2, 130])
 def test_a_process_that_ends_on_purpose_is_not_started_again(code: int) -> None:
     assert ended(started(f"on_purpose(); sys.exit({code})")) == (["start 0"], code)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from made_up_run import make_step
 
 from asyncrl.atomic_write import write_atomically
 from asyncrl.checkpoints.directory import RunManifest, folder_of, write
+from asyncrl.cli import restarts
 from asyncrl.cli.options import print_previous
 from asyncrl.common.lineage import Lineage
 from asyncrl.common.version import Version
@@ -477,3 +479,13 @@ def test_the_first_lines_name_the_checkpoint_and_where_later_ones_are(
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith(f"resuming run quick from step 2: the checkpoint {run.checkpoints / 'step-2'} is ")
     assert second.startswith(f"the later checkpoints step-4, step-6 are now in {run.checkpoints / 'lost-2'}; delete")
+
+
+def test_the_log_of_a_restarted_command_says_how_its_last_process_ended_and_where_it_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved_often(tmp_path)
+    monkeypatch.setattr(restarts, "_earlier_end", "by SIGKILL")
+    with resume_at(tmp_path, 2) as run, caplog.at_level(logging.INFO):
+        print_previous(run)
+    assert "the process before this one ended by SIGKILL; resuming run quick from step 2: " in caplog.text

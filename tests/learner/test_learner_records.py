@@ -53,7 +53,7 @@ def test_the_summary_has_exactly_the_promised_keys() -> None:
         "groups_failed", "heldout_prompts", "heldout_failed",
         "ledger_closed", "rows_outstanding", "weight_updates", "mid_sequence_updates", "parity_max_nats",
         "generator_busy_ratio", "learner_busy_ratio", "generated_tokens", "trained_tokens",
-        "ess_ratio_mean", "ess_ratio_lowest",
+        "ess_ratio_mean", "ess_ratio_lowest", "restarts", "lost_steps",
     }  # fmt: skip
 
 
@@ -120,12 +120,27 @@ def test_a_run_of_one_step_counts_from_the_start() -> None:
 def test_a_start_is_neither_busy_nor_waiting_also_in_a_run_of_one_step() -> None:
     learner = {"starting": 60.0, "waiting_for_groups": 3.0, "forward_backward": 1.0}
     only = step(0, learner_state_s=learner, generator_state_s={"starting": 50.0, "generating": 1.0, "idle": 4.0})
-    assert state_shares([only], "learner_state_s") == {
-        "starting": 0.0, "waiting_for_groups": 0.75, "forward_backward": 0.25,
-    }  # fmt: skip
+    assert state_shares([only], "learner_state_s") == {"waiting_for_groups": 0.75, "forward_backward": 0.25}
     summary = build_summary([only], [], TOTALS, staleness_limit=0)
     assert (summary.learner_busy_ratio, summary.generator_busy_ratio) == (0.25, 0.2)
     assert state_shares([step(0, learner_state_s={"starting": 60.0})], "learner_state_s") == {}
+
+
+def test_the_starts_of_a_restarted_run_do_not_make_it_look_slow() -> None:
+    before = {"starting": 10.0, "waiting_for_groups": 4.0, "forward_backward": 4.0}
+    after = {"starting": 70.0, "waiting_for_groups": 6.0, "forward_backward": 12.0}
+    generators = {"generator_state_s": {"starting": 50.0, "generating": 1.0}}
+    records = [
+        step(0, wall_s=18.0, learner_state_s=before, **generators),
+        step(
+            1, wall_s=88.0, learner_state_s=after, generator_state_s={"starting": 90.0, "generating": 4.0, "idle": 1.0}
+        ),
+    ]
+    lost = [step(1), step(2), step(2, trained=False)]
+    summary = build_summary(records, [], TOTALS, staleness_limit=2, restarts=3, lost=lost)
+    assert summary.samples_per_s == pytest.approx(128 / 10)
+    assert (summary.learner_busy_ratio, summary.generator_busy_ratio) == (0.8, 0.75)
+    assert (summary.restarts, summary.lost_steps) == (3, 2)
 
 
 @pytest.mark.parametrize("records", [[], [step(0, trained=False)]], ids=["no record", "skipped steps only"])

@@ -13,3 +13,12 @@ def test_the_end_of_a_run_counts_stored_tokens_only_if_there_are_any() -> None:
     some = msgspec.structs.replace(without, tokens_continued=30, tokens_dropped=4)
     line = "30 stored tokens of replicas that ended were continued, 4 dropped"
     assert line in totals_lines(some, total_steps=1)
+
+
+def test_the_end_of_a_run_counts_its_restarts_and_what_they_cost() -> None:
+    whole = build_summary([make_step(0)], [], TOTALS, staleness_limit=2)
+    assert "resumed" not in "\n".join(totals_lines(whole, total_steps=1))
+    once = build_summary([make_step(0)], [], TOTALS, staleness_limit=2, restarts=1)
+    assert "resumed 1 time, no step was lost" in totals_lines(once, total_steps=1)
+    often = build_summary([make_step(0)], [], TOTALS, staleness_limit=2, restarts=2, lost=[make_step(0)] * 20)
+    assert "resumed 2 times, 20 steps were lost and trained again" in totals_lines(often, total_steps=1)
