@@ -154,7 +154,7 @@ class StepRecorder:
             ledger_groups={fate.value: amount.groups for fate, amount in status.account.fates.items()},
             published_version=_step_of(step.published),
             oldest_replica_version=min(
-                (view.version.step for view in status.replicas if view.version is not None), default=0
+                (view.version.step for view in status.replicas if view.version is not None), default=None
             ),
             weight_updates=self._weight_updates(status),
             mid_sequence_updates=self._mid_sequence_updates,

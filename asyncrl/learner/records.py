@@ -112,7 +112,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     buffer_groups: dict[str, int]
     ledger_groups: dict[str, int]
     published_version: int
-    oldest_replica_version: int
+    oldest_replica_version: int | None
     weight_updates: int
     mid_sequence_updates: int
     diagnostics: dict[str, float | None]

@@ -73,8 +73,12 @@ def _weights(steps: Steps, marks: Sequence[Mark]) -> list[str]:
     bins = bins_of(steps, CURVE_POINTS)
     xs = last_steps(bins)
 
-    def lag(name: str, color: str, read: Callable[[StepRecord], int]) -> Series:
-        return curve(name, color, bins, lambda chunk: mean([float(r.version_after - read(r)) for r in chunk]))
+    def lag(name: str, color: str, read: Callable[[StepRecord], int | None]) -> Series:
+        def of_chunk(chunk: Steps) -> float | None:
+            known = [(record.version_after, version) for record in chunk if (version := read(record)) is not None]
+            return mean([float(after - version) for after, version in known])
+
+        return curve(name, color, bins, of_chunk)
 
     lags = [
         lag("slowest replica", "amber", lambda record: record.oldest_replica_version),

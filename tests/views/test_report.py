@@ -250,13 +250,16 @@ def test_a_skipped_step_has_no_age_and_lags_behind_the_version_that_it_left(
     monkeypatch.setattr(report_staleness, "line_chart", capture)
     report_staleness.staleness(
         [
-            make_step(0, published_version=1),
-            make_step(1, published_version=1, trained=False, group_staleness={}, token_staleness={}),
+            make_step(0, published_version=1, oldest_replica_version=None),
+            make_step(
+                1, published_version=1, oldest_replica_version=0, trained=False, group_staleness={}, token_staleness={}
+            ),
         ],
         limit=2,
     )
     assert drawn["Age of tokens over time: oldest"] == [1, None]
     assert drawn["Lag behind the learner: published"] == [0, 0]
+    assert drawn["Lag behind the learner: slowest replica"] == [None, 1], "no replica had weights after the first step"
 
 
 def test_a_limit_that_is_far_off_is_told_and_does_not_flatten_the_charts(tmp_path: Path) -> None:
