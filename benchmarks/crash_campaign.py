@@ -304,7 +304,7 @@ def table() -> Iterator[str]:
             f"When the learner went back while the generators stayed, the finished groups that its checkpoint had not "
             f"trained had {whole + split} tokens of surviving weights. {whole} of them were in groups without a token "
             f"of lost weights, and stayed. Of the other {split}, {continued} had been stored and were continued. So "
-            f"{kept:.1%} were not generated again."
+            f"{kept:.2%} were not generated again."
         )
 
 
