@@ -121,9 +121,7 @@ class LearnerDeployment:
         config = self._config
         prompts = await self._prompts
         self._display.enter("starting the buffer")
-        resumed, restored = self._run_dir.resumed, None
-        if resumed is not None:
-            restored = Restored(snapshot=read_snapshot(resumed.path), lineage=self._run_dir.lineage)
+        restored = self._restored()
         deployment = new_deployment(Role.LEARNER, nonce=self._run_dir.nonce)
         rows = await open_data_plane(config, deployment=deployment, restores=restored is not None)
         handles = await enter_run(config, deployment=deployment, tasks=prompts.train, restored=restored)
@@ -176,6 +174,12 @@ class LearnerDeployment:
         summary = self._log.summary(totals)
         self._check_saved()
         return summary
+
+    def _restored(self) -> Restored | None:
+        """Returns what the buffer continues from; None for a new run."""
+        if (resumed := self._run_dir.resumed) is None:
+            return None
+        return Restored(snapshot=read_snapshot(resumed.path), lineage=self._run_dir.lineage)
 
     async def _train(
         self,

@@ -271,8 +271,8 @@ class RankGroup(Generic[WorkerT]):
         section, again = self._worker.section, "call shutdown() and start()"
         if self._ended_by is None:
             raise RunError(f"the {section} has no ranks: they have ended, or were not started; {again}")
-        # A call in another thread may have failed, and its error may become known later than this one. A restart must
-        # mend this error if it mends that one.
+        # A call in another thread has failed, and the learner may see this error before that one. So both must have the
+        # same answer to the question whether a restart may fix them.
         kind = ActorGone if getattr(self._ended_by, "restart_mends", False) else RunError
         raise kind(
             f"the {section} has no ranks: they were ended after a call had failed ({self._ended_by}); {again}"
