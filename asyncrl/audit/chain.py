@@ -15,8 +15,8 @@ from asyncrl.checkpoints.run import POLICY, ROWS
 from asyncrl.common.version import Version
 from asyncrl.complete_directory import COMPLETE
 from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data.row_checksums import row_checksums
 from asyncrl.errors import CheckpointError
-from asyncrl.learner.audit_rows import row_checksums
 from asyncrl.learner.kept_steps import KeptSteps
 from asyncrl.ranks.digest import combined, tensor_digest
 

@@ -22,13 +22,13 @@ from asyncrl.common.version import Version
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data.row_checksums import ROW_COLUMNS, row_checksums
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.codec import PAD_VALUES
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.deployment.cluster import start_local
 from asyncrl.deployment.provenance import processor, provenance
 from asyncrl.learner.audit_records import TrainedStep
-from asyncrl.learner.audit_rows import ROW_COLUMNS, row_checksums
 from asyncrl.learner.batch import StepSamples, step_meta
 from asyncrl.learner.kept_steps import ADDED_COLUMNS, PREV_LOGPROBS, KeptSteps
 from asyncrl.learner.stages import Stages

@@ -158,7 +158,7 @@ class GroupMeta(msgspec.Struct, frozen=True, kw_only=True):
     have one entry for each sample. `version_spans` has runs of completion tokens with equal versions, in order.
     `row_bytes` is the size of the group's rows in the data plane, bytes. `continued_tokens` is the number of completion
     tokens that the attempt took from the prefix of its ticket. `stored` is the last partial generation that the attempt
-    has stored.
+    has stored. `row_checksums` identify the rows for the audit (`asyncrl.data.row_checksums`).
     """
 
     group: int
@@ -176,6 +176,7 @@ class GroupMeta(msgspec.Struct, frozen=True, kw_only=True):
     continued_tokens: int = 0
     stored: Prefix | None = None
     version_spans: tuple[tuple[VersionSpan, ...], ...] = ()
+    row_checksums: tuple[int, ...] = ()
 
     @property
     def key(self) -> str:

@@ -198,6 +198,10 @@ class GeneratorSection(Section):
     """Maximum length of a completion, tokens."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature. The learner divides its logits by the same value."""
+    seeded: bool | None = None
+    """Whether each sample is drawn with a seed of its own, which follows from `run.seed`. An engine then draws the
+    samples one by one, which makes short completions slower. Unset: only with `staleness.max_versions: 0`, where equal
+    seeds give equal runs. In an asynchronous run, the weights that sample a token depend on the speed of both pools."""
     stop: list[str] = []
     """Strings that end a completion, in addition to the end-of-sequence token."""
     rollout_timeout_s: Annotated[PositiveFloat, WATCHED_DEADLINE] = 120.0

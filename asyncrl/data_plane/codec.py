@@ -51,6 +51,14 @@ class Column:
     def per_token(self) -> bool:
         return self.ends is not None
 
+    @property
+    def row_bytes(self) -> npt.NDArray[np.int64]:
+        """Size of each row, bytes; 0 in a list."""
+        if isinstance(self.values, list):
+            return np.zeros(len(self), dtype=np.int64)
+        one = self.values.nbytes // max(len(self.values), 1)
+        return np.full(len(self), one) if self.ends is None else np.diff(self.ends, prepend=0) * one
+
     def tokens(self, row: int, limit: int | None = None) -> int:
         """Returns the number of tokens of a row, at most `limit`; 0 for a column without tokens."""
         tokens = 0 if self.ends is None else int(self.ends[row] - self._start(row))

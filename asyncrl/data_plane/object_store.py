@@ -1,9 +1,10 @@
 """The data plane on Ray's object store. It needs nothing beyond Ray.
 
-A put gives its rows to the row store of the writer's node, which owns them from then on. It makes one object for each
-group, or one object for the whole put if all columns have a single number for each row. Then the put enters the rows
-into the index (`partition_actor.py`). A read gets the places from the index and the references from the row stores, and
-fetches the objects in the reader's process. Bulk data passes through no third process.
+A put gives its rows to the row store of the writer's node, which owns them from then on. Groups share
+an object up to `OBJECT_BYTES`, because each object costs CPU time. Its memory is free when the last of its groups is
+cleared. Then the put enters the rows into the index (`partition_actor.py`). A read gets the places from the index and
+the references from the row stores, and fetches the objects in the reader's process. Bulk data passes through no third
+process.
 
 Each put has its own key, so that a repeated put never overwrites bytes that another process reads. The index points to
 the last put that was entered. Objects that the index no longer points to are dropped. If the answer to a put is lost,
@@ -16,8 +17,10 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError
 
@@ -31,6 +34,9 @@ from asyncrl.errors import ActorGone, RowsLost
 
 if TYPE_CHECKING:
     from asyncrl.data_plane.codec import Column, WireColumn
+
+OBJECT_BYTES = 2**20
+"""Groups share an object up to this size, bytes. A larger group has an object of its own."""
 
 Address = tuple[str, str]
 """(row store, key) of an object."""
@@ -50,15 +56,12 @@ class ObjectStoreClient(PartitionedClient):
         if self._own_store is None:
             self._own_store = ensure_row_store(namespace=self._namespace)
         store, put = self._own_store, uuid.uuid4().hex
-        # One number for each row is smaller than its own bookkeeping: one object a group would take six times as long.
-        small = all(column.dtype is not None and not column.per_token for column in columns.values())
         rows_by_key: dict[str, list[int]] = {}
         where: list[StoredAt] = []
-        for i, sample_id in enumerate(sample_ids):
-            key = f"{partition_id}/{'rows' if small else group_of(sample_id)}/{put}"
-            rows = rows_by_key.setdefault(key, [])
-            where.append(StoredAt(store, key, len(rows)))
-            rows.append(i)
+        for number, of_object in enumerate(_objects(sample_ids, columns)):
+            key = f"{partition_id}/{number}/{put}"
+            rows_by_key[key] = of_object
+            where += [StoredAt(store, key, row) for row in range(len(of_object))]
         if columns:
             objects = {
                 key: {name: column.rows(rows).wire() for name, column in columns.items()}
@@ -151,3 +154,20 @@ class ObjectStoreClient(PartitionedClient):
             except ValueError as error:
                 raise ActorGone(f"the row store {store} has ended, and the rows that it kept are lost") from error
         return self._handles[store]
+
+
+def _objects(sample_ids: Sequence[str], columns: Mapping[str, Column]) -> list[list[int]]:
+    """Returns the rows of each object, in order. The rows of a group that follow each other are in one object."""
+    none = np.zeros(len(sample_ids), dtype=np.int64)
+    row_bytes: list[int] = sum((column.row_bytes for column in columns.values()), none).tolist()
+    objects: list[list[int]] = [[]]
+    size = 0
+    for _, rows in groupby(range(len(sample_ids)), key=lambda i: group_of(sample_ids[i])):
+        of_group = list(rows)
+        nbytes = sum(row_bytes[row] for row in of_group)
+        if objects[-1] and size + nbytes > OBJECT_BYTES:
+            objects.append([])
+            size = 0
+        objects[-1] += of_group
+        size += nbytes
+    return objects

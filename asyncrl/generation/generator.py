@@ -13,6 +13,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 
@@ -33,6 +34,7 @@ from asyncrl.generation.held_tickets import HeldTickets
 from asyncrl.generation.interfaces import PartialCompletion, Sampled
 from asyncrl.generation.prefix_keeper import PrefixKeeper
 from asyncrl.generation.rollout import FinishedGroup, Rollouts
+from asyncrl.generation.running import RunningRollouts
 from asyncrl.generation.weight_updates import UpdateHooks, WeightUpdates
 from asyncrl.metrics.catalogue import GENERATOR_STATES
 from asyncrl.metrics.recorders import GeneratorMetrics
@@ -48,6 +50,11 @@ REFUSED_STATE = {
 }
 RESERVE_WAIT_S = 20.0
 """Seconds that a reserve waits in the buffer for a ticket, after a first one was refused."""
+DELIVER_EVERY_S = 0.05
+"""Least time between two deliveries while rollouts run. Short groups are delivered together, because a delivery takes
+three calls to other processes."""
+RESERVE_EVERY_S = 0.02
+"""Least time between two reserves while rollouts run. It is shorter, because a free slot waits for it."""
 HEARTBEATS_PER_TIMEOUT = 5
 """At least this many heartbeats are sent within `buffer.heartbeat_timeout_s`."""
 
@@ -103,11 +110,10 @@ class Generator:
         metrics.states_from(self._states.seconds)
         self._free_state = "idle"
         self._loading = False
-        self._running: dict[str, asyncio.Task[None]] = {}
+        self._running = RunningRollouts()
         self._finished: list[FinishedGroup | FailedTicket] = []  # in the order in which the rollouts ended
         self._something_finished = asyncio.Event()
         self._spoiled: dict[str, InfraError] = {}
-        self._slot_freed = asyncio.Event()
         self._draining = asyncio.Event()
         self._samples = self._tokens = 0
         self._metrics_address = metrics_address
@@ -136,16 +142,14 @@ class Generator:
             first = failures.exceptions[0]
             raise first from first.__cause__
         finally:
-            for rollout in self._running.values():
-                rollout.cancel()
-            await asyncio.gather(*self._running.values(), return_exceptions=True)
+            await self._running.cancel_all()
             with contextlib.suppress(Exception):
                 await self._coordinator.call(Coordinator.leave, self._name)
 
     def drain(self) -> None:
         """Stops admission. Rollouts in flight are finished and committed."""
         self._draining.set()
-        self._slot_freed.set()
+        self._running.wake()
 
     async def evaluate(self, tasks: Sequence[Task]) -> list[float | Failure]:
         """Returns the greedy reward of each task. The tasks are not counted in the ledger.
@@ -176,14 +180,15 @@ class Generator:
     # --- admission ----------------------------------------------------------------------------------------------
 
     async def _admit(self) -> None:
-        wait_s = 0.0
+        wait_s, reserved_s = 0.0, -math.inf
         while not self._draining.is_set():
+            await self._running.more_ends(wait_s=reserved_s + RESERVE_EVERY_S - self._clock())
             version = await self._weights.startable()
             free = self._slots - len(self._running)
             if free == 0:
-                self._slot_freed.clear()
-                await self._slot_freed.wait()
+                await self._running.next_end()
                 continue
+            reserved_s = self._clock()
             reservation = await self._coordinator.call(Coordinator.reserve, self._name, version, free, wait_s=wait_s)
             # The first call returns at once and gives the reason of a refusal. Later calls wait for a change.
             wait_s = 0.0 if reservation.refusal is None else RESERVE_WAIT_S
@@ -198,8 +203,7 @@ class Generator:
                         self._start(ticket)
 
     def _start(self, ticket: Ticket) -> None:
-        task = asyncio.create_task(self._rollout(ticket), name=f"rollout {ticket.key}")
-        self._running[ticket.key] = task
+        self._running.start(ticket.key, self._rollout(ticket))
         self._show_states()
 
     async def _rollout(self, ticket: Ticket) -> None:
@@ -238,11 +242,10 @@ class Generator:
             self._finished.append(self._failed(ticket.key, ticket.version.incarnation, error))
             self._something_finished.set()
         finally:
-            self._running.pop(ticket.key, None)
+            self._running.ended(ticket.key)
             self._spoiled.pop(ticket.key, None)
             self._prefixes.ended(ticket.key)
             self._show_states()
-            self._slot_freed.set()
 
     def _progressed(self, ticket: Ticket, prefix: Sequence[PartialCompletion], sampled: Sampled) -> None:
         if ticket.key in self._held and ticket.key not in self._spoiled:
@@ -255,9 +258,8 @@ class Generator:
         A group that is finished is left to the delivery: the buffer refuses its commit, and its rows are cleared.
         """
         for key in keys:
-            if rollout := self._running.get(key):
+            if self._running.cancel(key):
                 logger.info("the buffer has ended the ticket of group %s, so its rollout ends", key)
-                rollout.cancel()
                 self._metrics.samples(self._config.learner.group_size, outcome="cancelled")
             self._held.settle(key)
 
@@ -285,11 +287,13 @@ class Generator:
     # --- delivery -----------------------------------------------------------------------------------------------
 
     async def _deliver(self) -> None:
+        delivered_s = -math.inf
         while True:
             await self._something_finished.wait()
+            await self._running.more_ends(wait_s=delivered_s + DELIVER_EVERY_S - self._clock())
             # Groups stay in `_finished` until the verdict: `_fail_unverified` fails what it finds there.
             await self._weights.verdict()
-            ended = self._take_finished()
+            delivered_s, ended = self._clock(), self._take_finished()
             groups = [each for each in ended if isinstance(each, FinishedGroup)]
             stored = True
             if groups:

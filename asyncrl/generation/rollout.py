@@ -19,6 +19,7 @@ from asyncrl.config.checks import BYTES_PER_ROW, BYTES_PER_TOKEN
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
+from asyncrl.data.row_checksums import row_checksums
 from asyncrl.data.specs import NO_VERSION
 from asyncrl.data.tokenizer import encode_prompt
 from asyncrl.environments.prompt_lengths import counted, longest_prompt_tokens
@@ -57,6 +58,8 @@ class Rollouts:
         self._tokenizer = tokenizer
         self._scorer = scorer
         self._replica = replica
+        seeded = config.generator.seeded
+        self._seeded = config.staleness.max_versions == 0 if seeded is None else seeded
         self._clock = clock
 
     async def run(
@@ -76,7 +79,7 @@ class Rollouts:
         completions = await self._engine.generate(
             prompt_ids,
             n=group_size,
-            seed=ticket.seed,
+            seed=ticket.seed if self._seeded else None,
             temperature=self._config.generator.temperature,
             max_tokens=budget,
             prefix=prefix,
@@ -166,6 +169,7 @@ def finished_group(
         # A completion is shorter than its prefix if a stop string was found in the prefix.
         continued_tokens=sum(min(len(p.token_ids), n) for p, n in zip(prefix, lengths, strict=False)),
         version_spans=tuple(version_spans(c.versions) for c in completions),
+        row_checksums=tuple(row_checksums(rows)),
     )
     return FinishedGroup(meta=meta, rows=rows, scoring_s=scoring_s)
 

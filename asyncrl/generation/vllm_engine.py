@@ -6,11 +6,11 @@ carries the version that sampled it.
 
 import asyncio
 import dataclasses
-import functools
 import gc
 import itertools
 import os
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,10 @@ ENGINE_EXIT_S = 3.0
 """Seconds for vLLM's own shutdown. Afterwards the processes get the same time again, and are then killed."""
 MIN_BATCHED_TOKENS = 4096
 """Smallest token budget of a scheduler step on CPUs. Without chunked prefill, a whole prompt must fit into one step."""
-PROGRESS_EVERY_TOKENS = 16
-"""Number of tokens of a completion between two reports of its progress. One report for each token would cost a wake-up
-of the event loop for each token."""
+PROGRESS_EVERY_S = 0.5
+"""Seconds between two reports of what a call has sampled so far. The heartbeats that carry it are sent every second."""
+STORED_PROGRESS_EVERY_S = 0.01
+"""The same if partial generations are stored: then a report may follow every few tokens. A report takes some 10 µs."""
 
 
 def prepare_environment(config: Config) -> None:
@@ -82,8 +83,8 @@ class VLLMEngine:
     def __init__(self, llm: Any, *, config: Config) -> None:
         self._llm = llm
         self._stop = config.generator.stop
-        stored_every = config.generator.persist_every_tokens
-        self._progress_every_tokens = min(PROGRESS_EVERY_TOKENS, stored_every or PROGRESS_EVERY_TOKENS)
+        stored = config.generator.persist_every_tokens > 0
+        self._progress_every_s = STORED_PROGRESS_EVERY_S if stored else PROGRESS_EVERY_S
         self.weights = VLLMWeights(llm, clear_cache=config.weights.kv_cache == "recompute")
         children = psutil.Process().children(recursive=True)
         self._children = [child for child in children if _runs_the_engine(child)]
@@ -171,16 +172,14 @@ class VLLMEngine:
         }
         if not any(sample.token_ids for sample in prefix):
             children = [Child(NOTHING, index=index) for index in range(n)]
-            on_output = self._reporter(children, on_progress)
-            await self._request(prompt_ids, children, on_output, n=n, seed=seed, max_tokens=max_tokens, **sampling)
+            with self._progress(children, on_progress):
+                await self._request(prompt_ids, children, n=n, seed=seed, max_tokens=max_tokens, **sampling)
         else:
             children = [Child(_ended_at(max_tokens, sample)) for sample in prefix]
-            on_output = self._reporter(children, on_progress)
             requests = [
                 self._request(
                     [*prompt_ids, *child.prefix.token_ids],
                     [child],
-                    on_output,
                     seed=None if seed is None else seed_of(seed, i, len(child.prefix.token_ids)),
                     max_tokens=max_tokens - len(child.prefix.token_ids),
                     **sampling,
@@ -188,11 +187,12 @@ class VLLMEngine:
                 for i, child in enumerate(children)
                 if not child.prefix.finished
             ]
-            await _all_or_none(requests)
+            with self._progress(children, on_progress):
+                await _all_or_none(requests)
         return [self._completion(child, stops) for child in children]
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
-        output = await self._request(tokens, [], None, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        output = await self._request(tokens, [], max_tokens=1, prompt_logprobs=0, detokenize=False)
         entries = output.prompt_logprobs[1:]
         return [entry[token].logprob for entry, token in zip(entries, tokens[1:], strict=True)]
 
@@ -244,10 +244,28 @@ class VLLMEngine:
             process.kill()
         sweep_shared_memory(self.processes.shared_memory)
 
-    def _reporter(
-        self, children: Sequence[Child], on_progress: Callable[[Sampled], None] | None
-    ) -> Callable[[], None] | None:
-        return None if on_progress is None else functools.partial(on_progress, SampledByVLLM(self._llm, children))
+    @contextmanager
+    def _progress(self, children: Sequence[Child], on_progress: Callable[[Sampled], None] | None) -> Iterator[None]:
+        """Reports from time to time, while the requests of the block run, what they have sampled, and again at their
+        end."""
+        if on_progress is None:
+            yield
+            return
+        loop, sampled = asyncio.get_running_loop(), SampledByVLLM(self._llm, children)
+        timer: asyncio.TimerHandle
+
+        def report() -> None:
+            nonlocal timer
+            timer = loop.call_later(self._progress_every_s, report)
+            if sampled.tokens:
+                on_progress(sampled)
+
+        timer = loop.call_later(self._progress_every_s, report)
+        try:
+            yield
+        finally:
+            timer.cancel()
+        on_progress(sampled)
 
     def _completion(self, child: Child, stops: Sequence[str]) -> Completion:
         """Returns the completion of a child whose request has ended."""
@@ -273,17 +291,13 @@ class VLLMEngine:
             truncated=sample.truncated,
         )
 
-    async def _request(
-        self, tokens: Sequence[int], children: Sequence[Child], on_output: Callable[[], None] | None, **sampling: Any
-    ) -> Any:
-        """Runs one request of vLLM with these fields of its `SamplingParams`, whose completions are `children`. Calls
-        `on_output` when they have new tokens. Returns the final output."""
+    async def _request(self, tokens: Sequence[int], children: Sequence[Child], **sampling: Any) -> Any:
+        """Runs one request of vLLM with these fields of its `SamplingParams`, whose completions are `children`. Returns
+        its output."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        parameters = SamplingParams(
-            output_kind=RequestOutputKind.CUMULATIVE, stream_interval=self._progress_every_tokens, **sampling
-        )
+        parameters = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **sampling)
         request_id = f"asyncrl-{next(self._requests)}"
         prompt: dict[str, Any] = {"prompt_token_ids": list(tokens)}
         if self.weights.version is not None:
@@ -297,10 +311,6 @@ class VLLMEngine:
         try:
             async for output in self._llm.generate(prompt, parameters, request_id):
                 final = output
-                for completion in output.outputs if children else ():  # only those that have new tokens
-                    children[completion.index].output = completion
-                if on_output is not None:
-                    on_output()
         except ValueError as error:
             raise DataError(f"vLLM refused the prompt: {error}", reason="prompt_refused") from error
         except asyncio.CancelledError:
@@ -313,6 +323,8 @@ class VLLMEngine:
             raise InfraError("the request was aborted", reason="aborted")
         if final is None or not final.finished:
             raise InfraError("the engine ended a request without an output", reason="engine")
+        for child in children:
+            child.output = final.outputs[child.index]
         return final
 
 

@@ -1,8 +1,9 @@
 """What vLLM has sampled so far of a group whose requests run, and what it continues of an earlier attempt.
 
-vLLM returns the versions of a request's tokens only at its end. Before that, they are read from the output processor of
-`AsyncLLM`, which runs in this process. It updates a request's tokens, log-probs and versions in one go between two
-turns of the event loop, so they always fit together here.
+vLLM returns an output only when all completions of a request have ended: an output for each token would cost a copy of
+all tokens and a wake-up of the event loop. Before that, tokens are read from the output processor of `AsyncLLM`, which
+runs in this process. It updates a request's tokens, log-probs and versions in one go between two turns of the event
+loop, so they always fit together here.
 """
 
 from bisect import bisect_left
@@ -19,17 +20,15 @@ NOTHING = PartialCompletion(token_ids=[], logprobs=[], versions=[])
 
 @dataclass(slots=True)
 class Child:
-    """One completion: the prefix with which it began, its request with the child's index in it, and the request's last
-    output for it. A completion that was finished before has no request."""
+    """One completion: the prefix with which it began, its request with the child's index in it, and the request's
+    output for it when the request has ended. `sampled` is the number of tokens that its request had at the last look. A
+    completion that was finished before has no request."""
 
     prefix: PartialCompletion
     request_id: str = ""
     index: int = 0
     output: Any = None
-
-    @property
-    def tokens(self) -> int:
-        return len(self.prefix.token_ids) + (0 if self.output is None else len(self.output.token_ids))
+    sampled: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +44,23 @@ class SampledByVLLM:
 
     @property
     def lengths(self) -> list[int]:
-        return [child.tokens for child in self.children]
+        for child in self.children:
+            state, output = self._look(child)
+            if output is not None:
+                child.sampled = len(output.token_ids)
+            elif state is not None:
+                child.sampled = len(state.detokenizer.output_token_ids)
+        return [len(child.prefix.token_ids) + child.sampled for child in self.children]
 
     def partial(self) -> list[PartialCompletion] | None:
         samples: list[PartialCompletion] = []
         for child in self.children:
-            if child.prefix.finished or child.output is None:
+            state, output = self._look(child)
+            if child.prefix.finished:
                 samples.append(child.prefix)
-            elif child.output.finish_reason is not None:
-                samples.append(joined(child.prefix, child.output))
-            elif (state := self._state(child)) is not None:
+            elif output is not None:
+                samples.append(joined(child.prefix, output))
+            elif state is not None:
                 starts = state.weight_version_starts
                 tokens, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
                 samples.append(_joined(child.prefix, tokens, logprobs, _versions(starts, len(tokens))))
@@ -62,11 +68,20 @@ class SampledByVLLM:
                 return None
         return samples
 
-    def _state(self, child: Child) -> Any:
-        """Returns vLLM's state of the running request; None if it has ended."""
+    def _look(self, child: Child) -> tuple[Any, Any]:
+        """Returns vLLM's state of a child that runs, or its output if it has ended. Both are None if the request is not
+        known yet, or if it has just ended and its output is on the way."""
+        if child.output is not None:
+            return None, child.output
         processor = self.llm.output_processor
-        states = [processor.request_states.get(name) for name in processor.external_req_ids.get(child.request_id, ())]
-        return next((state for state in states if state is not None and state.request_index == child.index), None)
+        names = processor.external_req_ids.get(child.request_id, ())
+        states = [state for name in names if (state := processor.request_states.get(name)) is not None]
+        for state in states:
+            if state.request_index == child.index:
+                return state, None
+        # A request that samples several completions keeps the outputs of those that have ended.
+        parents = [state.parent_req for state in states if state.parent_req is not None]
+        return None, parents[0].output_aggregator[child.index] if parents else None
 
 
 def joined(prefix: PartialCompletion, output: Any) -> PartialCompletion:

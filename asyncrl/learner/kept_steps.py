@@ -17,8 +17,8 @@ from asyncrl.atomic_write import write_atomically
 from asyncrl.buffer.records import Lease
 from asyncrl.common.version import Version
 from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data.row_checksums import ROW_COLUMNS
 from asyncrl.learner.audit_records import AUDIT
-from asyncrl.learner.audit_rows import ROW_COLUMNS
 from asyncrl.policy.lm_policy import Policy
 
 ADDED_COLUMNS = ("advantages", "sample_mask")

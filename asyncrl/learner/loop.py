@@ -1,4 +1,5 @@
-"""The learner's loop: lease a step's groups, train on them (`stages.py`), acknowledge, publish the weights.
+"""The learner's loop: lease a step's groups, train on them (`stages.py`), acknowledge, publish the weights, and end the
+step (`step_end.py`).
 
 A held-out evaluation runs before the first and after the last step. The loop keeps these invariants:
 
@@ -29,7 +30,6 @@ from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.sample_ids import group_of
 from asyncrl.errors import RowsLost, StallError
 from asyncrl.learner.audit_records import Ended
-from asyncrl.learner.audit_rows import ROW_COLUMNS, trained_step
 from asyncrl.learner.batch import Decode, check_staleness, sample_ids, step_meta
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.heldout import HeldoutEvaluation
@@ -41,7 +41,9 @@ from asyncrl.learner.records import RunTotals, StepRecord
 from asyncrl.learner.run_log import RunLog
 from asyncrl.learner.stages import Stages
 from asyncrl.learner.step_checks import StepChecks, names_of
+from asyncrl.learner.step_end import StepEnd
 from asyncrl.learner.step_rows import StepRows
+from asyncrl.learner.trained_step import trained_step
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.metrics.states import StateClock
 from asyncrl.policy.tq_policy import TQPolicy
@@ -115,6 +117,9 @@ class LearnerLoop:
             metrics=metrics,
             clock=clock,
         )
+        logprobs = ["generation_logprobs", *(["prev_logprobs"] if self._stages.writes_logprobs else [])]
+        logged = ["input_ids", "weight_versions", "advantages", *(logprobs if config.learner.logprobs_logged else [])]
+        self._end = StepEnd(recorder=self._recorder, rows=self._rows, logged_columns=logged)
         self._due: RunSnapshot | None = None  # of the step whose checkpoint is due
         self.phase = "publishing the first weights"
 
@@ -140,21 +145,14 @@ class LearnerLoop:
         await self._coordinator.call(LearnerCalls.resume, self._incarnation)
         await self._coordinator.call(LearnerCalls.set_state, self._incarnation, RunState.RUNNING)
         self.phase = "training"
-        while not stop.is_set():
-            lease = await self._lease(stop)
-            if lease is None:
-                break
-            try:
-                version = await self._step(lease)
-            except BaseException:
-                # The coordinator refuses and counts a give-back of a lease that has already ended. An error of the
-                # give-back is suppressed, so that the caller gets the error that ended the step.
-                with contextlib.suppress(Exception):
-                    await self._coordinator.call(LearnerCalls.give_back, lease.incarnation, lease.step)
-                raise
-            if self._due is not None:
-                await self._save(self._due)
-                self._due = None
+        try:
+            while (lease := await self._lease(stop)) is not None:
+                version = await self._step_or_give_back(lease)
+                if self._due is not None:
+                    await self._save(self._due)
+                    self._due = None
+        finally:
+            await self._end.settle()
         self.phase = "closing"
         self._states.enter("other")
         await self._coordinator.call(LearnerCalls.set_state, self._incarnation, RunState.CLOSING)
@@ -200,6 +198,17 @@ class LearnerLoop:
                 await self._save(await self._coordinator.call(LearnerCalls.snapshot, self._incarnation))
         return None
 
+    async def _step_or_give_back(self, lease: Lease) -> Version:
+        """Runs `_step`. If it raises, gives back its lease."""
+        try:
+            return await self._step(lease)
+        except BaseException:
+            # The coordinator refuses and counts a give-back of a lease that has already ended. An error of the
+            # give-back is suppressed, so that the caller gets the error that ended the step.
+            with contextlib.suppress(Exception):
+                await self._coordinator.call(LearnerCalls.give_back, lease.incarnation, lease.step)
+            raise
+
     async def _step(self, lease: Lease) -> Version:
         """Trains the groups of one lease and ends the lease. Returns the learner's version afterwards."""
         started_s = self._clock()
@@ -209,8 +218,6 @@ class LearnerLoop:
         waits = self._stages.policy_waits(lease.step)
         self.phase = "training only the critic (critic.warmup_steps)" if waits else "training"
         try:
-            # For the audit. Once the step is trained, it must have a record, although a row store may die meanwhile.
-            rows = await self._rows.read(meta, ROW_COLUMNS)
             report, critic_report = await self._stages.train(meta, samples, step=lease.step)
         except RowsLost as lost:
             return await self._give_back(lease, lost)
@@ -235,15 +242,12 @@ class LearnerLoop:
             self._recorder.skipped(ended)
         else:
             self._recorder.trained(ended)
-            # These two read rows, so they come before the rows are cleared.
-            await self._write_samples(lease, meta)
+            record = trained_step(lease, samples=samples, report=report, ledger=acked.ledger)
             await self._keep_batch(lease, meta)
-            record = trained_step(lease, samples=samples, report=report, rows=rows, ledger=acked.ledger)
             await self._keep_weights(record.made)
             self._log.append_audit(record)
-        await self._rows.clear(over)
-        await self._rows.outstanding()
         self._checks.nonfinite([report, critic_report], lease)
+        await self._end.begin(lease, over, logged=None if acked is None else meta)
         return status.version
 
     async def _give_back(self, lease: Lease, lost: RowsLost) -> Version:
@@ -260,27 +264,10 @@ class LearnerLoop:
         await asyncio.to_thread(self._policy.discard_samples, samples, TRAIN_PARTITION)
         return Version(lease.incarnation, lease.step)
 
-    async def _write_samples(self, lease: Lease, meta: KVBatchMeta) -> None:
-        """Writes all samples of the first `learner.groups_logged` groups to the run's sample file.
-
-        An error is logged and not raised: the step is trained, and a sample that cannot be read must not end the run.
-        """
-        places = self._recorder.logged_samples(lease)
-        if not places:
-            return
-        row_of = {name: row for row, name in enumerate(meta.sample_ids)}
-        names = [sample_ids(lease.groups[group])[sample] for group, sample in places]
-        try:
-            columns = ["input_ids", "weight_versions", "advantages", *self._logged_logprobs()]
-            rows = await self._rows.read(meta.subset([row_of[name] for name in names]), columns)
-            self._recorder.write_samples(lease, places, rows)
-        except Exception as error:
-            logger.warning("the samples of step %d were not logged: %s: %s", lease.step, type(error).__name__, error)
-
     async def _keep_batch(self, lease: Lease, meta: KVBatchMeta) -> None:
         """Keeps the rows of a trained step, for `audit.keep_weights: all`.
 
-        Rows that cannot be read are logged and not raised, as in `_write_samples`. The audit then finds that the batch
+        Rows that cannot be read are logged and not raised. The audit then finds that the batch
         is missing.
         """
         if self._kept is None:
@@ -303,12 +290,6 @@ class LearnerLoop:
             # The ranks have one copy of their weights to write from, which a running save still reads.
             await self._checkpoints.settle()
             await asyncio.to_thread(self._kept.keep_weights, self._policy, version)
-
-    def _logged_logprobs(self) -> list[str]:
-        """Returns the log-prob columns that sample records contain; only columns that this run computes."""
-        if not self._config.learner.logprobs_logged:
-            return []
-        return ["generation_logprobs", *(["prev_logprobs"] if self._stages.writes_logprobs else [])]
 
     async def _ack(self, lease: Lease) -> Acked:
         """Acknowledges a trained step, which increments the version. Publishes the version if the gate allows it."""
@@ -342,6 +323,7 @@ class LearnerLoop:
 
     async def _save(self, snapshot: RunSnapshot) -> None:
         """Begins a save. Returns when the state is copied, and training can go on."""
+        await self._end.settle()
         last_step = snapshot.version.step >= self._config.learner.total_steps
         await self._while_saving(self._checkpoints.begin(snapshot, last_step=last_step), snapshot.version)
 

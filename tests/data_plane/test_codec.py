@@ -48,6 +48,7 @@ def test_any_dtype_and_shape_round_trips_bit_for_bit_also_over_the_wire_and_in_p
         for name, column in columns.items()
     }
     assert len(wired["x"].values) == sum(lengths)  # no padding is transported
+    assert columns["x"].row_bytes.tolist() == [len(as_bytes(column_BS[row, : lengths[row]])) for row in range(rows)]
     batch = decode(places(wired, list(range(rows))), width=width)
     assert batch["x"].dtype == dtype
     assert batch["row"].tolist() == order

@@ -12,7 +12,7 @@ import torch
 from client_contract import IDS, ClientContract, Connect
 from local_ray import local_ray
 
-from asyncrl.data_plane.object_store import ObjectStoreClient
+from asyncrl.data_plane.object_store import OBJECT_BYTES, ObjectStoreClient
 from asyncrl.data_plane.partition_actor import Index
 from asyncrl.data_plane.partitions import Partitions
 from asyncrl.data_plane.row_store import ensure_row_store
@@ -67,11 +67,12 @@ class TestObjectStoreClient(ClientContract):
         process.wait(timeout=60)
         assert torch.equal(connect_client().get_samples(IDS, partition, ["input_ids"])["input_ids"], rows_BS)
 
-    def test_a_put_makes_one_object_a_group(self, partition: str) -> None:
-        connect_client().put_samples(IDS, partition, fields={"kept": [1] * 4, "text": [""] * 4})
+    def test_large_groups_of_a_put_have_objects_of_their_own(self, partition: str) -> None:
+        rows_BS = torch.zeros(4, OBJECT_BYTES // 8)  # 2 samples of a group in float32 fill one object
+        connect_client().put_samples(IDS, partition, fields={"input_ids": rows_BS})
         assert stored(partition) == 2
 
-    def test_a_put_of_a_number_a_row_is_one_object(self, partition: str) -> None:
+    def test_small_groups_of_a_put_share_an_object(self, partition: str) -> None:
         client = connect_client()
         client.put_samples(IDS, partition, fields={"advantages": torch.arange(4.0), "input_lengths": torch.ones(4)})
         client.clear_samples(IDS[:3], partition)

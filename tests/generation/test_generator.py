@@ -44,6 +44,22 @@ async def test_steps_are_filled_and_every_sample_is_accounted_for() -> None:
 
 
 @pytest.mark.asyncio
+async def test_groups_that_end_shortly_after_each_other_are_delivered_together() -> None:
+    async with empty_pool() as pool:
+        put, delivered = pool.rows.put, list[int]()
+
+        async def noted(rows_by_key: Mapping[str, BatchedDataDict]) -> None:
+            delivered.append(len(rows_by_key))
+            await put(rows_by_key)
+
+        pool.rows.put = noted  # type: ignore[method-assign]
+        pool.add("a")
+        await pool.publish(0)
+        await until(lambda: pool.counts.ready == 8)
+        assert delivered[0] < max(delivered), "the first one is delivered at once, and later ones together"
+
+
+@pytest.mark.asyncio
 async def test_a_replica_asks_for_nothing_before_it_has_loaded_a_version() -> None:
     async with empty_pool() as pool:
         engine = pool.add("a")

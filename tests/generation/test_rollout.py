@@ -1,7 +1,9 @@
 """Edge cases of a rollout: empty texts, prompts that do not fit, and engine outputs without all columns."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import msgspec
 import pytest
 from fake_engine import FakeEngine
 from pool import LengthScorer, Tokenizer, manifest_of
@@ -109,3 +111,25 @@ def test_columns_that_are_not_as_long_as_the_tokens_do_not_pass(column: str) -> 
     }
     with pytest.raises(HandshakeError, match="returned 2 tokens, but"):
         check_completion(Completion(**(kept | {column: kept[column][:1]})))  # type: ignore[arg-type, index]
+
+
+@pytest.mark.parametrize(
+    ("limit", "seeded", "expected"), [(0, None, [8]), (1, None, [None]), (1, True, [8]), (0, False, [None])]
+)
+@pytest.mark.asyncio
+async def test_samples_have_seeds_of_their_own_in_a_synchronous_run_or_if_asked_for(
+    limit: int, seeded: bool | None, expected: list[int | None]
+) -> None:
+    config = Config.model_validate({"staleness": {"max_versions": limit}, "generator": {"seeded": seeded}})
+    engine, seeds = FakeEngine(), list[int | None]()
+    await engine.load(manifest_of(7), [])
+    generate = engine.generate
+
+    async def noted(*arguments: Any, seed: int | None, **options: Any) -> list[Completion]:
+        seeds.append(seed)
+        return await generate(*arguments, seed=seed, **options)
+
+    engine.generate = noted  # type: ignore[method-assign, assignment]
+    rollouts = Rollouts(config=config, engine=engine, tokenizer=Tokenizer(), scorer=LengthScorer(), replica="a")
+    await rollouts.run(msgspec.structs.replace(TICKET, seed=8))
+    assert seeds == expected

@@ -59,7 +59,7 @@ def run_config(model_path: str) -> Config:
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def engine(model_path: str) -> AsyncIterator[VLLMEngine]:
     """The only vLLM engine of the session."""
-    # With stored tokens, the engine reports its progress after every second token.
+    # With stored tokens, the engine reports its progress every few milliseconds.
     config = small_config(model_path, "generator.max_concurrent_groups=64", "generator.persist_every_tokens=2")
     prepare_environment(config)
     engine = await VLLMEngine.start(config, model_path=model_path)

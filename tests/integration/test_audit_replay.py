@@ -28,14 +28,15 @@ from asyncrl.config.load import dump_config, shared_config
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
+from asyncrl.data.row_checksums import row_checksums
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.codec import PAD_VALUES
 from asyncrl.deployment.provenance import processor, provenance
 from asyncrl.learner.audit_records import Began, Machine, TrainedStep, framed, records_path
-from asyncrl.learner.audit_rows import trained_step
 from asyncrl.learner.batch import step_meta
 from asyncrl.learner.kept_steps import KeptSteps, kept_columns
 from asyncrl.learner.stages import Stages
+from asyncrl.learner.trained_step import trained_step
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.metrics.states import StateClock
 from asyncrl.policy.tq_policy import TQPolicy
@@ -95,7 +96,7 @@ def recorded_steps(policy: TQPolicy, config: Config, kept: KeptSteps) -> list[Tr
         report, _ = asyncio.run(stages.train(meta, samples, step=step))
         columns = kept_columns(with_logprobs=stages.writes_logprobs)
         rows = policy.read_from_dataplane(meta.subset(range(meta.size)), select_fields=columns)
-        record = trained_step(lease, samples=samples, report=report, rows=rows, ledger=NO_LEDGER)
+        record = trained_step(lease, samples=samples, report=report, ledger=NO_LEDGER)
         kept.keep_batch(lease, rows)
         kept.keep_weights(policy, record.made)
         policy.finish_step(meta)
@@ -112,8 +113,9 @@ def generated(policy: TQPolicy, *, group: int, step: int) -> tuple[LeasedGroup, 
     rows = rows_of(ticket)
     rows["input_ids"][:, 3:] += group * (rows["token_mask"][:, 3:] > 0)
     rows["generation_logprobs"] = policy.get_logprobs(rows)["logprobs"] * rows["token_mask"]
+    meta = msgspec.structs.replace(meta_of(ticket), row_checksums=tuple(row_checksums(rows)))
     leased = LeasedGroup(
-        meta=meta_of(ticket), task=ticket.task, deadline=ticket.deadline, max_staleness_versions=2, reserved_step=step,
+        meta=meta, task=ticket.task, deadline=ticket.deadline, max_staleness_versions=2, reserved_step=step,
         ready_step=step,
     )  # fmt: skip
     return leased, rows

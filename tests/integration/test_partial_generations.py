@@ -19,9 +19,9 @@ pytestmark = pytest.mark.integration
 
 STEPS = 6
 LONG_ANSWERS = [
-    "model.max_length=136",
+    "model.max_length=264",
     "model.tiny.warmup_steps=1",
-    "generator.max_completion_tokens=128",
+    "generator.max_completion_tokens=256",
     "generator.temperature=2",  # almost uniform, so the end of the sequence is rare
     "generator.persist_every_tokens=4",
     "generator.replicas=2",

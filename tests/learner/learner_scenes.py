@@ -25,6 +25,7 @@ from asyncrl.coordinator.snapshot import RunSnapshot
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
+from asyncrl.data.row_checksums import row_checksums
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.sample_ids import group_of, samples_of
@@ -486,4 +487,5 @@ def meta_of(ticket: Ticket) -> GroupMeta:
         newest=ticket.version.step,
         mid_sequence_updates=1,
         version_spans=tuple(version_spans([ticket.version] * tokens) for tokens in range(1, GROUP_SIZE + 1)),
+        row_checksums=tuple(row_checksums(rows_of(ticket))),
     )

@@ -1,0 +1,57 @@
+"""The waits for the ends of rollouts: a call serves all rollouts that end within its wait, and the last one at once."""
+
+import asyncio
+
+import pytest
+
+from asyncrl.generation.running import RunningRollouts
+
+LONG_S = 3600.0
+
+
+async def ends(running: RunningRollouts, key: str, when: asyncio.Event) -> None:
+    try:
+        await when.wait()
+    finally:
+        running.ended(key)
+
+
+@pytest.mark.asyncio
+async def test_the_wait_for_more_ends_is_over_when_the_last_rollout_has_ended() -> None:
+    running, stops = RunningRollouts(), {key: asyncio.Event() for key in "ab"}
+    for key, stop in stops.items():
+        running.start(key, ends(running, key, stop))
+    waits = asyncio.create_task(running.more_ends(wait_s=LONG_S))
+    stops["a"].set()
+    while "a" in running:
+        await asyncio.sleep(0)
+    assert not waits.done(), "another rollout may still end"
+    stops["b"].set()
+    async with asyncio.timeout(60):
+        await waits
+    await running.more_ends(wait_s=LONG_S)
+
+
+@pytest.mark.asyncio
+async def test_the_wait_for_more_ends_takes_no_longer_than_it_may() -> None:
+    running = RunningRollouts()
+    running.start("a", ends(running, "a", asyncio.Event()))
+    async with asyncio.timeout(60):
+        await running.more_ends(wait_s=0.01)
+        await running.more_ends(wait_s=-1.0)
+    await running.cancel_all()
+    assert not running
+
+
+@pytest.mark.asyncio
+async def test_a_free_slot_is_waited_for_until_a_rollout_ends_or_the_replica_drains() -> None:
+    running, stop = RunningRollouts(), asyncio.Event()
+    running.start("a", ends(running, "a", stop))
+    for end in (stop.set, running.wake):
+        waits = asyncio.create_task(running.next_end())
+        await asyncio.sleep(0)
+        assert not waits.done()
+        end()
+        async with asyncio.timeout(60):
+            await waits
+    assert not running.cancel("a"), "it has ended"
