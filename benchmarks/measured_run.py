@@ -6,11 +6,10 @@ the learner's ranks another one. All other processes of the run may use both cor
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,20 +94,24 @@ class MeasuredRun:
 
     def window(self, *, first: int, steps: int, timeout_s: float = 600.0) -> Window:
         """Measures `steps` steps after step number `first`."""
-        self.wait(1, timeout_s=timeout_s)
-        if self._pinned:
-            self._pin()
-        begin = len(self.wait(first, timeout_s=timeout_s))
+        begin = self.warm_up(first, timeout_s=timeout_s)
         cpu_before = self.cpu_s()
         records = self.wait(begin + steps, timeout_s=timeout_s)
         cpu = Counter(self.cpu_s())
         cpu.subtract(cpu_before)
         return Window(records=records[begin:], before=records[begin - 1], cpu_s=dict(cpu))
 
+    def warm_up(self, steps: int, *, timeout_s: float = 600.0) -> int:
+        """Pins the processes after the first step, and waits for `steps` steps. Returns the number of steps so far."""
+        self.wait(1, timeout_s=timeout_s)
+        if self._pinned:
+            self._pin()
+        return len(self.wait(steps, timeout_s=timeout_s))
+
     def cpu_s(self) -> dict[str, float]:
         """Returns the CPU seconds by role so far."""
-        seconds: Counter[str] = Counter()
-        for process, role in self._processes():
+        seconds: defaultdict[str, float] = defaultdict(float)
+        for process, role in self.processes():
             try:
                 times = process.cpu_times()
             except psutil.NoSuchProcess:
@@ -117,13 +120,13 @@ class MeasuredRun:
         return dict(seconds)
 
     def _pin(self) -> None:
-        for process, role in self._processes():
+        for process, role in self.processes():
             if role in CORES:
                 for thread in process.threads():  # an affinity is that of a thread, and later threads inherit it
                     os.sched_setaffinity(thread.id, {CORES[role]})
 
-    def _processes(self) -> list[tuple[psutil.Process, str]]:
-        found = [(self._process, "command")]
+    def processes(self) -> list[tuple[psutil.Process, str]]:
+        found: list[tuple[psutil.Process, str]] = [(self._process, "command")]
         for process in self._process.children(recursive=True):
             try:
                 found.append((process, _role(process)))
@@ -133,9 +136,10 @@ class MeasuredRun:
 
     def end(self) -> None:
         """Ends the run. Kills what is left of it after `END_S`."""
+        if self._process.poll() is not None:
+            return
         family = [self._process, *self._process.children(recursive=True)]
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
+        self._process.terminate()
         _, alive = psutil.wait_procs(family, timeout=END_S)
         for process in alive:
             process.kill()

@@ -287,6 +287,10 @@ class LearnerSection(Section):
     """Sequences in one forward and backward pass of a rank, for `batching: padded`."""
     micro_batch_tokens: PositiveInt = 16384
     """Tokens in one forward and backward pass of a rank, for `batching: dynamic` and `packed`."""
+    gradient_sync: Literal["update", "micro_batch"] = "update"
+    """How often the ranks exchange gradients. `update`: once for each optimizer update; each rank adds up the gradients
+    of its micro-batches, which takes the memory of all gradients in float32 on each rank. `micro_batch`: after each
+    micro-batch, so that a rank only keeps the gradients of its own shard; slower."""
     optimizer: OptimizerSection = OptimizerSection()
     """The AdamW optimizer and its learning-rate schedule."""
     max_nonfinite_steps: PositiveInt = 3

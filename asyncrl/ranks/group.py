@@ -12,6 +12,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from asyncrl.common.kept_memory import KEPT_MEMORY
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data_plane.calls import reason_of_death, room
@@ -103,6 +104,7 @@ class RankGroup(Generic[WorkerT]):
         threads = str(learner.threads)
         env = {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
         if not learner.gpus:
+            env |= KEPT_MEMORY
             # otherwise torch's CUDA build would make its default device mesh of GPUs that the ranks did not request
             env["CUDA_VISIBLE_DEVICES"] = ""
         actor = ray.remote(concurrency_groups={BESIDE: 1, SAVING: 1})(RankActor)  # type: ignore[call-overload]
@@ -145,7 +147,7 @@ class RankGroup(Generic[WorkerT]):
         positional arguments `shared` may be any object of the caller, such as a loss.
         """
         name, ranks = method.__name__, self._alive()
-        common = [Shared(ref=ray.put(item)) for item in shared]
+        common = [Shared.of(item) for item in shared]
         calls = [
             rank.call_with_rows.remote(name, shard, writes, *common, **options)
             for rank, shard in zip(ranks, shards, strict=True)

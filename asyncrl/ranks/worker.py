@@ -64,6 +64,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         self._model_path = model_path
         timeout = timedelta(seconds=learner.collective_timeout_s)
         self._packed = learner.batching == "packed"
+        self._syncs_often = learner.gradient_sync == "micro_batch"
         torch.manual_seed(config.run.seed)
         self._accelerator = make_accelerator(
             rank=rank, world_size=world_size, store=store, timeout=timeout, config=config
@@ -248,7 +249,8 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         failure: LossFailed | None = None
         with stopwatch(seconds, "forward_backward"):
             self._optimizer.zero_grad()
-            for part in parts:
+            for i, part in enumerate(parts):
+                self._model.set_requires_gradient_sync(self._syncs_often or i == len(parts) - 1)
                 with torch.set_grad_enabled(train):
                     outcome = self._outcome(part.to(self._device), context)
                 if train:

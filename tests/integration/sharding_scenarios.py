@@ -20,6 +20,8 @@ from asyncrl.ranks.batching import token_batch
 WORLD = 4
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
+    "small passes": {"micro_batch_size": 1},
+    "small passes, reduced often": {"micro_batch_size": 1, "gradient_sync": "micro_batch"},
     "two shards": {"shards": 2},
     "four shards": {"shards": 4},
     "recomputed": {"activation_checkpointing": True},
@@ -65,6 +67,7 @@ def _train(way: str, rank: int, folder: Path) -> dict[str, Any]:
         "probe": before,
         "forwards probing": probed,
         "forwards training": dict(seen),
+        "reductions": reduced.call_count,
         "reduced": {str(call.kwargs["input"].dtype) for call in reduced.call_args_list},
         "mesh": dict(zip(parameter.device_mesh.mesh_dim_names or (), parameter.device_mesh.shape, strict=False)),
         "ways_cut": parameter.shape.numel() / parameter.to_local().numel(),

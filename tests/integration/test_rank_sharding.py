@@ -14,7 +14,14 @@ from tiny_groups import make_model
 
 pytestmark = pytest.mark.integration
 
-FLOAT32 = {"two shards": "plain", "four shards": "plain", "recomputed": "plain", "packed, recomputed": "packed"}
+FLOAT32 = {
+    "two shards": "plain",
+    "four shards": "plain",
+    "recomputed": "plain",
+    "packed, recomputed": "packed",
+    "small passes": "plain",
+    "small passes, reduced often": "plain",
+}
 """Maps a way of sharding to another way that must give the same numbers."""
 BFLOAT16_NATS = 2 * 30**0.5 * 2**-9 * 8
 """0.17: about 30 results in the chain to a log-prob of at most 8 nats are rounded to 8 bits. Each rounding error is at
@@ -92,6 +99,16 @@ def test_mixed_precision_is_of_the_passes_and_not_of_weights_or_optimizer(result
         assert set(found["forwards training"]) == set(found["forwards probing"]) == {dtype}
         assert found["master"] == found["moments"] == {"torch.float32"}
         assert found["reduced"] == {"torch.float32"}, "gradients must be reduced over ranks in float32"
+
+
+def test_gradients_are_reduced_once_an_update_or_after_each_micro_batch(results: Any) -> None:
+    for rank in range(WORLD):
+        once, small, often = (results[rank][way] for way in ("plain", "small passes", "small passes, reduced often"))
+        assert small["reductions"] == once["reductions"] > 0
+        (passes,) = small["forwards training"].values()
+        (at_once,) = once["forwards training"].values()
+        assert passes > at_once
+        assert often["reductions"] * at_once == once["reductions"] * passes
 
 
 @pytest.mark.parametrize("way", ["bf16", "all"])
