@@ -8,7 +8,7 @@ STAMP := .venv/.installed-$(EXTRA)
 SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile
 
-.PHONY: train test unit check docs mutations processors
+.PHONY: train test unit check docs mutations processors bench
 
 train: $(STAMP)
 	$(BIN)/asyncrl up -c configs/quickstart.yaml $(ARGS)
@@ -43,6 +43,13 @@ mutations: $(STAMP)
 # each setting.
 processors: $(STAMP)
 	$(BIN)/python tests/run_processors.py $(ARGS)
+
+# Measures how fast runs are, and writes the tables in docs/benchmarks.md. Takes about 40 minutes on two CPU cores, which
+# must have no other work. The first call makes an environment for TRL.
+bench: $(STAMP)
+	$(BIN)/python benchmarks/overlap.py --write
+	$(BIN)/python benchmarks/profile_run.py --write
+	$(BIN)/python benchmarks/against_trl.py --seeds 0 1 2
 
 # Writes the generated pages and dashboards, and then the site. Open site/index.html in a browser.
 docs: $(STAMP)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from measured_run import GENERATOR_CORE, LEARNER_CORE, REPOSITORY, MeasuredRun, Window
-from report_page import write_section
+from report_page import busy_percent, provenance, write_section
 
 RANDOM_MODEL = ["model.tiny.warmup_steps=0", "environment.reward=rewards:by_checksum"]
 """A model that has not learned anything ends an answer with probability 1/98 at each token, and the learning rate is so
@@ -61,7 +61,7 @@ ALL = ["eval.prompts=0", "checkpoint.every_steps=0"]
 CONFIG = "quickstart.yaml"
 STEPS = {"quickstart": (20, 60), "answers": (5, 30), "long": (3, 10)}
 """Number of the first measured step, and number of measured steps."""
-MARK = "benchmarks/overlap.py"
+BENCHMARK = "overlap.py"
 
 
 def bare(loop: str, overrides: list[str], *, core: int, seconds: float, lengths: Path | None = None) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write all figures to this file")
     parser.add_argument("overrides", nargs="*", help="section.key=value, for all runs and bare loops")
     arguments = parser.parse_args()
-    found = {}
+    found, busy = {}, busy_percent()
     tables = [[f"| {' | '.join(c)} |", "|" + "---|" * len(c)] for c in (COLUMNS, CPU_COLUMNS)]
     for workload in arguments.workload or WORKLOADS:
         found[workload] = measure(workload, seconds=arguments.seconds, extra=arguments.overrides)
@@ -189,10 +189,12 @@ def main() -> None:
             print(row, flush=True)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(found, indent=1))
-    text = f"{LEGEND}\n\n" + "\n\n".join("\n".join(table) for table in tables)
-    print(text)
+    lines = [provenance(BENCHMARK, busy_percent=busy), "", LEGEND]
+    for table in tables:
+        lines += ["", *table]
+    print("\n".join(lines))
     if arguments.write:
-        write_section(MARK, text)
+        write_section(BENCHMARK, lines)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from measured_run import MeasuredRun, Window
 from overlap import ALL, CONFIG, STEPS, WORKLOADS
-from report_page import write_section
+from report_page import busy_percent, provenance, write_section
 
 ROLES = ("engine", "generator", "scoring", "rank", "coordinator", "stores", "command")
 SAMPLES_PER_S = 100
@@ -32,11 +32,11 @@ WAITS = (
 HIDDEN = ("threading.py", "<module>", "<string>", "runpy", "asyncio/", "concurrent/", "typer/", "multiprocessing/")
 """Functions that only call others."""
 ROWS = 8
-MARK = "benchmarks/profile_run.py"
+BENCHMARK = "profile_run.py"
 
 
-def profile(workload: str, *, seconds: float, extra: list[str]) -> str:
-    """Returns the table of one workload."""
+def profile(workload: str, *, seconds: float, extra: list[str]) -> list[str]:
+    """Returns the lines of the table of one workload."""
     spy = Path(sys.executable).with_name("py-spy")
     if not spy.exists():
         raise FileNotFoundError(f"{spy} is missing: install the extra `dev`, which has py-spy")
@@ -70,7 +70,7 @@ def profile(workload: str, *, seconds: float, extra: list[str]) -> str:
         for name, count in inside.most_common(ROWS if total else 0):
             lines.append(f"| {name} | {us_a_token * count / total:.1f} | {count / total:.0%} |")
     shutil.rmtree(folder)
-    return "\n".join(lines)
+    return lines
 
 
 def working(path: Path) -> Iterator[tuple[set[str], int]]:
@@ -95,12 +95,12 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the tables into docs/benchmarks.md")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     arguments = parser.parse_args()
-    tables = []
+    lines = [provenance(BENCHMARK, busy_percent=busy_percent())]
     for workload in arguments.workload or ["quickstart", "answers"]:
-        tables.append(profile(workload, seconds=arguments.seconds, extra=arguments.overrides))
-        print(tables[-1], flush=True)
+        lines += ["", *profile(workload, seconds=arguments.seconds, extra=arguments.overrides)]
+        print("\n".join(lines), flush=True)
     if arguments.write:
-        write_section(MARK, "\n\n".join(tables))
+        write_section(BENCHMARK, lines)
 
 
 if __name__ == "__main__":

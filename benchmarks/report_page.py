@@ -1,32 +1,46 @@
 """Writes the result of a benchmark into docs/benchmarks.md, between the two marks of the benchmark."""
 
-import platform
 import subprocess
+import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+
+import psutil
 
 REPOSITORY = Path(__file__).parents[1]
 PAGE = REPOSITORY / "docs" / "benchmarks.md"
 
 
-def write_section(mark: str, text: str) -> None:
-    """Replaces the text between the marks of the benchmark `mark`, and says when and with which commit it was
-    measured."""
-    begin, end = f"<!-- {mark} -->", f"<!-- end of {mark} -->"
-    page = PAGE.read_text()
-    before, found, rest = page.partition(begin)
-    _, closed, after = rest.partition(end)
-    if not found or not closed:
-        raise RuntimeError(f"{PAGE} does not have the lines {begin} and {end}")
-    PAGE.write_text(f"{before}{begin}\n\n{provenance(mark)}\n\n{text}\n\n{end}{after}")
+def marks(benchmark: str) -> tuple[str, str]:
+    """Returns the lines before and after the result of a benchmark."""
+    return f"<!-- benchmarks/{benchmark} -->", f"<!-- end of benchmarks/{benchmark} -->"
 
 
-def provenance(mark: str) -> str:
-    """Returns one line: the command, the date, the commit and the processor."""
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=REPOSITORY, capture_output=True, text=True, check=True
+def write_section(benchmark: str, lines: Sequence[str], *, page: Path = PAGE) -> None:
+    """Replaces the text between the marks of the benchmark. Raises RuntimeError if the page does not have them."""
+    begin, end = marks(benchmark)
+    before, begun, rest = page.read_text().partition(begin)
+    _, ended, after = rest.partition(end)
+    if not begun or not ended:
+        raise RuntimeError(f"{page} does not have the lines {begin} and {end}")
+    page.write_text("\n".join([f"{before}{begin}\n", *lines, f"\n{end}{after}"]))
+
+
+def provenance(benchmark: str, *, busy_percent: float, also: str = "") -> str:
+    """Returns the line above a result: command, commit, date and machine, and `also`.
+
+    `busy_percent` is the share of the machine's cores that other work used before the first measurement.
+    """
+    commit = subprocess.check_output(["git", "describe", "--always", "--dirty"], cwd=REPOSITORY, text=True).strip()
+    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    processor = models[0].partition(": ")[2] if models else "an unknown processor"
+    return (
+        f"`{' '.join([benchmark, *sys.argv[1:]])}`: commit {commit}, {datetime.now(UTC):%Y-%m-%d}, {len(models)} cores "
+        f"of {processor} ({busy_percent:.0f} % busy before the first run){also}."
     )
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    processor = names[0].partition(":")[2].strip() if names else platform.processor()
-    machine = f"{len(names)} cores of {processor}"
-    return f"`{mark}` on {datetime.now(UTC):%Y-%m-%d}, commit {described.stdout.strip()}, {machine}."
+
+
+def busy_percent() -> float:
+    """Measures for ten seconds which share of the cores is busy."""
+    return psutil.cpu_percent(interval=10.0)

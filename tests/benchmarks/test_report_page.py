@@ -1,0 +1,26 @@
+"""The pages that benchmarks write."""
+
+from pathlib import Path
+
+import pytest
+from report_page import PAGE, marks, write_section
+
+BENCHMARKS = ("against_trl.py", "overlap.py", "profile_run.py")
+
+
+def test_only_the_text_between_the_marks_is_replaced(tmp_path: Path) -> None:
+    begin, end = marks("mine.py")
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n\n{begin}\n\nold\n\n{end}\n\nafter\n")
+    write_section("mine.py", ["new", "lines"], page=page)
+    assert page.read_text() == f"before\n\n{begin}\n\nnew\nlines\n\n{end}\n\nafter\n"
+    page.write_text("no marks")
+    with pytest.raises(RuntimeError, match="does not have the lines"):
+        write_section("mine.py", ["new"], page=page)
+    assert page.read_text() == "no marks"
+
+
+@pytest.mark.parametrize("benchmark", BENCHMARKS)
+def test_the_page_has_the_marks(benchmark: str) -> None:
+    text = PAGE.read_text()
+    assert [text.count(mark) for mark in marks(benchmark)] == [1, 1]
