@@ -244,7 +244,9 @@ def _encoded(name: str, column: Any, *, lengths: Sequence[int] | None) -> Column
         lengths = [column.shape[1]] * column.shape[0]
     if len(lengths) != column.shape[0]:
         raise ValueError(f"field {name!r} has {column.shape[0]} rows, but there are {len(lengths)} lengths")
-    return _laid_out([row[:length] for row, length in zip(column, lengths, strict=True)], like=column[:0].flatten(0, 1))
+    lengths_B = torch.tensor(lengths, dtype=torch.int64)
+    flat = column[torch.arange(column.shape[1]) < lengths_B.unsqueeze(1)]
+    return Column(values=_array(flat), dtype=column.dtype, ends=np.cumsum(lengths, dtype=np.int64))
 
 
 def _laid_out(rows: list[torch.Tensor], *, like: torch.Tensor) -> Column:

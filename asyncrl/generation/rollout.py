@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from asyncrl.buffer.records import GroupMeta, Ticket, VersionSpan
@@ -189,20 +191,25 @@ def sample_rows(prompt_ids: Sequence[int], completions: Sequence[Completion]) ->
 
     Prompt and padding tokens have log-prob 0, version NO_VERSION and mask 0, because the engine did not sample them.
     """
-    start = len(prompt_ids)
-    shape = (len(completions), start + max((len(c.token_ids) for c in completions), default=0))
-    rows = BatchedDataDict(
-        input_ids=torch.zeros(shape, dtype=torch.int64),
-        weight_versions=torch.full(shape, NO_VERSION),
-        generation_logprobs=torch.zeros(shape),
-        token_mask=torch.zeros(shape),
-        input_lengths=torch.tensor([start + len(c.token_ids) for c in completions]),
+    start, lengths = len(prompt_ids), np.array([len(c.token_ids) for c in completions], dtype=np.int64)
+    shape = (len(completions), start + int(lengths.max(initial=0)))
+    positions_S = np.arange(shape[1])
+    # A mask takes the tokens of all rows one after another, so that each column is written at once.
+    sampled_GS = (positions_S >= start) & (positions_S < start + lengths[:, None])
+
+    def column(fill: float, sampled: list[Any], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        column_GS = np.full(shape, fill, dtype=dtype)
+        column_GS[sampled_GS] = sampled
+        return column_GS
+
+    input_ids_GS = column(0, [token for c in completions for token in c.token_ids], np.int64)
+    input_ids_GS[:, :start] = prompt_ids
+    versions_GS = column(NO_VERSION, [version.step for c in completions for version in c.versions], np.int64)
+    logprobs_GS = column(0, [logprob for c in completions for logprob in c.logprobs], np.float32)
+    return BatchedDataDict(
+        input_ids=torch.from_numpy(input_ids_GS),
+        weight_versions=torch.from_numpy(versions_GS),
+        generation_logprobs=torch.from_numpy(logprobs_GS),
+        token_mask=torch.from_numpy(sampled_GS.astype(np.float32)),
+        input_lengths=torch.from_numpy(start + lengths),
     )
-    rows["input_ids"][:, :start] = torch.tensor(prompt_ids)
-    for i, completion in enumerate(completions):
-        sampled = slice(start, start + len(completion.token_ids))
-        rows["input_ids"][i, sampled] = torch.tensor(completion.token_ids, dtype=torch.int64)
-        rows["weight_versions"][i, sampled] = torch.tensor([v.step for v in completion.versions], dtype=torch.int64)
-        rows["generation_logprobs"][i, sampled] = torch.tensor(completion.logprobs)
-        rows["token_mask"][i, sampled] = 1.0
-    return rows

@@ -110,6 +110,7 @@ class VLLMEngine:
         from vllm import AsyncEngineArgs
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+        from vllm.envs import enable_envs_cache
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from asyncrl.weights import vllm_plugin
@@ -149,6 +150,7 @@ class VLLMEngine:
         with engine_starts(memory_knob=f"generator.{knob}"):
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+        enable_envs_cache()  # as vLLM does in the engine's process: each request reads its environment variables
         return cls(llm, config=config)
 
     async def generate(
