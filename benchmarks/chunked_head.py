@@ -2,12 +2,14 @@
 
     python benchmarks/chunked_head.py
     python benchmarks/chunked_head.py --tokens 512 --chunk-logits 4194304 16777216
+    python benchmarks/chunked_head.py --threads 1 --dtypes bfloat16
 
 It measures the forward and backward passes of next-token log-probs from hidden states, on the CPU. Each measurement
 runs in a separate process. The memory is the peak of this process minus the peak of a process that only has the weight,
 the hidden states and the gradients of both. In each round, all paths are measured in turn; the speed is a ratio within
-one round. The best round counts, because other work on the machine can only slow a measurement down. The path "reports
-entropy" also computes the entropy, but trains only on the log-probs, as the learner does.
+one round. The best round counts, because other work on the machine can only slow a measurement down. The last column is
+the same ratio of the processor time of all threads, which other work changes little with `--threads 1`. The path
+"reports entropy" also computes the entropy, but trains only on the log-probs, as the learner does.
 """
 
 import argparse
@@ -22,7 +24,6 @@ import torch
 from asyncrl.policy.logprobs import CHUNK_LOGITS, chunked_logprobs
 
 TEMPERATURE = 0.7
-THREADS = 2
 
 
 def full_logprobs(hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
@@ -37,9 +38,9 @@ def peak_bytes() -> int:
 
 
 def measure(path: str, *, dtype: torch.dtype, tokens: int, width: int, vocabulary: int, chunk_logits: int) -> None:
-    """Measures one path and prints a JSON line with the peak bytes and the seconds of forward and backward."""
+    """Measures one path and prints a JSON line with the peak bytes, the seconds of forward and backward, and the
+    processor seconds of both."""
     torch.manual_seed(0)
-    torch.set_num_threads(THREADS)
     hidden_ND = torch.randn(tokens, width).to(dtype).requires_grad_()
     # The weight is drawn in pieces, because float32 values for a whole bfloat16 weight would be the peak.
     weight_VD = torch.empty(vocabulary, width, dtype=dtype)
@@ -65,22 +66,24 @@ def measure(path: str, *, dtype: torch.dtype, tokens: int, width: int, vocabular
     small_V = torch.randn(512, width, dtype=dtype, requires_grad=True)
     full_logprobs(hidden_ND[:64], small_V, targets_N[:64] % 512).sum().backward()
     hidden_ND.grad = None
-    seconds = [0.0, 0.0]
+    seconds = [0.0, 0.0, 0.0]
     if path == "nothing":
         hidden_ND.grad, weight_VD.grad = torch.ones_like(hidden_ND), torch.ones_like(weight_VD)
     else:
         upstream_N = torch.randn(tokens)
-        started = time.perf_counter()
+        started, started_processor = time.perf_counter(), time.process_time()
         logprobs_N = logprobs(hidden_ND, targets_N)
         between = time.perf_counter()
         logprobs_N.backward(upstream_N)
-        seconds = [between - started, time.perf_counter() - between]
+        seconds = [between - started, time.perf_counter() - between, time.process_time() - started_processor]
     print(json.dumps({"bytes": peak_bytes(), "seconds": seconds}))
 
 
-def in_child(path: str, *, dtype: str, arguments: argparse.Namespace, chunk_logits: int) -> tuple[int, float, float]:
+def in_child(
+    path: str, *, dtype: str, arguments: argparse.Namespace, chunk_logits: int
+) -> tuple[int, float, float, float]:
     command = [sys.executable, __file__, "--path", path, "--dtypes", dtype, "--chunk-logits", str(chunk_logits)]
-    for name in ("tokens", "width", "vocabulary"):
+    for name in ("tokens", "width", "vocabulary", "threads"):
         command += [f"--{name}", str(getattr(arguments, name))]
     result = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=3600).stdout)
     return result["bytes"], *result["seconds"]
@@ -88,24 +91,26 @@ def in_child(path: str, *, dtype: str, arguments: argparse.Namespace, chunk_logi
 
 def compare(dtype: str, arguments: argparse.Namespace) -> None:
     paths = [("full", 0)] + [(path, size) for size in arguments.chunk_logits for path in ("chunked", "entropy")]
-    base_bytes, _, _ = in_child("nothing", dtype=dtype, arguments=arguments, chunk_logits=0)
+    base_bytes, *_ = in_child("nothing", dtype=dtype, arguments=arguments, chunk_logits=0)
     rounds = [
         [in_child(path, dtype=dtype, arguments=arguments, chunk_logits=size) for path, size in paths]
         for _ in range(arguments.rounds)
     ]
     print(f"{dtype}: {arguments.tokens} tokens, width {arguments.width}, vocabulary {arguments.vocabulary}")
-    print(f"{'':>28} {'memory':>10} {'of full':>8} {'forward':>9} {'backward':>9} {'both':>9} {'speed':>6}")
+    columns = f"{'memory':>10} {'of full':>8} {'forward':>9} {'backward':>9} {'both':>9} {'speed':>6} {'processor':>9}"
+    print(f"{'':>28} {columns}")
     for index, (path, size) in enumerate(paths):
         runs = [row[index] for row in rounds]
         extra = max(run[0] for run in runs) - base_bytes
         of_full = extra / (max(row[0][0] for row in rounds) - base_bytes)
-        speed = max(sum(row[0][1:]) / sum(row[index][1:]) for row in rounds)
+        speed = max(sum(row[0][1:3]) / sum(row[index][1:3]) for row in rounds)
+        processor = max(row[0][3] / row[index][3] for row in rounds)
         forward, backward = (min(run[part] for run in runs) for part in (1, 2))
         both = min(run[1] + run[2] for run in runs)
         label = {"full": "full logits", "chunked": f"chunks of {size}", "entropy": "  reports entropy"}[path]
         print(
             f"{label:>28} {extra / 2**20:>6.0f} MiB {of_full:>8.3f} {forward:>7.2f} s {backward:>7.2f} s {both:>7.2f} s"
-            f" {speed:>6.2f}"
+            f" {speed:>6.2f} {processor:>9.2f}"
         )
 
 
@@ -117,12 +122,14 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
     parser.add_argument("--chunk-logits", type=int, nargs="+", default=[CHUNK_LOGITS])
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--path", choices=["nothing", "full", "chunked", "entropy"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.path is None:
         for dtype in arguments.dtypes:
             compare(dtype, arguments)
     else:
+        torch.set_num_threads(arguments.threads)
         measure(
             arguments.path,
             dtype=getattr(torch, arguments.dtypes[0]),

@@ -14,11 +14,13 @@ from transformers import (
 )
 
 from asyncrl.errors import ConfigError
+from asyncrl.policy import logprobs
 from asyncrl.policy.logprobs import chunked_logprobs, model_logprobs
 
 pytestmark = pytest.mark.slow
 
 VOCABULARY = 200
+BFLOAT16 = 2.0**-8  # the largest relative error of rounding to bfloat16
 SMALL = 64 * 12  # a chunk of the smallest width for twelve tokens; of the four chunks, the last is narrower
 
 
@@ -109,7 +111,10 @@ def test_huge_logits_of_both_signs_stay_finite() -> None:
     assert bool((entropy_N >= 0).all())
 
 
-def test_bfloat16_inputs_are_multiplied_in_float32_and_rounded_once() -> None:
+def test_bfloat16_inputs_are_multiplied_in_float32_and_rounded_once_on_a_cpu_without_bfloat16(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logprobs, "_has_bfloat16_products", lambda: False)
     hidden_ND, weight_VD, targets_N = inputs(torch.bfloat16)
     exact = [tensor.detach().float().requires_grad_() for tensor in (hidden_ND, weight_VD)]
     want_N, _ = full(exact[0] @ exact[1].t(), targets_N)
@@ -126,6 +131,67 @@ def test_bfloat16_inputs_are_multiplied_in_float32_and_rounded_once() -> None:
         torch.testing.assert_close(got_part.float(), want_part, rtol=2**-8, atol=rounding)
 
 
+def large_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns inputs in bfloat16 with logits of about 100. Rounded to bfloat16, they have errors of up to 0.25."""
+    hidden_ND, weight_VD, targets_N = inputs(torch.bfloat16)
+    with torch.no_grad():
+        hidden_ND[:, 0], weight_VD[:, 0] = 10, 10
+    return hidden_ND, weight_VD, targets_N
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_bfloat16_products_round_only_what_is_left_after_a_number_near_the_result_is_subtracted(
+    monkeypatch: pytest.MonkeyPatch, with_entropy: bool
+) -> None:
+    monkeypatch.setattr(logprobs, "_has_bfloat16_products", lambda: True)
+    hidden_ND, weight_VD, targets_N = large_inputs()
+    hidden, weight = (tensor.detach().double().requires_grad_() for tensor in (hidden_ND, weight_VD))
+    logits_NV = hidden @ weight.t() / 0.7
+    want = torch.stack(full(logits_NV, targets_N)[: 1 + with_entropy])
+    pair = chunked_logprobs(
+        hidden_ND, weight_VD, targets_N=targets_N, temperature=0.7, with_entropy=with_entropy, chunk_logits=SMALL
+    )
+    got = torch.stack([values for values in pair if values is not None])
+    assert got.dtype is torch.float32
+
+    # The target's logit is subtracted after it was rounded twice: its sum, and its division by the temperature.
+    logp_NV = logits_NV.log_softmax(dim=1).detach()
+    probs_NV = logp_NV.exp()
+    target_N1 = logits_NV.detach().gather(1, targets_N.unsqueeze(1))
+    rounding_NV = BFLOAT16 * ((logits_NV.detach() - target_N1).abs() + 4 * BFLOAT16 * target_N1.abs())
+    logprob_error_N = 1.1 * (probs_NV * rounding_NV).sum(dim=1) + 1e-5
+    assert float(logprob_error_N.mean()) < 0.05
+    assert bool(((got[0] - want[0]).abs() <= logprob_error_N).all())
+    # the entropy's derivative is −p · (log p + H)
+    if with_entropy:
+        slope_NV = (probs_NV * (logp_NV + want[1].detach().unsqueeze(1))).abs()
+        entropy_error_N = 1.2 * (slope_NV * rounding_NV).sum(dim=1) + 1e-4
+        assert bool(((got[1] - want[1]).abs() <= entropy_error_N).all())
+
+
+@pytest.mark.parametrize("trains_entropy", [False, True])
+def test_gradients_from_bfloat16_products_are_those_of_full_logits_within_five_percent(
+    monkeypatch: pytest.MonkeyPatch, trains_entropy: bool
+) -> None:
+    monkeypatch.setattr(logprobs, "_has_bfloat16_products", lambda: True)
+    hidden_ND, weight_VD, targets_N = large_inputs()
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden_ND, weight_VD)]
+    upstream_2N = torch.randn(2, len(targets_N), generator=torch.Generator().manual_seed(1))
+    upstream_2N[1] *= trains_entropy
+    want_2N = torch.stack(full(exact[0] @ exact[1].t() / 0.7, targets_N))
+    want = torch.autograd.grad((want_2N * upstream_2N).sum(), exact)
+    logprobs_N, entropy_N = chunked_logprobs(
+        hidden_ND, weight_VD, targets_N=targets_N, temperature=0.7, with_entropy=True, chunk_logits=SMALL
+    )
+    assert entropy_N is not None
+    got_2N = torch.stack([logprobs_N, entropy_N])
+    got = torch.autograd.grad((got_2N * upstream_2N).sum(), (hidden_ND, weight_VD))
+    for got_part, want_part in zip(got, want, strict=True):
+        assert got_part.dtype is torch.bfloat16
+        # measured: at most 3.4 %; logits that are rounded to bfloat16 give 7.4 % to 8.5 %
+        assert float((got_part.double() - want_part).norm()) < 0.05 * float(want_part.norm())
+
+
 class Float32Sizes(torch.utils._python_dispatch.TorchDispatchMode):
     """Records the number of elements of the largest float32 tensor that an operation creates."""
 
@@ -139,24 +205,44 @@ class Float32Sizes(torch.utils._python_dispatch.TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("trains_entropy", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_more_logits_than_asked_for_exist_at_once(dtype: torch.dtype, trains_entropy: bool) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "has_products", "trains_entropy", "float32_numbers_per_logit"),
+    [
+        (torch.float32, False, False, 1),
+        (torch.float32, False, True, 2),
+        (torch.bfloat16, False, False, 1),
+        (torch.bfloat16, False, True, 2),
+        (torch.bfloat16, True, False, 1.5),
+        (torch.bfloat16, True, True, 2.5),
+    ],
+)
+def test_a_chunk_is_as_large_as_its_buffers_may_be(
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    has_products: bool,
+    trains_entropy: bool,
+    float32_numbers_per_logit: float,
+) -> None:
+    monkeypatch.setattr(logprobs, "_has_bfloat16_products", lambda: has_products)
     hidden_ND = torch.randn(100, 2, dtype=dtype, requires_grad=True)
     weight_VD = torch.randn(2000, 2, dtype=dtype, requires_grad=True)
     targets_N = torch.randint(2000, (100,))
-    limit = 256 * 100
+    limit = 100 * 64 * 30
     with Float32Sizes() as sizes:
         logprobs_N, entropy_N = chunked_logprobs(
             hidden_ND, weight_VD, targets_N=targets_N, with_entropy=trains_entropy, chunk_logits=limit
         )
         loss = logprobs_N.sum() if entropy_N is None else logprobs_N.sum() + entropy_N.sum()
         torch.autograd.backward(loss)
-    # the largest tensor is the buffer of logits, or one of two buffers of half the size if the entropy is trained
-    assert sizes.largest == (limit // 2 if trains_entropy else limit)
+    # the buffers are: logits, probabilities if the entropy is trained, and operands of half the size in bfloat16
+    assert sizes.largest == limit / float32_numbers_per_logit
 
 
-def test_a_weight_in_bfloat16_and_its_gradient_are_never_whole_in_float32() -> None:
+@pytest.mark.parametrize("has_products", [False, True])
+def test_a_weight_in_bfloat16_and_its_gradient_are_never_whole_in_float32(
+    monkeypatch: pytest.MonkeyPatch, has_products: bool
+) -> None:
+    monkeypatch.setattr(logprobs, "_has_bfloat16_products", lambda: has_products)
     hidden_ND = torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True)
     weight_VD = torch.randn(2000, 32, dtype=torch.bfloat16, requires_grad=True)
     with Float32Sizes() as sizes:
@@ -164,7 +250,7 @@ def test_a_weight_in_bfloat16_and_its_gradient_are_never_whole_in_float32() -> N
             hidden_ND, weight_VD, targets_N=torch.randint(2000, (16,)), chunk_logits=256 * 16
         )
         logprobs_N.sum().backward()
-    assert sizes.largest == 256 * 32
+    assert sizes.largest <= 256 * 32
 
 
 def test_only_the_inputs_and_two_numbers_a_token_wait_for_the_backward() -> None:
