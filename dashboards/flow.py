@@ -211,9 +211,10 @@ ROWS = {
         ),
         lines(
             "Packing efficiency",
-            "Share of real tokens among all tokens, with padding, that go through the model. If it is low, set "
-            "learner.batching to dynamic or packed.",
-            Query(now("asyncrl_learner_packing_efficiency_ratio", RUN), "real tokens"),
+            "Tokens of the rows divided by the tokens that go through the model. Padding makes it smaller than 1. If "
+            "it is low, set learner.batching to dynamic or packed. Packed rows that share a prompt make it larger "
+            "than 1.",
+            Query(now("asyncrl_learner_packing_efficiency_ratio", RUN), "of the rows"),
             unit="percentunit",
         ),
         lines(

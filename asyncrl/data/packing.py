@@ -11,6 +11,7 @@ heaviest bins are cut in two. Empty bins are never added, because a rank without
 | first_fit_shuffle | first bin with room, in a shuffled order, which mixes lengths within bins | ≤ 1.7 · OPT |
 | first_fit_decreasing | first bin with room, longest sequence first | ≤ 11/9 · OPT |
 | modified_first_fit_decreasing | fills bins of large sequences with what fits best, then first fit | ≤ 71/60 · OPT |
+| neighbours_together | concatenative, or the last rule where that needs over 1/8 more bins | ≤ 4/3 · OPT |
 
 OPT is the smallest possible number of bins. Bounds: Johnson et al. 1974, SIAM J. Comput. 3(4); Johnson & Garey 1985, "A
 71/60 theorem for bin packing".
@@ -23,6 +24,12 @@ from dataclasses import dataclass
 
 Bins = list[list[int]]
 """The positions of the sequences in each bin."""
+
+_MORE_BINS = 1 / 8
+"""How many more bins `neighbours_together` accepts. Bins that are not full are no wasted tokens, but another pass, and
+ranks wait for the rank with the fullest bin. For 16 groups of 8 with prompts of 512 tokens, completions of about 64 and
+bins of 16384, the rows that share their bin with the row before them, of the same group, save 75 % of all tokens with
+the concatenative rule and 4 % with modified_first_fit_decreasing; both need 5 bins."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -130,6 +137,7 @@ def get_packer(
         "first_fit_decreasing": _first_fit_decreasing,
         "first_fit_shuffle": shuffled,
         "modified_first_fit_decreasing": _modified_first_fit_decreasing,
+        "neighbours_together": _neighbours_together,
     }
     if algorithm.lower() not in places:
         raise ValueError(f"unknown packing algorithm {algorithm!r}; use one of {', '.join(places)}")
@@ -235,6 +243,13 @@ def _modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bin
     # Longest first, and equal lengths in the given order, as in first_fit_decreasing.
     order = [i for _, i in sorted(left, key=lambda item: (-item[0], item[1]))]
     return bins + _first_fit(order, lengths, capacity)
+
+
+def _neighbours_together(lengths: Sequence[int], capacity: int) -> Bins:
+    in_order, tight = _next_fit(lengths, capacity), _modified_first_fit_decreasing(lengths, capacity)
+    if len(in_order) <= (1 + _MORE_BINS) * len(tight):
+        return in_order
+    return [sorted(content) for content in tight]
 
 
 def _largest_that_fits(items: list[tuple[int, int]], room: int) -> int:

@@ -359,10 +359,10 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             LEARNER,
             "asyncrl_learner_model_flops_total",
             "Model FLOPs of the policy's training passes, counted as in PaLM (appendix B): only real tokens, "
-            "attention over all pairs of a row, no recomputation. Forward and backward passes count, also of skipped "
-            "steps; while only the critic is trained there is only the forward pass. Log-prob passes and the critic "
-            "do not count. Stays 0 for models that cannot be counted: a mixture of experts, a sliding window, or a "
-            "type other than llama, mistral, qwen2 and qwen3.",
+            "attention over all pairs of a row, no recomputation; a prompt that rows share counts for each of them. "
+            "Forward and backward passes count, also of skipped steps; while only the critic is trained there is only "
+            "the forward pass. Log-prob passes and the critic do not count. Stays 0 for models that cannot be counted: "
+            "a mixture of experts, a sliding window, or a type other than llama, mistral, qwen2 and qwen3.",
             own_unit="FLOPs",
         ),
         state_seconds(

@@ -370,7 +370,8 @@ NUMBERS: tuple[Number, ...] = (
     Number(
         "packing_efficiency_ratio",
         "ratio",
-        "Share of real tokens among all tokens, with padding, that went through the models of the ranks.",
+        "Tokens of the rows divided by the tokens that went through the models of the ranks. Padding makes it smaller "
+        "than 1; packed rows that share a prompt make it larger than 1.",
         "diagnostics",
     ),
     Number("duration_s", "seconds", "Time from the lease to the ack or skip.", "speed/step_duration_s", gauge=None),

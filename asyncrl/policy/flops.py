@@ -9,7 +9,8 @@ row of S tokens, and a model of L layers with H heads of width D and W weights i
 W counts the weights of all layers and of the output head. The head is counted at every token, also if it is tied. The
 second term is attention, QKᵀ and the product with V, over all S² pairs. A causal kernel needs about half of these
 pairs, but published utilisations count all of them. Not counted are embedding lookups, norms, biases, rotations,
-softmax and loss, padding, and activations that are computed again for the backward pass.
+softmax and loss, padding, and activations that are computed again for the backward pass. The count is of rows, not of
+what is computed for them: a prompt that packed rows share is computed once and counts for each row.
 
 Invariant: if a count is not known to be right, it is None, never a guess. So only the models in `COUNTED` are counted,
 no mixture of experts and no sliding window, and devices are identified by their exact names.

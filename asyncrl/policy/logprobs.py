@@ -64,6 +64,7 @@ def model_logprobs(
     packed = None if packed_lengths_B is None else PackedRows.of(input_ids_BS, lengths_B=packed_lengths_B)
     model_inputs = {"input_ids": input_ids_BS} if packed is None else packed.model_inputs()
     tokens: torch.Tensor = model_inputs["input_ids"]
+    targets = tokens[:, 1:] if packed is None else tokens
     made: list[torch.Tensor] = []
 
     def forward(hidden_BSD: torch.Tensor) -> torch.Tensor:
@@ -74,16 +75,17 @@ def model_logprobs(
                 f"every position",
                 key="model.path",
             )
+        before = hidden_BSD[:, :-1] if packed is None else hidden_BSD[:, packed.before_N]
         columns = chunked_logprobs(
-            hidden_BSD[:, :-1].flatten(0, 1),
+            before.flatten(0, 1),
             head.weight,
-            targets_N=tokens[:, 1:].flatten(),
+            targets_N=targets.flatten(),
             temperature=temperature,
             with_entropy=with_entropy,
             chunk_logits=chunk_logits,
         )
         stacked = torch.stack([column for column in columns if column is not None], dim=-1)
-        made.append(stacked.view(*tokens[:, 1:].shape, stacked.shape[-1]))
+        made.append(stacked.view(*targets.shape, stacked.shape[-1]))
         return made[-1]
 
     with _forward_replaced(head, forward):
@@ -95,7 +97,7 @@ def model_logprobs(
             key="model.path",
         )
     if packed is not None:
-        returned = packed.padded(returned, width=input_ids_BS.shape[1] - 1)
+        returned = packed.at_next_tokens(returned)
     logprobs_BT, *entropy_BT = returned.unbind(-1)
     return logprobs_BT, entropy_BT[0] if entropy_BT else None
 

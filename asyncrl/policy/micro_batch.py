@@ -149,7 +149,7 @@ def _logits(
         packed = PackedRows.of(input_ids_BS, lengths_B=packed_lengths_B)
         logits_1NV = model(**packed.model_inputs(), use_cache=False).logits.float()
         # the logits after a row's last token predict no trained token, so they are filled with 0
-        logits_BSV = torch.nn.functional.pad(packed.padded(logits_1NV, width=input_ids_BS.shape[1] - 1), (0, 0, 0, 1))
+        logits_BSV = torch.nn.functional.pad(packed.at_tokens(logits_1NV), (0, 0, 0, 1))
     return logits_BSV if temperature == 1.0 else logits_BSV / temperature
 
 

@@ -13,6 +13,7 @@ from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.masks import trained_mask
 from asyncrl.data.specs import NO_VERSION
 from asyncrl.errors import StalenessViolation
+from asyncrl.ranks.prefixes import shared_prefixes
 
 _NUMBERS = (*SOURCE_COLUMNS.values(), "advantages")
 
@@ -96,10 +97,15 @@ def staleness_counts(batch: BatchedDataDict, *, step: int) -> dict[int, int]:
 
 
 def tokens_passed(parts: Sequence[BatchedDataDict], *, packed: bool) -> tuple[int, int]:
-    """Returns (real tokens, all tokens) that pass through the model. All tokens include padding, unless rows are
-    packed."""
+    """Returns the number of tokens of all rows, and the number of tokens that pass through the model for them.
+
+    Padded rows pass with their padding, so the second number is not smaller. Packed rows pass without padding, and a
+    prefix that rows of a micro-batch share passes once, so the second number is not larger.
+    """
     real = sum(int(part["input_lengths"].sum()) for part in parts)
-    return real, real if packed else sum(part["input_ids"].numel() for part in parts)
+    if not packed:
+        return real, sum(part["input_ids"].numel() for part in parts)
+    return real, real - sum(sum(shared_prefixes(part["input_ids"], part["input_lengths"]).tokens) for part in parts)
 
 
 def row_lengths(parts: Sequence[BatchedDataDict]) -> list[int]:

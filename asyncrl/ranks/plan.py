@@ -50,14 +50,18 @@ class BatchingPlan:
 
     @property
     def packing(self) -> SequencePackingArgs | None:
-        """The arguments for packed rows, as a new dict; None in other modes."""
+        """The arguments for packed rows, as a new dict; None in other modes.
+
+        Rows of a group are neighbours. They share their prompt if they are in the same micro-batch, and every row still
+        counts with all of its tokens, so `tokens` is an upper bound of what a pass computes.
+        """
         if self.mode != "packed":
             return None
         return SequencePackingArgs(
             max_tokens_per_microbatch=self.tokens,
             input_key="input_ids",
             input_lengths_key="input_lengths",
-            algorithm="modified_first_fit_decreasing",
+            algorithm="neighbours_together",
             sequence_length_pad_multiple=1,
         )
 

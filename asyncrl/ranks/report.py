@@ -46,9 +46,9 @@ class StepReport:
     """Trained tokens by staleness: entry s is the number of tokens that are s versions old."""
     diagnostics: Mapping[str, float] = field(default_factory=dict)
     """Measurements by name: the measures of `asyncrl.algorithms.kernel`, except for a user's loss that takes logits;
-    the mean e^|log ρ| and the largest |log ρ|; the KL to the reference; the share of real tokens among the tokens that
-    went through the model; and the number of tokens that were left out because a log-prob or advantage was not finite.
-    A measurement that was not made has no entry."""
+    the mean e^|log ρ| and the largest |log ρ|; the KL to the reference; the tokens of the rows divided by the tokens
+    that went through the model; and the number of tokens that were left out because a log-prob or advantage was not
+    finite. A measurement that was not made has no entry."""
     loss_metrics: Mapping[str, float] = field(default_factory=dict)
     """The loss's own metrics, added over micro-batches and ranks and averaged over updates. The presets have
     `clipped_ratio` and `gated_ratio`."""
@@ -105,7 +105,8 @@ class RankRecord:
 
     All ranks have the same plans and learning rate, and outcomes for the same updates, which are those with a trained
     token. `staleness` counts the rank's own trained tokens by staleness. `nonfinite_tokens` were left out of training.
-    `passed_tokens` went through the rank's model, and `real_tokens` of them were not padding. `seconds` are by stage.
+    `real_tokens` is the number of tokens of the rows. `passed_tokens` went through the rank's model: more with padding,
+    fewer where packed rows share a prefix. `seconds` are by stage.
     `model_flops` and `peak_flops_per_s` are as in `StepReport`, for this rank. `weights_before` and `weights_after` are
     the rank's parts of the digests.
     """
@@ -210,7 +211,7 @@ def train_result(ranks: Sequence[RankRecord]) -> dict[str, Any]:
 
 
 def _packing(ranks: Sequence[RankRecord]) -> dict[str, float]:
-    """Returns the share of real tokens among all tokens that went through the ranks' models; empty if there were
+    """Returns the tokens of the rows divided by the tokens that went through the ranks' models; empty if there were
     none."""
     passed = sum(rank.passed_tokens for rank in ranks)
     return {"packing_efficiency_ratio": sum(rank.real_tokens for rank in ranks) / passed} if passed else {}

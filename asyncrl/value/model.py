@@ -60,5 +60,5 @@ def model_values(
     else:
         packed = PackedRows.of(input_ids_BS, lengths_B=packed_lengths_B)
         worth_1N1 = model(**packed.model_inputs()).unsqueeze(-1)
-        before_BT = packed.padded(worth_1N1, width=input_ids_BS.shape[1] - 1).squeeze(-1)
+        before_BT = packed.at_tokens(worth_1N1).squeeze(-1)
     return aligned(before_BT)

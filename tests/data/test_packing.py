@@ -6,7 +6,10 @@ from hypothesis import strategies as st
 
 from asyncrl.data.packing import get_packer
 
-ALGORITHMS = ("concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing")
+ALGORITHMS = (
+    "concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing",
+    "neighbours_together",
+)  # fmt: skip
 CAPACITY = 60
 LENGTHS = st.lists(st.integers(0, CAPACITY), max_size=40)
 
@@ -168,3 +171,22 @@ def test_metrics_are_summed_over_calls_and_absent_unless_collected() -> None:
     assert (metrics.calls, metrics.sequences, metrics.tokens, metrics.bins, metrics.bins_added) == (2, 5, 18, 4, 1)
     assert metrics.waste_tokens == 22
     assert metrics.efficiency == 18 / 40
+
+
+@given(lengths=LENGTHS)
+@settings(max_examples=40, deadline=None)
+def test_neighbours_are_together_unless_that_needs_over_an_eighth_more_bins(lengths: list[int]) -> None:
+    in_order = get_packer("concatenative", CAPACITY).pack(lengths)
+    tight = get_packer("modified_first_fit_decreasing", CAPACITY).pack(lengths)
+    found = get_packer("neighbours_together", CAPACITY).pack(lengths)
+    if 8 * len(in_order) <= 9 * len(tight):
+        assert found == in_order
+    else:
+        assert found == [sorted(content) for content in tight]
+
+
+def test_groups_stay_together_where_sorting_by_length_scatters_them() -> None:
+    lengths = [20 + (7 * i) % 8 for i in range(64)]
+    assert get_packer("neighbours_together", 200).pack(lengths) == [list(range(i, i + 8)) for i in range(0, 64, 8)]
+    # the given order needs 8 bins here, because 40 and 30 do not fit into one
+    assert get_packer("neighbours_together", 60).pack([40, 30] * 4) == [[0], [2], [4], [6], [1, 3], [5, 7]]

@@ -90,15 +90,13 @@ def test_without_boundaries_it_is_causal_attention_over_padded_rows(model: PreTr
     assert_reordered(got_BT[inside_BT], want_BT[inside_BT], spread=OUTPUT)
 
 
-def test_values_return_to_their_rows_with_or_without_the_last_token() -> None:
+def test_values_return_to_their_rows() -> None:
     tokens_BS, lengths_B = rows()
     packed = PackedRows.of(tokens_BS, lengths_B=lengths_B)
-    numbers_1NC = torch.arange(sum(LENGTHS), dtype=torch.float32).view(1, -1, 1)
-    want = [[0, 1, 2, 3], [], [6, 7, 8, 9, 10, 11, 12, 13], [15], [17, 18, 19, 20, 21]]
-    for values_1NC in (numbers_1NC, numbers_1NC[:, :-1]):
-        found_BT = packed.padded(values_1NC, width=8)[..., 0]
-        assert [row[: len(part)] for row, part in zip(found_BT.tolist(), want, strict=True)] == want
-        assert found_BT.sum() == sum(map(sum, want)), "nothing beyond the rows' ends"
+    numbers_1NC = packed.input_ids_1N.unsqueeze(-1)
+    inside_BT = torch.arange(8) < (lengths_B - 1).unsqueeze(1)
+    assert torch.equal(packed.at_tokens(numbers_1NC)[..., 0], tokens_BS[:, :-1] * inside_BT)
+    assert torch.equal(packed.at_next_tokens(numbers_1NC)[..., 0], tokens_BS[:, 1:] * inside_BT)
 
 
 @pytest.mark.parametrize("asked", [{"softcap": 30.0}, {"s_aux": torch.zeros(1)}])

@@ -1,0 +1,79 @@
+"""Finds rows that begin with the same tokens, such as the rows of a group, so that a model computes these tokens once.
+
+Causal attention gives equal hidden states to equal tokens at equal positions. So the tokens themselves decide what rows
+share, and no hint about groups is needed. Rows share with their neighbours only: a run is a number of consecutive rows,
+and its first row, the leader, computes the prefix for all of them.
+
+Invariants: a leader shares nothing with an earlier row, and no row shares more tokens than it has.
+
+Legend: B rows, S tokens.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+_SMALLEST_SHARE = 1 / 8
+"""A row shares its first tokens only if they are at least this part of it. The attention must gather the shared tokens
+of each row. For an eighth of the row this made a model of width 64 on a CPU 0.89 to 0.94 times as fast, and a model of
+width 256 1.05 times as fast; for a third of the row, the model of width 64 was 1.05 to 1.6 times as fast."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedPrefixes:
+    """Row b has its first `tokens[b]` tokens in common with row `leaders[b]`, which computes them. A leader has 0
+    tokens and names itself."""
+
+    leaders: list[int]
+    tokens: list[int]
+
+
+def shared_prefixes(input_ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> SharedPrefixes:
+    """Cuts the rows into runs so that sharing saves as many tokens as possible. Then it leaves out rows that share less
+    than an eighth of their tokens.
+
+    `lengths_B` has the number of tokens of each row; later tokens are padding. Waits for the device: it needs two
+    numbers of each row on the host.
+
+    >>> rows = torch.tensor([[5, 6, 7], [5, 6, 8], [5, 9, 9]])
+    >>> shared_prefixes(rows, torch.tensor([3, 3, 3]))
+    SharedPrefixes(leaders=[0, 0, 2], tokens=[0, 2, 0])
+    """
+    shorter_B = torch.minimum(lengths_B[1:], lengths_B[:-1])
+    inside_BS = torch.arange(input_ids_BS.shape[1], device=input_ids_BS.device) < shorter_B.unsqueeze(1)
+    equal_BS = inside_BS & (input_ids_BS[1:] == input_ids_BS[:-1])
+    found = _best_runs(equal_BS.cumprod(1).sum(1).tolist())
+    for row, length in enumerate(lengths_B.tolist()):
+        if found.tokens[row] < _SMALLEST_SHARE * length:
+            found.leaders[row], found.tokens[row] = row, 0
+    return found
+
+
+def _best_runs(common: list[int]) -> SharedPrefixes:
+    """Cuts rows into runs. `common[b]` is the number of first tokens that row b and row b + 1 have in common.
+
+    The rows of a run have min(common) tokens in common, and all of them but the leader save as many. The best cut of
+    the first rows is found for each number of rows in turn, from the best cuts of fewer rows.
+    """
+    rows = len(common) + 1
+    saved = np.zeros(rows + 1, dtype=np.int64)  # saved[n]: tokens that the best cut of the first n rows saves
+    best_leader = np.zeros(rows + 1, dtype=np.int64)
+    best_prefix = np.zeros(rows + 1, dtype=np.int64)
+    prefix = np.zeros(rows, dtype=np.int64)  # prefix[b]: tokens that the rows from b to the last one have in common
+    for last in range(rows):
+        if last > 0:
+            prefix[last - 1] = common[last - 1]
+            np.minimum(prefix[:last], common[last - 1], out=prefix[:last])
+        totals = saved[: last + 1] + np.arange(last, -1, -1) * prefix[: last + 1]
+        leader = int(totals.argmax())
+        saved[last + 1], best_leader[last + 1], best_prefix[last + 1] = totals[leader], leader, prefix[leader]
+    leaders, tokens = list(range(rows)), [0] * rows
+    end = rows
+    while end > 0:
+        leader = int(best_leader[end])
+        for row in range(leader + 1, end):
+            if best_prefix[end] > 0:
+                leaders[row], tokens[row] = leader, int(best_prefix[end])
+        end = leader
+    return SharedPrefixes(leaders=leaders, tokens=tokens)
