@@ -28,14 +28,13 @@ SAVING = "saving"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """A pickled object of the caller, such as a loss. The ranks load it themselves: if a rank cannot import it, the
-    call is refused, and the rank goes on."""
+    """An object of the caller, such as a loss, in Ray's object store.
 
-    pickled: bytes
+    Ray does not resolve a reference inside another object, so the ranks load the object themselves. If a rank cannot
+    import it, the call is refused, and the rank goes on.
+    """
 
-    @classmethod
-    def of(cls, item: Any) -> Shared:
-        return cls(pickled=ray.cloudpickle.dumps(item))  # type: ignore[no-untyped-call]
+    ref: ray.ObjectRef[Any]
 
 
 class RankActor:
@@ -129,7 +128,7 @@ class RankActor:
             return []
         opened: list[Any] = []
         with self._ready().together():
-            opened += [ray.cloudpickle.loads(item.pickled) for item in shared]
+            opened += [ray.get(item.ref, timeout=self._config.run.stall_timeout_s) for item in shared]
         return opened
 
     def _ready(self) -> RankWorker[Any]:

@@ -147,7 +147,7 @@ class RankGroup(Generic[WorkerT]):
         positional arguments `shared` may be any object of the caller, such as a loss.
         """
         name, ranks = method.__name__, self._alive()
-        common = [Shared.of(item) for item in shared]
+        common = [Shared(ref=ray.put(item)) for item in shared]
         calls = [
             rank.call_with_rows.remote(name, shard, writes, *common, **options)
             for rank, shard in zip(ranks, shards, strict=True)

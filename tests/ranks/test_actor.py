@@ -4,6 +4,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+import ray
+
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data_plane.interfaces import KVBatchMeta
@@ -73,11 +76,12 @@ def test_the_result_is_returned_if_no_column_is_to_be_written_and_the_step_check
     assert worker.calls == [({"step": 5},)]
 
 
-def test_rows_in_hand_are_passed_on_with_the_objects_that_the_ranks_share() -> None:
+def test_rows_in_hand_are_passed_on_with_the_objects_that_the_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
     actor, worker, rows = rank()
-    shared = Shared.of("a loss")
+    monkeypatch.setattr(ray, "get", lambda ref, timeout: f"opened {ref}")
+    shared: Any = Shared(ref="loss")  # type: ignore[arg-type]
     assert actor.call_with_rows("score", BatchedDataDict(x=[2.0]), {}, shared)["logprobs"] == [2.0]
-    assert worker.calls == [("a loss", {})]
+    assert worker.calls == [("opened loss", {})]
     assert not rows.fetched
 
 
