@@ -289,7 +289,8 @@ def test_a_critic_learns_beside_a_policy_that_waits_for_it(run_command: Run, mod
 
     run = run_up(
         run_command, model_path, tmp_path,
-        ENDLESS, DENSE, "critic.warmup_steps=4", "learner.micro_batch_size=1", f"metrics.learner_port={port}",
+        ENDLESS, DENSE, "critic.warmup_steps=4", "learner.batching=padded", "learner.micro_batch_size=1",
+        f"metrics.learner_port={port}",
         config=PPO, while_it_runs=seen,
     )  # fmt: skip
     summary = summary_of(run)
