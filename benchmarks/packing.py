@@ -44,6 +44,21 @@ def ways(batch: BatchedDataDict, *, budget: int, longest: int) -> dict[str, list
     return {"in order": [batch.slice(start, start + rows) for start in range(0, batch.size, rows)], **cut}
 
 
+def small_model(*, width: int, layers: int, heads: int, key_heads: int) -> Qwen3ForCausalLM:
+    """Returns a Qwen3 with random weights."""
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCABULARY,
+            hidden_size=width,
+            intermediate_size=3 * width,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=key_heads,
+            head_dim=width // heads,
+        )
+    )
+
+
 def measured(work: Callable[[], None]) -> float:
     """Returns the seconds that `work` takes."""
     start = time.perf_counter()
@@ -61,17 +76,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=VOCABULARY,
-            hidden_size=arguments.width,
-            intermediate_size=3 * arguments.width,
-            num_hidden_layers=arguments.layers,
-            num_attention_heads=arguments.width // 64,
-            num_key_value_heads=arguments.width // 64,
-            head_dim=64,
-        )
-    )
+    heads = arguments.width // 64
+    model = small_model(width=arguments.width, layers=arguments.layers, heads=heads, key_heads=heads)
     lengths_B = long_tailed(arguments.rows, longest=arguments.longest)
     batch = BatchedDataDict(
         input_ids=torch.randint(VOCABULARY, (arguments.rows, arguments.longest)), input_lengths=lengths_B

@@ -12,12 +12,10 @@ import argparse
 import time
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from packing import VOCABULARY, small_model
 
 from asyncrl.policy.logprobs import model_logprobs
 from asyncrl.ranks.packed import ATTENTION, PackedRows
-
-VOCABULARY = 4096
 
 
 def rows(*, groups: int, group_size: int, prompt: int, answer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,17 +37,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=VOCABULARY,
-            hidden_size=arguments.width,
-            intermediate_size=3 * arguments.width,
-            num_hidden_layers=arguments.layers,
-            num_attention_heads=arguments.heads,
-            num_key_value_heads=arguments.heads // 2,
-            head_dim=arguments.width // arguments.heads,
-        )
-    )
+    heads = arguments.heads
+    model = small_model(width=arguments.width, layers=arguments.layers, heads=heads, key_heads=heads // 2)
     model.set_attn_implementation(ATTENTION)
     shared_BS, lengths_B = rows(
         groups=arguments.groups, group_size=arguments.group_size, prompt=arguments.prompt, answer=arguments.answer
