@@ -574,6 +574,11 @@ class Config(Section):
     ray: Annotated[RaySection, PER_DEPLOYMENT] = RaySection()
     """The Ray cluster."""
 
+    @property
+    def seeds_samples(self) -> bool:
+        """Whether each sample has a seed of its own (`generator.seeded`)."""
+        return self.staleness.max_versions == 0 if self.generator.seeded is None else self.generator.seeded
+
     def rank_pools(self) -> dict[str, LearnerSection | CriticSection]:
         """Returns the sections of the pools that have ranks, by name: `learner`, and `critic` if the run has one."""
         return {"learner": self.learner} | ({} if self.critic is None else {"critic": self.critic})

@@ -60,8 +60,6 @@ class Rollouts:
         self._tokenizer = tokenizer
         self._scorer = scorer
         self._replica = replica
-        seeded = config.generator.seeded
-        self._seeded = config.staleness.max_versions == 0 if seeded is None else seeded
         self._clock = clock
 
     async def run(
@@ -81,7 +79,7 @@ class Rollouts:
         completions = await self._engine.generate(
             prompt_ids,
             n=group_size,
-            seed=ticket.seed if self._seeded else None,
+            seed=ticket.seed if self._config.seeds_samples else None,
             temperature=self._config.generator.temperature,
             max_tokens=budget,
             prefix=prefix,
