@@ -54,9 +54,9 @@ async def _generate(config: Config, prompts: list[list[int]], *, seconds: float)
             prompt = prompts[number % len(prompts)]
             room = config.model.max_length - len(prompt)
             parameters = SamplingParams(
-                n=group_size, seed=number * group_size if config.seeds_samples else None, temperature=generator.temperature,
-                max_tokens=min(generator.max_completion_tokens, room), logprobs=0, flat_logprobs=True,
-                detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+                n=group_size, seed=number * group_size if config.seeds_samples else None,
+                temperature=generator.temperature, max_tokens=min(generator.max_completion_tokens, room),
+                logprobs=0, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
             )  # fmt: skip
             async for output in llm.generate({"prompt_token_ids": prompt}, parameters, f"bare-{number}"):
                 lengths.extend((len(prompt), len(each.token_ids)) for each in output.outputs)
