@@ -44,8 +44,8 @@ mutations: $(STAMP)
 processors: $(STAMP)
 	$(BIN)/python tests/run_processors.py $(ARGS)
 
-# Measures how fast runs are, and writes the tables in docs/benchmarks.md. Takes about 40 minutes on two CPU cores, which
-# must have no other work. The first call makes an environment for TRL.
+# Measures how fast runs are, and writes the tables in docs/benchmarks.md. The machine must have no other work. The first
+# call makes an environment for TRL.
 bench: $(STAMP)
 	$(BIN)/python benchmarks/overlap.py --write
 	$(BIN)/python benchmarks/profile_run.py --write

@@ -8,7 +8,7 @@ other: a plain vLLM engine with the requests of the run, a plain torch loop that
 (`bare_loops.py`), an asynchronous run, and the same run with `staleness.max_versions: 0`. All ratios are within one run
 of the script. `--write` puts the tables into docs/benchmarks.md.
 
-Workloads: `quickstart` has answers of 5 tokens; `answers` has answers of 1 to 128 tokens, 72 on average; `long` has a
+Workloads: `quickstart` has answers of 5 tokens; `answers` has answers of 1 to 128 tokens; `long` has a
 model of 30 million parameters and answers of up to 256 tokens, 4 groups of 4 samples a step.
 """
 
