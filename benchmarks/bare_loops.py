@@ -38,6 +38,7 @@ def bare_generator(config: Config, *, seconds: float) -> dict[str, Any]:
 
 async def _generate(config: Config, prompts: list[list[int]], *, seconds: float) -> dict[str, Any]:
     from vllm import SamplingParams
+    from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind
 
     from asyncrl.generation.vllm_engine import VLLMEngine
@@ -58,7 +59,7 @@ async def _generate(config: Config, prompts: list[list[int]], *, seconds: float)
                 temperature=generator.temperature, max_tokens=min(generator.max_completion_tokens, room),
                 logprobs=0, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
             )  # fmt: skip
-            async for output in llm.generate({"prompt_token_ids": prompt}, parameters, f"bare-{number}"):
+            async for output in llm.generate(tokens_input(prompt), parameters, f"bare-{number}"):
                 lengths.extend((len(prompt), len(each.token_ids)) for each in output.outputs)
 
     slots = [asyncio.create_task(slot()) for _ in range(generator.max_concurrent_groups)]

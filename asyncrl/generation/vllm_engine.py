@@ -298,14 +298,15 @@ class VLLMEngine:
         """Runs one request of vLLM with these fields of its `SamplingParams`, whose completions are `children`. Returns
         its output."""
         from vllm import SamplingParams
+        from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
         parameters = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **sampling)
         request_id = f"asyncrl-{next(self._requests)}"
-        prompt: dict[str, Any] = {"prompt_token_ids": list(tokens)}
-        if self.weights.version is not None:
-            # The salt keeps a new request from using a cached prefix that another version has computed.
-            prompt["cache_salt"] = str(self.weights.version)
+        # The salt keeps a new request from using a cached prefix that another version has computed.
+        salt = None if self.weights.version is None else str(self.weights.version)
+        # vLLM would render a prompt of another kind, in a thread of its own.
+        prompt = tokens_input(list(tokens), cache_salt=salt)
         self._running.add(request_id)
         aborts = self._aborts
         final = None

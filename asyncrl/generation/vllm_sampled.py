@@ -125,8 +125,10 @@ def _versions(starts: Sequence[tuple[str, int]], tokens: int) -> list[Version]:
         raise DataError(
             f"vLLM did not label the first of {tokens} tokens with a weight version", reason="version_spans"
         )
-    ends = [start for _, start in starts[1:]] + [tokens]
-    return [Version.parse(label) for (label, start), end in zip(starts, ends, strict=True) for _ in range(start, end)]
+    versions: list[Version] = []
+    for (label, start), end in zip(starts, [*(start for _, start in starts[1:]), tokens], strict=True):
+        versions += [Version.parse(label)] * (end - start)
+    return versions
 
 
 def until_stop(
