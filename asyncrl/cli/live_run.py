@@ -20,7 +20,7 @@ from asyncrl.deployment.known_runs import has_checkpoint, may_have_died, read_in
 from asyncrl.deployment.launch import log_to, run_until_done
 from asyncrl.deployment.resuming import Choice, Resumed, no_checkpoint, unfinished_run
 from asyncrl.deployment.run_dir import RunDir
-from asyncrl.deployment.screen import Screen
+from asyncrl.deployment.screen import Screen, StartLog
 from asyncrl.errors import LearnerNotRestored
 from asyncrl.learner.records import Summary
 from asyncrl.metrics.states import monotonic_at_process_start
@@ -111,7 +111,7 @@ def shown_run(
         print_previous(run_dir)
         with LiveDisplay(console, every_steps=LINE_EVERY_STEPS) as display:
             report = partial(console.print, markup=False, highlight=False)
-            yield run_dir, Screen(show=display.update, report=report, started_s=started_s)
+            yield run_dir, Screen(show=StartLog(display.update).update, report=report, started_s=started_s)
 
 
 @contextlib.contextmanager

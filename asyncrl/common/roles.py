@@ -18,3 +18,7 @@ class RunState(StrEnum):
     CLOSING = "closing"
     FINISHED = "finished"
     FAILED = "failed"
+
+
+TRAINING = "training"
+"""The phase of a learner that trains. Its other phases are free text."""

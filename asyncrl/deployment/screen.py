@@ -1,11 +1,16 @@
 """Shows a run on its terminal: the live view, and permanent lines above it."""
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
+from asyncrl.common.roles import TRAINING
 from asyncrl.config.schema import Config
 from asyncrl.views.live import LiveView, starting_view
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,3 +32,31 @@ class Screen:
     def starting(self, config: Config, phase: str) -> None:
         """Shows a phase of the start at once, because the next call may block the event loop for long."""
         self.show(starting_view(config, phase=phase, elapsed_s=self.elapsed_s))
+
+
+class StartLog:
+    """Passes views on to `show`. After the first step of a start, logs once how long each phase before it took.
+
+    A phase counts until the next one is seen. The last one is the wait for the first step.
+    """
+
+    def __init__(self, show: Callable[[LiveView], None]) -> None:
+        self._show = show
+        self._begins: list[tuple[str, float]] = [("importing the command", 0.0)]
+        self._steps_before: int | None = None
+        """Steps of a resumed run; None before training has begun."""
+        self._logged = False
+
+    def update(self, view: LiveView) -> None:
+        self._show(view)
+        if self._logged:
+            return
+        if view.phase != self._begins[-1][0]:
+            self._begins.append((view.phase, view.elapsed_s))
+        if self._steps_before is None:
+            self._steps_before = view.step if view.phase == TRAINING else None
+        elif view.step > self._steps_before:
+            self._logged = True
+            ends = [*self._begins, ("", view.elapsed_s)]
+            parts = [f"{phase} {end_s - begin_s:.1f} s" for (phase, begin_s), (_, end_s) in pairwise(ends)]
+            logger.info("the first step was trained %.1f s after the start: %s", view.elapsed_s, ", ".join(parts))

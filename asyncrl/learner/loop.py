@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from asyncrl.buffer.records import Lease, LeaseWait
-from asyncrl.common.roles import RunState
+from asyncrl.common.roles import TRAINING, RunState
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
@@ -144,7 +144,7 @@ class LearnerLoop:
             await self._publisher.settle()
         await self._coordinator.call(LearnerCalls.resume, self._incarnation)
         await self._coordinator.call(LearnerCalls.set_state, self._incarnation, RunState.RUNNING)
-        self.phase = "training"
+        self.phase = TRAINING
         try:
             while (lease := await self._lease(stop)) is not None:
                 version = await self._step_or_give_back(lease)
@@ -216,7 +216,7 @@ class LearnerLoop:
         samples = self._stages.judge(lease)
         meta = step_meta(lease)
         waits = self._stages.policy_waits(lease.step)
-        self.phase = "training only the critic (critic.warmup_steps)" if waits else "training"
+        self.phase = "training only the critic (critic.warmup_steps)" if waits else TRAINING
         try:
             report, critic_report = await self._stages.train(meta, samples, step=lease.step)
         except RowsLost as lost:
