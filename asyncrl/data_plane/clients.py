@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from asyncrl.config.schema import Config
@@ -25,6 +25,9 @@ TRAIN_PARTITION = "train"
 """Name of the partition with the rows of all future steps."""
 PREFIX_PARTITION = "prefixes"
 """Name of the partition with the partial generations of groups that are not finished."""
+PADDED_TOKENS = 2**16
+"""Groups with fewer tokens are stored together however they differ in width, because a put takes several calls."""
+PADDING = 1.1
 
 
 def open_client(config: Config) -> DataPlaneClient:
@@ -62,7 +65,8 @@ class GroupRows:
         self._client: DataPlaneClient | None = None
 
     async def put(self, rows_by_key: Mapping[str, BatchedDataDict]) -> None:
-        """Stores the rows [G, S] (G samples, S tokens) of the groups `<group>.<attempt>`: all groups or none."""
+        """Stores the rows [G, S] (G samples, S tokens) of the groups `<group>.<attempt>`. If it raises, it may have
+        stored some of them."""
         await asyncio.to_thread(self._put, rows_by_key)
 
     async def clear(self, keys: Sequence[str]) -> None:
@@ -85,9 +89,10 @@ class GroupRows:
         from asyncrl.data.batched_data_dict import BatchedDataDict
         from asyncrl.data_plane.codec import PAD_VALUES
 
-        ids = [sample for key, rows in rows_by_key.items() for sample in samples_of(key, count=rows.size)]
-        rows = BatchedDataDict.from_batches([*rows_by_key.values()], pad_value_dict=dict(PAD_VALUES))
-        self._opened().put_samples(ids, self._partition, fields=rows)
+        for keys in _alike(rows_by_key):
+            ids = [sample for key in keys for sample in samples_of(key, count=rows_by_key[key].size)]
+            rows = BatchedDataDict.from_batches([rows_by_key[key] for key in keys], pad_value_dict=dict(PAD_VALUES))
+            self._opened().put_samples(ids, self._partition, fields=rows)
 
     def _opened(self) -> DataPlaneClient:
         with _OPENING:
@@ -97,6 +102,23 @@ class GroupRows:
                     client.register_partition(self._partition, [], self._config.learner.group_size, [])
                 self._client = client
         return self._client
+
+
+def _alike(rows_by_key: Mapping[str, BatchedDataDict]) -> Iterator[list[str]]:
+    """Yields the keys of groups to store together. They are padded to the widest one, so a batch of more than
+    `PADDED_TOKENS` has at most `PADDING` times as many tokens as its groups."""
+    keys: list[str] = []
+    samples = tokens = 0
+    for key in sorted(rows_by_key, key=lambda key: rows_by_key[key]["input_ids"].shape[1]):
+        count, width = rows_by_key[key]["input_ids"].shape
+        padded = (samples + count) * width
+        if keys and padded > max(PADDED_TOKENS, PADDING * (tokens + count * width)):
+            yield keys
+            keys, samples, tokens = [], 0, 0
+        keys.append(key)
+        samples, tokens = samples + count, tokens + count * width
+    if keys:
+        yield keys
 
 
 _OPENING = threading.Lock()

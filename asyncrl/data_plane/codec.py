@@ -10,7 +10,7 @@ Shape letters: B rows, S tokens, N tokens of all rows.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,11 +59,6 @@ class Column:
         one = self.values.nbytes // max(len(self.values), 1)
         return np.full(len(self), one) if self.ends is None else np.diff(self.ends, prepend=0) * one
 
-    def tokens(self, row: int, limit: int | None = None) -> int:
-        """Returns the number of tokens of a row, at most `limit`; 0 for a column without tokens."""
-        tokens = 0 if self.ends is None else int(self.ends[row] - self._start(row))
-        return tokens if limit is None else min(tokens, limit)
-
     def row(self, row: int) -> Any:
         """Returns the value of one row, or a view of its tokens."""
         return self.values[row] if self.ends is None else self.values[self._start(row) : int(self.ends[row])]
@@ -79,6 +74,12 @@ class Column:
         ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
         return Column(values=values, dtype=self.dtype, ends=ends)
 
+    def spans(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Returns where the tokens of these rows begin in `values`, and how many they are."""
+        assert self.ends is not None
+        starts = np.where(rows > 0, self.ends[rows - 1], 0)
+        return starts, self.ends[rows] - starts
+
     def wire(self) -> WireColumn:
         """Returns plain arrays, so that a process that only passes rows on can unpickle them without torch."""
         return self.values, self.ends, None if self.dtype is None else str(self.dtype).removeprefix("torch.")
@@ -91,6 +92,23 @@ class Column:
     def _start(self, row: int) -> int:
         assert self.ends is not None
         return int(self.ends[row - 1]) if row else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picked:
+    """The rows of a batch in encoded columns: row i of the batch is row `rows[i]` of `columns[numbers[i]]`."""
+
+    columns: Sequence[Column]
+    numbers: Sequence[int]
+    rows: Sequence[int]
+
+    def parts(self) -> Iterator[tuple[Column, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+        """Yields each column that has rows of the batch, with their places in the batch and in the column."""
+        numbers_B, rows_B = (np.array(each, dtype=np.int64) for each in (self.numbers, self.rows))
+        for number, column in enumerate(self.columns):
+            places = np.flatnonzero(numbers_B == number)
+            if len(places):
+                yield column, places, rows_B[places]
 
 
 def encode(fields: Mapping[str, Any], *, lengths: Sequence[int] | None = None) -> dict[str, Column]:
@@ -126,28 +144,21 @@ def encode(fields: Mapping[str, Any], *, lengths: Sequence[int] | None = None) -
 
 
 def decode(
-    fields: Mapping[str, Sequence[tuple[Column, int]]],
+    fields: Mapping[str, Picked],
     *,
     lengths: Sequence[int | None] | None = None,
     width: int | None = None,
     pad_value_dict: Mapping[str, float] | None = None,
 ) -> BatchedDataDict:
-    """Builds a batch. `fields` gives for each field the (column, row) of every row of the batch.
+    """Builds a batch of the rows that are picked of each field.
 
     A row's tokens end at its entry in `lengths`, if there is one; tokens beyond it are treated as padding. Per-token
     columns are right-padded to `width`, or to the longest row of all of them. Raises ValueError for a row longer than
     `width`, and when the rows of a field differ in dtype or kind.
     """
-    rows = len(next(iter(fields.values()), ()))
-    limits = [None] * rows if lengths is None else lengths
-    longest = max(
-        (
-            column.tokens(row, limit)
-            for places in fields.values()
-            for (column, row), limit in zip(places, limits, strict=True)
-        ),
-        default=0,
-    )
+    limits_B = None if lengths is None else np.array([_ANY if n is None else n for n in lengths], dtype=np.int64)
+    parts = {name: [_Part.of(*part, limits_B=limits_B) for part in picked.parts()] for name, picked in fields.items()}
+    longest = max((int(part.tokens.max()) for of_field in parts.values() for part in of_field), default=0)
     if width is not None and longest > width:
         raise ValueError(
             f"a row has {longest} tokens, more than the width {width} to pad to (global_forward_pad_seqlen); stamp a "
@@ -156,8 +167,14 @@ def decode(
     pads = {**PAD_VALUES, **(pad_value_dict or {})}
     return BatchedDataDict(
         {
-            name: _joined(name, places, limits, width=longest if width is None else width, pad_value=pads.get(name, 0))
-            for name, places in fields.items()
+            name: _joined(
+                name,
+                of_field,
+                rows=len(fields[name].rows),
+                width=longest if width is None else width,
+                pad_value=pads.get(name, 0),
+            )
+            for name, of_field in parts.items()
         }
     )
 
@@ -201,16 +218,18 @@ def _check_widths(widths: Mapping[str, int], *, lengths: Sequence[int]) -> None:
 def _check_tokens(columns: Mapping[str, Column], *, lengths: Sequence[int]) -> None:
     """Raises ValueError for a row longer than its length. Only jagged columns can have one; padded ones were cut."""
     for name, column in columns.items():
-        if not column.per_token:
+        if column.ends is None:
             continue
         if len(column) != len(lengths):
             raise ValueError(f"field {name!r} has {len(column)} rows, but there are {len(lengths)} lengths")
-        for row, length in enumerate(lengths):
-            if column.tokens(row) > length:
-                raise ValueError(
-                    f"field {name!r}: row {row} has {column.tokens(row)} tokens, more than its length {length}; check "
-                    "input_lengths"
-                )
+        tokens = np.diff(column.ends, prepend=0)
+        longer = np.flatnonzero(tokens > np.array(lengths))
+        if len(longer):
+            row = int(longer[0])
+            raise ValueError(
+                f"field {name!r}: row {row} has {tokens[row]} tokens, more than its length {lengths[row]}; check "
+                "input_lengths"
+            )
 
 
 def _encoded(name: str, column: Any, *, lengths: Sequence[int] | None) -> Column:
@@ -268,37 +287,68 @@ def _array(tensor: torch.Tensor) -> npt.NDArray[Any]:
         return tensor.contiguous().view(_CARRIERS[tensor.element_size()]).numpy()
 
 
-def _joined(
-    name: str,
-    places: Sequence[tuple[Column, int]],
-    limits: Sequence[int | None],
-    *,
-    width: int,
-    pad_value: float,
-) -> Any:
-    if not places:
+_ANY = np.iinfo(np.int64).max
+"""The limit of a row whose length is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows of a batch that one column holds: their `places` in the batch, their `rows` in the column, and where their
+    tokens start there. They have no tokens if the column is not per token."""
+
+    column: Column
+    places: npt.NDArray[np.int64]
+    rows: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    tokens: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(
+        cls,
+        column: Column,
+        places: npt.NDArray[np.int64],
+        rows: npt.NDArray[np.int64],
+        *,
+        limits_B: npt.NDArray[np.int64] | None,
+    ) -> "_Part":
+        none = np.zeros_like(rows)
+        starts, tokens = column.spans(rows) if column.per_token else (none, none)
+        return cls(column, places, rows, starts, tokens if limits_B is None else np.minimum(tokens, limits_B[places]))
+
+
+def _joined(name: str, parts: Sequence[_Part], *, rows: int, width: int, pad_value: float) -> Any:
+    if not parts:
         return []
-    first = places[0][0]
-    kinds = {(column.dtype, column.per_token) for column, _ in places}
+    first = parts[0].column
+    kinds = {(part.column.dtype, part.column.per_token) for part in parts}
     if len(kinds) > 1:
         raise ValueError(
             f"field {name!r}: its rows were put with different dtypes or kinds, {sorted(map(str, kinds))}; put all "
             "rows of a field with the same dtype"
         )
     if first.dtype is None:
-        return [column.row(row) for column, row in places]
-    if first.ends is None:
-        return torch.from_numpy(np.array([column.row(row) for column, row in places])).view(first.dtype)
-    trailing = {np.shape(column.values)[1:] for column, _ in places}
+        values: list[Any] = [None] * rows
+        for part in parts:
+            for place, row in zip(part.places.tolist(), part.rows.tolist(), strict=True):
+                values[place] = part.column.values[row]
+        return values
+    trailing = {np.shape(part.column.values)[1:] for part in parts}
     if len(trailing) > 1:
         raise ValueError(
             f"field {name!r}: its rows have different shapes after dim 1, {sorted(trailing)}; put all rows of a field "
             "with the same shape"
         )
-    batch = torch.full((len(places), width, *trailing.pop()), pad_value, dtype=first.dtype)
+    if not first.per_token:
+        batch = torch.empty((rows, *trailing.pop()), dtype=first.dtype)
+        array = _array(batch)
+        for part in parts:
+            array[part.places] = part.column.values[part.rows]
+        return batch
+    batch = torch.full((rows, width, *trailing.pop()), pad_value, dtype=first.dtype)
     # Write through an array of the carrier's type, because shared and read-only rows can be copied into it unchanged.
     array = _array(batch)
-    for i, ((column, row), limit) in enumerate(zip(places, limits, strict=True)):
-        tokens = column.row(row)[:limit]
-        array[i, : len(tokens)] = tokens
+    for part in parts:
+        flat = part.column.values
+        for place, start, tokens in zip(part.places.tolist(), part.starts.tolist(), part.tokens.tolist(), strict=True):
+            array[place, :tokens] = flat[start : start + tokens]
     return batch

@@ -27,13 +27,13 @@ from ray.exceptions import GetTimeoutError, ObjectLostError
 from asyncrl.data_plane.calls import answer, start
 from asyncrl.data_plane.partition_actor import Index
 from asyncrl.data_plane.partitioned_client import PartitionedClient
-from asyncrl.data_plane.partitions import StoredAt
+from asyncrl.data_plane.partitions import Places, StoredAt
 from asyncrl.data_plane.row_store import RowStore, ensure_row_store
 from asyncrl.data_plane.sample_ids import group_of
 from asyncrl.errors import ActorGone, RowsLost
 
 if TYPE_CHECKING:
-    from asyncrl.data_plane.codec import Column, WireColumn
+    from asyncrl.data_plane.codec import Column, Picked, WireColumn
 
 OBJECT_BYTES = 2**20
 """Groups share an object up to this size, bytes. A larger group has an object of its own."""
@@ -84,30 +84,28 @@ class ObjectStoreClient(PartitionedClient):
             start(self._handle(store), RowStore.clear, list(objects))
             raise
 
-    def _load(
-        self, partition_id: str, sample_ids: Sequence[str], places: Mapping[str, Sequence[StoredAt]]
-    ) -> dict[str, list[tuple[Column, int]]]:
-        from asyncrl.data_plane.codec import Column  # imports torch
+    def _load(self, partition_id: str, sample_ids: Sequence[str], places: Mapping[str, Places]) -> dict[str, Picked]:
+        from asyncrl.data_plane.codec import Column, Picked  # imports torch
 
-        addresses = list(dict.fromkeys((place.store, place.key) for of_field in places.values() for place in of_field))
+        addresses = list(dict.fromkeys(address for of_field in places.values() for address in of_field.objects))
         objects = self._fetch(addresses)
-        lost = [
-            sample_id
-            for i, sample_id in enumerate(sample_ids)
-            if any((of_field[i].store, of_field[i].key) not in objects for of_field in places.values())
-        ]
-        if lost:
+        if gone := set(addresses).difference(objects):
+            lost = [
+                sample_id
+                for i, sample_id in enumerate(sample_ids)
+                if any(of_field.objects[of_field.numbers[i]] in gone for of_field in places.values())
+            ]
             raise RowsLost(
                 f"{len(lost)} of {len(sample_ids)} rows are lost: their row store has ended, or was out of reach for "
                 f"{self._timeout_s:g} s (buffer.call_timeout_s): {', '.join(lost[:5])}",
                 sample_ids=lost,
             )
-        columns = {
-            address: {name: Column.from_wire(wire) for name, wire in stored.items()}
-            for address, stored in objects.items()
-        }
         return {
-            name: [(columns[place.store, place.key][name], place.row) for place in of_field]
+            name: Picked(
+                columns=[Column.from_wire(objects[address][name]) for address in of_field.objects],
+                numbers=of_field.numbers,
+                rows=of_field.rows,
+            )
             for name, of_field in places.items()
         }
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.data_plane.interfaces import LENGTHS_FIELD, PAD_SEQLEN, DataPlaneClient, KVBatchMeta
 from asyncrl.data_plane.partition_actor import Index
-from asyncrl.data_plane.partitions import Claim, Partitions, StoredAt
+from asyncrl.data_plane.partitions import Claim, Partitions, Places, StoredAt
 from asyncrl.errors import RowsLost, RunError
 
 if TYPE_CHECKING:
     from asyncrl.data.batched_data_dict import BatchedDataDict
-    from asyncrl.data_plane.codec import Column
+    from asyncrl.data_plane.codec import Column, Picked
 
 READ_ATTEMPTS = 3
 """Attempts to read rows. Rows may be cleared or replaced between the look into the index and the fetch."""
@@ -37,10 +37,8 @@ class PartitionedClient(DataPlaneClient):
         """Stores the columns. Returns the place of each sample's rows."""
 
     @abstractmethod
-    def _load(
-        self, partition_id: str, sample_ids: Sequence[str], places: Mapping[str, Sequence[StoredAt]]
-    ) -> Mapping[str, Sequence[tuple[Column, int]]]:
-        """Returns, for each field, the stored column and the row in it for each sample.
+    def _load(self, partition_id: str, sample_ids: Sequence[str], places: Mapping[str, Places]) -> Mapping[str, Picked]:
+        """Returns the samples' rows in the stored columns of each field.
 
         Raises RowsLost for rows that ended with their store, and KeyError for rows that were cleared.
         """

@@ -32,10 +32,20 @@ class StoredAt(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Located:
-    """The place of each sample, by field, and the tokens of each sample (None if unknown)."""
+class Places:
+    """The places of some samples: sample i is row `rows[i]` of the object `objects[numbers[i]]`, a (store, key)."""
 
-    places: dict[str, list[StoredAt]]
+    objects: list[tuple[str, str]]
+    numbers: list[int]
+    rows: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Located:
+    """The places of samples, by field, and the tokens of each sample (None if unknown). Fields that were put together
+    share one `Places`, which is then sent once."""
+
+    places: dict[str, Places]
     lengths: list[int | None]
 
 
@@ -156,16 +166,21 @@ class Partitions:
     def locate(self, partition_id: str, sample_ids: Sequence[str], *, fields: Sequence[str]) -> Located:
         """Returns the place of each field of each sample. Raises KeyError, which names the first missing one."""
         rows = self._rows(partition_id, sample_ids)
-        places: dict[str, list[StoredAt]] = {}
+        places: dict[str, Places] = {}
+        found: list[tuple[list[StoredAt], Places]] = []
         for name in fields:
-            places[name] = []
-            for sample_id, row in zip(sample_ids, rows, strict=True):
-                if name not in row.where:
-                    raise KeyError(
-                        f"sample {sample_id!r} of partition {partition_id!r} has no field {name!r}; it has "
-                        f"{sorted(row.where)}"
-                    )
-                places[name].append(row.where[name])
+            try:
+                stored = [row.where[name] for row in rows]
+            except KeyError:
+                sample_id, row = next(each for each in zip(sample_ids, rows, strict=True) if name not in each[1].where)
+                raise KeyError(
+                    f"sample {sample_id!r} of partition {partition_id!r} has no field {name!r}; it has "
+                    f"{sorted(row.where)}"
+                ) from None
+            same = next((of_others for others, of_others in found if others == stored), None)
+            places[name] = same or _places(stored)
+            if same is None:
+                found.append((stored, places[name]))
         return Located(places=places, lengths=[row.length for row in rows])
 
     def fields_of(self, partition_id: str, sample_ids: Sequence[str]) -> set[str]:
@@ -270,3 +285,9 @@ class Partitions:
                 if not self._references[store, key]:
                     del self._references[store, key]
                     self._unused.setdefault(store, []).append(key)
+
+
+def _places(stored: Sequence[StoredAt]) -> Places:
+    numbers: dict[tuple[str, str], int] = {}
+    number_of = [numbers.setdefault((store, key), len(numbers)) for store, key, _ in stored]
+    return Places(objects=list(numbers), numbers=number_of, rows=[row for _, _, row in stored])

@@ -22,7 +22,8 @@ from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError, RunError
-from asyncrl.learner.records import RunInfo, StepRecord, read_lines
+from asyncrl.learner.record_lines import read_lines
+from asyncrl.learner.records import RunInfo, StepRecord
 from asyncrl.views.quantities import moment
 
 RUNS = Path("runs")

@@ -35,14 +35,15 @@ from asyncrl.deployment.shared_actors import (
     open_data_plane,
 )
 from asyncrl.deployment.targets import Targets
-from asyncrl.errors import AsyncRLError, CheckpointError, RunError
+from asyncrl.errors import AsyncRLError, CheckpointError
 from asyncrl.learner.audit_records import Began, Machine, PublishedVersion, manifest_digest
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.failure_watch import FailureWatch
-from asyncrl.learner.failures import groups_by_reason, in_words
+from asyncrl.learner.failures import groups_by_reason
 from asyncrl.learner.heldout import HeldoutEvaluation, ReplicaClient
 from asyncrl.learner.kept_steps import KeptSteps
 from asyncrl.learner.loop import LearnerLoop
+from asyncrl.learner.progress import nothing_trained
 from asyncrl.learner.publication import Publisher, probe_sequences
 from asyncrl.learner.recording import described_metrics
 from asyncrl.learner.records import RunTotals, Summary
@@ -319,15 +320,7 @@ class LearnerDeployment:
         if self._log.steps:
             return
         await failures.finish()
-        if failures.counts:
-            raise RunError(
-                f"no step was trained: the prompts ran out, and rollouts failed ({in_words(failures.counts)}). "
-                f"The first cause: {failures.counts[0].first.words}. Fix it and start the run again."
-            )
-        raise RunError(
-            "no step was trained: the prompts ran out before there were learner.groups_per_step = "
-            f"{self._config.learner.groups_per_step} groups; lower it, raise data.epochs, or add prompts"
-        )
+        raise nothing_trained(failures.counts, config=self._config)
 
     def _check_saved(self) -> None:
         """Raises CheckpointError if the last weights of the run could not be saved."""

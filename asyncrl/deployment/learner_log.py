@@ -7,16 +7,8 @@ from asyncrl.config.load import flat_config
 from asyncrl.config.schema import Config
 from asyncrl.deployment.resuming import last_set_aside
 from asyncrl.deployment.run_dir import RunDir
-from asyncrl.learner.records import (
-    LOST_STEPS,
-    EvalRecord,
-    RunTotals,
-    SampleRecord,
-    StepRecord,
-    Summary,
-    build_summary,
-    read_lines,
-)
+from asyncrl.learner.record_lines import read_lines
+from asyncrl.learner.records import LOST_STEPS, EvalRecord, RunTotals, SampleRecord, StepRecord, Summary, build_summary
 from asyncrl.metrics.trackers import Going, Trackers
 
 logger = logging.getLogger(__name__)

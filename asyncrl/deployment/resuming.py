@@ -30,7 +30,8 @@ from asyncrl.complete_directory import COMPLETE, discard
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import CheckpointDamaged, CheckpointError, ConfigError, RunError
-from asyncrl.learner.records import EvalRecord, RunInfo, StepRecord, read_lines
+from asyncrl.learner.record_lines import read_lines
+from asyncrl.learner.records import EvalRecord, RunInfo, StepRecord
 
 SAMPLES = "samples"
 """Folder of the samples in a run's directory."""

@@ -6,8 +6,9 @@ together, for example because their tokenizers differ (F25).
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 import ray
@@ -23,6 +24,7 @@ from asyncrl.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from asyncrl.data_plane.clients import PREFIX_PARTITION, GroupRows
 from asyncrl.environments.scoring import Scorer
 from asyncrl.environments.secrets import Secrets
+from asyncrl.generation.evaluation import evaluate
 from asyncrl.generation.generator import Generator
 from asyncrl.generation.model_parameters import expected_parameters
 from asyncrl.generation.reward_log import RewardLog
@@ -49,6 +51,7 @@ class GeneratorActor:
         self._deployment = deployment
         self._started = AsyncExitStack()
         self._generator: Generator | None = None
+        self._evaluate: Callable[[Sequence[Task]], Awaitable[list[float | Failure]]]
 
     async def start(self, model_path: str, *, secrets: Secrets, reward_log: Path) -> EngineProcesses:
         """Starts the engine, compares the tokenizer with the run's, and connects to the run's actors.
@@ -84,11 +87,14 @@ class GeneratorActor:
             parameters=expected_parameters(model_path, dtype=config.model.dtype),
             metrics=metrics,
         )
+        rollouts = Rollouts(config=config, engine=engine, tokenizer=tokenizer, scorer=scorer, replica=self._name)
+        slots = config.generator.max_concurrent_groups * config.learner.group_size
+        self._evaluate = partial(evaluate, rollouts=rollouts, coordinator=coordinator, at_once=slots)
         self._generator = Generator(
             config=config,
             name=self._name,
             deployment=self._deployment,
-            rollouts=Rollouts(config=config, engine=engine, tokenizer=tokenizer, scorer=scorer, replica=self._name),
+            rollouts=rollouts,
             coordinator=coordinator,
             rows=GroupRows(config),
             prefix_rows=GroupRows(config, partition=PREFIX_PARTITION),
@@ -115,7 +121,7 @@ class GeneratorActor:
         Returns the version that is loaded at the end, and for each task its reward, or the failure of its rollout.
         """
         assert self._generator is not None, "call start() first"
-        rewards = await self._generator.evaluate(tasks)
+        rewards = await self._evaluate(tasks)
         return self._generator.version, rewards
 
     async def shutdown(self) -> None:

@@ -25,9 +25,7 @@ from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
-from asyncrl.coordinator.failures import FailureReports
 from asyncrl.coordinator.replicas import ReplicaReport
-from asyncrl.data.prompts import Task
 from asyncrl.data_plane.clients import GroupRows
 from asyncrl.errors import DataError, InfraError, RolloutError, RunError
 from asyncrl.generation.held_tickets import HeldTickets
@@ -150,32 +148,6 @@ class Generator:
         """Stops admission. Rollouts in flight are finished and committed."""
         self._draining.set()
         self._running.wake()
-
-    async def evaluate(self, tasks: Sequence[Task]) -> list[float | Failure]:
-        """Returns the greedy reward of each task. The tasks are not counted in the ledger.
-
-        At most `slots` times `learner.group_size` tasks run at a time. If a rollout fails, its entry is the failure,
-        and the other rollouts go on.
-        """
-        limit = asyncio.Semaphore(self._slots * self._config.learner.group_size)
-
-        async def one(task: Task) -> float | Failure:
-            async with limit:
-                try:
-                    return await self._rollouts.answer(task)
-                except RolloutError as error:
-                    logger.warning("held-out question %.40r failed (%s): %s", task.question, error.reason, error)
-                    return await self._heldout_failed(Failure.of(error, prompt=task.prompt))
-
-        return list(await asyncio.gather(*[one(task) for task in tasks]))
-
-    async def _heldout_failed(self, failure: Failure) -> Failure:
-        """Reports the failure at once: the evaluation may go on for minutes."""
-        try:
-            await self._coordinator.call(FailureReports.heldout_failed, failure)
-        except (RunError, TimeoutError) as lost:
-            logger.warning("the failure of a held-out question did not reach the buffer: %s", lost)
-        return failure
 
     # --- admission ----------------------------------------------------------------------------------------------
 

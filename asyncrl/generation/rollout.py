@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -28,6 +29,7 @@ from asyncrl.environments.prompt_lengths import counted, longest_prompt_tokens
 from asyncrl.environments.scoring import Scorer
 from asyncrl.errors import DataError, HandshakeError
 from asyncrl.generation.interfaces import Completion, InferenceEngine, PartialCompletion, Sampled
+from asyncrl.generation.long_work import beside_loop
 
 GENERATED_FIELDS = ("input_ids", "input_lengths", "generation_logprobs", "weight_versions", "token_mask")
 """Columns of a finished group's rows. Later columns of the same samples are stored under the same keys."""
@@ -99,7 +101,8 @@ class Rollouts:
                 "completion"
             )
             raise
-        return finished_group(
+        build = partial(
+            finished_group,
             ticket,
             prompt_ids=prompt_ids,
             completions=completions,
@@ -108,6 +111,7 @@ class Rollouts:
             scoring_s=self._clock() - scored_from_s,
             prefix=prefix,
         )
+        return await beside_loop(build, tokens=sum(len(completion.token_ids) for completion in completions))
 
     async def answer(self, task: Task) -> float:
         """Generates one greedy completion that belongs to no group. Returns its reward."""
@@ -150,9 +154,10 @@ def finished_group(
 ) -> FinishedGroup:
     """Builds the rows and the metadata of a scored group. Its completions begin with those of `prefix`, if there are
     any."""
-    rows = sample_rows(prompt_ids, completions)
-    steps = [version.step for completion in completions for version in completion.versions]
+    spans = tuple(version_spans(completion.versions) for completion in completions)
+    steps = [span.step for of_completion in spans for span in of_completion]
     lengths = [len(c.token_ids) for c in completions]
+    rows = sample_rows(prompt_ids, completions)
     meta = GroupMeta(
         group=ticket.group,
         attempt=ticket.attempt,
@@ -165,10 +170,10 @@ def finished_group(
         truncated=tuple(c.truncated for c in completions),
         oldest=min(steps, default=ticket.version.step),
         newest=max(steps, default=ticket.version.step),
-        mid_sequence_updates=sum(len(set(c.versions)) - 1 for c in completions if c.versions),
+        mid_sequence_updates=sum(len({(s.incarnation, s.step) for s in of_one}) - 1 for of_one in spans if of_one),
         # A completion is shorter than its prefix if a stop string was found in the prefix.
         continued_tokens=sum(min(len(p.token_ids), n) for p, n in zip(prefix, lengths, strict=False)),
-        version_spans=tuple(version_spans(c.versions) for c in completions),
+        version_spans=spans,
         row_checksums=tuple(row_checksums(rows)),
     )
     return FinishedGroup(meta=meta, rows=rows, scoring_s=scoring_s)
@@ -180,7 +185,7 @@ def version_spans(versions: Sequence[Version]) -> tuple[VersionSpan, ...]:
     >>> version_spans([Version(1, 2), Version(1, 2), Version(1, 3)])
     (VersionSpan(incarnation=1, step=2, tokens=2), VersionSpan(incarnation=1, step=3, tokens=1))
     """
-    runs = ((version, sum(1 for _ in tokens)) for version, tokens in groupby(versions))
+    runs = ((version, len([*tokens])) for version, tokens in groupby(versions))
     return tuple(VersionSpan(version.incarnation, version.step, tokens) for version, tokens in runs)
 
 
@@ -195,15 +200,17 @@ def sample_rows(prompt_ids: Sequence[int], completions: Sequence[Completion]) ->
     # A mask takes the tokens of all rows one after another, so that each column is written at once.
     sampled_GS = (positions_S >= start) & (positions_S < start + lengths[:, None])
 
-    def column(fill: float, sampled: list[Any], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    def column(fill: float, sampled: npt.NDArray[Any], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         column_GS = np.full(shape, fill, dtype=dtype)
         column_GS[sampled_GS] = sampled
         return column_GS
 
-    input_ids_GS = column(0, [token for c in completions for token in c.token_ids], np.int64)
+    input_ids_GS = column(0, _flat([c.token_ids for c in completions], np.int64), np.int64)
     input_ids_GS[:, :start] = prompt_ids
-    versions_GS = column(NO_VERSION, [version.step for c in completions for version in c.versions], np.int64)
-    logprobs_GS = column(0, [logprob for c in completions for logprob in c.logprobs], np.float32)
+    spans = [span for c in completions for span in version_spans(c.versions)]
+    steps = np.repeat(*np.array([(span.step, span.tokens) for span in spans], dtype=np.int64).reshape(-1, 2).T)
+    versions_GS = column(NO_VERSION, steps, np.int64)
+    logprobs_GS = column(0, _flat([c.logprobs for c in completions], np.float32), np.float32)
     return BatchedDataDict(
         input_ids=torch.from_numpy(input_ids_GS),
         weight_versions=torch.from_numpy(versions_GS),
@@ -211,3 +218,8 @@ def sample_rows(prompt_ids: Sequence[int], completions: Sequence[Completion]) ->
         token_mask=torch.from_numpy(sampled_GS.astype(np.float32)),
         input_lengths=torch.from_numpy(start + lengths),
     )
+
+
+def _flat(rows: Sequence[Sequence[float]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Returns all numbers of the rows. Each row is converted by itself, so that other threads run in between."""
+    return np.concatenate([np.array(row, dtype=dtype) for row in rows]) if rows else np.empty(0, dtype=dtype)

@@ -21,6 +21,7 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import DataError, InfraError
 from asyncrl.generation.engine_start import cause_of_death, engine_starts
 from asyncrl.generation.interfaces import Completion, LoadTimes, PartialCompletion, Sampled
+from asyncrl.generation.long_work import beside_loop
 from asyncrl.generation.prefixes import seed_of
 from asyncrl.generation.shared_memory import EngineProcesses, segments_of, sweep_shared_memory
 from asyncrl.generation.vllm_sampled import NOTHING, Child, SampledByVLLM, before_stop, joined, until_stop
@@ -192,7 +193,8 @@ class VLLMEngine:
             ]
             with self._progress(children, on_progress):
                 await _all_or_none(requests)
-        return [self._completion(child, stops) for child in children]
+        tokens = SampledByVLLM(self._llm, children).tokens
+        return await beside_loop(lambda: [self._completion(child, stops) for child in children], tokens=tokens)
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
         output = await self._request(tokens, [], max_tokens=1, prompt_logprobs=0, detokenize=False)

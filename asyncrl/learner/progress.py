@@ -1,6 +1,8 @@
 """Decides when a waiting learner must end the run: nothing moves, or too many rollouts failed. Pure functions."""
 
-from asyncrl.buffer.records import FailureStreak, LeaseWait
+from collections.abc import Sequence
+
+from asyncrl.buffer.records import FailureCount, FailureStreak, LeaseWait
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.errors import RunError, StallError
@@ -26,6 +28,19 @@ def check_progress(status: RunStatus, *, waits: LeaseWait, config: Config) -> No
             f"{_failures_in_words(status)}. Look at the generators' logs, or raise run.stall_timeout_s if a group "
             "needs longer than that"
         )
+
+
+def nothing_trained(failures: Sequence[FailureCount], *, config: Config) -> RunError:
+    """Returns the error of a run whose prompts ran out before its first step."""
+    if failures:
+        return RunError(
+            f"no step was trained: the prompts ran out, and rollouts failed ({in_words(failures)}). "
+            f"The first cause: {failures[0].first.words}. Fix it and start the run again."
+        )
+    return RunError(
+        "no step was trained: the prompts ran out before there were learner.groups_per_step = "
+        f"{config.learner.groups_per_step} groups; lower it, raise data.epochs, or add prompts"
+    )
 
 
 def replicas_in_words(status: RunStatus) -> str:

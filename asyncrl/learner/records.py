@@ -13,8 +13,7 @@ cannot express them. A killed writer can leave a last line without its newline; 
 import math
 from collections.abc import Sequence
 from datetime import datetime
-from pathlib import Path
-from typing import Generic, Literal, TypeVar
+from typing import Literal
 
 import msgspec
 
@@ -363,43 +362,3 @@ def largest(values: Sequence[float | None]) -> float | None:
 def _present(values: Sequence[float | None]) -> list[float]:
     """Returns the finite values. A record in memory may have NaN where its file has null."""
     return [value for value in values if value is not None and math.isfinite(value)]
-
-
-Line = TypeVar("Line", bound=msgspec.Struct)
-
-
-class GrowingLines(Generic[Line]):
-    """The records of a JSON lines file to which a run may still append."""
-
-    def __init__(self, path: Path, kind: type[Line]) -> None:
-        self._path = path
-        self._kind = kind
-        self._decoder = msgspec.json.Decoder(kind)
-        self._read_bytes = 0
-        self._records: list[Line] = []
-
-    def read(self) -> Sequence[Line]:
-        """Returns all records so far; none when the file does not exist. Reads only the lines that are new.
-
-        Ignores a last line without a newline. Raises RunError with the line number when a line is not a record.
-        """
-        if not self._path.exists():
-            return self._records
-        with self._path.open("rb") as file:
-            file.seek(self._read_bytes)
-            complete, newline, _ = file.read().rpartition(b"\n")
-        for line in complete.splitlines():
-            try:
-                self._records.append(self._decoder.decode(line))
-            except msgspec.MsgspecError as error:
-                raise RunError(
-                    f"{self._path}, line {len(self._records) + 1} is not a {self._kind.__name__}: {error}. The file "
-                    "was edited or written by another version of asyncrl: repair or delete the line"
-                ) from error
-        self._read_bytes += len(complete) + len(newline)
-        return self._records
-
-
-def read_lines(path: Path, kind: type[Line]) -> list[Line]:
-    """Returns the records of a JSON lines file, as `GrowingLines.read` does."""
-    return list(GrowingLines(path, kind).read())

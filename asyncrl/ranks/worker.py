@@ -41,11 +41,11 @@ from asyncrl.ranks.checkpoint import ShardedState, save_tokenizer
 from asyncrl.ranks.collectives import Collectives, on_all_ranks
 from asyncrl.ranks.digest import model_digest
 from asyncrl.ranks.loss_pass import LossT, MicroBatchOutcome, UpdateContext
+from asyncrl.ranks.optimizer import adamw, learning_rate
 from asyncrl.ranks.placement import MODEL, OPTIMIZER, Placement
 from asyncrl.ranks.plan import BatchingPlan, PlannedUpdate, check_columns, planned_updates, required_columns
 from asyncrl.ranks.report import RankRecord, UpdateOutcome
 from asyncrl.ranks.row_checks import check_rows
-from asyncrl.ranks.schedule import learning_rate
 from asyncrl.ranks.timer import stopwatch
 
 SCORED_COLUMNS = ("input_ids", "input_lengths")
@@ -82,14 +82,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         self._vocabulary = len(model.get_input_embeddings().weight)
         # no dropout: it would make the ratio of a token's probability to itself differ from 1
         model.train(False)
-        optimizer = torch.optim.AdamW(
-            model.parameters(),
-            lr=learner.optimizer.learning_rate,
-            betas=learner.optimizer.betas,
-            eps=learner.optimizer.eps,
-            weight_decay=learner.optimizer.weight_decay,
-        )
-        self._model, self._optimizer = self._accelerator.prepare(model, optimizer)
+        self._model, self._optimizer = self._accelerator.prepare(model, adamw(model, learner.optimizer))
         self._placement = Placement(self._model, self._optimizer.optimizer, device=self._device)
         self._state = ShardedState(self._model, self._optimizer.optimizer, group=self._checkpoints, saving=saving)
         self._calls = 0  # number of `train` calls, which the learning-rate schedule counts

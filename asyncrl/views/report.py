@@ -22,6 +22,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
 from asyncrl.learner.failures import groups_by_reason
+from asyncrl.learner.record_lines import read_lines
 from asyncrl.learner.records import (
     LOST_STEPS,
     EvalRecord,
@@ -31,7 +32,6 @@ from asyncrl.learner.records import (
     StepRecord,
     Summary,
     build_summary,
-    read_lines,
 )
 from asyncrl.views import charts
 from asyncrl.views.headline import Headline, headline

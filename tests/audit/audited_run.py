@@ -29,7 +29,8 @@ from asyncrl.learner.audit_records import Began, Machine, PublishedVersion, fram
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.kept_steps import KeptSteps
 from asyncrl.learner.loop import LearnerLoop
-from asyncrl.learner.records import StepRecord, read_lines
+from asyncrl.learner.record_lines import read_lines
+from asyncrl.learner.records import StepRecord
 from asyncrl.learner.run_log import RunLog
 from asyncrl.ranks.batching import staleness_counts, without_stale
 from asyncrl.ranks.digest import tensor_digest

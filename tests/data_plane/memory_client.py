@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Concatenate, ParamSpec, TypeVar
 from uuid import uuid4
 
-from asyncrl.data_plane.codec import Column
+from asyncrl.data_plane.codec import Column, Picked
 from asyncrl.data_plane.partition_actor import Index
 from asyncrl.data_plane.partitioned_client import PartitionedClient
-from asyncrl.data_plane.partitions import Partitions, StoredAt
+from asyncrl.data_plane.partitions import Partitions, Places, StoredAt
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -60,10 +60,12 @@ class MemoryClient(PartitionedClient):
             self.objects[key] = columns
         return [StoredAt("memory", key, row) for row in range(len(sample_ids))]
 
-    def _load(
-        self, partition_id: str, sample_ids: Sequence[str], places: Mapping[str, Sequence[StoredAt]]
-    ) -> dict[str, list[tuple[Column, int]]]:
+    def _load(self, partition_id: str, sample_ids: Sequence[str], places: Mapping[str, Places]) -> dict[str, Picked]:
         return {
-            name: [(self.objects[place.key][name], place.row) for place in of_field]
+            name: Picked(
+                columns=[self.objects[key][name] for _, key in of_field.objects],
+                numbers=of_field.numbers,
+                rows=of_field.rows,
+            )
             for name, of_field in places.items()
         }

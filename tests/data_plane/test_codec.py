@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.data_plane.codec import Column, decode, encode
+from asyncrl.data_plane.codec import Column, Picked, decode, encode
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
@@ -17,8 +17,11 @@ DTYPES = [
 ]  # fmt: skip
 
 
-def places(columns: dict[str, Column], rows: list[int]) -> dict[str, list[tuple[Column, int]]]:
-    return {name: [(column, row) for row in rows] for name, column in columns.items()}
+ROWS = [[[1, 2, 3], [4, 5, 6]], [[7, 8], [9, 10]]]
+
+
+def picked(columns: dict[str, Column], rows: list[int]) -> dict[str, Picked]:
+    return {name: Picked(columns=[column], numbers=[0] * len(rows), rows=rows) for name, column in columns.items()}
 
 
 def as_bytes(tensor: torch.Tensor) -> bytes:
@@ -49,7 +52,7 @@ def test_any_dtype_and_shape_round_trips_bit_for_bit_also_over_the_wire_and_in_p
     }
     assert len(wired["x"].values) == sum(lengths)  # no padding is transported
     assert columns["x"].row_bytes.tolist() == [len(as_bytes(column_BS[row, : lengths[row]])) for row in range(rows)]
-    batch = decode(places(wired, list(range(rows))), width=width)
+    batch = decode(picked(wired, list(range(rows))), width=width)
     assert batch["x"].dtype == dtype
     assert batch["row"].tolist() == order
     for place, row in enumerate(order):
@@ -61,7 +64,7 @@ def test_any_dtype_and_shape_round_trips_bit_for_bit_also_over_the_wire_and_in_p
 def test_arrays_come_back_as_tensors_of_the_same_type(dtype: str) -> None:
     array = np.arange(6).reshape(2, 3).astype(dtype)[:, ::-1]
     array.setflags(write=False)  # Ray returns read-only arrays
-    batch = decode(places(encode({"x": array, "row": array[:, 0]}), [0, 1]))
+    batch = decode(picked(encode({"x": array, "row": array[:, 0]}), [0, 1]))
     assert batch["x"].numpy().dtype == array.dtype
     assert np.array_equal(batch["x"].numpy(), array)
     assert np.array_equal(batch["row"].numpy(), array[:, 0])
@@ -70,14 +73,14 @@ def test_arrays_come_back_as_tensors_of_the_same_type(dtype: str) -> None:
 @pytest.mark.slow
 def test_nested_tensors_are_taken_as_they_are() -> None:
     rows = [torch.arange(3), torch.arange(0), torch.arange(5)]
-    batch = decode(places(encode({"x": torch.nested.as_nested_tensor(rows, layout=torch.jagged)}), [2, 1, 0]))
+    batch = decode(picked(encode({"x": torch.nested.as_nested_tensor(rows, layout=torch.jagged)}), [2, 1, 0]))
     assert batch["x"].tolist() == [[0, 1, 2, 3, 4], [0] * 5, [0, 1, 2, 0, 0]]
 
 
 @pytest.mark.slow
 def test_a_jagged_row_beyond_its_length_or_jagged_elsewhere_is_refused() -> None:
     jagged = torch.nested.as_nested_tensor([torch.ones(3), torch.ones(1)], layout=torch.jagged)
-    assert encode({"x": jagged, "input_lengths": [4, 1]})["x"].tokens(0) == 3
+    assert encode({"x": jagged, "input_lengths": [4, 1]})["x"].row(0).tolist() == [1, 1, 1]
     with pytest.raises(ValueError, match="field 'x': row 1 has 1 tokens, more than its length 0"):
         encode({"x": jagged, "input_lengths": torch.tensor([4, 0])})
     with pytest.raises(ValueError, match="'x' has 2 rows, but there are 1 lengths"):
@@ -93,27 +96,39 @@ def test_arrays_of_objects_travel_as_lists() -> None:
 
 def test_a_read_ends_rows_at_their_lengths_where_these_are_known() -> None:
     columns = encode({"x": torch.arange(1, 9).reshape(2, 4), "y": torch.ones(2), "z": torch.ones(2, 1)})
-    batch = decode(places(columns, [0, 1]), lengths=[2, None], width=4)
+    batch = decode(picked(columns, [0, 1]), lengths=[2, None], width=4)
     assert batch["x"].tolist() == [[1, 2, 0, 0], [5, 6, 7, 8]]
-    assert decode(places(columns, [0, 1]), lengths=[2, 3])["x"].tolist() == [[1, 2, 0], [5, 6, 7]]
+    assert decode(picked(columns, [0, 1]), lengths=[2, 3])["x"].tolist() == [[1, 2, 0], [5, 6, 7]]
     with pytest.raises(ValueError, match="a row has 3 tokens, more than the width"):
-        decode(places(columns, [0, 1]), lengths=[2, 3], width=2)
+        decode(picked(columns, [0, 1]), lengths=[2, 3], width=2)
 
 
 def test_all_per_token_columns_of_a_read_have_one_width() -> None:
     short, long = encode({"x": torch.ones(1, 2)}), encode({"y": torch.ones(1, 4)})
-    batch = decode({"x": [(short["x"], 0)], "y": [(long["y"], 0)]})
+    batch = decode(picked(short, [0]) | picked(long, [0]))
     assert batch["x"].shape == batch["y"].shape == (1, 4)
+
+
+def test_a_batch_takes_its_rows_from_several_columns_in_any_order() -> None:
+    columns = [encode({"x": torch.tensor(rows), "row": torch.tensor(rows)[:, 0], "name": list("ab")}) for rows in ROWS]
+    order = [(1, 1), (0, 0), (1, 0), (0, 1), (1, 1)]
+    numbers, rows = ([*column] for column in zip(*order, strict=True))
+    batch = decode(
+        {name: Picked(columns=[each[name] for each in columns], numbers=numbers, rows=rows) for name in columns[0]}
+    )
+    assert batch["x"].tolist() == [[*ROWS[number][row], *[0] * number] for number, row in order]
+    assert batch["row"].tolist() == [ROWS[number][row][0] for number, row in order]
+    assert batch["name"] == ["ab"[row] for _, row in order]
 
 
 def test_padding_is_zero_minus_one_for_versions_or_what_the_reader_says() -> None:
     columns = encode({name: torch.ones(1, 1) for name in ("x", "weight_versions", "y")})
-    batch = decode(places(columns, [0]), width=2, pad_value_dict={"y": 5})
+    batch = decode(picked(columns, [0]), width=2, pad_value_dict={"y": 5})
     assert {name: batch[name][0, 1].item() for name in batch} == {"x": 0, "weight_versions": -1, "y": 5}
 
 
 def test_a_gradient_does_not_travel() -> None:
-    assert not decode(places(encode({"x": torch.ones(1, 1, requires_grad=True)}), [0]))["x"].requires_grad
+    assert not decode(picked(encode({"x": torch.ones(1, 1, requires_grad=True)}), [0]))["x"].requires_grad
 
 
 @pytest.mark.parametrize(
@@ -140,4 +155,4 @@ def test_what_cannot_travel_is_refused_by_name(
 def test_rows_of_different_kinds_in_one_field_are_refused_not_converted() -> None:
     integers, floats = encode({"x": torch.ones(1, dtype=torch.int64)}), encode({"x": torch.ones(1)})
     with pytest.raises(ValueError, match="'x': its rows were put with different dtypes or kinds"):
-        decode({"x": [(integers["x"], 0), (floats["x"], 0)]})
+        decode({"x": Picked(columns=[integers["x"], floats["x"]], numbers=[0, 1], rows=[0, 0])})

@@ -94,6 +94,24 @@ def test_groups_are_put_and_cleared_through_an_own_client(monkeypatch: pytest.Mo
     assert not client.rows
 
 
+def test_a_long_group_of_a_delivery_does_not_pad_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored: list[int] = []
+
+    class Weighing(OwnClient):
+        def put_samples(self, sample_ids: Any, partition_id: str, fields: Any = None, tags: Any = None) -> Any:
+            stored.append(fields["input_ids"].numel())
+            return super().put_samples(sample_ids, partition_id, fields, tags)
+
+    client = Weighing()
+    monkeypatch.setattr(clients, "open_client", lambda config: client)
+    rows = clients.GroupRows(SimpleNamespace(learner=SimpleNamespace(group_size=2)))  # type: ignore[arg-type]
+    widths = {"0.0": 900, "1.0": 90_000, **{f"{i}.0": 1000 for i in range(2, 40)}, "40.0": 970}
+    asyncio.run(rows.put({key: BatchedDataDict(input_ids=torch.ones(2, width)) for key, width in widths.items()}))
+    assert {key[1] for key in client.rows} == {f"{key}_g{i}" for key in widths for i in range(2)}
+    assert len(stored) == 2
+    assert sum(stored) <= 1.1 * 2 * sum(widths.values())
+
+
 def test_lengths_are_not_known_when_an_own_client_tells_that_rows_lack_the_column() -> None:
     class Telling(OwnClient):
         def fields_of(self, sample_ids: Sequence[str], partition_id: str) -> set[str] | None:

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from asyncrl.data_plane.partitions import Partitions, StoredAt
+from asyncrl.data_plane.partitions import Partitions, Places, StoredAt
 from asyncrl.data_plane.sample_ids import group_of
 
 FIELDS = ("rollout", "advantages", "logprobs")
@@ -124,7 +124,7 @@ class Histories(RuleBasedStateMachine):
         for name in FIELDS:
             having = [i for i, row in self.fields.items() if name in row]
             places = self.books.locate("p", having, fields=[name]).places
-            assert places == {name: [self.fields[i][name] for i in having]}
+            assert {name: stored(places[name])} == {name: [self.fields[i][name] for i in having]}
         for task, claimed in self.claimed.items():
             assert self.books.consumed("p", [task]) == (claimed >= set(self.fields) and self.ever >= self.num_samples)
 
@@ -135,6 +135,10 @@ class Histories(RuleBasedStateMachine):
                 if name not in self.fields.get(sample_id, {}):
                     with pytest.raises(KeyError, match=sample_id):
                         self.books.locate("p", [sample_id], fields=[name])
+
+
+def stored(places: Places) -> list[StoredAt]:
+    return [StoredAt(*places.objects[n], row) for n, row in zip(places.numbers, places.rows, strict=True)]
 
 
 class GroupedHistories(Histories):
@@ -161,3 +165,15 @@ def test_a_group_is_handed_out_once_even_with_more_members_than_its_size() -> No
     assert claim is not None
     assert claim.sample_ids == ["0.0_g0", "0.0_g1"]
     assert books.claim("p", "t", fields=["x"], batch_size=2) is None
+
+
+def test_fields_that_were_put_together_share_their_places_and_each_object_is_named_once() -> None:
+    books = Partitions()
+    books.register("p", ["x", "y", "z"], 3, [])
+    first = [StoredAt("rows-a", "k", 0), StoredAt("rows-a", "k", 1), StoredAt("rows-b", "l", 0)]
+    books.produce("p", ["a", "b", "c"], fields=["x", "y"], where=first)
+    books.produce("p", ["a", "b", "c"], fields=["z"], where=[StoredAt("rows-a", "m", row) for row in (2, 1, 0)])
+    places = books.locate("p", ["c", "a", "b"], fields=["x", "z", "y"]).places
+    assert places["x"] is places["y"]
+    assert places["x"] == Places(objects=[("rows-b", "l"), ("rows-a", "k")], numbers=[0, 1, 1], rows=[0, 0, 1])
+    assert places["z"] == Places(objects=[("rows-a", "m")], numbers=[0, 0, 0], rows=[0, 2, 1])

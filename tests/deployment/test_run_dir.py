@@ -22,7 +22,8 @@ from asyncrl.deployment.provenance import provenance
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import CheckpointError, ConfigError, RunLocked
 from asyncrl.learner.audit_records import Began, Machine
-from asyncrl.learner.records import EvalRecord, SampleRecord, StepRecord, read_lines
+from asyncrl.learner.record_lines import read_lines
+from asyncrl.learner.records import EvalRecord, SampleRecord, StepRecord
 
 pytestmark = pytest.mark.slow
 

@@ -125,11 +125,13 @@ class Pool:
         self.scorer = LengthScorer()
         self.running: dict[str, asyncio.Task[None]] = {}
         self.generators: dict[str, Generator] = {}
+        self.rollouts: dict[str, Rollouts] = {}
         self.metrics: dict[str, GeneratorMetrics] = {}
 
     def add(self, name: str) -> FakeEngine:
         engine = FakeEngine()
         rollouts = Rollouts(config=self.config, engine=engine, tokenizer=Tokenizer(), scorer=self.scorer, replica=name)
+        self.rollouts[name] = rollouts
         metrics = self.metrics[name] = GeneratorMetrics(environment="test")
         updates = WeightUpdates(
             config=self.config,

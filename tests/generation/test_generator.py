@@ -12,10 +12,12 @@ from asyncrl import __version__
 from asyncrl.buffer.ledger import Event, Fate
 from asyncrl.buffer.records import Failure, Refusal
 from asyncrl.common.version import Version
+from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
 from asyncrl.errors import ActorGone, DataError, FailureClass
+from asyncrl.generation.evaluation import evaluate
 from asyncrl.generation.interfaces import LoadTimes
 from asyncrl.metrics.catalogue import GENERATOR_STATES
 from asyncrl.weights.manifest import Manifest
@@ -410,7 +412,8 @@ async def test_a_heldout_question_whose_reward_fails_does_not_spoil_the_others()
             return await score(task, completions)
 
         pool.scorer.score = picky  # type: ignore[method-assign]
-        rewards = await pool.generators["a"].evaluate(TASKS[:3])
+        coordinator = CoordinatorClient.in_process(pool.coordinator)
+        rewards = await evaluate(TASKS[:3], rollouts=pool.rollouts["a"], coordinator=coordinator, at_once=2)
         assert [isinstance(reward, Failure) for reward in rewards] == [False, True, False]
         assert rewards[1] == Failure(
             failure_class=FailureClass.DATA,

@@ -12,7 +12,7 @@ from asyncrl.buffer.ledger import Event
 from asyncrl.buffer.records import Prefix, VersionSpan
 from asyncrl.common.version import Version
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data_plane.codec import PAD_VALUES, decode, encode
+from asyncrl.data_plane.codec import PAD_VALUES, Picked, decode, encode
 from asyncrl.errors import InfraError, RowsLost
 from asyncrl.generation.interfaces import PartialCompletion
 from asyncrl.generation.prefixes import PREFIX_COLUMNS, prefix_of, rows_of, samples_of_rows, seed_of
@@ -42,7 +42,8 @@ def test_rows_keep_samples_as_they_are() -> None:
     assert set(rows) == set(PREFIX_COLUMNS)
     assert samples_of_rows(rows, prefix=prefix) == samples
     stored = encode(BatchedDataDict.from_batches([rows], pad_value_dict=dict(PAD_VALUES)))
-    read = decode({name: [(column, i) for i in range(4)] for name, column in stored.items()}, lengths=[3, 0, 2, 4])
+    picked = {name: Picked(columns=[column], numbers=[0] * 4, rows=range(4)) for name, column in stored.items()}
+    read = decode(picked, lengths=[3, 0, 2, 4])
     assert samples_of_rows(read, prefix=prefix) == samples
 
 

@@ -10,6 +10,7 @@ import pytest
 from made_up_run import TOTALS, make_step
 
 from asyncrl.errors import RunError
+from asyncrl.learner.record_lines import read_lines
 from asyncrl.learner.records import (
     EvalRecord,
     StepRecord,
@@ -17,7 +18,6 @@ from asyncrl.learner.records import (
     build_summary,
     edge_window,
     ess_of_steps,
-    read_lines,
     state_shares,
 )
 

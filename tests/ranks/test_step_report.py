@@ -10,7 +10,8 @@ import pytest
 from asyncrl.algorithms import advantages, presets
 from asyncrl.algorithms.diagnostics import MetricSums
 from asyncrl.config.schema import OptimizerSection
-from asyncrl.ranks import schedule
+from asyncrl.ranks import optimizer
+from asyncrl.ranks.optimizer import learning_rate
 from asyncrl.ranks.report import (
     RankRecord,
     StepReport,
@@ -20,10 +21,9 @@ from asyncrl.ranks.report import (
     step_report,
     train_result,
 )
-from asyncrl.ranks.schedule import learning_rate
 
 
-@pytest.mark.parametrize("module", [advantages, presets, schedule])
+@pytest.mark.parametrize("module", [advantages, presets, optimizer])
 def test_examples_in_docstrings_are_true(module: object) -> None:
     results = doctest.testmod(module)  # type: ignore[arg-type]
     assert results.attempted > 0

@@ -1,8 +1,22 @@
-"""The learning rate as a function of the step only, so a resumed run needs no state to continue it."""
+"""The optimizer of a rank, and its learning rate. The rate is a function of the step only, so a resumed run needs no
+state to continue it."""
 
 import math
 
+import torch
+
 from asyncrl.config.schema import OptimizerSection
+
+
+def adamw(model: torch.nn.Module, section: OptimizerSection) -> torch.optim.AdamW:
+    """Returns AdamW for all parameters of the model, with the settings of the section."""
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=section.learning_rate,
+        betas=section.betas,
+        eps=section.eps,
+        weight_decay=section.weight_decay,
+    )
 
 
 def learning_rate(section: OptimizerSection, *, step: int, total_steps: int) -> float:

@@ -1,0 +1,89 @@
+"""Measures for how long a long finished group holds up a replica's event loop.
+
+    python benchmarks/long_groups.py --samples 16 --tokens 32768
+
+The rows, the metadata and the checksums of a scored group are built as a replica builds them, while a second task of
+the event loop wakes every half millisecond. The script prints the longest time between two of its wake-ups, the sum of
+what exceeds half a millisecond, and the time until the group is built. The same is measured with the group built
+on the event loop.
+"""
+
+import argparse
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from asyncrl.buffer.records import Ticket
+from asyncrl.common.version import Version
+from asyncrl.data.prompts import Task
+from asyncrl.generation.interfaces import Completion
+from asyncrl.generation.long_work import beside_loop
+from asyncrl.generation.rollout import FinishedGroup, finished_group
+
+TICK_S = 0.0005
+REPEATS = 5
+
+
+def group_of(samples: int, tokens: int) -> FinishedGroup:
+    """Returns a group whose weights were updated in the middle of each sample."""
+    ticket = Ticket(
+        group=0, attempt=0, task=Task(question="q", prompt="q", answer="a"), seed=0, version=Version(1, 0),
+        max_staleness_versions=4, replica="a",
+    )  # fmt: skip
+    half = tokens // 2
+    completions = [
+        Completion(
+            token_ids=[*range(tokens)], logprobs=[-0.5] * tokens, text="", truncated=False,
+            versions=[Version(1, 0)] * half + [Version(1, 1)] * (tokens - half),
+        )
+        for _ in range(samples)
+    ]  # fmt: skip
+    return finished_group(
+        ticket, prompt_ids=[1] * 64, completions=completions, rewards=[0.0] * samples, replica="a", scoring_s=0.0
+    )
+
+
+async def gaps(work: Callable[[], Awaitable[object]]) -> tuple[float, float, float]:
+    """Returns the longest wait of a second task beyond `TICK_S`, the sum of its waits, and the time of `work`."""
+    waits: list[float] = []
+
+    async def tick() -> None:
+        while True:
+            began_s = time.perf_counter()
+            await asyncio.sleep(TICK_S)
+            waits.append(time.perf_counter() - began_s - TICK_S)
+
+    ticking = asyncio.create_task(tick())
+    await asyncio.sleep(10 * TICK_S)
+    waits.clear()
+    began_s = time.perf_counter()
+    await work()
+    seconds = time.perf_counter() - began_s
+    await asyncio.sleep(2 * TICK_S)
+    ticking.cancel()
+    return max(waits), sum(waits), seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=32768)
+    arguments = parser.parse_args()
+    samples, tokens = arguments.samples, arguments.tokens
+
+    async def on_loop() -> None:
+        group_of(samples, tokens)
+
+    async def beside() -> None:
+        await beside_loop(lambda: group_of(samples, tokens), tokens=samples * tokens)
+
+    for name, work in (("on the event loop", on_loop), ("as a replica does it", beside)):
+        longest, waited, seconds = min(asyncio.run(gaps(work)) for _ in range(REPEATS))
+        print(
+            f"{name}: longest wait {longest * 1e3:.1f} ms, all waits {waited * 1e3:.1f} ms, built after "
+            f"{seconds * 1e3:.0f} ms"
+        )
+
+
+if __name__ == "__main__":
+    main()
