@@ -3,10 +3,12 @@
     python benchmarks/profile_run.py --write
     python benchmarks/profile_run.py --workload answers --seconds 60
 
-py-spy samples the stacks of engine, generator, scoring, ranks, coordinator, stores and command at the same time.
-Samples of threads that wait are left out. The shares of the others are multiplied with the CPU time that the process
-took in the same seconds, divided by the trained tokens. A function's time includes the functions that it calls, so the
-rows of a process do not add up. `--write` puts the table into docs/benchmarks.md.
+py-spy samples the stacks of engine, generator, scoring, ranks, coordinator, stores and command at the same time, without
+stopping them, so it misreads some stacks. Samples of threads that wait are left out. For engine and ranks, the shares of
+the others are multiplied with the CPU time that the process took in the same seconds, divided by the trained tokens. Of
+the other processes, only threads that run Python are sampled, and the rest of their CPU time is that of Ray's own
+threads. A function's time includes the functions that it calls, so the rows of a process do not add up. A function that
+does little more than call another one of the table is left out. `--write` puts the table into docs/benchmarks.md.
 """
 
 import argparse
@@ -14,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,15 +25,24 @@ from overlap import ALL, CONFIG, STEPS, WORKLOADS
 from report_page import busy_percent, provenance, write_section
 
 ROLES = ("engine", "generator", "scoring", "rank", "coordinator", "stores", "command")
+PYTHON_ROLES = ("generator", "scoring", "coordinator", "stores", "command")
+"""Processes that spend much time in Ray's own threads. Of these, only threads that hold Python's lock are sampled."""
 SAMPLES_PER_S = 100
 WAITS = (
     "wait (", "select (", "poll (", "main_loop (", "_worker (", "run (zmq", "_run (asyncrl/metrics/trackers",
     "_read_while_alive (", "listen_error_messages (", "receive (", "accept (", "sigwait (", "_serve (",
+    "get_objects (", "readinto (", "_bootstrap_inner (",
 )  # fmt: skip
 """Parts of the innermost functions of threads that wait."""
-HIDDEN = ("threading.py", "<module>", "<string>", "runpy", "asyncio/", "concurrent/", "typer/", "multiprocessing/")
+HIDDEN = (
+    "threading.py", "<module>", "<string>", "runpy", "asyncio/", "concurrent/", "typer/", "multiprocessing/", "click/",
+    "auto_init_hook", "client_mode_hook", "tracing_helper", "function_manager", "fault_tolerance/", "v1/executor/",
+    "v1/serial_utils", "_contextlib", "modules/module.py", "worker_base", "gpu_worker", "contextlib.py", "cli/",
+)  # fmt: skip
 """Functions that only call others."""
-ROWS = 8
+ROWS = 10
+CALLS_ONLY = 0.9
+"""A function is left out if another one, which it calls, has this share of its samples."""
 BENCHMARK = "profile_run.py"
 
 
@@ -49,7 +60,18 @@ def profile(workload: str, *, seconds: float, extra: list[str]) -> list[str]:
         for process, role in run.processes():
             if role in ROLES:
                 out = folder / f"{role}-{process.pid}"
-                command = [str(spy), "record", "-d", str(seconds), "-r", str(SAMPLES_PER_S), "-f", "raw"]
+                command = [
+                    str(spy),
+                    "record",
+                    "-d",
+                    str(seconds),
+                    "-r",
+                    str(SAMPLES_PER_S),
+                    "-f",
+                    "raw",
+                    "--nonblocking",
+                ]
+                command += ["--gil"] if role in PYTHON_ROLES else []
                 command += ["-o", str(out), "-p", str(process.pid)]
                 spies[out] = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         for each in spies.values():
@@ -63,24 +85,41 @@ def profile(workload: str, *, seconds: float, extra: list[str]) -> list[str]:
         stacks = [stack for path in spies if path.name.startswith(f"{role}-") for stack in working(path)]
         us_a_token = (cpu.get(role, 0.0) - cpu_before.get(role, 0.0)) / window.tokens * 1e6
         lines.append(f"| **{role}** | {us_a_token:.1f} | |")
-        total = sum(count for _, count in stacks)
-        inside: Counter[str] = Counter()
-        for names, count in stacks:
-            inside.update(dict.fromkeys(names, count))
-        for name, count in inside.most_common(ROWS if total else 0):
-            lines.append(f"| {name} | {us_a_token * count / total:.1f} | {count / total:.0%} |")
+        # The samples of the other processes are of the time in which a thread runs Python.
+        us_a_sample = 1e6 / SAMPLES_PER_S / window.tokens
+        if role not in PYTHON_ROLES:
+            us_a_sample = us_a_token / max(1, sum(count for _, count in stacks))
+        else:
+            python_us = us_a_sample * sum(count for _, count in stacks)  # the sampling is not exact to the percent
+            lines.append(f"| Python, all functions | {python_us:.1f} | {python_us / us_a_token:.0%} |")
+        for name, count in functions(stacks):
+            lines.append(f"| {name} | {us_a_sample * count:.1f} | {us_a_sample * count / us_a_token:.0%} |")
     shutil.rmtree(folder)
     return lines
 
 
-def working(path: Path) -> Iterator[tuple[set[str], int]]:
-    """Yields (functions of the stack, number of samples) of the threads that work."""
+def functions(stacks: list[tuple[list[str], int]]) -> list[tuple[str, int]]:
+    """Returns the functions with the most samples, and their numbers of samples."""
+    inside: Counter[str] = Counter()
+    below: dict[str, Counter[str]] = defaultdict(Counter)
+    for names, count in stacks:
+        inside.update(dict.fromkeys(names, count))
+        for place, name in enumerate(names):
+            below[name].update(dict.fromkeys(set(names[place + 1 :]) - {name}, count))
+    only_calls = {
+        name for name, count in inside.items() if below[name] and max(below[name].values()) >= CALLS_ONLY * count
+    }
+    return [(name, count) for name, count in inside.most_common() if name not in only_calls][:ROWS]
+
+
+def working(path: Path) -> Iterator[tuple[list[str], int]]:
+    """Yields (functions of the stack from outside to inside, number of samples) of the threads that work."""
     for line in path.read_text().splitlines() if path.exists() else []:
         stack, _, count = line.rpartition(" ")
         frames = [frame.rpartition(":")[0] + ")" for frame in stack.split(";") if ":" in frame]
         if frames and not any(wait in frames[-1] for wait in WAITS):
-            names = {_short(frame) for frame in frames if not any(part in frame for part in HIDDEN)}
-            yield names, int(count)
+            names = [_short(frame) for frame in frames if not any(part in frame for part in HIDDEN)]
+            yield list(dict.fromkeys(names)), int(count)
 
 
 def _short(frame: str) -> str:

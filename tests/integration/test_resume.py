@@ -70,7 +70,7 @@ def test_a_run_that_is_killed_again_and_again_trains_what_an_uninterrupted_run_t
         return len(resumptions(run)) == times
 
     reached = 3
-    for restart, targets in enumerate([[EVERYTHING], ["rank"], ["buffer", "weight store", "generator"]], start=1):
+    for restart, targets in enumerate([[EVERYTHING], ["rank", "buffer", "weight store", "generator"]], start=1):
         command.wait_for(partial(has_trained, reached), timeout_s=400, what=f"step {reached} before {targets} die")
         for target in targets:
             kill(run, target)
