@@ -3,12 +3,13 @@
     python benchmarks/profile_run.py --write
     python benchmarks/profile_run.py --workload answers --seconds 60
 
-py-spy samples the stacks of engine, generator, scoring, ranks, coordinator, stores and command at the same time, without
-stopping them, so it misreads some stacks. Samples of threads that wait are left out. For engine and ranks, the shares of
-the others are multiplied with the CPU time that the process took in the same seconds, divided by the trained tokens. Of
-the other processes, only threads that run Python are sampled, and the rest of their CPU time is that of Ray's own
-threads. A function's time includes the functions that it calls, so the rows of a process do not add up. A function that
-does little more than call another one of the table is left out. `--write` puts the table into docs/benchmarks.md.
+py-spy samples the stacks of engine, generator, scoring, ranks, coordinator, stores and command at the same time. It
+does not stop them, so it misreads some stacks. Samples of threads that wait are left out. For engine and ranks, the
+shares of the others are multiplied with the CPU time that the process took in the same seconds, divided by the trained
+tokens. Of the other processes, only threads that run Python are sampled, and the rest of their CPU time is that of
+Ray's own threads. A function's time includes the functions that it calls, so the rows of a process do not add up. A
+function that does little more than call another one of the table is left out. `--write` puts the table into
+docs/benchmarks.md.
 """
 
 import argparse
