@@ -32,7 +32,7 @@ def test_after_the_first_step_the_seconds_of_each_phase_are_logged_once(caplog: 
 
 
 def test_the_steps_before_a_resume_are_not_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
-    resumed = [view("restoring step 7", 4.0, step=7), view("training", 6.0, step=7)]
+    resumed = [view("restoring step 7", 4.0, step=7), view("training", 6.0, step=7), view("training", 6.5, step=7)]
     assert logged(resumed, caplog) == []
     assert "8.0 s after" in logged([*resumed, view("training", 8.0, step=8)], caplog)[0]
 
