@@ -4,11 +4,11 @@
     python benchmarks/profile_run.py --workload answers --seconds 60
 
 py-spy samples the stacks of engine, generator, scoring, ranks, coordinator, stores and command at the same time. It
-does not stop them, so it misreads some stacks. Samples of threads that wait are left out. For engine and ranks, the
-shares of the others are multiplied with the CPU time that the process took in the same seconds, divided by the trained
-tokens. Of the other processes, only threads that run Python are sampled, and the rest of their CPU time is that of
-Ray's own threads. A function's time includes the functions that it calls, so the rows of a process do not add up. A
-function that does little more than call another one of the table is left out. `--write` puts the table into
+does not stop them, so it misreads some stacks. Samples of threads that wait are left out. For engine, scoring and
+ranks, the shares of the others are multiplied with the CPU time that the process took in the same seconds, divided by
+the trained tokens. Of the other processes, only threads that run Python are sampled, and the rest of their CPU time is
+that of Ray's own threads. A function's time includes the functions that it calls, so the rows of a process do not add
+up. A function that does little more than call another one of the table is left out. `--write` puts the table into
 docs/benchmarks.md.
 """
 
@@ -26,7 +26,7 @@ from overlap import ALL, CONFIG, STEPS, WORKLOADS
 from report_page import busy_percent, provenance, write_section
 
 ROLES = ("engine", "generator", "scoring", "rank", "coordinator", "stores", "command")
-PYTHON_ROLES = ("generator", "scoring", "coordinator", "stores", "command")
+PYTHON_ROLES = ("generator", "coordinator", "stores", "command")
 """Processes that spend much time in Ray's own threads. Of these, only threads that hold Python's lock are sampled."""
 SAMPLES_PER_S = 100
 WAITS = (
@@ -61,19 +61,9 @@ def profile(workload: str, *, seconds: float, extra: list[str]) -> list[str]:
         for process, role in run.processes():
             if role in ROLES:
                 out = folder / f"{role}-{process.pid}"
-                command = [
-                    str(spy),
-                    "record",
-                    "-d",
-                    str(seconds),
-                    "-r",
-                    str(SAMPLES_PER_S),
-                    "-f",
-                    "raw",
-                    "--nonblocking",
-                ]
-                command += ["--gil"] if role in PYTHON_ROLES else []
-                command += ["-o", str(out), "-p", str(process.pid)]
+                command = [str(spy), "record", "-d", str(seconds), "-r", str(SAMPLES_PER_S), "-f", "raw"]
+                command += ["--nonblocking", *(["--gil"] if role in PYTHON_ROLES else []), "-o", str(out)]
+                command += ["-p", str(process.pid)]
                 spies[out] = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         for each in spies.values():
             each.wait(seconds + 60)
@@ -86,13 +76,13 @@ def profile(workload: str, *, seconds: float, extra: list[str]) -> list[str]:
         stacks = [stack for path in spies if path.name.startswith(f"{role}-") for stack in working(path)]
         us_a_token = (cpu.get(role, 0.0) - cpu_before.get(role, 0.0)) / window.tokens * 1e6
         lines.append(f"| **{role}** | {us_a_token:.1f} | |")
-        # The samples of the other processes are of the time in which a thread runs Python.
-        us_a_sample = 1e6 / SAMPLES_PER_S / window.tokens
-        if role not in PYTHON_ROLES:
-            us_a_sample = us_a_token / max(1, sum(count for _, count in stacks))
-        else:
-            python_us = us_a_sample * sum(count for _, count in stacks)  # the sampling is not exact to the percent
-            lines.append(f"| Python, all functions | {python_us:.1f} | {python_us / us_a_token:.0%} |")
+        samples = sum(count for _, count in stacks)
+        us_a_sample = us_a_token / max(1, samples)
+        if role in PYTHON_ROLES:  # sampling misreads some stacks, so Python could come to more than the whole
+            us_a_sample = min(us_a_sample, 1e6 / SAMPLES_PER_S / window.tokens)
+            lines.append(
+                f"| Python, all functions | {us_a_sample * samples:.1f} | {us_a_sample * samples / us_a_token:.0%} |"
+            )
         for name, count in functions(stacks):
             lines.append(f"| {name} | {us_a_sample * count:.1f} | {us_a_sample * count / us_a_token:.0%} |")
     shutil.rmtree(folder)
