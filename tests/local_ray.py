@@ -1,9 +1,11 @@
-"""Starts a local Ray cluster for tests. A busy machine may need more than one attempt."""
+"""Starts a local Ray cluster for tests, and ends actors. A busy machine may need more than one attempt for a start."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import ray
 
 from asyncrl.deployment.cluster import patiently
@@ -27,3 +29,11 @@ def local_ray(*, cpus: int, object_store_mb: int = 80, **options: Any) -> Iterat
         yield
     finally:
         ray.shutdown()
+
+
+def end_actor(handle: Any) -> None:
+    """Kills an actor and waits until its process has ended. `ray.kill` alone returns earlier, so that the actor may
+    still answer a call."""
+    process = psutil.Process(ray.get(handle.__ray_call__.remote(lambda _: os.getpid()), timeout=60))
+    ray.kill(handle, no_restart=True)
+    process.wait(timeout=60)

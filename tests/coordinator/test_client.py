@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ray
 from buffer_scenes import finished
-from local_ray import local_ray
+from local_ray import end_actor, local_ray
 
 from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, Lease, LeaseWait
 from asyncrl.common.roles import Role, RunState
@@ -128,6 +128,6 @@ async def test_a_call_of_an_actor_that_has_ended_says_so() -> None:
     handle = actor()
     client = CoordinatorClient.over_ray(handle, timeout_s=TIMEOUT_S)
     await client.call(Coordinator.start)
-    ray.kill(handle)
+    end_actor(handle)
     with pytest.raises(ActorGone, match="the buffer's status"):
         await client.call(Coordinator.status)

@@ -10,7 +10,7 @@ import pytest
 import ray
 import torch
 from client_contract import IDS, ClientContract, Connect
-from local_ray import local_ray
+from local_ray import end_actor, local_ray
 
 from asyncrl.data_plane.object_store import OBJECT_BYTES, ObjectStoreClient
 from asyncrl.data_plane.partition_actor import Index
@@ -125,7 +125,7 @@ class TestObjectStoreClient(ClientContract):
     def test_rows_of_a_dead_store_are_a_typed_error_and_the_next_put_makes_a_new_one(self, partition: str) -> None:
         client = connect_client()
         client.put_samples(IDS, partition, fields={"kept": [1] * 4})
-        ray.kill(ray.get_actor(ensure_row_store(namespace=NAMESPACE), namespace=NAMESPACE), no_restart=True)
+        end_actor(ray.get_actor(ensure_row_store(namespace=NAMESPACE), namespace=NAMESPACE))
         with pytest.raises(RowsLost) as lost:
             client.get_samples(IDS, partition, ["kept"])
         assert list(lost.value.sample_ids) == IDS

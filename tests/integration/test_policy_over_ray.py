@@ -18,7 +18,7 @@ import pytest
 import ray
 import torch
 from counted_calls import Counted
-from local_ray import local_ray
+from local_ray import end_actor, local_ray
 from ray.util import placement_group_table
 from tiny_groups import STEP, make_batch, make_config, make_model
 
@@ -355,7 +355,7 @@ def test_two_ranks_name_lost_rows_go_on_and_end_together(of_two_ranks: TQPolicy,
 
     # F37: the error names the rows whose row store died, and no rank trains.
     name = ensure_row_store(namespace=namespace)
-    ray.kill(ray.get_actor(name, namespace=namespace), no_restart=True)
+    end_actor(ray.get_actor(name, namespace=namespace))
     with pytest.raises(RowsLost) as lost:
         policy.get_logprobs_from_meta(named())
     assert set(lost.value.sample_ids) == set(IDS), "the error must name the rows that any rank lacks"

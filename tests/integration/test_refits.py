@@ -20,7 +20,7 @@ import pytest
 import ray
 import torch
 from conftest import small_config
-from local_ray import local_ray
+from local_ray import end_actor, local_ray
 
 from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.algorithms.presets import PRESETS
@@ -536,6 +536,6 @@ def test_a_learner_rank_killed_on_the_way_leaves_the_engine_with_its_weights(sce
 
 
 def test_a_dead_engine_is_named(scene: Scene) -> None:
-    ray.kill(scene.generation._engines[0])
+    end_actor(scene.generation._engines[0])
     with pytest.raises(ActorGone, match="generating"):
         scene.generation.generate(PROMPTS)

@@ -10,7 +10,7 @@ import pytest
 import ray
 import torch
 from counted_calls import Counted
-from local_ray import local_ray
+from local_ray import end_actor, local_ray
 from tiny_groups import STEP, make_batch, make_config, make_model
 
 from asyncrl.algorithms.token_estimators import whitened_advantages
@@ -166,7 +166,7 @@ def test_no_bulk_passes_the_driver_and_lost_rows_are_named_by_ranks_that_go_on(
 
     before = critic.on_ranks(weights)[0]
     store = ensure_row_store(namespace=namespace)
-    ray.kill(ray.get_actor(store, namespace=namespace), no_restart=True)
+    end_actor(ray.get_actor(store, namespace=namespace))
     for stage in (critic.get_values_from_meta, lambda meta: critic.get_advantages_from_meta(meta, ESTIMATOR)):
         with pytest.raises(RowsLost) as lost:
             stage(named().with_fields(["values"]))
