@@ -1,4 +1,4 @@
-"""Finds the cause why vLLM's engine did not start or has died, for an error that names it.
+"""Starts the processes of vLLM's engine. Finds out why it did not start or has died, for an error that says so.
 
 The engine runs in a process of its own. That process writes the cause to its output only: to stderr while it starts, to
 stdout later. This module reads the cause from there.
@@ -8,7 +8,9 @@ import contextlib
 import os
 import re
 import socket
+import sys
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from asyncrl.errors import AsyncRLError, RunError
@@ -24,6 +26,21 @@ _LAST_LINE_OF_A_TRACEBACK = re.compile("^" + _ERROR, re.MULTILINE)
 _LOGGED_BY_THE_ENGINE = re.compile(r"^\((?:EngineCore|Worker)[^)]*\) ERROR [^]]*\] " + _ERROR, re.MULTILINE)
 _READ_BYTES = 2**20
 """Bytes at the end of the output in which the cause of a death is searched."""
+
+
+@contextlib.contextmanager
+def children_begin_with(module: str) -> Iterator[None]:
+    """Processes that `multiprocessing` spawns in the block import `module` first, not this process's main module.
+
+    `multiprocessing` finds the main module by its `__spec__`. A child needs it only for functions that are defined
+    there.
+    """
+    main = sys.modules["__main__"]
+    before, main.__spec__ = main.__spec__, ModuleSpec(module, None)
+    try:
+        yield
+    finally:
+        main.__spec__ = before
 
 
 @contextlib.contextmanager

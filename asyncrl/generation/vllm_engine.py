@@ -16,10 +16,11 @@ from typing import Any
 
 import psutil
 
+from asyncrl.common.imports import uncollected
 from asyncrl.common.kept_memory import KEPT_MEMORY
 from asyncrl.config.schema import Config
 from asyncrl.errors import DataError, InfraError
-from asyncrl.generation.engine_start import cause_of_death, engine_starts
+from asyncrl.generation.engine_start import cause_of_death, children_begin_with, engine_starts
 from asyncrl.generation.interfaces import Completion, LoadTimes, PartialCompletion, Sampled
 from asyncrl.generation.long_work import beside_loop
 from asyncrl.generation.prefixes import seed_of
@@ -60,15 +61,11 @@ def prepare_environment(config: Config) -> None:
 
 
 def preload() -> None:
-    """Imports the modules that `VLLMEngine.start` needs, and excludes them from garbage collection.
+    """Imports the modules that `VLLMEngine.start` needs, and excludes them from garbage collection."""
+    with uncollected():
+        import vllm.v1.engine.async_llm  # noqa: F401
 
-    Without this, the collector scans the new modules again and again, which is a tenth of the import's time.
-    """
-    gc.disable()
-    import vllm.v1.engine.async_llm  # noqa: F401
-
-    gc.freeze()
-    gc.enable()
+        gc.freeze()
 
 
 def _runs_the_engine(child: psutil.Process) -> bool:
@@ -148,7 +145,7 @@ class VLLMEngine:
         else:
             arguments["gpu_memory_utilization"] = generator.gpu_memory_utilization
         knob = "kv_cache_gib" if on_cpu else "gpu_memory_utilization"
-        with engine_starts(memory_knob=f"generator.{knob}"):
+        with engine_starts(memory_knob=f"generator.{knob}"), children_begin_with("asyncrl.generation.engine_main"):
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         enable_envs_cache()  # as vLLM does in the engine's process: each request reads its environment variables

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -10,14 +11,18 @@ from datetime import timedelta
 from typing import Any
 
 import ray
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from asyncrl.common.imports import uncollected
 from asyncrl.config.schema import Config
-from asyncrl.data_plane.clients import open_client
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import REFUSALS
-from asyncrl.ranks.named_rows import FetchedRows
-from asyncrl.ranks.worker import RankWorker
+
+with uncollected():  # these import torch and transformers
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    from asyncrl.data_plane.clients import open_client
+    from asyncrl.ranks.named_rows import FetchedRows
+    from asyncrl.ranks.worker import RankWorker
 
 LOOPBACK = "127.0.0.1"
 BESIDE = "beside"
@@ -42,6 +47,7 @@ class RankActor:
     called, on all ranks."""
 
     def __init__(self, *, worker: type[RankWorker[Any]], rank: int, world_size: int, config: Config) -> None:
+        gc.freeze()  # see `uncollected`
         self._kind, self._rank, self._world_size, self._config = worker, rank, world_size, config
         self._store: TCPStore | None = None
         self._worker: RankWorker[Any] | None = None
