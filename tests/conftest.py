@@ -1,7 +1,9 @@
 """Settings for quick unit tests: fewer hypothesis examples, and excluded files that are not even imported. Settings for
 tests on a busy machine: Ray's workers get the same share of the CPU as all other processes. Settings for tests with
-ranks that are processes: one process imports their libraries, and all ranks are forked from it."""
+ranks that are processes: one process imports their libraries, and all ranks are forked from it. Rare garbage
+collections, which by default take a quarter of the time of collecting the tests."""
 
+import gc
 import multiprocessing
 import os
 import re
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+gc.set_threshold(50_000)
 # Ray's default is 15. Its workers would get less than a tenth of the CPU beside two busy programs on two cores.
 os.environ.setdefault("RAY_worker_niceness", "0")
 

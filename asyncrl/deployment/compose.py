@@ -44,7 +44,7 @@ async def run_learner(
     run_dir.started_ray(address)
     async with Inputs(config, loaded=prompts, report=screen.report) as inputs:
         screen.starting(config, "making prompts")
-        await inputs.prompts
+        await _loaded(inputs)
         return await _learner(config, inputs, run_dir=run_dir, screen=screen, supervised=supervised).run(stop)
 
 
@@ -86,10 +86,8 @@ async def _run_both(
             started=lambda processes: run_dir.uses_shared_memory(processes.shared_memory),
         )
         generators = await closing.enter_async_context(running(generator_deployment.run(end), name="generators"))
-        # Meanwhile the task of the generators creates the replicas. The threads of these two tasks import libraries
-        # that the learner imports too. Of two threads that import a library at the same time, one may see half of it.
         screen.starting(config, "making prompts")
-        await asyncio.wait([inputs.prompts, inputs.engine_model])
+        await _loaded(inputs)  # meanwhile the task of the generators creates the replicas
         await check_stop(stop)
         screen.starting(config, "importing the learner")
         learner_deployment = _learner(config, inputs, run_dir=run_dir, screen=screen)
@@ -100,6 +98,15 @@ async def _run_both(
         end.set()
         await generators  # if it raises, the learner is cancelled
         return await learner
+
+
+async def _loaded(inputs: Inputs) -> None:
+    """Waits for the prompts and the description of the model, before the learner is imported.
+
+    The threads of these tasks import libraries that the learner imports too. Of two threads that import a library at
+    the same time, one may see half of it.
+    """
+    await asyncio.wait([inputs.prompts, inputs.engine_model])
 
 
 def _learner(

@@ -30,8 +30,9 @@ from asyncrl.generation.vllm_weights import VLLMWeights
 from asyncrl.weights.manifest import Manifest
 
 GIB = 2**30
-ENGINE_EXIT_S = 3.0
-"""Seconds for vLLM's own shutdown. Afterwards the processes get the same time again, and are then killed."""
+ENGINE_EXIT_S = 1.0
+"""Seconds for vLLM's own shutdown. Afterwards the processes get the same time again, and are then killed. They have
+nothing to save, and Python needs 4 s of CPU time to end one of them in order."""
 MIN_BATCHED_TOKENS = 4096
 """Smallest token budget of a scheduler step on CPUs. Without chunked prefill, a whole prompt must fit into one step."""
 PROGRESS_EVERY_S = 0.5

@@ -1,6 +1,7 @@
 """Fixtures of the integration tests: a tiny model, one vLLM engine, and helpers to run and end the real commands."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest_asyncio
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
+from asyncrl.environments.interfaces import build_tasks
 from asyncrl.generation.vllm_engine import VLLMEngine, prepare_environment
 
 REPOSITORY = Path(__file__).parents[2]
@@ -30,20 +32,31 @@ SMALL = [
     "staleness.max_versions=2",
     "learner.optimizer.warmup_steps=0",
     "run.shutdown_grace_s=60",
+    "data.dataset=jsonl",  # reading the questions is faster than making them
+    "environment.reward=exact_match",
 ]
 
 
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The model of the quickstart after a short warm-up. It is built once per session."""
+    """The model of the quickstart after a short warm-up, built once per session. The questions are beside it."""
     from asyncrl.demo.tiny_model import ensure_model
 
     path = tmp_path_factory.mktemp("model") / "tiny"
+    tasks = [task for part in build_tasks(load_config([QUICKSTART], [])) for task in part]
+    rows = [{"prompt": task.question, "answer": task.answer, "word": task.metadata["word"]} for task in tasks]
+    questions_of(path).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return ensure_model(small_config(str(path)))
 
 
+def questions_of(model_path: str | Path) -> Path:
+    """Returns the file with the questions of the quickstart."""
+    return Path(model_path).with_name("questions.jsonl")
+
+
 def small_overrides(model_path: str) -> list[str]:
-    return [*SMALL, f"model.path={model_path}", "model.tiny.warmup_steps=40", "model.tiny.warmup_wrong_fraction=0"]
+    of_model = [f"model.path={model_path}", f"data.path={questions_of(model_path)}"]
+    return [*SMALL, *of_model, "model.tiny.warmup_steps=40", "model.tiny.warmup_wrong_fraction=0"]
 
 
 def small_config(model_path: str, *overrides: str) -> Config:

@@ -41,7 +41,7 @@ def test_the_example_trains_and_a_second_run_ends_in_order_when_it_is_interrupte
     """Both runs are in one process, beside an event loop."""
     overrides = {
         "run": {"name": "first", "dir": str(tmp_path), "shutdown_grace_s": 60.0},
-        "model": {"path": model_path, "max_length": 64, "tiny": {"warmup_steps": 40, "warmup_wrong_fraction": 0.0}},
+        "model": {"path": model_path, "max_length": 64, "tiny": None},
         "learner": {"total_steps": STEPS, "groups_per_step": 4, "group_size": 4, "optimizer": {"warmup_steps": 0}},
         "generator": {"max_concurrent_groups": 8, "max_completion_tokens": 10},
         "eval.prompts": 16,

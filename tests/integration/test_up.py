@@ -81,7 +81,7 @@ fast machine."""
 
 class WatchedRun(NamedTuple):
     """A run that has ended, and the Prometheus that scraped it. `served` is the learner's answer to `GET /sd`. `second`
-    are exit code and output of a second run on the same directory, which was started while the run trained."""
+    are exit code and output of a second run on the same directory, which was started while the first one lived."""
 
     path: Path
     second: tuple[int, str]
@@ -121,12 +121,13 @@ def watched(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         return roles == {"buffer", "generator", "learner", "ray"} and json.loads(targets.read_bytes()) == served
 
     try:
-        command.wait_for(all_are_found, timeout_s=600, what="the same targets in the file and over HTTP")
+        command.wait_for((run / "run.json").exists, timeout_s=600, what="a run that holds its directory")
         second = Command(same_directory, log=folder / "second.log", environment=IMPORTS)
         try:
             refused = second.wait(120), second.output()
         finally:
             second.end()
+        command.wait_for(all_are_found, timeout_s=600, what="the same targets in the file and over HTTP")
         session = ray_session(command.process)
         command.wait_for(lambda: engines_of(session), timeout_s=600, what="an engine of this run")
         assert command.wait(600) == 0, command.output()[-4000:]
