@@ -324,7 +324,7 @@ def table(by_seed: Mapping[str, Mapping[str, Result]]) -> list[str]:
     low, high = (f"{target:.2f}" for target in TARGETS)
     header = [
         "seed", "", "samples/s", f"over {reference}", "start to first step, s", f"first step to held-out {low}, s",
-        f"to {high}, s", f"over {reference}", "held-out at the end",
+        f"to {high}, s", f"time over {reference}", "held-out at the end",
     ]  # fmt: skip
     lines = [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
     for seed, results in by_seed.items():

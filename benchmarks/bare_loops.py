@@ -1,7 +1,8 @@
 """The two bare loops that a run is compared with: a vLLM engine that only generates, and a model that only trains.
 
 Each runs in a process of its own, on the core where the process was started, and prints one JSON object. Both use the
-configuration of the run: the same model, prompts, sampling parameters, batch and micro-batch.
+configuration of the run: the same model, prompts, sampling parameters and batch. The learner's rows are padded,
+`learner.micro_batch_size` at a time.
 """
 
 import argparse
@@ -16,6 +17,9 @@ import psutil
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
+
+MEASURED_STEPS = 5
+"""Smallest number of steps that a bare learner is measured for."""
 
 
 def bare_generator(config: Config, *, seconds: float) -> dict[str, Any]:
@@ -106,7 +110,7 @@ def bare_learner(config: Config, lengths: list[list[int]], *, seconds: float) ->
     rows, draw = learner.groups_per_step * learner.group_size, random.Random(0)
     done_tokens = done_samples = steps = 0
     begin_s, cpu_s = 0.0, 0.0
-    while steps < 3 or time.perf_counter() - begin_s < seconds:
+    while steps < 2 + MEASURED_STEPS or time.perf_counter() - begin_s < seconds:
         if steps == 2:
             begin_s, cpu_s = time.perf_counter(), time.process_time()
         batch = draw.choices(lengths, k=rows)

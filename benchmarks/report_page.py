@@ -32,7 +32,9 @@ def provenance(benchmark: str, *, busy_percent: float, also: str = "") -> str:
 
     `busy_percent` is the share of the machine's cores that other work used before the first measurement.
     """
-    commit = subprocess.check_output(["git", "describe", "--always", "--dirty"], cwd=REPOSITORY, text=True).strip()
+    commit = subprocess.check_output(["git", "describe", "--always"], cwd=REPOSITORY, text=True).strip()
+    others = ["git", "status", "--porcelain", "--untracked-files=no", "--", f":!{PAGE.relative_to(REPOSITORY)}"]
+    commit += " with changes" if subprocess.check_output(others, cwd=REPOSITORY) else ""
     models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     processor = models[0].partition(": ")[2] if models else "an unknown processor"
     return (

@@ -29,10 +29,11 @@ FROM_DISK = Version(0, 0)
 class EngineActor:
     """Body of the actor. Call `start` first. Methods that return a bool return True when they have done their work."""
 
-    def __init__(self, *, config: Config, sleep_mode: bool, pad_token_id: int) -> None:
+    def __init__(self, *, config: Config, name: str, sleep_mode: bool, pad_token_id: int) -> None:
         prepare_environment(config)
         preload()
         self._config = config
+        self._name = name
         self._sleep_mode = sleep_mode
         self._pad_token_id = pad_token_id
         self._timeout_s = config.weights.load_timeout_s
@@ -43,7 +44,9 @@ class EngineActor:
     async def start(self, model_path: str) -> EngineProcesses:
         """Starts the engine with the weights at `model_path`."""
         self._model = expected_parameters(model_path, dtype=self._config.model.dtype)
-        self._engine = await VLLMEngine.start(self._config, model_path=model_path, sleep_mode=self._sleep_mode)
+        self._engine = await VLLMEngine.start(
+            self._config, model_path=model_path, name=self._name, sleep_mode=self._sleep_mode
+        )
         await self._engine.weights.name(FROM_DISK)
         return self._engine.processes
 

@@ -78,8 +78,10 @@ class VLLMGeneration(GenerationInterface):
             max_concurrency=ACTOR_CONCURRENCY,
         )
         self._engines = [
-            actor.remote(config=config, sleep_mode=self._sleep_mode, pad_token_id=self._pad_token_id)
-            for _ in range(config.generator.replicas)
+            actor.remote(
+                config=config, name=f"engine {number}", sleep_mode=self._sleep_mode, pad_token_id=self._pad_token_id
+            )
+            for number in range(config.generator.replicas)
         ]
         try:
             self._wait_for_places()

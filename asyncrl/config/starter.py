@@ -14,7 +14,7 @@ from asyncrl.errors import ConfigError
 
 GROUP_SIZE = 8
 TOKENS_PER_PASS_CPU = 8192
-"""Tokens in one padded pass on a CPU. It takes some hundred MB of activations for a few million parameters."""
+"""Tokens in one packed pass on a CPU. It takes some hundred MB of activations for a few million parameters."""
 TOKENS_PER_PASS_GPU = 16384
 """Tokens in one packed pass on a GPU."""
 ROWS_MIB = 256
@@ -122,22 +122,15 @@ def _generator(facts: Facts, *, completion: int, groups: int) -> list[str]:
 
 def _learner(facts: Facts, *, length: int, groups: int) -> list[str]:
     on_gpu = facts.gpus > 0
-    if on_gpu:
-        tokens = max(TOKENS_PER_PASS_GPU, length)
-        passes = [
-            "  batching: packed",
-            f"  micro_batch_tokens: {tokens} # in one pass; lower it if memory runs out",
-        ]
-    else:
-        rows = min(groups * GROUP_SIZE, max(1, TOKENS_PER_PASS_CPU // length))
-        passes = [f"  micro_batch_size: {rows} # sequences in one pass; lower it if memory runs out"]
+    tokens = max(TOKENS_PER_PASS_GPU if on_gpu else TOKENS_PER_PASS_CPU, length)
     return [
         "learner:",
         *([f"  gpus: {0.5 if facts.gpus == 1 else 1}"] if on_gpu else []),
         "  total_steps: 200",
         f"  groups_per_step: {groups} # prompts in a step",
         f"  group_size: {GROUP_SIZE} # samples of a prompt; a group whose rewards are all equal has no gradient",
-        *passes,
+        "  batching: packed # no padding, and the samples of a group share their prompt",
+        f"  micro_batch_tokens: {tokens} # in one pass; lower it if memory runs out",
         "  optimizer:",
         f"    learning_rate: {'2.0e-6' if on_gpu else '1.0e-5'} # raise it if the reward does not change",
         "    warmup_steps: 10",

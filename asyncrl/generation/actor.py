@@ -72,7 +72,7 @@ class GeneratorActor:
         await coordinator.call(Registry.handshake, who=f"generator {self._name}", fingerprint=fingerprint)
         # The replica generates nothing before the learner has sent its first weights, so the engine does not read the
         # weights on the disk.
-        engine = await VLLMEngine.start(config, model_path=model_path, load_weights=False)
+        engine = await VLLMEngine.start(config, model_path=model_path, name=self._name, load_weights=False)
         self._started.push_async_callback(engine.shutdown)
         await scorer_started
         metrics = GeneratorMetrics(environment=config.environment.name)

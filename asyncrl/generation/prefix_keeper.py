@@ -10,9 +10,11 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from asyncrl.buffer.records import Prefix, Ticket
+from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data_plane.clients import GroupRows
 from asyncrl.errors import AsyncRLError
 from asyncrl.generation.interfaces import PartialCompletion, Sampled
+from asyncrl.generation.long_work import beside_loop
 from asyncrl.generation.prefixes import PREFIX_COLUMNS, prefix_of, rows_of, samples_of_rows
 
 logger = logging.getLogger(__name__)
@@ -67,8 +69,7 @@ class PrefixKeeper:
         if max(grown) < self._every_tokens or (samples := sampled.partial()) is None:
             return
         self._lengths[ticket.key] = [len(sample.token_ids) for sample in samples]
-        prefix = prefix_of(samples, attempt=ticket.attempt, continued=continued)
-        put = asyncio.create_task(self._put(ticket.key, samples, prefix), name=f"store {ticket.key}")
+        put = asyncio.create_task(self._put(ticket, samples, continued), name=f"store {ticket.key}")
         self._puts[ticket.key] = put
         put.add_done_callback(lambda _: self._puts.pop(ticket.key, None))
 
@@ -78,11 +79,17 @@ class PrefixKeeper:
         if put := self._puts.get(key):
             put.cancel()
 
-    async def _put(self, key: str, samples: Sequence[PartialCompletion], prefix: Prefix) -> None:
+    async def _put(
+        self, ticket: Ticket, samples: Sequence[PartialCompletion], continued: Sequence[PartialCompletion]
+    ) -> None:
+        def built() -> tuple[BatchedDataDict, Prefix]:
+            return rows_of(samples), prefix_of(samples, attempt=ticket.attempt, continued=continued)
+
         await self._verdict()
         try:
-            await self._rows.put({key: rows_of(samples)})
+            rows, prefix = await beside_loop(built, tokens=sum(len(sample.token_ids) for sample in samples))
+            await self._rows.put({ticket.key: rows})
         except Exception as error:
-            logger.warning("group %s is not stored, and a later attempt may begin again: %s", key, error)
+            logger.warning("group %s is not stored, and a later attempt may begin again: %s", ticket.key, error)
             return
-        self._stored(key, prefix)
+        self._stored(ticket.key, prefix)

@@ -1,4 +1,4 @@
-"""Partial generations of a group: the rows in which they are stored, and the seeds with which they are continued.
+"""Partial generations of a group: the rows in which they are stored, and the seeds of samples.
 
 While a replica generates a group, it stores all tokens so far from time to time (`generator.persist_every_tokens`). If
 the replica dies, the next attempt's ticket names what is stored. Its replica reads the tokens, prefills the prompt with
@@ -47,6 +47,11 @@ def seed_of(seed: int, child: int, tokens: int) -> int:
         return seed + child
     digest = hashlib.blake2b(f"{seed},{child},{tokens}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> (64 - _SEED_BITS)
+
+
+def engine_seed(seed: int, name: str) -> int:
+    """Returns the seed (32 bits) of an engine's requests without one: a hash of `run.seed` and the engine's name."""
+    return int.from_bytes(hashlib.blake2b(f"{seed},{name}".encode(), digest_size=4).digest(), "big")
 
 
 def rows_of(samples: Sequence[PartialCompletion]) -> BatchedDataDict:

@@ -23,7 +23,7 @@ from asyncrl.errors import DataError, InfraError
 from asyncrl.generation.engine_start import cause_of_death, children_begin_with, engine_starts
 from asyncrl.generation.interfaces import Completion, LoadTimes, PartialCompletion, Sampled
 from asyncrl.generation.long_work import beside_loop
-from asyncrl.generation.prefixes import seed_of
+from asyncrl.generation.prefixes import engine_seed, seed_of
 from asyncrl.generation.shared_memory import EngineProcesses, segments_of, sweep_shared_memory
 from asyncrl.generation.vllm_sampled import NOTHING, Child, SampledByVLLM, before_stop, joined, until_stop
 from asyncrl.generation.vllm_weights import VLLMWeights
@@ -99,9 +99,12 @@ class VLLMEngine:
 
     @classmethod
     async def start(
-        cls, config: Config, *, model_path: str, load_weights: bool = True, sleep_mode: bool = False
+        cls, config: Config, *, model_path: str, name: str = "", load_weights: bool = True, sleep_mode: bool = False
     ) -> "VLLMEngine":
         """Starts the engine's processes with the model at `model_path`. Call `prepare_environment` first.
+
+        Requests without a seed are sampled from one stream of random numbers, which depends on `run.seed` and `name`:
+        engines with different names draw different samples.
 
         Raises RunError with the reason when vLLM does not start. With `load_weights=False` the weights are random until
         `load`, and the directory needs only a config and a tokenizer. `sleep_mode` enables `sleep`, on GPUs only.
@@ -128,7 +131,7 @@ class VLLMEngine:
             "tensor_parallel_size": generator.tensor_parallel_size,
             "weight_transfer_config": WeightTransferConfig(backend=vllm_plugin.BACKEND),
             "worker_extension_cls": vllm_plugin.WORKER_EXTENSION,
-            "seed": config.run.seed,
+            "seed": engine_seed(config.run.seed, name),
             "load_format": "auto" if load_weights else "dummy",
             "enable_sleep_mode": sleep_mode,
         }

@@ -151,8 +151,10 @@ class LearnerLoop:
                 if self._due is not None:
                     await self._save(self._due)
                     self._due = None
-        finally:
-            await self._end.settle()
+        except BaseException as error:
+            await self._end.settle_after(error)
+            raise
+        await self._end.settle()
         self.phase = "closing"
         self._states.enter("other")
         await self._coordinator.call(LearnerCalls.set_state, self._incarnation, RunState.CLOSING)

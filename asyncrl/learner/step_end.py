@@ -36,6 +36,18 @@ class StepEnd:
         if running is not None:
             await running
 
+    async def settle_after(self, error: BaseException) -> None:
+        """Like `settle`, but logs the error of the step that ends: the run ends with `error`, which came later."""
+        try:
+            await self.settle()
+        except Exception as earlier:
+            logger.error(
+                "the end of a step failed too (%s: %s), beside %s",
+                type(earlier).__name__,
+                earlier,
+                type(error).__name__,
+            )
+
     async def _end(self, lease: Lease, over: Sequence[str], logged: KVBatchMeta | None) -> None:
         if logged is not None:
             await self._write_samples(lease, logged)

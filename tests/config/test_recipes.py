@@ -50,11 +50,14 @@ def test_a_base_model_gets_its_prompt_as_text_though_its_tokenizer_has_a_chat_te
 
 @pytest.mark.parametrize("name", ["one_gpu", "eight_gpus", "two_nodes"])
 def test_weights_and_optimizer_leave_room_on_their_gpus(name: str) -> None:
-    """The learner takes 16 bytes for each weight and an engine 2, on GPUs of 24 GiB (one_gpu) or 80 GiB."""
+    """The ranks together take 16 bytes for each weight, and an engine 2, on GPUs of 24 GiB (one_gpu) or 80 GiB. With
+    several ranks, each one also adds up the gradients of all weights in float32."""
     config = recipe(name)
     size = config.model.path.rpartition("-")[2]
     weights, memory = float(size.removesuffix("B")) * 1e9, (24 if name == "one_gpu" else 80) * 2**30
     shares = 1.0 - config.generator.gpu_memory_utilization if name == "one_gpu" else 1.0
-    assert 16 * weights / config.learner.ranks < 0.7 * shares * memory
+    whole_gradients = config.learner.ranks > 1 and config.learner.gradient_sync == "update"
+    learner = 16 * weights / config.learner.ranks + 4 * weights * whole_gradients
+    assert learner < 0.7 * shares * memory
     engine = config.generator.gpu_memory_utilization * memory
     assert 2 * weights / config.generator.tensor_parallel_size < 0.5 * engine

@@ -41,6 +41,7 @@ def test_it_can_run_as_it_is_and_nobody_needs_to_be_warned(
         gpus=gpus, longest_prompt=longest_prompt, completion_tokens=completion_tokens, longest_model=8192
     )
     assert check_config(config) == []
+    assert config.learner.batching == "packed"
     assert config.data.max_prompt_tokens >= longest_prompt
     assert config.model.max_length == config.data.max_prompt_tokens + config.generator.max_completion_tokens
     if completion_tokens is not None:

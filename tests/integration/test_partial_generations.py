@@ -18,7 +18,7 @@ from asyncrl.learner.kept_steps import KeptSteps
 pytestmark = pytest.mark.integration
 
 STEPS = 10
-"""Enough that the groups of the killed replica, which may be three versions old when they are trained, are among them."""
+"""Enough for the groups of the killed replica, which are at most three versions old when they are trained."""
 LONG_ANSWERS = [
     "model.max_length=264",
     "model.tiny.warmup_steps=1",

@@ -210,6 +210,12 @@ def scene(model_path: str, cluster: None) -> Iterator[Scene]:
 # -- generation -------------------------------------------------------------------------------------------------------
 
 
+def test_engines_draw_different_samples(scene: Scene) -> None:
+    """It is the first test, so that both engines have drawn equally often."""
+    drawn = [scene.generation.generate(prompts([40, 41, 42], [40, 41, 42]))["logprobs"] for _ in range(8)]
+    assert any(not torch.equal(of_first, of_second) for of_first, of_second in drawn)
+
+
 def test_rows_come_back_in_order_with_what_sampled_them(scene: Scene) -> None:
     """Generates five rows with two engines. The engines have the weights with which the policy starts."""
     output = scene.generation.generate(PROMPTS)

@@ -50,6 +50,21 @@ async def test_a_run_trains_its_steps_and_accounts_for_every_group() -> None:
 
 
 @pytest.mark.asyncio
+async def test_an_error_of_a_step_is_not_replaced_by_one_of_the_end_of_the_step_before(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise TimeoutError("clearing the rows")
+
+    scene = Scene()
+    scene.trainer.discard_samples = refuse  # type: ignore[method-assign]
+    scene.trainer.answers = [trained(), RunError("the second step")]
+    with pytest.raises(RunError, match="the second step"):
+        await scene.run()
+    assert "clearing the rows" in caplog.text
+
+
+@pytest.mark.asyncio
 async def test_seconds_of_the_loop_add_up_and_the_ranks_own_stages_are_theirs() -> None:
     scene = Scene()
     await scene.run()
