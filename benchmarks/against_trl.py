@@ -1,6 +1,9 @@
 """Compares asyncrl with TRL's synchronous GRPOTrainer on the quickstart, and writes the table in docs/benchmarks.md.
 
     python benchmarks/against_trl.py --seeds 0 1 2
+    python benchmarks/against_trl.py --workload long
+
+With `--workload`, a workload of `overlap.py` that does not learn: then only the speeds are compared.
 
 Both sides start from the same model directory and train the same questions in the same order, with the same batch,
 learning rates, optimizer and number of steps. They may use the same cores. TRL runs with as many threads as there are
@@ -27,6 +30,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from overlap import WORKLOADS
 from report_page import busy_percent, provenance, write_section
 from trl_run import Settings
 
@@ -46,6 +50,8 @@ SAVE_EVERY = 10
 STEADY_FROM = 20
 """Number of steps before the window of samples/s. Both sides are slower in their first steps."""
 TARGETS = (0.80, 0.85)
+SPEED_STEPS = {"answers": 40, "long": 16}
+"""Steps of the workloads of which only the speed is measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +132,7 @@ def trl_settings(config: Config, *, questions: Path, output: Path, threads: int)
         weight_decay=optimizer.weight_decay,
         max_grad_norm=optimizer.max_grad_norm,
         save_every_steps=SAVE_EVERY,
+        reward="exact_match" if config.environment.reward is None else config.environment.reward.partition(":")[2],
     )
 
 
@@ -151,7 +158,8 @@ def asyncrl(command: str, overrides: Sequence[str], *, log: Path) -> float:
     """Runs a command of asyncrl with the quickstart's configuration. Returns the Unix time of its start."""
     # Ray's workers must import asyncrl from this checkout, and not an installed version.
     words = [sys.executable, "-m", "asyncrl", command, "-c", str(CONFIG), *overrides]
-    return call(words, log=log, environment={"PYTHONPATH": str(REPOSITORY)})
+    folders = os.pathsep.join(map(str, [REPOSITORY, REPOSITORY / "benchmarks"]))
+    return call(words, log=log, environment={"PYTHONPATH": folders})
 
 
 def asyncrl_run(overrides: Sequence[str], directory: Path, *, eta: int) -> Series:
@@ -259,10 +267,11 @@ def samples_per_s(series: Series) -> float:
     return sum(series.samples[first:]) / (series.ends_s[-1] - series.ends_s[first - 1])
 
 
-def result_of(series: Series, *, evaluate: Callable[[Path], float], model: Path) -> Result:
-    """Evaluates all weights of a run."""
-    curve = [(0.0, evaluate(model))]
-    curve += [(series.ends_s[steps - 1] - series.begun_s, evaluate(path)) for steps, path in series.weights.items()]
+def result_of(series: Series, *, evaluate: Callable[[Path], float] | None, model: Path) -> Result:
+    """Evaluates all weights of a run. Without `evaluate`, its held-out reward is unknown (NaN)."""
+    saved = [] if evaluate is None else [*series.weights.items()]
+    curve = [(0.0, math.nan if evaluate is None else evaluate(model))]
+    curve += [(series.ends_s[steps - 1] - series.begun_s, evaluate(path)) for steps, path in saved]
     first, second = (time_to(target, curve) for target in TARGETS)
     return Result(
         samples_per_s=samples_per_s(series),
@@ -277,16 +286,20 @@ def result_of(series: Series, *, evaluate: Callable[[Path], float], model: Path)
 
 
 def results_of(
-    seed: int, *, etas: Sequence[int], threads: Sequence[int], overrides: Sequence[str]
+    seed: int, *, workload: str, etas: Sequence[int], threads: Sequence[int], overrides: Sequence[str]
 ) -> dict[str, Result]:
     """Makes the runs of one seed. Returns their results by the name of the side, TRL's first."""
-    folder = FOLDER / "against_trl" / f"seed-{seed}"
+    folder = FOLDER / "against_trl" / f"{workload}-seed-{seed}"
     model = folder / "model"
     for old in folder.glob("*"):
         if old.is_dir() and old != model:  # asyncrl builds the model again if its settings have changed
             shutil.rmtree(old)
     folder.mkdir(parents=True, exist_ok=True)
-    overrides = [f"run.seed={seed}", f"model.tiny.seed={seed}", f"model.path={model}", *overrides]
+    own = [f"run.seed={seed}", f"model.tiny.seed={seed}", f"model.path={model}"]
+    if learns := workload not in SPEED_STEPS:
+        overrides = [*own, *overrides]
+    else:
+        overrides = [*WORKLOADS[workload], *own, f"learner.total_steps={SPEED_STEPS[workload]}", *overrides]
     config = load_config([REPOSITORY / CONFIG], overrides)
     asyncrl("model", overrides, log=folder / "model.log")
     train, heldout = build_tasks(config)
@@ -300,7 +313,8 @@ def results_of(
         },
         **{f"asyncrl, η = {eta}": partial(asyncrl_run, overrides, folder / f"asyncrl-{eta}", eta=eta) for eta in etas},
     }
-    evaluate = partial(heldout_reward, config=config, tasks=heldout, score=build_environment(config.environment).score)
+    score = build_environment(config.environment).score
+    evaluate = partial(heldout_reward, config=config, tasks=heldout, score=score) if learns else None
     results = {}
     for side, run in runs.items():
         results[side] = result_of(run(), evaluate=evaluate, model=model)
@@ -331,10 +345,10 @@ def table(by_seed: Mapping[str, Mapping[str, Result]]) -> list[str]:
         base = results[reference]
         for side, result in results.items():
             cells = [
-                seed, side, f"{result.samples_per_s:.0f}", number(result.samples_per_s / base.samples_per_s, ".2f"),
+                seed, side, f"{result.samples_per_s:.4g}", number(result.samples_per_s / base.samples_per_s, ".2f"),
                 number(result.first_step_s, ".1f"), number(result.to_first_target_s, ".1f"),
                 number(result.to_second_target_s, ".1f"),
-                number(result.to_second_target_s / base.to_second_target_s, ".2f"), f"{result.heldout:.3f}",
+                number(result.to_second_target_s / base.to_second_target_s, ".2f"), number(result.heldout, ".3f"),
             ]  # fmt: skip
             lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -354,6 +368,7 @@ def trl_versions() -> str:
 def main() -> None:
     cores = len(os.sched_getaffinity(0))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", choices=["quickstart", *SPEED_STEPS], default="quickstart")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--eta", type=int, nargs="+", default=[3], help="asyncrl's staleness limits; 0 is synchronous")
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({cores, 1}, reverse=True), help="of TRL")
@@ -362,14 +377,20 @@ def main() -> None:
     trl_python()
     busy = busy_percent()
     by_seed = {
-        str(seed): results_of(seed, etas=arguments.eta, threads=arguments.threads, overrides=arguments.overrides)
+        str(seed): results_of(
+            seed,
+            workload=arguments.workload,
+            etas=arguments.eta,
+            threads=arguments.threads,
+            overrides=arguments.overrides,
+        )
         for seed in arguments.seeds
     }
     if len(by_seed) > 1:
         by_seed["median"] = medians(list(by_seed.values()))
     lines = [provenance(BENCHMARK, busy_percent=busy, also=f"; TRL {trl_versions()}"), "", *table(by_seed)]
     print("\n".join(lines))
-    write_section(BENCHMARK, lines)
+    write_section(BENCHMARK if arguments.workload == "quickstart" else f"{BENCHMARK} {arguments.workload}", lines)
 
 
 if __name__ == "__main__":

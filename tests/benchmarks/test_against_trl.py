@@ -9,6 +9,7 @@ from pathlib import Path
 
 import against_trl
 import pytest
+import rewards
 import trl_run
 from against_trl import Result, Series
 
@@ -39,6 +40,11 @@ def test_both_sides_give_a_completion_the_same_reward(config: Config, form: str,
     for task in build_tasks(config)[0][:20]:
         completion = form.format(change(task.answer), change(task.answer))
         assert trl_run.exact_match([completion], [task.answer]) == [score(task, completion)]
+
+
+def test_both_sides_give_a_completion_the_same_checksum(config: Config) -> None:
+    for task in build_tasks(config)[0][:20]:
+        assert trl_run.by_checksum([task.prompt], [task.answer]) == [rewards.by_checksum(task, task.answer)]
 
 
 def test_trl_gets_the_questions_of_all_steps_in_the_order_of_the_run(config: Config, tmp_path: Path) -> None:
@@ -140,6 +146,14 @@ def test_times_to_a_target_count_from_the_beginning_of_the_first_step(tmp_path: 
     assert result.to_first_target_s == pytest.approx(10.0)
     assert result.to_second_target_s == pytest.approx(15.0)
     assert result.heldout == 0.7
+
+
+def test_a_workload_that_does_not_learn_has_no_times_to_a_reward() -> None:
+    series = Series(begun_s=5.0, ends_s=[6.0, 8.0, 10.0, 12.0], samples=[4] * 4, weights={4: Path("weights")})
+    result = against_trl.result_of(series, evaluate=None, model=Path("model"))
+    assert (result.samples_per_s, result.first_step_s) == (2.0, 6.0)
+    [*_, row] = against_trl.table({"0": {"TRL": result}})
+    assert [cell.strip() for cell in row.split("|")[1:-1]] == ["0", "TRL", "2", "1.00", "6.0", "–", "–", "–", "–"]
 
 
 # --- the table ---------------------------------------------------------------------------------------------------
