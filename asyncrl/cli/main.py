@@ -122,7 +122,7 @@ def _root() -> None:
 
 def main() -> None:
     """Runs the command in `sys.argv`, in a child process if it is supervised."""
-    # By default the garbage collector looks at new objects so often that this takes a fifth of the time of imports.
+    # By default the garbage collector looks at new objects so often that this takes a seventh of the time of imports.
     gc.set_threshold(GARBAGE_AFTER)
     on_purpose = supervise() if sys.argv[1:2] and sys.argv[1] in SUPERVISED else None
     try:

@@ -151,8 +151,8 @@ class LearnerLoop:
                 if self._due is not None:
                     await self._save(self._due)
                     self._due = None
-        except BaseException as error:
-            await self._end.settle_after(error)
+        except BaseException:
+            await self._end.settle_after_error()
             raise
         await self._end.settle()
         self.phase = "closing"

@@ -36,17 +36,12 @@ class StepEnd:
         if running is not None:
             await running
 
-    async def settle_after(self, error: BaseException) -> None:
-        """Like `settle`, but logs the error of the step that ends: the run ends with `error`, which came later."""
+    async def settle_after_error(self) -> None:
+        """Like `settle`, but logs the error of the step that ends, because the run ends with another one."""
         try:
             await self.settle()
-        except Exception as earlier:
-            logger.error(
-                "the end of a step failed too (%s: %s), beside %s",
-                type(earlier).__name__,
-                earlier,
-                type(error).__name__,
-            )
+        except Exception as error:
+            logger.error("the end of the step before it failed too: %s: %s", type(error).__name__, error)
 
     async def _end(self, lease: Lease, over: Sequence[str], logged: KVBatchMeta | None) -> None:
         if logged is not None:

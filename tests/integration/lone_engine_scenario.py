@@ -10,8 +10,7 @@ import sys
 
 import psutil
 from conftest import small_config
-from engine_contract import MAX_TOKENS, PROMPT
-from test_vllm_engine import Trainer
+from test_vllm_engine import Trainer, compared
 
 from asyncrl.generation.vllm_engine import VLLMEngine, prepare_environment
 
@@ -24,13 +23,8 @@ async def wait(model_path: str, workers: int) -> None:
     for step in (1, 2):
         trainer.change()
         await engine.load(*trainer.publication(step))
-        [completion] = await engine.generate(PROMPT, n=1, seed=step, temperature=1.0, max_tokens=MAX_TOKENS)
-        tokens = PROMPT + completion.token_ids
-        expected = trainer.log_probs(tokens)
-        scored = await engine.score(tokens)
-        pairs = [*zip(scored, expected, strict=True)]
-        pairs += zip(completion.logprobs, expected[len(PROMPT) - 1 :], strict=True)
-        apart_nats.append(max(abs(ours - theirs) for ours, theirs in pairs))
+        apart, completion = await compared(engine, trainer, seed=step)
+        apart_nats.append(apart)
         versions.append(sorted({str(version) for version in completion.versions}))
     everything = [process.pid for process in psutil.Process().children(recursive=True)]
     found = {"apart_nats": apart_nats, "versions": versions, "engine": engine.processes.pids, "everything": everything}

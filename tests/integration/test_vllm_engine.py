@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.common.version import Version
 from asyncrl.errors import InfraError, TornReplica
+from asyncrl.generation.interfaces import Completion
 from asyncrl.generation.model_parameters import expected_parameters
 from asyncrl.generation.vllm_engine import VLLMEngine
 from asyncrl.metrics.recorders import GeneratorMetrics
@@ -77,17 +78,24 @@ async def test_vllm_keeps_the_contract(
     await holds(engine, load)
 
 
+async def compared(engine: VLLMEngine, trainer: Trainer, *, seed: int) -> tuple[float, Completion]:
+    """Returns the largest difference between the log-probs of engine and trainer for a prompt and its completion, when
+    the engine samples and when it scores. Also returns the completion."""
+    [completion] = await engine.generate(PROMPT, n=1, seed=seed, temperature=1.0, max_tokens=MAX_TOKENS)
+    tokens = PROMPT + completion.token_ids
+    expected = trainer.log_probs(tokens)
+    pairs = [*zip(await engine.score(tokens), expected, strict=True)]
+    pairs += zip(completion.logprobs, expected[len(PROMPT) - 1 :], strict=True)
+    return max(abs(ours - theirs) for ours, theirs in pairs), completion
+
+
 @pytest.mark.asyncio(loop_scope="session")
 async def test_after_an_update_engine_and_trainer_agree_on_every_token(engine: VLLMEngine, trainer: Trainer) -> None:
     for step in (30, 31):
         trainer.change()
         await engine.load(*trainer.publication(step))
-        [completion] = await engine.generate(PROMPT, n=1, seed=step, temperature=1.0, max_tokens=MAX_TOKENS)
-        tokens = PROMPT + completion.token_ids
-        expected = trainer.log_probs(tokens)
-        assert max(abs(a - b) for a, b in zip(await engine.score(tokens), expected, strict=True)) < PARITY_NATS
-        sampled = zip(completion.logprobs, expected[len(PROMPT) - 1 :], strict=True)
-        assert max(abs(a - b) for a, b in sampled) < PARITY_NATS
+        apart_nats, _ = await compared(engine, trainer, seed=step)
+        assert apart_nats < PARITY_NATS
 
 
 @pytest.mark.asyncio(loop_scope="session")
