@@ -169,12 +169,12 @@ def generated(generation: VLLMGeneration) -> tuple[BatchedDataDict, torch.Tensor
         sample_mask=torch.ones(ROWS),
         index=torch.arange(ROWS),
     )
-    return rows, output["output_ids"].double().mul(inside).sum(1) % 7
+    # The rewards depend on the row alone. With rewards of the drawn tokens, an update can have no gradient.
+    return rows, torch.arange(ROWS).double()
 
 
 def advantages_of(rewards: torch.Tensor) -> torch.Tensor:
-    groups = rewards.view(-1, GROUP)
-    return ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)).flatten().float()
+    return ((rewards - rewards.mean()) / rewards.std()).float()
 
 
 def train_by_value(policy: Policy, rows: BatchedDataDict, rewards: torch.Tensor) -> dict[str, Any]:
