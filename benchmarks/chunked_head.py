@@ -6,10 +6,11 @@
 
 It measures the forward and backward passes of next-token log-probs from hidden states, on the CPU. Each measurement
 runs in a separate process. The memory is the peak of this process minus the peak of a process that only has the weight,
-the hidden states and the gradients of both. In each round, all paths are measured in turn; the speed is a ratio within
-one round. The best round counts, because other work on the machine can only slow a measurement down. The last column is
-the same ratio of the processor time of all threads, which other work changes little with `--threads 1`. The path
-"reports entropy" also computes the entropy, but trains only on the log-probs, as the learner does.
+the hidden states and the gradients of both. In each round, all paths are measured in turn. The shortest time of each
+path counts, because other work on the machine can only slow a measurement down; the speed is the ratio of these times.
+The last column is the same ratio of the processor time of all threads, which other work changes little with
+`--threads 1`. The path "reports entropy" also computes the entropy, but trains only on the log-probs, as the learner
+does.
 """
 
 import argparse
@@ -103,10 +104,10 @@ def compare(dtype: str, arguments: argparse.Namespace) -> None:
         runs = [row[index] for row in rounds]
         extra = max(run[0] for run in runs) - base_bytes
         of_full = extra / (max(row[0][0] for row in rounds) - base_bytes)
-        speed = max(sum(row[0][1:3]) / sum(row[index][1:3]) for row in rounds)
-        processor = max(row[0][3] / row[index][3] for row in rounds)
         forward, backward = (min(run[part] for run in runs) for part in (1, 2))
         both = min(run[1] + run[2] for run in runs)
+        speed = min(row[0][1] + row[0][2] for row in rounds) / both
+        processor = min(row[0][3] for row in rounds) / min(run[3] for run in runs)
         label = {"full": "full logits", "chunked": f"chunks of {size}", "entropy": "  reports entropy"}[path]
         print(
             f"{label:>28} {extra / 2**20:>6.0f} MiB {of_full:>8.3f} {forward:>7.2f} s {backward:>7.2f} s {both:>7.2f} s"

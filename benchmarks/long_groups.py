@@ -2,44 +2,64 @@
 
     python benchmarks/long_groups.py --samples 16 --tokens 32768
 
-The rows, the metadata and the checksums of a scored group are built as a replica builds them, while a second task of
-the event loop wakes every half millisecond. The script prints the longest time between two of its wake-ups, the sum of
-what exceeds half a millisecond, and the time until the group is built. The same is measured with the group built
-on the event loop.
+The completions are taken from vLLM's outputs and decoded, and the rows, the metadata and the checksums of the scored
+group are built, as a replica does it, while a second task of the event loop wakes every half millisecond. The script
+prints the longest time between two of its wake-ups, the sum of what exceeds half a millisecond, and the time until the
+group is built: the medians of some repetitions. The same is measured with the group built on the event loop.
 """
 
 import argparse
 import asyncio
+import statistics
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import CompletionOutput, WeightVersionSpan
 
 from asyncrl.buffer.records import Ticket
 from asyncrl.common.version import Version
 from asyncrl.data.prompts import Task
+from asyncrl.demo.tiny_model import build_tokenizer
 from asyncrl.generation.interfaces import Completion
 from asyncrl.generation.long_work import beside_loop
 from asyncrl.generation.rollout import FinishedGroup, finished_group
+from asyncrl.generation.vllm_sampled import NOTHING, joined
 
 TICK_S = 0.0005
-REPEATS = 5
+REPEATS = 9
 
 
-def group_of(samples: int, tokens: int) -> FinishedGroup:
-    """Returns a group whose weights were updated in the middle of each sample."""
+def outputs_of(samples: int, tokens: int) -> list[CompletionOutput]:
+    """Returns vLLM's outputs of a group whose weights were updated in the middle of each sample."""
+    ids = [2 + token % 90 for token in range(tokens)]
+    places, half = [*range(tokens)], tokens // 2
+    return [
+        CompletionOutput(
+            index=index, text="", token_ids=ids, cumulative_logprob=None, finish_reason="stop",
+            logprobs=FlatLogprobs(places, [place + 1 for place in places], ids, [-0.5] * tokens, [1] * tokens),
+            weight_versions=[WeightVersionSpan("1.0", 0, half), WeightVersionSpan("1.1", half, tokens)],
+        )
+        for index in range(samples)
+    ]  # fmt: skip
+
+
+def group_of(outputs: Sequence[CompletionOutput], tokenizer: Any) -> FinishedGroup:
     ticket = Ticket(
         group=0, attempt=0, task=Task(question="q", prompt="q", answer="a"), seed=0, version=Version(1, 0),
         max_staleness_versions=4, replica="a",
     )  # fmt: skip
-    half = tokens // 2
+    samples = [joined(NOTHING, output) for output in outputs]
     completions = [
         Completion(
-            token_ids=[*range(tokens)], logprobs=[-0.5] * tokens, text="", truncated=False,
-            versions=[Version(1, 0)] * half + [Version(1, 1)] * (tokens - half),
+            token_ids=sample.token_ids, logprobs=sample.logprobs, versions=sample.versions, truncated=False,
+            text=tokenizer.decode(sample.token_ids, skip_special_tokens=True),
         )
-        for _ in range(samples)
+        for sample in samples
     ]  # fmt: skip
     return finished_group(
-        ticket, prompt_ids=[1] * 64, completions=completions, rewards=[0.0] * samples, replica="a", scoring_s=0.0
+        ticket, prompt_ids=[1] * 64, completions=completions, rewards=[0.0] * len(outputs), replica="a", scoring_s=0.0
     )
 
 
@@ -69,16 +89,18 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=32768)
     arguments = parser.parse_args()
-    samples, tokens = arguments.samples, arguments.tokens
+    outputs = outputs_of(arguments.samples, arguments.tokens)
+    tokenizer = build_tokenizer(max_length=arguments.tokens)
 
     async def on_loop() -> None:
-        group_of(samples, tokens)
+        group_of(outputs, tokenizer)
 
     async def beside() -> None:
-        await beside_loop(lambda: group_of(samples, tokens), tokens=samples * tokens)
+        await beside_loop(lambda: group_of(outputs, tokenizer), tokens=arguments.samples * arguments.tokens)
 
     for name, work in (("on the event loop", on_loop), ("as a replica does it", beside)):
-        longest, waited, seconds = min(asyncio.run(gaps(work)) for _ in range(REPEATS))
+        runs = [asyncio.run(gaps(work)) for _ in range(REPEATS)]
+        longest, waited, seconds = map(statistics.median, zip(*runs, strict=True))
         print(
             f"{name}: longest wait {longest * 1e3:.1f} ms, all waits {waited * 1e3:.1f} ms, built after "
             f"{seconds * 1e3:.0f} ms"

@@ -1,15 +1,15 @@
-"""Profiles the processes of a run under load: µs of CPU time for each token, by process and function.
+"""Profiles the processes of a run under load: µs of CPU time for each token and sample, by process and function.
 
     python benchmarks/profile_run.py --write
     python benchmarks/profile_run.py --workload answers --seconds 60
 
-py-spy samples the stacks of engine, generator, scoring, ranks, coordinator, stores and command at the same time. It
-does not stop them, so it misreads some stacks. Samples of threads that wait are left out. For engine, scoring and
-ranks, the shares of the others are multiplied with the CPU time that the process took in the same seconds, divided by
-the trained tokens. Of the other processes, only threads that run Python are sampled, and the rest of their CPU time is
-that of Ray's own threads. A function's time includes the functions that it calls, so the rows of a process do not add
-up. A function that does little more than call another one of the table is left out. `--write` puts the table into
-docs/benchmarks.md.
+py-spy reads the stacks of engine, generator, scoring, ranks, coordinator, stores and command at the same time. It does
+not stop them, so it misreads some stacks. Stacks of threads that wait are left out, and the table has the number of the
+others: a share of few stacks is rough. For engine, scoring and ranks, the shares of the others are multiplied with the
+CPU time that the process took in the same seconds, divided by the trained tokens. Of the other processes, only threads
+that run Python are read, and the rest of their CPU time is that of Ray's own threads. A function's time includes the
+functions that it calls, so the rows of a process do not add up. A function that does little more than call another one
+of the table is left out. `--write` puts the table into docs/benchmarks.md.
 """
 
 import argparse
@@ -27,8 +27,8 @@ from report_page import busy_percent, provenance, write_section
 
 ROLES = ("engine", "generator", "scoring", "rank", "coordinator", "stores", "command")
 PYTHON_ROLES = ("generator", "coordinator", "stores", "command")
-"""Processes that spend much time in Ray's own threads. Of these, only threads that hold Python's lock are sampled."""
-SAMPLES_PER_S = 100
+"""Processes that spend much time in Ray's own threads. Of these, only threads that hold Python's lock are read."""
+STACKS_PER_S = 100
 WAITS = (
     "wait (", "select (", "poll (", "main_loop (", "_worker (", "run (zmq", "_run (asyncrl/metrics/trackers",
     "_read_while_alive (", "listen_error_messages (", "receive (", "accept (", "sigwait (", "_serve (",
@@ -43,7 +43,7 @@ HIDDEN = (
 """Functions that only call others."""
 ROWS = 10
 CALLS_ONLY = 0.9
-"""A function is left out if another one, which it calls, has this share of its samples."""
+"""A function is left out if another one, which it calls, has this share of its stacks."""
 BENCHMARK = "profile_run.py"
 
 
@@ -61,7 +61,7 @@ def profile(workload: str, *, seconds: float, extra: list[str]) -> list[str]:
         for process, role in run.processes():
             if role in ROLES:
                 out = folder / f"{role}-{process.pid}"
-                command = [str(spy), "record", "-d", str(seconds), "-r", str(SAMPLES_PER_S), "-f", "raw"]
+                command = [str(spy), "record", "-d", str(seconds), "-r", str(STACKS_PER_S), "-f", "raw"]
                 command += ["--nonblocking", *(["--gil"] if role in PYTHON_ROLES else []), "-o", str(out)]
                 command += ["-p", str(process.pid)]
                 spies[out] = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -71,26 +71,29 @@ def profile(workload: str, *, seconds: float, extra: list[str]) -> list[str]:
     finally:
         run.end()
     window = Window(records=records[begin:], before=before[-1])
-    lines = [f"| {workload}: process, function | µs a token | share |", "|---|---|---|"]
+    tokens_a_sample = window.tokens / window.samples
+    lines = [f"| {workload}: process, function | µs a token | µs a sample | share |", "|---|---|---|---|"]
+
+    def add(name: str, us_a_token: float, share: str) -> None:
+        lines.append(f"| {name} | {us_a_token:.1f} | {us_a_token * tokens_a_sample:.0f} | {share} |")
+
     for role in ROLES:
         stacks = [stack for path in spies if path.name.startswith(f"{role}-") for stack in working(path)]
         us_a_token = (cpu.get(role, 0.0) - cpu_before.get(role, 0.0)) / window.tokens * 1e6
-        lines.append(f"| **{role}** | {us_a_token:.1f} | |")
-        samples = sum(count for _, count in stacks)
-        us_a_sample = us_a_token / max(1, samples)
+        taken = sum(count for _, count in stacks)
+        add(f"**{role}**, {taken} stacks", us_a_token, "")
+        us_a_stack = us_a_token / max(1, taken)
         if role in PYTHON_ROLES:  # sampling misreads some stacks, so Python could come to more than the whole
-            us_a_sample = min(us_a_sample, 1e6 / SAMPLES_PER_S / window.tokens)
-            lines.append(
-                f"| Python, all functions | {us_a_sample * samples:.1f} | {us_a_sample * samples / us_a_token:.0%} |"
-            )
+            us_a_stack = min(us_a_stack, 1e6 / STACKS_PER_S / window.tokens)
+            add("Python, all functions", us_a_stack * taken, f"{us_a_stack * taken / us_a_token:.0%}")
         for name, count in functions(stacks):
-            lines.append(f"| {name} | {us_a_sample * count:.1f} | {us_a_sample * count / us_a_token:.0%} |")
+            add(name, us_a_stack * count, f"{us_a_stack * count / us_a_token:.0%}")
     shutil.rmtree(folder)
     return lines
 
 
 def functions(stacks: list[tuple[list[str], int]]) -> list[tuple[str, int]]:
-    """Returns the functions with the most samples, and their numbers of samples."""
+    """Returns the functions that are in the most stacks, and their numbers of stacks."""
     inside: Counter[str] = Counter()
     below: dict[str, Counter[str]] = defaultdict(Counter)
     for names, count in stacks:
@@ -104,7 +107,7 @@ def functions(stacks: list[tuple[list[str], int]]) -> list[tuple[str, int]]:
 
 
 def working(path: Path) -> Iterator[tuple[list[str], int]]:
-    """Yields (functions of the stack from outside to inside, number of samples) of the threads that work."""
+    """Yields (functions of a stack from outside to inside, how often it was read), for the threads that work."""
     for line in path.read_text().splitlines() if path.exists() else []:
         stack, _, count = line.rpartition(" ")
         frames = [frame.rpartition(":")[0] + ")" for frame in stack.split(";") if ":" in frame]

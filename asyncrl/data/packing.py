@@ -127,17 +127,27 @@ def get_packer(
         if value is not None and value < least:
             raise ValueError(f"{name} is {value}, but must be at least {least}")
 
+    def used(bins: int) -> int:
+        """Returns how many bins `pack` makes of `bins` bins."""
+        return _round_up(max(bins, min_bin_count or 0), bin_count_multiple or 1)
+
     def shuffled(lengths: Sequence[int], capacity: int) -> Bins:
         order = list(range(len(lengths)))
         random.Random(seed).shuffle(order)
         return _first_fit(order, lengths, capacity)
+
+    def together(lengths: Sequence[int], capacity: int) -> Bins:
+        in_order, tight = _next_fit(lengths, capacity), _modified_first_fit_decreasing(lengths, capacity)
+        if used(len(in_order)) <= (1 + _MORE_BINS) * used(len(tight)):
+            return in_order
+        return [sorted(content) for content in tight]
 
     places: dict[str, Callable[[Sequence[int], int], Bins]] = {
         "concatenative": _next_fit,
         "first_fit_decreasing": _first_fit_decreasing,
         "first_fit_shuffle": shuffled,
         "modified_first_fit_decreasing": _modified_first_fit_decreasing,
-        "neighbours_together": _neighbours_together,
+        "neighbours_together": together,
     }
     if algorithm.lower() not in places:
         raise ValueError(f"unknown packing algorithm {algorithm!r}; use one of {', '.join(places)}")
@@ -243,13 +253,6 @@ def _modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bin
     # Longest first, and equal lengths in the given order, as in first_fit_decreasing.
     order = [i for _, i in sorted(left, key=lambda item: (-item[0], item[1]))]
     return bins + _first_fit(order, lengths, capacity)
-
-
-def _neighbours_together(lengths: Sequence[int], capacity: int) -> Bins:
-    in_order, tight = _next_fit(lengths, capacity), _modified_first_fit_decreasing(lengths, capacity)
-    if len(in_order) <= (1 + _MORE_BINS) * len(tight):
-        return in_order
-    return [sorted(content) for content in tight]
 
 
 def _largest_that_fits(items: list[tuple[int, int]], room: int) -> int:

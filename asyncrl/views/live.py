@@ -33,11 +33,11 @@ UNKNOWN_STATE = "white"
 class LiveView:
     """The state of a run at one moment. Values that are not known yet are None or empty.
 
-    `phase` is free text about the run's present activity. `rewards` are the mean rewards of all steps so far, oldest
-    first. `oldest_token_versions` is the largest staleness of a token in the last step. `replica_versions` maps each
-    replica to the step of its weights. `activity` is what the learner does at this moment. `learner_shares` and
-    `generator_shares` are shares of recent time by state, which add up to 1. `headline` is the sentence below the
-    numbers.
+    `phase` is free text about the run's present activity. `rewards` are the mean rewards of the steps so far, oldest
+    first; of many steps, some of them. `oldest_token_versions` is the largest staleness of a token in the last step.
+    `replica_versions` maps each replica to the step of its weights. `activity` is what the learner does at this moment.
+    `learner_shares` and `generator_shares` are shares of recent time by state, which add up to 1. `headline` is the
+    sentence below the numbers.
     """
 
     name: str

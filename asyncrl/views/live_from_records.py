@@ -13,6 +13,9 @@ from asyncrl.views.quantities import duration
 from asyncrl.views.run_facts import RECENT_STEPS, Setting, facts_of_steps, with_status
 from asyncrl.views.status import activity
 
+REWARDS = 500
+"""The live view has at most this many rewards: it is made twice a second, also in a run with many steps."""
+
 
 def live_view(
     config: Config,
@@ -43,11 +46,12 @@ def live_view(
     span_s = recent[-1].wall_s - recent[0].wall_s
     done = last.version_after - recent[0].version_after
     trained = next((record for record in reversed(steps) if record.trained), None)
+    shown = steps[:: -(len(steps) // REWARDS + 1)][::-1]
     view = replace(
         view,
         step=last.version_after,
         eta_s=(config.learner.total_steps - last.version_after) * span_s / done if done else None,
-        rewards=[record.reward_mean for record in steps if record.reward_mean is not None],
+        rewards=[record.reward_mean for record in shown if record.reward_mean is not None],
         heldout=[record.reward_mean for record in evals if record.reward_mean is not None],
         oldest_token_versions=max(trained.token_staleness, default=0) if trained is not None else None,
         ess_ratio=last.ess_ratio,

@@ -82,9 +82,10 @@ def facts_of_steps(
     before = steps[-len(looked_at) - 1].ledger_groups if len(looked_at) < len(steps) else {}
     trained = [record for record in last if record.trained]
     equal = None if setting.equal_rewards_teach else mean([record.zero_variance_ratio for record in trained])
+    all_trained = steps[-1].version_after - steps[0].step
     return RunFacts(
-        steps_trained=sum(record.trained for record in steps),
-        steps_skipped=sum(not record.trained for record in steps),
+        steps_trained=all_trained,
+        steps_skipped=len(steps) - all_trained,
         equal_rewards_ratio=equal,
         equal_above_zero_ratio=mean([record.diagnostics.get("all_right_ratio") for record in trained]),
         equal_rewards_steps=len(trained),

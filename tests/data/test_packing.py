@@ -10,6 +10,8 @@ ALGORITHMS = (
     "concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing",
     "neighbours_together",
 )  # fmt: skip
+CHOOSES_FROM = ("concatenative", "modified_first_fit_decreasing")
+"""The rules of which `neighbours_together` chooses one."""
 CAPACITY = 60
 LENGTHS = st.lists(st.integers(0, CAPACITY), max_size=40)
 
@@ -52,20 +54,23 @@ def fewest_bins(lengths: list[int], capacity: int) -> int:
 def test_every_sequence_is_in_one_bin_and_bins_keep_to_capacity_minimum_and_multiple(
     algorithm: str, lengths: list[int], minimum: int, multiple: int
 ) -> None:
-    plain = get_packer(algorithm, CAPACITY).pack(lengths)
-    count = -(-max(len(plain), minimum) // multiple) * multiple
+    rules = CHOOSES_FROM if algorithm == "neighbours_together" else (algorithm,)
+    counts = {}  # by the number of bins that the lengths need
+    for rule in rules:
+        needed = len(get_packer(rule, CAPACITY).pack(lengths))
+        counts[needed] = -(-max(needed, minimum) // multiple) * multiple
     packer = get_packer(algorithm, CAPACITY, True, minimum, multiple)
-    if count > len(lengths):
-        with pytest.raises(ValueError, match=f"{len(lengths)} sequences cannot fill {count} bins"):
+    if max(counts.values()) > len(lengths):
+        with pytest.raises(ValueError, match=f"{len(lengths)} sequences cannot fill {max(counts.values())} bins"):
             packer.pack(lengths)
         return
     bins = packer.pack(lengths)
-    assert len(bins) == count
     assert all(bins)
     assert sorted(i for content in bins for i in content) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in content) <= CAPACITY for content in bins)
     assert packer.metrics is not None
-    assert (packer.metrics.bins, packer.metrics.bins_added) == (count, count - len(plain))
+    assert packer.metrics.bins == len(bins)
+    assert counts[len(bins) - packer.metrics.bins_added] == len(bins)
 
 
 @given(lengths=LENGTHS)
@@ -173,16 +178,26 @@ def test_metrics_are_summed_over_calls_and_absent_unless_collected() -> None:
     assert metrics.efficiency == 18 / 40
 
 
-@given(lengths=LENGTHS)
-@settings(max_examples=40, deadline=None)
-def test_neighbours_are_together_unless_that_needs_over_an_eighth_more_bins(lengths: list[int]) -> None:
-    in_order = get_packer("concatenative", CAPACITY).pack(lengths)
-    tight = get_packer("modified_first_fit_decreasing", CAPACITY).pack(lengths)
-    found = get_packer("neighbours_together", CAPACITY).pack(lengths)
+@given(lengths=LENGTHS, ranks=st.integers(1, 4))
+@settings(max_examples=80, deadline=None)
+def test_neighbours_are_together_unless_that_needs_over_an_eighth_more_bins(lengths: list[int], ranks: int) -> None:
+    def pack(algorithm: str) -> list[list[int]]:
+        return get_packer(algorithm, CAPACITY, bin_count_multiple=ranks).pack(lengths)
+
+    try:
+        in_order, tight = map(pack, CHOOSES_FROM)
+    except ValueError:  # too few sequences for a multiple of the ranks
+        return
     if 8 * len(in_order) <= 9 * len(tight):
-        assert found == in_order
+        assert pack("neighbours_together") == in_order
     else:
-        assert found == [sorted(content) for content in tight]
+        assert len(pack("neighbours_together")) == len(tight)
+
+
+def test_a_bin_more_that_the_ranks_need_anyway_keeps_groups_together() -> None:
+    lengths = [40, 30] * 4
+    assert get_packer("neighbours_together", 60, bin_count_multiple=4).pack(lengths) == [[i] for i in range(8)]
+    assert get_packer("neighbours_together", 60, bin_count_multiple=3).pack(lengths) != [[i] for i in range(8)]
 
 
 def test_groups_stay_together_where_sorting_by_length_scatters_them() -> None:

@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from learner_scenes import Scene, decoded, judged, skipped, trained
 
@@ -25,7 +26,7 @@ from asyncrl.learner.run_log import RunLog
 from asyncrl.metrics.catalogue import CATALOGUE, Kind, Role
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.views.live import LiveView
-from asyncrl.views.live_from_records import live_view
+from asyncrl.views.live_from_records import REWARDS, live_view
 from asyncrl.views.report import read_run, write_report
 from asyncrl.views.run_facts import Setting
 
@@ -269,6 +270,21 @@ async def test_the_live_view_counts_versions_and_not_records() -> None:
     late = view_of(scene.log.steps[:4])
     assert late.eta_s == pytest.approx(2 * 3.0 / 2), "two versions took three seconds"
     assert late.samples_per_s == pytest.approx(8 / 3.0)
+
+
+@pytest.mark.asyncio
+async def test_the_live_view_of_many_steps_has_some_of_their_rewards_and_the_newest_one() -> None:
+    scene = Scene(learner={"total_steps": 1})
+    await scene.run()
+    [record] = scene.log.steps
+    steps = [
+        msgspec.structs.replace(record, step=step, wall_s=float(step), reward_mean=float(step))
+        for step in range(10 * REWARDS)
+    ]
+    view = live_view(scene.config, phase="training", elapsed_s=9, steps=steps, evals=[], setting=Setting(), failures={})
+    assert len(view.rewards) <= REWARDS
+    assert (view.rewards[-1], view.step) == (10 * REWARDS - 1, 10 * REWARDS)
+    assert view.rewards == sorted(view.rewards)
 
 
 @pytest.mark.asyncio
