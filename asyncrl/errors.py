@@ -12,6 +12,10 @@ AsyncRLError
 │   ├── GeneratorPoolExhausted fewer live replicas than `generator.min_replicas`
 │   ├── RunEnded               the run has ended, so that it cannot be watched, or `asyncrl down` ended it
 │   ├── StallError             no progress within `run.stall_timeout_s` (F5)
+│   ├── ReplicaFailed          a replica of the generator pool cannot go on
+│   │   ├── EngineDied         a process of its engine has ended
+│   │   ├── EngineStuck        its engine generates no token
+│   │   └── Quarantined        the coordinator gives it no tickets any more
 │   ├── PlacementError         Ray had no resources for a process before the deadline
 │   ├── ActorGone              the process that serves a call has ended
 │   │   └── RowsLost           the process that stored some rows has ended, and the rows with it (F37)
@@ -111,6 +115,24 @@ class StallError(RunError):
     """The run made no progress within `run.stall_timeout_s`."""
 
     restart_mends = True
+
+
+class ReplicaFailed(RunError):
+    """A replica of the generator pool cannot go on. Its deployment starts it again."""
+
+    restart_mends = True
+
+
+class EngineDied(ReplicaFailed):
+    """A process of the replica's engine has ended."""
+
+
+class EngineStuck(ReplicaFailed):
+    """The replica's engine has running requests, and generates no token."""
+
+
+class Quarantined(ReplicaFailed):
+    """The coordinator gives the replica no tickets any more: its rollouts failed, or it was replaced."""
 
 
 class ActorGone(RunError):

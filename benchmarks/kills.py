@@ -35,16 +35,16 @@ def kill(run: Path, target: str, *, also: Iterable[psutil.Process] = (), choose:
     Raises RuntimeError if the run has no such process now.
     """
     driver = psutil.Process(json.loads((run / "run.json").read_bytes())["pid"])
-    family = [child for root in (driver, *also) for child in root.children(recursive=True)]
+    family = [child for root in (driver, *also) for child in processes_of(root)]
     if target == EVERYTHING:
         chosen = [driver, *family]
     elif target == "learner":
         chosen = [driver]
     else:
-        found = [process for process in family if re.match(PROCESSES[target], _name(process))]
+        found = [process for process in family if re.match(PROCESSES[target], name_of(process))]
         chosen = [(choose or random.Random(0)).choice(found)] if found else []
     if not chosen:
-        raise RuntimeError(f"no process is a {target}: {sorted(map(_name, family))}")
+        raise RuntimeError(f"no process is a {target}: {sorted(map(name_of, family))}")
     for process in chosen:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -60,7 +60,12 @@ def ray_session(process: psutil.Process) -> str:
     raise RuntimeError(f"process {process.pid} has started no Ray")
 
 
-def _name(process: psutil.Process) -> str:
+def processes_of(root: psutil.Process) -> list[psutil.Process]:
+    """Returns the processes that `root` has started, and theirs."""
+    return root.children(recursive=True)
+
+
+def name_of(process: psutil.Process) -> str:
     """Returns the name that the process has in Ray's log, or that Ray or vLLM gave it; else that of its program."""
     with contextlib.suppress(psutil.NoSuchProcess, IndexError, OSError):
         first = process.cmdline()[0]

@@ -99,9 +99,22 @@ ROWS = {
         ),
         lines(
             "Replicas",
-            "Replicas that are registered at the buffer, by state. A silent replica sends no heartbeats; it is removed "
-            "after buffer.heartbeat_timeout_s.",
+            "Replicas that are registered at the buffer, by state. A silent replica sends no heartbeats. One that is "
+            "quarantined gets no groups; its deployment starts it again.",
             Query(now("asyncrl_replicas", RUN, by="state"), "{{state}}"),
+            unit="suffix: replicas",
+            span=6,
+        ),
+        lines(
+            "Failures of replicas",
+            "Replicas that were quarantined and that were started again in the last 15 minutes, by cause.",
+            Query(
+                f"sum by (cause) (increase(asyncrl_replica_quarantines_total{{{RUN}}}[15m])) > 0",
+                "quarantined: {{cause}}",
+            ),
+            Query(
+                f"sum by (cause) (increase(asyncrl_replica_restarts_total{{{RUN}}}[15m])) > 0", "restarted: {{cause}}"
+            ),
             unit="suffix: replicas",
             span=6,
         ),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 
 from asyncrl.buffer.attempts import Attempts
 from asyncrl.buffer.fates import Fates
+from asyncrl.buffer.fleet import Fleet
 from asyncrl.buffer.ledger import Event, Fate, Ledger
 from asyncrl.buffer.prefixes import StoredPrefixes
 from asyncrl.buffer.records import DuePrompt, GroupMeta, Prefix, Progress, Ticket
@@ -27,11 +28,14 @@ class Groups:
     `next_prompt` returns the next new prompt, or None when there are no more. The attributes are the parts of the
     state: `table` (the groups by state), `attempts`, `prefixes` (partial generations), `retained` and `fates`.
     `not_loaded` has the keys of the ready groups whose rows are only in the checkpoint that a learner restores. It is
-    empty after the learner's first lease call, before which the learner loads the rows.
+    empty after the learner's first lease call, before which the learner loads the rows. `fleet` has the replicas.
     """
 
-    def __init__(self, *, limits: Limits, next_prompt: Callable[[], Task | None], ledger: Ledger, seed: int) -> None:
+    def __init__(
+        self, *, limits: Limits, next_prompt: Callable[[], Task | None], ledger: Ledger, seed: int, fleet: Fleet
+    ) -> None:
         self.limits = limits
+        self.fleet = fleet
         self.ledger = ledger
         self.table = GroupTable()
         self.attempts = Attempts(self.table, next_prompt=next_prompt, group_size=limits.group_size, seed=seed)
@@ -40,9 +44,16 @@ class Groups:
         self.not_loaded: set[str] = set()
         self.fates = Fates(self.table, attempts=self.attempts, ledger=ledger, group_size=limits.group_size)
 
-    def next_prompt(self) -> DuePrompt | None:
-        """Returns the earliest prompt at the front, else a new prompt; None if there is neither."""
-        return self.table.front.pop() or self.attempts.new_prompt()
+    def next_prompt(self, *, replica: str) -> DuePrompt | None:
+        """Returns the earliest prompt at the front, else a new prompt; None if there is neither.
+
+        Leaves out a prompt that failed on this replica, if a healthy replica has not tried it.
+        """
+
+        def other_may_try(prompt: DuePrompt) -> bool:
+            return replica in prompt.failed_on and self.fleet.has_other_than(prompt.failed_on)
+
+        return self.table.front.pop(unless=other_may_try) or self.attempts.new_prompt()
 
     def admit(self, prompt: DuePrompt, *, replica: str, version: Version, step: int, now_s: float) -> Ticket:
         """Gives the prompt a slot (free → reserved) and returns the ticket."""
@@ -54,7 +65,7 @@ class Groups:
             version=version,
             max_staleness_versions=self.limits.max_staleness_versions,
             replica=replica,
-            interruptions=prompt.interruptions,
+            failed_on=prompt.failed_on,
             prefix=prompt.prefix,
         )
         self.table.enter(Slot(ticket, step, now_s, now_s, self.limits.worst_group_bytes, prefix=prompt.prefix))
@@ -88,12 +99,22 @@ class Groups:
 
         Returns False if it was the last attempt; then the group has failed.
         """
-        if slot.ticket.attempt + 1 - slot.ticket.interruptions >= self.limits.max_attempts:
+        if self.is_last_attempt(slot.ticket):
             self.fail(slot)
             return False
         self.table.leave_reserved(slot)
-        self.table.front.push(self.again(slot.ticket, issued=True, prefix=slot.prefix))
+        self.table.front.push(self.again(slot.ticket, issued=True, failed=True, prefix=slot.prefix))
         return True
+
+    def is_last_attempt(self, ticket: Ticket) -> bool:
+        """Returns whether the group has failed if this attempt fails.
+
+        That is the attempt number `max_attempts`. Attempts on replicas that are quarantined do not count, up to the
+        same number: a prompt that ends every engine must not be tried for ever.
+        """
+        failed_on, most = [*ticket.failed_on, ticket.replica], self.limits.max_attempts
+        counted = sum(not self.fleet.is_quarantined(replica) for replica in failed_on)
+        return counted >= most or len(failed_on) >= 2 * most
 
     def restart(self, slot: Slot) -> None:
         """Ends an attempt at a reserved group that is not the last one. The next attempt begins anew: what is stored of
@@ -110,7 +131,7 @@ class Groups:
         self._store(slot, meta)
         self.table.leave_reserved(slot)
         prefix = self.prefixes.surviving(slot.prefix, lineage)
-        self.table.front.push(self.again(slot.ticket, issued=True, interrupted=True, prefix=prefix))
+        self.table.front.push(self.again(slot.ticket, issued=True, prefix=prefix))
 
     def fail(self, slot: Slot) -> None:
         """Ends a reserved group that will never be committed. Another prompt may take its slot."""
@@ -154,7 +175,7 @@ class Groups:
                 over.append(slot.ticket.key)
         return tuple(over)
 
-    def reissue(self, slot: Slot, fate: Fate, *, interrupted: bool = False) -> None:
+    def reissue(self, slot: Slot, fate: Fate) -> None:
         """Settles the fate of an attempt that holds no slot any longer, and puts the prompt at the front. If the
         attempt was not committed, the next one begins with what it has stored.
 
@@ -162,11 +183,9 @@ class Groups:
         """
         self.fates.settle(fate, slot)
         stored = slot.prefix if slot.meta is None else None
-        self.table.front.push(self.again(slot.ticket, issued=False, interrupted=interrupted, prefix=stored))
+        self.table.front.push(self.again(slot.ticket, issued=False, prefix=stored))
 
-    def again(
-        self, ticket: Ticket, *, issued: bool, interrupted: bool = False, prefix: Prefix | None = None
-    ) -> DuePrompt:
+    def again(self, ticket: Ticket, *, issued: bool, failed: bool = False, prefix: Prefix | None = None) -> DuePrompt:
         """Returns the prompt of a ticket that has ended, for its next attempt, which begins with `prefix`."""
         self.ledger.count(Event.RETRY)
         return DuePrompt(
@@ -175,7 +194,7 @@ class Groups:
             task=ticket.task,
             seed=ticket.seed,
             issued=issued,
-            interruptions=ticket.interruptions + interrupted,
+            failed_on=(*ticket.failed_on, ticket.replica) if failed else ticket.failed_on,
             prefix=prefix,
         )
 

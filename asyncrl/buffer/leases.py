@@ -136,6 +136,7 @@ class Leases:
             limits=limits,
             remaining=remaining,
             reserved=table.reserved.values(),
+            is_last_attempt=groups.is_last_attempt,
         )
         if blocking is None:
             return LeaseWait.STRAGGLER

@@ -24,7 +24,9 @@ class Refusal(StrEnum):
     STALENESS: rule (1) of `staleness.py` admits no more. CAPACITY: the buffer is full. NO_PROMPTS: the prompts have run
     out. NO_STEPS: the groups in flight already fill every step up to `total_steps`. PAUSED: admission is paused.
     TOO_MANY_FAILURES: the run is about to end, because `generator.max_data_failures` groups failed in a row.
-    OLD_INCARNATION: the learner's weights are not made from this version (`asyncrl.common.lineage`).
+    OLD_INCARNATION: the learner's weights are not made from this version (`asyncrl.common.lineage`). UNHEALTHY: the
+    replica gets no tickets for a while, because rollouts on it failed in a row, or because it sends no heartbeats.
+    QUARANTINED: it gets no tickets any more, and must end.
     """
 
     STALENESS = "staleness"
@@ -34,6 +36,8 @@ class Refusal(StrEnum):
     PAUSED = "paused"
     TOO_MANY_FAILURES = "too_many_failures"
     OLD_INCARNATION = "old_incarnation"
+    UNHEALTHY = "unhealthy"
+    QUARANTINED = "quarantined"
 
 
 class Prefix(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,9 +70,9 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
 
     `version` is the replica's version at the reserve. `seed` is a multiple of the group size, because vLLM gives sample
     i the seed + i. `prefix` is the partial generation of an earlier attempt with which this one begins. `deadline` is
-    the last step that may train the group: `oldest` + `max_staleness_versions` at the time of the reserve.
-    `interruptions` is the number of earlier attempts that ended with a restart of the run; they do not count against
-    `buffer.max_attempts`.
+    the last step that may train the group: `oldest` + `max_staleness_versions` at the time of the reserve. `failed_on`
+    has the replica of each earlier attempt that failed or expired. An attempt that ended with a restart of the run is
+    not among them.
     """
 
     group: int
@@ -78,7 +82,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     version: Version
     max_staleness_versions: int
     replica: str
-    interruptions: int = 0
+    failed_on: tuple[str, ...] = ()
     prefix: Prefix | None = None
 
     @property
@@ -106,7 +110,7 @@ def oldest_step(version: Version, prefix: Prefix | None) -> int:
 class DuePrompt(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt that waits for an attempt. If `issued` is True, the ledger already counts its group as reserved.
 
-    `interruptions` is that of the ticket which it will get. `prefix` is what an earlier attempt has stored.
+    `failed_on` is that of the ticket which it will get. `prefix` is what an earlier attempt has stored.
     """
 
     group: int
@@ -114,14 +118,12 @@ class DuePrompt(msgspec.Struct, frozen=True, kw_only=True):
     task: Task
     seed: int
     issued: bool
-    interruptions: int = 0
+    failed_on: tuple[str, ...] = ()
     prefix: Prefix | None = None
 
     def not_before(self, attempt: int) -> "DuePrompt":
-        """Returns the prompt for attempt number `attempt`, or for its own if that is later. Attempts that are left out
-        count as interrupted."""
-        skipped = max(0, attempt - self.attempt)
-        return msgspec.structs.replace(self, attempt=self.attempt + skipped, interruptions=self.interruptions + skipped)
+        """Returns the prompt for attempt number `attempt`, or for its own if that is later."""
+        return msgspec.structs.replace(self, attempt=max(attempt, self.attempt))
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from asyncrl.buffer.failures import FailureLog
+from asyncrl.buffer.fleet import Fleet
 from asyncrl.buffer.groups import Groups
 from asyncrl.buffer.leases import Leases
 from asyncrl.buffer.ledger import Account, Ledger, LedgerEntry
@@ -50,6 +51,7 @@ class ReplayBuffer:
 
     - `tickets`: answers the generators.
     - `leases`: answers the learner.
+    - `fleet`: the lives of the replicas.
     - `unneeded`: the keys whose rows or partial generations may be cleared.
     - `failures`: the failed rollouts so far.
     - `ledger`: counts fates and events. The owner counts the events that it finds itself, such as a lost replica.
@@ -68,13 +70,19 @@ class ReplayBuffer:
     ) -> None:
         self.ledger = Ledger()
         self.failures = FailureLog(max_streak=limits.max_data_failures)
-        self._new_groups = partial(Groups, limits=limits, next_prompt=next_prompt, ledger=self.ledger, seed=seed)
+        self.fleet = Fleet(
+            max_infra_failures=limits.max_infra_failures, timeout_s=limits.heartbeat_timeout_s, clock=clock
+        )
+        self._new_groups = partial(
+            Groups, limits=limits, next_prompt=next_prompt, ledger=self.ledger, seed=seed, fleet=self.fleet
+        )
         self._state = BufferState(
             limits=limits,
             clock=clock,
             ledger=self.ledger,
             failures=self.failures,
             groups=self._new_groups(),
+            fleet=self.fleet,
             step=step,
         )
         self.tickets = Tickets(self._state)

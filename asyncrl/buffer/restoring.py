@@ -117,7 +117,7 @@ def _opened(
     for group in snapshot.open:
         ticket, meta = group.ticket, group.meta
         if meta is None:
-            due.append(groups.again(ticket, issued=True, interrupted=True, prefix=group.prefix))
+            due.append(groups.again(ticket, issued=True, prefix=group.prefix))
             continue
         slot = Slot(ticket, group.reserved_step, now_s, now_s, meta.row_bytes, meta, group.ready_step)
         slot.deadline = group.deadline
@@ -125,7 +125,7 @@ def _opened(
             slots.append(slot)
         else:  # its rows were lost after the snapshot, and another attempt was issued
             groups.fates.settle(Fate.RETURNED_ON_RESUME, slot)
-            due.append(groups.again(ticket, issued=False, interrupted=True))
+            due.append(groups.again(ticket, issued=False))
     return slots, due
 
 
@@ -146,7 +146,7 @@ def _place(groups: Groups, slots: Iterable[Slot], *, step: int) -> None:
             slot.reserved_step, slot.ready_step = min(slot.reserved_step, step), min(slot.ready_step, step)
             groups.table.enter(slot)
         else:
-            groups.reissue(slot, Fate.RETURNED_ON_RESUME, interrupted=True)
+            groups.reissue(slot, Fate.RETURNED_ON_RESUME)
     groups.table.sort_reserved()
 
 

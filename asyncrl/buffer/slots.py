@@ -5,7 +5,7 @@ by group, which is the order in which the prompts were first issued.
 """
 
 import heapq
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from asyncrl.buffer.ledger import Amount
@@ -149,10 +149,17 @@ class Front:
         self._prompts[prompt.group] = prompt
         self.issued_groups += prompt.issued
 
-    def pop(self) -> DuePrompt | None:
-        """Removes and returns the earliest prompt; None if no prompt waits."""
-        if not self._order:
-            return None
-        prompt = self._prompts.pop(heapq.heappop(self._order))
-        self.issued_groups -= prompt.issued
-        return prompt
+    def pop(self, *, unless: Callable[[DuePrompt], bool]) -> DuePrompt | None:
+        """Removes and returns the earliest prompt that is not left out by `unless`; None if there is none."""
+        left_out: list[int] = []
+        found = None
+        while self._order and found is None:
+            group = heapq.heappop(self._order)
+            if unless(self._prompts[group]):
+                left_out.append(group)
+            else:
+                found = self._prompts.pop(group)
+                self.issued_groups -= found.issued
+        for group in left_out:
+            heapq.heappush(self._order, group)
+        return found

@@ -42,6 +42,7 @@ class Limits:
     total_steps: int
     max_attempts: int
     max_data_failures: int
+    max_infra_failures: int
     heartbeat_timeout_s: float
 
     def __post_init__(self) -> None:
@@ -78,6 +79,7 @@ def limits_of(config: Config) -> Limits:
         total_steps=learner.total_steps,
         max_attempts=config.buffer.max_attempts,
         max_data_failures=config.generator.max_data_failures,
+        max_infra_failures=config.generator.max_infra_failures,
         heartbeat_timeout_s=config.buffer.heartbeat_timeout_s,
     )
 
@@ -102,7 +104,7 @@ def admissible(limits: Limits, *, slots: int, booked_bytes: int, learner_step: i
 
     >>> limits = Limits(max_staleness_versions=1, groups_per_step=4, group_size=2, capacity_groups=8,
     ...     capacity_bytes=800, worst_group_bytes=100, total_steps=9, max_attempts=3,
-    ...     max_data_failures=9, heartbeat_timeout_s=9.0)
+    ...     max_data_failures=9, max_infra_failures=9, heartbeat_timeout_s=9.0)
     >>> admissible(limits, slots=6, booked_bytes=0, learner_step=3, replica_step=3)
     Room(groups=2, refusal=<Refusal.STALENESS: 'staleness'>)
     >>> admissible(limits, slots=0, booked_bytes=0, learner_step=3, replica_step=1)

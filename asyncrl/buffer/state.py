@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from asyncrl.buffer.failures import FailureLog
+from asyncrl.buffer.fleet import Fleet
 from asyncrl.buffer.groups import Groups
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.records import Lease
@@ -24,6 +25,7 @@ class BufferState:
     ledger: Ledger
     failures: FailureLog
     groups: Groups
+    fleet: Fleet
     step: int
     lineage: Lineage = field(default_factory=Lineage)
     lease: Lease | None = None

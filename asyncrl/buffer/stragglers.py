@@ -14,23 +14,35 @@ on none: the learner would have to wait all the same, and the work would be lost
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
+from asyncrl.buffer.records import Ticket
 from asyncrl.buffer.slots import Slot
 from asyncrl.buffer.staleness import Limits, lease_violation
 from asyncrl.config.schema import OnDeadline
 
 
 def stragglers(
-    policy: OnDeadline, *, step: int, limits: Limits, remaining: Mapping[int, int], reserved: Iterable[Slot]
+    policy: OnDeadline,
+    *,
+    step: int,
+    limits: Limits,
+    remaining: Mapping[int, int],
+    reserved: Iterable[Slot],
+    is_last_attempt: Callable[[Ticket], bool],
 ) -> list[Slot] | None:
     """Returns the reserved groups on which the policy acts so that rule (2) holds at `step`.
 
-    `remaining` maps a deadline to the number of groups that stay reserved or ready after the lease. Returns an empty
-    list if rule (2) holds already, and None if the learner has to wait.
+    `remaining` maps a deadline to the number of groups that stay reserved or ready after the lease. `is_last_attempt`
+    tells whether a group fails with its present attempt. Returns an empty list if rule (2) holds already, and None if
+    the learner has to wait.
     """
     left, chosen = Counter(remaining), list[Slot]()
-    free = [slot for slot in reserved if _may_act(policy, slot, limits)]
+    if policy == "wait":
+        reserved = []
+    elif policy == "requeue":
+        reserved = [slot for slot in reserved if not is_last_attempt(slot.ticket)]
+    free = list(reserved)
     while violation := lease_violation(step=step, groups_per_step=limits.groups_per_step, remaining=left):
         deadline, excess = violation
         blocking = [slot for slot in free if slot.deadline <= deadline]
@@ -46,10 +58,3 @@ def stragglers(
             free.remove(slot)
             chosen.append(slot)
     return chosen
-
-
-def _may_act(policy: OnDeadline, slot: Slot, limits: Limits) -> bool:
-    """Returns False for every group under `wait`, and under `requeue` for a group that is at its last attempt."""
-    if policy == "requeue":
-        return slot.ticket.attempt + 1 - slot.ticket.interruptions < limits.max_attempts
-    return policy != "wait"

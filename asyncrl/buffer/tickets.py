@@ -48,6 +48,7 @@ class Tickets:
         A ticket whose reserve reply was lost is not in `held`, so it expires. Returns the keys of the tickets that have
         ended without a commit: no commit of them can be accepted, so the replica need not generate them any longer.
         """
+        self._state.fleet.hear(replica, has_weights=version is not None)
         now_s = self._state.clock()
         step = version.step if version is not None and self._state.lineage.has(version) else None
         for key, progress in held.items():
@@ -56,7 +57,10 @@ class Tickets:
         return tuple(key for key in held if (ticket := parsed_key(key)) and attempts.has_ended(*ticket))
 
     def leave(self, replica: str) -> tuple[str, ...]:
-        """Expires the tickets of a replica that ends. Returns their keys; rows under them may be cleared."""
+        """Expires the tickets of a replica that ends. Returns their keys; rows under them may be cleared.
+
+        A replica that ends because something has failed is quarantined first, so that its attempts do not count.
+        """
         return self._expire(
             [slot for slot in self._state.groups.table.reserved.values() if slot.ticket.replica == replica]
         )
@@ -66,10 +70,10 @@ class Tickets:
         if count < 1:
             raise ValueError(f"replica {replica} reserves {count} groups; the number must be at least 1")
         now_s = self._state.clock()
-        room, refusal = self._room(version)
+        room, refusal = self._room(replica, version)
         tickets: list[Ticket] = []
         while len(tickets) < min(count, room):
-            prompt = self._state.groups.next_prompt()
+            prompt = self._state.groups.next_prompt(replica=replica)
             if prompt is None:
                 refusal = Refusal.NO_PROMPTS
                 break
@@ -98,21 +102,24 @@ class Tickets:
         check_commit(meta, slot.ticket, limits=self._state.limits, step=self._state.step)
         self._state.groups.commit(slot, meta, step=self._state.step)
         self._state.failures.succeeded()
+        self._state.fleet.succeeded(slot.ticket.replica)
         return CommitOutcome.ACCEPTED
 
     def fail(self, key: str, *, incarnation: int, failure: Failure) -> bool:
         """Ends an attempt whose rollout failed. Returns False if the ticket had ended already.
 
-        After an INFRA failure the prompt goes to the front, until it has had `max_attempts` attempts. A DATA failure,
-        or the last attempt, ends the group, and another prompt may take its slot. The failure is kept with the prompt
-        of the ticket. After `max_data_failures` DATA failures in a row, no more tickets and leases are issued: see
-        `Refusal.TOO_MANY_FAILURES`.
+        After an INFRA failure the prompt goes to the front, until it has had `max_attempts` attempts, and the replica
+        may have to pause (`fleet.py`). A DATA failure, or the last attempt, ends the group, and another prompt may take
+        its slot. The failure is kept with the prompt of the ticket. After `max_data_failures` DATA failures in a row,
+        no more tickets and leases are issued: see `Refusal.TOO_MANY_FAILURES`.
         """
         slot = self._state.groups.table.reserved.get(key)
         if slot is None or incarnation != slot.ticket.version.incarnation:
             self._state.ledger.count(Event.FAIL_REFUSED)
             return False
         failure = msgspec.structs.replace(failure, prompt=cut_text(slot.ticket.task.prompt))
+        if failure.failure_class is FailureClass.INFRA:
+            self._state.fleet.failed(slot.ticket.replica, failure)
         tried_again = failure.failure_class is FailureClass.INFRA and self._state.groups.retry(slot)
         if failure.failure_class is FailureClass.DATA:
             self._state.groups.fail(slot)
@@ -120,11 +127,12 @@ class Tickets:
         return True
 
     def expire(self) -> tuple[str, ...]:
-        """Ends tickets that were not renewed within the timeout. A prompt goes to the front, unless this was its last
-        attempt.
+        """Quarantines replicas that were silent for the timeout, and ends tickets that were not renewed within it. A
+        prompt goes to the front, unless this was its last attempt.
 
         Returns the keys of these tickets; rows under them may be cleared.
         """
+        self._state.fleet.silent()
         return self._expire(
             self._state.groups.table.unheard_before(self._state.clock() - self._state.limits.heartbeat_timeout_s)
         )
@@ -133,8 +141,10 @@ class Tickets:
         """Returns the number of tickets that each replica holds."""
         return Counter(slot.ticket.replica for slot in self._state.groups.table.reserved.values())
 
-    def _room(self, version: Version) -> Room:
+    def _room(self, replica: str, version: Version) -> Room:
         """Returns how many groups a replica at `version` may reserve now, and the reason why not more."""
+        if (refusal := self._state.fleet.refusal(replica)) is not None:
+            return Room(0, refusal)
         if not self._state.lineage.has(version):
             self._state.ledger.count(Event.RESERVE_OLD_INCARNATION)
             return Room(0, Refusal.OLD_INCARNATION)

@@ -33,6 +33,7 @@ COMMANDS: dict[str, str] = {
     "init": "Write a first configuration for your model and your data.",
     "status": "Show the state of a run.",
     "top": "Watch a run live.",
+    "scale": "Change the number of generators of a running run.",
     "down": "End a run, or clean up after a run that was killed.",
     "audit": "Check from a run's files that nothing was lost or repeated.",
     "report": "Write an HTML page with the curves and totals of a run.",

@@ -28,14 +28,27 @@ from asyncrl.cli.terminal import sigterm_exits
 from asyncrl.errors import RunEnded, RunError
 
 if TYPE_CHECKING:
+    from asyncrl.coordinator.client import CoordinatorClient
     from asyncrl.coordinator.status import RunStatus
 
 WATCH_EVERY_S = 2.0
 """Default time between two looks at a run."""
 
 
+def joined_run(directory: Path, address: str | None) -> "CoordinatorClient":
+    """Joins the cluster of a run. Returns a client of the run's coordinator."""
+    from asyncrl.deployment.ray_token import use_ray_token
+
+    use_ray_token()
+    from asyncrl.deployment.cluster import join
+    from asyncrl.deployment.shared_actors import find_run
+
+    join(running_address(directory, address), namespace=directory.name)
+    return find_run(directory.name)
+
+
 @contextlib.contextmanager
-def _left_at_the_end() -> Iterator[None]:
+def left_at_the_end() -> Iterator[None]:
     """Leaves the Ray cluster that the block joins.
 
     If Ray leaves it when the interpreter exits, it sleeps half a second first, and a loaded machine takes longer.
@@ -54,7 +67,7 @@ def _joined() -> bool:
 
 
 @sigterm_exits()
-@_left_at_the_end()
+@left_at_the_end()
 def status(
     run: RunningRun,
     address: RunningAddress = None,
@@ -91,7 +104,7 @@ def status(
         typer.echo(ended)
         print_headline(directory)
         return
-    typer.echo(f"{_connecting(directory, address)} ...", err=True)
+    typer.echo(f"{connecting(directory, address)} ...", err=True)
     try:
         found, now = _status_of(directory, address)(), datetime.now(UTC)
     except RunError as error:
@@ -113,7 +126,7 @@ def status(
 
 
 @sigterm_exits()
-@_left_at_the_end()
+@left_at_the_end()
 def watch_run(run: Path, *, address: str | None, every_s: float, once: bool = False) -> None:
     """Shows the live view of a run until the run ends or Ctrl-C; with `once`, shows it one time.
 
@@ -160,15 +173,9 @@ def _status_of(directory: Path, address: str | None) -> "Callable[[], RunStatus]
     """Joins the cluster of a run, and returns a function that asks the run's buffer for its status."""
     import asyncio
 
-    from asyncrl.deployment.ray_token import use_ray_token
-
-    use_ray_token()
+    client = joined_run(directory, address)
     from asyncrl.coordinator.coordinator import Coordinator
-    from asyncrl.deployment.cluster import join
-    from asyncrl.deployment.shared_actors import find_run
 
-    join(running_address(directory, address), namespace=directory.name)
-    client = find_run(directory.name)
     return lambda: asyncio.run(client.call(Coordinator.status))
 
 
@@ -179,7 +186,7 @@ class _WatchedBuffer:
         self._directory = directory
         self._address = address
         self._ask: Callable[[], RunStatus] | None = None
-        self.absence = _connecting(directory, address)
+        self.absence = connecting(directory, address)
 
     def connect(self) -> None:
         """Joins the run's cluster, which takes many seconds. Prints a warning if this is not possible."""
@@ -205,6 +212,6 @@ class _WatchedBuffer:
         self._ask = None
 
 
-def _connecting(directory: Path, address: str | None) -> str:
+def connecting(directory: Path, address: str | None) -> str:
     where = running_address(directory, address)
     return f"connecting to the run's Ray{'' if where == 'auto' else f' at {where}'}"

@@ -189,7 +189,7 @@ class GeneratorSection(Section):
     replicas: Annotated[PositiveInt, PER_DEPLOYMENT] = 1
     """Engines that one generator deployment starts."""
     min_replicas: Annotated[PositiveInt, PER_DEPLOYMENT] = 1
-    """Minimum number of live engines. With fewer, the deployment ends with an error."""
+    """Minimum number of live engines. With fewer for `replace_timeout_s`, the deployment ends with an error."""
     max_concurrent_groups: Annotated[PositiveInt, PER_DEPLOYMENT] = 16
     """Maximum number of groups that a replica generates at the same time."""
     max_starts_per_s: Annotated[PositiveFloat, PER_DEPLOYMENT] = 200.0
@@ -213,6 +213,17 @@ class GeneratorSection(Section):
     again. Each time, all tokens of the group are stored, so a value that takes some seconds to generate is enough."""
     max_data_failures: PositiveInt = 16
     """Number of consecutive DATA failures, counted over the whole pool, that stops the run."""
+    max_infra_failures: PositiveInt = 3
+    """Number of consecutive INFRA failures of one replica after which it gets no more prompts and is started again.
+    From the second one on, it waits before its next prompt."""
+    stall_timeout_s: Annotated[PositiveFloat, WATCHED_DEADLINE] = 60.0
+    """Seconds in which an engine with running requests may generate no token. Then the replica asks it for one token.
+    If that takes as long again, the engine is started again."""
+    max_restarts: Annotated[NonNegativeInt, PER_DEPLOYMENT] = 10
+    """Number of times within an hour that a deployment starts one of its replicas again after its engine or its process
+    has failed. A replica that fails more often is given up. 0 turns restarts off."""
+    replace_timeout_s: Annotated[PositiveFloat, PER_DEPLOYMENT] = 300.0
+    """Seconds in which a deployment may have fewer than `min_replicas` replicas while it starts them again."""
     startup_timeout_s: Annotated[PositiveFloat, PER_DEPLOYMENT] = 300.0
     """Maximum time for the start of an engine, seconds."""
     kv_cache_gib: Annotated[PositiveFloat, PER_DEPLOYMENT] = 0.5
@@ -419,7 +430,8 @@ class BufferSection(Section):
     prompts of these tickets."""
     max_attempts: PositiveInt = 5
     """Maximum number of attempts at one prompt. After that the prompt counts as failed and another prompt takes its
-    place."""
+    place. Attempts on a replica that had to be started again do not count, but with them, a prompt gets at most twice
+    this number."""
     call_timeout_s: Annotated[PositiveFloat, WATCHED_DEADLINE] = 30.0
     """Maximum time that one call to the buffer may wait, seconds."""
 

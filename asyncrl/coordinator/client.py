@@ -16,7 +16,7 @@ from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.failures import FailureReports
 from asyncrl.coordinator.learner_calls import LearnerCalls
 from asyncrl.coordinator.registry import Registry
-from asyncrl.data_plane.calls import finished
+from asyncrl.data_plane.calls import finished, patiently
 
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
@@ -48,17 +48,22 @@ class CoordinatorClient:
         self._send = send
 
     @classmethod
-    def over_ray(cls, handle: Any, *, timeout_s: float) -> "CoordinatorClient":
+    def over_ray(cls, handle: Any, *, timeout_s: float, patience_s: float = 0.0) -> "CoordinatorClient":
         """Returns a client of a `CoordinatorActor`.
 
-        A call raises CallTimeout after `timeout_s` seconds plus the `wait_s` that it passes to its method. It raises
-        ActorGone if the actor's process has ended.
+        A call is late after `timeout_s` seconds plus the `wait_s` that it passes to its method. It is then repeated,
+        for `patience_s` seconds, and raises CallTimeout after that. All calls are idempotent, except that a repeated
+        reserve gets other tickets; those of the first one expire. It raises ActorGone if the actor's process has ended.
         """
 
         async def send(call: Call) -> Any:
             wait_s: float = call.options.get("wait_s", 0.0)
             what = f"the buffer's {call.method}"
-            return await finished(handle.perform.remote(call), timeout_s=timeout_s + wait_s, what=what)
+
+            async def once() -> Any:
+                return await finished(handle.perform.remote(call), timeout_s=timeout_s + wait_s, what=what)
+
+            return await patiently(once, patience_s=patience_s)
 
         return cls(send)
 

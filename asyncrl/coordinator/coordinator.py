@@ -14,14 +14,9 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+from asyncrl.buffer.fleet import Cause, ReplicaState, replica_of
 from asyncrl.buffer.ledger import TOKEN_EVENTS, Event
-from asyncrl.buffer.records import (
-    CommitOutcome,
-    FailedTicket,
-    GroupMeta,
-    Progress,
-    Reservation,
-)
+from asyncrl.buffer.records import CommitOutcome, FailedTicket, GroupMeta, Progress, Refusal, Reservation
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.staleness import limits_of
 from asyncrl.common.lineage import Lineage
@@ -153,6 +148,7 @@ class Coordinator:
             deployments=tuple(registry.live()),
             learner_state_seconds=registry.learner_state_seconds,
             quiet_s=registry.quiet_s,
+            wanted_replicas=registry.wanted(),
             targets=registry.targets | replicas.targets(),
         )
 
@@ -269,17 +265,44 @@ class Coordinator:
 
         Returns the keys of the tickets that have ended without a commit. The replica ends their rollouts.
         """
+        refused = self._buffer.fleet.refusal(replica)
         ended = self._buffer.tickets.renew(replica, held=held, version=version)
-        self._replicas.reports[replica] = report
-        if self._replicas.heard(replica, version=version, free_slots=free_slots):
+        if not self._buffer.fleet.is_heard(replica):
+            return tuple(held)
+        self._replicas.reported(report)
+        loaded = self._replicas.heard(replica, version=version, free_slots=free_slots)
+        if loaded or refused is not None:
             await self._waiting.changed()
         return ended
 
     async def leave(self, replica: str) -> None:
-        """Removes a replica that ends cleanly. Its tickets expire at once."""
+        """Removes a replica that ends cleanly, for good. Its tickets expire at once."""
+        self._buffer.fleet.retire(replica_of(replica))
+        await self._without(replica)
+
+    async def quarantine(self, replica: str, cause: Cause, reason: str) -> None:
+        """Records that a replica must not get tickets any more, because something of it has failed. Its tickets expire
+        at once. `replica` calls it itself, when it knows."""
+        if self._buffer.fleet.quarantine(replica, cause, reason):
+            await self._without(replica)
+
+    async def restarting(self, replica: str, cause: Cause, reason: str) -> None:
+        """Records that the deployment of a replica ends it and starts it again. Its tickets expire at once."""
+        self._buffer.fleet.restarting(replica, cause, reason)
+        await self._without(replica)
+
+    async def _without(self, replica: str) -> None:
+        """Forgets a replica that has ended, and expires its tickets."""
         self._replicas.forget(replica)
         self._clearing.rows(self._buffer.tickets.leave(replica))
         await self._waiting.changed()
+
+    async def scale(self, replicas: int) -> dict[str, int]:
+        """Sets the number of replicas of all generator deployments together. Returns the number of each deployment, by
+        its id. The deployments read it from the status. Raises RunError if there is no generator deployment."""
+        wanted = self.registry.scale(replicas)
+        await self._waiting.changed()
+        return wanted
 
     async def reserve(self, replica: str, version: Version, count: int, *, wait_s: float) -> Reservation:
         """Waits up to `wait_s` seconds until at least one ticket can be issued.
@@ -295,9 +318,10 @@ class Coordinator:
             return answer
 
         started_s = self._clock()
+        self._buffer.fleet.hear(replica, has_weights=True)
         reservation = await self._waiting.answer(
             ask,
-            final=lambda answer: bool(answer.tickets),
+            final=lambda answer: bool(answer.tickets) or answer.refusal is Refusal.QUARANTINED,
             wait_s=wait_s,
             role=Role.GENERATOR,
         )
@@ -326,7 +350,7 @@ class Coordinator:
         return self.registry.learner is None and self._buffer.account.issued.groups == 0
 
     def _views(self) -> tuple[ReplicaView, ...]:
-        return self._replicas.views(reserved_groups=self._buffer.tickets.by_replica())
+        return self._replicas.views(self._buffer.fleet.lives(), reserved_groups=self._buffer.tickets.by_replica())
 
     async def _expire_regularly(self) -> None:
         while True:
@@ -357,8 +381,9 @@ class Coordinator:
     async def _expire(self) -> None:
         """Removes silent replicas, and ends tickets that no heartbeat renewed within the timeout."""
         self._buffer.ledger.count(Event.REPLICA_LOST, self._replicas.forget_silent())
-        if keys := self._buffer.tickets.expire():
-            self._clearing.rows(keys)
+        keys = self._buffer.tickets.expire()
+        self._clearing.rows(keys)
+        if self._buffer.fleet.back_off_ended() or keys:
             await self._waiting.changed()
 
     def _record(self) -> None:
@@ -374,6 +399,7 @@ class Coordinator:
         self._metrics.events({event.value: n for event, n in account.events.items() if event not in TOKEN_EVENTS})
         self._metrics.prefix_tokens({event.value: account.events[event] for event in TOKEN_EVENTS})
         self._metrics.replicas(Counter(_replica_state(view) for view in self._views()))
+        self._metrics.causes(quarantines=self._buffer.fleet.quarantines, restarts=self._buffer.fleet.restarts)
         self._metrics.ledger(
             issued_groups=account.issued.groups,
             groups={fate.value: amount.groups for fate, amount in account.fates.items()},
@@ -382,7 +408,9 @@ class Coordinator:
 
 
 def _replica_state(view: ReplicaView) -> str:
-    if not view.live:
+    if view.state in (ReplicaState.QUARANTINED, ReplicaState.RESTARTING):
+        return view.state.value
+    if view.state is ReplicaState.SUSPECT or not view.live:
         return "silent"
     if view.version is None:
         return "without_weights"

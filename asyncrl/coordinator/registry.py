@@ -12,7 +12,7 @@ import msgspec
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
 from asyncrl.config.load import first_difference
-from asyncrl.errors import HandshakeError, RunEnded, RunLocked, RunMismatch, VersionRegression
+from asyncrl.errors import HandshakeError, RunEnded, RunError, RunLocked, RunMismatch, VersionRegression
 
 OVER = (RunState.FINISHED, RunState.FAILED)
 """States of a run that trains no more steps. No other deployment enters it."""
@@ -23,13 +23,15 @@ it may only be busy: a process whose event loop or machine stalls sends no heart
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     """An attached deployment, with the host and the pid of its process. `nonce` is that of a learner's run: it
-    distinguishes runs of the same name."""
+    distinguishes runs of the same name. `replicas` is the number of replicas with which a generator deployment
+    starts."""
 
     id: str
     role: Role
     host: str
     pid: int
     nonce: str = ""
+    replicas: int = 0
 
 
 class Registry:
@@ -53,6 +55,7 @@ class Registry:
         self.learner_state_seconds: dict[str, float] = {}
         self.targets: dict[str, str] = {}
         self._closed = False
+        self._scaled: dict[str, int] = {}
         self.published: Version | None = None
 
     def attach(self, deployment: Deployment, *, shared: Mapping[str, object]) -> None:
@@ -127,6 +130,27 @@ class Registry:
     def _heard_within(self, seconds: float) -> list[Deployment]:
         now_s = self._clock()
         return [member for member, heard_at_s in self._members.values() if now_s - heard_at_s <= seconds]
+
+    def wanted(self) -> dict[str, int]:
+        """Returns the number of replicas that each generator deployment should have, by its id."""
+        generators = [each for each in self.live() if each.role is Role.GENERATOR]
+        return {each.id: self._scaled.get(each.id, each.replicas) for each in generators}
+
+    def scale(self, replicas: int) -> dict[str, int]:
+        """Sets the number of replicas of all generator deployments together. Returns what `wanted` returns then.
+
+        The smallest deployment grows first, and the largest one shrinks first. Raises RunError if no generator
+        deployment is attached, and ValueError for a number below 0.
+        """
+        if replicas < 0:
+            raise ValueError(f"the number of replicas is {replicas}, but must be at least 0")
+        if not (wanted := self.wanted()):
+            raise RunError("the run has no generator deployment: start one with `asyncrl generator`")
+        while (total := sum(wanted.values())) != replicas:
+            change = min if total < replicas else max
+            wanted[change(wanted, key=wanted.__getitem__)] += 1 if total < replicas else -1
+        self._scaled = dict(wanted)
+        return wanted
 
     def handshake(self, *, who: str, fingerprint: str) -> None:
         """Checks that all pools have the same tokenizer and vocabulary (F25).

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from asyncrl.buffer.fleet import Life, ReplicaState, replica_of
 from asyncrl.buffer.records import Refusal, Reservation
 from asyncrl.common.version import Version
 
@@ -21,7 +22,8 @@ SUM = "gone replicas"
 
 
 class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A replica's report in each heartbeat. Totals count from the start of the replica.
+    """A replica's report in each heartbeat. Totals count from the start of its `actor`, and in the coordinator from the
+    first start of the replica.
 
     `state_seconds` are slot-seconds divided by the number of slots. `running_groups` is the number of rollouts that run
     now, `slots` their maximum. `replicas` is 1, or the number of replicas that are gone whose totals are added up here.
@@ -41,20 +43,23 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
 
     def __add__(self, other: "ReplicaReport") -> "ReplicaReport":
         """Returns the sum of the totals, for replicas that are gone."""
-        states = Counter(self.state_seconds)
-        states.update(other.state_seconds)
-        return ReplicaReport(
-            actor="",
-            deployment="",
-            metrics_address="",
-            state_seconds=dict(states),
-            slots=0,
-            running_groups=0,
-            samples=self.samples + other.samples,
-            completion_tokens=self.completion_tokens + other.completion_tokens,
-            weight_updates=self.weight_updates + other.weight_updates,
-            parity_max_nats=max(self.parity_max_nats, other.parity_max_nats),
+        both = other.after(self)
+        return msgspec.structs.replace(
+            both, actor="", deployment="", metrics_address="", slots=0, running_groups=0,
             replicas=self.replicas + other.replicas,
+        )  # fmt: skip
+
+    def after(self, earlier: "ReplicaReport") -> "ReplicaReport":
+        """Returns this report with the totals of an `earlier` actor of the replica added."""
+        states = Counter(earlier.state_seconds)
+        states.update(self.state_seconds)
+        return msgspec.structs.replace(
+            self,
+            state_seconds=dict(states),
+            samples=self.samples + earlier.samples,
+            completion_tokens=self.completion_tokens + earlier.completion_tokens,
+            weight_updates=self.weight_updates + earlier.weight_updates,
+            parity_max_nats=max(self.parity_max_nats, earlier.parity_max_nats),
         )
 
 
@@ -68,9 +73,12 @@ def mean_states(reports: Collection[ReplicaReport]) -> dict[str, float]:
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     """The coordinator's view of one replica. `version` is None if the replica has not completely loaded any version.
 
-    `reserved_groups` is the number of tickets that it holds: rollouts that run, wait for their start, or wait for their
-    commit. `free_slots` is the number of its concurrency slots without a ticket at its last heartbeat, less the tickets
-    that it got since. `refused_for` is the refusal of its last reserve at this version.
+    `state` is that of its life (`asyncrl.buffer.fleet`). `cause` (a text) is why it was quarantined for the last time;
+    "" if it never was. `restarts` is how often it was started again. `live` is False for a replica that may get no
+    tickets before it is heard again or started again. `reserved_groups` is the number of tickets that it holds:
+    rollouts that run, wait for their start, or wait for their commit. `free_slots` is the number of its concurrency
+    slots without a ticket at its last heartbeat, less the tickets that it got since. `refused_for` is the refusal of
+    its last reserve at this version.
     """
 
     replica: str
@@ -80,6 +88,17 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     live: bool
     silent_s: float
     refused_for: Refusal | None
+    state: ReplicaState = ReplicaState.HEALTHY
+    actor: str = ""
+    cause: str = ""
+    restarts: int = 0
+
+    @property
+    def trouble(self) -> str:
+        """Why the replica gets no tickets now, in words; "" if it may get some."""
+        if self.state in (ReplicaState.QUARANTINED, ReplicaState.RESTARTING):
+            return f"{self.state.value} ({self.cause})"
+        return "" if self.live and self.state is not ReplicaState.SUSPECT else "no heartbeats"
 
 
 @dataclass(slots=True)
@@ -91,10 +110,12 @@ class _Replica:
 
 
 class Replicas:
-    """The replicas by name. Tickets that a replica gets between two heartbeats reduce its free slots.
+    """The replicas by the name of their actor. Tickets that a replica gets between two heartbeats reduce its free
+    slots.
 
-    `clock` returns monotonic seconds. `reports` has the last report of each replica, also of those that are gone, and
-    under the name `SUM` the totals of those that are gone for long.
+    `clock` returns monotonic seconds. `reports` has the last report of each replica by the replica's name, with the
+    totals of its earlier actors, also of replicas that are gone; and under the name `SUM` the totals of those that are
+    gone for long.
     """
 
     def __init__(self, *, timeout_s: float, clock: Callable[[], float]) -> None:
@@ -102,7 +123,17 @@ class Replicas:
         self._clock = clock
         self._by_name: dict[str, _Replica] = {}
         self._loaded: dict[str, Version] = {}
+        self._earlier: dict[str, ReplicaReport] = {}  # totals of the earlier actors of a replica
         self.reports: dict[str, ReplicaReport] = {}
+
+    def reported(self, report: ReplicaReport) -> None:
+        """Records the report of an actor."""
+        name = replica_of(report.actor)
+        last = self.reports.get(name)
+        if last is not None and last.actor != report.actor:
+            self._earlier[name] = last
+        earlier = self._earlier.get(name)
+        self.reports[name] = report if earlier is None else report.after(earlier)
 
     def heard(self, name: str, *, version: Version | None, free_slots: int) -> bool:
         """Records a heartbeat. Returns True if the replica has loaded another version since its last heartbeat.
@@ -149,35 +180,45 @@ class Replicas:
 
     def _gone(self, names: Sequence[str]) -> None:
         """Forgets what the replicas `names` had loaded, and adds up the oldest reports of replicas that are gone."""
-        for name in names:
-            self._loaded.pop(name, None)
-            if name in self.reports:  # the reports of replicas that are gone are in the order in which they went
+        for actor in names:
+            self._loaded.pop(actor, None)
+            if (name := replica_of(actor)) in self.reports:
+                # the reports of replicas that are gone are in the order in which they went
                 self.reports[name] = self.reports.pop(name)
-        gone = [name for name in self.reports if name not in self._by_name and name != SUM]
+        known = {replica_of(actor) for actor in self._by_name}
+        gone = [name for name in self.reports if name not in known and name != SUM]
         for name in gone[: max(0, len(gone) - GONE_REPORTS)]:
             report = self.reports.pop(name)
+            self._earlier.pop(name, None)
             self.reports[SUM] = self.reports[SUM] + report if SUM in self.reports else report
 
-    def views(self, *, reserved_groups: Mapping[str, int]) -> tuple[ReplicaView, ...]:
-        """Returns one view for each known replica, sorted by name. `reserved_groups` is the number of tickets that each
-        replica holds."""
+    def views(self, lives: Mapping[str, Life], *, reserved_groups: Mapping[str, int]) -> tuple[ReplicaView, ...]:
+        """Returns one view for each replica, sorted by name. `lives` are the lives of the replicas by name.
+        `reserved_groups` is the number of tickets that each actor holds."""
         now_s = self._clock()
-        return tuple(
-            ReplicaView(
-                replica=name,
-                version=replica.version,
-                free_slots=replica.free_slots,
-                reserved_groups=reserved_groups.get(name, 0),
-                live=self._live(replica, now_s),
-                silent_s=now_s - replica.heard_at_s,
-                refused_for=replica.refused_for,
+        views = []
+        for name, life in sorted(lives.items()):
+            known = self._by_name.get(life.actor) or _Replica(None, 0, life.heard_at_s)
+            views.append(
+                ReplicaView(
+                    replica=name,
+                    version=known.version,
+                    free_slots=known.free_slots,
+                    reserved_groups=reserved_groups.get(life.actor, 0),
+                    live=life.may_be_used and self._live(known, now_s),
+                    silent_s=now_s - known.heard_at_s,
+                    refused_for=known.refused_for,
+                    state=life.state,
+                    actor=life.actor,
+                    cause=life.reason,
+                    restarts=life.restarts,
+                )
             )
-            for name, replica in sorted(self._by_name.items())
-        )
+        return tuple(views)
 
     def targets(self) -> dict[str, str]:
         """Returns the metrics endpoints of the known replicas that have one, by name."""
-        known = {name: report.metrics_address for name, report in self.reports.items() if name in self._by_name}
+        known = {name: report.metrics_address for name, report in self.reports.items() if report.actor in self._by_name}
         return {name: address for name, address in known.items() if address}
 
     def _live(self, replica: _Replica, now_s: float) -> bool:

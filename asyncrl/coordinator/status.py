@@ -15,6 +15,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     `learner_state_seconds` are the learner's seconds by state since its start; empty before its first heartbeat.
     `quiet_s` is the time since the last progress (a committed group, an acked step, a new state), seconds.
+    `wanted_replicas` is the number of replicas that each generator deployment should have, by its id.
     """
 
     run: str
@@ -35,6 +36,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     learner_state_seconds: dict[str, float]
     quiet_s: float
     targets: dict[str, str]
+    wanted_replicas: dict[str, int] = {}
 
     @property
     def groups_by_state(self) -> dict[str, int]:

@@ -5,16 +5,25 @@ Also describes the resources of a cluster in which Ray cannot place an actor.
 
 import asyncio
 import contextlib
+import logging
+import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from asyncrl.errors import ActorGone, AsyncRLError, CallTimeout
 
+logger = logging.getLogger(__name__)
+
 P = ParamSpec("P")
+Answer = TypeVar("Answer")
+
+PAUSE_S = 0.2
+"""Longest pause before the first repetition of a call that was late, seconds. It doubles with each further one."""
+LONGEST_PAUSE_S = 5.0
 
 
 def start(actor: Any, method: Callable[Concatenate[Any, P], Any], *arguments: P.args, **options: P.kwargs) -> Any:
@@ -55,6 +64,8 @@ def _own_errors(ref: Any, *, timeout_s: float, what: str, unchanged: tuple[type[
         if isinstance(error.cause, unchanged):
             raise error.cause from error
         raise
+    except ActorUnavailableError as error:
+        raise CallTimeout(f"{what}: the actor cannot be reached at the moment ({reason_of_death(error)})") from error
     except RayActorError as error:
         raise ActorGone(f"{what}: the actor's process has ended ({reason_of_death(error)})") from error
     except TimeoutError:
@@ -63,6 +74,24 @@ def _own_errors(ref: Any, *, timeout_s: float, what: str, unchanged: tuple[type[
     except asyncio.CancelledError:
         ray.cancel(ref)
         raise
+
+
+async def patiently(call: Callable[[], Awaitable[Answer]], *, patience_s: float) -> Answer:
+    """Returns the answer of `call`, which is repeated after each CallTimeout until `patience_s` seconds have passed.
+
+    The call must be idempotent: an earlier one may have been performed, and only its answer was late. The pauses
+    between the calls grow, and are drawn at random, so that many callers do not come back at the same moment.
+    """
+    deadline_s, longest_s = time.monotonic() + patience_s, PAUSE_S
+    while True:
+        try:
+            return await call()
+        except CallTimeout as error:
+            if time.monotonic() >= deadline_s:
+                raise
+            logger.warning("%s; it is repeated", error)
+        await asyncio.sleep(random.uniform(0.0, longest_s))
+        longest_s = min(LONGEST_PAUSE_S, 2 * longest_s)
 
 
 async def finished(ref: Any, *, timeout_s: float, what: str) -> Any:

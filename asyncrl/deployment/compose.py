@@ -79,8 +79,10 @@ async def _run_both(
     end = asyncio.Event()
     async with AsyncExitStack() as closing:
         inputs = await closing.enter_async_context(Inputs(config, loaded=prompts, report=screen.report))
+        # The local Ray was made for this run. Its replicas ask for no CPUs, so that `asyncrl scale` can add some.
+        pool = config.generator.model_copy(update={"cpus": 0.0} if config.ray.address is None else {})
         generator_deployment = GeneratorDeployment(
-            config,
+            config.model_copy(update={"generator": pool}),
             model_path=inputs.engine_model,
             prompts=inputs.prompts,
             started=lambda processes: run_dir.uses_shared_memory(processes.shared_memory),

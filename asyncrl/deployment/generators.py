@@ -1,5 +1,5 @@
-"""A generator deployment: starts the replicas and supervises them until the run ends, a signal asks it to stop, or
-fewer than `generator.min_replicas` live.
+"""A generator deployment: starts the replicas and looks after them (`pool.py`) until the run ends, a signal asks it to
+stop, or fewer than `generator.min_replicas` live.
 
 A stop is clean: replicas start no new groups, groups in flight are committed within the grace, and engines end. Files
 that a killed engine left in /dev/shm are removed. A generator deployment never outlives the run.
@@ -9,29 +9,21 @@ import asyncio
 import contextlib
 import logging
 import os
-import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import AsyncExitStack
-from typing import Any
-
-import ray
-from ray.exceptions import RayActorError, RayTaskError
 
 from asyncrl.common.roles import Role, RunState
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.status import RunStatus
-from asyncrl.data_plane.calls import finished, reason_of_death
 from asyncrl.deployment.closing import Stopped, running, unless_stopped
-from asyncrl.deployment.cluster import placed
 from asyncrl.deployment.inputs import Prompts
-from asyncrl.deployment.run_dir import reward_log_path
+from asyncrl.deployment.pool import ReplicaPool
 from asyncrl.deployment.shared_actors import RunHandles, enter_run, keep_attached, leave_run, new_deployment
 from asyncrl.environments.secrets import read_secrets
-from asyncrl.errors import AsyncRLError, GeneratorPoolExhausted, RunError, StallError
-from asyncrl.generation.actor import GeneratorActor
-from asyncrl.generation.shared_memory import EngineProcesses, reap
+from asyncrl.errors import StallError
+from asyncrl.generation.shared_memory import EngineProcesses
 
 logger = logging.getLogger(__name__)
 
@@ -39,34 +31,18 @@ WATCH_EVERY_S = 1.0
 """Time between two checks of the run and of the replicas, seconds."""
 COUNT_EVERY_S = 300.0
 """Time between two log lines with the number of generated samples, seconds."""
-ACTOR_CONCURRENCY = 10_000
-EXIT_S = 10.0
-"""Deadline of each call that ends a replica, seconds."""
-
-
-class _Replica:
-    """The actor of one replica, and the supervisor's state of it."""
-
-    def __init__(self, name: str, handle: Any) -> None:
-        self.name = name
-        self.handle = handle
-        self.begun = False
-        """Whether the call that starts the engine was sent. Before that call, the actor only imports vLLM."""
-        self.processes: EngineProcesses | None = None
-        self.running: asyncio.Task[None] | None = None
 
 
 class Progress:
-    """Makes log lines about the replicas `names`: one when they begin to generate, then one every `COUNT_EVERY_S`."""
+    """Makes log lines about replicas: one when they begin to generate, then one every `COUNT_EVERY_S`."""
 
-    def __init__(self, names: Collection[str], *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._names = frozenset(names)
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._due_s: float | None = None
 
-    def line(self, status: RunStatus) -> str | None:
-        """Returns the next log line; None if none is due."""
-        busy = [view for view in status.replicas if view.replica in self._names and view.reserved_groups]
+    def line(self, status: RunStatus, names: Collection[str]) -> str | None:
+        """Returns the next log line about the replicas `names`; None if none is due."""
+        busy = [view for view in status.replicas if view.replica in names and view.reserved_groups]
         if self._due_s is None and busy:
             self._due_s = self._clock() + COUNT_EVERY_S
             weights = ", ".join(sorted({view.version.words for view in busy if view.version is not None}))
@@ -74,7 +50,7 @@ class Progress:
         if self._due_s is None or self._clock() < self._due_s:
             return None
         self._due_s = self._clock() + COUNT_EVERY_S
-        samples = sum(report.samples for name, report in status.reports.items() if name in self._names)
+        samples = sum(report.samples for name, report in status.reports.items() if name in names)
         running = sum(status.reports[view.replica].running_groups for view in busy if view.replica in status.reports)
         return (
             f"{samples:,} samples generated, {running} groups in flight; the learner is at {status.version.words} of "
@@ -97,11 +73,15 @@ class GeneratorDeployment:
         started: Callable[[EngineProcesses], None] = lambda _: None,
     ) -> None:
         self._config = config
-        self._on_started = started
-        self._secrets = read_secrets(config.environment, os.environ)
-        self._model_path = model_path
         self._prompts = prompts
-        self._deployment = new_deployment(Role.GENERATOR)
+        self._deployment = new_deployment(Role.GENERATOR, replicas=config.generator.replicas)
+        self._pool = ReplicaPool(
+            config,
+            deployment=self._deployment.id,
+            model_path=model_path,
+            secrets=read_secrets(config.environment, os.environ),
+            started=started,
+        )
 
     async def run(self, stop: asyncio.Event) -> None:
         config = self._config
@@ -109,9 +89,8 @@ class GeneratorDeployment:
         async with AsyncExitStack() as entered, AsyncExitStack() as made:
             # Replicas come first: they import vLLM, the longest part of a start, while the prompts are loaded and the
             # run's actors are created.
-            replicas: list[_Replica] = []
-            made.push_async_callback(self._end, replicas)
-            replicas.extend(self._make() for _ in range(config.generator.replicas))
+            made.push_async_callback(self._pool.end)
+            self._pool.make()
             tasks = (await self._prompts).train
             handles = await enter_run(config, deployment=self._deployment, tasks=tasks)
             entered.push_async_callback(leave_run, handles, namespace=config.run.name)
@@ -120,77 +99,23 @@ class GeneratorDeployment:
             every_s = config.buffer.heartbeat_timeout_s / 5
             await entered.enter_async_context(running(keep_attached(handles, every_s=every_s), name="keep attached"))
             try:
-                await unless_stopped(stop, self._start_all(replicas))
+                await unless_stopped(stop, self._pool.start())
             except Stopped:
                 return
-            logger.info("engines are ready, waiting for weights: %s", ", ".join(each.name for each in replicas))
-            for replica in replicas:
-                replica.running = asyncio.create_task(self._run(replica), name=replica.name)
-            await self._watch(replicas, handles, stop)
+            names = ", ".join(replica.name for replica in self._pool.replicas)
+            logger.info("engines are ready, waiting for weights: %s", names)
+            await self._watch(handles, stop)
 
-    def _make(self) -> _Replica:
-        generator = self._config.generator
-        name = f"generator-{secrets.token_hex(3)}"
-        handle = (
-            ray.remote(GeneratorActor)
-            .options(
-                name=name,
-                namespace=self._config.run.name,
-                num_cpus=generator.cpus,
-                num_gpus=generator.gpus,
-                label_selector=generator.node_labels or None,
-                max_restarts=0,
-                max_concurrency=ACTOR_CONCURRENCY,
-            )
-            .remote(config=self._config, name=name, deployment=self._deployment.id)
-        )
-        return _Replica(name, handle)
+    async def _watch(self, handles: RunHandles, stop: asyncio.Event) -> None:
+        """Looks after the replicas. Returns when the run has ended or `stop` is set.
 
-    async def _start_all(self, replicas: Sequence[_Replica]) -> None:
-        await asyncio.gather(*[self._start(replica) for replica in replicas])
-
-    async def _start(self, replica: _Replica) -> None:
-        generator = self._config.generator
-        await placed(
-            replica.handle.__ray_ready__.remote(),
-            config=self._config,
-            what=f"replica {replica.name}",
-            cpus=generator.cpus,
-            gpus=generator.gpus,
-            node_labels=generator.node_labels,
-        )
-        model_path = await self._model_path
-        replica.begun = True
-        # Secrets are arguments of a method call, because Ray's head keeps the arguments of an actor's constructor.
-        started = replica.handle.start.remote(
-            model_path, secrets=self._secrets, reward_log=reward_log_path(self._config)
-        )
-        try:
-            replica.processes = await finished(
-                started, timeout_s=generator.startup_timeout_s, what=f"starting {replica.name}"
-            )
-        except TimeoutError:
-            raise RunError(
-                f"replica {replica.name} was not ready within generator.startup_timeout_s = "
-                f"{generator.startup_timeout_s:g} s: its engine is still loading or compiling the model; "
-                "raise the limit"
-            ) from None
-        self._on_started(replica.processes)
-
-    async def _run(self, replica: _Replica) -> None:
-        await replica.handle.run.remote()
-
-    async def _watch(self, replicas: list[_Replica], handles: RunHandles, stop: asyncio.Event) -> None:
-        """Returns when the run has ended or `stop` is set.
-
-        Removes and ends replicas that died. Raises GeneratorPoolExhausted if fewer than `generator.min_replicas` live,
-        and StallError if the run made no progress for `run.stall_timeout_s`.
+        Raises GeneratorPoolExhausted if too few replicas live, and StallError if the run made no progress for
+        `run.stall_timeout_s`.
         """
-        lost: list[str] = []
-        progress = Progress({replica.name for replica in replicas})
+        progress = Progress()
         while not stop.is_set():
             status = await handles.coordinator.call(Coordinator.status)
-            if line := progress.line(status):
+            if line := progress.line(status, {replica.name for replica in self._pool.replicas}):
                 logger.info("%s", line)
             if status.state in (RunState.FINISHED, RunState.FAILED):
                 logger.info("the run is %s", status.state)
@@ -208,52 +133,7 @@ class GeneratorDeployment:
                     f"{'attached' if learner else 'gone'}; see the "
                     "learner's log for the cause"
                 )
-            for replica in [r for r in replicas if r.running is not None and r.running.done()]:
-                replicas.remove(replica)
-                lost.append(f"{replica.name}: {_cause(replica)}")
-                logger.error("replica %s is lost: %s", replica.name, _cause(replica))
-                await self._end([replica])
-            if len(replicas) < self._config.generator.min_replicas:
-                raise GeneratorPoolExhausted(
-                    f"only {len(replicas)} replicas live, but generator.min_replicas is "
-                    f"{self._config.generator.min_replicas}; lost replicas: {'; '.join(lost)}"
-                )
+            await self._pool.look_after(status, handles.coordinator)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(WATCH_EVERY_S):
                     await stop.wait()
-
-    async def _end(self, replicas: Sequence[_Replica]) -> None:
-        await asyncio.gather(*[self._end_one(replica) for replica in replicas])
-
-    async def _end_one(self, replica: _Replica) -> None:
-        """Ends a replica: drains it within the grace, ends its engine, kills its actor, and removes its shared memory.
-
-        Errors are logged and not raised, so that one replica cannot prevent the end of the others.
-        """
-        grace_s = self._config.run.shutdown_grace_s
-        try:
-            if replica.running is not None and not replica.running.done():
-                await finished(replica.handle.drain.remote(), timeout_s=EXIT_S, what=f"draining {replica.name}")
-                async with asyncio.timeout(grace_s):
-                    await asyncio.wait([replica.running])
-            if replica.begun:
-                await finished(replica.handle.shutdown.remote(), timeout_s=EXIT_S, what=f"ending {replica.name}")
-        except Exception as error:
-            logger.warning("replica %s did not end cleanly: %s", replica.name, error)
-        finally:
-            if replica.running is not None:
-                replica.running.cancel()
-                await asyncio.gather(replica.running, return_exceptions=True)
-            ray.kill(replica.handle, no_restart=True)
-            if (left := replica.processes) is not None:
-                await asyncio.to_thread(reap, left, timeout_s=EXIT_S)
-
-
-def _cause(replica: _Replica) -> str:
-    assert replica.running is not None
-    error = None if replica.running.cancelled() else replica.running.exception()
-    if isinstance(error, RayTaskError) and isinstance(error.cause, AsyncRLError):
-        error = error.cause  # without the traceback of the actor, which Ray puts into the text of its own error
-    if isinstance(error, RayActorError):
-        return reason_of_death(error)
-    return f"{type(error).__name__}: {error}" if error is not None else "its rollout loop returned without an error"

@@ -63,10 +63,11 @@ class RunHandles:
     weights: WeightClient
 
 
-def new_deployment(role: Role, *, nonce: str = "") -> Deployment:
-    """Returns a deployment of this process with a new, unique id. `nonce` is that of a learner's run."""
+def new_deployment(role: Role, *, nonce: str = "", replicas: int = 0) -> Deployment:
+    """Returns a deployment of this process with a new, unique id. `nonce` is that of a learner's run, and `replicas`
+    the number of replicas with which a generator deployment starts."""
     name = f"{role.value}-{secrets.token_hex(3)}"
-    return Deployment(id=name, role=role, host=socket.gethostname(), pid=os.getpid(), nonce=nonce)
+    return Deployment(id=name, role=role, host=socket.gethostname(), pid=os.getpid(), nonce=nonce, replicas=replicas)
 
 
 async def check_admission(config: Config, *, role: Role, restores: str | None = None, patience_s: float = 0.0) -> None:
@@ -123,7 +124,9 @@ async def enter_run(
         with contextlib.suppress(Exception):
             await _detach(coordinator, deployment, namespace=config.run.name)
         raise
-    weights = WeightClient(weights_handle, timeout_s=config.buffer.call_timeout_s)
+    weights = WeightClient(
+        weights_handle, timeout_s=config.buffer.call_timeout_s, patience_s=config.run.stall_timeout_s
+    )
     return RunHandles(deployment=deployment, lineage=lineage, coordinator=coordinator, weights=weights)
 
 
@@ -195,7 +198,9 @@ def _actor_id(name: str, namespace: str) -> object:
 async def _coordinator(handle: Any, config: Config) -> CoordinatorClient:
     """Returns a client of the run's coordinator, once Ray has placed it. Raises PlacementError."""
     await placed(handle.__ray_ready__.remote(), config=config, what="the buffer", cpus=0)
-    return CoordinatorClient.over_ray(handle, timeout_s=config.buffer.call_timeout_s)
+    return CoordinatorClient.over_ray(
+        handle, timeout_s=config.buffer.call_timeout_s, patience_s=config.run.stall_timeout_s
+    )
 
 
 def find_run(name: str) -> CoordinatorClient:

@@ -60,14 +60,14 @@ class GeneratorActor:
         node, the lines go to the process's log instead.
         """
         config, namespace = self._config, self._config.run.name
-        timeout_s = config.buffer.call_timeout_s
+        timeout_s, patience_s = config.buffer.call_timeout_s, config.run.stall_timeout_s
         scorer = Scorer(config.environment, secrets=secrets, output=RewardLog(reward_log, replica=self._name))
         self._started.push_async_callback(scorer.close)
         scorer_started = asyncio.create_task(scorer.start())
         await asyncio.sleep(0)  # lets the scorer start its processes before the engine's start blocks the event loop
         tokenizer = load_tokenizer(model_path, chat=config.data.chat)
         handle = ray.get_actor(COORDINATOR, namespace=namespace)
-        coordinator = CoordinatorClient.over_ray(handle, timeout_s=timeout_s)
+        coordinator = CoordinatorClient.over_ray(handle, timeout_s=timeout_s, patience_s=patience_s)
         fingerprint = tokenizer_fingerprint(tokenizer)
         await coordinator.call(Registry.handshake, who=f"generator {self._name}", fingerprint=fingerprint)
         # The replica generates nothing before the learner has sent its first weights, so the engine does not read the
@@ -82,7 +82,9 @@ class GeneratorActor:
             config=config,
             name=self._name,
             engine=engine,
-            source=WeightClient(ray.get_actor(WEIGHTS, namespace=namespace), timeout_s=timeout_s),
+            source=WeightClient(
+                ray.get_actor(WEIGHTS, namespace=namespace), timeout_s=timeout_s, patience_s=patience_s
+            ),
             transport=ObjectStoreTransport(),
             parameters=expected_parameters(model_path, dtype=config.model.dtype),
             metrics=metrics,
@@ -109,6 +111,9 @@ class GeneratorActor:
         """Generates until the replica is drained. Raises when the replica cannot go on."""
         assert self._generator is not None, "call start() first"
         await self._generator.run()
+
+    async def is_alive(self) -> None:
+        """Answers, so that the caller knows that the process runs."""
 
     async def drain(self) -> None:
         """Stops admission. `run` returns when all groups in flight are committed or have failed."""

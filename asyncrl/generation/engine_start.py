@@ -4,14 +4,17 @@ The engine runs in a process of its own. That process writes the cause to its ou
 stdout later. This module reads the cause from there.
 """
 
+import asyncio
 import contextlib
 import os
 import re
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+
+import psutil
 
 from asyncrl.errors import AsyncRLError, RunError
 
@@ -68,11 +71,31 @@ def engine_starts(*, memory_knob: str, stderr: Path = STDERR) -> Iterator[None]:
         raise RunError(f"vLLM did not start: {cause}\nthe whole output of its processes is {rest}") from error
 
 
-def cause_of_death(error: Exception, *, stdout: Path = STDOUT) -> str:
+async def first_end(processes: Sequence[psutil.Process]) -> psutil.Process:
+    """Waits until one of these child processes has ended. Returns it."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Future[psutil.Process]()
+
+    def end(process: psutil.Process) -> None:
+        if not ended.done():
+            ended.set_result(process)
+
+    with contextlib.ExitStack() as watched:
+        for process in processes:
+            try:
+                descriptor = os.pidfd_open(process.pid)  # becomes readable when the process ends
+            except ProcessLookupError:
+                return process
+            watched.callback(os.close, descriptor)
+            loop.add_reader(descriptor, end, process)
+            watched.callback(loop.remove_reader, descriptor)
+        return await ended
+
+
+def cause_of_death(known: str, *, stdout: Path = STDOUT) -> str:
     """Returns the last error that the engine's processes logged to `stdout`, and where the whole output is.
 
     vLLM raises only an EngineDeadError in the process that uses the engine. If the processes logged no error, returns
-    the text of `error`.
+    what is `known` of the cause.
     """
     if stdout.is_file():
         with stdout.open("rb") as file:
@@ -81,4 +104,4 @@ def cause_of_death(error: Exception, *, stdout: Path = STDOUT) -> str:
         if logged:
             place = f"{os.path.realpath(stdout)} on {socket.gethostname()}"
             return f"{logged[-1]}\nthe whole output of its processes is in {place}"
-    return f"{type(error).__name__}: {error}"
+    return known

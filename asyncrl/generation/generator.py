@@ -1,7 +1,8 @@
 """One replica of the generator pool: runs rollouts, reports to the coordinator, and updates its weights.
 
-Four loops run at once: admission (reserves tickets and starts rollouts), delivery (stores rows, then commits their
-groups), heartbeat, and weight updates (`weight_updates.py`). Invariants:
+Six loops run at once: admission (reserves tickets and starts rollouts), delivery (stores rows, then commits their
+groups), heartbeat, weight updates (`weight_updates.py`), and two that wait for the engine's death and look for tokens
+of the engine. Invariants:
 
 - No ticket is reserved before a version is loaded.
 - A commit waits until the parity probe of the last weight update has passed.
@@ -20,6 +21,7 @@ from collections.abc import Callable, Collection, Sequence
 import msgspec
 from asyncio_throttle.throttler import Throttler
 
+from asyncrl.buffer.fleet import Cause
 from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, GroupMeta, Refusal, Ticket
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
@@ -27,7 +29,7 @@ from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.replicas import ReplicaReport
 from asyncrl.data_plane.clients import GroupRows
-from asyncrl.errors import DataError, InfraError, RolloutError, RunError
+from asyncrl.errors import DataError, EngineDied, EngineStuck, InfraError, Quarantined, RolloutError, RunError
 from asyncrl.generation.held_tickets import HeldTickets
 from asyncrl.generation.interfaces import PartialCompletion, Sampled
 from asyncrl.generation.prefix_keeper import PrefixKeeper
@@ -53,6 +55,8 @@ DELIVER_EVERY_S = 0.05
 three calls to other processes."""
 RESERVE_EVERY_S = 0.02
 """Least time between two reserves while rollouts run. It is shorter, because a free slot waits for it."""
+PROBE = (0,)
+"""Tokens of a request that only shows whether the engine generates."""
 HEARTBEATS_PER_TIMEOUT = 5
 """At least this many heartbeats are sent within `buffer.heartbeat_timeout_s`."""
 
@@ -114,6 +118,7 @@ class Generator:
         self._spoiled: dict[str, InfraError] = {}
         self._draining = asyncio.Event()
         self._samples = self._tokens = 0
+        self._last_token_s = clock()
         self._metrics_address = metrics_address
 
     @property
@@ -129,7 +134,10 @@ class Generator:
             "delivery": self._deliver(),
             "weights": self._weights.run(hooks),
             "heartbeat": self._heartbeat(),
+            "engine": self._engine_died(),
+            "stall": self._engine_stuck(),
         }
+        failed: Exception | None = None
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(loop, name=name) for name, loop in loops.items()]
@@ -137,12 +145,15 @@ class Generator:
                 for task in tasks:
                     task.cancel()
         except ExceptionGroup as failures:
-            first = failures.exceptions[0]
-            raise first from first.__cause__
+            failed = failures.exceptions[0]
+            raise failed from failed.__cause__
         finally:
             await self._running.cancel_all()
             with contextlib.suppress(Exception):
-                await self._coordinator.call(Coordinator.leave, self._name)
+                if failed is None:
+                    await self._coordinator.call(Coordinator.leave, self._name)
+                else:
+                    await self._coordinator.call(Coordinator.quarantine, self._name, Cause.of(failed), str(failed))
 
     def drain(self) -> None:
         """Stops admission. Rollouts in flight are finished and committed."""
@@ -156,14 +167,20 @@ class Generator:
         while not self._draining.is_set():
             await self._running.more_ends(wait_s=reserved_s + RESERVE_EVERY_S - self._clock())
             version = await self._weights.startable()
-            free = self._slots - len(self._running)
-            if free == 0:
+            # A slot is free again when its rollout has ended. As many groups again may wait for their delivery.
+            free = min(self._slots - len(self._running), 2 * self._slots - len(self._held))
+            if free <= 0:
                 await self._running.next_end()
                 continue
             reserved_s = self._clock()
             reservation = await self._coordinator.call(Coordinator.reserve, self._name, version, free, wait_s=wait_s)
             # The first call returns at once and gives the reason of a refusal. Later calls wait for a change.
             wait_s = 0.0 if reservation.refusal is None else RESERVE_WAIT_S
+            if reservation.refusal is Refusal.QUARANTINED:
+                raise Quarantined(
+                    f"replica {self._name} gets no groups any more: {self._config.generator.max_infra_failures} of its "
+                    "rollouts failed in a row (generator.max_infra_failures), or it was replaced"
+                )
             self._free_state = REFUSED_STATE.get(reservation.refusal, "idle") if reservation.refusal else "idle"
             self._show_states()
             self._held.add(reservation.tickets)
@@ -221,7 +238,8 @@ class Generator:
 
     def _progressed(self, ticket: Ticket, prefix: Sequence[PartialCompletion], sampled: Sampled) -> None:
         if ticket.key in self._held and ticket.key not in self._spoiled:
-            self._held.generated(ticket.key, sampled.tokens)
+            if self._held.generated(ticket.key, sampled.tokens):
+                self._last_token_s = self._clock()
             self._prefixes.sampled(ticket, sampled, continued=prefix)
 
     def _abandon(self, keys: Collection[str]) -> None:
@@ -281,6 +299,7 @@ class Generator:
                     await self._fail([each for each in part if isinstance(each, FailedTicket)])
                 else:
                     await self._commit([each for each in part if isinstance(each, FinishedGroup)])
+            self._running.wake()  # admission may wait until fewer groups are held
             if not stored:
                 await self._clear([group.meta.key for group in groups])
 
@@ -351,6 +370,33 @@ class Generator:
             Coordinator.heartbeat, self._name, self._weights.version, free, self._held.progress(), report
         )
         self._abandon(ended)
+
+    # --- engine -------------------------------------------------------------------------------------------------
+
+    async def _engine_died(self) -> None:
+        raise EngineDied(f"the engine of replica {self._name} has died: {await self._rollouts.engine.died()}")
+
+    async def _engine_stuck(self) -> None:
+        """Raises EngineStuck if the engine generates no token for `generator.stall_timeout_s` while rollouts run, and
+        then does not generate one token for a request of its own in the same time."""
+        limit_s = self._config.generator.stall_timeout_s
+        while True:
+            await asyncio.sleep(min(1.0, limit_s / 5))
+            if not self._running or self._loading or self.version is None:
+                self._last_token_s = self._clock()
+            if self._clock() - self._last_token_s < limit_s:
+                continue
+            try:
+                async with asyncio.timeout(limit_s):
+                    await self._rollouts.engine.generate(PROBE, n=1, seed=None, temperature=0.0, max_tokens=1)
+            except (TimeoutError, InfraError) as error:
+                raise EngineStuck(
+                    f"the engine of replica {self._name} generated no token for generator.stall_timeout_s = "
+                    f"{limit_s:g} s while {len(self._running)} groups ran, and none for a request of one token: "
+                    f"{str(error) or 'it did not answer in the same time'}. Raise the limit if an engine needs longer "
+                    "for a token"
+                ) from None
+            self._last_token_s = self._clock()
 
     # --- heartbeat ----------------------------------------------------------------------------------------------
 

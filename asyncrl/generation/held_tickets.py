@@ -34,10 +34,13 @@ class HeldTickets:
     def add(self, tickets: Iterable[Ticket]) -> None:
         self._progress |= {ticket.key: Progress() for ticket in tickets}
 
-    def generated(self, key: str, tokens: int) -> None:
-        """Records the number of tokens that the ticket's rollout has sampled so far."""
-        if key in self._progress:
-            self._progress[key] = msgspec.structs.replace(self._progress[key], generated_tokens=tokens)
+    def generated(self, key: str, tokens: int) -> bool:
+        """Records the number of tokens that the ticket's rollout has sampled so far. Returns whether it has changed."""
+        before = self._progress.get(key)
+        if before is None or before.generated_tokens == tokens:
+            return False
+        self._progress[key] = msgspec.structs.replace(before, generated_tokens=tokens)
+        return True
 
     def stored(self, key: str, prefix: Prefix) -> None:
         """Records what is stored of the ticket's group."""

@@ -131,6 +131,10 @@ class InferenceEngine(Protocol):
         """Ends every running request."""
         ...
 
+    async def died(self) -> str:
+        """Waits until the engine has died. Returns the cause."""
+        ...
+
     async def shutdown(self) -> None:
         """Ends the engine and every process that it started."""
         ...

@@ -58,7 +58,7 @@ class Rollouts:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
-        self._engine = engine
+        self.engine = engine
         self._tokenizer = tokenizer
         self._scorer = scorer
         self._replica = replica
@@ -78,7 +78,7 @@ class Rollouts:
         """
         prompt_ids, budget = self._prompt(ticket.task)
         group_size = self._config.learner.group_size
-        completions = await self._engine.generate(
+        completions = await self.engine.generate(
             prompt_ids,
             n=group_size,
             seed=ticket.seed if self._config.seeds_samples else None,
@@ -116,7 +116,7 @@ class Rollouts:
     async def answer(self, task: Task) -> float:
         """Generates one greedy completion that belongs to no group. Returns its reward."""
         prompt_ids, budget = self._prompt(task)
-        [completion] = await self._engine.generate(prompt_ids, n=1, seed=None, temperature=0.0, max_tokens=budget)
+        [completion] = await self.engine.generate(prompt_ids, n=1, seed=None, temperature=0.0, max_tokens=budget)
         [reward] = await self._scorer.score(task, [completion.text])
         return reward
 

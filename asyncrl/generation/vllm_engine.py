@@ -20,7 +20,7 @@ from asyncrl.common.imports import uncollected
 from asyncrl.common.kept_memory import KEPT_MEMORY
 from asyncrl.config.schema import Config
 from asyncrl.errors import DataError, InfraError
-from asyncrl.generation.engine_start import cause_of_death, children_begin_with, engine_starts
+from asyncrl.generation.engine_start import cause_of_death, children_begin_with, engine_starts, first_end
 from asyncrl.generation.interfaces import Completion, LoadTimes, PartialCompletion, Sampled
 from asyncrl.generation.long_work import beside_loop
 from asyncrl.generation.prefixes import engine_seed, seed_of
@@ -243,6 +243,10 @@ class VLLMEngine:
 
     # -- processes -----------------------------------------------------------------------------------------------
 
+    async def died(self) -> str:
+        ended = await first_end(self._children)
+        return cause_of_death(f"its process {ended.pid} has ended, for example because the machine's memory was full")
+
     async def shutdown(self) -> None:
         await asyncio.to_thread(self._llm.shutdown, ENGINE_EXIT_S)
         _, alive = await asyncio.to_thread(psutil.wait_procs, self._children, ENGINE_EXIT_S)
@@ -323,7 +327,8 @@ class VLLMEngine:
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            raise InfraError(f"the engine failed: {cause_of_death(error)}", reason="engine") from error
+            cause = cause_of_death(f"{type(error).__name__}: {error}")
+            raise InfraError(f"the engine failed: {cause}", reason="engine") from error
         finally:
             self._running.discard(request_id)
         if aborts != self._aborts:  # vLLM misses an abort of a request that it is adding at that moment

@@ -22,7 +22,7 @@ from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.calls import finished
-from asyncrl.errors import ActorGone, RunError, StallError
+from asyncrl.errors import ActorGone, FailureClass, RunError, StallError
 from asyncrl.learner.progress import replicas_in_words
 from asyncrl.learner.records import EvalRecord
 from asyncrl.learner.run_log import RunLog
@@ -31,6 +31,9 @@ from asyncrl.metrics.recorders import LearnerMetrics
 logger = logging.getLogger(__name__)
 
 REPLICA_POLL_S = 0.1
+EVALUATIONS = 5
+"""Number of attempts at one evaluation, on replicas that end or fail."""
+REPEAT_PAUSE_S = 2.0
 
 
 class ReplicaClient:
@@ -115,20 +118,29 @@ class HeldoutEvaluation:
         A failed rollout is left out of the mean, because one bad question must not end a run. Training treats it in the
         same way. Raises RunError when all rollouts of the first evaluation of step 0 fail, or when that evaluation
         takes longer than `eval.timeout_s`: training would fail in the same way, and no training is lost yet. Any other
-        evaluation that takes longer is left out, and an error is logged. If the replica ends before it answers, another
-        replica at that version runs the evaluation (F2).
+        evaluation that takes longer is left out, and an error is logged. If the replica or its engine ends before it
+        answers, another replica at that version runs the evaluation (F2), or the same one after its restart.
         """
-        while True:
+        for left in reversed(range(EVALUATIONS)):
             try:
                 at, answers = await self._replicas.evaluate(actor, self._tasks)
-                break
             except ActorGone as error:
-                logger.warning("held-out evaluation of %s: %s; it is repeated on another replica", version.words, error)
+                why = str(error)
                 self._gone.add(actor)
-                actor = await self.replica_at(version)
             except TimeoutError:
                 self._late(version)
                 return
+            else:
+                failed = [each for each in answers if isinstance(each, Failure)]
+                infra = [each for each in failed if each.failure_class is FailureClass.INFRA]
+                if not infra or not left:
+                    break
+                why = f"{len(infra)} of {len(answers)} rollouts failed as INFRA, the first one: {infra[0].words}"
+                await asyncio.sleep(REPEAT_PAUSE_S)  # by then a replica whose engine has died is known
+            if not left:
+                raise StallError(f"held-out evaluation of {version.words}: {why}, for the {EVALUATIONS}th time")
+            logger.warning("held-out evaluation of %s: %s; it is repeated", version.words, why)
+            actor = await self.replica_at(version)
         if at != version:
             evaluated = at.words if at is not None else "no weights"
             raise RunError(

@@ -51,7 +51,7 @@ def replicas_in_words(status: RunStatus) -> str:
         f"{view.replica} at {view.version.words if view.version else 'no weights'}, "
         f"{view.reserved_groups} groups reserved"
         + (f", refused for {view.refused_for.value}" if view.refused_for else "")
-        + ("" if view.live else ", no heartbeats")
+        + (f", {view.trouble}" if view.trouble else "")
         for view in status.replicas
     ]
     return "generators: " + "; ".join(words)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 
+from asyncrl.buffer.fleet import Cause
 from asyncrl.buffer.ledger import OPEN_FATES, TOKEN_EVENTS, Event, Fate
 from asyncrl.buffer.records import CommitOutcome
 from asyncrl.config.load import flat_config
@@ -61,7 +62,8 @@ BUFFER_WAITS = tuple(state_colors.BUFFER)
 BUFFER_STATES = tuple(fate.value for fate in Fate if fate in OPEN_FATES)
 FINAL_FATES = tuple(fate.value for fate in Fate if fate not in OPEN_FATES)
 """The final fates of the ledger. The other fates are states in the buffer: see `asyncrl_buffer_groups`."""
-REPLICA_STATES = ("generating", "waiting", "without_weights", "silent")
+CAUSES = tuple(cause.value for cause in Cause)
+REPLICA_STATES = ("generating", "waiting", "without_weights", "silent", "quarantined", "restarting")
 
 DEADLINES = tuple(key for key in flat_config(Config()) if key.endswith(("timeout_s", "grace_s")))
 """The config keys that limit a waiting time."""
@@ -154,9 +156,21 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             BUFFER,
             "asyncrl_replicas",
             "Replicas that are registered at the buffer, by state. `waiting`: it has weights but no group. "
-            "`without_weights`: it has not loaded a version yet. `silent`: it sends no heartbeats and will be "
-            "removed.",
+            "`without_weights`: it has not loaded a version yet. `silent`: it sends no heartbeats. `quarantined`: it "
+            "gets no groups. `restarting`: its deployment ends it and starts it again.",
             {"state": REPLICA_STATES},
+        ),
+        counter(
+            BUFFER,
+            "asyncrl_replica_quarantines_total",
+            "Replicas that got no groups any more, by cause.",
+            {"cause": CAUSES},
+        ),
+        counter(
+            BUFFER,
+            "asyncrl_replica_restarts_total",
+            "Replicas that were started again, by cause.",
+            {"cause": CAUSES},
         ),
     ),
     "limits": (

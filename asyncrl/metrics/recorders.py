@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from prometheus_client import CollectorRegistry
 
 from asyncrl import __version__
+from asyncrl.buffer.fleet import Cause
 from asyncrl.config.load import flat_config
 from asyncrl.config.schema import Config
 from asyncrl.metrics.catalogue import BUFFER_STATES, DEADLINES, REPLICA_STATES, Role
@@ -286,6 +287,13 @@ class BufferMetrics(ProcessMetrics):
         """Records the number of registered replicas by state. A state that is not in `counts` becomes 0."""
         for state in REPLICA_STATES:
             self._instruments.set("asyncrl_replicas", counts.get(state, 0), state=state)
+
+    def causes(self, *, quarantines: Mapping[Cause, int], restarts: Mapping[Cause, int]) -> None:
+        """Records how many replicas were quarantined and started again, by cause."""
+        for cause, total in quarantines.items():
+            self._instruments.raise_to("asyncrl_replica_quarantines_total", total, cause=cause.value)
+        for cause, total in restarts.items():
+            self._instruments.raise_to("asyncrl_replica_restarts_total", total, cause=cause.value)
 
     def events(self, totals: Mapping[str, int]) -> None:
         """Records the totals of the buffer's event counters."""

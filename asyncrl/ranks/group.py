@@ -5,6 +5,7 @@ first cause, not the broken connection of another rank (F34).
 """
 
 import concurrent.futures
+import re
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
@@ -35,6 +36,12 @@ R = TypeVar("R")
 
 STARTUP = "learner.startup_timeout_s"
 """The setting that limits each call by which the ranks start."""
+LESS_MEMORY = (
+    "lower learner.micro_batch_size, or learner.micro_batch_tokens with packed or dynamic batches; set "
+    "learner.activation_checkpointing; or use more learner.ranks"
+)
+"""What to do if a rank has too little memory."""
+_OUT_OF_MEMORY = re.compile("out ?of ?memory|MemoryError|can't allocate memory|not enough memory", re.IGNORECASE)
 FIRST_CAUSE_GRACE_S = 3.0
 """If only broken connections are known, seconds to wait for the error of the rank that caused them."""
 CLOSE_TIMEOUT_S = 5.0
@@ -300,7 +307,15 @@ def _first_cause(failures: dict[int, BaseException], *, what: str, section: str)
         cause.add_note(f"on {section} rank {rank}, in {what}")
         return cause
     if isinstance(error, ray.exceptions.RayActorError):
-        failure: RunError = ActorGone(f"{section} rank {rank} died in {what}: {reason_of_death(error)}")
+        failure: RunError = ActorGone(
+            f"{section} rank {rank} died in {what}: {reason_of_death(error)}. If the memory of its machine was full: "
+            f"{LESS_MEMORY}"
+        )
+    elif _OUT_OF_MEMORY.search(f"{type(cause).__name__}: {cause}"):
+        failure = RunError(
+            f"{section} rank {rank} ran out of memory in {what}, and no update of this step was applied: {LESS_MEMORY} "
+            f"({type(cause).__name__}: {cause})"
+        )
     else:
         # A connection breaks when the rank at its other end has died.
         kind = ActorGone if _is_broken_connection(error) else RunError

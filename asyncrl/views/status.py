@@ -45,7 +45,8 @@ def status_lines(
             + f": weights of {view.version.words if view.version else 'none'}, "
             + (f"{report.running_groups} of {report.slots} slots busy, " if report is not None else "")
             + f"{view.reserved_groups} groups reserved"
-            + ("" if view.live else ", no heartbeats")
+            + (f", {view.trouble}" if view.trouble else "")
+            + (f", started again {view.restarts} times" if view.restarts else "")
             + (f"; {_spent(report)}" if report is not None and report.state_seconds else "")
         )
     fates = [f"{account.fates[fate].groups} {fate.value}" for fate in Fate if account.fates[fate].groups]

@@ -74,13 +74,12 @@ def steps_of(run_dir: Path, status: RunStatus) -> Sequence[StepRecord]:
 
 def presence(status: RunStatus) -> str:
     """Returns the state of the run and its processes as text."""
-    count, silent = len(status.replicas), [view.replica for view in status.replicas if not view.live]
+    count, troubled = len(status.replicas), [view for view in status.replicas if view.trouble]
     parts = [status.state.value]
     if not any(deployment.role is Role.LEARNER for deployment in status.deployments):
         parts.append("no learner")
     parts.append(f"{count} {'replica' if count == 1 else 'replicas'}")
-    if silent:
-        parts.append(f"no heartbeats from {', '.join(silent)}")
+    parts += [f"{view.replica}: {view.trouble}" for view in troubled]
     return ", ".join(parts)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.common.version import Version
-from asyncrl.data_plane.calls import finished
+from asyncrl.data_plane.calls import finished, patiently
 from asyncrl.errors import VersionConflict
 from asyncrl.weights.manifest import Manifest, is_news
 
@@ -75,22 +75,29 @@ def _checksums(manifest: Manifest) -> str:
 
 
 class WeightClient:
-    """Calls the weight store. Every call has a deadline."""
+    """Calls the weight store. A call is late after `timeout_s` seconds, and is repeated for `patience_s` seconds."""
 
-    def __init__(self, handle: Any, *, timeout_s: float) -> None:
+    def __init__(self, handle: Any, *, timeout_s: float, patience_s: float = 0.0) -> None:
         self._handle = handle
         self._timeout_s = timeout_s
+        self._patience_s = patience_s
 
     async def publish(self, manifest: Manifest, handles: list[Any]) -> int:
-        serial: int = await finished(
-            self._handle.publish.remote(manifest, handles), timeout_s=self._timeout_s, what="publishing weights"
-        )
-        return serial
+        async def once() -> int:
+            serial: int = await finished(
+                self._handle.publish.remote(manifest, handles), timeout_s=self._timeout_s, what="publishing weights"
+            )
+            return serial
+
+        return await patiently(once, patience_s=self._patience_s)
 
     async def newer_than(self, version: Version | None, *, wait_s: float) -> Publication | None:
-        publication: Publication | None = await finished(
-            self._handle.newer_than.remote(version, wait_s),
-            timeout_s=self._timeout_s + wait_s,
-            what="asking for newer weights",
-        )
-        return publication
+        async def once() -> Publication | None:
+            publication: Publication | None = await finished(
+                self._handle.newer_than.remote(version, wait_s),
+                timeout_s=self._timeout_s + wait_s,
+                what="asking for newer weights",
+            )
+            return publication
+
+        return await patiently(once, patience_s=self._patience_s)

@@ -36,7 +36,7 @@ from asyncrl.errors import FailureClass
 TIMEOUT_S = 10.0
 MAX_ATTEMPTS = 3
 IN_A_CHECKPOINT = (
-    "v", "tickets", "state", "committed", "lost", "booked_bytes", "waiting", "fates", "interruptions", "deadline",
+    "v", "tickets", "state", "committed", "lost", "booked_bytes", "waiting", "fates", "failed_on", "deadline",
     "newest", "progress", "dropped_tokens", "prefixes", "continued", "dropped",
 )  # fmt: skip
 
@@ -89,7 +89,9 @@ class BufferModel:
         self.known: dict[str, set[str]] = {"a": set(), "b": set(), "c": set()}  # keys on which each replica works
         self.lease: Lease | None = None
         self.fates = dict.fromkeys(Fate, 0)
-        self.interruptions: Counter[int] = Counter()
+        self.failed_on: dict[int, list[str]] = {}  # the replica of each attempt that failed or expired, by group
+        self.replica_heard_at_s: dict[str, float] = {}
+        self.quarantined: set[str] = set()  # replicas that were silent for the timeout
         self.versions: dict[str, set[Version]] = {}  # of the tokens of each ticket so far
         self.retained: dict[str, int] = {}  # with the step that ended the group
         self.cleared: set[str] = set()  # keys whose rows are gone, or not loaded yet from a checkpoint
@@ -133,20 +135,44 @@ class BufferModel:
             self.prefixes.pop(ticket.group, None)
         else:
             self.waiting.add(ticket.group)
+            self.failed_on[ticket.group] = [*self.failed_on.get(ticket.group, []), ticket.replica]
 
     def at_last_attempt(self, key: str) -> bool:
         ticket = self.tickets[key]
-        return ticket.attempt + 1 - self.interruptions[ticket.group] >= MAX_ATTEMPTS
+        failed_on = [*self.failed_on.get(ticket.group, []), ticket.replica]
+        counted = [replica for replica in failed_on if replica not in self.quarantined]
+        return len(counted) >= MAX_ATTEMPTS or len(failed_on) >= 2 * MAX_ATTEMPTS
+
+    def hear(self, replica: str) -> None:
+        self.replica_heard_at_s[replica] = self.clock.now_s
+        self.quarantined.discard(replica)
+
+    def is_left_to_others(self, group: int, replica: str) -> bool:
+        """Returns whether a replica leaves a prompt that failed on it to a healthy one that has not tried it."""
+        failed_on = self.failed_on.get(group, [])
+        healthy = {
+            name
+            for name, heard_at_s in self.replica_heard_at_s.items()
+            if self.clock.now_s - heard_at_s <= TIMEOUT_S / 2 and not self.buffer.fleet.back_off_s(name)
+        }
+        return replica in failed_on and bool(healthy - self.quarantined - set(failed_on))
 
     # Generators.
 
     def reserve(self, replica: str, count: int, *, reply_lost: bool = False) -> None:
         r, per_step = self.loaded[replica].step, self.limits.groups_per_step
+        self.buffer.fleet.hear(replica, has_weights=True)
+        self.hear(replica)
+        if self.buffer.fleet.back_off_s(replica):
+            answer = self.buffer.tickets.reserve(replica, version=self.loaded[replica], count=count)
+            assert (answer.tickets, answer.refusal) == ((), Refusal.UNHEALTHY)
+            return
         if not self.lineage.has(self.loaded[replica]):
             answer = self.buffer.tickets.reserve(replica, version=self.loaded[replica], count=count)
             assert (answer.tickets, answer.refusal) == ((), Refusal.OLD_INCARNATION)
             return
-        before, fronts = self.slots(), sorted(self.waiting)
+        before = self.slots()
+        fronts = [group for group in sorted(self.waiting) if not self.is_left_to_others(group, replica)]
         answer = self.buffer.tickets.reserve(replica, version=self.loaded[replica], count=count)
         for ticket in answer.tickets:
             assert ticket.key not in self.tickets
@@ -161,6 +187,7 @@ class BufferModel:
             assert ticket.group == fronts[n] if n < len(fronts) else ticket.attempt == 0, (
                 "prompts at the front are issued first"
             )
+            assert list(ticket.failed_on) == self.failed_on.get(ticket.group, [])
             self.waiting.discard(ticket.group)
             assert ticket.seed == ticket.group * self.limits.group_size
             self.tickets[ticket.key] = ticket
@@ -186,6 +213,7 @@ class BufferModel:
                 prefix = self.store(key, store + n, newest=self.loaded[replica])
                 reported[key] = msgspec.structs.replace(reported[key], prefix=prefix)
         ended = self.buffer.tickets.renew(replica, held=reported, version=self.loaded[replica])
+        self.hear(replica)
         assert set(ended) == {
             key for key in held if self.state[key] == "over" and not (key in self.committed and key not in self.lost)
         }
@@ -275,7 +303,6 @@ class BufferModel:
             assert outcome is CommitOutcome.OLD_INCARNATION
             self.over(key)
             self.waiting.add(ticket.group)
-            self.interruptions[ticket.group] += 1
             self.keep_surviving(ticket.group, self.prefixes.pop(ticket.group, None))
         elif self.state[key] == "reserved":
             assert outcome is CommitOutcome.ACCEPTED
@@ -322,6 +349,8 @@ class BufferModel:
         self.clock.now_s += passed_s
         silent = {key for key in self.having("reserved") if self.clock.now_s - self.heard_at_s[key] > TIMEOUT_S}
         assert set(self.buffer.tickets.expire()) == silent
+        heard = self.replica_heard_at_s.items()
+        self.quarantined |= {name for name, at_s in heard if self.clock.now_s - at_s > TIMEOUT_S}
         for key in silent:
             self.attempt_over(key)
 
@@ -486,13 +515,13 @@ class BufferModel:
         self.prompts.taken = snapshot.next_group
         self.retained, self.taken = {}, self.saved
         self.buffer = self.new_buffer()
+        self.replica_heard_at_s, self.quarantined = {}, set()
         self.buffer.restore(snapshot, lineage=self.lineage)
         self.dropped += sum(prefix.tokens for prefix in self.prefixes.values())
         self.prefixes, self.split = {}, {}
         for key in self.having("reserved"):
             self.over(key)
             self.waiting.add(self.tickets[key].group)
-            self.interruptions[self.tickets[key].group] += 1
         for key in self.having("leased"):
             self.state[key] = "ready"
         self.cleared = set(self.having("ready"))
@@ -559,15 +588,13 @@ class BufferModel:
             self.keep_surviving(group, before["prefixes"].get(group))
             if group in saved_prefixes.keys() - before["prefixes"].keys():
                 self.dropped += saved_prefixes[group].tokens
-            self.interruptions[group] += now[group] - then[group] + (group in reserved | superseded)
         for key in sorted(places.values(), key=lambda key: (self.deadline[key], self.tickets[key].group)):
             group = self.tickets[key].group
             restored = key == ready.get(group)
-            if not restored:
-                self.interruptions[group] = before["interruptions"][group]
+            if not restored and group in before["failed_on"]:
+                self.failed_on[group] = before["failed_on"][group]
             if not self.has_room(key):
                 self.waiting.add(group)
-                self.interruptions[group] += 1
             elif not restored and before["state"][key] == "reserved":
                 self.state[key] = "reserved"
                 if group in before["prefixes"]:
@@ -614,7 +641,7 @@ class BufferModel:
         self.buffer.tickets.paused = True
         answer = self.buffer.tickets.reserve(replica, version=self.loaded[replica], count=3)
         why = Refusal.PAUSED if self.lineage.has(self.loaded[replica]) else Refusal.OLD_INCARNATION
-        assert (answer.tickets, answer.refusal) == ((), why)
+        assert (answer.tickets, answer.refusal) == ((), self.buffer.fleet.refusal(replica) or why)
         self.buffer.tickets.paused = False
 
     # Checks after every call, written from the definitions of the rules.

@@ -47,6 +47,7 @@ def limits(*, eta: int = 1, per_step: int = 2, group_size: int = 2, **changes: f
         "total_steps": 100,
         "max_attempts": 3,
         "max_data_failures": 16,
+        "max_infra_failures": 10**6,
         "heartbeat_timeout_s": 10.0,
     }
     return Limits(**(values | changes))  # type: ignore[arg-type]

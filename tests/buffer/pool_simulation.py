@@ -154,7 +154,7 @@ class Simulation:
             version=self.buffer.version,
             published=self.published,
             publish_every_steps=self.pool.publish_every,
-            replicas=self.seen.views(reserved_groups=self.buffer.tickets.by_replica()),
+            replicas=self.seen.views(self.buffer.fleet.lives(), reserved_groups=self.buffer.tickets.by_replica()),
         ):
             self.published = self.buffer.version
         return None
@@ -172,7 +172,8 @@ class Simulation:
         self._finish_groups(replica)
         free_slots = self.pool.slots_a_replica - len(replica.running)
         self.seen.heard(replica.name, version=replica.version, free_slots=free_slots)
-        self.buffer.tickets.renew(replica.name, held=dict.fromkeys(replica.running, Progress()))
+        held = dict.fromkeys(replica.running, Progress())
+        self.buffer.tickets.renew(replica.name, held=held, version=replica.version)
         if replica.version is not None and free_slots > 0:
             answer = self.buffer.tickets.reserve(replica.name, version=replica.version, count=free_slots)
             self.seen.reserved(replica.name, version=replica.version, asked=free_slots, answer=answer)

@@ -65,7 +65,7 @@ def test_attempts_that_a_restart_ended_do_not_count_against_the_limit() -> None:
     scene = Scene(max_attempts=2)
     for attempt in range(5):
         [ticket] = scene.reserve(1)
-        assert (ticket.group, ticket.attempt, ticket.interruptions) == (0, attempt, attempt)
+        assert (ticket.group, ticket.attempt, ticket.failed_on) == (0, attempt, ())
         scene = restored(scene, max_attempts=2)
     [ticket] = scene.reserve(1)
     failure = Failure(failure_class=FailureClass.INFRA, reason="x")

@@ -114,7 +114,7 @@ def test_an_attempt_that_a_restart_ended_does_not_count_against_requeueing() -> 
     restored.prompts.taken = 7
     restored.buffer.restore(scene.buffer.snapshot(), lineage=Lineage().child(scene.buffer.version))
     again = restored.buffer.tickets.reserve("a", version=Version(2, 1), count=4).tickets
-    assert [(t.group, t.attempt, t.interruptions) for t in again] == [(2, 1, 1), (3, 1, 1), (4, 1, 1), (7, 0, 0)]
+    assert [(t.group, t.attempt, t.failed_on) for t in again] == [(2, 1, ()), (3, 1, ()), (4, 1, ()), (7, 0, ())]
     restored.train()
     restored.commit(*restored.buffer.tickets.reserve("a", version=Version(2, 2), count=2).tickets)
     restored.lease()

@@ -23,7 +23,7 @@ from asyncrl.coordinator.failures import FailureReports
 from asyncrl.coordinator.learner_calls import LearnerCalls
 from asyncrl.coordinator.registry import Deployment, Registry
 from asyncrl.data.prompts import Task
-from asyncrl.errors import ActorGone, FailureClass, RunLocked
+from asyncrl.errors import ActorGone, CallTimeout, FailureClass, RunLocked
 
 NOW = Version(1, 0)
 CONFIG = Config.model_validate({"learner": {"groups_per_step": 2, "group_size": 2}, "staleness": {"max_versions": 0}})
@@ -118,6 +118,26 @@ async def test_the_deadline_of_a_call_includes_the_wait_that_it_asks_for(monkeyp
     await client.call(LearnerCalls.lease, 1, wait_s=5.0)
     await client.call(Coordinator.status)
     assert deadlines == [("the buffer's lease", 35.0), ("the buffer's status", 30.0)]
+
+
+@pytest.mark.asyncio
+async def test_a_late_call_is_repeated_if_the_client_has_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Any] = [CallTimeout("late"), CallTimeout("late"), "status"]
+
+    async def finished(*_: Any, **__: Any) -> Any:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr("asyncrl.coordinator.client.finished", finished)
+    monkeypatch.setattr("asyncrl.data_plane.calls.PAUSE_S", 0.001)
+    handle = SimpleNamespace(perform=SimpleNamespace(remote=lambda call: call))
+    patient = CoordinatorClient.over_ray(handle, timeout_s=30.0, patience_s=60.0)
+    assert await patient.call(Coordinator.status) == "status"
+    answers.append(CallTimeout("late"))
+    with pytest.raises(CallTimeout):
+        await CoordinatorClient.over_ray(handle, timeout_s=30.0).call(Coordinator.status)
 
 
 @pytest.mark.asyncio

@@ -20,18 +20,24 @@ class Seen(Scene):
 
     def reserve(self, count: int, *, step: int | None = None, replica: str = "a") -> tuple[Ticket, ...]:
         version = self.buffer.version if step is None else Version(1, step)
+        self.buffer.fleet.hear(replica, has_weights=True)
         answer = self.buffer.tickets.reserve(replica, version=version, count=count)
         self.replicas.reserved(replica, version=version, asked=count, answer=answer)
         return answer.tickets
 
     def views(self) -> tuple[ReplicaView, ...]:
-        return self.replicas.views(reserved_groups=self.buffer.tickets.by_replica())
+        lives = self.buffer.fleet.lives()
+        return self.replicas.views(lives, reserved_groups=self.buffer.tickets.by_replica())
+
+    def heard(self, name: str, *, version: Version | None, free_slots: int) -> None:
+        self.buffer.fleet.hear(name, has_weights=version is not None)
+        self.replicas.heard(name, version=version, free_slots=free_slots)
 
 
 def test_replicas_are_seen_with_their_slots_what_they_were_refused_for_and_whether_they_live() -> None:
     scene = Seen(eta=0, per_step=2)
-    scene.replicas.heard("a", version=Version(1, 0), free_slots=3)
-    scene.replicas.heard("loading", version=None, free_slots=4)
+    scene.heard("a", version=Version(1, 0), free_slots=3)
+    scene.heard("loading", version=None, free_slots=4)
     scene.clock.now_s += 9.0
     scene.reserve(3, replica="a")
     scene.clock.now_s += 2.0
@@ -63,10 +69,10 @@ def test_a_refusal_is_forgotten_with_the_version_it_was_for_and_with_the_next_fu
     scene = Seen(eta=0, per_step=1)
     scene.commit(*scene.reserve(2))
     assert scene.views()[0].refused_for is Refusal.STALENESS
-    scene.replicas.heard("a", version=Version(1, 0), free_slots=2)
+    scene.heard("a", version=Version(1, 0), free_slots=2)
     assert scene.views()[0].refused_for is Refusal.STALENESS
     scene.train()
-    scene.replicas.heard("a", version=Version(1, 1), free_slots=2)
+    scene.heard("a", version=Version(1, 1), free_slots=2)
     assert scene.views()[0].refused_for is None
     scene.reserve(2)
     assert scene.views()[0].refused_for is Refusal.STALENESS
@@ -85,14 +91,14 @@ def test_a_replica_that_reserves_before_its_first_heartbeat_is_known_by_what_it_
 
 def test_a_silent_replica_is_removed_and_counted_once() -> None:
     scene = Seen()
-    scene.replicas.heard("silent", version=Version(1, 0), free_slots=2)
+    scene.heard("silent", version=Version(1, 0), free_slots=2)
     scene.clock.now_s += 10.0
-    scene.replicas.heard("alive", version=Version(1, 0), free_slots=2)
+    scene.heard("alive", version=Version(1, 0), free_slots=2)
     assert scene.replicas.forget_silent() == 0, "silence of exactly the timeout still counts as live"
     scene.clock.now_s += 0.1
     assert scene.replicas.forget_silent() == 1
     assert scene.replicas.forget_silent() == 0
-    assert [view.replica for view in scene.views()] == ["alive"]
+    assert [(view.replica, view.live) for view in scene.views()] == [("alive", True), ("silent", False)]
 
 
 def test_a_replica_reports_each_version_that_it_has_loaded_once() -> None:
@@ -122,7 +128,7 @@ def test_replicas_that_are_gone_for_long_are_kept_as_one_sum(silent: bool, monke
     for number in range(6):
         name = f"generator-{number}"
         scene.replicas.reports[name] = report(number)
-        scene.replicas.heard(name, version=Version(1, 0), free_slots=2)
+        scene.heard(name, version=Version(1, 0), free_slots=2)
         if silent:
             scene.clock.now_s += 10.1
             assert scene.replicas.forget_silent() == 1

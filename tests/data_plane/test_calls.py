@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayTaskError
 
 from asyncrl.data_plane import calls
 from asyncrl.errors import ActorGone, CallTimeout
@@ -95,3 +95,52 @@ def test_an_actor_whose_constructor_failed_says_with_which_error() -> None:
     assert calls.reason_of_death(ActorDiedError(failed)) == "ModuleNotFoundError: no module named 'torchvision'"
     killed = RayActorError(error_msg="The actor died unexpectedly.\n\tclass_name: RankActor")
     assert calls.reason_of_death(killed) == "The actor died unexpectedly"
+
+
+class Late:
+    """A call that is late `times` times, and then answers."""
+
+    def __init__(self, times: int, error: Exception | None = None) -> None:
+        self.left = times
+        self.calls = 0
+        self._error = error or CallTimeout("the buffer's commit took longer than 30 s")
+
+    async def __call__(self) -> str:
+        self.calls += 1
+        self.left -= 1
+        if self.left >= 0:
+            raise self._error
+        return "answer"
+
+
+@pytest.mark.asyncio
+async def test_a_late_call_is_repeated_with_growing_pauses_until_it_answers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(calls, "PAUSE_S", 0.001)
+    late = Late(5)
+    assert await calls.patiently(late, patience_s=60.0) == "answer"
+    assert late.calls == 6
+    assert "the buffer's commit took longer than 30 s; it is repeated" in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_a_call_that_stays_late_is_raised_when_the_patience_is_over() -> None:
+    late = Late(5)
+    with pytest.raises(CallTimeout, match="longer than 30 s"):
+        await calls.patiently(late, patience_s=0.0)
+    assert late.calls == 1
+
+
+@pytest.mark.asyncio
+async def test_a_call_of_an_actor_that_has_ended_is_not_repeated() -> None:
+    gone = Late(1, ActorGone("the buffer's actor has ended"))
+    with pytest.raises(ActorGone):
+        await calls.patiently(gone, patience_s=60.0)
+    assert gone.calls == 1
+
+
+def test_an_actor_that_cannot_be_reached_for_a_while_is_late_and_not_gone() -> None:
+    away = ActorUnavailableError("the network is down", actor_id=b"0" * 16)
+    with pytest.raises(CallTimeout, match="cannot be reached at the moment"):
+        asyncio.run(calls.finished(raising(away), timeout_s=9.0, what="asking"))

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 from made_up_run import make_status
-from ray.exceptions import RayActorError
 
 from asyncrl.common.roles import RunState
 from asyncrl.common.version import Version
@@ -16,9 +15,11 @@ from asyncrl.config.schema import Config
 from asyncrl.coordinator.registry import Registry
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.deployment import generators
-from asyncrl.deployment.generators import COUNT_EVERY_S, GeneratorDeployment, Progress, _Replica
+from asyncrl.deployment import pool as pool_module
+from asyncrl.deployment.generators import COUNT_EVERY_S, GeneratorDeployment, Progress
 from asyncrl.deployment.inputs import Prompts
-from asyncrl.errors import CallTimeout, ConfigError, GeneratorPoolExhausted, RunError, StallError
+from asyncrl.deployment.pool import Replica
+from asyncrl.errors import CallTimeout, ConfigError, RunError, StallError
 
 
 def deployment_of(config: Config) -> GeneratorDeployment:
@@ -29,21 +30,27 @@ def deployment_of(config: Config) -> GeneratorDeployment:
     return GeneratorDeployment(config, model_path=model_path, prompts=prompts)
 
 
+async def _nothing(*_: object) -> None:
+    """The replicas need nothing."""
+
+
 def test_replicas_say_when_they_generate_and_then_how_much() -> None:
     now_s = [0.0]
-    progress = Progress({"generator-a"}, clock=lambda: now_s[0])
+    progress, names = Progress(clock=lambda: now_s[0]), {"generator-a"}
     busy = make_status()
     (view,) = busy.replicas
     waiting = make_status(replicas=(msgspec.structs.replace(view, reserved_groups=0, version=None),))
-    assert progress.line(waiting) is None
-    assert progress.line(busy) == "generating with the weights of step 3"
-    assert progress.line(busy) is None
+    assert progress.line(waiting, names) is None
+    assert progress.line(busy, names) == "generating with the weights of step 3"
+    assert progress.line(busy, names) is None
     for _ in range(2):
         now_s[0] += COUNT_EVERY_S
-        assert progress.line(busy) == "1,234 samples generated, 2 groups in flight; the learner is at step 3 of 9"
-        assert progress.line(busy) is None
-    others = Progress({"generator-b"}, clock=lambda: now_s[0])
-    assert others.line(busy) is None, "the log has no lines about the replicas of another deployment"
+        assert (
+            progress.line(busy, names) == "1,234 samples generated, 2 groups in flight; the learner is at step 3 of 9"
+        )
+        assert progress.line(busy, names) is None
+    others = Progress(clock=lambda: now_s[0])
+    assert others.line(busy, {"generator-b"}) is None, "the log has no lines about the replicas of another deployment"
 
 
 @pytest.mark.asyncio
@@ -54,7 +61,7 @@ async def test_a_replica_gets_the_secrets_of_the_command_with_its_start_and_a_pa
     monkeypatch.setenv("JUDGE_API_KEY", "sk-1")
     config = Config.model_validate({"environment": {"secrets": ["JUDGE_API_KEY"]}, "run": {"dir": "runs", "name": "a"}})
     deployment = deployment_of(config)
-    deployment._model_path.set_result("model")  # type: ignore[attr-defined]
+    deployment._pool._model_path.set_result("model")  # type: ignore[attr-defined]
     given: dict[str, Any] = {}
 
     async def done(*_: Any, **__: Any) -> None:
@@ -64,11 +71,12 @@ async def test_a_replica_gets_the_secrets_of_the_command_with_its_start_and_a_pa
         given.update(options)
         return done()
 
-    monkeypatch.setattr(generators, "placed", done)
-    monkeypatch.setattr(generators, "finished", lambda call, **_: call)
+    monkeypatch.setattr(pool_module, "placed", done)
+    monkeypatch.setattr(pool_module, "finished", lambda call, **_: call)
     ready = SimpleNamespace(remote=lambda: None)
-    handle = SimpleNamespace(__ray_ready__=ready, start=SimpleNamespace(remote=start))
-    await deployment._start(_Replica("generator-a", handle))
+    replica = Replica("generator-a")
+    replica.handle = SimpleNamespace(__ray_ready__=ready, start=SimpleNamespace(remote=start))
+    await deployment._pool._start(replica)
     assert given["secrets"].environment == {"JUDGE_API_KEY": "sk-1"}
     assert given["reward_log"] == tmp_path / "runs" / "a" / "logs" / "reward.log"
 
@@ -76,7 +84,7 @@ async def test_a_replica_gets_the_secrets_of_the_command_with_its_start_and_a_pa
 @pytest.mark.asyncio
 async def test_an_engine_that_starts_too_slowly_is_an_error_with_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     deployment = deployment_of(Config.model_validate({"generator": {"startup_timeout_s": 7.0}}))
-    deployment._model_path.set_result("model")  # type: ignore[attr-defined]
+    deployment._pool._model_path.set_result("model")  # type: ignore[attr-defined]
 
     async def placed(*_: Any, **__: Any) -> None:
         """Ray has placed it."""
@@ -84,11 +92,13 @@ async def test_an_engine_that_starts_too_slowly_is_an_error_with_its_limit(monke
     async def late(*_: Any, **__: Any) -> None:
         raise CallTimeout("starting generator-a took longer than 7 s")
 
-    monkeypatch.setattr(generators, "placed", placed)
-    monkeypatch.setattr(generators, "finished", late)
+    monkeypatch.setattr(pool_module, "placed", placed)
+    monkeypatch.setattr(pool_module, "finished", late)
     method = SimpleNamespace(remote=lambda *_, **__: None)
+    replica = Replica("generator-a")
+    replica.handle = SimpleNamespace(__ray_ready__=method, start=method)
     with pytest.raises(RunError, match=r"generator-a was not ready within generator\.startup_timeout_s = 7 s"):
-        await deployment._start(_Replica("generator-a", SimpleNamespace(__ray_ready__=method, start=method)))
+        await deployment._pool._start(replica)
 
 
 @pytest.mark.asyncio
@@ -112,30 +122,30 @@ async def test_a_replica_asks_for_the_gpus_that_the_config_names(monkeypatch: py
         def remote(self, **_: Any) -> None:
             """Stands for the call that returns the actor's handle."""
 
-    monkeypatch.setattr(generators.ray, "remote", lambda _: Actor())
-    deployment_of(Config.model_validate({"generator": {"gpus": 2.0, "tensor_parallel_size": 2}}))._make()
+    monkeypatch.setattr(pool_module.ray, "remote", lambda _: Actor())
+    deployment_of(Config.model_validate({"generator": {"gpus": 2.0, "tensor_parallel_size": 2}}))._pool.make()
     assert asked["num_gpus"] == 2.0
 
 
 @pytest.mark.asyncio
 async def test_a_replica_that_was_made_ends_if_the_next_one_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     deployment = deployment_of(Config.model_validate({"generator": {"replicas": 2}}))
-    makes = iter([_Replica("generator-a", handle=None)])
+    made: list[str] = []
     ended: list[str] = []
 
-    def make() -> _Replica:
-        for replica in makes:
-            return replica
-        raise RunError("no second one")
+    def make(replica: Replica) -> None:
+        if made:
+            raise RunError("no second one")
+        made.append(replica.name)
 
-    async def end_one(replica: _Replica) -> None:
+    async def end(replica: Replica, **_: object) -> None:
         ended.append(replica.name)
 
-    monkeypatch.setattr(deployment, "_make", make)
-    monkeypatch.setattr(deployment, "_end_one", end_one)
+    monkeypatch.setattr(deployment._pool, "_make_actor", make)
+    monkeypatch.setattr(deployment._pool, "_end_actor", end)
     with pytest.raises(RunError, match="no second one"):
         await deployment.run(asyncio.Event())
-    assert ended == ["generator-a"]
+    assert ended[:1] == made
 
 
 @pytest.mark.asyncio
@@ -164,9 +174,9 @@ async def test_the_buffer_hears_of_a_deployment_while_its_engines_start_and_end(
 
     monkeypatch.setattr(generators, "enter_run", enter_run)
     deployment = deployment_of(Config.model_validate({"buffer": {"heartbeat_timeout_s": 0.005}}))
-    monkeypatch.setattr(deployment, "_make", lambda: None)
-    monkeypatch.setattr(deployment, "_start_all", never)
-    monkeypatch.setattr(deployment, "_end", ended)
+    monkeypatch.setattr(deployment._pool, "make", lambda: None)
+    monkeypatch.setattr(deployment._pool, "start", never)
+    monkeypatch.setattr(deployment._pool, "end", ended)
     stop = asyncio.Event()
     running = asyncio.create_task(deployment.run(stop))
     async with asyncio.timeout(60):
@@ -174,47 +184,6 @@ async def test_the_buffer_hears_of_a_deployment_while_its_engines_start_and_end(
         stop.set()
         await running
     assert calls[-1] is Registry.detach, "no heartbeat may follow the detach"
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize(("least", "survives"), [(1, True), (2, False)])
-@pytest.mark.fault("F2")
-async def test_a_deployment_that_lost_a_replica_goes_on_while_enough_are_left(
-    monkeypatch: pytest.MonkeyPatch, least: int, survives: bool
-) -> None:
-    monkeypatch.setattr(generators, "WATCH_EVERY_S", 0.0)
-    deployment = deployment_of(Config.model_validate({"generator": {"replicas": 2, "min_replicas": least}}))
-    ended: list[str] = []
-
-    async def end_one(replica: _Replica) -> None:
-        ended.append(replica.name)
-
-    monkeypatch.setattr(deployment, "_end_one", end_one)
-    replicas = [_Replica(name, handle=None) for name in ("generator-a", "generator-b")]
-
-    async def killed() -> None:
-        raise RayActorError(error_msg="the worker died.\n\tclass_name: GeneratorActor")
-
-    async def status(_: object) -> RunStatus:
-        return make_status(state=RunState.FINISHED if ended and survives else RunState.RUNNING)
-
-    left, lost = replicas
-    left.running = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
-    lost.running = asyncio.create_task(killed())
-    handles: Any = SimpleNamespace(coordinator=SimpleNamespace(call=status))
-    async with asyncio.timeout(60):
-        watching = deployment._watch(replicas, handles, asyncio.Event())
-        if survives:
-            await watching
-            assert replicas == [left]
-        else:
-            with pytest.raises(
-                GeneratorPoolExhausted,
-                match=r"1 replicas live.*is 2; lost replicas: generator-b: the worker died$",
-            ):
-                await watching
-    assert ended == ["generator-b"]
-    left.running.cancel()
 
 
 @pytest.mark.asyncio
@@ -246,7 +215,8 @@ async def test_a_deployment_ends_when_nothing_moves_or_no_learner_comes_back(
         return whole if learner else msgspec.structs.replace(whole, deployments=whole.deployments[1:])
 
     handles: Any = SimpleNamespace(coordinator=SimpleNamespace(call=status))
-    watching = deployment._watch([_Replica("generator-a", handle=None)], handles, asyncio.Event())
+    monkeypatch.setattr(deployment._pool, "look_after", _nothing)
+    watching = deployment._watch(handles, asyncio.Event())
     async with asyncio.timeout(60):
         if ends:
             with pytest.raises(StallError, match="attached" if learner else "gone"):

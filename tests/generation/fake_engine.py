@@ -53,6 +53,7 @@ class FakeEngine:
         self.gate = asyncio.Event()
         self.gate.set()
         self.running = 0
+        self.dead = asyncio.Event()
         self.loads: list[Version] = []
         self.fail_next_load: Exception | None = None
         self.score_error_nats = 0.0
@@ -110,6 +111,8 @@ class FakeEngine:
                 await self.gate.wait()
                 await self._paused.wait()
                 await asyncio.sleep(0)
+                if self.dead.is_set():
+                    raise InfraError("the engine is dead", reason="engine")
                 if aborted != self._aborted:
                     raise InfraError("the request was aborted", reason="aborted")
                 assert self.version is not None, "a request came before the first version"
@@ -153,6 +156,16 @@ class FakeEngine:
         self._aborted += 1
         self._paused.set()
         await asyncio.sleep(0)
+
+    async def died(self) -> str:
+        await self.dead.wait()
+        return "killed by a test"
+
+    def die(self) -> None:
+        """Ends the engine: its requests fail, those that run and those that come."""
+        self.dead.set()
+        self.gate.set()
+        self._paused.set()
 
     async def shutdown(self) -> None:
         await self.abort()

@@ -70,9 +70,9 @@ DEAD = """\
 def test_the_cause_of_a_dead_engine_is_what_its_own_process_logged(tmp_path: Path) -> None:
     stdout = tmp_path / "worker.out"
     stdout.write_text("x" * 2**21 + "\n" + DEAD)
-    cause, rest = cause_of_death(RuntimeError("EngineDeadError"), stdout=stdout).splitlines()
+    cause, rest = cause_of_death("RuntimeError: EngineDeadError", stdout=stdout).splitlines()
     assert cause == "RuntimeError: Unsupported CPU attention: head_dim=16"
     assert str(stdout) in rest
     stdout.write_text("nothing\n")
-    assert cause_of_death(RuntimeError("gone"), stdout=stdout) == "RuntimeError: gone"
-    assert cause_of_death(RuntimeError("gone"), stdout=tmp_path / "pipe") == "RuntimeError: gone"
+    assert cause_of_death("RuntimeError: gone", stdout=stdout) == "RuntimeError: gone"
+    assert cause_of_death("RuntimeError: gone", stdout=tmp_path / "pipe") == "RuntimeError: gone"

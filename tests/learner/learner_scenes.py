@@ -417,7 +417,7 @@ class Scene:
     async def evaluate(self, actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[float | Failure]]:
         if actor in self.ended:
             raise ActorGone(f"replica {actor} has ended")
-        assert actor in ("generator-a", "generator-b")
+        assert actor in ("a", "b")
         self.asked.append((self.loaded, len(tasks)))
         return self.loaded, [0.25] * len(tasks)
 
@@ -445,7 +445,7 @@ class Scene:
 
     async def _heartbeat(self, replica: str = "a") -> None:
         report = ReplicaReport(
-            actor=f"generator-{replica}",
+            actor=replica,
             deployment="d",
             metrics_address="",
             state_seconds={"generating": self.clock.now_s},

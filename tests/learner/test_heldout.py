@@ -10,14 +10,15 @@ from asyncrl.common.version import Version
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.data.prompts import Task
 from asyncrl.errors import CallTimeout, FailureClass, RunError, StallError
+from asyncrl.learner.heldout import EVALUATIONS
 
 
 @pytest.mark.asyncio
 async def test_rewards_of_another_version_are_refused() -> None:
     scene = Scene()
     await scene.deliver(Version(1, 0))
-    with pytest.raises(RunError, match=r"generator-a evaluated step 0 instead of step 1"):
-        await scene.heldout.evaluate(Version(1, 1), actor="generator-a")
+    with pytest.raises(RunError, match=r"replica a evaluated step 0 instead of step 1"):
+        await scene.heldout.evaluate(Version(1, 1), actor="a")
     assert scene.log.evals == []
 
 
@@ -25,7 +26,7 @@ async def test_rewards_of_another_version_are_refused() -> None:
 async def test_only_a_replica_that_has_loaded_the_version_is_asked() -> None:
     scene = Scene(run={"stall_timeout_s": 60.0})
     await scene.deliver(Version(1, 0))
-    assert await scene.heldout.replica_at(Version(1, 0)) == "generator-a"
+    assert await scene.heldout.replica_at(Version(1, 0)) == "a"
 
     status = scene.coordinator.status
 
@@ -55,10 +56,34 @@ async def test_a_replica_that_ends_before_it_has_answered_is_replaced_by_another
     scene = Scene()
     await scene.deliver(Version(1, 0))
     await scene.deliver(Version(1, 0), replica="b")
-    scene.ended = {"generator-a"}
+    scene.ended = {"a"}
     await scene.heldout.evaluate(Version(1, 0), actor=await scene.heldout.replica_at(Version(1, 0)))
     assert [record.reward_mean for record in scene.log.evals] == [0.25]
-    assert await scene.heldout.replica_at(Version(1, 0)) == "generator-b", "an ended replica is not asked again"
+    assert await scene.heldout.replica_at(Version(1, 0)) == "b", "an ended replica is not asked again"
+
+
+ENGINE = Failure(failure_class=FailureClass.INFRA, reason="engine", message="the engine failed: killed")
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F2")
+async def test_an_evaluation_whose_engine_dies_is_repeated_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.learner.heldout.REPEAT_PAUSE_S", 0.0)
+    scene = await scene_with([1.0, ENGINE], [ENGINE, ENGINE], [1.0, 0.5])
+    await scene.heldout.evaluate(Version(1, 0), actor="a")
+    [record] = scene.log.evals
+    assert (record.reward_mean, record.failed) == (0.75, 0)
+
+
+@pytest.mark.asyncio
+async def test_an_evaluation_that_fails_on_every_replica_is_recorded_as_it_is_in_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("asyncrl.learner.heldout.REPEAT_PAUSE_S", 0.0)
+    scene = await scene_with(*[[1.0, ENGINE]] * EVALUATIONS)
+    await scene.heldout.evaluate(Version(1, 0), actor="a")
+    [record] = scene.log.evals
+    assert (record.reward_mean, record.failed) == (1.0, 1)
 
 
 FAILURE = Failure(
@@ -88,7 +113,7 @@ async def test_rollouts_that_failed_are_left_out_of_the_mean_and_reported_with_t
 ) -> None:
     scene = await scene_with([0.5, FAILURE, 1.0, FAILURE], [FAILURE] * 4)
     for _ in range(2):
-        await scene.heldout.evaluate(Version(1, 0), actor="generator-a")
+        await scene.heldout.evaluate(Version(1, 0), actor="a")
     records = [(record.prompts, record.failed, record.reward_mean) for record in scene.log.evals]
     assert records == [(2, 2, 0.75), (0, 4, None)], "a later evaluation does not end the run"
     warnings = [entry.getMessage() for entry in caplog.records if entry.levelname == "WARNING"]
@@ -123,15 +148,15 @@ async def test_a_first_evaluation_that_takes_too_long_ends_the_run_and_a_later_o
 
     scene.evaluate = late  # type: ignore[method-assign]
     with pytest.raises(RunError) as raised:
-        await scene.heldout.evaluate(Version(1, 0), actor="generator-a")
+        await scene.heldout.evaluate(Version(1, 0), actor="a")
     assert "held-out evaluation of step 0: 4 prompts (eval.prompts) took longer than eval.timeout_s = 120 s" in str(
         raised.value
     )
     assert "environment.score_workers" in str(raised.value)
     scene.evaluate = evaluate  # type: ignore[method-assign]
-    await scene.heldout.evaluate(Version(1, 0), actor="generator-a")
+    await scene.heldout.evaluate(Version(1, 0), actor="a")
     scene.evaluate = late  # type: ignore[method-assign]
-    await scene.heldout.evaluate(Version(1, 0), actor="generator-a")
+    await scene.heldout.evaluate(Version(1, 0), actor="a")
     assert [record.reward_mean for record in scene.log.evals] == [1.0]
     [error] = [entry.getMessage() for entry in caplog.records if entry.levelname == "ERROR"]
     assert error.endswith("eval.timeout_s = 120 s; it is left out")
@@ -150,7 +175,7 @@ async def test_the_first_evaluation_of_a_resumed_run_does_not_end_it(
         return Version(1, 5), [FAILURE] * 4
 
     scene.evaluate = evaluate  # type: ignore[method-assign]
-    await scene.heldout.evaluate(Version(1, 5), actor="generator-a")
+    await scene.heldout.evaluate(Version(1, 5), actor="a")
     assert [record.reward_mean for record in scene.log.evals] == ([] if answer == "late" else [None])
     [entry] = [entry.getMessage() for entry in caplog.records]
     assert entry.startswith("held-out evaluation of step 5: 4 ")

@@ -9,6 +9,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from asyncrl import __version__
+from asyncrl.buffer.fleet import Cause
 from asyncrl.config.load import flat_config
 from asyncrl.config.schema import Config
 from asyncrl.metrics.catalogue import CATALOGUE, DEADLINES, MAX_OPEN_VALUES
@@ -69,6 +70,7 @@ def buffer() -> BufferMetrics:
     metrics.limits(max_staleness_versions=2, capacity_groups=48, capacity_bytes=2**30)
     metrics.fill(reserved=16, ready=8, leased=16, bytes=4096, oldest_group_age_s=1.5)
     metrics.replicas({"generating": 2, "silent": 1})
+    metrics.causes(quarantines={Cause.ENGINE_DIED: 2}, restarts={Cause.ENGINE_DIED: 1})
     metrics.events({"ticket_expired": 2, "commit_duplicate": 1})
     metrics.prefix_tokens({"tokens_continued": 30, "tokens_dropped": 4})
     metrics.ledger(issued_groups=45, groups={"reserved": 40, "trained": 3, "failed": 1}, tokens={"trained": 900})

@@ -103,3 +103,23 @@ def test_a_call_of_another_thread_after_ranks_have_failed_names_the_failure_and_
     group.shutdown()
     with pytest.raises(RunError, match="or were not started"):
         group.call(PolicyWorker.trained_step)
+
+
+@pytest.mark.fault("F26")
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: can't allocate memory"),
+        MemoryError(),
+        type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    ],
+)
+def test_a_rank_without_memory_ends_the_run_with_advice(error: Exception) -> None:
+    with pytest.raises(RunError, match=r"rank 1 ran out of memory in train, and no update .*micro_batch_size"):
+        wait(BROKEN, error)
+
+
+@pytest.mark.fault("F26")
+def test_a_rank_that_was_killed_may_have_had_too_little_memory() -> None:
+    with pytest.raises(RunError, match=r"memory of its machine was full: lower learner\.micro_batch_size"):
+        wait(BROKEN, ray.exceptions.RayActorError())

@@ -106,7 +106,7 @@ def test_a_replica_without_heartbeats_and_a_missing_learner_are_named(run: Path)
     silent = msgspec.structs.replace(status.replicas[0], replica="generator-b", live=False)
     assert presence(status) == "running, 1 replica"
     both = msgspec.structs.replace(status, replicas=(*status.replicas, silent), deployments=status.deployments[1:])
-    assert presence(both) == "running, no learner, 2 replicas, no heartbeats from generator-b"
+    assert presence(both) == "running, no learner, 2 replicas, generator-b: no heartbeats"
 
 
 def failing(run: Path) -> RunStatus:

@@ -1,0 +1,301 @@
+"""The life of each replica of the generator pool: which replicas may get tickets, and which must be started again.
+
+    stale ◀──▶ healthy ──▶ suspect ──▶ quarantined ──▶ restarting ──▶ stale
+                  ▲           │             │
+                  └───────────┘             └──▶ retired
+
+A replica keeps its name, and has one process after another: its actors. Only its newest actor is heard. These events
+change the state:
+
+- A heartbeat: without weights the replica is `stale`, with weights `healthy`.
+- No heartbeat for half of the timeout: `suspect`. Its deployment asks the process. After the whole timeout the replica
+  is `quarantined`, until it is heard again.
+- INFRA failures in a row: from the second one on, the replica gets no tickets for a while, twice as long each time.
+  After `generator.max_infra_failures` it is `quarantined`.
+- Its engine or its process has died, or its engine is stuck: `quarantined`.
+- Its deployment ends a quarantined replica and starts it again (`restarting`), or gives it up (`retired`).
+
+Attempts that ended on a quarantined actor do not count against `buffer.max_attempts`.
+
+Pure: the clock is an argument. A generator deployment reads the states from the run's status, ends the replicas that
+are quarantined, and starts them again.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from asyncrl.buffer.records import Failure, Refusal
+from asyncrl.errors import ActorGone, EngineDied, EngineStuck, Quarantined, WeightError
+
+BACK_OFF_S = 0.5
+"""Time without tickets after the second INFRA failure in a row, seconds. It doubles with each further failure."""
+LONGEST_BACK_OFF_S = 30.0
+NOT_ITS_OWN = frozenset({"row_store", "prefix", "parity", "aborted"})
+"""Reasons of INFRA failures that are not counted: the data plane has failed, or an update of the weights has, which the
+replica mends itself."""
+FORGET_TIMEOUTS = 4
+"""Number of timeouts after which a silent replica is forgotten, because its deployment may have ended too."""
+FORGET_S = 3600.0
+"""Time after which any other replica is forgotten that is not heard any more, seconds."""
+GONE = 10_000
+"""Number of quarantined actors, and of retired replicas, that are remembered."""
+
+
+class ReplicaState(StrEnum):
+    """The state of a replica.
+
+    STALE: it has no whole version of the weights. HEALTHY: it may get tickets. SUSPECT: it has sent no heartbeat for
+    half of the timeout. QUARANTINED: it gets no tickets. RESTARTING: its deployment ends it and starts it again. A
+    replica that does not come back has no state.
+    """
+
+    STALE = "stale"
+    HEALTHY = "healthy"
+    SUSPECT = "suspect"
+    QUARANTINED = "quarantined"
+    RESTARTING = "restarting"
+
+
+class Cause(StrEnum):
+    """Why a replica was quarantined. It is the label of a metric."""
+
+    NO_HEARTBEATS = "no_heartbeats"
+    INFRA_FAILURES = "infra_failures"
+    ENGINE_DIED = "engine_died"
+    ENGINE_STUCK = "engine_stuck"
+    WEIGHTS = "weights"
+    PROCESS_DIED = "process_died"
+    START_FAILED = "start_failed"
+    OTHER = "other"
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Cause":
+        """Returns the cause for an error that ended a replica."""
+        for kind, cause in _CAUSES.items():
+            if isinstance(error, kind):
+                return cause
+        return cls.OTHER
+
+
+_CAUSES = {
+    EngineDied: Cause.ENGINE_DIED,
+    EngineStuck: Cause.ENGINE_STUCK,
+    Quarantined: Cause.INFRA_FAILURES,
+    WeightError: Cause.WEIGHTS,
+    ActorGone: Cause.PROCESS_DIED,
+}
+
+
+def replica_of(actor: str) -> str:
+    """Returns the name of the replica of an actor.
+
+    >>> replica_of("generator-1a2b3c"), replica_of("generator-1a2b3c.2")
+    ('generator-1a2b3c', 'generator-1a2b3c')
+    """
+    return actor.partition(".")[0]
+
+
+def actor_of(replica: str, start: int) -> str:
+    """Returns the name of the actor of a replica's start number `start`, counted from 1.
+
+    >>> actor_of("generator-1a2b3c", 1), actor_of("generator-1a2b3c", 2)
+    ('generator-1a2b3c', 'generator-1a2b3c.2')
+    """
+    return replica if start == 1 else f"{replica}.{start}"
+
+
+def start_of(actor: str) -> int:
+    """Returns the number of the start that made an actor.
+
+    >>> start_of("generator-1a2b3c"), start_of("generator-1a2b3c.2")
+    (1, 2)
+    """
+    return int(actor.partition(".")[2] or 1)
+
+
+@dataclass(slots=True)
+class Life:
+    """The life of one replica. `cause` and `reason` (a text) are those of its last quarantine; None and "" before.
+
+    `restarts` is the number of its actors after the first one. `failures` are INFRA failures in a row, and until
+    `blocked_until_s` (on the fleet's clock) it gets no tickets because of them.
+    """
+
+    actor: str
+    heard_at_s: float
+    state: ReplicaState = ReplicaState.STALE
+    cause: Cause | None = None
+    reason: str = ""
+    failures: int = 0
+    blocked_until_s: float = 0.0
+
+    @property
+    def restarts(self) -> int:
+        return start_of(self.actor) - 1
+
+    @property
+    def may_be_used(self) -> bool:
+        """False for a replica that may get no tickets before it is heard again or started again."""
+        return self.state not in (ReplicaState.QUARANTINED, ReplicaState.RESTARTING)
+
+
+class Fleet:
+    """The lives of all replicas by name. `clock` returns monotonic seconds.
+
+    `quarantines` and `restarts` count what happened to replicas by cause.
+    """
+
+    def __init__(self, *, max_infra_failures: int, timeout_s: float, clock: Callable[[], float]) -> None:
+        self._max_infra_failures = max_infra_failures
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._lives: dict[str, Life] = {}
+        self._quarantined: dict[str, None] = {}  # actors, the oldest first
+        self._retired: dict[str, None] = {}
+        self._backing_off: set[str] = set()
+        self.quarantines: Counter[Cause] = Counter()
+        self.restarts: Counter[Cause] = Counter()
+
+    def life(self, replica: str) -> Life | None:
+        """Returns the life of a replica with its present state; None if it is not known, or has left for good."""
+        life = self._lives.get(replica)
+        if life is None:
+            return None
+        silent = self._clock() - life.heard_at_s > self._timeout_s / 2
+        if silent and life.state in (ReplicaState.STALE, ReplicaState.HEALTHY):
+            life.state = ReplicaState.SUSPECT
+        return life
+
+    def lives(self) -> Mapping[str, Life]:
+        """Returns the life of each replica that has not left for good, in the order of their first heartbeats."""
+        return {name: life for name in self._lives if (life := self.life(name)) is not None}
+
+    def is_heard(self, actor: str) -> bool:
+        """Returns whether the calls of an actor count: it is the newest one of its replica, and may come back."""
+        replica, life = replica_of(actor), self._lives.get(replica_of(actor))
+        if replica in self._retired:
+            return False
+        if life is None or start_of(actor) > start_of(life.actor):
+            return True
+        quarantined = life.state is ReplicaState.QUARANTINED and life.cause is not Cause.NO_HEARTBEATS
+        return actor == life.actor and not quarantined and life.state is not ReplicaState.RESTARTING
+
+    def hear(self, actor: str, *, has_weights: bool) -> bool:
+        """Records a heartbeat. Returns False if the actor is not heard any more: it must end."""
+        if not self.is_heard(actor):
+            return False
+        life = self._lives.get(replica_of(actor))
+        if life is None or life.actor != actor:
+            life = self._lives[replica_of(actor)] = Life(actor, self._clock())
+        life.heard_at_s = self._clock()
+        life.state = ReplicaState.HEALTHY if has_weights else ReplicaState.STALE
+        self._quarantined.pop(actor, None)  # it was only silent
+        return True
+
+    def failed(self, actor: str, failure: Failure) -> bool:
+        """Counts an INFRA failure of a rollout on an actor. Returns True if the actor is quarantined for it."""
+        life = self._life_of(actor)
+        if life is None or actor in self._quarantined or failure.reason in NOT_ITS_OWN:
+            return False
+        life.failures += 1
+        if life.failures >= self._max_infra_failures:
+            why = f"{life.failures} INFRA failures in a row, the last one: {failure.message or failure.reason}"
+            return self.quarantine(actor, Cause.INFRA_FAILURES, why)
+        if life.failures > 1:
+            pause_s = min(LONGEST_BACK_OFF_S, BACK_OFF_S * 2 ** (life.failures - 2))
+            life.blocked_until_s = self._clock() + pause_s
+            self._backing_off.add(actor)
+        return False
+
+    def succeeded(self, actor: str) -> None:
+        """Records that a group of an actor was committed, which ends its INFRA failures in a row."""
+        if (life := self._life_of(actor)) is not None:
+            life.failures, life.blocked_until_s = 0, 0.0
+
+    def quarantine(self, actor: str, cause: Cause, reason: str) -> bool:
+        """Quarantines an actor. Returns False if it is not the newest one of its replica, or is quarantined already
+        and does not come back."""
+        life = self._life_of(actor)
+        if life is None or (actor in self._quarantined and life.cause is not Cause.NO_HEARTBEATS):
+            return False
+        life.state, life.cause, life.reason = ReplicaState.QUARANTINED, cause, reason
+        self.quarantines[cause] += actor not in self._quarantined
+        _remember(self._quarantined, actor)
+        return True
+
+    def silent(self) -> list[str]:
+        """Quarantines the actors that sent no heartbeat for the timeout. Returns those that were not before. Forgets
+        replicas that were silent for long."""
+        now_s = self._clock()
+        for name, life in list(self._lives.items()):
+            only_silent = life.state is ReplicaState.QUARANTINED and life.cause is Cause.NO_HEARTBEATS
+            limit_s = FORGET_TIMEOUTS * self._timeout_s if only_silent else max(FORGET_S, 2 * self._timeout_s)
+            if now_s - life.heard_at_s > limit_s:
+                del self._lives[name]
+        found = [
+            life.actor
+            for life in self._lives.values()
+            if now_s - life.heard_at_s > self._timeout_s and life.actor not in self._quarantined
+        ]
+        for actor in found:
+            self.quarantine(actor, Cause.NO_HEARTBEATS, f"no heartbeat for {self._timeout_s:g} s")
+        return found
+
+    def restarting(self, actor: str, cause: Cause, reason: str) -> None:
+        """Records that the deployment of an actor ends it, for this cause, and starts its replica again."""
+        if self._life_of(actor) is None and self.is_heard(actor):
+            self._lives[replica_of(actor)] = Life(actor, self._clock())  # it died before its first heartbeat
+        self.quarantine(actor, cause, reason)
+        life = self._life_of(actor)
+        if life is not None and life.state is not ReplicaState.RESTARTING:
+            life.state = ReplicaState.RESTARTING
+            self.restarts[life.cause or cause] += 1
+
+    def retire(self, replica: str) -> None:
+        """Forgets a replica that does not come back. Its actors are not heard any more."""
+        self._lives.pop(replica, None)
+        _remember(self._retired, replica)
+
+    def refusal(self, actor: str) -> Refusal | None:
+        """Returns why an actor gets no tickets now; None if it may get some. An actor that was never heard may."""
+        if not self.is_heard(actor):
+            return Refusal.QUARANTINED
+        life = self.life(replica_of(actor))
+        suspect = life is not None and life.state in (ReplicaState.SUSPECT, ReplicaState.QUARANTINED)
+        return Refusal.UNHEALTHY if suspect or self.back_off_s(actor) else None
+
+    def back_off_s(self, actor: str) -> float:
+        """Returns for how many seconds the actor gets no tickets because of INFRA failures."""
+        life = self._life_of(actor)
+        return 0.0 if life is None else max(0.0, life.blocked_until_s - self._clock())
+
+    def back_off_ended(self) -> bool:
+        """Returns whether an actor may get tickets again since the last call."""
+        ended = {actor for actor in self._backing_off if not self.back_off_s(actor)}
+        self._backing_off -= ended
+        return bool(ended)
+
+    def has_other_than(self, actors: Collection[str]) -> bool:
+        """Returns whether a healthy replica is none of those of `actors`."""
+        tried = {replica_of(actor) for actor in actors}
+        return any(
+            name not in tried and life.state is ReplicaState.HEALTHY and not self.back_off_s(life.actor)
+            for name, life in self.lives().items()
+        )
+
+    def is_quarantined(self, actor: str) -> bool:
+        """Returns whether the attempts that ended on an actor do not count."""
+        return actor in self._quarantined
+
+    def _life_of(self, actor: str) -> Life | None:
+        """Returns the life of which `actor` is the newest actor; None if there is none."""
+        life = self._lives.get(replica_of(actor))
+        return life if life is not None and life.actor == actor else None
+
+
+def _remember(names: dict[str, None], name: str) -> None:
+    names[name] = None
+    if len(names) > GONE:
+        del names[next(iter(names))]

@@ -1,0 +1,102 @@
+"""`asyncrl scale`: changes the number of generator replicas of a run that goes on."""
+
+import asyncio
+import re
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from asyncrl.cli.options import RunningAddress, RunningRun
+from asyncrl.cli.status import connecting, joined_run, left_at_the_end
+from asyncrl.cli.terminal import sigterm_exits
+from asyncrl.errors import ConfigError, RunError
+
+if TYPE_CHECKING:
+    from asyncrl.coordinator.client import CoordinatorClient
+    from asyncrl.coordinator.status import RunStatus
+
+LOOK_EVERY_S = 1.0
+
+
+@sigterm_exits()
+@left_at_the_end()
+def scale(
+    run: RunningRun,
+    size: Annotated[
+        str,
+        typer.Argument(
+            metavar="generators=N", help="Number of replicas of all generator deployments together.", show_default=False
+        ),
+    ],
+    address: RunningAddress = None,
+    wait: Annotated[bool, typer.Option(help="Wait until the pool has the new size. Ctrl-C ends the wait only.")] = True,
+) -> None:
+    """Change the number of generator replicas of a running run.
+
+    New replicas are started by the deployments that the run has, the smallest deployment first. They need free
+    resources on the Ray cluster, and generate as soon as they have loaded the present weights. If there are fewer
+    replicas than before, the youngest ones are drained: they finish the groups that they generate, and end. A run that
+    is restarted begins with the number in its configuration again.
+    """
+    from asyncrl.deployment.known_runs import named_run
+
+    replicas = _replicas(size)
+    directory = named_run(run)
+    typer.echo(f"{connecting(directory, address)} ...", err=True)
+    client = joined_run(directory, address)
+    from asyncrl.coordinator.coordinator import Coordinator
+
+    wanted = asyncio.run(client.call(Coordinator.scale, replicas))
+    for deployment, count in wanted.items():
+        typer.echo(f"{deployment}: {count} {'replica' if count == 1 else 'replicas'}")
+    if wait:
+        try:
+            _wait(client, replicas)
+        except KeyboardInterrupt:
+            typer.echo("the pool goes on to change its size; `asyncrl status` shows it")
+
+
+def _replicas(size: str) -> int:
+    found = re.fullmatch(r"generators=(\d+)", size)
+    if found is None:
+        raise ConfigError(f"cannot read {size!r}: the size is generators=N with a whole number N, such as generators=4")
+    return int(found[1])
+
+
+def _wait(client: "CoordinatorClient", replicas: int) -> None:
+    """Prints the states of the replicas when they change, until `replicas` of them generate and no other one is left.
+
+    Raises RunError if the run ends meanwhile.
+    """
+    from asyncrl.common.roles import RunState
+    from asyncrl.coordinator.coordinator import Coordinator
+
+    shown = ""
+    while True:
+        status = asyncio.run(client.call(Coordinator.status))
+        if status.state in (RunState.FINISHED, RunState.FAILED):
+            raise RunError(f"the run is {status.state.value}: the size of its pool does not change any more")
+        line, done = _progress(status, replicas)
+        if line != shown:
+            typer.echo(line)
+            shown = line
+        if done:
+            return
+        time.sleep(LOOK_EVERY_S)
+
+
+def _progress(status: "RunStatus", replicas: int) -> tuple[str, bool]:
+    """Returns the states of the replicas in words, and whether the pool has its new size."""
+    from collections import Counter
+
+    from asyncrl.buffer.fleet import ReplicaState
+
+    states = Counter(view.state for view in status.replicas)
+    starting = max(0, replicas - len(status.replicas))
+    words = [f"{count} {state.value}" for state, count in states.items()] + (
+        [f"{starting} starting"] if starting else []
+    )
+    causes = [f"{view.replica}: {view.cause}" for view in status.replicas if view.cause and not view.live]
+    done = states[ReplicaState.HEALTHY] == replicas == len(status.replicas)
+    return "; ".join([f"replicas: {', '.join(words) or 'none'}", *causes]), done

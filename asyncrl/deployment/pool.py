@@ -1,0 +1,387 @@
+"""The replicas of one generator deployment: starts them, starts them again after a failure, and adds and drains some.
+
+`asyncrl.buffer.fleet` has the life of a replica. Its deployment ends a replica
+
+- whose process or engine has died (`GeneratorActor.run` raises), or that the coordinator has quarantined,
+- or that is suspect, because it sends no heartbeats, and does not answer a call either,
+
+and starts it again, with a new actor. After a start that committed no group, it waits before the next one, twice as
+long each time. A replica that fails more often than `generator.max_restarts` times within an hour is given up, and so
+is one that the run refuses.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from asyncrl.buffer.fleet import Cause, ReplicaState, actor_of
+from asyncrl.config.schema import Config
+from asyncrl.coordinator.client import CoordinatorClient
+from asyncrl.coordinator.coordinator import Coordinator
+from asyncrl.coordinator.replicas import ReplicaView
+from asyncrl.coordinator.status import RunStatus
+from asyncrl.data_plane.calls import finished, reason_of_death
+from asyncrl.deployment.cluster import placed
+from asyncrl.deployment.run_dir import reward_log_path
+from asyncrl.environments.secrets import Secrets
+from asyncrl.errors import (
+    ActorGone,
+    AsyncRLError,
+    ConfigError,
+    GeneratorPoolExhausted,
+    HandshakeError,
+    ManifestMismatch,
+    RunError,
+)
+from asyncrl.generation.actor import GeneratorActor
+from asyncrl.generation.shared_memory import EngineProcesses, reap
+
+logger = logging.getLogger(__name__)
+
+ACTOR_CONCURRENCY = 10_000
+EXIT_S = 10.0
+"""Deadline of each call that ends a replica, seconds."""
+WINDOW_S = 3600.0
+"""`generator.max_restarts` limits the restarts within this time, seconds."""
+BACK_OFF_S = 1.0
+"""Time before the second start in a row that follows a start without a committed group, seconds. It doubles."""
+LONGEST_BACK_OFF_S = 60.0
+NOT_MENDED = (ConfigError, HandshakeError, ManifestMismatch)
+"""Errors with which every start of a replica would end."""
+
+
+class Replica:
+    """One replica: its present actor, and what its deployment knows of it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.start = 0
+        """Number of the present start, counted from 1."""
+        self.handle: Any = None
+        self.begun = False
+        """Whether the call that starts the engine was sent. Before that call, the actor only imports vLLM."""
+        self.processes: EngineProcesses | None = None
+        self.running: asyncio.Task[None] | None = None
+        """The call of the actor that generates. None while the replica starts."""
+        self.work: asyncio.Task[None] | None = None
+        """Starts the replica, or asks it whether it lives. None if it generates in peace."""
+        self.restarted_s: deque[float] = deque()
+        self.samples = 0
+        """Samples of all starts, by the last status."""
+        self.samples_before = 0
+        """Samples of the earlier starts."""
+        self.fruitless = 0
+        """Number of starts in a row that committed no group."""
+
+    @property
+    def actor(self) -> str:
+        return actor_of(self.name, self.start)
+
+    @property
+    def generates(self) -> bool:
+        return self.running is not None and not self.running.done()
+
+
+class ReplicaPool:
+    """The replicas of the deployment `deployment`. `started` is called for each engine that has started, with its
+    processes."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        deployment: str,
+        model_path: Awaitable[str],
+        secrets: Secrets,
+        started: Callable[[EngineProcesses], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._deployment = deployment
+        self._model_path = model_path
+        self._secrets = secrets
+        self._on_started = started
+        self._clock = clock
+        self.replicas: list[Replica] = []
+        self._ending: set[asyncio.Task[None]] = set()
+        self._wanted = config.generator.replicas
+        self._given_up = 0
+        """Number of replicas that were given up since the wanted number has changed."""
+        self._lost: list[str] = []
+        self._below_since_s: float | None = None
+
+    def make(self) -> None:
+        """Makes the actors of `generator.replicas` replicas. They import vLLM, the longest part of a start."""
+        for _ in range(self._config.generator.replicas):
+            replica = Replica(f"generator-{secrets.token_hex(3)}")
+            self.replicas.append(replica)
+            self._make_actor(replica)
+
+    async def start(self) -> None:
+        """Starts the engines of the replicas that `make` made. Raises the error of the first one that cannot start."""
+        await asyncio.gather(*[self._start(replica) for replica in self.replicas])
+        for replica in self.replicas:
+            replica.running = asyncio.create_task(self._run(replica), name=replica.name)
+
+    async def look_after(self, status: RunStatus, coordinator: CoordinatorClient) -> None:
+        """Begins to end, start, add and drain replicas, as the run's status and the replicas themselves require.
+
+        Raises GeneratorPoolExhausted if fewer than `generator.min_replicas` replicas generate, and no other one comes
+        back within `generator.replace_timeout_s`.
+        """
+        views = {view.replica: view for view in status.replicas}
+        for replica in [*self.replicas]:
+            if replica.name in status.reports:
+                replica.samples = status.reports[replica.name].samples
+            if replica.work is not None and replica.work.done():
+                replica.work.result()
+                replica.work = None
+            if replica.work is None and replica.running is not None:
+                self._look_at(replica, views.get(replica.name), coordinator)
+        wanted = status.wanted_replicas.get(self._deployment, self._wanted)
+        if wanted != self._wanted:
+            self._wanted, self._given_up = wanted, 0
+        while len(self.replicas) + self._given_up < wanted:
+            self._add(coordinator)
+        while len(self.replicas) > wanted:
+            self._drain(self._least_useful())
+        self._check_size(min(self._config.generator.min_replicas, wanted))
+
+    async def end(self) -> None:
+        """Ends all replicas: drains them within the grace, and ends their engines."""
+        for replica in self.replicas:
+            if replica.work is not None:
+                replica.work.cancel()
+        await asyncio.gather(*[replica.work for replica in self.replicas if replica.work], return_exceptions=True)
+        await asyncio.gather(*[self._end_actor(replica) for replica in self.replicas], *self._ending)
+
+    # --- failures -----------------------------------------------------------------------------------------------
+
+    def _look_at(self, replica: Replica, view: ReplicaView | None, coordinator: CoordinatorClient) -> None:
+        """Begins to replace a replica that has failed, or to ask one that is silent."""
+        assert replica.running is not None
+        if replica.running.done():
+            error = _error_of(replica.running)
+            self._begin(replica, self._replace(replica, error, coordinator))
+        elif view is not None and view.actor == replica.actor and view.state in (
+            ReplicaState.SUSPECT,
+            ReplicaState.QUARANTINED,
+        ):  # fmt: skip
+            self._begin(replica, self._ask(replica, view, coordinator))
+
+    def _begin(self, replica: Replica, work: Coroutine[Any, Any, None]) -> None:
+        replica.work = asyncio.create_task(work, name=f"supervision of {replica.name}")
+
+    async def _ask(self, replica: Replica, view: ReplicaView, coordinator: CoordinatorClient) -> None:
+        """Replaces a silent replica if its process does not answer. One that answers may only be late."""
+        timeout_s = self._config.buffer.heartbeat_timeout_s
+        try:
+            await finished(replica.handle.is_alive.remote(), timeout_s=timeout_s, what=f"asking {replica.name}")
+        except (RunError, TimeoutError) as error:
+            if not replica.generates:  # it has ended meanwhile, and the next look finds the cause
+                return
+            silent = ActorGone(f"no heartbeat for {view.silent_s:.0f} s, and no answer of the process: {error}")
+            await self._replace(replica, silent, coordinator, cause=Cause.NO_HEARTBEATS)
+
+    async def _replace(
+        self, replica: Replica, error: BaseException, coordinator: CoordinatorClient, *, cause: Cause | None = None
+    ) -> None:
+        """Ends the actor of a replica and starts the replica again, until a start succeeds, or until the replica is
+        given up."""
+        while True:
+            gives_up = self._why_given_up(replica, error)
+            logger.error(
+                "replica %s is lost: %s; %s",
+                replica.name,
+                error,
+                gives_up or f"it is started again (restart {len(replica.restarted_s) + 1} within an hour)",
+            )
+            try:
+                await coordinator.call(
+                    Coordinator.restarting, replica.actor, cause or Cause.of(error), f"{type(error).__name__}: {error}"
+                )
+                if gives_up:
+                    await coordinator.call(Coordinator.leave, replica.actor)
+            except (RunError, TimeoutError) as unheard:
+                logger.warning("the buffer did not hear that replica %s is lost: %s", replica.name, unheard)
+            await self._end_actor(replica, drain=False)
+            if gives_up:
+                self.replicas.remove(replica)
+                self._given_up += 1
+                self._lost.append(f"{replica.name}: {error} ({gives_up})")
+                return
+            replica.fruitless = 0 if replica.samples > replica.samples_before else replica.fruitless + 1
+            replica.samples_before = replica.samples
+            if replica.fruitless > 1:
+                await asyncio.sleep(min(LONGEST_BACK_OFF_S, BACK_OFF_S * 2 ** (replica.fruitless - 2)))
+            replica.restarted_s.append(self._clock())
+            self._make_actor(replica)
+            try:
+                await self._start(replica)
+            except Exception as failed:
+                error, cause = failed, Cause.START_FAILED
+                continue
+            replica.running = asyncio.create_task(self._run(replica), name=replica.name)
+            logger.info("replica %s has started again", replica.name)
+            return
+
+    def _why_given_up(self, replica: Replica, error: BaseException) -> str | None:
+        """Returns why a replica is not started again; None if it is."""
+        while replica.restarted_s and self._clock() - replica.restarted_s[0] > WINDOW_S:
+            replica.restarted_s.popleft()
+        limit = self._config.generator.max_restarts
+        if isinstance(error, NOT_MENDED):
+            return "it is not started again, because the next start would end in the same way"
+        if len(replica.restarted_s) >= limit:
+            return (
+                f"it is not started again, because it was started again {len(replica.restarted_s)} times within an "
+                f"hour (generator.max_restarts = {limit})"
+            )
+        return None
+
+    def _check_size(self, least: int) -> None:
+        live = sum(replica.generates for replica in self.replicas)
+        if live >= least:
+            self._below_since_s = None
+            return
+        now_s, limit_s = self._clock(), self._config.generator.replace_timeout_s
+        self._below_since_s = now_s if self._below_since_s is None else self._below_since_s
+        if len(self.replicas) >= least and now_s - self._below_since_s <= limit_s:
+            return
+        coming = [f"{replica.name} is being started" for replica in self.replicas if not replica.generates]
+        raise GeneratorPoolExhausted(
+            f"only {live} replicas live, but generator.min_replicas is {self._config.generator.min_replicas} "
+            f"(generator.replace_timeout_s = {limit_s:g} s); {'; '.join(coming + self._lost)}"
+        )
+
+    # --- number of replicas -------------------------------------------------------------------------------------
+
+    def _add(self, coordinator: CoordinatorClient) -> None:
+        replica = Replica(f"generator-{secrets.token_hex(3)}")
+        self.replicas.append(replica)
+        logger.info("replica %s is added", replica.name)
+        self._begin(replica, self._begin_added(replica, coordinator))
+
+    async def _begin_added(self, replica: Replica, coordinator: CoordinatorClient) -> None:
+        self._make_actor(replica)
+        try:
+            await self._start(replica)
+        except Exception as error:
+            await self._replace(replica, error, coordinator, cause=Cause.START_FAILED)
+            return
+        replica.running = asyncio.create_task(self._run(replica), name=replica.name)
+
+    def _least_useful(self) -> Replica:
+        """Returns the replica to end: one that does not generate, else the youngest."""
+        idle = [replica for replica in self.replicas if not replica.generates]
+        return (idle or self.replicas)[-1]
+
+    def _drain(self, replica: Replica) -> None:
+        """Begins to end a replica that is not wanted any more. Its groups in flight are finished."""
+        logger.info("replica %s is drained", replica.name)
+        self.replicas.remove(replica)
+
+        async def drained() -> None:
+            if replica.work is not None:
+                replica.work.cancel()
+                await asyncio.gather(replica.work, return_exceptions=True)
+            await self._end_actor(replica, grace_s=self._config.generator.rollout_timeout_s)
+            logger.info("replica %s has ended", replica.name)
+
+        task = asyncio.create_task(drained(), name=f"end of {replica.name}")
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    # --- actors -------------------------------------------------------------------------------------------------
+
+    def _make_actor(self, replica: Replica) -> None:
+        generator = self._config.generator
+        replica.start += 1
+        replica.begun, replica.processes, replica.running = False, None, None
+        replica.handle = (
+            ray.remote(GeneratorActor)
+            .options(
+                name=replica.actor,
+                namespace=self._config.run.name,
+                num_cpus=generator.cpus,
+                num_gpus=generator.gpus,
+                label_selector=generator.node_labels or None,
+                max_restarts=0,
+                max_concurrency=ACTOR_CONCURRENCY,
+            )
+            .remote(config=self._config, name=replica.actor, deployment=self._deployment)
+        )
+
+    async def _start(self, replica: Replica) -> None:
+        generator = self._config.generator
+        await placed(
+            replica.handle.__ray_ready__.remote(),
+            config=self._config,
+            what=f"replica {replica.name}",
+            cpus=generator.cpus,
+            gpus=generator.gpus,
+            node_labels=generator.node_labels,
+        )
+        model_path = await self._model_path
+        replica.begun = True
+        # Secrets are arguments of a method call, because Ray's head keeps the arguments of an actor's constructor.
+        started = replica.handle.start.remote(
+            model_path, secrets=self._secrets, reward_log=reward_log_path(self._config)
+        )
+        try:
+            replica.processes = await finished(
+                started, timeout_s=generator.startup_timeout_s, what=f"starting {replica.name}"
+            )
+        except TimeoutError:
+            raise RunError(
+                f"replica {replica.name} was not ready within generator.startup_timeout_s = "
+                f"{generator.startup_timeout_s:g} s: its engine is still loading or compiling the model; "
+                "raise the limit"
+            ) from None
+        self._on_started(replica.processes)
+
+    async def _run(self, replica: Replica) -> None:
+        await replica.handle.run.remote()
+
+    async def _end_actor(self, replica: Replica, *, drain: bool = True, grace_s: float | None = None) -> None:
+        """Ends the actor of a replica: drains it within the grace, ends its engine, kills its process, and removes its
+        shared memory. `grace_s` is `run.shutdown_grace_s` if it is left out.
+
+        Errors are logged and not raised, so that one replica cannot prevent the end of the others.
+        """
+        grace_s = self._config.run.shutdown_grace_s if grace_s is None else grace_s
+        try:
+            if drain and replica.generates:
+                assert replica.running is not None
+                await finished(replica.handle.drain.remote(), timeout_s=EXIT_S, what=f"draining {replica.name}")
+                async with asyncio.timeout(grace_s):
+                    await asyncio.wait([replica.running])
+            if replica.begun:
+                await finished(replica.handle.shutdown.remote(), timeout_s=EXIT_S, what=f"ending {replica.name}")
+        except Exception as error:
+            logger.warning("replica %s did not end cleanly: %s", replica.name, error)
+        finally:
+            if replica.running is not None:
+                replica.running.cancel()
+                await asyncio.gather(replica.running, return_exceptions=True)
+            if replica.handle is not None:
+                ray.kill(replica.handle, no_restart=True)
+            if (left := replica.processes) is not None:
+                await asyncio.to_thread(reap, left, timeout_s=EXIT_S)
+
+
+def _error_of(running: "asyncio.Task[None]") -> BaseException:
+    """Returns the error with which the call that generates has ended."""
+    error = None if running.cancelled() else running.exception()
+    if isinstance(error, RayTaskError) and isinstance(error.cause, AsyncRLError):
+        return error.cause  # without the traceback of the actor, which Ray puts into the text of its own error
+    if isinstance(error, RayActorError):
+        return ActorGone(reason_of_death(error))
+    return error or RunError("its rollout loop returned without an error")

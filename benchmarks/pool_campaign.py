@@ -1,0 +1,299 @@
+"""Breaks the generators of a real run at random moments, and checks that the run goes on.
+
+    python benchmarks/pool_campaign.py --write
+
+A run of 300 steps with three replicas is disturbed every few seconds, as a seed decides: a replica's process or its
+engine is killed with `kill -9`, or frozen with SIGSTOP (and goes on later), and the pool is scaled in and out with
+`asyncrl scale`. The last fault comes at step 250. Afterwards these statements are checked:
+
+- The learner never waited longer than `LONGEST_WAIT_S` for its next step while a healthy replica lived.
+- Samples per second after the last fault are at least `HEALED` of those before the first one, within `HEALED_S`.
+- No prompt has failed, no trained token was older than the limit, the ledger closes, and `asyncrl audit` passes.
+- No process and no file in /dev/shm is left.
+
+`--write` puts the table into docs/guarantees.md, between its marks.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from crash_campaign import audited, shared_memory_of
+from kills import PROCESSES, name_of, processes_of
+
+REPOSITORY = Path(__file__).parents[1]
+PAGE = REPOSITORY / "docs" / "guarantees.md"
+MARKS = ("<!-- the pool's table: benchmarks/pool_campaign.py -->", "<!-- end of the pool's table -->")
+STEPS, QUIET_STEPS, LAST_FAULT_STEP = 300, 25, 250
+REPLICAS = 3
+LONGEST_WAIT_S = 10.0
+HEALED_S, HEALED = 60.0, 0.9
+FAULTS = ["kill engine", "kill generator", "freeze engine", "freeze generator", "scale in", "scale out"]
+FROZEN_S = (2.0, 20.0)
+END_S = 900.0
+OVERRIDES = [
+    "model.max_length=64",
+    f"learner.total_steps={STEPS}",
+    "learner.groups_per_step=8",
+    "learner.group_size=4",
+    "learner.optimizer.warmup_steps=0",
+    "learner.micro_batch_size=2",  # slow steps, so that the run lasts for many faults
+    "learner.batching=padded",
+    f"generator.replicas={REPLICAS}",
+    "generator.max_concurrent_groups=6",
+    "generator.max_completion_tokens=48",
+    "generator.temperature=2",
+    "generator.persist_every_tokens=8",
+    "generator.stall_timeout_s=4",
+    "generator.max_restarts=100000",
+    "environment.reward=dense_reward:by_checksum",
+    "eval.prompts=0",
+    "staleness.max_versions=3",
+    "checkpoint.every_steps=100",
+    "buffer.heartbeat_timeout_s=6",
+    "run.max_restarts=0",
+]
+
+
+@dataclass
+class Watch:
+    """What a thread sees of the run: steps by time, and when a healthy replica lived."""
+
+    run: Path
+    steps: list[tuple[float, int]] = field(default_factory=list)
+    """(time, number of steps) whenever the number has changed."""
+    sick_s: list[float] = field(default_factory=list)
+    """Times at which no replica was healthy."""
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def follow(self, ask: "Ask") -> None:
+        while not self.ended.wait(0.25):
+            now_s, count = time.monotonic(), steps_of(self.run)
+            if not self.steps or count != self.steps[-1][1]:
+                self.steps.append((now_s, count))
+            if (states := ask()) is not None and not states["healthy"]:
+                self.sick_s.append(time.monotonic())
+
+    def longest_wait_s(self) -> tuple[float, float]:
+        """Returns the longest time between two steps, and the longest one in which a healthy replica lived."""
+        longest = healthy = 0.0
+        for (before_s, _), (after_s, _) in zip(self.steps, self.steps[1:], strict=False):
+            longest = max(longest, after_s - before_s)
+            last_sick_s = max((at_s for at_s in self.sick_s if before_s <= at_s <= after_s), default=before_s)
+            healthy = max(healthy, after_s - last_sick_s)
+        return longest, healthy
+
+
+class Ask:
+    """Asks the run's coordinator for the states of the replicas. Joins the run's Ray at the first call."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._client: Any = None
+
+    def __call__(self) -> Counter[str] | None:
+        import asyncio
+
+        from asyncrl.coordinator.coordinator import Coordinator
+
+        try:
+            if self._client is None:
+                from asyncrl.cli.status import joined_run
+
+                self._client = joined_run(self._run, None)
+            status = asyncio.run(self._client.call(Coordinator.status))
+        except Exception:
+            return None
+        return Counter({"healthy": 0}) + Counter(view.state.value for view in status.replicas) or Counter()
+
+
+def steps_of(run: Path) -> int:
+    path = run / "steps.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def command(*words: str, log: Path, cwd: Path) -> psutil.Popen:
+    environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests' / 'integration'}"}
+    with log.open("ab") as file:
+        return psutil.Popen(
+            [sys.executable, "-m", "asyncrl", *words], stdout=file, stderr=subprocess.STDOUT, cwd=cwd, env=environment
+        )
+
+
+def break_something(
+    run: Path, driver: psutil.Process, choose: random.Random, *, size: int, log: Path
+) -> tuple[str, int]:
+    """Does one fault. Returns its name and the wanted number of replicas afterwards."""
+    fault = choose.choice(FAULTS)
+    if fault == "scale in" and size > 2:
+        size -= 1
+    elif fault == "scale out" and size < REPLICAS + 1:
+        size += 1
+    elif fault.startswith("scale"):
+        size = REPLICAS
+    if fault.startswith("scale"):
+        command("scale", str(run), f"generators={size}", "--no-wait", log=log, cwd=run.parent)
+        return fault, size
+    what = fault.split()[1]
+    found = [each for each in processes_of(driver) if re.match(PROCESSES[what], name_of(each))]
+    if not found:
+        return f"{fault} (none there)", size
+    victim = choose.choice(found)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if fault.startswith("kill"):
+            victim.kill()
+        else:
+            victim.suspend()
+            timer = threading.Timer(choose.uniform(*FROZEN_S), _resume, [victim])
+            timer.daemon = True
+            timer.start()
+    return fault, size
+
+
+def _resume(process: psutil.Process) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.resume()
+
+
+def campaign(*, folder: Path, seed: int, every_s: float) -> dict[str, Any]:
+    """Makes one run with its faults. Returns the record of the run. Raises RuntimeError if a statement is wrong."""
+    choose = random.Random(seed)
+    run, log = folder / f"pool-{seed}", folder / f"pool-{seed}.log"
+    driver = command(
+        "up", "-c", str(REPOSITORY / "configs" / "quickstart.yaml"), f"run.dir={folder}", f"run.name={run.name}",
+        f"model.path={REPOSITORY / 'models' / 'pool-campaign'}", f"run.seed={seed}", *OVERRIDES, log=log, cwd=folder,
+    )  # fmt: skip
+    faults, size, family, files = Counter[str](), REPLICAS, set[psutil.Process](), set[str]()
+    watch = Watch(run)
+    follower = threading.Thread(target=watch.follow, args=[Ask(run)], daemon=True)
+    try:
+        _wait(lambda: steps_of(run) >= 1, driver, what="a first step")
+        follower.start()
+        _wait(lambda: steps_of(run) >= QUIET_STEPS, driver, what=f"{QUIET_STEPS} steps")
+        while steps_of(run) < LAST_FAULT_STEP:
+            fault, size = break_something(run, driver, choose, size=size, log=folder / "scale.log")
+            faults[fault] += 1
+            print(f"step {steps_of(run)}: {fault}", flush=True)
+            family.update(processes_of(driver))
+            for process in family:
+                files |= shared_memory_of(process.pid)
+            time.sleep(choose.uniform(0.5, 1.5) * every_s)
+            _wait(lambda: True, driver, what="a living run")
+        last_s = time.monotonic()
+        command("scale", str(run), f"generators={REPLICAS}", "--no-wait", log=folder / "scale.log", cwd=folder)
+        code = driver.wait(END_S)
+        watch.ended.set()
+        if code:
+            raise RuntimeError(f"the run ended with exit code {code}: see {log}")
+    finally:
+        watch.ended.set()
+        for process in [driver, *family]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.is_running() and process.status() == psutil.STATUS_STOPPED:
+                    process.send_signal(signal.SIGCONT)
+    return _checked(run, watch, faults=faults, last_s=last_s, family=family, files=files)
+
+
+def _checked(
+    run: Path, watch: Watch, *, faults: Counter[str], last_s: float, family: set[psutil.Process], files: set[str]
+) -> dict[str, Any]:
+    summary = json.loads((run / "summary.json").read_bytes())
+    records = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
+    longest_s, healthy_s = watch.longest_wait_s()
+    quiet = records[1:QUIET_STEPS]
+    before = (len(quiet) - 1) / (quiet[-1]["wall_s"] - quiet[0]["wall_s"])
+    healed_s = _healed_s(watch.steps, last_s=last_s, rate=HEALED * before)
+    left = [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    return {
+        "faults": dict(faults),
+        "steps": summary["steps"],
+        "longest_wait_s": round(longest_s, 1),
+        "longest_wait_with_a_healthy_replica_s": round(healthy_s, 1),
+        "healed_after_s": None if healed_s is None else round(healed_s, 1),
+        "failed_groups": sum(summary["groups_failed"].values()),
+        "max_token_staleness": summary["max_token_staleness"],
+        "staleness_limit": summary["staleness_limit"],
+        "ledger_closed": summary["ledger_closed"],
+        "rows_outstanding": summary["rows_outstanding"],
+        "audit": audited(run),
+        "left": [*map(str, left), *sorted(file for file in files if Path(file).exists())],
+    }
+
+
+def _healed_s(steps: list[tuple[float, int]], *, last_s: float, rate: float) -> float | None:
+    """Returns the time after `last_s` from which the run made `rate` steps a second, until its end, or None."""
+    later = [(at_s, count) for at_s, count in steps if at_s >= last_s]
+    for at_s, count in later[:-5]:
+        if (later[-1][1] - count) / (later[-1][0] - at_s) >= rate:
+            return at_s - last_s
+    return None
+
+
+def _wait(holds: Any, driver: psutil.Popen, *, what: str, timeout_s: float = END_S) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        if driver.poll() is not None:
+            raise RuntimeError(f"the run ended with exit code {driver.returncode} before there was {what}")
+        if holds():
+            return
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(f"not within {timeout_s:g} s: {what}")
+        time.sleep(0.1)
+
+
+def table(record: dict[str, Any]) -> Iterator[str]:
+    yield "| statement | limit | measured |"
+    yield "|---|---|---|"
+    faults = ", ".join(f"{count} × {fault}" for fault, count in sorted(record["faults"].items()))
+    yield f"| faults until step {LAST_FAULT_STEP} | | {sum(record['faults'].values())}: {faults} |"
+    yield f"| steps trained | {STEPS} | {record['steps']} |"
+    yield (
+        f"| longest time between two steps while a healthy replica lived | {LONGEST_WAIT_S:g} s | "
+        f"{record['longest_wait_with_a_healthy_replica_s']} s |"
+    )
+    yield f"| longest time between two steps | | {record['longest_wait_s']} s |"
+    yield (
+        f"| {HEALED:.0%} of the speed before the first fault, after the last one | {HEALED_S:g} s | "
+        f"{record['healed_after_s']} s |"
+    )
+    yield f"| prompts that failed | 0 | {record['failed_groups']} |"
+    yield f"| staleness of the oldest trained token | {record['staleness_limit']} | {record['max_token_staleness']} |"
+    yield f"| ledger | closed | {'closed' if record['ledger_closed'] else 'open'} |"
+    yield f"| processes and files that were left | 0 | {len(record['left'])} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--every-s", type=float, default=6.0, help="mean time between two faults, seconds")
+    parser.add_argument("--folder", type=Path, default=Path("runs") / "pool-campaign")
+    parser.add_argument("--write", action="store_true", help="write the table in docs/guarantees.md")
+    arguments = parser.parse_args()
+    folder: Path = arguments.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    record = campaign(folder=folder, seed=arguments.seed, every_s=arguments.every_s)
+    lines = list(table(record))
+    print("\n".join(lines), *record["audit"], *record["left"], sep="\n")
+    if arguments.write:
+        text = PAGE.read_text()
+        before, _, rest = text.partition(MARKS[0])
+        _, _, after = rest.partition(MARKS[1])
+        PAGE.write_text(f"{before}{MARKS[0]}\n\n" + "\n".join(lines) + f"\n\n{MARKS[1]}{after}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,294 @@
+"""The replicas of a deployment: lost ones are started again within a budget, silent ones are asked, and the number of
+replicas changes."""
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from made_up_run import make_status
+from ray.exceptions import RayActorError
+
+from asyncrl.buffer.fleet import Cause, ReplicaState, actor_of
+from asyncrl.config.schema import Config
+from asyncrl.coordinator.coordinator import Coordinator
+from asyncrl.coordinator.status import RunStatus
+from asyncrl.deployment import pool as pool_module
+from asyncrl.deployment.pool import Replica, ReplicaPool
+from asyncrl.environments.secrets import Secrets
+from asyncrl.errors import CallTimeout, EngineDied, GeneratorPoolExhausted, HandshakeError, RunError
+
+
+class MadeUpPool:
+    """A pool whose actors are made up: a call that generates runs until a test ends it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **generator: Any) -> None:
+        self.now_s = 0.0
+        self.made: list[str] = []
+        self.ended: list[str] = []
+        self.ends: dict[str, asyncio.Future[None]] = {}
+        self.calls: list[tuple[Any, ...]] = []
+        self.start_errors: list[Exception] = []
+        self.paused_s: list[float] = []
+        model_path: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        model_path.set_result("model")
+        self.pool = ReplicaPool(
+            Config.model_validate({"generator": generator}),
+            deployment="d",
+            model_path=model_path,
+            secrets=Secrets(),
+            started=lambda _: None,
+            clock=lambda: self.now_s,
+        )
+        sleep = asyncio.sleep
+
+        async def pause(seconds: float) -> None:
+            self.paused_s.append(seconds)
+            await sleep(0)
+
+        monkeypatch.setattr(pool_module, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": pause}))
+        monkeypatch.setattr(self.pool, "_make_actor", self._make)
+        monkeypatch.setattr(self.pool, "_start", self._start)
+        monkeypatch.setattr(self.pool, "_run", self._run)
+        monkeypatch.setattr(self.pool, "_end_actor", self._end)
+        self.coordinator: Any = SimpleNamespace(call=self._call)
+
+    def _make(self, replica: Replica) -> None:
+        replica.start += 1
+        replica.running = None
+        self.made.append(replica.actor)
+
+    async def _start(self, replica: Replica) -> None:
+        if self.start_errors:
+            raise self.start_errors.pop(0)
+
+    async def _run(self, replica: Replica) -> None:
+        self.ends[replica.actor] = asyncio.get_running_loop().create_future()
+        await self.ends[replica.actor]
+
+    async def _end(self, replica: Replica, **_: object) -> None:
+        self.ended.append(replica.actor)
+        if replica.running is not None:
+            replica.running.cancel()
+
+    async def _call(self, method: Callable[..., Any], *arguments: Any) -> None:
+        self.calls.append((method.__name__, *arguments))
+
+    async def begin(self) -> list[str]:
+        self.pool.make()
+        await self.pool.start()
+        await asyncio.sleep(0)
+        return [replica.name for replica in self.pool.replicas]
+
+    def status(self, *, wanted: int | None = None, **states: ReplicaState) -> RunStatus:
+        """Returns a status in which the replicas have committed nothing, and have these states by name."""
+        whole = make_status()
+        (view,) = whole.replicas
+        views = tuple(
+            msgspec.structs.replace(
+                view,
+                replica=each.name,
+                actor=each.actor,
+                state=states.get(each.name.replace("-", "_"), ReplicaState.HEALTHY),
+            )
+            for each in self.pool.replicas
+        )
+        sizes = {} if wanted is None else {"d": wanted}
+        return msgspec.structs.replace(whole, replicas=views, reports={}, wanted_replicas=sizes)
+
+    async def look(self, status: RunStatus | None = None) -> None:
+        await self.pool.look_after(status or self.status(), self.coordinator)
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    def kill(self, actor: str, error: Exception | None = None) -> None:
+        self.ends[actor].set_exception(
+            error or RayActorError(error_msg="the worker died.\n\tclass_name: GeneratorActor")
+        )
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F1")
+async def test_a_replica_whose_process_dies_is_started_again_under_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = MadeUpPool(monkeypatch, replicas=2)
+    first, second = await scene.begin()
+    scene.kill(first)
+    await asyncio.sleep(0)
+    await scene.look()
+    assert scene.ended == [first]
+    assert scene.made == [first, second, actor_of(first, 2)]
+    [(name, actor, cause, reason)] = scene.calls
+    assert (name, actor, cause) == (Coordinator.restarting.__name__, first, Cause.PROCESS_DIED)
+    assert "the worker died" in reason
+    await scene.look()
+    assert [replica.generates for replica in scene.pool.replicas] == [True, True]
+    await scene.pool.end()
+    assert set(scene.ended) == {first, second, actor_of(first, 2)}
+
+
+@pytest.mark.asyncio
+async def test_the_cause_that_the_replica_names_reaches_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = MadeUpPool(monkeypatch)
+    [only] = await scene.begin()
+    scene.kill(only, EngineDied("the engine of replica a has died: killed"))
+    await asyncio.sleep(0)
+    await scene.look()
+    assert [call[1:3] for call in scene.calls] == [(only, Cause.ENGINE_DIED)]
+    await scene.pool.end()
+
+
+@pytest.mark.asyncio
+async def test_restarts_without_a_committed_group_wait_longer_and_longer_up_to_a_limit_and_then_the_pool_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = MadeUpPool(monkeypatch, max_restarts=4)
+    [only] = await scene.begin()
+    for start in range(1, 5):
+        scene.kill(actor_of(only, start), EngineDied("killed"))
+        await asyncio.sleep(0)
+        await scene.look()
+        await scene.look()
+    assert scene.paused_s == [1.0, 2.0, 4.0], "the first restart is made at once"
+    scene.kill(actor_of(only, 5), EngineDied("killed"))
+    await asyncio.sleep(0)
+    await scene.look()
+    with pytest.raises(
+        GeneratorPoolExhausted,
+        match=rf"only 0 replicas live, but generator.min_replicas is 1 .*{only}: killed .*started again 4 times within",
+    ):
+        await scene.look()
+    assert scene.calls[-1] == ("leave", actor_of(only, 5)), "it does not come back"
+    await scene.pool.end()
+
+
+@pytest.mark.asyncio
+async def test_a_replica_that_committed_groups_is_started_again_at_once_and_old_restarts_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = MadeUpPool(monkeypatch, max_restarts=2)
+    [only] = await scene.begin()
+    for start in range(1, 7):
+        status = scene.status()
+        report = make_status().reports["generator-a"]
+        committed = {only: msgspec.structs.replace(report, samples=10 * start)}
+        await scene.look(msgspec.structs.replace(status, reports=committed))
+        scene.kill(actor_of(only, start), EngineDied("killed"))
+        await asyncio.sleep(0)
+        await scene.look(msgspec.structs.replace(status, reports=committed))
+        scene.now_s += 3601
+    assert scene.paused_s == []
+    assert scene.made[-1] == actor_of(only, 7)
+    await scene.pool.end()
+
+
+@pytest.mark.asyncio
+async def test_an_error_that_every_start_would_have_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = MadeUpPool(monkeypatch, replicas=2)
+    first, second = await scene.begin()
+    scene.kill(first, HandshakeError("another tokenizer"))
+    await asyncio.sleep(0)
+    await scene.look()
+    await scene.look()
+    assert scene.made == [first, second]
+    assert [replica.name for replica in scene.pool.replicas] == [second]
+    await scene.pool.end()
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F26")
+async def test_a_start_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = MadeUpPool(monkeypatch)
+    [only] = await scene.begin()
+    scene.start_errors = [RunError("vLLM did not start: no memory")]
+    scene.kill(only)
+    await asyncio.sleep(0)
+    await scene.look()
+    await scene.look()
+    assert scene.made == [only, actor_of(only, 2), actor_of(only, 3)]
+    assert [call[2] for call in scene.calls] == [Cause.PROCESS_DIED, Cause.START_FAILED]
+    assert [replica.generates for replica in scene.pool.replicas] == [True]
+    await scene.pool.end()
+
+
+@pytest.mark.asyncio
+async def test_too_few_replicas_end_the_deployment_only_after_the_time_to_replace_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = MadeUpPool(monkeypatch, replicas=2, min_replicas=2, replace_timeout_s=60.0)
+    first, _ = await scene.begin()
+    started = asyncio.Event()
+
+    async def slow(_: Replica) -> None:
+        await started.wait()
+
+    monkeypatch.setattr(scene.pool, "_start", slow)
+    scene.kill(first)
+    await asyncio.sleep(0)
+    await scene.look()
+    scene.now_s += 60.0
+    await scene.look()
+    scene.now_s += 0.1
+    with pytest.raises(GeneratorPoolExhausted, match=rf"only 1 replicas live.*60 s\); {first} is being started"):
+        await scene.look()
+    await scene.pool.end()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("state", [ReplicaState.SUSPECT, ReplicaState.QUARANTINED])
+@pytest.mark.parametrize("answers", [True, False])
+async def test_a_silent_replica_is_asked_and_replaced_only_if_it_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, state: ReplicaState, answers: bool
+) -> None:
+    scene = MadeUpPool(monkeypatch)
+    [only] = await scene.begin()
+    [replica] = scene.pool.replicas
+    asked: list[None] = []
+    replica.handle = SimpleNamespace(is_alive=SimpleNamespace(remote=lambda: asked.append(None)))
+
+    async def finished(*_: object, **__: object) -> None:
+        if not answers:
+            raise CallTimeout("no answer")
+
+    monkeypatch.setattr(pool_module, "finished", finished)
+    await scene.look(scene.status(**{only.replace("-", "_"): state}))
+    assert len(asked) == 1
+    await scene.look()
+    assert scene.made == ([only] if answers else [only, actor_of(only, 2)])
+    assert [call[2] for call in scene.calls] == ([] if answers else [Cause.NO_HEARTBEATS])
+    await scene.pool.end()
+
+
+@pytest.mark.asyncio
+async def test_the_pool_grows_and_shrinks_to_the_wanted_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = MadeUpPool(monkeypatch, replicas=2)
+    first, second = await scene.begin()
+    await scene.look(scene.status(wanted=4))
+    await scene.look(scene.status(wanted=4))
+    names = [replica.name for replica in scene.pool.replicas]
+    assert (names[:2], len(set(names))) == ([first, second], 4)
+    assert all(replica.generates for replica in scene.pool.replicas)
+    scene.kill(first)
+    await asyncio.sleep(0)
+    monkeypatch.setattr(scene.pool, "_start", asyncio.Event().wait)
+    await scene.look(scene.status(wanted=1))
+    assert len(scene.pool.replicas) == 1
+    assert set(scene.ended) >= set(names[2:])
+    await scene.pool.end()
+
+
+@pytest.mark.asyncio
+async def test_a_replica_that_was_given_up_is_not_replaced_by_another_one_until_the_number_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = MadeUpPool(monkeypatch, replicas=2, max_restarts=0)
+    first, _ = await scene.begin()
+    scene.kill(first)
+    await asyncio.sleep(0)
+    for _ in range(3):
+        await scene.look(scene.status(wanted=2))
+    assert len(scene.made) == 2
+    await scene.look(scene.status(wanted=3))
+    assert len(scene.made) == 4
+    await scene.pool.end()

@@ -1,0 +1,119 @@
+"""The generators of a real run fail and change their number, and the run goes on.
+
+A replica is killed in the middle of long answers: the other one continues them by tokens. The engine of the other one
+is frozen. Both are started again. Then the pool is scaled in. The audit scores every continued token again under the
+weights of its version.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import QUICKSTART, Run, small_overrides
+from kills import kill, name_of, processes_of
+
+from asyncrl.buffer.records import LeasedGroup
+from asyncrl.common.version import Version
+from asyncrl.learner.kept_steps import KeptSteps
+
+pytestmark = pytest.mark.integration
+
+LIMIT = 5
+"""staleness.max_versions. When the tickets of the killed replica end, the learner is a few versions further, and their
+tokens can still be trained."""
+LONG_ANSWERS = [
+    "model.max_length=264",
+    "model.tiny.warmup_steps=1",
+    "generator.max_completion_tokens=256",
+    "generator.temperature=2",  # almost uniform, so the end of the sequence is rare
+    "generator.persist_every_tokens=4",
+    "generator.replicas=2",
+    "generator.max_concurrent_groups=6",
+    "generator.stall_timeout_s=4",
+    "learner.groups_per_step=8",
+    "learner.group_size=4",
+    "learner.batching=padded",
+    "learner.micro_batch_size=1",  # slow steps, so that few weights are kept
+    "learner.total_steps=10000",
+    f"staleness.max_versions={LIMIT}",
+    "buffer.heartbeat_timeout_s=6",
+    "environment.reward=dense_reward:by_checksum",
+    "eval.prompts=0",
+    "checkpoint.every_steps=1000",
+    "run.max_restarts=0",
+    "audit.keep_weights=all",
+]
+IMPORTS = {"PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+@pytest.mark.fault("F1")
+@pytest.mark.fault("F2")
+@pytest.mark.fault("F3")
+@pytest.mark.fault("F4")
+@pytest.mark.fault("F26")
+@pytest.mark.timeout(900)
+def test_replicas_that_fail_are_started_again_and_others_continue_their_answers(
+    run_command: Run, model_path: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "runs" / "long"
+    command = run_command(
+        "up", "-c", str(QUICKSTART), f"run.dir={run.parent}", f"run.name={run.name}",
+        *small_overrides(model_path), f"model.path={tmp_path / 'model'}", *LONG_ANSWERS, **IMPORTS,
+    )  # fmt: skip
+
+    def restarts() -> dict[str, int]:
+        """Returns how often each healthy replica was started again."""
+        asked = run_command("status", str(run), "--json")
+        assert asked.wait(100) == 0, asked.output()
+        views = json.loads(asked.output().splitlines()[-1])["replicas"]
+        return {view["replica"]: view["restarts"] for view in views if view["state"] == "healthy"}
+
+    command.wait_for(lambda: len(steps_of(run)) >= 2, timeout_s=300, what="a second step")
+    before = restarts()
+    assert sorted(before.values()) == [0, 0]
+    kill(run, "generator")
+    command.wait_for(lambda: sorted(restarts().values()) == [0, 1], timeout_s=300, what="the restart of a dead replica")
+    oldest_engine(command.process).suspend()
+    command.wait_for(lambda: sorted(restarts().values()) == [1, 1], timeout_s=300, what="the restart of a frozen one")
+    assert restarts().keys() == before.keys(), "a replica keeps its name"
+    scale = run_command("scale", str(run), "generators=1")
+    assert scale.wait(300) == 0, scale.output()
+    assert list(restarts().values()) == [1]
+    trained = len(steps_of(run))
+    command.wait_for(lambda: len(steps_of(run)) >= trained + 2, timeout_s=300, what="steps with one replica")
+    command.process.send_signal(signal.SIGINT)
+    assert command.wait(400) == 0, command.output()[-4000:]
+    summary = json.loads((run / "summary.json").read_bytes())
+    assert (summary["ledger_closed"], summary["groups_failed"]) == (True, {})
+    assert summary["max_token_staleness"] <= LIMIT
+
+    kept = KeptSteps(run)
+    batches = [kept.batch(Version(1, step)) for step in range(summary["steps"])]
+    groups: list[LeasedGroup] = [group for batch in batches if batch is not None for group in batch[0].groups]
+    continued = [group for group in groups if group.meta.continued_tokens]
+    assert continued, "no trained group was continued"
+    for group in continued:
+        assert group.meta.attempt > 0
+        assert group.deadline <= group.meta.oldest + LIMIT
+        assert 0 < group.meta.continued_tokens <= group.meta.generated_tokens
+    assert summary["tokens_continued"] >= sum(group.meta.continued_tokens for group in continued)
+    assert f"{summary['tokens_continued']} stored tokens" in command.output()
+
+    audit = run_command("audit", str(run), **IMPORTS)
+    assert audit.wait(300) == 0, audit.output()[-4000:]
+    assert "tokens were scored again under the weights of their versions" in audit.output()
+
+
+def oldest_engine(command: psutil.Process) -> psutil.Process:
+    engines = [process for process in processes_of(command) if name_of(process).startswith("VLLM::EngineCore")]
+    return min(engines, key=psutil.Process.create_time)
+
+
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    path = run / "steps.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
