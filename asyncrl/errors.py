@@ -7,7 +7,7 @@ AsyncRLError
 ├── DatasetError               a row of a dataset is not usable (F33)
 ├── RunError                   the whole run cannot start or cannot go on
 │   ├── RunLocked              another process holds the run's directory or name (F35)
-│   ├── RunMismatch            a deployment tries to join a run with a different shared configuration
+│   ├── RunMismatch            a deployment tries to join a run with another shared configuration or other prompts
 │   ├── HandshakeError         the pools disagree on tokenizer, vocabulary or log-probs (F25)
 │   ├── GeneratorPoolExhausted fewer live replicas than `generator.min_replicas`
 │   ├── RunEnded               the run has ended, so that it cannot be watched, or `asyncrl down` ended it
@@ -94,7 +94,7 @@ class Fenced(RunError):
 
 
 class RunMismatch(RunError):
-    """A deployment tries to join a run, but a shared configuration key differs from the run's."""
+    """A deployment tries to join a run, but a shared configuration key or its prompts differ from the run's."""
 
 
 class HandshakeError(RunError):

@@ -107,15 +107,10 @@ ROWS = {
         ),
         lines(
             "Failures of replicas",
-            "Replicas that were quarantined and that were started again in the last 15 minutes, by cause.",
-            Query(
-                f"sum by (cause) (increase(asyncrl_replica_quarantines_total{{{RUN}}}[15m])) > 0",
-                "quarantined: {{cause}}",
-            ),
-            Query(
-                f"sum by (cause) (increase(asyncrl_replica_restarts_total{{{RUN}}}[15m])) > 0", "restarted: {{cause}}"
-            ),
-            unit="suffix: replicas",
+            "Replicas that are quarantined and that are started again, a minute, by cause.",
+            Query(f"60 * {rate('asyncrl_replica_quarantines_total', RUN, by='cause')} > 0", "quarantined: {{cause}}"),
+            Query(f"60 * {rate('asyncrl_replica_restarts_total', RUN, by='cause')} > 0", "restarted: {{cause}}"),
+            unit="suffix: a minute",
             span=6,
         ),
         lines(

@@ -9,7 +9,14 @@ from typing import Any
 import msgspec
 
 from asyncrl.algorithms.axis_errors import explained
-from asyncrl.algorithms.baselines import CRITICS, PublishedCritic, advantage_name
+from asyncrl.algorithms.baselines import (
+    CRITICS,
+    CriticBased,
+    OwnEstimator,
+    PublishedCritic,
+    advantage_name,
+    resolve_advantage,
+)
 from asyncrl.algorithms.objective import (
     Aggregation,
     Clamp,
@@ -409,6 +416,15 @@ def advantage_of(section: AlgorithmSection) -> str | Mapping[str, Any]:
     """Returns `algorithm.advantage`. If it is not set, returns the preset's own estimator, or else
     `DEFAULT_BASELINE`."""
     return section.advantage or published_baseline(section) or DEFAULT_BASELINE
+
+
+def compares_groups(section: AlgorithmSection) -> bool:
+    """Returns True if the advantage of a sample depends on the other samples of its group. An estimator of the user
+    counts as such."""
+    advantage = resolve_advantage(advantage_of(section))
+    if isinstance(advantage, OwnEstimator):
+        return True
+    return not isinstance(advantage, CriticBased) and advantage.compares_a_group
 
 
 def baseline_of(section: AlgorithmSection) -> str:

@@ -148,7 +148,7 @@ def _add(sums: dict[Fate, Amount], entry: LedgerEntry, *, moment: str) -> None:
 def _check_line(step: TrainedStep, line: StepRecord | None, *, trained: int) -> None:
     if line is None:
         raise Counterexample(f"steps.jsonl has no line of step {step.step}, which was trained")
-    rewards = [sample.reward for group in step.groups for sample in group.samples]
+    rewards = [sample.reward for group in step.groups for sample in group.samples if sample.reward is not None]
     own = {
         "reward_mean": sum(rewards) / len(rewards),
         "reward_std": statistics.pstdev(rewards),

@@ -25,8 +25,10 @@ def check_commit(meta: GroupMeta, ticket: Ticket, *, limits: Limits, step: int) 
     lengths = {len(meta.completion_tokens), len(meta.rewards), len(meta.truncated)}
     if lengths != {size}:
         raise ValueError(f"group {meta.key} has {sorted(lengths)} samples, but learner.group_size is {size}")
-    if not all(map(math.isfinite, meta.rewards)):
-        raise ValueError(f"group {meta.key} has rewards {meta.rewards}; all rewards must be finite")
+    if not meta.known_rewards or not all(map(math.isfinite, meta.known_rewards)):
+        raise ValueError(
+            f"group {meta.key} has rewards {meta.rewards}; a sample must have a reward, and all rewards must be finite"
+        )
     if not 0 <= meta.row_bytes <= limits.worst_group_bytes:
         raise ValueError(
             f"group {meta.key} takes {meta.row_bytes} bytes, but its reserve booked at most {limits.worst_group_bytes}"

@@ -1,4 +1,5 @@
-"""Counts failed rollouts, keeps the first failure of each kind, and detects when too many groups failed in a row.
+"""Counts failed rollouts and rewards, keeps the first failure of each kind, and detects when too many groups failed in
+a row.
 
 Memory is bounded, because the set of reasons is bounded and texts are cut (`Failure`). This module is pure.
 """
@@ -10,11 +11,10 @@ from asyncrl.errors import FailureClass
 
 
 class FailureState(msgspec.Struct, frozen=True, kw_only=True):
-    """The failures of a run: a count for each class and reason, the present streak, and all failed rollouts."""
+    """The failures of a run: a count for each class and reason, and the present streak."""
 
     counts: tuple[FailureCount, ...]
     streak: FailureStreak | None
-    rollouts: int
 
 
 class FailureLog:
@@ -24,7 +24,11 @@ class FailureLog:
         self._max_streak = max_streak
         self._counts: dict[str, FailureCount] = {}
         self.streak: FailureStreak | None = None
-        self.rollouts = 0
+
+    @property
+    def total(self) -> int:
+        """The number of failures: rollouts, and single completions."""
+        return sum(count.failures for count in self._counts.values())
 
     @property
     def too_many(self) -> bool:
@@ -37,7 +41,7 @@ class FailureLog:
 
     def failed(self, failure: Failure, *, ended_group: bool) -> None:
         """Counts a failed rollout. `ended_group` is False if the prompt of the group is tried again."""
-        self._count(failure, ended_group=ended_group)
+        self._count(failure, rollouts=1, groups=int(ended_group))
         if failure.failure_class is FailureClass.DATA and not self.too_many:
             streak = self.streak
             self.streak = FailureStreak(
@@ -46,15 +50,19 @@ class FailureLog:
 
     def heldout_failed(self, failure: Failure) -> None:
         """Counts a failed rollout of a held-out evaluation. It belongs to no group and does not change the streak."""
-        self._count(failure, ended_group=False)
+        self._count(failure, rollouts=1)
 
-    def _count(self, failure: Failure, *, ended_group: bool) -> None:
-        self.rollouts += 1
-        known = self._counts.get(failure.label)
+    def samples_failed(self, failure: Failure, *, samples: int) -> None:
+        """Counts completions whose reward failed in groups that were committed. They do not change the streak."""
+        self._count(failure, samples=samples)
+
+    def _count(self, failure: Failure, *, rollouts: int = 0, groups: int = 0, samples: int = 0) -> None:
+        known = self._counts.get(failure.label, FailureCount(first=failure))
         self._counts[failure.label] = FailureCount(
-            rollouts=(known.rollouts if known else 0) + 1,
-            groups=(known.groups if known else 0) + ended_group,
-            first=known.first if known else failure,
+            rollouts=known.rollouts + rollouts,
+            groups=known.groups + groups,
+            samples=known.samples + samples,
+            first=known.first,
         )
 
     def succeeded(self) -> None:
@@ -64,13 +72,13 @@ class FailureLog:
 
     def state(self) -> FailureState:
         """Returns the failures, for a snapshot."""
-        return FailureState(counts=self.counts(), streak=self.streak, rollouts=self.rollouts)
+        return FailureState(counts=self.counts(), streak=self.streak)
 
     def restore(self, state: FailureState) -> None:
         """Continues from the failures of a snapshot. A streak that had ended the run is forgotten: a resumed run gets
         another chance."""
         self._counts = {count.first.label: count for count in state.counts}
-        self.streak, self.rollouts = state.streak, state.rollouts
+        self.streak = state.streak
         if self.too_many:
             self.streak = None
 

@@ -157,10 +157,11 @@ class GroupMeta(msgspec.Struct, frozen=True, kw_only=True):
     """Metadata of a finished group for the control plane. It has no tokens and no tensors.
 
     `oldest` and `newest` are the steps of the oldest and newest version that generated a token of the group. Tuples
-    have one entry for each sample. `version_spans` has runs of completion tokens with equal versions, in order.
-    `row_bytes` is the size of the group's rows in the data plane, bytes. `continued_tokens` is the number of completion
-    tokens that the attempt took from the prefix of its ticket. `stored` is the last partial generation that the attempt
-    has stored. `row_checksums` identify the rows for the audit (`asyncrl.data.row_checksums`).
+    have one entry for each sample; a reward is None if it failed and its sample is left out. `version_spans` has runs
+    of completion tokens with equal versions, in order. `row_bytes` is the size of the group's rows in the data plane,
+    bytes. `continued_tokens` is the number of completion tokens that the attempt took from the prefix of its ticket.
+    `stored` is the last partial generation that the attempt has stored. `row_checksums` identify the rows for the audit
+    (`asyncrl.data.row_checksums`).
     """
 
     group: int
@@ -170,7 +171,7 @@ class GroupMeta(msgspec.Struct, frozen=True, kw_only=True):
     row_bytes: int
     prompt_tokens: int
     completion_tokens: tuple[int, ...]
-    rewards: tuple[float, ...]
+    rewards: tuple[float | None, ...]
     truncated: tuple[bool, ...]
     oldest: int
     newest: int
@@ -187,6 +188,11 @@ class GroupMeta(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def generated_tokens(self) -> int:
         return sum(self.completion_tokens)
+
+    @property
+    def known_rewards(self) -> list[float]:
+        """The rewards of the samples that are not left out."""
+        return [reward for reward in self.rewards if reward is not None]
 
     @property
     def versions(self) -> set[Version]:
@@ -356,16 +362,23 @@ class FailedTicket(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailureCount(msgspec.Struct, frozen=True, kw_only=True):
-    """Failed rollouts of one class and reason.
+    """Failures of one class and reason.
 
-    `rollouts` is their number, with those of held-out evaluations. `groups` is the number of groups that ended with
-    such a failure. The two differ because a group is tried again after an INFRA failure, and because rollouts of
-    held-out evaluations belong to no group.
+    `rollouts` is the number of failed rollouts, with those of held-out evaluations. `groups` is the number of groups
+    that ended with such a failure. The two differ because a group is tried again after an INFRA failure, and because
+    rollouts of held-out evaluations belong to no group. `samples` is the number of completions whose reward failed, but
+    whose group was committed (`environment.on_error`).
     """
 
-    rollouts: int
-    groups: int
+    rollouts: int = 0
+    groups: int = 0
+    samples: int = 0
     first: Failure
+
+    @property
+    def failures(self) -> int:
+        """The number of failures: rollouts, and single completions."""
+        return self.rollouts + self.samples
 
 
 class FailureStreak(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from asyncrl.deployment.inputs import Prompts
 
 FIRST_PROMPTS = 1000
-"""Number of prompts whose length is checked before the start. The learner checks all prompts later."""
+"""Number of prompts whose length is checked before the start. All prompts are checked while Ray starts."""
 HUB_TIMEOUT_S = 5.0
 """Maximum time for the request to the Hugging Face Hub, seconds."""
 
@@ -202,10 +202,9 @@ def _model_files(config: Config) -> Path | None:
     path = model_directory(config)
     if path is not None:
         return path if (path / "config.json").is_file() else None
-    from huggingface_hub import try_to_load_from_cache
+    from asyncrl.data.light_tokenizer import cached_files
 
-    found = try_to_load_from_cache(config.model.path, "config.json")
-    return Path(found).parent if isinstance(found, str) else None
+    return cached_files(config.model.path)
 
 
 def _try_hub_files(config: Config) -> None:

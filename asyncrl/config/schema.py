@@ -143,8 +143,7 @@ class DataSection(Section):
     """`refuse`: a bad row stops the start of the run. `skip`: bad rows are skipped and counted. A row is bad if it is
     blank, malformed, larger than 1 MiB, a duplicate, or has too many tokens."""
     max_prompt_tokens: PositiveInt = 48
-    """Maximum length of a prompt, tokens. A row with a longer or an empty prompt is a bad row. With `data.on_bad_row:
-    skip`, such a prompt fails as DATA when it is issued, and another prompt takes its place."""
+    """Maximum length of a prompt, tokens. A row with a longer or an empty prompt is a bad row."""
     heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Share of the questions that are held out for evaluation and never trained. A hash of the question selects
     them."""
@@ -168,13 +167,20 @@ class EnvironmentSection(Section):
     """Reward function that replaces the scoring of the environment: `exact_match`, `math_verify`, or an import path
     `package.module:callable`. The function takes (task, completion), or (task, completions) for a whole group, and may
     be async (docs/rewards.md)."""
+    on_error: Literal["mask", "zero", "fail"] = "mask"
+    """What happens to a completion whose reward raises an error, takes too long, ends its process, or does not return a
+    finite number. `mask`: it is left out of the loss and of the baseline of its group. `zero`: its reward is 0. `fail`:
+    its group fails. A group also fails if too few of its completions have a reward: with `mask` it needs two, or one if
+    `algorithm.advantage` does not compare the completions of a group; with `zero` it needs one. Another prompt replaces
+    a group that has failed (docs/rewards.md)."""
     secrets: list[VariableName] = []
     """Names of environment variables that reward code needs, such as the key of a judge. They must be set for the
     command that starts the generators. Only their names are in the configuration. Their values are not written to any
     file or log."""
     score_timeout_s: Annotated[PositiveFloat, WATCHED_DEADLINE] = 10.0
-    """Maximum time to score one completion, seconds. A scoring process that takes longer is killed and replaced. A
-    reward function that takes a whole group has this time for each completion of the group."""
+    """Maximum time to score one completion, seconds. A scoring process that takes longer is killed and replaced, and
+    the other completions of its group are scored in the new process. A reward function that takes a whole group has
+    this time for each completion of the group."""
     score_workers: PositiveInt = 1
     """Scoring processes of a replica. A process scores one group at a time; with an async reward it scores all waiting
     groups together, up to 64 completions. The processes share the completions of a group if the reward takes one
@@ -212,7 +218,7 @@ class GeneratorSection(Section):
     checkpoint, a group that lost weights finished continues the stored tokens of surviving ones. 0: such a group begins
     again. Each time, all tokens of the group are stored, so a value that takes some seconds to generate is enough."""
     max_data_failures: PositiveInt = 16
-    """Number of consecutive DATA failures, counted over the whole pool, that stops the run."""
+    """Number of groups that fail one after the other as DATA, counted over the whole pool, that stops the run."""
     max_infra_failures: PositiveInt = 3
     """Number of consecutive INFRA failures of one replica after which it gets no more prompts and is started again.
     From the second one on, it waits before its next prompt."""

@@ -33,7 +33,7 @@ from asyncrl.coordinator.replicas import ReplicaReport, Replicas, ReplicaView
 from asyncrl.coordinator.snapshot import Restored, RunSnapshot
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.coordinator.waiting import Waiting
-from asyncrl.data.prompts import PromptSource, Task
+from asyncrl.data.prompts import PromptData, PromptSource, Task
 from asyncrl.data_plane.clients import GroupRows
 from asyncrl.errors import LearnerNotRestored
 from asyncrl.metrics.catalogue import BUFFER_WAITS
@@ -188,9 +188,15 @@ class Coordinator:
             )
 
     async def attach(
-        self, deployment: Deployment, *, shared: Mapping[str, object], restored: Restored | None = None
+        self,
+        deployment: Deployment,
+        *,
+        shared: Mapping[str, object],
+        prompts: PromptData | None = None,
+        restored: Restored | None = None,
     ) -> Lineage:
-        """Admits a deployment. Returns the run's lineage. Raises the errors of `check`.
+        """Admits a deployment. Returns the run's lineage. Raises the errors of `check`, and RunMismatch if the
+        deployment has other `prompts` than the run.
 
         A learner that replaces another one gets a new incarnation: the live one of the lineage. All of a learner's
         calls carry its incarnation. Those of a replaced learner raise Fenced.
@@ -200,6 +206,8 @@ class Coordinator:
         data plane before its first lease. Raises LearnerNotRestored for a checkpoint of another run.
         """
         self.check(deployment, shared=shared, restores=restored is not None)
+        if prompts is not None:
+            self._prompts.check_same(prompts)
         replaced, repeated = self.registry.learner, deployment == self.registry.learner
         lived_on = not self._untouched
         if restored is not None and not repeated:

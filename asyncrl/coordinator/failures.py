@@ -1,4 +1,6 @@
-"""Failed rollouts, as other processes report and read them. Failures of groups arrive with `Coordinator.fail`."""
+"""Failures, as other processes report and read them. Failures of groups arrive with `Coordinator.fail`."""
+
+from collections.abc import Sequence
 
 from asyncrl.buffer.failures import FailureLog
 from asyncrl.buffer.records import Failure, FailureCount
@@ -6,7 +8,7 @@ from asyncrl.coordinator.waiting import Waiting
 
 
 class FailureReports:
-    """Access to the buffer's log of failed rollouts."""
+    """Access to the buffer's log of failures."""
 
     def __init__(self, log: FailureLog, *, waiting: Waiting) -> None:
         self._log = log
@@ -17,11 +19,17 @@ class FailureReports:
         self._log.heldout_failed(failure)
         await self._waiting.changed()
 
-    async def more_than(self, known_rollouts: int, *, wait_s: float) -> tuple[FailureCount, ...]:
-        """Returns the counts of failed rollouts.
+    async def samples_failed(self, counts: Sequence[FailureCount]) -> None:
+        """Reports completions whose reward failed in groups that were committed."""
+        for count in counts:
+            self._log.samples_failed(count.first, samples=count.samples)
+        await self._waiting.changed()
 
-        Waits until there are more than `known_rollouts`, but at most `wait_s` seconds.
+    async def more_than(self, known_failures: int, *, wait_s: float) -> tuple[FailureCount, ...]:
+        """Returns the counts of failures.
+
+        Waits until there are more than `known_failures`, but at most `wait_s` seconds.
         """
         return await self._waiting.answer(
-            self._log.counts, final=lambda _: self._log.rollouts > known_rollouts, wait_s=wait_s
+            self._log.counts, final=lambda _: self._log.total > known_failures, wait_s=wait_s
         )

@@ -1,7 +1,7 @@
 """A tokenizer from a model's files without transformers, whose import loads torch and takes seconds.
 
-It serves to refuse prompts early. It adds no special tokens of its own, so it never counts more tokens than the model's
-real tokenizer. The real one decides when the run starts.
+It serves to measure prompts while a run starts. It adds no special tokens of its own, so it never counts more tokens
+than the model's real tokenizer, which decides where this matters.
 """
 
 import json
@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl.data.tokenizer import encode_prompts
+
+MOST_SPECIAL_TOKENS = 2
+"""Special tokens that transformers may add to a prompt without a chat template although tokenizer.json does not: one at
+the beginning and one at the end (`add_bos_token` and `add_eos_token`)."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,9 @@ class LightTokenizer:
         self._core = core
         self._names = names
         self.chat_template = template
+        self.added_at_most = 0 if template else max(MOST_SPECIAL_TOKENS, core.num_special_tokens_to_add(False))
+        """Number of tokens that the real tokenizer may add to those that this one counts. A chat template has all of
+        its special tokens."""
 
     def __call__(self, texts: Sequence[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
         encoded = self._core.encode_batch(list(texts), add_special_tokens=False)
@@ -69,6 +76,14 @@ def light_tokenizer(path: Path, *, chat: Literal["auto", "off"]) -> LightTokeniz
     except Exception:  # only transformers can render a template that needs more than these names
         return None
     return tokenizer
+
+
+def cached_files(model: str) -> Path | None:
+    """Returns the folder with the files of a model of the Hugging Face Hub; None if they are not in the local cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(model, "config.json")
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def _settings(path: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Literal
 import msgspec
 import xxhash
 
-from asyncrl.errors import ConfigError, DatasetError
+from asyncrl.errors import ConfigError, DatasetError, RunMismatch
 
 OnBadRow = Literal["refuse", "skip"]
 
@@ -48,6 +48,27 @@ class PromptCursor(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     position: int
     fingerprint: str
+
+
+class PromptData(msgspec.Struct, frozen=True, kw_only=True):
+    """The training prompts of a deployment, as they are compared with those of its run.
+
+    `source` says where they come from, and on which machine. `rows` has `ROW_BYTES` bytes of a hash of each prompt and
+    its answer, in order: they show where two datasets differ.
+    """
+
+    source: str
+    fingerprint: str
+    rows: bytes
+
+
+ROW_BYTES = 4
+
+
+def prompt_data(tasks: Sequence[Task], *, source: str) -> PromptData:
+    """Returns what identifies the prompts `tasks`."""
+    hashes = (xxhash.xxh3_64_digest(f"{task.prompt}\0{task.answer}".encode())[:ROW_BYTES] for task in tasks)
+    return PromptData(source=source, fingerprint=fingerprint(tasks), rows=b"".join(hashes))
 
 
 class BadRow(Exception):
@@ -313,6 +334,24 @@ class PromptSource:
             )
         self._epoch, self._position = cursor.epoch, cursor.position
 
+    def check_same(self, others: PromptData) -> None:
+        """Raises RunMismatch if `others`, the prompts of another deployment, are not these prompts in this order."""
+        if others.fingerprint == self._fingerprint:
+            return
+        own, count = prompt_data(self._tasks, source="").rows, len(others.rows) // ROW_BYTES
+        equal = next(
+            (row for row, task in enumerate(self._tasks) if _row(own, row) != _row(others.rows, row)), len(self._tasks)
+        )
+        where = f"they differ from number {equal + 1} on"
+        if equal < len(self._tasks):
+            task = self._tasks[equal]
+            where += f", which is {task.prompt[:40]!r} in the run (row {task.row} of its dataset)"
+        raise RunMismatch(
+            f"{others.source} has {count} training prompts, which are not the {len(self._tasks)} prompts that the run "
+            f"was started with: {where}. Use the same data, tokenizer and versions of packages on all machines, or set "
+            "another run.name"
+        )
+
 
 def fingerprint(tasks: Sequence[Task]) -> str:
     """Returns a hash of prompts and answers in their order. Equal datasets have equal hashes."""
@@ -322,6 +361,10 @@ def fingerprint(tasks: Sequence[Task]) -> str:
             encoded = text.encode()
             digest.update(len(encoded).to_bytes(8, "little") + encoded)
     return digest.hexdigest()
+
+
+def _row(rows: bytes, number: int) -> bytes:
+    return rows[number * ROW_BYTES : (number + 1) * ROW_BYTES]
 
 
 def _permuted(index: int, *, size: int, key: str) -> int:

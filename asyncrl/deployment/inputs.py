@@ -3,11 +3,14 @@
 import asyncio
 import os
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncrl.config.schema import Config
+from asyncrl.data.light_tokenizer import cached_files, light_tokenizer
 from asyncrl.data.prompts import Task
+from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.environments.interfaces import build_tasks
 from asyncrl.environments.prompt_lengths import fitting
 
@@ -31,10 +34,12 @@ class Inputs:
     ) -> None:
         self._config = config
         self._report = report
-        self.prompts = asyncio.create_task(self._load_prompts(loaded), name="prompts")
-        """The tasks of the config, which are the same in every deployment of a run."""
+        self._read = asyncio.create_task(self._load_prompts(loaded), name="reading prompts")
         self.engine_model = asyncio.create_task(self._describe_model(), name="engine model")
         """Path of the model for engines. They need config and tokenizer only: the learner sends them the weights."""
+        self.prompts = asyncio.create_task(self._fitting_prompts(), name="prompts")
+        """The tasks of the config whose prompts fit, which are the same in every deployment of a run. The task raises
+        DatasetError for a prompt that does not fit, unless `data.on_bad_row` is `skip`."""
 
     @cached_property
     def learner_model(self) -> "asyncio.Task[str]":
@@ -53,12 +58,16 @@ class Inputs:
     async def _load_prompts(self, loaded: Prompts | None) -> Prompts:
         return loaded or Prompts(*await asyncio.to_thread(build_tasks, self._config))
 
+    async def _fitting_prompts(self) -> Prompts:
+        prompts, model = await self._read, await self.engine_model
+        return await asyncio.to_thread(_fitting, prompts, config=self._config, model=model)
+
     async def _describe_model(self) -> str:
         if self._config.model.tiny is None:
             return _for_workers(self._config.model.path)
-        # Wait for the thread that builds the prompts: two threads that import at the same time may see half-initialised
+        # Wait for the thread that reads the prompts: two threads that import at the same time may see half-initialised
         # modules.
-        await self.prompts
+        await self._read
 
         def describe() -> str:
             from asyncrl.demo.tiny_model import ensure_description
@@ -68,7 +77,7 @@ class Inputs:
         return await asyncio.to_thread(describe)
 
     async def _build_model(self) -> str:
-        path, prompts = await self.engine_model, await self.prompts
+        path, prompts = await self.engine_model, await self._read
         if self._config.model.tiny is None:
             return path
 
@@ -80,14 +89,19 @@ class Inputs:
         return await asyncio.to_thread(build)
 
 
-async def fitting_prompts(config: Config, prompts: Prompts, *, tokenizer: Any) -> Prompts:
-    """Returns the prompts that fit `data.max_prompt_tokens`. They are measured in a thread.
-
-    Raises DatasetError for a prompt that does not fit, unless `data.on_bad_row` is `skip`.
-    """
-
-    fit = partial(fitting, config=config, tokenizer=tokenizer)
-    return Prompts(*await asyncio.to_thread(lambda: [fit(tasks) for tasks in prompts]))
+def _fitting(prompts: Prompts, *, config: Config, model: str) -> Prompts:
+    """Returns the prompts that fit `data.max_prompt_tokens`. `model` is the path of a folder, or a name of the Hub."""
+    if not any(prompts):
+        return prompts
+    exact = cache(partial(load_tokenizer, model, chat=config.data.chat))
+    files = Path(model) if os.path.isdir(model) else cached_files(model)
+    # The real tokenizer needs transformers, whose import takes seconds in which other processes start.
+    light = None if files is None else light_tokenizer(files, chat=config.data.chat)
+    if light is None:
+        fit = partial(fitting, config=config, tokenizer=exact())
+    else:
+        fit = partial(fitting, config=config, tokenizer=light, exact=exact)
+    return Prompts(*map(fit, prompts))
 
 
 def _for_workers(model: str) -> str:

@@ -19,7 +19,7 @@ from asyncrl.coordinator.registry import Registry
 from asyncrl.coordinator.snapshot import Restored
 from asyncrl.data.tokenizer import load_tokenizer, shown_prompt, tokenizer_fingerprint
 from asyncrl.deployment.closing import LEAVE_S, Stopped, running, short_grace, unless_one_fails, unless_stopped
-from asyncrl.deployment.inputs import Prompts, fitting_prompts
+from asyncrl.deployment.inputs import Prompts
 from asyncrl.deployment.known_runs import has_checkpoint
 from asyncrl.deployment.learner_display import LearnerDisplay
 from asyncrl.deployment.learner_log import LearnerLog
@@ -193,13 +193,10 @@ class LearnerDeployment:
         stop: asyncio.Event,
     ) -> RunTotals:
         config = self._config
-        self._display.enter("checking the prompts")
+        self._display.enter("loading the tokenizer")
         tokenizer = load_tokenizer(model_path, chat=config.data.chat)
         fingerprint = tokenizer_fingerprint(tokenizer)
         await handles.coordinator.call(Registry.handshake, who="the learner", fingerprint=fingerprint)
-        # The buffer already has all prompts, also those that this call drops. If such a prompt is issued, it fails as
-        # DATA.
-        prompts = await fitting_prompts(config, prompts, tokenizer=tokenizer)
         for task in prompts.train[:1]:
             self._screen.report(shown_prompt(tokenizer, task.prompt))
         self._display.enter("starting the learner's ranks")

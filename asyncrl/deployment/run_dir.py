@@ -212,7 +212,7 @@ class RunDir:
             self._samples_failing = True
 
     def write_failures(self, failures: Sequence[FailureCount]) -> None:
-        """Writes `failures.json`: the number of failed rollouts by class and reason, with the first failure of each."""
+        """Writes `failures.json`: the number of failures by class and reason, with the first failure of each."""
         try:
             write_atomically(self.failures_path, pretty(failures))
         except OSError as error:

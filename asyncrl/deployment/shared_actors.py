@@ -26,7 +26,7 @@ from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.registry import Deployment, Registry
 from asyncrl.coordinator.snapshot import Restored
-from asyncrl.data.prompts import Task
+from asyncrl.data.prompts import Task, prompt_data
 from asyncrl.data_plane.clients import TRAIN_PARTITION, open_client
 from asyncrl.data_plane.interfaces import DataPlaneClient
 from asyncrl.data_plane.partition_actor import PARTITIONS
@@ -100,10 +100,12 @@ async def enter_run(
 ) -> RunHandles:
     """Creates or finds the run's actors, and attaches `deployment` to the run. A learner gives what it `restored`.
 
-    Raises RunMismatch, which names a config key whose value differs from the run's. Raises RunLocked, which names the
-    learner that the run has already, and LearnerNotRestored for a learner that would continue the run without its
-    weights.
+    Raises RunMismatch, which names a config key whose value differs from the run's, or the first of `tasks` that
+    differs from the run's prompts. Raises RunLocked, which names the learner that the run has already, and
+    LearnerNotRestored for a learner that would continue the run without its weights.
     """
+    source = f"{_source(config)} on {deployment.host}"
+    prompts = await asyncio.to_thread(prompt_data, tasks, source=source)
     options = {"namespace": config.run.name, "lifetime": "detached", "get_if_exists": True, "num_cpus": 0}
     options["max_concurrency"] = ACTOR_CONCURRENCY
     handle: Any = (
@@ -116,7 +118,7 @@ async def enter_run(
     await coordinator.call(Coordinator.start)
     try:
         lineage = await coordinator.call(
-            Coordinator.attach, deployment, shared=shared_config(config), restored=restored
+            Coordinator.attach, deployment, shared=shared_config(config), prompts=prompts, restored=restored
         )
     except BaseException:  # also a cancellation
         # The coordinator may have admitted it before the error. It would then wait for its heartbeats, and refuse the
@@ -128,6 +130,14 @@ async def enter_run(
         weights_handle, timeout_s=config.buffer.call_timeout_s, patience_s=config.run.stall_timeout_s
     )
     return RunHandles(deployment=deployment, lineage=lineage, coordinator=coordinator, weights=weights)
+
+
+def _source(config: Config) -> str:
+    """Returns the setting that names the source of the prompts."""
+    data = config.data
+    if data.dataset == "environment":
+        return f"environment.name = {config.environment.name}"
+    return f"data.path = {data.path}" if data.dataset == "jsonl" else f"data.dataset = {data.dataset}"
 
 
 async def open_data_plane(config: Config, *, deployment: Deployment, restores: bool) -> DataPlaneClient:

@@ -1,33 +1,56 @@
 """Scores groups in the scoring process, with a reward function of any form.
 
-Unless the function ends the process, the result of a group is one finite float for each completion, or one failure.
+Unless the function ends the process, each completion gets an outcome: one finite float, or one failure. The failure of
+one completion does not end the scoring of the others.
 """
 
 import asyncio
 import math
 import numbers
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
-from itertools import accumulate, chain
-
-from msgspec.structs import replace
+import time
+from collections.abc import Callable, Collection, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence, Sized
+from functools import partial
+from typing import Any, NamedTuple
 
 from asyncrl.config.schema import EnvironmentSection
+from asyncrl.data.prompts import Task
 from asyncrl.environments.reward_function import RewardFunction, subject
-from asyncrl.environments.scoring_messages import Failure, Group, Reply, Request, Result, RewardFailure
+from asyncrl.environments.scoring_messages import (
+    NO_COMPLETION,
+    Failure,
+    Group,
+    Outcome,
+    Reply,
+    Request,
+    RewardFailure,
+)
 from asyncrl.environments.secrets import Secrets, secrets_hint
 from asyncrl.user_code import describe_error
 
 CANCEL_GRACE_S = 1.0
 """Seconds that cancelled coroutines get to end. If one of them does not end, its process is replaced."""
 
+SEND_EVERY_S = 0.005
+"""Seconds. Outcomes are sent before the end of their request if the last ones were sent longer ago, so that they are
+known if a later completion ends the process. A message for each completion would cost as much as a fast reward. The
+outcomes of asynchronous rewards, which are not fast, are sent at once."""
+
 _OUT_OF_MEMORY = "ran out of environment.score_memory_mib"
+
+
+class _Call(NamedTuple):
+    """A call of the reward function. `number` is the number of its first completion in the request."""
+
+    number: int
+    task: Task
+    completions: tuple[str, ...]
 
 
 class GroupScoring:
     """Scores requests one after the other, in the thread that created the object.
 
-    Calls `begin` with the number of a completion when its scoring begins. Asynchronous rewards always run in the same
-    event loop, so that a client that they keep between calls stays usable.
+    Calls `send` with the replies to a request, and `begin` with the number of a completion when its scoring begins.
+    Asynchronous rewards always run in the same event loop, so that a client that they keep between calls stays usable.
     """
 
     def __init__(
@@ -35,7 +58,8 @@ class GroupScoring:
         reward: RewardFunction,
         section: EnvironmentSection,
         *,
-        begin: Callable[[int], None] = lambda sample: None,
+        send: Callable[[Reply], None],
+        begin: Callable[[int], None] = lambda number: None,
         secrets: Secrets | None = None,
         withheld: Collection[str] = (),
     ) -> None:
@@ -43,98 +67,122 @@ class GroupScoring:
         self._form = reward.form
         self._section = section
         self._subject = subject(section)
+        self._send = send
         self._begin = begin
         self._secrets = secrets or Secrets()
         self._withheld = withheld
-        self._unfinished: set[int] = set()  # numbers of the completions whose calls have not ended
         self._runner = asyncio.Runner() if reward.form.asynchronous else None
+        self._request = 0
+        self._unsent: list[tuple[int, Outcome]] = []
+        self._sent_s = 0.0
+        self._unended: set[int] = set()  # numbers of the calls that have not ended
+        self._retire = ""
 
-    def score(self, request: Request) -> Reply:
-        """Returns a result for each group. The first failure in a group ends the group's scoring."""
+    def score(self, request: Request) -> None:
+        """Scores the groups of a request and sends the outcomes, the last of them with `Reply.last`."""
+        self._request, self._unsent, self._sent_s, self._retire = request.id, [], time.monotonic(), ""
+        calls = list(self._calls(request.groups))
+        self._unended = {call.number for call in calls}
         if self._runner is None:
-            return Reply(id=request.id, results=tuple(map(self._scored, request.groups)))
-        try:
-            results = self._runner.run(self._at_once(request.groups))
-        except BaseException as error:  # the reward stopped or broke the event loop
-            failed = [self._failed(group, error, sample=None) for group in request.groups]
-            results = [replace(result, retire="broke its event loop") for result in failed]
-        return Reply(id=request.id, results=tuple(results))
-
-    def _scored(self, group: Group) -> Result:
-        """Makes the calls of one group one after the other."""
-        sample = None
-        try:
-            if self._form.batched:
-                self._begin(0)
-                return Result(rewards=_numbers(self._function(group.task, group.completions), len(group.completions)))
-            rewards: list[float] = []
-            for sample, completion in enumerate(group.completions):
-                self._begin(sample)
-                rewards.append(_number(self._function(group.task, completion)))
-            return Result(rewards=tuple(rewards))
-        except BaseException as error:  # also SystemExit and the like, because this is the user's code
-            return self._failed(group, error, sample=sample)
-
-    async def _at_once(self, groups: Sequence[Group]) -> list[Result]:
-        """Starts all calls of all groups at once and waits for them."""
-        ends = accumulate(len(group.completions) for group in groups)
-        numbers = [range(end - len(group.completions), end) for group, end in zip(groups, ends, strict=True)]
-        self._unfinished = set(chain.from_iterable(numbers))
-        self._begin(0)
-        return await asyncio.gather(*map(self._awaited, groups, numbers))
-
-    async def _awaited(self, group: Group, numbers: range) -> Result:
-        """Runs the calls of one group at once. The group's first failure, or its time limit, cancels its other calls.
-
-        `numbers` are the numbers of the group's completions in the request.
-        """
-        count, timeout_s, batched = len(group.completions), self._section.score_timeout_s, self._form.batched
-        if batched:
-            calls = [asyncio.create_task(self._call(group, group.completions, numbers))]
+            self._one_by_one(calls)
         else:
-            each = zip(group.completions, numbers, strict=True)
-            calls = [asyncio.create_task(self._call(group, text, range(n, n + 1))) for text, n in each]
-        limit_s = self._form.limit_s(timeout_s, count)
-        done, late = await asyncio.wait(calls, timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
-        for call in late:
-            call.cancel()
-        cancelled = asyncio.gather(*late, return_exceptions=True)
-        _, stubborn = await asyncio.wait([cancelled], timeout=CANCEL_GRACE_S)
-        retire = "has a reward call that did not end when it was cancelled" if stubborn else ""
-        errors = [(index, error) for index, call in enumerate(calls) if call in done and (error := call.exception())]
-        if late and not errors:
-            overran = _Unusable(RewardFailure.TIMEOUT, self._form.overran(timeout_s, count))
-            errors = [(min(map(calls.index, late)), overran)]
-        if errors:
-            index, error = errors[0]
-            failed = self._failed(group, error.__cause__ or error, sample=None if batched else index)
-            return replace(failed, retire=failed.retire or retire)
-        return Result(rewards=tuple(chain.from_iterable(call.result() for call in calls)))
+            try:
+                self._runner.run(self._at_once(calls))
+            except BaseException as error:  # the reward stopped or broke the event loop
+                self._retire = "broke its event loop"
+                for call in calls:
+                    if call.number in self._unended:
+                        self._end(call, self._failed(call, error))
+        self._send(Reply(id=request.id, outcomes=tuple(self._unsent), last=True, retire=self._retire))
 
-    async def _call(self, group: Group, argument: object, numbers: range) -> tuple[float, ...]:
-        """Makes one call for the completions with these numbers and returns their rewards. Raises _CallFailed."""
+    def _calls(self, groups: Iterable[Group]) -> Iterator[_Call]:
+        number = 0
+        for group in groups:
+            parts = [group.completions] if self._form.batched else [(text,) for text in group.completions]
+            for completions in parts:
+                yield _Call(number, group.task, completions)
+                number += len(completions)
+
+    def _one_by_one(self, calls: Iterable[_Call]) -> None:
+        for call in calls:
+            self._begin(call.number)
+            try:
+                outcomes = self._outcomes(call, self._function(call.task, self._argument(call)))
+            except BaseException as error:  # also SystemExit and the like, because this is the user's code
+                outcomes = self._failed(call, error)
+            self._end(call, outcomes)
+            if self._retire:
+                return  # the other completions are scored in a process that has its whole memory
+
+    async def _at_once(self, calls: Sequence[_Call]) -> None:
+        """Starts all calls at once and waits for them."""
+        self._begin(NO_COMPLETION)
+        await asyncio.gather(*map(self._await, calls))
+
+    async def _await(self, call: _Call) -> None:
+        """Makes a call, and cancels it at its time limit."""
+        count, timeout_s = len(call.completions), self._section.score_timeout_s
+        steps = _Steps(
+            self._awaited(call), enter=partial(self._begin, call.number), leave=partial(self._begin, NO_COMPLETION)
+        )
+        made = asyncio.create_task(steps)
+        await asyncio.wait([made], timeout=self._form.limit_s(timeout_s, count))
+        if made.done():
+            outcomes = made.result()
+        else:
+            made.cancel()
+            _, stubborn = await asyncio.wait([made], timeout=CANCEL_GRACE_S)
+            if stubborn:
+                self._retire = "has a reward call that did not end when it was cancelled"
+            overran = _Unusable(RewardFailure.TIMEOUT, self._form.overran(timeout_s, count))
+            outcomes = self._failed(call, overran)
+        self._end(call, outcomes)
+
+    async def _awaited(self, call: _Call) -> list[Outcome]:
+        """Makes a call. No error leaves it, because a task that raises SystemExit ends the event loop."""
         try:
-            value = await self._function(group.task, argument)
-            return _numbers(value, len(numbers)) if self._form.batched else (_number(value),)
+            return self._outcomes(call, await self._function(call.task, self._argument(call)))
         except GeneratorExit:  # the event loop was broken, and Python discards this coroutine
             raise
         except BaseException as error:
-            raise _CallFailed from error
-        finally:
-            self._unfinished.difference_update(numbers)
-            self._begin(min(self._unfinished, default=0))
+            return self._failed(call, error)
 
-    def _failed(self, group: Group, error: BaseException, *, sample: int | None) -> Result:
+    def _argument(self, call: _Call) -> str | tuple[str, ...]:
+        return call.completions if self._form.batched else call.completions[0]
+
+    def _end(self, call: _Call, outcomes: Sequence[Outcome]) -> None:
+        self._unended.discard(call.number)
+        self._unsent += enumerate(outcomes, start=call.number)
+        now_s = time.monotonic()
+        if self._runner is not None or now_s - self._sent_s >= SEND_EVERY_S:
+            self._send(Reply(id=self._request, outcomes=tuple(self._unsent), last=False))
+            self._unsent, self._sent_s = [], now_s
+
+    def _outcomes(self, call: _Call, value: object) -> list[Outcome]:
+        """Returns the outcomes of the completions of a call that returned `value`. Raises _Unusable if it is not a list
+        of the right length."""
+        if not self._form.batched:
+            return [self._outcome(value)]
+        values = _listed(value, len(call.completions))
+        return [self._outcome(each, at=f" at index {index}") for index, each in enumerate(values)]
+
+    def _outcome(self, value: object, *, at: str = "") -> Outcome:
+        try:
+            return _number(value, at=at)
+        except _Unusable as unusable:
+            return Failure(reason=unusable.reason, message=f"{self._subject} {unusable}")
+
+    def _failed(self, call: _Call, error: BaseException) -> list[Outcome]:
+        """Returns the outcomes of a call that failed as a whole."""
+        if isinstance(error, MemoryError):
+            self._retire = _OUT_OF_MEMORY
         if isinstance(error, _Unusable):
             reason, what = error.reason, str(error)
-            sample = error.sample if sample is None else sample
         else:
             reason = RewardFailure.RAISED
             what = f"raised {describe_error(error, redact=self._secrets.redact)}{self._hint(error)}"
-        if sample is None and len(group.completions) == 1:
-            sample = 0  # only this completion can have failed
-        failure = Failure(reason=reason, sample=sample, message=f"{self._subject} {what}")
-        return Result(failure=failure, retire=_OUT_OF_MEMORY if isinstance(error, MemoryError) else "")
+        count = len(call.completions)
+        return [Failure(reason=reason, message=f"{self._subject} {what}", of_call=count > 1)] * count
 
     def _hint(self, error: BaseException) -> str:
         if isinstance(error, MemoryError):
@@ -142,34 +190,62 @@ class GroupScoring:
         return secrets_hint(error, self._withheld)
 
 
-class _CallFailed(Exception):
-    """A call of an asynchronous reward failed. The cause is the error of the call: it may be SystemExit, with which a
-    task would end the event loop."""
+class _Steps(Coroutine[Any, Any, list[Outcome]]):
+    """A coroutine that calls `enter` before each of its steps and `leave` after it.
+
+    An event loop runs one coroutine at a time. So the call that blocks the loop, or ends the process, is known.
+    """
+
+    def __init__(
+        self, coroutine: Coroutine[Any, Any, list[Outcome]], *, enter: Callable[[], None], leave: Callable[[], None]
+    ) -> None:
+        self._coroutine = coroutine
+        self._enter = enter
+        self._leave = leave
+
+    def send(self, value: Any, /) -> Any:
+        self._enter()
+        try:
+            return self._coroutine.send(value)
+        finally:
+            self._leave()
+
+    def throw(self, *error: Any) -> Any:
+        self._enter()
+        try:
+            return self._coroutine.throw(*error)
+        finally:
+            self._leave()
+
+    def close(self) -> None:
+        self._coroutine.close()
+
+    def __await__(self) -> Generator[Any, Any, list[Outcome]]:
+        return self._coroutine.__await__()
 
 
 class _Unusable(Exception):
-    """A call gave no usable reward. `sample` is the index of the completion, if only one of a batch has no reward."""
+    """A call gave no usable reward."""
 
-    def __init__(self, reason: RewardFailure, message: str, *, sample: int | None = None) -> None:
+    def __init__(self, reason: RewardFailure, message: str) -> None:
         super().__init__(message)
         self.reason = reason
-        self.sample = sample
 
 
-def _number(value: object, *, at: str = "", sample: int | None = None) -> float:
+def _number(value: object, *, at: str) -> float:
     if not isinstance(value, numbers.Real):
-        raise _Unusable(RewardFailure.WRONG_TYPE, f"returned {_kind(value)}{at}; {_wanted(value)}", sample=sample)
+        raise _Unusable(RewardFailure.WRONG_TYPE, f"returned {_kind(value)}{at}; {_wanted(value)}")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise _Unusable(RewardFailure.NOT_FINITE, f"returned {number}{at}; a reward is a finite number", sample=sample)
+        raise _Unusable(RewardFailure.NOT_FINITE, f"returned {number}{at}; a reward is a finite number")
     return number
 
 
-def _numbers(value: object, count: int) -> tuple[float, ...]:
-    """Checks the rewards that a batched call returned, and returns them as floats."""
+def _listed(value: object, count: int) -> list[object]:
+    """Returns the rewards that a batched call returned for `count` completions as a list."""
     if hasattr(value, "tolist"):  # a NumPy array or a torch tensor
         value = value.tolist()
     unordered = isinstance(value, str | bytes | Mapping | set)
@@ -185,7 +261,7 @@ def _numbers(value: object, count: int) -> tuple[float, ...]:
             RewardFailure.WRONG_TYPE,
             f"returned {len(rewards)} rewards for {count} completions; return one number for each",
         )
-    return tuple(_number(each, at=f" at index {index}", sample=index) for index, each in enumerate(rewards))
+    return rewards
 
 
 def _kind(value: object) -> str:

@@ -1,11 +1,11 @@
 """Checks prompt lengths: the model can take prompts of 1 to `longest_prompt_tokens` tokens.
 
-The learner checks every prompt once, before it publishes the first weights, so before anything is generated. A rollout
-checks its own prompt again and fails as DATA if the prompt does not fit.
+Every deployment measures every prompt once, before it gives the prompts to the buffer. So all deployments of a run have
+the same prompts. A rollout checks its own prompt again and fails as DATA if the prompt does not fit.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from asyncrl.config.schema import Config
@@ -31,8 +31,13 @@ def counted(tokenizer: Any, task: Task, ids: Sequence[int]) -> str:
     return f"{len(ids)} tokens{of_template if added else ''}"
 
 
-def fitting(tasks: Sequence[Task], *, config: Config, tokenizer: Any) -> list[Task]:
+def fitting(
+    tasks: Sequence[Task], *, config: Config, tokenizer: Any, exact: Callable[[], Any] | None = None
+) -> list[Task]:
     """Returns the tasks whose prompts fit, and logs the count of skipped ones.
+
+    If `tokenizer` is a LightTokenizer, `exact` returns the model's real tokenizer. It is called for prompts that fit
+    only if the real one adds no special tokens.
 
     Raises DatasetError, which names the first row that does not fit, if `data.on_bad_row` is `refuse` or if there are
     tasks but none of them fits.
@@ -42,7 +47,14 @@ def fitting(tasks: Sequence[Task], *, config: Config, tokenizer: Any) -> list[Ta
     first_misfit = ""
     for start in range(0, len(tasks), ENCODED_AT_ONCE):
         chunk = tasks[start : start + ENCODED_AT_ONCE]
-        for task, ids in zip(chunk, encode_prompts(tokenizer, [task.prompt for task in chunk]), strict=True):
+        encoded = encode_prompts(tokenizer, [task.prompt for task in chunk])
+        if exact is not None:
+            added = tokenizer.added_at_most
+            doubtful = [place for place, ids in enumerate(encoded) if not ids or len(ids) <= longest < len(ids) + added]
+            again = encode_prompts(exact(), [chunk[place].prompt for place in doubtful]) if doubtful else []
+            for place, ids in zip(doubtful, again, strict=True):
+                encoded[place] = ids
+        for task, ids in zip(chunk, encoded, strict=True):
             if 0 < len(ids) <= longest:
                 fit.append(task)
             elif not first_misfit:

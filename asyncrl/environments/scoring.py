@@ -2,9 +2,10 @@
 
 Reward code runs in the processes of `scoring_worker.py`. `Scorer` gives each process one group at a time, or several
 groups at once if the reward is async. A completion may take `environment.score_timeout_s` of wall-clock time. `Scorer`
-kills and replaces a process that exceeds this limit or dies, together with all processes that it has started. Requests
-and replies are JSON. Lines that reward code prints are passed on. `Scorer` cannot kill code that leaves its process
-tree and session on purpose, and it does not limit access to the file system or the network.
+kills and replaces a process that exceeds this limit or dies, together with all processes that it has started, and the
+new process scores the completions that are left. Requests and replies are JSON. Lines that reward code prints are
+passed on. `Scorer` cannot kill code that leaves its process tree and session on purpose, and it does not limit access
+to the file system or the network.
 """
 
 import asyncio
@@ -21,9 +22,11 @@ from dataclasses import dataclass, field
 from asyncrl.config.schema import EnvironmentSection
 from asyncrl.data.prompts import Task
 from asyncrl.environments.reward_function import Form
+from asyncrl.environments.scores import Score
 from asyncrl.environments.scoring_messages import Group
 from asyncrl.environments.scoring_process import ScoringProcess, closed
 from asyncrl.environments.secrets import Secrets
+from asyncrl.errors import DataError
 
 START_TIMEOUT_S = 120.0
 """Seconds in which a scoring process must become ready. Importing the environment takes seconds on a busy machine."""
@@ -44,7 +47,7 @@ class Scorer:
 
     >>> scorer = Scorer(config.environment)
     >>> await scorer.start()                            # ConfigError for a reward that does not exist
-    >>> rewards = await scorer.score(task, completions)
+    >>> scores = await scorer.score(task, completions)  # a reward for each, or the error of its reward
     >>> await scorer.close()
 
     Use it from any event loop. Cancelling `score` abandons the result but does not stop the process, which is busy for
@@ -61,6 +64,7 @@ class Scorer:
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         self._closing = threading.Event()
+        self._fails_groups = section.on_error == "fail"
         self._processes = [
             ScoringProcess(
                 section,
@@ -84,31 +88,32 @@ class Scorer:
         self._start_threads()
         await asyncio.gather(*map(asyncio.wrap_future, self._started))
 
-    async def score(self, task: Task, completions: Sequence[str]) -> list[float]:
-        """Returns one finite reward for each completion, in order. A completion is a text without special tokens and
-        may be empty.
+    async def score(self, task: Task, completions: Sequence[str]) -> list[Score]:
+        """Returns the score of each completion, in order: one finite reward, or a DataError if its reward failed. A
+        completion is a text without special tokens and may be empty.
 
-        Raises DataError when the reward fails: its `reason` is a RewardFailure, its message says what happened, and its
-        `completion` is the failed completion. Raises InfraError with the reason `scorer_unavailable` when no process
-        can be started, and `scorer_closed` after `close`.
+        With `environment.on_error: fail`, completions whose scoring has not begun may get the error of another one.
+        Raises DataError when the group cannot be sent to a process. Raises InfraError with the reason
+        `scorer_unavailable` when no process can be started, and `scorer_closed` after `close`.
         """
         if self._closing.is_set():
             raise closed()
         if not completions:
             return []
         parts = [(each,) for each in completions] if self._shared() else [tuple(completions)]
-        calls = [self._in_line(Group(task=task, completions=part)) for part in parts]
+        whole = _Whole()
+        calls = [self._in_line(Group(task=task, completions=part), whole) for part in parts]
         try:
-            return [reward for rewards in await asyncio.gather(*calls) for reward in rewards]
+            return [score for scores in await asyncio.gather(*calls) for score in scores]
         finally:
             for call in calls:
-                call.cancel()  # drops the calls that have not begun, after a failure or a cancellation
+                call.cancel()  # drops the calls that have not begun, after an error or a cancellation
 
-    def _in_line(self, group: Group) -> "asyncio.Future[list[float]]":
+    def _in_line(self, group: Group, whole: "_Whole") -> "asyncio.Future[list[Score]]":
         self._start_threads()
-        waiting = _Waiting(group=group)
+        waiting = _Waiting(group=group, whole=whole)
         self._line.put(waiting)
-        return asyncio.wrap_future(waiting.rewards)
+        return asyncio.wrap_future(waiting.scores)
 
     def _shared(self) -> bool:
         """Returns True if the completions of a group are divided among several processes."""
@@ -142,16 +147,19 @@ class Scorer:
         while (first := self._line.get()) is not None:
             taken = self._taken(first, process.form)
             try:
-                results: Sequence[list[float] | Exception] = self._scored(process, taken) if taken else []
+                results: Sequence[list[Score] | Exception] = self._scored(process, taken) if taken else []
             except Exception as error:
                 results = [error] * len(taken)
             for waiting, result in zip(taken, results, strict=True):
+                if isinstance(result, list) and (self._fails_groups or process.gives_up):
+                    errors = (score for score in result if isinstance(score, DataError))
+                    waiting.whole.error = waiting.whole.error or next(errors, None)
                 waiting.deliver(result)
 
     def _taken(self, first: "_Waiting", form: Form) -> "list[_Waiting]":
-        """Takes the groups to score together, and drops cancelled ones. Takes more than one group only if the reward
-        is async."""
-        taken = [first] if first.rewards.set_running_or_notify_cancel() else []
+        """Takes the groups to score together, and leaves out cancelled ones and parts of groups that are given up.
+        Takes more than one group only if the reward is async."""
+        taken = [first] if first.begin() else []
         completions = len(first.group.completions)
         with contextlib.suppress(queue.Empty):
             while form.asynchronous and completions < AWAITED_AT_ONCE:
@@ -159,12 +167,12 @@ class Scorer:
                 if waiting is None:
                     self._line.put(None)  # the end mark, which the next `get` must find
                     break
-                if waiting.rewards.set_running_or_notify_cancel():
+                if waiting.begin():
                     taken.append(waiting)
                     completions += len(waiting.group.completions)
         return taken
 
-    def _scored(self, process: ScoringProcess, taken: "list[_Waiting]") -> Sequence[list[float] | Exception]:
+    def _scored(self, process: ScoringProcess, taken: "list[_Waiting]") -> Sequence[list[Score] | Exception]:
         begun_s = time.monotonic()
         results = process.score([waiting.group for waiting in taken])
         completions = sum(len(waiting.group.completions) for waiting in taken)
@@ -181,21 +189,40 @@ class Scorer:
         with contextlib.suppress(queue.Empty):
             while True:  # groups that were added while closing
                 waiting = self._line.get_nowait()
-                if waiting is not None and waiting.rewards.set_running_or_notify_cancel():
+                if waiting is not None and waiting.begin():
                     waiting.deliver(closed())
         for process in self._processes:
             process.discard()
 
 
+@dataclass(slots=True)
+class _Whole:
+    """A group, of which several processes may score parts. If `error` is set, the other parts are given up: those that
+    have not begun get this error."""
+
+    error: DataError | None = None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Waiting:
-    """A waiting group and its rewards. `rewards` is cancelled if the caller has given up before the scoring begins."""
+    """A waiting group, or a part of the group `whole`, and its scores. `scores` is cancelled if the caller has given up
+    before the scoring begins."""
 
     group: Group
-    rewards: "Future[list[float]]" = field(default_factory=Future)
+    whole: _Whole
+    scores: "Future[list[Score]]" = field(default_factory=Future)
 
-    def deliver(self, result: list[float] | Exception) -> None:
+    def begin(self) -> bool:
+        """Returns whether the scoring is to begin."""
+        if not self.scores.set_running_or_notify_cancel():
+            return False
+        if (error := self.whole.error) is None:
+            return True
+        self.deliver([DataError(str(error), reason=error.reason)] * len(self.group.completions))
+        return False
+
+    def deliver(self, result: list[Score] | Exception) -> None:
         if isinstance(result, Exception):
-            self.rewards.set_exception(result)
+            self.scores.set_exception(result)
         else:
-            self.rewards.set_result(result)
+            self.scores.set_result(result)

@@ -15,7 +15,7 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 
 
 class RewardFailure(StrEnum):
-    """Why a group has no rewards. It is the `reason` of the group's DataError, and the label of a metric."""
+    """Why a completion has no reward. It is the `reason` of its DataError, and the label of a metric."""
 
     RAISED = "reward_raised"
     NOT_FINITE = "reward_not_finite"
@@ -55,28 +55,29 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a group has no rewards. `sample` is the index of the first completion without a usable reward. It is None
-    when a call for several completions failed as a whole."""
+    """Why a completion has no reward. If `of_call` is True, a call for several completions failed as a whole."""
 
     reason: RewardFailure
-    sample: int | None
     message: str
+    of_call: bool = False
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """The rewards of a group in the order of its completions, or a failure. `retire` is the reason why the process
-    should get no further request; it is empty when the process can continue."""
-
-    rewards: tuple[float, ...] = ()
-    failure: Failure | None = None
-    retire: str = ""
+Outcome = float | Failure
+"""The reward of a completion, or why it has none."""
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to a request: a result for each of its groups."""
+    """An answer to a request: the outcomes of some completions by their number, which counts over all groups of the
+    request. The last reply has `last` set.
+
+    `retire` is the reason why the process should get no further request; it is empty when the process can continue.
+    With a reason, completions may be left without an outcome.
+    """
 
     id: int
-    results: tuple[Result, ...]
+    outcomes: tuple[tuple[int, Outcome], ...]
+    last: bool
+    retire: str = ""
 
 
 Message = TypeVar("Message", bound=msgspec.Struct)
@@ -92,8 +93,14 @@ def encode(message: msgspec.Struct) -> bytes:
     return line
 
 
+NO_COMPLETION = -1
+"""The number in `Progress` while the event loop of an asynchronous reward runs none of the calls."""
+
+
 class Progress:
-    """The completion that is being scored (counted over all groups of a request), and when its scoring began.
+    """The completion that is being scored (counted over all groups of a request), and when its scoring began. Of an
+    asynchronous reward, it is the completion whose coroutine runs at this moment. If a call scores several completions,
+    it is the first of them.
 
     A scoring process writes it to shared memory and its generator reads it, so that a fast reward does not need a
     message for each completion. `file` is the descriptor of a file of `BYTES` bytes. Times are of the monotonic clock,

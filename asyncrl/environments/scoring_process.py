@@ -23,14 +23,15 @@ from asyncrl.config.schema import EnvironmentSection
 from asyncrl.environments.group_scoring import CANCEL_GRACE_S
 from asyncrl.environments.output import OutputReader
 from asyncrl.environments.reward_function import Form, subject
+from asyncrl.environments.scores import Score, Scores
 from asyncrl.environments.scoring_messages import (
     MAX_MESSAGE_BYTES,
+    Failure,
     Group,
     Message,
     Progress,
     Reply,
     Request,
-    Result,
     RewardFailure,
     Start,
     Started,
@@ -44,6 +45,10 @@ _REAP_TIMEOUT_S = 10.0
 """Seconds in which a killed process must end, before that is logged as an error."""
 _MAX_LEFT_BEHIND = 32
 """Descendants that reward code may leave running. A scoring process with more is replaced."""
+GIVEN_UP_AFTER = 3
+"""Processes in a row that reward code may end at the first completion of a request. After that, a group whose first
+completion ends a process is not scored any further, so that a reward that always hangs costs each group one time limit
+and not one for each completion."""
 _AWAITED_GRACE_S = CANCEL_GRACE_S + 1.0
 """Seconds beyond the limit of an asynchronous reward. In this time its process reports that it cancelled the calls, or
 that a call did not end."""
@@ -84,6 +89,7 @@ class ScoringProcess:
         self._lock = threading.Lock()  # keeps a process from being started or reaped while another thread kills it
         self._child: _Child | None = None
         self._requests = 0
+        self._fruitless = 0  # processes in a row that the reward has ended at the first completion of a request
         self.form = Form()
         """How the reward is called. It is valid after the first start of a process."""
 
@@ -114,56 +120,110 @@ class ScoringProcess:
             raise ConfigError(started.error, key=started.key)
         self.form = started.form
 
-    def score(self, groups: Sequence[Group]) -> list[list[float] | DataError]:
-        """Returns the rewards of each group, or its error. Takes several groups only for an asynchronous reward."""
-        self.start()
+    def score(self, groups: Sequence[Group]) -> list[list[Score] | DataError]:
+        """Returns the scores of each group, or the error of a group that cannot be sent. Takes several groups only for
+        an asynchronous reward.
+
+        If a completion ends the process or exceeds its time limit, the scores that are known are kept, and a new
+        process scores the other completions. If the reward always does that (`gives_up`), they get the same error.
+        """
+        scores = Scores(groups)
+        while requested := scores.requested():
+            self.start()
+            self._requests += 1
+            try:
+                request = encode(Request(id=self._requests, groups=requested))
+            except (TypeError, ValueError) as error:  # metadata that is not JSON, or a message that is too long
+                if len(groups) > 1:  # send the groups one by one to find the one that cannot be sent
+                    return [result for group in groups for result in self.score([group])]
+                return [
+                    DataError(
+                        f"the group cannot be sent to the scoring process: {error}; check the task's metadata and the "
+                        "length of the completions",
+                        reason="not_scorable",
+                    )
+                ]
+            known = scores.rewards
+            lost_at = self._lost_at(request, requested, scores)
+            if scores.rewards > known or (lost_at is not None and lost_at > 0):
+                self._fruitless = 0  # the reward can end: it did so for the completions before
+            if lost_at is not None:
+                self._fruitless += 1
+            if self.gives_up and scores.left:
+                _log.warning(
+                    "%d completions are not scored, because the reward has ended %d scoring processes in a row",
+                    len(scores.left),
+                    self._fruitless,
+                )
+                scores.give_up()
+        return list(scores.results())
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether the reward has ended so many processes that the next one is not used for the rest of a group.
+
+        With `environment.on_error: fail` this is so from the first one on, because its group fails anyway.
+        """
+        return self._fruitless >= (1 if self._section.on_error == "fail" else GIVEN_UP_AFTER)
+
+    def _lost_at(self, request: bytes, requested: Sequence[Group], scores: Scores) -> int | None:
+        """Sends a request and keeps its scores. Returns the number of the completion at which the process was lost,
+        because it exceeded a time limit, ended, or cannot go on; None if it goes on. The completions of the call that
+        it was making then have an error."""
         child = self._child
         assert child is not None
-        self._requests += 1
-        try:
-            request = encode(Request(id=self._requests, groups=tuple(groups)))
-        except (TypeError, ValueError) as error:  # metadata that is not JSON, or a message that is too long
-            if len(groups) > 1:  # send the groups one by one to find the one that cannot be sent
-                return [result for group in groups for result in self.score([group])]
-            return [
-                DataError(
-                    f"the group cannot be sent to the scoring process: {error}; check the task's metadata and the "
-                    "length of the completions",
-                    reason="not_scorable",
-                )
-            ]
-        deadline = self._deadline(groups, child.progress)
+        deadline = self._deadline(requested, child.progress)
         try:
             child.send(request, deadline_s=deadline())
-            reply = child.receive(Reply, deadline=deadline)
-            if reply.id != self._requests or not _fits(reply.results, groups):
-                raise _Died("sent a reply that does not belong to the request")
+            reply = self._reply(child, scores, deadline=deadline)
+            while not reply.last:
+                reply = self._reply(child, scores, deadline=deadline)
+            if scores.left and not reply.retire:
+                raise _Died("sent no reward for some completions")
         except _Late:
-            under_way = self._under_way(groups, child.progress)
+            failed = self._being_scored(scores, child.progress)
             self._replace("exceeded its time limit")
-            timeout_s = self._section.score_timeout_s
+            count = len(failed) if self.form.batched else 1
+            what = self.form.overran(self._section.score_timeout_s, count)
             blocked = "; it blocked its event loop: use `await` for calls that take time, or remove `async`"
-            return [
-                DataError(
-                    f"{subject(self._section)} {self.form.overran(timeout_s, len(group.completions))}"
-                    f"{blocked if self.form.asynchronous else ''}",
-                    reason=RewardFailure.TIMEOUT,
-                    completion=completion,
-                )
-                for group, completion in zip(groups, under_way, strict=True)
-            ]
+            self._fail(scores, failed, RewardFailure.TIMEOUT, what + (blocked if self.form.asynchronous else ""))
+            return failed[0] if failed else 0
         except _Died as error:
-            under_way = self._under_way(groups, child.progress)
+            failed = self._being_scored(scores, child.progress)
             status = self._replace("died")
             if self._closing.is_set():
                 raise closed() from error
-            message = f"{subject(self._section)} ended its scoring process: the process {error} ({status})"
-            return [DataError(message, reason=RewardFailure.CRASHED, completion=completion) for completion in under_way]
-        if retire := next((result.retire for result in reply.results if result.retire), ""):
-            self._replace(retire)
-        elif len(_descendants(child.process.pid)) > _MAX_LEFT_BEHIND:
+            what = f"ended its scoring process: the process {error} ({status})"
+            self._fail(scores, failed, RewardFailure.CRASHED, what)
+            return failed[0] if failed else 0
+        if reply.retire:
+            self._replace(reply.retire)
+            return scores.left[0] - 1 if scores.left else 0
+        if len(_descendants(child.process.pid)) > _MAX_LEFT_BEHIND:
             self._replace(f"left more than {_MAX_LEFT_BEHIND} processes behind")
-        return [_outcome(result, group) for result, group in zip(reply.results, groups, strict=True)]
+        return None
+
+    def _reply(self, child: "_Child", scores: Scores, *, deadline: Callable[[], float]) -> Reply:
+        """Receives the next reply to the last request, and keeps its scores."""
+        reply = child.receive(Reply, deadline=deadline)
+        if reply.id != self._requests or not scores.take(reply.outcomes):
+            raise _Died("sent a reply that does not belong to the request")
+        return reply
+
+    def _being_scored(self, scores: Scores, progress: Progress) -> Sequence[int]:
+        """Returns the numbers of the completions that the interrupted call scored: one, or those of a group that is
+        scored in one call. If the call of an asynchronous reward is not known, these are all completions without a
+        score. A reward that takes one completion after the other may have ended a call without saying so: then it is
+        the first completion without a score."""
+        left = scores.left
+        number, _ = progress.read()
+        if number not in left:
+            return left if self.form.asynchronous or self.form.batched else left[:1]
+        return scores.of_group(number) if self.form.batched else [number]
+
+    def _fail(self, scores: Scores, numbers: Sequence[int], reason: RewardFailure, what: str) -> None:
+        message = f"{subject(self._section)} {what}"
+        scores.fail(numbers, Failure(reason=reason, message=message, of_call=len(numbers) > 1))
 
     def _deadline(self, groups: Sequence[Group], progress: Progress) -> Callable[[], float]:
         """Returns a function that gives the deadline of a request that begins now.
@@ -180,17 +240,6 @@ class ScoringProcess:
             latest_s = begun_s + self.form.limit_s(timeout_s, most) + grace_s
             return lambda: latest_s
         return lambda: min(progress.read()[1], begun_s + timeout_s * (most - 1)) + timeout_s
-
-    def _under_way(self, groups: Sequence[Group], progress: Progress) -> list[str]:
-        """Returns for each group the completion that was being scored. It is empty if the group's scoring had not begun
-        or had ended, and if several completions were scored in one call."""
-        sample, _ = progress.read()
-        found: list[str] = []
-        for group in groups:
-            alone = not self.form.batched or len(group.completions) == 1
-            found.append(group.completions[sample] if alone and 0 <= sample < len(group.completions) else "")
-            sample -= len(group.completions)
-        return found
 
     def kill(self) -> None:
         """Ends the process and its descendants. The thread that uses the process then finds it dead."""
@@ -252,6 +301,7 @@ class _Child:
             theirs.close()
             os.close(progress)
             os.close(prints)
+        self._received = bytearray()  # what was received after the last message
         self._death = os.pidfd_open(self.process.pid)
         self._reader = OutputReader(printed, pid=self.process.pid, secrets=secrets, output=output)
 
@@ -284,24 +334,26 @@ class _Child:
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         poll.register(self._death, select.POLLIN)
-        line = bytearray()
-        while not line.endswith(b"\n"):
+        searched = 0
+        while (end := self._received.find(b"\n", searched)) < 0:
+            searched = len(self._received)
             left_s = deadline() - time.monotonic()
             if left_s <= 0:
                 raise _Late("does not answer")
             events = dict(poll.poll(left_s * 1000))
-            if self._socket.fileno() in events:  # check this first: a dead process may have left a last reply
-                line += self._received()
+            if self._socket.fileno() in events:  # check this first: a dead process may have left replies
+                self._received += self._read()
             elif events:
                 raise _Died("ended")
-            if len(line) > MAX_MESSAGE_BYTES:
+            if len(self._received) > MAX_MESSAGE_BYTES:
                 raise _Died(f"sent a message beyond the limit of {MAX_MESSAGE_BYTES} bytes")
+        line, self._received = bytes(self._received[:end]), self._received[end + 1 :]
         try:
             return msgspec.json.decode(line, type=kind)
         except msgspec.DecodeError as error:
             raise _Died(f"sent a malformed message, {error}") from error
 
-    def _received(self) -> bytes:
+    def _read(self) -> bytes:
         with contextlib.suppress(ConnectionError):
             if data := self._socket.recv(2**20):
                 return data
@@ -311,21 +363,6 @@ class _Child:
 def closed() -> InfraError:
     """Returns the error of every score after `Scorer.close`."""
     return InfraError("the scorer has been closed and scores no more groups", reason="scorer_closed")
-
-
-def _fits(results: Sequence[Result], groups: Sequence[Group]) -> bool:
-    """Returns True if there is one result for each group, with a failure or with one reward for each completion."""
-    return len(results) == len(groups) and all(
-        result.failure is not None or len(result.rewards) == len(group.completions)
-        for result, group in zip(results, groups, strict=True)
-    )
-
-
-def _outcome(result: Result, group: Group) -> list[float] | DataError:
-    if (failure := result.failure) is None:
-        return list(result.rewards)
-    completion = "" if failure.sample is None else group.completions[failure.sample]
-    return DataError(failure.message, reason=failure.reason, completion=completion)
 
 
 def _kill_tree(process: subprocess.Popen[bytes]) -> None:

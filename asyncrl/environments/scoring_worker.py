@@ -1,9 +1,9 @@
 """The process that runs reward code: `python -m asyncrl.environments.scoring_worker SOCKET PARENT_PID PROGRESS`.
 
-`scoring_process.py` starts it. It reads one `Start`, and then answers each `Request` with one `Reply`. Messages are
-lines of JSON on an inherited socket. PROGRESS is the file descriptor of the shared memory of `Progress`.
-Standard output and standard error are a pipe to the parent. The module imports none of torch, ray and vllm, so that
-only the environment decides how long the start takes.
+`scoring_process.py` starts it. It reads one `Start`, and then answers each `Request` with one or more replies. Messages
+are lines of JSON on an inherited socket. PROGRESS is the file descriptor of the shared memory of `Progress`. Standard
+output and standard error are a pipe to the parent. The module imports none of torch, ray and vllm, so that only the
+environment decides how long the start takes.
 """
 
 import ctypes
@@ -23,6 +23,7 @@ from asyncrl.environments.interfaces import build_reward
 from asyncrl.environments.scoring_messages import (
     Message,
     Progress,
+    Reply,
     Request,
     Start,
     Started,
@@ -60,17 +61,20 @@ def main(connection: socket.socket, *, parent_pid: int, progress: Progress) -> N
     except Exception as error:  # raised by the constructor of the environment
         message = f"environment: cannot be built from its options, {describe_error(error, redact=secrets.redact)}"
         return refuse(message, error, key="environment.options")
-    scoring = GroupScoring(reward, section, begin=progress.begin, secrets=secrets, withheld=start.withheld)
-    _limit(memory_bytes=section.score_memory_mib * 2**20)
-    os.register_at_fork(after_in_child=progress.detach)
-    connection.sendall(encode(Started(form=reward.form)))
     own_pid = os.getpid()
-    while True:
-        request = _receive(messages, Request)
-        reply = scoring.score(request)
+
+    def send(reply: Reply) -> None:
         if os.getpid() != own_pid:
             os._exit(0)  # reward code has forked and this is the copy; only the original process replies
         connection.sendall(encode(reply))
+
+    begin = progress.begin
+    scoring = GroupScoring(reward, section, send=send, begin=begin, secrets=secrets, withheld=start.withheld)
+    _limit(memory_bytes=section.score_memory_mib * 2**20)
+    os.register_at_fork(after_in_child=progress.detach)
+    connection.sendall(encode(Started(form=reward.form)))
+    while True:
+        scoring.score(_receive(messages, Request))
 
 
 def _receive(messages: BinaryIO, kind: type[Message]) -> Message:

@@ -33,6 +33,7 @@ from asyncrl.errors import DataError, EngineDied, EngineStuck, InfraError, Quara
 from asyncrl.generation.held_tickets import HeldTickets
 from asyncrl.generation.interfaces import PartialCompletion, Sampled
 from asyncrl.generation.prefix_keeper import PrefixKeeper
+from asyncrl.generation.reward_errors import report_failures
 from asyncrl.generation.rollout import FinishedGroup, Rollouts
 from asyncrl.generation.running import RunningRollouts
 from asyncrl.generation.weight_updates import UpdateHooks, WeightUpdates
@@ -315,16 +316,20 @@ class Generator:
 
     async def _commit(self, groups: Sequence[FinishedGroup]) -> None:
         outcomes = await self._coordinator.call(Coordinator.commit, [self._with_stored(group.meta) for group in groups])
-        refused: list[str] = []
+        refused, failures = list[str](), list[Failure]()
         for group, outcome in zip(groups, outcomes, strict=True):
             self._held.settle(group.meta.key)
             self._metrics.samples(len(group.meta.rewards), outcome=outcome)
             if outcome is CommitOutcome.ACCEPTED:
                 self._samples += len(group.meta.rewards)
                 self._tokens += group.meta.generated_tokens
-                self._metrics.rewards(group.meta.rewards)
+                self._metrics.rewards(group.meta.known_rewards)
+                failures += group.failures
             elif outcome is not CommitOutcome.DUPLICATE:
                 refused.append(group.meta.key)
+        for failure in failures:
+            self._metrics.reward_failed(reason=failure.reason, samples=1)
+        await report_failures(failures, self._coordinator)
         if refused:
             await self._rows.clear(refused)
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from asyncrl.buffer.records import GroupMeta, Ticket, VersionSpan
+from asyncrl.buffer.records import Failure, GroupMeta, Ticket, VersionSpan
 from asyncrl.common.version import Version
 from asyncrl.config.checks import BYTES_PER_ROW, BYTES_PER_TOKEN
 from asyncrl.config.schema import Config
@@ -30,6 +30,7 @@ from asyncrl.environments.scoring import Scorer
 from asyncrl.errors import DataError, HandshakeError
 from asyncrl.generation.interfaces import Completion, InferenceEngine, PartialCompletion, Sampled
 from asyncrl.generation.long_work import beside_loop
+from asyncrl.generation.reward_errors import failures_of, rewards_of
 
 GENERATED_FIELDS = ("input_ids", "input_lengths", "generation_logprobs", "weight_versions", "token_mask")
 """Columns of a finished group's rows. Later columns of the same samples are stored under the same keys."""
@@ -37,11 +38,13 @@ GENERATED_FIELDS = ("input_ids", "input_lengths", "generation_logprobs", "weight
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedGroup:
-    """A scored group: metadata for the buffer, rows for the data plane, and the seconds that scoring took."""
+    """A scored group: metadata for the buffer, rows for the data plane, and the seconds that scoring took. `failures`
+    are those of completions whose reward failed."""
 
     meta: GroupMeta
     rows: BatchedDataDict
     scoring_s: float
+    failures: tuple[Failure, ...] = ()
 
 
 class Rollouts:
@@ -91,7 +94,7 @@ class Rollouts:
             check_completion(completion)
         scored_from_s = self._clock()
         try:
-            rewards = await self._scorer.score(ticket.task, [completion.text for completion in completions])
+            scores = await self._scorer.score(ticket.task, [completion.text for completion in completions])
         except asyncio.CancelledError as cancelled:  # the generator cancels a rollout that takes too long
             environment = self._config.environment
             cancelled.add_note(
@@ -101,24 +104,29 @@ class Rollouts:
                 "completion"
             )
             raise
+        scoring_s = self._clock() - scored_from_s
         build = partial(
             finished_group,
             ticket,
             prompt_ids=prompt_ids,
             completions=completions,
-            rewards=rewards,
+            rewards=rewards_of(scores, config=self._config),
             replica=self._replica,
-            scoring_s=self._clock() - scored_from_s,
+            scoring_s=scoring_s,
+            failures=failures_of(scores, prompt=ticket.task.prompt),
             prefix=prefix,
         )
         return await beside_loop(build, tokens=sum(len(completion.token_ids) for completion in completions))
 
     async def answer(self, task: Task) -> float:
-        """Generates one greedy completion that belongs to no group. Returns its reward."""
+        """Generates one greedy completion that belongs to no group, and returns its reward. Raises DataError if the
+        reward fails."""
         prompt_ids, budget = self._prompt(task)
         [completion] = await self.engine.generate(prompt_ids, n=1, seed=None, temperature=0.0, max_tokens=budget)
-        [reward] = await self._scorer.score(task, [completion.text])
-        return reward
+        [score] = await self._scorer.score(task, [completion.text])
+        if isinstance(score, DataError):
+            raise score
+        return score
 
     def _prompt(self, task: Task) -> tuple[list[int], int]:
         ids = encode_prompt(self._tokenizer, task.prompt)
@@ -147,9 +155,10 @@ def finished_group(
     *,
     prompt_ids: Sequence[int],
     completions: Sequence[Completion],
-    rewards: Sequence[float],
+    rewards: Sequence[float | None],
     replica: str,
     scoring_s: float,
+    failures: tuple[Failure, ...] = (),
     prefix: Sequence[PartialCompletion] = (),
 ) -> FinishedGroup:
     """Builds the rows and the metadata of a scored group. Its completions begin with those of `prefix`, if there are
@@ -166,7 +175,7 @@ def finished_group(
         row_bytes=sum(len(prompt_ids) + tokens for tokens in lengths) * BYTES_PER_TOKEN + len(lengths) * BYTES_PER_ROW,
         prompt_tokens=len(prompt_ids),
         completion_tokens=tuple(lengths),
-        rewards=tuple(float(reward) for reward in rewards),
+        rewards=tuple(rewards),
         truncated=tuple(c.truncated for c in completions),
         oldest=min(steps, default=ticket.version.step),
         newest=max(steps, default=ticket.version.step),
@@ -176,7 +185,7 @@ def finished_group(
         version_spans=spans,
         row_checksums=tuple(row_checksums(rows)),
     )
-    return FinishedGroup(meta=meta, rows=rows, scoring_s=scoring_s)
+    return FinishedGroup(meta=meta, rows=rows, scoring_s=scoring_s, failures=failures)
 
 
 def version_spans(versions: Sequence[Version]) -> tuple[VersionSpan, ...]:

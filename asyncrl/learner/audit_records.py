@@ -46,12 +46,13 @@ class Began(msgspec.Struct, frozen=True, kw_only=True, tag="began"):
 
 
 class TrainedSample(msgspec.Struct, frozen=True, array_like=True):
-    """A sample of a step. `trained` is False if a filter masked it, or if all of its tokens were too old. `row`
-    is the xxh3-64 of its tokens, log-probs, versions and mask (`asyncrl.learner.audit_rows`)."""
+    """A sample of a step. `reward` is None if it failed. `trained` is False if a filter masked the sample, if all of
+    its tokens were too old, or if its reward failed. `row` is the xxh3-64 of its tokens, log-probs, versions and mask
+    (`asyncrl.data.row_checksums`)."""
 
     tokens: int
     spans: tuple[VersionSpan, ...]
-    reward: float
+    reward: float | None
     trained: bool
     row: int
 

@@ -55,7 +55,8 @@ class StepSamples:
     Tensors have the shape [B], one value per sample. Groups are in the order of the lease, and the samples of a group
     are next to each other.
 
-    - `rewards_B`: rewards after the filters, such as the penalty on overlong samples.
+    - `rewards_B`: rewards after the filters, such as the penalty on overlong samples; 0 for a sample whose reward
+      failed.
     - `advantages_B`: advantages per sample. None when the run has a critic: the critic computes one advantage per token
       from `rewards_B`. When the policy's ranks compute token-level advantages, they read `advantages_B` as the column
       `outcome_advantages`.
@@ -64,8 +65,9 @@ class StepSamples:
     - `all_right_ratio`: the share of groups whose scored rewards (before the filters) are all equal and above 0.
     - `all_wrong_ratio`: the share of groups whose scored rewards are all equal and not above 0.
     - `overlong_ratio`: the share of samples that were truncated at their length limit.
-    - `masked_ratio`: the share of samples with a mask of 0, because a filter masks them or because they have no token
-      that may be trained.
+    - `masked_ratio`: the share of samples with a mask of 0, because a filter masks them, because they have no token
+      that may be trained, or because their reward failed.
+    - `failed_ratio`: the share of samples whose reward failed (`environment.on_error: mask`).
     - `stale_tokens`: the number of tokens that are masked because they are older than η.
     - `stale_samples`: the number of samples that have no token that is not older than η.
 
@@ -81,6 +83,7 @@ class StepSamples:
     all_wrong_ratio: float
     overlong_ratio: float
     masked_ratio: float
+    failed_ratio: float
     stale_tokens: int
     stale_samples: int
 
@@ -88,30 +91,40 @@ class StepSamples:
 def judge_samples(lease: Lease, *, estimator: Estimator | None, filters: SampleFilters) -> StepSamples:
     """Computes the advantages and masks of all samples of a step.
 
-    A sample whose tokens are all too old to train is masked, but its reward still counts in the advantages.
+    A sample whose tokens are all too old to train is masked, but its reward still counts in the advantages. A sample
+    whose reward failed is masked, and the estimator does not see it: it counts in no baseline and no statistic.
 
     The whole step is computed in one call, so that batch statistics cover the samples of all ranks. `estimator` is None
     when the run has a critic, because then the critic's ranks compute the advantages. Raises RunError when a reward or
     an advantage is not finite.
+
+    Legend: N samples of the step, K of them have a reward.
     """
     groups = lease.groups
-    sizes = [len(group.meta.rewards) for group in groups]
-    agreed = [group.meta.rewards[0] for group in groups if len(set(group.meta.rewards)) == 1]
+    rewards = [reward for group in groups for reward in group.meta.rewards]
+    agreed = [known[0] for known in (group.meta.known_rewards for group in groups) if len(set(known)) == 1]
+    scored_N = torch.tensor([reward is not None for reward in rewards])
     ids_N = torch.tensor([group.meta.group for group in groups for _ in group.meta.rewards])
     tokens_N = torch.tensor([tokens for group in groups for tokens in group.meta.completion_tokens])
     stale_N = torch.tensor([tokens for group in groups for tokens in group.stale_tokens(lease.step)])
     truncated_N = torch.tensor([truncated for group in groups for truncated in group.meta.truncated])
-    rewards_N = filters.shaped_rewards(
-        torch.tensor([reward for group in groups for reward in group.meta.rewards], dtype=torch.float32),
-        truncated_N=truncated_N,
-        completion_tokens_N=tokens_N,
+    shaped_K = filters.shaped_rewards(
+        torch.tensor([reward for reward in rewards if reward is not None], dtype=torch.float32),
+        truncated_N=truncated_N[scored_N],
+        completion_tokens_N=tokens_N[scored_N],
     )
-    check_rewards(rewards_N)
-    samples = Samples(rewards_N=rewards_N, group_ids_N=ids_N, completion_tokens_N=tokens_N)
-    advantages_N = None if estimator is None else compute_advantages(estimator, samples)
-    zero_variance_N = ~varied(estimator, samples)
-    compared = len(groups) if max(sizes) > 1 else math.nan
-    mask_N = (tokens_N > stale_N) & ~filters.masked(zero_variance_N=zero_variance_N, truncated_N=truncated_N)
+    check_rewards(shaped_K)
+    samples = Samples(rewards_N=shaped_K, group_ids_N=ids_N[scored_N], completion_tokens_N=tokens_N[scored_N])
+    rewards_N = torch.zeros(len(rewards)).masked_scatter(scored_N, shaped_K)
+    advantages_N = None
+    if estimator is not None:
+        advantages_N = torch.zeros(len(rewards)).masked_scatter(scored_N, compute_advantages(estimator, samples))
+    # A sample without a reward must not hide that all others of its group are equal.
+    zero_variance_N = torch.ones_like(scored_N).masked_scatter(scored_N, ~varied(estimator, samples))
+    compared = len(groups) if max(len(group.meta.known_rewards) for group in groups) > 1 else math.nan
+    mask_N = scored_N & (tokens_N > stale_N)
+    mask_N &= ~filters.masked(zero_variance_N=zero_variance_N, truncated_N=truncated_N)
+    sizes = [len(group.meta.rewards) for group in groups]
     return StepSamples(
         rewards_B=rewards_N,
         group_ids_B=ids_N,
@@ -122,6 +135,7 @@ def judge_samples(lease: Lease, *, estimator: Estimator | None, filters: SampleF
         all_wrong_ratio=sum(reward <= 0 for reward in agreed) / compared,
         overlong_ratio=float(truncated_N.float().mean()),
         masked_ratio=float((~mask_N).float().mean()),
+        failed_ratio=float((~scored_N).float().mean()),
         stale_tokens=int(stale_N.sum()),
         stale_samples=int(((stale_N > 0) & (stale_N == tokens_N)).sum()),
     )

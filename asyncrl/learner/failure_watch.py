@@ -1,4 +1,4 @@
-"""Shows failed rollouts on the learner's terminal and in its log during the run.
+"""Shows failed rollouts and rewards on the learner's terminal and in its log during the run.
 
 The first failure of each class and reason is shown in full. After that, one line with counts follows every
 `COUNTS_EVERY_S` seconds if there were more failures since the last line. The call to the coordinator returns when there
@@ -25,7 +25,7 @@ PAUSE_S = 0.5
 
 
 class FailureWatch:
-    """Polls the coordinator for failed rollouts and logs them.
+    """Polls the coordinator for failures and logs them.
 
     `run` polls until it is cancelled. `finish` then logs the failures that were not shown yet. `keep` is called with
     all counts each time something was logged.
@@ -42,23 +42,23 @@ class FailureWatch:
         self._keep = keep
         self._clock = clock
         self._seen: set[str] = set()
-        self._shown_rollouts = 0
+        self._shown_failures = 0
         self._shown_s = clock()
         self.counts: tuple[FailureCount, ...] = ()
 
     @property
-    def rollouts(self) -> int:
-        """The number of failed rollouts at the last answer of the coordinator."""
-        return sum(count.rollouts for count in self.counts)
+    def failures(self) -> int:
+        """The number of failures at the last answer of the coordinator."""
+        return sum(count.failures for count in self.counts)
 
     async def run(self) -> None:
         """Shows failures until it is cancelled. When the coordinator does not answer, it tries again after `WAIT_S`
         seconds."""
         while True:
             try:
-                counts = await self._coordinator.call(FailureReports.more_than, self.rollouts, wait_s=WAIT_S)
+                counts = await self._coordinator.call(FailureReports.more_than, self.failures, wait_s=WAIT_S)
             except (RunError, TimeoutError) as error:
-                logger.warning("failed rollouts cannot be shown until the buffer answers again: %s", error)
+                logger.warning("failures cannot be shown until the buffer answers again: %s", error)
                 await asyncio.sleep(WAIT_S)
                 continue
             self.show(counts)
@@ -79,14 +79,14 @@ class FailureWatch:
         for count in new:
             self._seen.add(count.first.label)
             logger.warning("%s", first_failure(count))
-        if new and self.rollouts == self._shown_rollouts + len(new):
+        if new and self.failures == self._shown_failures + len(new):
             # Each new failure is the only one of its kind and was just shown in full: a line of counts adds nothing.
-            self._shown_rollouts = self.rollouts
+            self._shown_failures = self.failures
             self._shown_s = self._clock()
         due = at_once or self._clock() - self._shown_s >= COUNTS_EVERY_S
-        more = self.rollouts > self._shown_rollouts
+        more = self.failures > self._shown_failures
         if due and more:
-            self._shown_rollouts, self._shown_s = self.rollouts, self._clock()
-            logger.warning("rollouts that failed so far: %s", in_words(counts))
+            self._shown_failures, self._shown_s = self.failures, self._clock()
+            logger.warning("failures so far: %s", in_words(counts))
         if new or (due and more):
             self._keep(self.counts)

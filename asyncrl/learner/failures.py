@@ -1,4 +1,4 @@
-"""Failed rollouts in words, for logs, errors and views."""
+"""Failed rollouts and rewards in words, for logs, errors and views."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,12 +16,20 @@ def first_failure(count: FailureCount) -> str:
 
 
 def in_words(counts: Sequence[FailureCount]) -> str:
-    """Returns the number of failed rollouts by reason, the most frequent first: `reward_raised 20, reward_timeout
-    3`."""
-    rollouts: Counter[str] = Counter()
+    """Returns the number of failures by reason, the most frequent first: `reward_raised 20 and 31 single completions,
+    reward_timeout 3`. Single completions are those whose reward failed in groups that were committed."""
+    totals: Counter[str] = Counter()
+    samples: Counter[str] = Counter()
     for count in counts:
-        rollouts[count.first.reason] += count.rollouts
-    return ", ".join(f"{reason} {number}" for reason, number in rollouts.most_common())
+        totals[count.first.reason] += count.failures
+        samples[count.first.reason] += count.samples
+    return ", ".join(f"{reason} {_number(total, samples[reason])}" for reason, total in totals.most_common())
+
+
+def _number(failures: int, samples: int) -> str:
+    parts = [str(failures - samples)] if failures > samples else []
+    parts += [f"{samples} single completion{'s' * (samples > 1)}"] if samples else []
+    return " and ".join(parts)
 
 
 def groups_by_reason(counts: Sequence[FailureCount]) -> dict[str, int]:

@@ -58,10 +58,10 @@ def replicas_in_words(status: RunStatus) -> str:
 
 
 def _failures_in_words(status: RunStatus) -> str:
-    """Returns the failed rollouts by reason and the first cause, as the end of a sentence; "" if no rollout failed."""
+    """Returns the failures by reason and the first cause, as the end of a sentence; "" if nothing failed."""
     if not status.failures:
         return ""
-    return f"; failed rollouts: {in_words(status.failures)}; the first cause: {status.failures[0].first.words}"
+    return f"; failures: {in_words(status.failures)}; the first cause: {status.failures[0].first.words}"
 
 
 def _streak_in_words(streak: FailureStreak, *, limit: int) -> str:

@@ -209,7 +209,7 @@ def _measured(step: EndedStep) -> dict[str, float]:
     """
     report, samples = step.report, step.samples
     metas = [group.meta for group in step.lease.groups]
-    rewards = [reward for meta in metas for reward in meta.rewards]
+    rewards = [reward for meta in metas for reward in meta.known_rewards]
     tokens = [count for meta in metas for count in meta.completion_tokens]
     return {
         "reward_mean": sum(rewards) / len(rewards),
@@ -240,6 +240,7 @@ def _diagnostics(step: EndedStep) -> dict[str, float]:
         **step.report.loss_metrics,
         **({} if step.critic_report is None else critic_numbers(step.critic_report)),
         "length_ratio": _length_ratio(step.status),
+        "failed_samples_ratio": step.samples.failed_ratio,
         "stale_tokens": step.samples.stale_tokens,
         "stale_samples": step.samples.stale_samples,
         "all_right_ratio": step.samples.all_right_ratio,

@@ -419,7 +419,7 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         counter(
             GENERATOR,
             "asyncrl_reward_failures_total",
-            "Samples whose scoring failed.",
+            "Samples whose reward failed. All samples of a group that failed because of its rewards count.",
             {"reason": tuple(RewardFailure)},
             own_unit="samples",
         ),

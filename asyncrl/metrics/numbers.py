@@ -69,6 +69,7 @@ LEARNS, HARMS, SOUND, CRITIC = "Does it learn?", "Does staleness do harm?", "Are
 
 SPREAD = Chart("Spread of rewards", "reward; share of groups", (0,))
 LENGTHS = Chart("Completion length", "tokens", (0,))
+CUT = Chart("Truncated and failed completions", "share of samples", (0, 1))
 
 NO_GRADIENT = Panel(
     LEARNS,
@@ -118,7 +119,8 @@ MASKED = Panel(
 LEFT_OUT = Panel(
     SOUND,
     "Samples left out",
-    "Share of samples that were truncated at their length limit, and share that is left out of the loss.",
+    "Share of samples that were truncated at their length limit, share that is left out of the loss, and share that is "
+    "left out because its reward failed.",
     "percentunit",
 )
 
@@ -193,17 +195,25 @@ NUMBERS: tuple[Number, ...] = (
         "ratio",
         "Share of samples that were truncated at their length limit.",
         "length",
-        Line(Chart("Truncated completions", "share of samples", (0, 1)), "truncated", "rose"),
+        Line(CUT, "truncated", "rose"),
         (LEFT_OUT, "truncated"),
         gauge="overlong_ratio",
     ),
     Number(
         "masked_samples_ratio",
         "ratio",
-        "Share of samples that are left out of the loss: a filter masks them, or they have no token that may be "
-        "trained.",
+        "Share of samples that are left out of the loss: a filter masks them, they have no token that may be trained, "
+        "or their reward failed.",
         "length/masked_ratio",
         panel=(LEFT_OUT, "masked"),
+    ),
+    Number(
+        "failed_samples_ratio",
+        "ratio",
+        "Share of samples that are left out because their reward failed (environment.on_error: mask).",
+        "reward",
+        Line(CUT, "without a reward", "amber"),
+        (LEFT_OUT, "without a reward"),
     ),
     Number(
         "ess_ratio",

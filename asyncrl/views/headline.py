@@ -71,8 +71,9 @@ class RunFacts:
     `equal_rewards_ratio` is the share of groups whose rewards are all equal, over the last `equal_rewards_steps` steps.
     `equal_above_zero_ratio` is the share of groups whose rewards are all equal and above 0. Both are None when the
     algorithm has a gradient with equal rewards too. `groups` maps fates to numbers of groups, `failures` reasons to
-    numbers of failed rollouts. `learner_shares` and `generator_shares` map states to shares of time. `room` is whether
-    cores or GPUs are free for another process.
+    numbers of failed rollouts. `failed_samples_ratio` is the share of samples that are left out because their reward
+    failed. `learner_shares` and `generator_shares` map states to shares of time. `room` is whether cores or GPUs are
+    free for another process.
     """
 
     steps_trained: int | None = None
@@ -82,6 +83,7 @@ class RunFacts:
     equal_rewards_steps: int = 1
     groups: Mapping[str, float] = field(default_factory=dict)
     failures: Mapping[str, float] = field(default_factory=dict)
+    failed_samples_ratio: float | None = None
     parity_nats: float | None = None
     parity_limit_nats: float | None = None
     ess_ratio: float | None = None
@@ -248,7 +250,7 @@ def _no_gradient(facts: RunFacts) -> str | None:
 def _failures(facts: RunFacts) -> str | None:
     share = failed_share(facts.groups)
     if share <= MANY_FAILURES:
-        return None
+        return _failed_samples(facts)
     known = {reason: number for reason, number in facts.failures.items() if number}
     reasons = f" ({by_reason(known)})" if known else ""
     of_reward = known and all(reason.startswith("reward_") for reason in known)
@@ -256,6 +258,16 @@ def _failures(facts: RunFacts) -> str | None:
     return (
         f"{_percent(share)} of the groups failed and were not trained{reasons}: {fix}. The learner's log and "
         "report.html have the first failure of each kind."
+    )
+
+
+def _failed_samples(facts: RunFacts) -> str | None:
+    ratio = facts.failed_samples_ratio
+    if ratio is None or ratio <= MANY_FAILURES:
+        return None
+    return (
+        f"The reward failed for {_percent(ratio)} of the trained groups' samples, which are left out of the loss: fix "
+        "the reward. The learner's log and report.html have the first failure of each kind."
     )
 
 

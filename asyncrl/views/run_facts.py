@@ -91,6 +91,7 @@ def facts_of_steps(
         equal_rewards_steps=len(trained),
         groups={fate: number - before.get(fate, 0) for fate, number in looked_at[-1].ledger_groups.items()},
         failures=failures,
+        failed_samples_ratio=mean([record.diagnostics.get("failed_samples_ratio") for record in trained]),
         parity_nats=largest([record.parity_nats for record in looked_at]),
         parity_limit_nats=setting.parity_limit_nats,
         ess_ratio=mean([record.ess_ratio for record in trained]),

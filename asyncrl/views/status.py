@@ -133,11 +133,11 @@ def _spent(report: ReplicaReport) -> str:
 
 
 def _failures(status: RunStatus) -> list[str]:
-    """Returns lines with the failed rollouts by reason, and with the first failure of each reason."""
+    """Returns lines with the failures by reason, and with the first failure of each reason."""
     if not status.failures:
         return []
     share = failed_share({fate.value: amount.groups for fate, amount in status.account.fates.items()})
-    lines = [f"failed rollouts: {in_words(status.failures)}; {share:.0%} of the groups that ended"]
+    lines = [f"failures: {in_words(status.failures)}; {share:.0%} of the groups that ended failed"]
     return lines + [f"first {count.first.reason}: {count.first.words}" for count in status.failures]
 
 

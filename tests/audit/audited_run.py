@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from learner_scenes import FakeTrainer, Scene, ids_of, meta_of, rows_of, skipped, trained
 from safetensors.torch import load_file, save_file
@@ -38,6 +39,8 @@ from asyncrl.ranks.named_rows import LIMIT, MASKS_STALE
 
 FAILED_GROUP = 5
 """A group whose reward fails in every run."""
+MASKED_GROUP = 4
+"""A group in which the reward of the first sample fails in every run."""
 STATE = Path("state") / "shard-00001-model-00001-of-00001.safetensors"
 
 
@@ -194,7 +197,7 @@ class AuditedRun(Scene):
         await super().deliver(version, replica=replica)
 
     async def generate(self, wait_s: float) -> None:
-        """Like a scene's, but the reward of `FAILED_GROUP` fails."""
+        """Like a scene's, but rewards of `FAILED_GROUP` and `MASKED_GROUP` fail."""
         await self.publisher.settle()
         for ticket in await self._tickets():
             if ticket.group == FAILED_GROUP:
@@ -203,7 +206,10 @@ class AuditedRun(Scene):
                 await self.coordinator.fail([failed])
                 continue
             self.trainer.client.put_samples(ids_of([ticket.key]), TRAIN_PARTITION, fields=rows_of(ticket))
-            assert await self.coordinator.commit([meta_of(ticket)]) == [CommitOutcome.ACCEPTED]
+            meta = meta_of(ticket)
+            if ticket.group == MASKED_GROUP:
+                meta = msgspec.structs.replace(meta, rewards=(None, *meta.rewards[1:]))
+            assert await self.coordinator.commit([meta]) == [CommitOutcome.ACCEPTED]
 
 
 async def record(

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from audited_run import FAILED_GROUP, AuditedRun, Killed, changed, record, record_killed_run
+from audited_run import FAILED_GROUP, MASKED_GROUP, AuditedRun, Killed, changed, record, record_killed_run
 from buffer_scenes import progress_of
 from learner_scenes import ids_of, meta_of, rows_of
 from typer.testing import CliRunner
@@ -45,6 +45,8 @@ async def test_a_run_that_was_killed_and_resumed_passes_and_its_lost_steps_do_no
     assert {Fate.TRAINED, Fate.SKIPPED, Fate.FAILED} <= fates, "the run has all of these fates, or it shows little"
     assert history.end is not None
     assert history.end.ledger.prompts > FAILED_GROUP
+    trained = [group for step in history.steps for group in step.groups if group.group == MASKED_GROUP]
+    assert [(each.reward, each.trained) for group in trained for each in group.samples] == [(None, False), (1.0, True)]
     outcomes = list(audit(directory))
     assert [outcome.verdict for outcome in outcomes] == [Verdict.PASSED] * 4 + [Verdict.NOT_POSSIBLE], "\n".join(
         map(str, outcomes)

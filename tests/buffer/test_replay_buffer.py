@@ -1,5 +1,7 @@
 """The replay buffer on the generators' side: tickets, failures, commits, capacity, and the views for other parts."""
 
+import math
+
 import msgspec
 import pytest
 from buffer_scenes import Scene, finished, progress_of
@@ -198,7 +200,31 @@ def test_the_first_failure_of_each_kind_is_kept_with_its_prompt_and_all_are_coun
         ("late", "2", 1, 1),
         ("engine", "3", 1, 0),
     ], "after an INFRA failure the group is tried again, so it has not failed yet"
-    assert scene.buffer.failures.rollouts == 4
+    assert scene.buffer.failures.total == 4
+
+
+@pytest.mark.fault("F19")
+def test_failed_samples_of_committed_groups_are_counted_and_are_no_failed_rollouts() -> None:
+    scene = Scene(max_data_failures=2)
+    [ticket] = scene.reserve(1)
+    scene.buffer.tickets.fail(ticket.key, incarnation=1, failure=failed("one"))
+    for _ in range(3):
+        scene.buffer.failures.samples_failed(failed("two"), samples=5)
+    [count] = scene.buffer.failures.counts()
+    assert (count.rollouts, count.groups, count.samples, count.first.message) == (1, 1, 15, "one")
+    assert scene.buffer.failures.total == 16
+    assert not scene.buffer.failures.too_many, "they do not end the run"
+
+
+@pytest.mark.fault("F19")
+def test_a_group_is_committed_without_some_rewards_but_not_without_all_of_them() -> None:
+    scene = Scene()
+    [ticket] = scene.reserve(1)
+    meta = finished(ticket)
+    for rewards in ((None, None), (1.0, math.nan), (None, math.inf)):
+        with pytest.raises(ValueError, match="a sample must have a reward"):
+            scene.buffer.tickets.commit(msgspec.structs.replace(meta, rewards=rewards))
+    assert scene.buffer.tickets.commit(msgspec.structs.replace(meta, rewards=(None, 1.0))) is CommitOutcome.ACCEPTED
 
 
 def test_texts_of_failures_are_cut() -> None:

@@ -103,6 +103,18 @@ def test_failures_go_on_but_a_streak_that_ended_the_run_begins_anew() -> None:
     assert len(after.reserve(1)) == 1
 
 
+@pytest.mark.fault("F19")
+def test_samples_without_a_reward_and_their_count_go_on() -> None:
+    scene = Scene(eta=1, per_step=1)
+    [ticket] = scene.reserve(1)
+    meta = msgspec.structs.replace(finished(ticket), rewards=(None, 0.5))
+    assert scene.buffer.tickets.commit(meta) is CommitOutcome.ACCEPTED
+    scene.buffer.failures.samples_failed(Failure(failure_class=FailureClass.DATA, reason="reward_raised"), samples=1)
+    after = restored(scene, eta=1, per_step=1)
+    assert [count.samples for count in after.buffer.failures.counts()] == [1]
+    assert after.lease().groups[0].meta.rewards == (None, 0.5)
+
+
 def test_a_snapshot_of_another_format_is_refused() -> None:
     snapshot = msgspec.structs.replace(Scene().buffer.snapshot(), schema=SCHEMA + 1)
     with pytest.raises(msgspec.ValidationError, match="schema"):

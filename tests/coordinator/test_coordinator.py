@@ -13,7 +13,16 @@ import pytest
 from buffer_scenes import finished, progress_of
 
 from asyncrl.buffer.ledger import Event
-from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, Lease, LeaseWait, Refusal, Reservation
+from asyncrl.buffer.records import (
+    CommitOutcome,
+    FailedTicket,
+    Failure,
+    FailureCount,
+    Lease,
+    LeaseWait,
+    Refusal,
+    Reservation,
+)
 from asyncrl.common.lineage import Lineage
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
@@ -24,8 +33,8 @@ from asyncrl.coordinator.coordinator import Coordinator, _no_keys
 from asyncrl.coordinator.registry import Deployment
 from asyncrl.coordinator.replicas import ReplicaReport
 from asyncrl.coordinator.snapshot import Restored, RunSnapshot
-from asyncrl.data.prompts import Task
-from asyncrl.errors import DatasetError, FailureClass, Fenced, LearnerNotRestored, RunLocked
+from asyncrl.data.prompts import Task, prompt_data
+from asyncrl.errors import DatasetError, FailureClass, Fenced, LearnerNotRestored, RunLocked, RunMismatch
 from asyncrl.metrics.catalogue import BUFFER_WAITS, REPLICA_STATES
 
 FAR_S = 60.0
@@ -331,6 +340,20 @@ async def test_failures_are_answered_as_soon_as_there_are_more_than_the_caller_k
 
 
 @pytest.mark.asyncio
+@pytest.mark.fault("F19")
+async def test_failed_samples_of_committed_groups_are_answered_like_failed_rollouts() -> None:
+    coordinator = made(ClearedRows())
+    waiting = asyncio.create_task(coordinator.failures.more_than(0, wait_s=FAR_S))
+    await asyncio.sleep(0)
+    failure = Failure(failure_class=FailureClass.DATA, reason="reward_raised")
+    await coordinator.failures.samples_failed([FailureCount(samples=3, first=failure)])
+    async with asyncio.timeout(FAR_S / 2):
+        [count] = await waiting
+    assert (count.rollouts, count.samples) == (0, 3)
+    assert coordinator.status().failure_streak is None
+
+
+@pytest.mark.asyncio
 async def test_a_learner_that_waits_learns_at_once_that_too_many_groups_failed() -> None:
     coordinator = made(ClearedRows(), generator={"max_data_failures": 2})
     tickets = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
@@ -423,6 +446,23 @@ async def performed(call: Callable[[], Any]) -> None:
 SHARED = shared_config(Config.model_validate(CONFIG))
 FIRST, SECOND = (Deployment(id=name, role=Role.LEARNER, host="h", pid=7) for name in ("first", "second"))
 SILENT_S = Config().buffer.heartbeat_timeout_s + 1.0
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("role", Role)
+@pytest.mark.fault("F32")
+async def test_a_deployment_with_other_prompts_is_refused_and_the_error_names_what_differs(role: Role) -> None:
+    coordinator = made(ClearedRows(), tasks=4)
+    own = [Task(question=str(i), prompt=str(i), answer="") for i in range(4)]
+    other = [*own[:2], Task(question="2", prompt="2", answer="other"), own[3]]
+    deployment = Deployment(id="d", role=role, host="h", pid=8)
+    source = "data.path = rows.jsonl on h"
+    message = r"rows\.jsonl on h has 4 training prompts, .*: they differ from number 3 on, which is '2' in the run"
+    with pytest.raises(RunMismatch, match=message):
+        await coordinator.attach(deployment, shared=SHARED, prompts=prompt_data(other, source=source))
+    assert coordinator.registry.live() == [], "it is not admitted"
+    await coordinator.attach(deployment, shared=SHARED, prompts=prompt_data(own, source=source))
+    assert coordinator.registry.live() == [deployment]
 
 
 @pytest.mark.asyncio

@@ -13,10 +13,11 @@ from asyncrl.data.prompts import (
     Task,
     apply_template,
     format_prompt,
+    prompt_data,
     read_jsonl,
     split,
 )
-from asyncrl.errors import ConfigError, DatasetError
+from asyncrl.errors import ConfigError, DatasetError, RunMismatch
 
 
 def make_tasks(count: int) -> list[Task]:
@@ -255,6 +256,34 @@ def test_a_cursor_of_another_dataset_is_refused() -> None:
         PromptSource(make_tasks(6), seed=0).restore(cursor)
     with pytest.raises(DatasetError, match="outside"):
         PromptSource(make_tasks(5), seed=0).restore(msgspec.structs.replace(cursor, position=5))
+
+
+CHANGED_ANSWER = [*make_tasks(4), msgspec.structs.replace(make_tasks(5)[4], answer="other")]
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        (
+            CHANGED_ANSWER,
+            r"has 5 training prompts, .* the 5 prompts .*: they differ from number 5 on, which is 'q4' in the run \(",
+        ),
+        (
+            make_tasks(4),
+            r"has 4 training prompts, .* the 5 prompts .*: they differ from number 5 on, which is 'q4' in the run",
+        ),
+        (
+            make_tasks(6),
+            r"has 6 training prompts, .* the 5 prompts .*: they differ from number 6 on\. Use the same data",
+        ),
+        (make_tasks(5)[::-1], r".*: they differ from number 1 on, which is 'q0' in the run"),
+    ],
+)
+def test_other_prompts_are_refused_with_what_differs(others: list[Task], message: str) -> None:
+    source = PromptSource(make_tasks(5), seed=0)
+    source.check_same(prompt_data(make_tasks(5), source="here"))
+    with pytest.raises(RunMismatch, match=rf"^data\.path = a\.jsonl on h {message}"):
+        source.check_same(prompt_data(others, source="data.path = a.jsonl on h"))
 
 
 def test_an_empty_dataset_is_refused_naming_its_knobs() -> None:

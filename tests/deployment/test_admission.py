@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,10 @@ from asyncrl.common.roles import Role
 from asyncrl.common.version import Version
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
-from asyncrl.coordinator.client import Call
+from asyncrl.coordinator.client import Call, perform
+from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.registry import Deployment, Registry
+from asyncrl.data.prompts import Task
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.deployment import cluster, compose, generators, shared_actors
 from asyncrl.errors import ActorGone, RunLocked, RunMismatch
@@ -244,3 +247,44 @@ async def test_a_learner_that_gets_no_answer_to_its_attach_does_not_keep_the_nex
         await shared_actors.enter_run(config, deployment=shared_actors.new_deployment(Role.LEARNER), tasks=[])
     assert [member.id for member in there.members.live()] == (["g"] if others else [])
     assert there.ended == ([] if others else [config.run.name]), "the last one that leaves ends the run's actors"
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F32")
+async def test_the_second_deployment_of_a_run_is_refused_if_its_prompts_are_not_those_of_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first one creates the coordinator. Ray ignores the prompts that a later one passes to the constructor."""
+    config = Config.model_validate({"data": {"dataset": "jsonl", "path": "rows.jsonl"}})
+    actors: dict[type, Any] = {}
+
+    async def ready() -> None:
+        """Stands for Ray's answer that the actor is placed."""
+
+    async def clear(keys: object) -> None:
+        raise AssertionError("there are no rows")
+
+    def create(kind: type, **arguments: Any) -> Any:
+        if kind is shared_actors.CoordinatorActor and kind not in actors:
+            coordinator = Coordinator(config=config, tasks=arguments["tasks"], clear_rows=clear, started_s=0.0)
+            monkeypatch.setattr(coordinator, "start", ready)  # it would open a port
+
+            actors[kind] = SimpleNamespace(
+                __ray_ready__=SimpleNamespace(remote=ready),
+                perform=SimpleNamespace(remote=partial(perform, coordinator)),
+            )
+        return actors.setdefault(kind, None)
+
+    def remote_class(kind: type) -> Any:
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda **given: create(kind, **given)))
+
+    monkeypatch.setattr(shared_actors.ray, "remote", remote_class)
+    monkeypatch.setattr(shared_actors.ray, "put", lambda tasks: tasks)
+    tasks = [Task(question=text, prompt=text, answer="", row=row) for row, text in enumerate("abc", start=2)]
+    first, second = (shared_actors.new_deployment(role) for role in (Role.GENERATOR, Role.LEARNER))
+    await shared_actors.enter_run(config, deployment=first, tasks=tasks)
+    place = r"number 2 on, which is 'b' in the run \(row 3 of its dataset\)"
+    message = rf"data\.path = rows\.jsonl on {second.host} has 2 training prompts, .* {place}"
+    with pytest.raises(RunMismatch, match=message):
+        await shared_actors.enter_run(config, deployment=second, tasks=[tasks[0], tasks[2]])
+    await shared_actors.enter_run(config, deployment=second, tasks=tasks)

@@ -1,6 +1,7 @@
-"""The learner deployment checks every prompt before it trains or publishes anything."""
+"""What the learner deployment does with the prompts and the tokenizer before its ranks start."""
 
 import asyncio
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from asyncrl.deployment.inputs import Prompts
 from asyncrl.deployment.learner import LearnerDeployment
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.screen import Screen
-from asyncrl.errors import DatasetError, RunError
+from asyncrl.errors import RunError
 from asyncrl.learner.publication import probe_sequences
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.views.live import LiveView
@@ -24,13 +25,11 @@ pytestmark = pytest.mark.slow
 
 
 class HangingPolicy:
-    async def start(self) -> None:
-        await asyncio.Event().wait()
+    def __init__(self) -> None:
+        self.released = threading.Event()
 
-
-class UnusedPolicy:
-    async def start(self) -> None:
-        raise AssertionError("the policy was started")
+    def start(self) -> None:
+        self.released.wait(60)
 
 
 class RefusingPolicy:
@@ -43,41 +42,11 @@ async def accept(*_: Any, **__: Any) -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("side", ["train", "heldout"])
-@pytest.mark.fault("F33")
-async def test_a_prompt_that_is_too_long_ends_the_run_before_anything_is_published(tmp_path: Path, side: str) -> None:
-    config = Config.model_validate(
-        {"run": {"dir": str(tmp_path)}, "model": {"max_length": 16}, "data": {"max_prompt_tokens": 4}}
-    )
-    build_tokenizer(max_length=16).save_pretrained(tmp_path / "model")
-    sides = {name: [Task(question="ab", prompt="ab>", answer="ba", row=1)] for name in ("train", "heldout")}
-    sides[side].append(Task(question="abcd", prompt="abcd>", answer="dcba", row=2))
-    with RunDir.create(config) as run_dir:
-        deployment = LearnerDeployment(
-            config,
-            run_dir=run_dir,
-            model_path=asyncio.sleep(0, str(tmp_path / "model")),
-            prompts=asyncio.sleep(0, Prompts(**sides)),
-            screen=Screen(started_s=0.0, show=lambda view: None, report=lambda line: None),
-        )
-        with pytest.raises(DatasetError, match=r"row 2: the prompt 'abcd>' has 5 tokens, but must have 1 to 4 "):
-            await deployment._train(
-                SimpleNamespace(coordinator=SimpleNamespace(call=accept)),  # type: ignore[arg-type]
-                UnusedPolicy(),  # type: ignore[arg-type]
-                None,
-                await deployment._model_path,
-                await deployment._prompts,
-                LearnerMetrics(),
-                asyncio.Event(),
-            )
-
-
-@pytest.mark.asyncio
 @pytest.mark.fault("F29")
 async def test_ranks_that_do_not_start_do_not_keep_a_run_that_is_asked_to_end(tmp_path: Path) -> None:
     config = Config.model_validate({"run": {"dir": str(tmp_path)}, "model": {"max_length": 16}})
     build_tokenizer(max_length=16).save_pretrained(tmp_path / "model")
-    stop, shown = asyncio.Event(), []
+    stop, shown, policy = asyncio.Event(), [], HangingPolicy()
 
     def show(view: LiveView) -> None:
         shown.append(view.phase)
@@ -96,15 +65,16 @@ async def test_ranks_that_do_not_start_do_not_keep_a_run_that_is_asked_to_end(tm
             with pytest.raises(Stopped):
                 await deployment._train(
                     SimpleNamespace(coordinator=SimpleNamespace(call=accept)),  # type: ignore[arg-type]
-                    HangingPolicy(),  # type: ignore[arg-type]
+                    policy,  # type: ignore[arg-type]
                     None,
                     str(tmp_path / "model"),
                     await deployment._prompts,
                     LearnerMetrics(),
                     stop,
                 )
+            policy.released.set()
         await deployment._model_path
-    assert shown == ["checking the prompts", "starting the learner's ranks"], "each phase is shown at its start"
+    assert shown == ["loading the tokenizer", "starting the learner's ranks"], "each phase is shown at its start"
 
 
 @pytest.mark.asyncio

@@ -68,6 +68,22 @@ async def stubborn(task: Task, completion: str) -> float:
     return 1.0
 
 
+def noted(task: Task, completion: str) -> float:
+    """Writes the completion into a file, and takes longer than outcomes are kept back. May hang or crash."""
+    with open(task.metadata["file"], "a") as file:
+        file.write(f"{completion}\n")
+    if completion == "crash":
+        os._exit(1)
+    _never.wait(None if completion == "hang" else 0.02)
+    return float(len(completion))
+
+
+async def noted_async(task: Task, completion: str) -> float:
+    """Like `noted`, with code that blocks the event loop."""
+    await asyncio.sleep(0.05 if completion in ("hang", "crash") else 0)
+    return noted(task, completion)
+
+
 class Riddles:
     """An environment with an async `score`."""
 

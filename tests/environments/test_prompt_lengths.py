@@ -78,6 +78,33 @@ def test_prompts_that_do_not_fit_are_skipped_by_config_and_the_log_counts_them(
     assert "first of 2 that do not fit, among 3 prompts" in caplog.text
 
 
+class Light(LetterTokenizer):
+    """Counts one token too few for each prompt, as a LightTokenizer may."""
+
+    added_at_most = 2
+
+    def __call__(self, texts: list[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
+        return {"input_ids": [ids[1:] for ids in super().__call__(texts, add_special_tokens=False)["input_ids"]]}
+
+
+@pytest.mark.fault("F33")
+def test_prompts_about_which_a_light_tokenizer_leaves_a_doubt_are_measured_by_the_real_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prompt_lengths, "ENCODED_AT_ONCE", 3)
+    measured: list[str] = []
+
+    class Real(LetterTokenizer):
+        def __call__(self, texts: list[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
+            measured.extend(texts)
+            return super().__call__(texts, add_special_tokens=True)
+
+    tasks = tasks_of("abc", "abcd", "abcde", "abcdef", "a")
+    config = settings(on_bad_row="skip")
+    assert fitting(tasks, config=config, tokenizer=Light(), exact=Real) == [tasks[0], tasks[1], tasks[4]]
+    assert measured == ["abcd", "abcde", "a"], "without a doubt, 'abc' fits and 'abcdef' does not"
+
+
 @pytest.mark.fault("F33")
 def test_a_dataset_without_a_prompt_that_fits_is_refused_whatever_the_config_says() -> None:
     with pytest.raises(DatasetError, match="No prompt fits"):

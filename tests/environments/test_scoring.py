@@ -17,7 +17,7 @@ from asyncrl.config.schema import EnvironmentSection
 from asyncrl.data.prompts import Task
 from asyncrl.environments.scoring import Scorer
 from asyncrl.environments.scoring_messages import RewardFailure
-from asyncrl.environments.scoring_process import closed
+from asyncrl.environments.scoring_process import GIVEN_UP_AFTER, closed
 from asyncrl.errors import ConfigError, DataError, InfraError
 
 pytestmark = pytest.mark.integration
@@ -40,9 +40,9 @@ async def scoring(environment: EnvironmentSection) -> AsyncIterator[Scorer]:
 
 
 async def failure_of(scorer: Scorer, *completions: str, task: Task = TASK) -> DataError:
-    with pytest.raises(DataError) as caught:
-        await scorer.score(task, completions)
-    return caught.value
+    """Returns the only failure in a group, all of whose other completions must have a reward."""
+    [failure] = [score for score in await scorer.score(task, completions) if isinstance(score, DataError)]
+    return failure
 
 
 def assert_gone(pid: int) -> None:
@@ -74,7 +74,7 @@ async def test_groups_are_scored_in_a_process_without_secrets_and_heavy_imports(
 
 @pytest.mark.asyncio
 @pytest.mark.fault("F19")
-async def test_a_raising_or_lying_reward_fails_its_group_and_the_process_goes_on() -> None:
+async def test_a_raising_or_lying_reward_fails_its_completion_and_the_process_goes_on() -> None:
     async with scoring(section()) as scorer:
         [pid] = pids(scorer)
         failure = await failure_of(scorer, "abc", "raise")
@@ -95,12 +95,14 @@ async def test_a_raising_or_lying_reward_fails_its_group_and_the_process_goes_on
 
 @pytest.mark.asyncio
 @pytest.mark.fault("F19")
-async def test_what_kills_the_process_fails_its_group_and_the_next_one_gets_a_new_process(
+async def test_what_kills_the_process_fails_its_completion_and_a_new_process_scores_the_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with scoring(section()) as scorer:
         for count, (behaviour, status) in enumerate([("segfault", "SIGSEGV"), ("exit", "exit status 0")], start=1):
-            failure = await failure_of(scorer, "abc", behaviour)
+            first, failure, last = await scorer.score(TASK, ["abc", behaviour, "ab"])
+            assert (first, last) == (3.0, 2.0)
+            assert isinstance(failure, DataError)
             assert failure.reason == RewardFailure.CRASHED
             assert failure.completion == behaviour
             assert "hostile_rewards:misbehave ended its scoring process: the process " in str(failure)
@@ -135,7 +137,52 @@ async def test_what_does_not_end_is_killed_by_the_wall_clock_and_replaced(behavi
             "one completion; raise it, or make the reward an async or batched function"
         )
         assert_gone(pid)
-        assert pids(scorer) == []
+        assert pids(scorer) != [pid], "a new process has scored the last completion"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("reward", ["noted", "noted_async"])
+@pytest.mark.fault("F19")
+async def test_known_rewards_are_kept_when_a_process_is_killed_and_no_completion_is_scored_twice(
+    reward: str, tmp_path: Path
+) -> None:
+    task = Task(question="q", prompt="q", answer="", metadata={"file": str(tmp_path / "scored")})
+    async with scoring(section(f"judges:{reward}", timeout_s=3.0)) as scorer:
+        completions = ["a", "ab", "hang", "abc", "crash", "abcd"]
+        scores = await scorer.score(task, completions)
+        assert [score for score in scores if not isinstance(score, DataError)] == [1.0, 2.0, 3.0, 4.0]
+        failures = [score for score in scores if isinstance(score, DataError)]
+        assert [(each.reason, each.completion) for each in failures] == [
+            (RewardFailure.TIMEOUT, "hang"),
+            (RewardFailure.CRASHED, "crash"),
+        ]
+    noted = (tmp_path / "scored").read_text().split()
+    assert sorted(noted) == sorted(completions), "each completion was scored once"
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F19")
+async def test_a_reward_that_always_hangs_costs_a_group_one_time_limit_and_not_one_for_each_completion(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with scoring(section(timeout_s=0.3)) as scorer:
+        for count, expected in ((GIVEN_UP_AFTER, GIVEN_UP_AFTER), (1, GIVEN_UP_AFTER + 1)):
+            scores = await scorer.score(TASK, ["hang"] * 8)
+            errors = [score for score in scores if isinstance(score, DataError)]
+            assert [each.reason for each in errors] == [RewardFailure.TIMEOUT] * 8
+            assert [each.completion for each in errors] == ["hang"] * count + [""] * (8 - count)
+            assert replaced(caplog) == expected
+        assert (await scorer.score(TASK, ["abc", "hang"]))[0] == 3.0, "a reward that ends sometimes is not given up"
+        assert [isinstance(score, DataError) for score in await scorer.score(TASK, ["hang", "abc"])] == [True, False]
+
+
+@pytest.mark.asyncio
+async def test_a_group_that_fails_anyway_is_given_up_at_the_first_hang(caplog: pytest.LogCaptureFixture) -> None:
+    environment = EnvironmentSection(reward="hostile_rewards:misbehave", score_timeout_s=0.3, on_error="fail")
+    async with scoring(environment) as scorer:
+        scores = await scorer.score(TASK, ["abc", "hang", "hang", "abc"])
+        assert [getattr(score, "completion", score) for score in scores] == ["", "hang", "", ""]
+        assert replaced(caplog) == 1
 
 
 @pytest.mark.asyncio

@@ -12,8 +12,10 @@ from scoring_processes import pids, replaced
 from asyncrl.config.schema import EnvironmentSection
 from asyncrl.data.prompts import Task
 from asyncrl.environments.output import LINES_A_SECOND
+from asyncrl.environments.scores import Score
 from asyncrl.environments.scoring import Scorer
 from asyncrl.environments.scoring_messages import RewardFailure
+from asyncrl.environments.scoring_process import GIVEN_UP_AFTER
 from asyncrl.environments.secrets import Secrets
 from asyncrl.errors import ConfigError, DataError
 
@@ -47,13 +49,14 @@ async def scoring(
     *,
     timeout_s: float = 60.0,
     workers: int = 1,
+    on_error: str = "mask",
     secrets: Sequence[str] = (),
     given: Secrets | None = None,
     **options: Any,
 ) -> AsyncIterator[Scorer]:
     section = {"reward": f"judges:{reward}"} if reward else {"name": "judges:Riddles"}
     environment = EnvironmentSection(
-        **section, score_timeout_s=timeout_s, score_workers=workers, secrets=list(secrets)  # type: ignore[arg-type]
+        **section, score_timeout_s=timeout_s, score_workers=workers, on_error=on_error, secrets=list(secrets),  # type: ignore[arg-type]
     )  # fmt: skip
     scorer = Scorer(environment, secrets=given, **options)
     try:
@@ -63,10 +66,14 @@ async def scoring(
         await scorer.close()
 
 
+def failures(scores: Sequence[Score]) -> list[DataError]:
+    return [score for score in scores if isinstance(score, DataError)]
+
+
 async def failure_of(scorer: Scorer, *completions: str) -> DataError:
-    with pytest.raises(DataError) as caught:
-        await scorer.score(TASK, completions)
-    return caught.value
+    """Returns the only failure in a group, all of whose other completions must have a reward."""
+    [failure] = failures(await scorer.score(TASK, completions))
+    return failure
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------
@@ -85,9 +92,10 @@ async def test_the_limit_of_a_plain_reward_begins_anew_with_each_completion() ->
 async def test_the_limit_of_a_batched_reward_is_that_of_all_its_completions() -> None:
     async with scoring("batch", timeout_s=1.0) as scorer:
         assert await scorer.score(TASK, ["2", "0", "0", "0"]) == [4.0] * 4
-        failure = await failure_of(scorer, "600", "0")
-        assert (failure.reason, failure.completion) == (RewardFailure.TIMEOUT, "")
-        assert str(failure).endswith("environment.score_timeout_s = 1 s × 2 completions = 2 s; raise it")
+        first, second = failures(await scorer.score(TASK, ["600", "0"]))
+        assert str(first) == str(second), "the call failed for both"
+        assert (first.reason, first.completion) == (RewardFailure.TIMEOUT, "")
+        assert str(first).endswith("environment.score_timeout_s = 1 s × 2 completions = 2 s; raise it")
         assert (await failure_of(scorer, "600")).completion == "600"
 
 
@@ -120,7 +128,7 @@ async def test_of_groups_that_are_sent_together_only_the_one_that_is_not_json_fa
 
 
 @pytest.mark.asyncio
-async def test_an_async_reward_that_blocks_its_loop_is_killed_and_one_that_ignores_the_end_is_replaced(
+async def test_an_async_completion_that_blocks_its_loop_or_ignores_its_end_costs_a_process_but_no_other_completion(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with scoring("blocking", timeout_s=0.5) as scorer:
@@ -133,10 +141,11 @@ async def test_an_async_reward_that_blocks_its_loop_is_killed_and_one_that_ignor
     async with scoring("blocking", timeout_s=3.0, output=lines) as scorer:
         first = asyncio.ensure_future(scorer.score(TASK, ["pause"]))
         await asyncio.to_thread(lines.wait_for, 1)  # the other groups then wait in the queue and are sent together
-        together = [scorer.score(TASK, ["a", "b"]), scorer.score(TASK, ["c", "hang"])]
-        failures = await asyncio.gather(*together, return_exceptions=True)
-        assert await first == [1.0]
-        assert [getattr(each, "completion", None) for each in failures] == ["", "hang"]
+        together = [scorer.score(TASK, ["a", "b"]), scorer.score(TASK, ["c", "hang", "d"])]
+        others, with_hang = await asyncio.gather(*together)
+        assert await first == others[:1] == [1.0]
+        assert (others, with_hang[0], with_hang[2]) == ([1.0, 1.0], 1.0, 1.0)
+        assert [each.completion for each in failures(with_hang)] == ["hang"]
     caplog.clear()
     async with scoring("stubborn", timeout_s=0.5) as scorer:
         failure = await failure_of(scorer, "a", "hang", "b")
@@ -172,13 +181,24 @@ async def test_a_group_of_slow_completions_is_shared_among_the_processes_and_one
 
 
 @pytest.mark.asyncio
-async def test_a_failure_of_a_shared_group_takes_back_what_has_not_begun() -> None:
+@pytest.mark.parametrize("on_error", ["mask", "fail"])
+async def test_a_failure_of_a_shared_group_takes_back_what_has_not_begun_only_if_the_group_fails(on_error: str) -> None:
     lines = Lines()
-    async with scoring("printed", workers=2, output=lines) as scorer:
-        failure = await failure_of(scorer, "nonsense", *["0.05"] * 50)
-        assert failure.completion == "nonsense"
+    async with scoring("printed", workers=2, on_error=on_error, output=lines) as scorer:
+        failed = failures(await scorer.score(TASK, ["nonsense", *["0.05"] * 50]))
+        assert failed[0].completion == "nonsense"
+        assert (len(failed) == 1) is (on_error == "mask")
         await scorer.score(TASK, ["0"])  # scored after everything that was in the queue before
-    assert lines.seen.count("0.05") < 25
+    assert (lines.seen.count("0.05") < 25) is (on_error == "fail")
+
+
+@pytest.mark.asyncio
+async def test_a_shared_group_whose_reward_always_hangs_is_given_up() -> None:
+    async with scoring("each", workers=2, timeout_s=0.3) as scorer:
+        failed = failures(await scorer.score(TASK, ["600"] * 20))
+        assert [each.reason for each in failed] == [RewardFailure.TIMEOUT] * 20
+        scored = sum(each.completion == "600" for each in failed)
+        assert scored <= 2 * GIVEN_UP_AFTER, "each process gives up"
 
 
 # --- secrets ----------------------------------------------------------------------------------------------------------
@@ -230,8 +250,8 @@ async def test_a_flood_of_output_ends_with_its_limit_and_holds_up_no_other_proce
         for n in range(100):
             assert await scorer.score(TASK, ["x" * n]) == [float(n)]
         assert not flooding.done()
-        with pytest.raises(DataError, match=r"score_timeout_s = 5 s"):
-            await flooding
+        [failure] = failures(await flooding)
+        assert "score_timeout_s = 5 s" in str(failure)
     assert len(lines.seen) < 60 * LINES_A_SECOND
     assert any(line.endswith("lines left out") for line in lines.seen)
 

@@ -15,6 +15,7 @@ from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
+from asyncrl.environments.scores import Score
 from asyncrl.errors import DataError, ManifestVoid
 from asyncrl.generation.generator import Generator
 from asyncrl.generation.rollout import Rollouts
@@ -87,15 +88,18 @@ class Tokenizer:
 
 
 class LengthScorer:
-    """Rewards a completion with its length. `fail` makes it raise."""
+    """Rewards a completion with its length. If `fail`, the reward of every completion fails; if `fail_first`, that of
+    the first one of each group."""
 
     def __init__(self) -> None:
-        self.fail = False
+        self.fail = self.fail_first = False
 
-    async def score(self, task: Task, completions: Sequence[str]) -> list[float]:
-        if self.fail:
-            raise DataError("the reward raised", reason="reward_raised", completion=f"answer to {task.prompt}")
-        return [float(len(completion)) for completion in completions]
+    async def score(self, task: Task, completions: Sequence[str]) -> list[Score]:
+        scores: list[Score] = [float(len(completion)) for completion in completions]
+        failed = len(scores) if self.fail else int(self.fail_first)
+        answer = f"answer to {task.prompt}"
+        error = DataError("the reward raised", reason="reward_raised", completion=answer)
+        return [error] * failed + scores[failed:]
 
 
 class Pool:

@@ -16,6 +16,7 @@ from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
+from asyncrl.environments.scores import Score
 from asyncrl.errors import ActorGone, DataError, FailureClass
 from asyncrl.generation.evaluation import evaluate
 from asyncrl.generation.interfaces import LoadTimes
@@ -100,7 +101,7 @@ async def test_a_late_joiner_gets_tickets_only_at_the_current_version() -> None:
 async def test_a_rollout_that_takes_too_long_says_whether_its_scoring_did(
     scoring: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def score(task: Task, completions: Sequence[str]) -> list[float]:
+    async def score(task: Task, completions: Sequence[str]) -> list[Score]:
         await asyncio.Event().wait()
         return []
 
@@ -218,13 +219,48 @@ async def test_a_failing_reward_is_a_data_failure_and_the_prompt_is_replaced() -
 
 
 @pytest.mark.asyncio
+@pytest.mark.fault("F19")
+async def test_a_failed_sample_is_left_out_of_its_group_and_counted_in_metrics_and_failures() -> None:
+    async with empty_pool(algorithm={"loss": "tis", "advantage": "reinforce_pp"}) as pool:
+        pool.scorer.fail_first = True
+        pool.add("a")
+        await pool.publish(0)
+        lease = await pool.step()
+        assert {reward is None for group in lease.groups for reward in group.meta.rewards[:1]} == {True}
+        assert all(group.meta.rewards[1] is not None for group in lease.groups)
+        failures = pool.coordinator._buffer.failures
+        await until(lambda: failures.total >= 4)
+        status = pool.coordinator.status()
+        [count] = status.failures
+        assert (count.rollouts, count.groups, count.samples) == (0, 0, failures.total)
+        assert count.first.prompt in {task.prompt for task in TASKS}
+        assert status.failure_streak is None
+        assert status.account.fates[Fate.FAILED].groups == 0
+        read = pool.metrics["a"].registry.get_sample_value
+        assert read("asyncrl_reward_failures_total", {"reason": "reward_raised"}) >= 4
+        rewards = read("asyncrl_reward_count", {"environment": "test"})
+        samples = read("asyncrl_generator_samples_total", {"outcome": "accepted"})
+        assert rewards == (samples or 0) / 2, "a sample without a reward is not in the histogram of rewards"
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F19")
+async def test_a_reward_that_always_fails_stops_the_run_also_if_failed_samples_get_the_reward_0() -> None:
+    async with empty_pool(environment={"on_error": "zero"}, generator={"max_data_failures": 3}) as pool:
+        pool.scorer.fail = True
+        pool.add("a")
+        await pool.publish(0)
+        await until(lambda: pool.coordinator._buffer.failures.too_many)
+
+
+@pytest.mark.asyncio
 async def test_failures_do_not_overtake_groups_whose_rows_are_still_being_stored() -> None:
     """Every second reward fails. There are never three failures in a row, even if storing the rows takes long."""
     async with empty_pool(generator={"max_data_failures": 3, "max_concurrent_groups": 8}) as pool:
         scored = itertools.count()
         score, put = pool.scorer.score, pool.rows.put
 
-        async def every_second(task: Task, completions: Sequence[str]) -> list[float]:
+        async def every_second(task: Task, completions: Sequence[str]) -> list[Score]:
             if next(scored) % 2:
                 raise DataError("the reward raised", reason="reward_raised")
             return await score(task, completions)
@@ -251,7 +287,7 @@ async def test_the_buffer_keeps_the_text_prompt_and_completion_of_a_failed_rollo
         await until(lambda: pool.failures)
         [count] = pool.coordinator.status().failures
         first = count.first
-        assert first.message == "the reward raised"
+        assert first.message == "the reward raised; 2 of 2 completions of the group have no reward"
         assert first.prompt in {task.prompt for task in TASKS}
         assert first.completion == f"answer to {first.prompt}"
 

@@ -13,6 +13,7 @@ from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.codec import encode
+from asyncrl.environments.scores import Score
 from asyncrl.errors import DataError, HandshakeError
 from asyncrl.generation.interfaces import Completion
 from asyncrl.generation.rollout import GENERATED_FIELDS, Rollouts, check_completion, finished_group
@@ -84,7 +85,7 @@ async def test_a_group_says_how_long_its_scores_took() -> None:
     now_s = 5.0
 
     class SlowScorer(LengthScorer):
-        async def score(self, task: Task, completions: Sequence[str]) -> list[float]:
+        async def score(self, task: Task, completions: Sequence[str]) -> list[Score]:
             nonlocal now_s
             now_s += 2.0
             return await super().score(task, completions)

@@ -1,7 +1,7 @@
 """The audit computes the kept steps of a run again, on real ranks, and finds what no other check can find.
 
 The run is recorded from the stages of the learner's loop on two ranks. The test plays the replica: the ranks score its
-tokens under the weights of their versions. One group of each step is one version old.
+tokens under the weights of their versions. One group of each step is one version old. In one group, a reward failed.
 """
 
 import asyncio
@@ -44,6 +44,8 @@ from asyncrl.policy.tq_policy import TQPolicy
 pytestmark = pytest.mark.integration
 
 STEPS = 3
+MASKED_GROUP = 2
+"""A group in which the reward of the first sample, which has one token, failed."""
 NO_LEDGER = LedgerEntry(prompts=0, open=(), ended=(), issued=Amount(), fates={})
 
 
@@ -114,6 +116,8 @@ def generated(policy: TQPolicy, *, group: int, step: int) -> tuple[LeasedGroup, 
     rows["input_ids"][:, 3:] += group * (rows["token_mask"][:, 3:] > 0)
     rows["generation_logprobs"] = policy.get_logprobs(rows)["logprobs"] * rows["token_mask"]
     meta = msgspec.structs.replace(meta_of(ticket), row_checksums=tuple(row_checksums(rows)))
+    if group == MASKED_GROUP:
+        meta = msgspec.structs.replace(meta, rewards=(None, *meta.rewards[1:]))
     leased = LeasedGroup(
         meta=meta, task=ticket.task, deadline=ticket.deadline, max_staleness_versions=2, reserved_step=step,
         ready_step=step,
@@ -136,7 +140,7 @@ def test_the_steps_of_a_run_are_computed_again_bit_by_bit(run: Path) -> None:
     outcome = audited(run)
     assert outcome.verdict is Verdict.PASSED, outcome.detail
     assert outcome.detail.startswith(f"{STEPS} steps computed again")
-    assert f"{STEPS * 6} tokens were scored again" in outcome.detail
+    assert f"{STEPS * 6 - 1} tokens were scored again" in outcome.detail, "the masked token was not trained"
 
 
 def test_a_version_whose_weights_did_not_sample_the_token_is_found(run: Path) -> None:

@@ -13,7 +13,7 @@ from asyncrl.learner.failure_watch import COUNTS_EVERY_S, FailureWatch
 from asyncrl.learner.failures import groups_by_reason
 
 
-def counted(reason: str, rollouts: int, *, groups: int | None = None) -> FailureCount:
+def counted(reason: str, rollouts: int, *, groups: int | None = None, samples: int = 0) -> FailureCount:
     failure = Failure(
         failure_class=FailureClass.DATA,
         reason=reason,
@@ -21,7 +21,8 @@ def counted(reason: str, rollouts: int, *, groups: int | None = None) -> Failure
         prompt="0+3=",
         completion="[red]4",
     )
-    return FailureCount(rollouts=rollouts, groups=rollouts if groups is None else groups, first=failure)
+    groups = rollouts if groups is None else groups
+    return FailureCount(rollouts=rollouts, groups=groups, samples=samples, first=failure)
 
 
 class Scene:
@@ -78,7 +79,7 @@ def test_counts_are_shown_only_when_they_changed_and_only_now_and_then(caplog: p
     scene.now_s += 1
     several = [counted("reward_raised", 5), counted("reward_timeout", 7)]
     scene.watch.show(several)
-    assert scene.shown()[1:] == ["rollouts that failed so far: reward_timeout 7, reward_raised 5"]
+    assert scene.shown()[1:] == ["failures so far: reward_timeout 7, reward_raised 5"]
     assert scene.kept[-1] == tuple(several)
     scene.now_s += COUNTS_EVERY_S
     kept = len(scene.kept)
@@ -94,7 +95,7 @@ async def test_the_end_shows_what_was_not_shown_yet(caplog: pytest.LogCaptureFix
     scene.shown()
     scene.answers = [(counted("reward_raised", 3),)] * 2
     await scene.watch.finish()
-    assert scene.shown() == ["rollouts that failed so far: reward_raised 3"]
+    assert scene.shown() == ["failures so far: reward_raised 3"]
     await scene.watch.finish()
     assert scene.shown() == []
     assert scene.kept[-1] == (counted("reward_raised", 3),)
@@ -118,6 +119,22 @@ async def test_the_buffer_is_asked_for_more_than_is_known_and_may_be_silent_for_
         await scene.watch.run()
     assert scene.asked == [0, 2, 2]
     assert "cannot be shown until the buffer answers again: no answer" in scene.shown()[-1]
+
+
+@pytest.mark.fault("F19")
+def test_completions_that_failed_alone_are_shown_and_counted_like_rollouts(caplog: pytest.LogCaptureFixture) -> None:
+    scene = Scene(caplog)
+    scene.watch.show([counted("reward_raised", 0, samples=1)])
+    assert scene.shown()[0].startswith("first failure of reward_raised: ")
+    assert scene.watch.failures == 1
+    scene.now_s += COUNTS_EVERY_S
+    counts = [counted("reward_raised", 0, samples=31), counted("reward_timeout", 2, samples=1), counted("engine", 40)]
+    scene.watch.show(counts)
+    assert scene.shown()[-1] == (
+        "failures so far: engine 40, reward_raised 31 single completions, reward_timeout 2 and 1 single completion"
+    )
+    assert scene.kept[-1] == tuple(counts)
+    assert groups_by_reason(counts) == {"engine": 40, "reward_timeout": 2}
 
 
 def test_groups_by_reason_leave_out_what_was_tried_again() -> None:

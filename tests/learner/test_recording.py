@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import learner_scenes
 import msgspec
 import pytest
 from learner_scenes import Scene, decoded, judged, skipped, trained
@@ -98,13 +99,14 @@ async def test_every_gauge_of_a_trained_step_shows_the_number_that_bears_its_nam
         name: next(numbers) / 64 for name in ("zero_variance_ratio", "all_right_ratio", "all_wrong_ratio")
     }
     of_loss = {"clipped_ratio": next(numbers) / 64, "gated_ratio": next(numbers) / 64}
-    ess, k1, k3, peak, overlong, masked, value_loss = (next(numbers) / 64 for _ in range(7))
+    ess, k1, k3, peak, overlong, masked, failed, value_loss = (next(numbers) / 64 for _ in range(8))
     report = dataclasses.replace(
         step.report, **same, ess=ess, kl_behaviour_k1_nats=k1, kl_behaviour_k3_nats=k3, peak_flops_per_s=peak,
         loss_metrics=of_loss, diagnostics=measured,
     )  # fmt: skip
     of_samples |= {"stale_tokens": 111, "stale_samples": 112}
-    samples = dataclasses.replace(step.samples, **of_samples, overlong_ratio=overlong, masked_ratio=masked)
+    ratios = {"overlong_ratio": overlong, "masked_ratio": masked, "failed_ratio": failed}
+    samples = dataclasses.replace(step.samples, **of_samples, **ratios)
     step = dataclasses.replace(
         step, report=report, samples=samples, critic_report=judged(loss=value_loss), published=Version(1, 40)
     )
@@ -115,7 +117,12 @@ async def test_every_gauge_of_a_trained_step_shows_the_number_that_bears_its_nam
     recorder.trained(step)
     expected = measured | same | of_samples | of_loss
     expected |= {"ess_ratio": ess, "kl_to_behaviour_nats": k3, "overlong_ratio": overlong, "value_loss": value_loss}
-    expected |= {"masked_samples_ratio": masked, "reward_mean": 0.5, "peak_flops_per_second": peak}
+    expected |= {
+        "masked_samples_ratio": masked,
+        "failed_samples_ratio": failed,
+        "reward_mean": 0.5,
+        "peak_flops_per_second": peak,
+    }
     expected |= {"explained_variance": 0.75, "value_clipped_ratio": 0.1, "policy_version": step.status.version.step}
     shown = {f"asyncrl_learner_{name}": value for name, value in expected.items()} | {
         "asyncrl_published_policy_version": 40,
@@ -301,6 +308,22 @@ async def test_what_was_not_measured_reads_as_such_and_not_as_healthy() -> None:
         value = read(f"asyncrl_learner_{name}")
         assert value is not None
         assert math.isnan(value), name
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F19")
+async def test_rewards_that_failed_are_in_no_mean_of_a_step_and_their_share_is_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = learner_scenes.meta_of
+    monkeypatch.setattr(learner_scenes, "meta_of", lambda t: msgspec.structs.replace(made(t), rewards=(None, 0.75)))
+    scene = Scene(learner={"groups_logged": 1})
+    await scene.run()
+    step = scene.log.steps[0]
+    assert (step.reward_mean, step.reward_std, step.reward_min, step.reward_max) == (0.75, 0.0, 0.75, 0.75)
+    assert step.diagnostics["failed_samples_ratio"] == 0.5
+    assert scene.metrics.registry.get_sample_value("asyncrl_learner_failed_samples_ratio") == 0.5
+    assert [sample.reward for sample in scene.log.samples[0]] == [None, 0.75]
 
 
 @pytest.mark.asyncio

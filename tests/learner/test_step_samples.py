@@ -27,7 +27,7 @@ from asyncrl.ranks.report import StepReport
 
 
 def leased(
-    group: int, rewards: Sequence[float], *, tokens: Sequence[int] = (), truncated: Sequence[bool] = ()
+    group: int, rewards: Sequence[float | None], *, tokens: Sequence[int] = (), truncated: Sequence[bool] = ()
 ) -> LeasedGroup:
     meta = GroupMeta(
         group=group,
@@ -152,6 +152,44 @@ def test_empty_completions_are_masked_and_counted() -> None:
     samples = judged([leased(0, [1.0, 0.0], tokens=[0, 2])])
     assert masks(samples, 2) == [[0.0, 1.0]]
     assert samples.masked_ratio == 0.5
+
+
+@pytest.mark.fault("F19")
+def test_a_sample_whose_reward_failed_is_masked_and_in_no_baseline_and_no_statistic() -> None:
+    """Without the failed samples, the step has the rewards 1, 0 and 4, 2."""
+    groups = [leased(0, [1.0, None, 0.0]), leased(1, [None, 4.0, 2.0])]
+    samples = judged(groups)
+    assert advantages(samples, 3, 3) == [[0.5, 0.0, -0.5], [0.0, 1.0, -1.0]]
+    assert masks(samples, 3, 3) == [[1.0, 0.0, 1.0], [0.0, 1.0, 1.0]]
+    assert samples.rewards_B.tolist() == [1.0, 0.0, 0.0, 0.0, 4.0, 2.0]
+    assert (samples.failed_ratio, samples.masked_ratio) == pytest.approx((1 / 3, 1 / 3))
+    whole = judged(groups, estimator="reinforce_pp")
+    without = judged([leased(0, [1.0, 0.0]), leased(1, [4.0, 2.0])], estimator="reinforce_pp")
+    assert whole.advantages_B[whole.mask_B > 0].tolist() == without.advantages_B.tolist()
+
+
+@pytest.mark.fault("F19")
+def test_failed_samples_do_not_hide_that_the_other_rewards_of_a_group_are_equal() -> None:
+    groups = [leased(0, [1.0, None, 1.0]), leased(1, [0.0, 0.0, None]), leased(2, [1.0, 0.0, None])]
+    samples = judged(groups, zero_variance="mask")
+    assert samples.zero_variance_ratio == pytest.approx(2 / 3)
+    assert (samples.all_right_ratio, samples.all_wrong_ratio) == pytest.approx((1 / 3, 1 / 3))
+    assert masks(samples, 3, 3, 3) == [[0.0] * 3, [0.0] * 3, [1.0, 1.0, 0.0]]
+
+
+def test_failed_samples_are_in_no_length_weighted_baseline_and_get_no_length_penalty() -> None:
+    group = leased(0, [1.0, 0.0, None], tokens=[6, 2, 100])
+    assert advantages(judged([group], estimator="opo"), 3) == [[0.25, -0.75, 0.0]]
+    penalised = judged([leased(0, [1.0, 1.0, None], tokens=[8, 10, 10])], overlong="penalise", overlong_buffer_tokens=4)
+    assert penalised.rewards_B.tolist() == [0.5, 0.0, 0.0]
+
+
+@pytest.mark.fault("F19")
+def test_the_critic_gets_a_mask_for_a_sample_whose_reward_failed() -> None:
+    lease = Lease(incarnation=1, step=0, groups=(leased(0, [1.0, None]),))
+    samples = judge_samples(lease, estimator=None, filters=build_filters(Config()))
+    assert samples.advantages_B is None
+    assert (samples.rewards_B.tolist(), samples.mask_B.tolist()) == ([1.0, 0.0], [1.0, 0.0])
 
 
 @pytest.mark.asyncio

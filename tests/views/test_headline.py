@@ -208,6 +208,14 @@ def test_equal_rewards_above_zero_ask_for_harder_questions() -> None:
     assert "hardly any gradient" in mostly.sentence
 
 
+def test_rewards_that_fail_for_many_samples_of_trained_groups_are_the_headline_too() -> None:
+    found = headline(RunFacts(**FINE | {"failed_samples_ratio": 0.2}))
+    assert found is not None
+    assert found.concern is Concern.FAILURES
+    assert found.sentence.startswith("The reward failed for 20 % of the trained groups' samples, which are left out")
+    assert headline(RunFacts(**FINE | {"failed_samples_ratio": 0.05})) is None
+
+
 @pytest.mark.parametrize("concern", Concern)
 def test_every_headline_names_settings_that_exist(concern: Concern) -> None:
     found = headline(RunFacts(**FINE | TROUBLE[concern]))

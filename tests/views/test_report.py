@@ -72,7 +72,7 @@ def test_a_finished_run_is_one_well_formed_page_with_all_its_parts(tmp_path: Pat
     page = Page(target.read_text())
     for words in (
         "Learning", "Reward", "held out", "Effective sample size", "Spread of rewards",
-        "Completion length", "Truncated completions", "Loss", "Entropy", "Gradient norm",
+        "Completion length", "Truncated and failed completions", "Loss", "Entropy", "Gradient norm",
         "which side waits for the other", "Learner", "Generators", "Samples", "Tokens", "Groups in the buffer",
         "Age when trained", "limit 2", "Log-prob parity",
         "models/tiny-speller · reasoning_gym · decoupled_icepop · 16 × 8 samples per step · at most 2 versions old",
@@ -114,6 +114,7 @@ def test_only_a_run_that_looks_at_a_reference_shows_the_distance_to_it(tmp_path:
 FAILURE = FailureCount(
     rollouts=2001,
     groups=1999,
+    samples=3001,
     first=Failure(
         failure_class=FailureClass.DATA,
         reason="reward_raised",
@@ -129,7 +130,16 @@ def test_failures_are_shown_with_the_first_of_each_reason_also_of_a_run_without_
     failed.write_failures([FAILURE])
     failed.close(state="failed", reason="RunError: your reward failed")
     page = Page(report_html(read_run(failed.path)))
-    for words in ("Failures", "reward_raised", "2,001", "1,999", "KeyError: 'KEY' (tasks.py:30)", "0+3=", HOSTILE):
+    for words in (
+        "Failures",
+        "reward_raised",
+        "2,001",
+        "1,999",
+        "3,001",
+        "KeyError: 'KEY' (tasks.py:30)",
+        "0+3=",
+        HOSTILE,
+    ):
         assert words in page.text, words
     assert "No step was recorded." in page.text
     assert "Failures" not in Page(report_html(read_run(write_run(tmp_path, [make_step(0)])))).text

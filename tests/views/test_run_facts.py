@@ -75,6 +75,13 @@ def test_a_live_view_is_of_the_last_steps_and_a_report_of_all() -> None:
     assert short.groups == steps[-1].ledger_groups, "with few steps, all groups since the start count"
 
 
+def test_the_share_of_samples_without_a_reward_is_that_of_the_last_trained_steps() -> None:
+    shares = [make_step(step, diagnostics={"failed_samples_ratio": step / 4}) for step in range(3)]
+    facts = facts_of_steps(shares, setting=Setting(), failures={}, recent=True)
+    assert facts.failed_samples_ratio == 0.25
+    assert facts_of_steps([make_step(0)], setting=Setting(), failures={}, recent=True).failed_samples_ratio is None
+
+
 def test_equal_rewards_are_unknown_where_they_teach_and_skipped_steps_are_left_out() -> None:
     steps = [make_step(0), make_step(1, trained=False, zero_variance_ratio=1.0)]
     facts = facts_of_steps(steps, setting=Setting(), failures={}, recent=True)

@@ -1,0 +1,67 @@
+"""What becomes of a group in which the reward of some completions failed (`environment.on_error`)."""
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+
+from asyncrl.algorithms.presets import compares_groups
+from asyncrl.buffer.records import Failure, FailureCount
+from asyncrl.config.schema import Config
+from asyncrl.coordinator.client import CoordinatorClient
+from asyncrl.coordinator.failures import FailureReports
+from asyncrl.environments.scores import Score
+from asyncrl.errors import DataError, RunError
+
+logger = logging.getLogger(__name__)
+
+
+def fewest_rewards(config: Config) -> int:
+    """Returns how many completions of a group must have a reward, so that the group can be trained.
+
+    A group of which one completion is left teaches nothing if advantages compare the completions of a group. A failed
+    completion with the reward 0 can be compared, but a group without any reward fails, so that a reward that always
+    fails stops the run.
+    """
+    if config.environment.on_error == "zero" or not compares_groups(config.algorithm):
+        return 1
+    return min(2, config.learner.group_size)
+
+
+def rewards_of(scores: Sequence[Score], *, config: Config) -> tuple[float | None, ...]:
+    """Returns the reward of each completion of a group; None for a completion that is left out.
+
+    Raises DataError with the first error if the group fails.
+    """
+    errors, on_error = [score for score in scores if isinstance(score, DataError)], config.environment.on_error
+    if not errors:
+        return tuple(score for score in scores if not isinstance(score, DataError))
+    first = next((error for error in errors if error.completion), errors[0])
+    if on_error == "fail":
+        raise first
+    good, fewest = len(scores) - len(errors), fewest_rewards(config)
+    if good < fewest:
+        few = f"; {len(errors)} of {len(scores)} completions of the group have no reward" if len(scores) > 1 else ""
+        raise DataError(f"{first}{few}", reason=first.reason, completion=first.completion)
+    substitute = 0.0 if on_error == "zero" else None
+    return tuple(substitute if isinstance(score, DataError) else score for score in scores)
+
+
+def failures_of(scores: Sequence[Score], *, prompt: str) -> tuple[Failure, ...]:
+    """Returns the failures of the completions of a group that is trained nevertheless."""
+    return tuple(Failure.of(score, prompt=prompt) for score in scores if isinstance(score, DataError))
+
+
+async def report_failures(failures: Sequence[Failure], coordinator: CoordinatorClient) -> None:
+    """Reports failed completions of groups that were committed, with the first of each reason."""
+    if not failures:
+        return
+    samples = Counter(failure.label for failure in failures)
+    first: dict[str, Failure] = {}
+    for failure in failures:
+        first.setdefault(failure.label, failure)
+    counts = [FailureCount(samples=samples[label], first=failure) for label, failure in first.items()]
+    logger.warning("completions without a reward: %s", ", ".join(f"{c.first.reason} {c.samples}" for c in counts))
+    try:
+        await coordinator.call(FailureReports.samples_failed, counts)
+    except (RunError, TimeoutError) as lost:
+        logger.warning("failed rewards did not reach the buffer: %s", lost)

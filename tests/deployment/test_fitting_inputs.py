@@ -1,0 +1,103 @@
+"""Every deployment gives the buffer the prompts that fit the model: they are measured before a run is entered."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config.schema import Config
+from asyncrl.data.prompts import Task
+from asyncrl.data.tokenizer import load_tokenizer
+from asyncrl.demo.tiny_model import build_tokenizer
+from asyncrl.deployment import generators, inputs
+from asyncrl.deployment.generators import GeneratorDeployment
+from asyncrl.deployment.inputs import Inputs, Prompts
+from asyncrl.errors import DatasetError
+
+pytestmark = pytest.mark.slow
+
+SHORT, LONG = "ab>", "abcd>"
+
+
+def tasks(*prompts: str) -> list[Task]:
+    return [Task(question=prompt, prompt=prompt, answer="", row=row) for row, prompt in enumerate(prompts, start=1)]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    build_tokenizer(max_length=16).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def settings(model: Path, **data: Any) -> Config:
+    sections = {"model": {"max_length": 16, "path": str(model)}, "data": {"max_prompt_tokens": 4} | data}
+    return Config.model_validate(sections)
+
+
+def fitting(config: Config, loaded: Prompts) -> Prompts:
+    async def read() -> Prompts:
+        async with Inputs(config, loaded=loaded) as made:
+            return await made.prompts
+
+    return asyncio.run(read())
+
+
+@pytest.mark.fault("F33")
+def test_prompts_that_are_too_long_are_left_out_of_both_parts(model: Path) -> None:
+    loaded = Prompts(train=tasks(LONG, SHORT), heldout=tasks(SHORT, LONG))
+    found = fitting(settings(model, on_bad_row="skip"), loaded)
+    assert found == Prompts(train=loaded.train[1:], heldout=loaded.heldout[:1])
+
+
+@pytest.mark.parametrize("side", ["train", "heldout"])
+@pytest.mark.fault("F33")
+def test_a_prompt_that_is_too_long_ends_the_start_with_its_row(model: Path, side: str) -> None:
+    loaded = Prompts(train=tasks(SHORT), heldout=tasks(SHORT))._replace(**{side: tasks(SHORT, LONG)})
+    with pytest.raises(DatasetError, match=r"row 2: the prompt 'abcd>' has 5 tokens, but must have 1 to 4 "):
+        fitting(settings(model), loaded)
+
+
+def test_the_real_tokenizer_is_loaded_only_for_prompts_whose_length_is_in_doubt(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads: list[str] = []
+
+    def noted(path: str, **options: Any) -> Any:
+        loads.append(path)
+        return load_tokenizer(path, **options)
+
+    monkeypatch.setattr(inputs, "load_tokenizer", noted)
+    short, doubtful = tasks("a>"), tasks("abc>")
+    config = settings(model, on_bad_row="skip")
+    assert fitting(config, Prompts(train=short, heldout=short)) == (short, short)
+    assert loads == []
+    assert fitting(config, Prompts(train=doubtful, heldout=doubtful)) == (doubtful, doubtful)
+    assert loads == [str(model)], "once for both parts"
+    (model / "tokenizer.json").rename(model / "other.json")
+    monkeypatch.setattr(inputs, "load_tokenizer", lambda *_, **__: build_tokenizer(max_length=16))
+    assert fitting(config, Prompts(train=tasks(LONG, "a>"), heldout=())).train == tasks(LONG, "a>")[1:]
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F33")
+async def test_a_generator_deployment_enters_the_run_with_the_prompts_that_fit(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be the first deployment of the run, whose prompts the buffer takes."""
+    config = settings(model, on_bad_row="skip")
+
+    class Entered(Exception):
+        """Ends the deployment when it enters the run."""
+
+    async def enter_run(*_: Any, tasks: Any, **__: Any) -> Any:
+        raise Entered(*tasks)
+
+    monkeypatch.setattr(generators, "enter_run", enter_run)
+    monkeypatch.setattr(GeneratorDeployment, "_make", lambda self: None)
+    monkeypatch.setattr(GeneratorDeployment, "_end", lambda *_: asyncio.sleep(0))
+    async with Inputs(config, loaded=Prompts(train=tasks(LONG, SHORT), heldout=())) as made:
+        deployment = GeneratorDeployment(config, model_path=made.engine_model, prompts=made.prompts)
+        with pytest.raises(Entered) as caught:
+            await deployment.run(asyncio.Event())
+    assert [task.prompt for task in caught.value.args] == [SHORT]
