@@ -496,8 +496,9 @@ async def test_a_run_that_ends_serves_until_who_discovers_over_http_has_the_empt
         return servers[-1]
 
     async def ask() -> list[Any]:
-        url = f"http://{servers[0].address}/sd"
-        with await asyncio.to_thread(urllib.request.urlopen, url, timeout=DEADLINE_S) as answer:
+        headers = {server_module.REFRESH_HEADER: "10"}
+        question = urllib.request.Request(f"http://{servers[0].address}/sd", headers=headers)
+        with await asyncio.to_thread(urllib.request.urlopen, question, timeout=DEADLINE_S) as answer:
             return list(json.loads(answer.read()))
 
     async def train(*_: object) -> RunTotals:
