@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from asyncrl.config.schema import EnvironmentSection
 from asyncrl.environments.reward_function import RewardFunction, subject
 from asyncrl.environments.scoring_messages import Failure, Group, Reply, Request, Result, RewardFailure
-from asyncrl.environments.secrets import Secrets, secrets_hint
+from asyncrl.environments.secrets import secrets_hint
 from asyncrl.user_code import describe_error
 
 CANCEL_GRACE_S = 1.0
@@ -36,7 +36,6 @@ class GroupScoring:
         section: EnvironmentSection,
         *,
         begin: Callable[[int], None] = lambda sample: None,
-        secrets: Secrets | None = None,
         withheld: Collection[str] = (),
     ) -> None:
         self._function = reward.function
@@ -44,7 +43,6 @@ class GroupScoring:
         self._section = section
         self._subject = subject(section)
         self._begin = begin
-        self._secrets = secrets or Secrets()
         self._withheld = withheld
         self._unfinished: set[int] = set()  # numbers of the completions whose calls have not ended
         self._runner = asyncio.Runner() if reward.form.asynchronous else None
@@ -130,7 +128,7 @@ class GroupScoring:
             sample = error.sample if sample is None else sample
         else:
             reason = RewardFailure.RAISED
-            what = f"raised {describe_error(error, redact=self._secrets.redact)}{self._hint(error)}"
+            what = f"raised {describe_error(error)}{self._hint(error)}"
         if sample is None and len(group.completions) == 1:
             sample = 0  # only this completion can have failed
         failure = Failure(reason=reason, sample=sample, message=f"{self._subject} {what}")

@@ -17,6 +17,7 @@ from buffer_scenes import Scene
 from made_up_run import TOTALS, make_step
 from prometheus_client import CollectorRegistry
 
+from asyncrl import shown_text
 from asyncrl.buffer.records import Failure, FailureCount
 from asyncrl.common.lineage import Lineage
 from asyncrl.common.roles import RunState
@@ -351,6 +352,23 @@ async def test_a_learner_that_was_replaced_ends_at_its_next_heartbeat(
                 await deployment.run(asyncio.Event())
     assert training.is_set() is in_training
     assert "has taken over" in deployment._failure
+
+
+@pytest.mark.asyncio
+async def test_the_error_that_the_run_gets_from_a_failed_learner_shows_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def train(*_: object) -> RunTotals:
+        raise RunError("401 for sk-0123456789")
+
+    monkeypatch.setattr(shown_text, "_redact", lambda text: text.replace("sk-0123456789", "<KEY>"))
+    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
+    with RunDir.create(config) as run:
+        deployment = deployment_without_ray(run, config, monkeypatch, train=train)
+        with pytest.raises(RunError):
+            async with asyncio.timeout(DEADLINE_S):
+                await deployment.run(asyncio.Event())
+    assert deployment._failure == "RunError: 401 for <KEY>"
 
 
 @pytest.mark.asyncio
