@@ -1,21 +1,31 @@
 """Writes files atomically: a reader sees the complete old file or the complete new one, also after a machine crash."""
 
+import contextlib
+import fcntl
+import glob
 import os
+import secrets
 from pathlib import Path
+from typing import BinaryIO
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replaces the file `path` by a file that contains `data`.
+    """Replaces the file `path` by a file that contains `data`. Returns when the disk has the new file.
 
-    Writes to a temporary file in the same directory and renames it. A path may have only one writer at a time. The name
-    of the temporary file is fixed, so the next writer overwrites the leftover of a writer that was killed. It returns
-    when the disk has the new file.
+    Several processes may write the same path at once; the file of the last one stays. Each writes to a temporary file
+    of its own in the same directory, and renames it. It first removes the temporary files of writers that were killed.
     """
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-    sync(temporary)
-    temporary.replace(path)
+    _remove_leftovers(path)
+    temporary, file = _temporary_file(path)
+    with file:
+        try:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
     sync(path.parent)
 
 
@@ -26,3 +36,26 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _temporary_file(path: Path) -> tuple[Path, BinaryIO]:
+    """Creates a temporary file beside `path` and locks it. Returns its path and the open file.
+
+    The kernel releases the lock when the process ends in any way. So a temporary file without a lock is the leftover of
+    a writer that was killed. On a file system without locks, leftovers stay.
+    """
+    while True:
+        temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+        file = temporary.open("xb")
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if temporary.exists():
+            return temporary, file
+        file.close()  # another writer has removed the file as a leftover before it was locked
+
+
+def _remove_leftovers(path: Path) -> None:
+    for leftover in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
+        with contextlib.suppress(OSError), leftover.open("rb") as file:  # fails if a writer has locked or renamed it
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            leftover.unlink()

@@ -2,8 +2,9 @@
 
 import sysconfig
 import traceback
-from collections.abc import Callable
 from pathlib import Path
+
+from asyncrl.shown_text import redacted
 
 MAX_TEXT_CHARS = 500
 """Longest error text that is shown, in characters. An error of a user's reward may contain a whole document."""
@@ -13,22 +14,20 @@ _STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 _INSTALLED = {"site-packages", "dist-packages"}
 
 
-def describe_error(error: BaseException, *, redact: Callable[[str], str] | None = None) -> str:
+def describe_error(error: BaseException) -> str:
     """Returns the type, text and place of an error, for example `KeyError: 'JUDGE_API_KEY' (tasks.py:30)`.
 
     The place is the innermost line of the traceback in the user's own files. If there is none, it is the innermost line
     in an installed package. If only asyncrl or the standard library raised the error, there is no place. A path below
     the working directory is shown relative to it.
 
-    `redact` removes secrets from the text. It runs before the text is cut to `MAX_TEXT_CHARS` characters, because
-    `redact` would not recognise a secret that was cut in half.
+    The text shows no secret of the run, and at most `MAX_TEXT_CHARS` characters.
     """
     try:
         text = str(error)
     except Exception:  # an exception's own __str__ may raise; its type and place can still be shown
         text = "(its message cannot be shown)"
-    if redact is not None:
-        text = redact(text)
+    text = redacted(text)  # before it is cut: half of a secret would not be recognised
     if len(text) > MAX_TEXT_CHARS:
         text = f"{text[:MAX_TEXT_CHARS]}…"
     text = text.encode("utf-8", "replace").decode()  # lone surrogates cannot be written to a file or sent

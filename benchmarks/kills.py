@@ -1,13 +1,14 @@
 """Kills the processes of a run, as a machine that fails or the kernel does."""
 
 import contextlib
-import json
 import random
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
+
+from asyncrl.deployment.known_runs import may_have_died, read_info
 
 EVERYTHING = "everything"
 PROCESSES = {
@@ -34,7 +35,10 @@ def kill(run: Path, target: str, *, also: Iterable[psutil.Process] = (), choose:
     command started, and those that the processes `also` started. `choose` takes one of several. The command must live.
     Raises RuntimeError if the run has no such process now.
     """
-    driver = psutil.Process(json.loads((run / "run.json").read_bytes())["pid"])
+    info = read_info(run)
+    if info is None or may_have_died(run):  # another process may have the pid of a run that has died
+        raise RuntimeError(f"the command of the run in {run} does not live")
+    driver = psutil.Process(info.pid)
     family = [child for root in (driver, *also) for child in processes_of(root)]
     if target == EVERYTHING:
         chosen = [driver, *family]

@@ -11,10 +11,8 @@ from asyncrl.buffer.slots import Slot
 from asyncrl.buffer.table import GroupTable
 from asyncrl.data.prompts import Task
 
-# vLLM gives sample i of a request the seed + i. So the seed of a group is a multiple of the group size, which makes all
-# sample seeds different. The range leaves room below 2**63.
-_SEED_RANGE = 2**62
-_GROUPS_A_SEED = 2**20
+SEEDS_A_RUN = 2**32
+"""Sample seeds of one `run.seed`. A `run.seed` is below 2**31, so all of them are below 2**63, the limit of vLLM."""
 LAST_ATTEMPTS = 10_000
 """Number of ended groups whose last attempt is remembered, to name the reason why a late commit is refused. Retried and
 failed groups are remembered only. A commit of an older one is refused too."""
@@ -30,6 +28,21 @@ def parsed_key(key: str) -> tuple[int, int] | None:
     """
     found = _KEY.fullmatch(key)
     return None if found is None else (int(found[1]), int(found[2]))
+
+
+def seed_of_group(run_seed: int, group: int, *, group_size: int) -> int:
+    """Returns the seed of a group. It is a multiple of the group size, because vLLM gives sample i the seed + i.
+
+    The sample seeds of one `run.seed` are within a range of `SEEDS_A_RUN` of its own, whatever the group size is. They
+    are all different until the range is used up, after four billion samples. Then they begin again.
+
+    >>> [seed_of_group(0, group, group_size=3) for group in range(3)]
+    [0, 3, 6]
+    >>> seed_of_group(1, 0, group_size=3) - 2**32
+    2
+    """
+    first = -(-run_seed * SEEDS_A_RUN // group_size)  # rounded up, so the range has room for one group less
+    return (first + group % (SEEDS_A_RUN // group_size - 1)) * group_size
 
 
 class Attempts:
@@ -58,9 +71,9 @@ class Attempts:
         if task is None:
             self.exhausted = True
             return None
-        group, size = self.groups, self._group_size
+        group = self.groups
         self.groups += 1
-        seed = (self._seed * _GROUPS_A_SEED + group) % (_SEED_RANGE // size) * size
+        seed = seed_of_group(self._seed, group, group_size=self._group_size)
         return DuePrompt(group=group, attempt=0, task=task, seed=seed, issued=False)
 
     def record_end(self, slot: Slot) -> None:

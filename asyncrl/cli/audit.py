@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from asyncrl.cli.terminal import say
 from asyncrl.deployment.known_runs import check_there, named_run
 
 
@@ -38,7 +39,7 @@ def audit(
     check_there(directory)
     failed = False
     for outcome in outcomes_of(directory):
-        typer.echo(str(outcome))
+        say(str(outcome))
         failed |= outcome.verdict is Verdict.FAILED
     if failed:
         raise typer.Exit(1)

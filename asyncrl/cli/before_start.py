@@ -8,17 +8,16 @@ tried, so they take no time here.
 import os
 import threading
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import typer
 
 from asyncrl.algorithms.baselines import OwnEstimator, resolve_advantage
 from asyncrl.algorithms.presets import advantage_of, is_own_loss
 from asyncrl.cli.options import checked_config, print_warnings, run_checks
 from asyncrl.cli.presence import model_directory, similar_folder
 from asyncrl.cli.restarts import restarts
-from asyncrl.cli.terminal import outlive_terminal
+from asyncrl.cli.terminal import outlive_terminal, say
 from asyncrl.common.roles import Role
 from asyncrl.config.import_path import is_import_path
 from asyncrl.config.load import Layer
@@ -118,7 +117,7 @@ def _try_scoring(config: Config) -> None:
         start_timeout_s=START_TIMEOUT_S,
         closing=threading.Event(),
         secrets=read_secrets(config.environment, os.environ),
-        output=lambda line: typer.echo(line, err=True),
+        output=partial(say, err=True),
     )
     try:
         process.start()
@@ -272,8 +271,6 @@ def _leave_hub_alone(name: str) -> None:
     """Prevents further requests to the Hugging Face Hub by this process and its child processes."""
     from huggingface_hub import constants
 
-    typer.echo(
-        f"note: the Hugging Face Hub does not answer; model.path = {name} is read from its local cache", err=True
-    )
+    say(f"note: the Hugging Face Hub does not answer; model.path = {name} is read from its local cache", err=True)
     constants.HF_HUB_OFFLINE = True  # the library reads the variable only when it is imported
     os.environ["HF_HUB_OFFLINE"] = "1"

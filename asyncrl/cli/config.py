@@ -8,6 +8,7 @@ import typer
 
 from asyncrl.cli.before_start import look
 from asyncrl.cli.options import AllowPublic, ConfigFiles, Overrides, checked_config, command_app, print_warnings
+from asyncrl.cli.terminal import say
 from asyncrl.config.load import dump_config, load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
@@ -18,7 +19,7 @@ app = command_app(help="Show, check or describe a configuration, without startin
 @app.command()
 def show(files: ConfigFiles, overrides: Overrides) -> None:
     """Print the merged configuration as YAML, with all defaults."""
-    typer.echo(dump_config(load_config(files, overrides)), nl=False)
+    say(dump_config(load_config(files, overrides)).removesuffix("\n"))
 
 
 @app.command()
@@ -32,7 +33,7 @@ def check(files: ConfigFiles, overrides: Overrides, allow_public: AllowPublic = 
     """
     config, warnings = checked_config(files, overrides, allow_public=allow_public)
     print_warnings([*warnings, *look(config)])
-    typer.echo("ok")
+    say("ok")
 
 
 @app.command()
@@ -42,7 +43,7 @@ def schema(
     """Print the JSON schema of configuration files. Editors use it to complete and check YAML."""
     text = json.dumps(Config.model_json_schema(), indent=2, ensure_ascii=False)
     if output is None:
-        typer.echo(text)
+        say(text)
     else:
         try:
             output.write_text(f"{text}\n", encoding="utf-8")

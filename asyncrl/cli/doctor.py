@@ -19,6 +19,7 @@ from typing import Annotated
 import psutil
 import typer
 
+from asyncrl.cli.terminal import say
 from asyncrl.deployment.known_runs import RUNS, dead_runs, live_runs
 from asyncrl.deployment.provenance import installed_version
 from asyncrl.deployment.remains import remains_of, stray_processes
@@ -273,9 +274,9 @@ def doctor(
     """Check this machine: packages, memory, processes of old runs. Exits with status 1 if a run cannot work here."""
     worst = Level.OK
     for finding in examine(timeout_s=timeout_s):
-        typer.echo(f"{typer.style(f'{finding.level:<4}', fg=_COLOURS[finding.level], bold=True)}  {finding.what}")
+        say(f" {finding.what}", label=f"{finding.level:<4}", color=_COLOURS[finding.level])
         if finding.fix:
-            typer.echo(f"      → {finding.fix}")
+            say(f"      → {finding.fix}")
         worst = max(worst, finding.level, key=list(Level).index)
     if worst is Level.FAIL:
         raise typer.Exit(1)

@@ -1,8 +1,7 @@
 """`asyncrl down`: ends a run, or the remaining processes of a run that was killed."""
 
-import typer
-
 from asyncrl.cli.options import RunningAddress, RunningRun, named_address
+from asyncrl.cli.terminal import say
 from asyncrl.errors import RunError
 
 
@@ -36,4 +35,4 @@ def down(run: RunningRun, address: RunningAddress = None) -> None:
                 raise
         if named is None and not lines:
             check_there(directory)
-    typer.echo("\n".join(lines) or f"run {directory.name} had no processes and no files to remove")
+    say("\n".join(lines) or f"run {directory.name} had no processes and no files to remove")

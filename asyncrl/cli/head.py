@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from asyncrl.cli.options import ConfigFiles, Overrides
-from asyncrl.cli.terminal import outlive_terminal
+from asyncrl.cli.terminal import outlive_terminal, say
 from asyncrl.config.load import load_config
 
 
@@ -42,7 +42,7 @@ def head(
         async def main(stop: asyncio.Event) -> None:
             address = start_local(config, generators=generators)
             with advertised(address):
-                typer.echo(f"Ray runs at {address}; Ctrl-C ends it")
+                say(f"Ray runs at {address}; Ctrl-C ends it")
                 await stop.wait()
 
         run_until_done(main)

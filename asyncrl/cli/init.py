@@ -12,6 +12,7 @@ import typer
 from asyncrl.cli.before_start import try_hub
 from asyncrl.cli.options import checked_config, print_warnings
 from asyncrl.cli.presence import check_model
+from asyncrl.cli.terminal import say
 from asyncrl.config.import_path import is_import_path
 from asyncrl.config.schema import Config
 from asyncrl.config.starter import Facts, starter_yaml
@@ -68,7 +69,7 @@ def init(
     facts = _facts(model, section, tasks[:LOOKED_AT], prompts=len(tasks), reward=reward, completion=completion_tokens)
     warnings = _write_checked(output, starter_yaml(facts))
     _, heldout = split(tasks, reading.data.heldout_fraction)
-    typer.echo(
+    say(
         f"wrote {output}: {facts.prompts} prompts of at most {facts.longest_prompt} tokens, {len(heldout)} of them "
         f"held out for evaluation, {_places(facts.gpus)}"
     )
@@ -79,7 +80,7 @@ def init(
             "data.heldout_fraction"
         )
     print_warnings(warnings)
-    typer.echo(f"start it with: asyncrl up -c {output}")
+    say(f"start it with: asyncrl up -c {output}")
 
 
 def _check_model(model: str) -> None:

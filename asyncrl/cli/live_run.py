@@ -24,6 +24,7 @@ from asyncrl.deployment.screen import Screen, StartLog
 from asyncrl.errors import LearnerNotRestored
 from asyncrl.learner.records import Summary
 from asyncrl.metrics.states import monotonic_at_process_start
+from asyncrl.shown_text import shown
 from asyncrl.views.live import LiveDisplay
 from asyncrl.views.report import write_report
 
@@ -81,8 +82,8 @@ def live_run(
     `runner` imports the function that runs the deployments. `importing` is the phase that is shown meanwhile. `again`
     is the command that starts the run again, without `asyncrl`. `choose` is that of `RunDir.create`.
     """
-    shown = shown_run(config, role=role, console=Console(), started_s=monotonic_at_process_start(), choose=choose)
-    with shown as (run_dir, screen):
+    showing = shown_run(config, role=role, console=Console(), started_s=monotonic_at_process_start(), choose=choose)
+    with showing as (run_dir, screen):
 
         async def main(stop: asyncio.Event) -> Summary | None:
             if importing is not None:
@@ -110,7 +111,10 @@ def shown_run(
     with reported_run(config, role=role, choose=choose) as run_dir, weights_named(run_dir.path):
         print_previous(run_dir)
         with LiveDisplay(console, every_steps=LINE_EVERY_STEPS) as display:
-            report = partial(console.print, markup=False, highlight=False)
+
+            def report(line: str) -> None:
+                console.print(shown(line), markup=False, highlight=False)
+
             yield run_dir, Screen(show=StartLog(display.update).update, report=report, started_s=started_s)
 
 

@@ -9,6 +9,7 @@ from asyncrl.algorithms.baselines import CRITICS
 from asyncrl.algorithms.checks import NEEDS_CRITIC
 from asyncrl.algorithms.objective_properties import is_corrected
 from asyncrl.algorithms.presets import DEFAULT_BASELINE, PRESETS, Preset, resolve_objective
+from asyncrl.cli.terminal import say
 from asyncrl.config.import_path import is_import_path
 from asyncrl.config.plain_yaml import dump_yaml
 from asyncrl.errors import ConfigError
@@ -32,9 +33,9 @@ def losses(
     if name is None:
         width = max(map(len, PRESETS))
         for title, rows in _sections().items():
-            typer.echo(typer.style(title, bold=True))
+            say(label=title)
             for key, preset in rows.items():
-                typer.echo(f"  {key:<{width}}  {preset.use}  [{preset.source}]")
+                say(f"  {key:<{width}}  {preset.use}  [{preset.source}]")
         return
     if is_import_path(name):
         raise ConfigError(
@@ -48,12 +49,12 @@ def losses(
         if preset.baseline
         else "published without its own advantages; the default is shown"
     )
-    typer.echo(f"# {name}: {preset.use}\n# {preset.source}; {published}")
+    say(f"# {name}: {preset.use}\n# {preset.source}; {published}")
     section = {"loss": msgspec.to_builtins(objective), "advantage": preset.baseline or DEFAULT_BASELINE}
     printed: dict[str, object] = {"algorithm": section}
     if name in CRITICS:
         printed["critic"] = msgspec.to_builtins(CRITICS[name])
-    typer.echo(dump_yaml(printed), nl=False)
+    say(dump_yaml(printed).removesuffix("\n"))
 
 
 def _sections() -> dict[str, dict[str, Preset]]:

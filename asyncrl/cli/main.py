@@ -20,6 +20,7 @@ import typer.main
 from typer.core import TyperCommand, TyperGroup
 
 from asyncrl.cli.restarts import RESTART_MENDS, supervise
+from asyncrl.cli.terminal import say
 from asyncrl.errors import AsyncRLError, ConfigError
 
 SUPERVISED = ("up", "resume", "learner")
@@ -89,7 +90,7 @@ class _LazyGroup(TyperGroup):
             if os.environ.get("ASYNCRL_DEBUG") == "1":
                 raise
             for line in str(error).splitlines():
-                typer.echo(f"{typer.style('error:', fg='red', bold=True)} {line}", err=True)
+                say(line, label="error:", color="red", err=True)
             raise typer.Exit(
                 2 if isinstance(error, ConfigError) else RESTART_MENDS if error.restart_mends else 1
             ) from None

@@ -1,8 +1,9 @@
 """`asyncrl model -c FILE`: builds the tiny model that a configuration describes, unless it exists already."""
 
-import typer
+from functools import partial
 
 from asyncrl.cli.options import ConfigFiles, Overrides, checked_config, print_warnings
+from asyncrl.cli.terminal import say
 
 
 def model(files: ConfigFiles, overrides: Overrides) -> None:
@@ -17,4 +18,4 @@ def model(files: ConfigFiles, overrides: Overrides) -> None:
     # This imports torch and transformers, which takes seconds. It comes after all checks that can refuse the command.
     from asyncrl.demo.tiny_model import ensure_model
 
-    typer.echo(ensure_model(config, report=lambda line: typer.echo(line, err=True)))
+    say(ensure_model(config, report=partial(say, err=True)))

@@ -14,11 +14,13 @@ import typer
 from asyncrl.algorithms.checks import check_algorithm
 from asyncrl.cli.presence import check_presence, user_modules
 from asyncrl.cli.restarts import begun_before, earlier_end
+from asyncrl.cli.terminal import say
 from asyncrl.common.roles import Role
 from asyncrl.config.checks import check_config
 from asyncrl.config.load import Layer, config_origins, load_config
 from asyncrl.config.metrics_host import check_metrics_host
 from asyncrl.config.schema import Config
+from asyncrl.environments.secrets import hide_secrets
 from asyncrl.errors import AsyncRLError, ConfigError, DatasetError
 
 if TYPE_CHECKING:
@@ -142,8 +144,10 @@ def checked_config(
 
     Raises ConfigError with one line for each problem. If keys or values are wrong, it lists only those. Otherwise it
     lists the violated rules over several keys, and the parts that deployments of `roles` need and this machine lacks.
+    From now on this process shows no value of `environment.secrets`.
     """
     config = load_config(files, overrides)
+    hide_secrets(config.environment, os.environ)
     metrics_host = functools.partial(check_metrics_host, allow_public=allow_public)
     presence = functools.partial(check_presence, roles=roles, origins=config_origins(files, overrides))
     return config, run_checks(config, [metrics_host, check_config, check_algorithm, presence])
@@ -166,7 +170,7 @@ def run_checks(config: Config, checks: Iterable[Callable[[Config], list[str] | N
 def print_warnings(warnings: list[str]) -> None:
     """Prints each warning on stderr, so that the output of the command on stdout can be piped."""
     for warning in warnings:
-        typer.echo(f"{typer.style('note:', fg='yellow', bold=True)} {warning}", err=True)
+        say(warning, label="note:", color="yellow", err=True)
 
 
 def clear_previous(config: Config) -> None:
@@ -195,10 +199,10 @@ def print_previous(run_dir: "RunDir") -> None:
             f"{duration(max(0.0, time.time() - resumed.saved_at))} old"
         )
         logger.info("%s", line)
-        typer.echo(f"{line} (asyncrl up --fresh begins a new run)")
+        say(f"{line} (asyncrl up --fresh begins a new run)")
         if run_dir.set_aside.is_dir():
             names = ", ".join(sorted(path.name for path in run_dir.set_aside.iterdir()))
-            typer.echo(
+            say(
                 f"the later checkpoints {names} are now in {run_dir.set_aside}; delete the folder if you do not need "
                 "them"
             )
@@ -222,7 +226,7 @@ def weights_named(directory: Path) -> Iterator[None]:
         yield
     except Exception:
         if (weights := newest_weights(directory)) is not None:
-            typer.echo(f"weights: {weights}", err=True)
+            say(f"weights: {weights}", err=True)
         raise
 
 
@@ -233,19 +237,19 @@ def print_outcome(summary: "Summary | None", run_dir: Path, *, config: Config, a
     `again` is the command that started the run, without `asyncrl`. Exits with status 1 if the run trained no step.
     """
     if summary is None:
-        typer.echo("the run ended before a step was trained", err=True)
+        say("the run ended before a step was trained", err=True)
         raise typer.Exit(1)
     from asyncrl.deployment.known_runs import newest_weights
     from asyncrl.views.outcome import lines_to_go_on, totals_lines, weights_lines
 
-    typer.echo("\n".join(totals_lines(summary, total_steps=config.learner.total_steps)))
+    say("\n".join(totals_lines(summary, total_steps=config.learner.total_steps)))
     print_headline(run_dir)
-    typer.echo(f"report: {run_dir / 'report.html'}")
+    say(f"report: {run_dir / 'report.html'}")
     if (weights := newest_weights(run_dir)) is not None:
         finished = summary.steps >= config.learner.total_steps
         searched = os.environ.get("PYTHONPATH") if user_modules(config, tuple(Role)) else None
         going_on = lines_to_go_on(weights, finished=finished, config=config, again=again, pythonpath=searched)
-        typer.echo("\n".join([*weights_lines(weights), *going_on]))
+        say("\n".join([*weights_lines(weights), *going_on]))
 
 
 def print_headline(run_dir: Path) -> None:
@@ -257,4 +261,4 @@ def print_headline(run_dir: Path) -> None:
     except (AsyncRLError, OSError):  # unreadable records must not turn a finished run into a failed one
         return
     if found is not None and found.warns:
-        typer.echo(f"{typer.style('warning:', fg='yellow', bold=True)} {found.sentence}")
+        say(found.sentence, label="warning:", color="yellow")

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from asyncrl.cli.options import print_warnings
+from asyncrl.cli.terminal import say
 from asyncrl.deployment.known_runs import as_it_is, check_there, ended_run, named_run
 from asyncrl.views.report import write_report
 
@@ -28,4 +29,4 @@ def report(
     info = as_it_is(directory)
     if info is not None and info.state == "died":
         print_warnings([ended_run(directory) or ""])
-    typer.echo(str(write_report(directory, output=output, info=info)))
+    say(str(write_report(directory, output=output, info=info)))

@@ -9,7 +9,7 @@ import typer
 
 from asyncrl.cli.options import RunningAddress, RunningRun
 from asyncrl.cli.status import connecting, joined_run, left_at_the_end
-from asyncrl.cli.terminal import sigterm_exits
+from asyncrl.cli.terminal import say, sigterm_exits
 from asyncrl.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
@@ -43,18 +43,18 @@ def scale(
 
     replicas = _replicas(size)
     directory = named_run(run)
-    typer.echo(f"{connecting(directory, address)} ...", err=True)
+    say(f"{connecting(directory, address)} ...", err=True)
     client = joined_run(directory, address)
     from asyncrl.coordinator.coordinator import Coordinator
 
     wanted = asyncio.run(client.call(Coordinator.scale, replicas))
     for deployment, count in wanted.items():
-        typer.echo(f"{deployment}: {count} {'replica' if count == 1 else 'replicas'}")
+        say(f"{deployment}: {count} {'replica' if count == 1 else 'replicas'}")
     if wait:
         try:
             _wait(client, replicas)
         except KeyboardInterrupt:
-            typer.echo("the pool goes on to change its size; `asyncrl status` shows it")
+            say("the pool goes on to change its size; `asyncrl status` shows it")
 
 
 def _replicas(size: str) -> int:
@@ -79,7 +79,7 @@ def _wait(client: "CoordinatorClient", replicas: int) -> None:
             raise RunError(f"the run is {status.state.value}: the size of its pool does not change any more")
         line, done = _progress(status, replicas)
         if line != shown:
-            typer.echo(line)
+            say(line)
             shown = line
         if done:
             return

@@ -24,7 +24,7 @@ from asyncrl.cli.options import (
     print_warnings,
     running_address,
 )
-from asyncrl.cli.terminal import sigterm_exits
+from asyncrl.cli.terminal import say, sigterm_exits
 from asyncrl.errors import RunEnded, RunError
 
 if TYPE_CHECKING:
@@ -99,12 +99,12 @@ def status(
         ended += f"\nit left {remains}; run `asyncrl down {run}` to end and remove these"
     if ended is not None and named_address(address) is None:
         if json:
-            typer.echo(msgspec.json.encode(as_it_is(directory)).decode())
+            say(msgspec.json.encode(as_it_is(directory)).decode())
             return
-        typer.echo(ended)
+        say(ended)
         print_headline(directory)
         return
-    typer.echo(f"{connecting(directory, address)} ...", err=True)
+    say(f"{connecting(directory, address)} ...", err=True)
     try:
         found, now = _status_of(directory, address)(), datetime.now(UTC)
     except RunError as error:
@@ -120,9 +120,9 @@ def status(
     steps, setting = steps_of(directory, found), setting_at(directory)
     if json:
         encoded = status_json(found, steps=steps, setting=setting, now=now)
-        typer.echo((msgspec.json.format(encoded, indent=2) if sys.stdout.isatty() else encoded).decode())
+        say((msgspec.json.format(encoded, indent=2) if sys.stdout.isatty() else encoded).decode())
     else:
-        typer.echo("\n".join(status_lines(found, steps=steps, setting=setting, now=now)))
+        say("\n".join(status_lines(found, steps=steps, setting=setting, now=now)))
 
 
 @sigterm_exits()
@@ -142,14 +142,14 @@ def watch_run(run: Path, *, address: str | None, every_s: float, once: bool = Fa
     directory = named_run(run)
     check_there(directory)
     if (ended := ended_run(directory)) is not None:
-        typer.echo(ended)
+        say(ended)
         print_headline(directory)
         return
     buffer = _WatchedBuffer(directory, address)
     try:
         views = watch(directory, ask=buffer.ask, absence=lambda: buffer.absence)
         if once:
-            typer.echo(f"{buffer.absence} ...", err=True)
+            say(f"{buffer.absence} ...", err=True)
             buffer.connect()
             Console().print(render(next(views)))
             return
@@ -162,11 +162,11 @@ def watch_run(run: Path, *, address: str | None, every_s: float, once: bool = Fa
             buffer.disconnect()
             if info is not None:
                 display.update(replace(next(views), phase=info.state))
-        typer.echo(ended_run(directory))
+        say(ended_run(directory) or "")
     except KeyboardInterrupt:
         return
     except RunEnded as error:
-        typer.echo(str(error))
+        say(str(error))
 
 
 def _status_of(directory: Path, address: str | None) -> "Callable[[], RunStatus]":

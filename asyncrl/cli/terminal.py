@@ -8,6 +8,10 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import typer
+
+from asyncrl.shown_text import shown
+
 _SHOW_CURSOR = b"\x1b[?25h\n"
 
 
@@ -21,6 +25,15 @@ class _LastingFile(io.FileIO):
             # Pretend that all was written. Otherwise Python's buffers keep the data, and raise when the interpreter
             # exits.
             return len(data)
+
+
+def say(text: str = "", *, label: str = "", color: str | None = None, err: bool = False) -> None:
+    """Prints lines on stdout, or on stderr if `err` is set. `label` comes before them in bold, and in `color`.
+
+    All commands print with this function: the text may come from a model, or contain a secret.
+    """
+    parts = [typer.style(label, fg=color, bold=True)] if label else []
+    typer.echo(" ".join([*parts, shown(text)] if text else parts), err=err)
 
 
 def lasting(stream: io.TextIOWrapper) -> io.TextIOWrapper:

@@ -85,7 +85,7 @@ def _type(field: Mapping[str, Any]) -> str:
     if field["type"] == "array":
         items = field.get("prefixItems")
         return f"list of {len(items)} × {_type(items[0])}" if items else f"list of {_type(field['items'])}"
-    bounds = ", ".join(f"{sign} {field[bound]:g}" for bound, sign in _BOUNDS.items() if bound in field)
+    bounds = ", ".join(f"{sign} {field[bound]:.10g}" for bound, sign in _BOUNDS.items() if bound in field)
     return f"{_TYPE_NAMES[field['type']]} {bounds}".rstrip()
 
 

@@ -49,8 +49,7 @@ _WANTED = {
 def error_message(violation: ErrorDetails, *, origins: Mapping[KeyPath, str]) -> str:
     """Returns one line about one violation. `origins` says where each key was set: `in FILE` or ON_COMMAND_LINE."""
     path = tuple(str(part) for part in violation["loc"])
-    # the origin of the key, or of the nearest key above it
-    origin = next((f" ({origins[path[:end]]})" for end in range(len(path), 0, -1) if path[:end] in origins), "")
+    origin = origin_of(path, origins)
     key, value = ".".join(path), violation["input"]
     if violation["type"] == "extra_forbidden" and path[-1] in _CHANGE_THE_DISTRIBUTION:
         return (
@@ -59,9 +58,16 @@ def error_message(violation: ErrorDetails, *, origins: Mapping[KeyPath, str]) ->
         )
     if violation["type"] == "extra_forbidden":
         return f"unknown key {key}{origin}: {_suggest_key(path, value=value)}"
+    if path[:2] == ("environment", "secrets"):  # the value may be a secret that stands in the place of its name
+        return f"{key}{origin}: must be a list of names of environment variables, such as [JUDGE_API_KEY]"
     if violation["type"] == "missing":
         return f"{key}{origin}: is missing; add it"
     return f"{key} = {_shown(value)}{origin}: {_limit_and_fix(violation, origin=origin)}"
+
+
+def origin_of(path: KeyPath, origins: Mapping[KeyPath, str]) -> str:
+    """Returns where a key, or the nearest key above it, was set: ` (in FILE)`. Empty if it was not set."""
+    return next((f" ({origins[path[:end]]})" for end in range(len(path), 0, -1) if path[:end] in origins), "")
 
 
 def _suggest_key(path: KeyPath, *, value: object) -> str:

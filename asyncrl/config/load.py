@@ -14,10 +14,11 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from asyncrl.config.error_messages import ON_COMMAND_LINE, error_message
+from asyncrl.config.error_messages import ON_COMMAND_LINE, error_message, origin_of
 from asyncrl.config.field_types import PER_DEPLOYMENT
 from asyncrl.config.plain_yaml import dump_yaml, parse_yaml, plain
 from asyncrl.config.schema import Config, KeyPath, marked
+from asyncrl.config.secret_values import secret_message, secret_values
 from asyncrl.errors import ConfigError
 
 _REPLACED: Collection[KeyPath] = {("algorithm", "advantage")}
@@ -35,9 +36,11 @@ def load_config(layers: Sequence[Layer], overrides: Sequence[str] = ()) -> Confi
     `staleness.max_versions=2`, `generator.stop=["\\n"]`, `data.path=null`.
 
     Raises ConfigError with one line for each problem. If any file or override cannot be read, it lists only those.
-    Otherwise it lists the wrong keys and values.
+    Otherwise it lists the values that look like secrets, without showing them, or else the wrong keys and values.
     """
     merged, origins = _merged(layers, overrides)
+    if secrets := list(secret_values(merged)):  # before any other error, which might show a value
+        raise ConfigError("\n".join(secret_message(path, origin=origin_of(path, origins)) for path in secrets))
     try:
         # The detour over JSON is needed: in JSON mode, strict validation accepts text for paths and lists for tuples.
         return Config.model_validate_json(json.dumps(merged), strict=True)

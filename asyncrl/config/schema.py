@@ -57,8 +57,9 @@ class RunSection(Section):
     # Strict validation of JSON accepts text for a path, but it would refuse the default, which is a Path object.
     dir: Annotated[Path, Field(validate_default=False), AfterValidator(Path.expanduser), PER_DEPLOYMENT] = Path("runs")
     """Folder in which the run's directory is created. Only the learner writes there."""
-    seed: NonNegativeInt = 0
-    """Seed of the order of the prompts, of sampling and of all other randomness."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Seed of the order of the prompts, of sampling and of all other randomness. Samples of runs with different seeds
+    have different seeds."""
     stall_timeout_s: PositiveFloat = 300.0
     """Seconds without progress after which the run ends with an error. Progress is a committed group or a trained
     step."""
@@ -175,8 +176,8 @@ class EnvironmentSection(Section):
     a group that has failed (docs/rewards.md)."""
     secrets: list[VariableName] = []
     """Names of environment variables that reward code needs, such as the key of a judge. They must be set for the
-    command that starts the generators. Only their names are in the configuration. Their values are not written to any
-    file or log."""
+    command that starts the generators. Only their names are in the configuration: one with a value that looks like a
+    secret is refused (docs/security.md). The values are not written to any file or log."""
     score_timeout_s: Annotated[PositiveFloat, WATCHED_DEADLINE] = 10.0
     """Maximum time to score one completion, seconds. A scoring process that takes longer is killed and replaced, and
     the other completions of its group are scored in the new process. A reward function that takes a whole group has

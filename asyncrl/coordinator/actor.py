@@ -8,12 +8,14 @@ from asyncrl.coordinator.client import Call, perform
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.clients import PREFIX_PARTITION, GroupRows
+from asyncrl.shown_text import log_to_stderr
 
 
 class CoordinatorActor:
     """The class of the actor. Callers use it through `CoordinatorClient`."""
 
     def __init__(self, *, config: Config, tasks: Sequence[Task]) -> None:
+        log_to_stderr()
         rows = GroupRows(config)
         prefixes = GroupRows(config, partition=PREFIX_PARTITION) if config.generator.persist_every_tokens else None
         self._coordinator = Coordinator(

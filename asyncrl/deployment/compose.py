@@ -85,7 +85,7 @@ async def _run_both(
             config.model_copy(update={"generator": pool}),
             model_path=inputs.engine_model,
             prompts=inputs.prompts,
-            started=lambda processes: run_dir.uses_shared_memory(processes.shared_memory),
+            started=lambda engine: run_dir.uses_shared_memory(engine.shared_memory if engine.here else []),
         )
         generators = await closing.enter_async_context(running(generator_deployment.run(end), name="generators"))
         screen.starting(config, "making prompts")

@@ -16,9 +16,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
+from asyncrl.shown_text import LogFormatter
+
 logger = logging.getLogger(__name__)
 
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 INTERRUPTED = 130
 """Exit code (128 + SIGINT) of a process that a second signal ends, or whose start does not end within the grace."""
 AT_ONCE_S = 2.0
@@ -53,7 +54,7 @@ def log_to(path: Path | None) -> Iterator[None]:
     root = logging.getLogger()
     root.setLevel(logging.INFO)
     for handler in handlers:
-        handler.setFormatter(logging.Formatter(LOG_FORMAT))
+        handler.setFormatter(LogFormatter())
         root.addHandler(handler)
     try:
         yield

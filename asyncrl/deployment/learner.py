@@ -53,6 +53,7 @@ from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.metrics.server import MetricsServer
 from asyncrl.metrics.states import StateClock
 from asyncrl.policy.tq_policy import TQPolicy
+from asyncrl.shown_text import redacted
 from asyncrl.value.lm_value import critic_config
 from asyncrl.value.tq_value import TQValue
 from asyncrl.weights.manifest import Manifest, layout
@@ -110,7 +111,7 @@ class LearnerDeployment:
                 self._run_dir.stopped(STOPPED_EARLY)
                 return None
             except BaseException as error:
-                self._failure = f"{type(error).__name__}: {error}"
+                self._failure = redacted(f"{type(error).__name__}: {error}")
                 mends = error.restart_mends if isinstance(error, AsyncRLError) else isinstance(error, Exception)
                 self._starts_again = mends and self._supervised() and has_checkpoint(self._config)
                 await self._rescue_weights()  # now, because the ranks that hold the weights end with their stack

@@ -49,6 +49,7 @@ from asyncrl.deployment.run_lock import Taken, take
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.learner.audit_records import AUDIT, Began, Record, framed, records_path
 from asyncrl.learner.records import EvalRecord, Resumption, RunInfo, SampleRecord, StepRecord, Summary
+from asyncrl.shown_text import redacted
 
 logger = logging.getLogger(__name__)
 
@@ -247,7 +248,7 @@ class RunDir:
         try:
             if isinstance(error, KeyboardInterrupt):  # in `asyncrl.run`, or before `run_until_done` handles signals
                 self.close(state="stopped", reason=STOPPED_EARLY)
-            self.close(state="failed", reason=f"{type(error).__name__}: {error}")
+            self.close(state="failed", reason=redacted(f"{type(error).__name__}: {error}"))
         except OSError as unwritten:
             logger.error("run.json was not updated with the end of the run: %s", unwritten)
 

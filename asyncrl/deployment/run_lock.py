@@ -84,7 +84,8 @@ def take(path: Path, info: RunInfo, *, checkpoint: Callable[[], Resumed | None])
 
 
 def _has_records(path: Path) -> bool:
-    return any(entry.name not in OF_EVERY_START for entry in path.iterdir()) or any((path / SAMPLES).glob("*"))
+    entries = [entry.name for entry in path.iterdir() if entry.suffix != ".tmp"]  # of a writer that was killed
+    return not OF_EVERY_START.issuperset(entries) or any((path / SAMPLES).glob("*"))
 
 
 def _free_name(path: Path) -> Path:

@@ -24,7 +24,7 @@ from asyncrl.environments.scoring_messages import (
     Request,
     RewardFailure,
 )
-from asyncrl.environments.secrets import Secrets, secrets_hint
+from asyncrl.environments.secrets import secrets_hint
 from asyncrl.user_code import describe_error
 
 CANCEL_GRACE_S = 1.0
@@ -60,7 +60,6 @@ class GroupScoring:
         *,
         send: Callable[[Reply], None],
         begin: Callable[[int], None] = lambda number: None,
-        secrets: Secrets | None = None,
         withheld: Collection[str] = (),
     ) -> None:
         self._function = reward.function
@@ -69,7 +68,6 @@ class GroupScoring:
         self._subject = subject(section)
         self._send = send
         self._begin = begin
-        self._secrets = secrets or Secrets()
         self._withheld = withheld
         self._runner = asyncio.Runner() if reward.form.asynchronous else None
         self._request = 0
@@ -180,7 +178,7 @@ class GroupScoring:
             reason, what = error.reason, str(error)
         else:
             reason = RewardFailure.RAISED
-            what = f"raised {describe_error(error, redact=self._secrets.redact)}{self._hint(error)}"
+            what = f"raised {describe_error(error)}{self._hint(error)}"
         count = len(call.completions)
         return [Failure(reason=reason, message=f"{self._subject} {what}", of_call=count > 1)] * count
 

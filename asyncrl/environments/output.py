@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 from asyncrl.environments.secrets import Secrets
+from asyncrl.shown_text import escaped
 
 LINE_CHARS = 1000
 """Longest line that is passed on. The rest of a longer line is cut."""
@@ -31,9 +32,10 @@ _log = logging.getLogger(__name__)
 
 
 class BoundedLines:
-    """Splits a stream of bytes into lines: redacted, cut at `LINE_CHARS`, and at most `LINES_A_SECOND` a second.
+    """Splits a stream of bytes into lines. A line is redacted, cut at `LINE_CHARS`, and escaped.
 
-    Further lines are counted. When the second is over, their number is passed on as a line of its own.
+    At most `LINES_A_SECOND` lines are passed on in a second. Further lines are counted. When the second is over, their
+    number is passed on as a line of its own.
     """
 
     def __init__(self, secrets: Secrets, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -95,7 +97,7 @@ class BoundedLines:
             text = text[: len(text) - self._secrets.longest]
         cut = self._cut or len(text) > LINE_CHARS
         self._begin_line()
-        return f"{text[:LINE_CHARS]}…" if cut else text
+        return escaped(f"{text[:LINE_CHARS]}…" if cut else text)
 
     def _begin_line(self) -> None:
         self._partial.clear()

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from asyncrl.config.schema import EnvironmentSection
 from asyncrl.environments.group_scoring import CANCEL_GRACE_S
@@ -369,12 +370,15 @@ def _kill_tree(process: subprocess.Popen[bytes]) -> None:
     """Kills and reaps the process, its process group, and descendants that have left the group."""
     if process.returncode is not None:
         return  # already reaped, so its id may belong to another process
-    descendants = _descendants(process.pid)
+    descendants: list[psutil.Process] = []
+    for pid in _descendants(process.pid):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            descendants.append(psutil.Process(pid))
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    for pid in descendants:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+    for descendant in descendants:
+        with contextlib.suppress(psutil.Error):  # psutil kills no other process that got the same pid meanwhile
+            descendant.kill()
     try:
         process.wait(timeout=_REAP_TIMEOUT_S)
     except subprocess.TimeoutExpired:

@@ -32,6 +32,7 @@ from asyncrl.environments.scoring_messages import (
 from asyncrl.environments.secrets import Secrets, secrets_hint
 from asyncrl.errors import ConfigError
 from asyncrl.parent_death import die_with
+from asyncrl.shown_text import hide, redacted
 from asyncrl.user_code import describe_error
 
 _SPARE_PROCESSES = 512
@@ -48,18 +49,18 @@ def main(connection: socket.socket, *, parent_pid: int, progress: Progress) -> N
     messages = connection.makefile("rb")
     start = _receive(messages, Start)
     section = EnvironmentSection.model_validate_json(start.section)
-    secrets = Secrets({name: os.environ[name] for name in section.secrets if name in os.environ})
+    hide(Secrets({name: os.environ[name] for name in section.secrets if name in os.environ}).redact)
 
     def refuse(message: str, error: Exception, *, key: str) -> None:
         hint = secrets_hint(error, start.withheld)
-        connection.sendall(encode(Started(error=secrets.redact(message) + hint, key=key)))
+        connection.sendall(encode(Started(error=redacted(message) + hint, key=key)))
 
     try:
         reward = build_reward(section)
     except ConfigError as error:
         return refuse(str(error), error, key=error.key)
     except Exception as error:  # raised by the constructor of the environment
-        message = f"environment: cannot be built from its options, {describe_error(error, redact=secrets.redact)}"
+        message = f"environment: cannot be built from its options, {describe_error(error)}"
         return refuse(message, error, key="environment.options")
     own_pid = os.getpid()
 
@@ -69,7 +70,7 @@ def main(connection: socket.socket, *, parent_pid: int, progress: Progress) -> N
         connection.sendall(encode(reply))
 
     begin = progress.begin
-    scoring = GroupScoring(reward, section, send=send, begin=begin, secrets=secrets, withheld=start.withheld)
+    scoring = GroupScoring(reward, section, send=send, begin=begin, withheld=start.withheld)
     _limit(memory_bytes=section.score_memory_mib * 2**20)
     os.register_at_fork(after_in_child=progress.detach)
     connection.sendall(encode(Started(form=reward.form)))

@@ -1,7 +1,7 @@
 """Passes the environment variables of `environment.secrets` from a command to its scoring processes only.
 
 The command that starts generators reads the values and sends them to its replicas, which give them to the scoring
-processes. The values are not in any file, log or error: the output and the errors of scoring processes are redacted.
+processes. The values are not in any file, log or error: each of these processes redacts what it shows.
 """
 
 import json
@@ -13,11 +13,16 @@ from urllib.parse import quote, quote_plus
 
 from asyncrl.config.schema import EnvironmentSection
 from asyncrl.errors import ConfigError
+from asyncrl.shown_text import hide
 from asyncrl.user_code import describe_error
 
 _SHORTEST_LINE = 8
 """Characters. The single lines of a multi-line secret are redacted if they have at least this length. Shorter lines are
 likely to occur in other texts too."""
+
+_SHORTEST_HIDDEN = 8
+"""Characters. Shorter values are redacted only in the output and the errors of reward code. In all other text, such as
+the numbers of a log, a short value is likely to occur by chance."""
 
 _LONGEST_CHAIN = 10
 """Links of an exception's chain of causes that are searched."""
@@ -65,6 +70,13 @@ def read_secrets(section: EnvironmentSection, environ: Mapping[str, str]) -> Sec
     if missing:
         raise ConfigError("\n".join(missing), key="environment.secrets")
     return Secrets({name: environ[name] for name in section.secrets})
+
+
+def hide_secrets(section: EnvironmentSection, environ: Mapping[str, str]) -> None:
+    """Makes this process show the names of `environment.secrets` instead of their values, in its log, on the terminal,
+    and in errors. Names that are not in `environ` are ignored."""
+    values = {name: environ.get(name, "") for name in section.secrets}
+    hide(Secrets({name: value for name, value in values.items() if len(value) >= _SHORTEST_HIDDEN}).redact)
 
 
 def secrets_hint(error: BaseException, withheld: Collection[str]) -> str:

@@ -5,7 +5,6 @@ together, for example because their tokenizers differ (F25).
 """
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -23,7 +22,7 @@ from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from asyncrl.data_plane.clients import PREFIX_PARTITION, GroupRows
 from asyncrl.environments.scoring import Scorer
-from asyncrl.environments.secrets import Secrets
+from asyncrl.environments.secrets import Secrets, hide_secrets
 from asyncrl.generation.evaluation import evaluate
 from asyncrl.generation.generator import Generator
 from asyncrl.generation.model_parameters import expected_parameters
@@ -35,6 +34,7 @@ from asyncrl.generation.weight_updates import WeightUpdates
 from asyncrl.metrics.recorders import GeneratorMetrics
 from asyncrl.metrics.server import MetricsServer
 from asyncrl.metrics.states import monotonic_at_process_start
+from asyncrl.shown_text import log_to_stderr
 from asyncrl.weights.store import WeightClient
 from asyncrl.weights.transports.object_store import ObjectStoreTransport
 
@@ -45,7 +45,7 @@ class GeneratorActor:
     def __init__(self, *, config: Config, name: str, deployment: str) -> None:
         prepare_environment(config)
         preload()  # importing vLLM is the slow part of a start; meanwhile the learner may still prepare the model
-        logging.basicConfig(level=logging.INFO)
+        log_to_stderr()
         self._config = config
         self._name = name
         self._deployment = deployment
@@ -60,6 +60,7 @@ class GeneratorActor:
         node, the lines go to the process's log instead.
         """
         config, namespace = self._config, self._config.run.name
+        hide_secrets(config.environment, secrets.environment)
         timeout_s, patience_s = config.buffer.call_timeout_s, config.run.stall_timeout_s
         scorer = Scorer(config.environment, secrets=secrets, output=RewardLog(reward_log, replica=self._name))
         self._started.push_async_callback(scorer.close)

@@ -1,20 +1,60 @@
-"""Cleans up after a killed engine: its processes, and its shared-memory segments in /dev/shm."""
+"""Cleans up after a killed engine: its processes, and its shared-memory segments in /dev/shm.
+
+A pid alone does not identify a process: another node has other processes with the same pids, and a node uses a pid
+again after its process has ended. So a process is known by its node, its pid and its start time.
+"""
 
 import contextlib
-from collections.abc import Iterable
+import os
+import socket
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 import psutil
 
 SHARED_MEMORY = Path("/dev/shm")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class EngineProcesses(msgspec.Struct, frozen=True, kw_only=True):
-    """The ids of an engine's processes on its node, and the names of their segments in /dev/shm."""
+    """The processes of an engine, and the names of their segments in /dev/shm.
 
-    pids: list[int]
+    `node` is the `node_id` of the engine. `started` maps the pid of each process to its start, in clock ticks since the
+    boot of the machine. A change of the wall clock does not change these.
+    """
+
+    node: str
+    started: dict[int, int]
     shared_memory: list[str]
+
+    @classmethod
+    def of(cls, processes: Sequence[psutil.Process]) -> "EngineProcesses":
+        """Returns the description of living processes of this node."""
+        return cls(
+            node=node_id(),
+            started={process.pid: _start_of(process.pid) for process in processes},
+            shared_memory=segments_of(processes),
+        )
+
+    @property
+    def here(self) -> bool:
+        """Whether the engine is on this node."""
+        return self.node == node_id()
+
+
+def node_id() -> str:
+    """Returns where a pid means the same process: the host, its boot, and the namespace of its pids.
+
+    The containers of one machine may have the same host name, but they have namespaces of their own. A system that does
+    not show its boot or its namespaces (some sandboxes) is known by its host name only.
+    """
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(_BOOT_ID.read_text().strip())
+    with contextlib.suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(parts)
 
 
 def segments_of(processes: Iterable[psutil.Process]) -> list[str]:
@@ -32,15 +72,23 @@ def sweep_shared_memory(names: Iterable[str]) -> None:
 def reap(engine: EngineProcesses, *, timeout_s: float) -> None:
     """Waits for an engine's processes, kills the ones that remain, and removes their shared-memory segments.
 
-    Acts on this node only. On other nodes the engine's processes end with the process group of their Ray worker.
+    Does nothing for an engine of another node: there its processes end with the process group of their Ray worker.
     """
-    ours = []
-    for pid in engine.pids:
-        with contextlib.suppress(psutil.NoSuchProcess):  # the process may have exited already
-            process = psutil.Process(pid)
-            if process.name().startswith("VLLM"):
-                ours.append(process)
-    for process in psutil.wait_procs(ours, timeout=timeout_s)[1]:
+    if not engine.here:
+        return
+    left = []
+    for pid, started in engine.started.items():
+        with contextlib.suppress(psutil.NoSuchProcess, OSError):  # the process may have exited already
+            process = psutil.Process(pid)  # before a signal, psutil checks that this is still the same process
+            if _start_of(pid) == started:
+                left.append(process)
+    for process in psutil.wait_procs(left, timeout=timeout_s)[1]:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     sweep_shared_memory(engine.shared_memory)
+
+
+def _start_of(pid: int) -> int:
+    """Returns when a process started, in clock ticks since the boot. Raises OSError if there is no such process."""
+    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(after_name[19])  # field 22 in proc(5); the third field is the first one after the name

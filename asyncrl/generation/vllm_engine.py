@@ -10,7 +10,7 @@ import gc
 import itertools
 import os
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ from asyncrl.generation.engine_start import cause_of_death, children_begin_with,
 from asyncrl.generation.interfaces import Completion, LoadTimes, PartialCompletion, Sampled
 from asyncrl.generation.long_work import beside_loop
 from asyncrl.generation.prefixes import engine_seed, seed_of
-from asyncrl.generation.shared_memory import EngineProcesses, segments_of, sweep_shared_memory
-from asyncrl.generation.vllm_sampled import NOTHING, Child, SampledByVLLM, before_stop, joined, until_stop
+from asyncrl.generation.shared_memory import EngineProcesses, sweep_shared_memory
+from asyncrl.generation.vllm_sampled import NOTHING, Child, SampledByVLLM, before_stop, check_end, joined, until_stop
 from asyncrl.generation.vllm_weights import VLLMWeights
 from asyncrl.weights.manifest import Manifest
 
@@ -88,9 +88,7 @@ class VLLMEngine:
         self.weights = VLLMWeights(llm, clear_cache=config.weights.kv_cache == "recompute")
         children = psutil.Process().children(recursive=True)
         self._children = [child for child in children if _runs_the_engine(child)]
-        self.processes = EngineProcesses(
-            pids=[child.pid for child in self._children], shared_memory=segments_of(self._children)
-        )
+        self.processes = EngineProcesses.of(self._children)
         """The supervisor makes sure that these processes and segments are gone, also after the engine was killed."""
         self._requests = itertools.count()
         self._running: set[str] = set()
@@ -251,7 +249,8 @@ class VLLMEngine:
         await asyncio.to_thread(self._llm.shutdown, ENGINE_EXIT_S)
         _, alive = await asyncio.to_thread(psutil.wait_procs, self._children, ENGINE_EXIT_S)
         for process in alive:
-            process.kill()
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         sweep_shared_memory(self.processes.shared_memory)
 
     @contextmanager
@@ -284,8 +283,6 @@ class VLLMEngine:
             text: str = self._llm.tokenizer.decode(token_ids, skip_special_tokens=True)
             return text
 
-        if child.output is not None and child.output.finish_reason == "abort":
-            raise InfraError("the request was aborted", reason="aborted")
         sample = child.prefix if child.output is None else joined(child.prefix, child.output)
         if stops and not child.prefix.token_ids:
             text = child.output.text
@@ -335,6 +332,8 @@ class VLLMEngine:
             raise InfraError("the request was aborted", reason="aborted")
         if final is None or not final.finished:
             raise InfraError("the engine ended a request without an output", reason="engine")
+        for output in final.outputs:
+            check_end(output.finish_reason)
         for child in children:
             child.output = final.outputs[child.index]
         return final

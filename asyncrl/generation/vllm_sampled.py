@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.common.version import Version
-from asyncrl.errors import DataError
+from asyncrl.errors import DataError, InfraError
 from asyncrl.generation.interfaces import PartialCompletion
 
 NOTHING = PartialCompletion(token_ids=[], logprobs=[], versions=[])
+_ENDS = ("stop", "length")
+"""vLLM's finish reasons of a completion that ended in order."""
 
 
 @dataclass(slots=True)
@@ -84,16 +86,37 @@ class SampledByVLLM:
         return None, parents[0].output_aggregator[child.index] if parents else None
 
 
+def check_end(finish_reason: str | None) -> None:
+    """Raises an error unless a completion with this finish reason of vLLM ended in order.
+
+    Raises InfraError if it was aborted or the engine failed, because another attempt may succeed. Raises DataError for
+    every other reason, such as `repetition`: another attempt would end in the same way.
+    """
+    if finish_reason == "abort":
+        raise InfraError("the request was aborted", reason="aborted")
+    if finish_reason == "error":
+        raise InfraError("vLLM ended a completion with an internal error; see the replica's log", reason="engine")
+    if finish_reason not in _ENDS:
+        raise DataError(
+            f"vLLM ended a completion with the finish reason {finish_reason!r}, but only {' and '.join(_ENDS)} are "
+            "ends that can be trained; use the version of vLLM in constraints.txt",
+            reason="finish_reason",
+        )
+
+
 def joined(prefix: PartialCompletion, output: Any) -> PartialCompletion:
-    """Returns a finished completion: its prefix, and the final output of vLLM for the rest. Raises DataError if a token
-    lacks its log-prob or its version."""
+    """Returns a completion that has ended: its prefix, and the final output of vLLM for the rest.
+
+    Its `finished` is False if it did not end in order, so that another attempt continues it. Raises DataError if a
+    token lacks its log-prob or its version.
+    """
     starts = [(span.version, span.start) for span in output.weight_versions or []]
     return _joined(
         prefix,
         output.token_ids,
         output.logprobs,
         _versions(starts, len(output.token_ids)),
-        finished=True,
+        finished=output.finish_reason in _ENDS,
         truncated=output.finish_reason == "length",
     )
 

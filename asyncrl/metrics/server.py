@@ -3,19 +3,23 @@
 The endpoint shows the process's asyncrl registry and the default registry, to which vLLM adds `vllm:*`. The learner's
 endpoint also answers `GET /sd`, Prometheus' HTTP service discovery, for the whole run.
 
-The endpoint cannot block training. If the port is taken, it uses a free port and logs a warning (F31). Each scrape has
-a thread of its own. A connection that does not read or send is closed after `SCRAPE_TIMEOUT_S`.
+The endpoint cannot block training. If the port is taken, it uses a free port and logs a warning (F31). Each connection
+has a thread of its own and takes one request. It is closed after `SCRAPE_TIMEOUT_S`, however slowly its client sends or
+reads. Beyond `CONNECTIONS` open ones, a new connection is closed at once.
 """
 
 import asyncio
+import contextlib
 import errno
 import logging
+import math
 import socket
 import time
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import ThreadingHTTPServer
-from threading import Thread
+from threading import Lock, Thread
+from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry, disable_created_metrics
 from prometheus_client.exposition import MetricsHandler
@@ -27,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 SCRAPE_TIMEOUT_S = 10.0
 """Time limit of a connection. It is Prometheus' default scrape timeout, so no scraper waits longer."""
+
+CONNECTIONS = 16
+"""Largest number of open connections, and so of threads. Each job of a Prometheus needs one for some milliseconds."""
 
 CLOSE_TIMEOUT_S = 5.0
 
@@ -43,7 +50,12 @@ WATCHED_S = 60.0
 DISCOVERY_S = 20.0
 """Longest wait for the next discovery request of a client: twice the longest refresh interval in deploy/."""
 
+CLIENTS = 16
+"""Largest number of clients of `/sd` for which the end of a run waits."""
+
 DISCOVERY_PATH = "/sd"
+REFRESH_HEADER = "X-Prometheus-Refresh-Interval-Seconds"
+"""Header of a client of `/sd` that will ask again. Prometheus sends it with every request for a target list."""
 
 PORT_REFUSED = {errno.EADDRINUSE, errno.EACCES}
 
@@ -70,7 +82,12 @@ class MetricsServer:
         both = CollectorRegistry()
         both.register(registry)
         both.register(REGISTRY)
-        parts = {"registry": both, "discovery": staticmethod(discovery or _no_targets), "told_s": {}}
+        parts = {
+            "registry": both,
+            "discovery": staticmethod(discovery or _no_targets),
+            "told_s": {},
+            "told_lock": Lock(),
+        }
         self._handler: type[_Handler] = type("Handler", (_Handler,), parts)
         self._server = _bind(self._handler, host=host, port=port)
         self._thread = Thread(target=self._server.serve_forever, args=(POLL_S,), name="metrics", daemon=True)
@@ -103,13 +120,13 @@ class MetricsServer:
     async def told(self, *, since_s: float) -> None:
         """Waits until every client of `/sd` has read the list as it is since `since_s` on the monotonic clock.
 
-        A client counts only if it sent a request for `/sd` in the `WATCHED_S` before `since_s`. Returns after
-        `DISCOVERY_S` even if a client has not asked again.
+        A client counts only if it sent a request for `/sd` in the `WATCHED_S` before `since_s`, and announced that it
+        asks again. Returns after `DISCOVERY_S` even if a client has not asked again.
         """
         told_s = self._handler.told_s
         waiting = [path for path, asked_s in told_s.copy().items() if since_s - asked_s < WATCHED_S]
         while time.monotonic() - since_s < DISCOVERY_S:
-            if all(told_s[path] >= since_s for path in waiting):
+            if all(told_s.get(path, since_s) >= since_s for path in waiting):
                 return
             await asyncio.sleep(POLL_S)
 
@@ -126,14 +143,14 @@ def _no_targets() -> bytes:
 
 
 class _Handler(MetricsHandler):
-    timeout = SCRAPE_TIMEOUT_S
     discovery: Callable[[], bytes]
     scraped_s: float | None = None
     """Time of the last scrape on the monotonic clock. It is an attribute of the class; each server has a class of its
     own."""
     told_s: dict[str, float]
-    """Time of the last `/sd` request on the monotonic clock, by path and query. Each job of a Prometheus sends its own
-    requests, so two jobs with different queries are two clients."""
+    """Time of the last `/sd` request on the monotonic clock, by path and query, of at most `CLIENTS` clients that will
+    ask again. Each job of a Prometheus sends its own requests, so two jobs with different queries are two clients."""
+    told_lock: Lock
 
     def do_GET(self) -> None:
         if self.path.partition("?")[0] != DISCOVERY_PATH:
@@ -147,16 +164,55 @@ class _Handler(MetricsHandler):
             return
         asked_s = time.monotonic()  # before the list is made: it may change while it is made
         body = self.discovery()
-        self.told_s[self.path] = asked_s
+        if REFRESH_HEADER in self.headers:
+            self._remember(asked_s)
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
 
+    def _remember(self, asked_s: float) -> None:
+        with self.told_lock:
+            self.told_s[self.path] = asked_s
+            if len(self.told_s) > CLIENTS:
+                del self.told_s[min(self.told_s, key=self.told_s.__getitem__)]
+
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], handler: type[_Handler]) -> None:
+        self._opened_s: dict[socket.socket, float] = {}
+        """Start of each open connection on the monotonic clock."""
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if len(self._opened_s) >= CONNECTIONS:
+            logger.debug("a connection by %s is closed, because %d are open", client_address, CONNECTIONS)
+            self.shutdown_request(request)
+            return
+        self._opened_s[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Closes a connection. The thread of the connection calls it at its end."""
+        self._opened_s.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Ends connections that take too long. Their threads then see the end of the data. Called every `POLL_S`."""
+        self._end_connections(opened_before_s=time.monotonic() - SCRAPE_TIMEOUT_S)
+
+    def server_close(self) -> None:
+        super().server_close()
+        self._end_connections(opened_before_s=math.inf)
+
+    def _end_connections(self, *, opened_before_s: float) -> None:
+        for connection, opened_s in self._opened_s.copy().items():
+            if opened_s < opened_before_s:
+                with contextlib.suppress(OSError):  # its thread has just closed it
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: object, client_address: object) -> None:
         logger.debug("a scrape by %s broke off", client_address, exc_info=True)

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from asyncrl.config.schema import Config
 from asyncrl.metrics.state_colors import STATES
+from asyncrl.shown_text import shown
 from asyncrl.views.headline import Concern, Headline
 from asyncrl.views.quantities import duration, number
 
@@ -279,7 +280,7 @@ class LiveDisplay:
 
     def _print(self, line: str) -> None:
         # With soft_wrap, rich does not wrap the line: without a terminal, its width is only a guess.
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(shown(line), markup=False, highlight=False, soft_wrap=True)
 
     def __enter__(self) -> "LiveDisplay":
         if self._live is not None:

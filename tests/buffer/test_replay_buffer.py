@@ -5,8 +5,11 @@ import math
 import msgspec
 import pytest
 from buffer_scenes import Scene, finished, progress_of
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from asyncrl.buffer import attempts
+from asyncrl.buffer.attempts import seed_of_group
 from asyncrl.buffer.ledger import Amount, Event, Fate
 from asyncrl.buffer.records import CommitOutcome, Failure, LeaseWait, Progress, Refusal
 from asyncrl.common.version import Version
@@ -24,13 +27,49 @@ def test_groups_are_numbered_in_prompt_order_and_seeds_leave_room_for_every_samp
     assert [(ticket.group, ticket.task.prompt, ticket.attempt) for ticket in tickets] == [
         (0, "0", 0), (1, "1", 0), (2, "2", 0), (3, "3", 0),
     ]  # fmt: skip
-    assert [ticket.seed for ticket in tickets] == [(5 * 2**20 + group) * 3 for group in range(4)]
+    first = tickets[0].seed
+    assert first % 3 == 0
+    assert [ticket.seed for ticket in tickets] == [first + group * 3 for group in range(4)]
 
 
-def test_the_largest_run_seed_still_gives_a_base_seed_that_is_a_multiple_of_the_group_size_and_fits() -> None:
-    (ticket,) = Scene(group_size=7, seed=2**62).reserve(1)
-    assert ticket.seed % 7 == 0
-    assert 0 <= ticket.seed < 2**62
+def sample_seeds(run_seed: int, group: int, size: int) -> range:
+    first = seed_of_group(run_seed, group, group_size=size)
+    return range(first, first + size)
+
+
+def test_seed_0_gives_group_n_the_seed_n_times_the_group_size() -> None:
+    assert [ticket.seed for ticket in Scene(group_size=3, seed=0).reserve(4)] == [0, 3, 6, 9]
+
+
+@given(
+    run_seeds=st.lists(st.integers(0, 2**31 - 1), min_size=2, max_size=2, unique=True),
+    groups=st.tuples(st.integers(0, 10**12), st.integers(0, 10**12)),
+    sizes=st.tuples(st.integers(1, 4096), st.integers(1, 4096)),
+)
+@example(run_seeds=[0, 1], groups=(2**20, 0), sizes=(4, 4))
+@example(run_seeds=[0, 1], groups=(2**32 - 1, 0), sizes=(1, 1))
+@example(run_seeds=[2**31 - 2, 2**31 - 1], groups=(10**12, 10**12), sizes=(4095, 7))
+def test_runs_with_different_seeds_never_draw_a_sample_with_the_same_seed(
+    run_seeds: list[int], groups: tuple[int, int], sizes: tuple[int, int]
+) -> None:
+    first, second = map(sample_seeds, run_seeds, groups, sizes)
+    assert first.stop <= second.start or second.stop <= first.start
+    for samples, size in zip((first, second), sizes, strict=True):
+        assert samples.start % size == 0
+        assert samples.start >= 0
+        assert samples.stop <= 2**63
+
+
+@given(
+    run_seed=st.integers(0, 2**31 - 1),
+    group=st.integers(0, 2**22),
+    apart=st.integers(1, 2**20 - 2),
+    size=st.integers(1, 4096),
+)
+def test_two_groups_of_a_run_have_different_seeds_until_four_billion_samples_are_drawn(
+    run_seed: int, group: int, apart: int, size: int
+) -> None:
+    assert sample_seeds(run_seed, group, size) != sample_seeds(run_seed, group + apart, size)
 
 
 def test_a_ticket_carries_the_limit_and_the_deadline_of_its_reserve() -> None:

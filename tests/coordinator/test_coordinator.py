@@ -691,6 +691,7 @@ async def test_only_a_buffer_that_lived_on_says_that_the_learner_goes_back(caplo
 
 
 @pytest.mark.asyncio
+@pytest.mark.fault("F32")
 async def test_a_learner_in_the_directory_of_another_run_of_this_name_is_refused_with_both_nonces() -> None:
     """Its lineage alone does not show it: both runs may have been resumed at the same steps."""
     now_s = 0.0

@@ -21,7 +21,7 @@ from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.registry import Deployment, Registry
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.clients import TRAIN_PARTITION
-from asyncrl.deployment import cluster, compose, generators, shared_actors
+from asyncrl.deployment import cluster, compose, generators, pool, shared_actors
 from asyncrl.errors import ActorGone, RunLocked, RunMismatch
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -104,7 +104,7 @@ def test_what_is_refused_has_started_nothing_and_says_one_line(
     monkeypatch.setattr(shared_actors, "check_admission", refused)
     monkeypatch.setattr(cluster.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.7:6379"))
     monkeypatch.setattr(compose, "Inputs", started)
-    monkeypatch.setattr(generators.ray, "remote", started)
+    monkeypatch.setattr(pool.ray, "remote", started)
     overrides = [f"run.dir={tmp_path / 'runs'}", "ray.address='10.0.0.7:6379'"]
     result = CliRunner().invoke(app, [command, "-c", str(QUICKSTART), *overrides])
     assert result.exit_code == 1
@@ -123,11 +123,11 @@ async def test_a_replica_that_was_not_told_to_start_is_ended_without_a_word(
         said.append("shutdown")
 
     handle = SimpleNamespace(shutdown=SimpleNamespace(remote=shutdown))
-    monkeypatch.setattr(generators.ray, "kill", lambda *_, **__: said.append("kill"))
-    replica = generators._Replica("generator-a", handle)
-    replica.begun = begun
+    monkeypatch.setattr(pool.ray, "kill", lambda *_, **__: said.append("kill"))
+    replica = pool.Replica("generator-a")
+    replica.handle, replica.begun = handle, begun
     never: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    await generators.GeneratorDeployment(Config(), model_path=never, prompts=never)._end([replica])
+    await generators.GeneratorDeployment(Config(), model_path=never, prompts=never)._pool._end_actor(replica)
     assert said == (["shutdown", "kill"] if begun else ["kill"])
     assert caplog.text == ""
 

@@ -17,6 +17,7 @@ from buffer_scenes import Scene
 from made_up_run import TOTALS, make_step
 from prometheus_client import CollectorRegistry
 
+from asyncrl import shown_text
 from asyncrl.buffer.records import Failure, FailureCount
 from asyncrl.common.lineage import Lineage
 from asyncrl.common.roles import RunState
@@ -354,6 +355,23 @@ async def test_a_learner_that_was_replaced_ends_at_its_next_heartbeat(
 
 
 @pytest.mark.asyncio
+async def test_the_error_that_the_run_gets_from_a_failed_learner_shows_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def train(*_: object) -> RunTotals:
+        raise RunError("401 for sk-0123456789")
+
+    monkeypatch.setattr(shown_text, "_redact", lambda text: text.replace("sk-0123456789", "<KEY>"))
+    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
+    with RunDir.create(config) as run:
+        deployment = deployment_without_ray(run, config, monkeypatch, train=train)
+        with pytest.raises(RunError):
+            async with asyncio.timeout(DEADLINE_S):
+                await deployment.run(asyncio.Event())
+    assert deployment._failure == "RunError: 401 for <KEY>"
+
+
+@pytest.mark.asyncio
 async def test_a_step_of_closing_that_fails_does_not_keep_the_others_from_taking_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -496,8 +514,9 @@ async def test_a_run_that_ends_serves_until_who_discovers_over_http_has_the_empt
         return servers[-1]
 
     async def ask() -> list[Any]:
-        url = f"http://{servers[0].address}/sd"
-        with await asyncio.to_thread(urllib.request.urlopen, url, timeout=DEADLINE_S) as answer:
+        headers = {server_module.REFRESH_HEADER: "10"}
+        question = urllib.request.Request(f"http://{servers[0].address}/sd", headers=headers)
+        with await asyncio.to_thread(urllib.request.urlopen, question, timeout=DEADLINE_S) as answer:
             return list(json.loads(answer.read()))
 
     async def train(*_: object) -> RunTotals:

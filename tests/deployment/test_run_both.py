@@ -13,9 +13,11 @@ import pytest
 from asyncrl.config.schema import Config
 from asyncrl.deployment import compose
 from asyncrl.deployment.inputs import Inputs, Prompts
+from asyncrl.deployment.known_runs import read_info
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.screen import Screen
 from asyncrl.errors import GeneratorPoolExhausted, RunError, StallError
+from asyncrl.generation.shared_memory import EngineProcesses, node_id
 
 DEADLINE_S = 60.0
 NO_PROMPTS = Prompts(train=(), heldout=())
@@ -200,3 +202,26 @@ async def test_each_phase_of_a_start_is_shown_once(both: bool, tmp_path: Path, m
     first = ["starting Ray"] if both else []
     imported = ["importing the learner"] if both else []
     assert shown == [*first, "making prompts", *imported, "starting the buffer"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("here", [True, False])
+async def test_run_json_names_the_files_of_engines_on_this_machine_only(
+    here: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools = Pools(monkeypatch, generators=None, learner=None)
+    node = node_id() if here else "another node"
+
+    def generators(*_: object, started: Callable[[EngineProcesses], None], **__: object) -> Any:
+        started(EngineProcesses(node=node, started={}, shared_memory=["psm_a"]))
+        return SimpleNamespace(run=asyncio.Event.wait)
+
+    async def trained(_: asyncio.Event) -> None:
+        """The learner has trained its last step."""
+
+    monkeypatch.setattr(compose, "GeneratorDeployment", generators)
+    monkeypatch.setattr(compose, "_learner", lambda *_, **__: SimpleNamespace(run=trained))
+    await pools.run(tmp_path, asyncio.Event())
+    info = read_info(tmp_path / Config().run.name)
+    assert info is not None
+    assert info.shared_memory == (["psm_a"] if here else [])

@@ -163,7 +163,8 @@ def test_a_start_that_recorded_nothing_leaves_its_log_and_the_next_run_has_the_n
         failed = RunDir.create(config_in(tmp_path))
         with failed.log_path("up", 0).open("a") as log:
             log.write(f"why {number}\n")
-        for left in (failed.path / "report.html", failed.failures_path, failed.targets_path):
+        killed_writer = failed.path / "summary.json.01234567.tmp"
+        for left in (failed.path / "report.html", failed.failures_path, failed.targets_path, killed_writer):
             left.write_text("of this start")
         failed.close(state="failed", reason="no engine")
     with RunDir.create(config_in(tmp_path)) as run:

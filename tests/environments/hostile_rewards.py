@@ -4,9 +4,11 @@ import contextlib
 import ctypes
 import math
 import os
+import pickle
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,29 @@ def _print_without_end(task: Task) -> None:
             os.write(2, b"x" * 65536)
 
 
+def _sends(message: bytes) -> Callable[[Task], None]:
+    def send(task: Task) -> None:
+        os.write(int(sys.argv[1]), message)  # the socket of the scoring process
+        threading.Event().wait()
+
+    return send
+
+
+def _send_a_pickle(task: Task) -> None:
+    """The pickle makes a folder when it is loaded."""
+
+    class MakesAFolder:
+        def __reduce__(self) -> tuple[object, ...]:
+            return os.mkdir, (task.metadata["pids_file"],)
+
+    _sends(pickle.dumps(MakesAFolder()) + b"\n")(task)
+
+
+def _send_without_end(task: Task) -> None:
+    while True:
+        os.write(int(sys.argv[1]), b"x" * 65536)
+
+
 def _environment(task: Task) -> float:
     return float(sum(name in os.environ for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "SOME_API_KEY")))
 
@@ -122,6 +147,10 @@ _BEHAVIOURS = {
     "leave_children": _leave_children,
     "die_with_a_child": _die_with_a_child_that_holds_the_socket,
     "print_without_end": _print_without_end,
+    "send_garbage": _sends(b"{not json\n"),
+    "send_another_reply": _sends(b'{"id": 999, "results": []}\n'),
+    "send_a_pickle": _send_a_pickle,
+    "send_without_end": _send_without_end,
     "environment": _environment,
     "heavy_imports": _heavy_imports,
 }

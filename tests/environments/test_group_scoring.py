@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hostile_rewards import misbehave
 
+from asyncrl import shown_text
 from asyncrl.config.schema import EnvironmentSection
 from asyncrl.data.prompts import Task
 from asyncrl.environments import group_scoring
@@ -359,12 +360,13 @@ def test_a_lookup_in_the_environment_that_fails_gets_the_setting_that_passes_the
     )
 
 
-def test_a_secret_is_redacted_before_a_long_error_is_cut() -> None:
+def test_a_secret_is_redacted_before_a_long_error_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     secret = "sk-0123456789"
+    monkeypatch.setattr(shown_text, "_redact", Secrets({"KEY": secret}).redact)
 
     def judge(task: Task, completion: str) -> float:
         raise ValueError("x" * 490 + secret + "y" * 100)
 
-    message = failure_of(judge, "a", secrets=Secrets({"KEY": secret})).message
+    message = failure_of(judge, "a").message
     assert "<KEY>" in message
     assert "sk-" not in message

@@ -78,6 +78,11 @@ def test_secrets_are_redacted_before_a_line_is_cut() -> None:
     assert lines.feed(b"sk-01234") + lines.feed(b"56789abcdef\n") == ["<KEY>"]
 
 
+def test_control_characters_of_a_line_are_escaped() -> None:
+    lines, _ = bounded()
+    assert lines.feed(b"\x1b[31mred\x1b[0m\t50 %\r100 %\n") == ["\\u001b[31mred\\u001b[0m\t50 %\\u000d100 %"]
+
+
 def printed(program: str, output: list[str] | None = None) -> list[str]:
     """Returns the lines that an `OutputReader` passes on from a program until it ends."""
     lines: list[str] = [] if output is None else output

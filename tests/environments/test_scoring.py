@@ -15,6 +15,7 @@ from scoring_processes import pids, replaced
 
 from asyncrl.config.schema import EnvironmentSection
 from asyncrl.data.prompts import Task
+from asyncrl.environments import scoring_process
 from asyncrl.environments.scoring import Scorer
 from asyncrl.environments.scoring_messages import RewardFailure
 from asyncrl.environments.scoring_process import GIVEN_UP_AFTER, closed
@@ -109,6 +110,23 @@ async def test_what_kills_the_process_fails_its_completion_and_a_new_process_sco
             assert status in str(failure)
             assert await scorer.score(TASK, ["abc"]) == [3.0]
             assert replaced(caplog) == count
+
+
+@pytest.mark.parametrize("message", ["send_garbage", "send_another_reply", "send_a_pickle", "send_without_end"])
+@pytest.mark.asyncio
+@pytest.mark.fault("F32")
+async def test_a_malformed_or_huge_message_fails_its_group_and_the_process_is_replaced(
+    message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(scoring_process, "MAX_MESSAGE_BYTES", 2**20)
+    task = Task(question="q", prompt="q", answer="", metadata={"pids_file": str(tmp_path / "unpickled")})
+    async with scoring(section()) as scorer:
+        failure = await failure_of(scorer, message, task=task)
+        assert failure.reason == RewardFailure.CRASHED
+        assert "ended its scoring process: the process sent a " in str(failure)
+        assert not (tmp_path / "unpickled").exists()
+        assert await scorer.score(TASK, ["abc"]) == [3.0]
+        assert replaced(caplog) == 1
 
 
 @pytest.mark.asyncio

@@ -77,7 +77,7 @@ async def engine(model_path: str) -> AsyncIterator[VLLMEngine]:
     prepare_environment(config)
     engine = await VLLMEngine.start(config, model_path=model_path)
     yield engine
-    processes = [psutil.Process(pid) for pid in engine.processes.pids]
+    processes = [psutil.Process(pid) for pid in engine.processes.started]
     await engine.shutdown()
     assert not psutil.wait_procs(processes, timeout=60)[1], "the engine left processes behind"
 

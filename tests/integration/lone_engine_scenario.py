@@ -27,7 +27,8 @@ async def wait(model_path: str, workers: int) -> None:
         apart_nats.append(apart)
         versions.append(sorted({str(version) for version in completion.versions}))
     everything = [process.pid for process in psutil.Process().children(recursive=True)]
-    found = {"apart_nats": apart_nats, "versions": versions, "engine": engine.processes.pids, "everything": everything}
+    own = list(engine.processes.started)
+    found = {"apart_nats": apart_nats, "versions": versions, "engine": own, "everything": everything}
     print(json.dumps(found), flush=True)
     await asyncio.Event().wait()
 

@@ -197,7 +197,10 @@ def scene(model_path: str, cluster: None) -> Iterator[Scene]:
         yield scene
         segments |= shared_memory()
         left = [
-            psutil.Process(pid) for each in scene.generation._processes for pid in each.pids if psutil.pid_exists(pid)
+            psutil.Process(pid)
+            for each in scene.generation._processes
+            for pid in each.started
+            if psutil.pid_exists(pid)
         ]
     finally:
         scene.policy.shutdown()
@@ -514,7 +517,7 @@ def test_an_engine_killed_on_the_way_costs_the_others_nothing_but_the_group(scen
     outcomes(scene.joining())
     scene.train(8)
     before, version = scene.generation.score(PROBE)[0], scene.versions()
-    [killed] = scene.generation._processes[1].pids
+    [killed] = scene.generation._processes[1].started
     found = killed_while_others_wait(killed, scene)
     assert all(isinstance(outcome, CollectiveError) for outcome in found), found
     with pytest.raises(CollectiveError, match="join a new group"):

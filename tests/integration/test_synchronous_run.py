@@ -19,6 +19,7 @@ from onlookers import reported
 from asyncrl.algorithms.advantages import Samples, compute_advantages, resolve_estimator
 from asyncrl.algorithms.loss import build_loss
 from asyncrl.algorithms.presets import baseline_of
+from asyncrl.buffer.attempts import seed_of_group
 from asyncrl.common.version import Version
 from asyncrl.complete_directory import COMPLETE
 from asyncrl.data.batched_data_dict import BatchedDataDict
@@ -133,7 +134,7 @@ async def sequential_loop(config, model_path: str, engine: VLLMEngine):  # type:
                 completions = await engine.generate(
                     ids,
                     n=learner.group_size,
-                    seed=(config.run.seed * 2**20 + index) * learner.group_size,
+                    seed=seed_of_group(config.run.seed, index, group_size=learner.group_size),
                     temperature=config.generator.temperature,
                     max_tokens=config.generator.max_completion_tokens,
                 )

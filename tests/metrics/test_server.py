@@ -8,7 +8,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 
 import pytest
 import ray
@@ -30,6 +30,12 @@ FOR_EVER_S = 10 * DEADLINE_S
 def scrape(url: str | urllib.request.Request) -> str:
     with urllib.request.urlopen(url, timeout=DEADLINE_S) as response:
         return str(response.read().decode())
+
+
+def discover(server: MetricsServer, query: str = "") -> str:
+    """Asks for the targets as Prometheus does."""
+    url = f"http://{server.address}/sd{query}"
+    return scrape(urllib.request.Request(url, headers={server_module.REFRESH_HEADER: "10"}))
 
 
 @pytest.fixture
@@ -128,7 +134,7 @@ def test_scrapers_that_say_nothing_or_do_not_read_hold_up_nobody(
     monkeypatch: pytest.MonkeyPatch, server: MetricsServer
 ) -> None:
     # With the real limit, the server would close these connections, and the test could not fail.
-    monkeypatch.setattr(server_module._Handler, "timeout", FOR_EVER_S)
+    monkeypatch.setattr(server_module, "SCRAPE_TIMEOUT_S", FOR_EVER_S)
     address = ("127.0.0.1", server.port)
     with socket.create_connection(address, DEADLINE_S), socket.create_connection(address, DEADLINE_S) as deaf:
         deaf.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 100)
@@ -137,18 +143,81 @@ def test_scrapers_that_say_nothing_or_do_not_read_hold_up_nobody(
 
 
 @pytest.mark.fault("F31")
-def test_a_silent_scraper_is_dropped(monkeypatch: pytest.MonkeyPatch, server: MetricsServer) -> None:
-    assert server_module._Handler.timeout == server_module.SCRAPE_TIMEOUT_S
-    monkeypatch.setattr(server_module._Handler, "timeout", 0.05)
-    with socket.create_connection(("127.0.0.1", server.port), DEADLINE_S) as silent:
-        assert silent.recv(1) == b"", "the server closes the connection"
+@pytest.mark.parametrize("sent", [b"", b"x"])
+def test_a_client_is_dropped_after_the_time_of_a_scrape_also_if_it_goes_on_sending(
+    monkeypatch: pytest.MonkeyPatch, server: MetricsServer, sent: bytes
+) -> None:
+    address, deadline_s = ("127.0.0.1", server.port), time.monotonic() + DEADLINE_S
+    with monkeypatch.context() as patched, socket.create_connection(address, DEADLINE_S) as slow:
+        patched.setattr(server_module, "SCRAPE_TIMEOUT_S", 0.05)
+        slow.settimeout(0.01)
+        dropped = False
+        while not dropped:
+            assert time.monotonic() < deadline_s, "the connection is still open"
+            try:
+                slow.sendall(sent)
+                dropped = slow.recv(1) == b""
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                dropped = True
+    assert "asyncrl_learner_policy_version 7.0" in scrape(server.url)
 
 
 @pytest.mark.fault("F31")
-def test_a_broken_request_leaves_the_server_running(server: MetricsServer) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), DEADLINE_S) as garbage:
-        garbage.sendall(b"\x00\xff" * 100 + b"\r\n\r\n")
-        garbage.recv(1024)
+def test_clients_beyond_the_limit_get_no_thread_until_one_of_the_others_has_ended(
+    monkeypatch: pytest.MonkeyPatch, server: MetricsServer
+) -> None:
+    monkeypatch.setattr(server_module, "SCRAPE_TIMEOUT_S", FOR_EVER_S)
+    monkeypatch.setattr(server_module, "CONNECTIONS", 3)
+    address = ("127.0.0.1", server.port)
+    with ExitStack() as silent:
+        first, *_ = [silent.enter_context(socket.create_connection(address, DEADLINE_S)) for _ in range(3)]
+        for _ in range(20):
+            with socket.create_connection(address, DEADLINE_S) as refused:
+                assert refused.recv(1) == b"", "the server closes the connection at once"
+        assert len(server._server._opened_s) == 3
+        first.close()
+        deadline_s = time.monotonic() + DEADLINE_S
+        while len(server._server._opened_s) == 3:
+            assert time.monotonic() < deadline_s, "the closed connection still has its thread"
+            time.sleep(0.01)  # polls another thread
+        assert "asyncrl_learner_policy_version 7.0" in scrape(server.url)
+
+
+@pytest.mark.fault("F31")
+def test_a_closed_server_leaves_no_thread_of_a_client(monkeypatch: pytest.MonkeyPatch, server: MetricsServer) -> None:
+    monkeypatch.setattr(server_module, "SCRAPE_TIMEOUT_S", FOR_EVER_S)
+    with socket.create_connection(("127.0.0.1", server.port), DEADLINE_S) as silent:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not server._server._opened_s:
+            assert time.monotonic() < deadline_s, "the server accepts no connection"
+            time.sleep(0.01)  # polls another thread
+        server.close()
+        assert silent.recv(1) == b""
+
+
+@pytest.mark.fault("F31")
+@pytest.mark.fault("F32")
+@pytest.mark.parametrize(
+    "request_of_client",
+    [
+        b"\x00\xff" * 100 + b"\r\n\r\n",
+        b"GET /" + b"x" * 2**20 + b" HTTP/1.1\r\n\r\n",
+        b"GET /metrics HTTP/1.1\r\n" + b"x: y\r\n" * 10_000 + b"\r\n",
+        b"POST /metrics HTTP/1.1\r\nContent-Length: 1000000000000\r\n\r\n" + b"x" * 2**20,
+    ],
+    ids=["garbage", "a huge path", "too many headers", "a huge body"],
+)
+def test_a_malformed_or_huge_request_is_refused_and_leaves_the_server_running(
+    server: MetricsServer, request_of_client: bytes
+) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), DEADLINE_S) as client:
+        answer = b""
+        with suppress(ConnectionError):  # the server closes the connection before it has read everything
+            client.sendall(request_of_client)
+            answer = client.recv(1024)
+    assert b"200 OK" not in answer
     assert "asyncrl_learner_policy_version" in scrape(server.url)
 
 
@@ -172,16 +241,15 @@ async def test_who_discovers_over_http_is_waited_for_until_the_list_of_the_end_w
     server: MetricsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module, "DISCOVERY_S", FOR_EVER_S)
-    url = f"http://{server.address}/sd"
     async with asyncio.timeout(DEADLINE_S):
         await asyncio.to_thread(scrape, server.url)
         # The scrape above is not a discovery request, so there is no client to wait for.
         await server.told(since_s=time.monotonic())
-        await asyncio.to_thread(scrape, url)
+        await asyncio.to_thread(discover, server)
         told = asyncio.create_task(server.told(since_s=time.monotonic()))
         await asyncio.to_thread(scrape, server.url)
         assert not told.done(), "the client's list is older than `since_s`"
-        await asyncio.to_thread(scrape, url)
+        await asyncio.to_thread(discover, server)
         await told
 
 
@@ -190,16 +258,45 @@ async def test_jobs_that_discover_each_for_itself_are_all_waited_for(
     server: MetricsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module, "DISCOVERY_S", FOR_EVER_S)
-    urls = [f"http://{server.address}/sd{query}" for query in ("", "?job=ray")]
+    queries = ["", "?job=ray"]
     async with asyncio.timeout(DEADLINE_S):
-        for url in urls:
-            await asyncio.to_thread(scrape, url)
+        for query in queries:
+            await asyncio.to_thread(discover, server, query)
         told = asyncio.create_task(server.told(since_s=time.monotonic()))
-        await asyncio.to_thread(scrape, urls[0])
+        await asyncio.to_thread(discover, server, queries[0])
         await asyncio.sleep(2 * server_module.POLL_S)
         assert not told.done(), "the other job's list is older than `since_s`"
-        await asyncio.to_thread(scrape, urls[1])
+        await asyncio.to_thread(discover, server, queries[1])
         await told
+
+
+@pytest.mark.asyncio
+async def test_a_request_that_announces_no_next_one_is_not_waited_for_and_not_remembered(
+    server: MetricsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "DISCOVERY_S", FOR_EVER_S)
+    for number in range(3):
+        assert await asyncio.to_thread(scrape, f"http://{server.address}/sd?{number}") == "[]\n"
+    async with asyncio.timeout(DEADLINE_S):
+        await server.told(since_s=time.monotonic())
+    assert server._handler.told_s == {}
+
+
+@pytest.mark.asyncio
+async def test_the_clients_that_asked_last_are_remembered_up_to_a_limit(
+    server: MetricsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "CLIENTS", 3)
+    monkeypatch.setattr(server_module, "DISCOVERY_S", FOR_EVER_S)
+    for number in (0, 1, 2, 0, 3):
+        await asyncio.to_thread(discover, server, f"?{number}")
+    assert sorted(server._handler.told_s) == ["/sd?0", "/sd?2", "/sd?3"]
+    told = asyncio.create_task(server.told(since_s=time.monotonic()))
+    await asyncio.sleep(0)
+    async with asyncio.timeout(DEADLINE_S):
+        for number in (4, 5, 6):
+            await asyncio.to_thread(discover, server, f"?{number}")
+        await told  # not for the clients that are forgotten now
 
 
 @pytest.mark.parametrize("limit", ["WATCHED_S", "DISCOVERY_S"])
@@ -207,7 +304,7 @@ async def test_jobs_that_discover_each_for_itself_are_all_waited_for(
 async def test_who_does_not_ask_again_is_not_waited_for(
     server: MetricsServer, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    await asyncio.to_thread(scrape, f"http://{server.address}/sd")
+    await asyncio.to_thread(discover, server)
     monkeypatch.setattr(server_module, "DISCOVERY_S", FOR_EVER_S)
     monkeypatch.setattr(server_module, limit, 0.0)
     async with asyncio.timeout(DEADLINE_S):
@@ -223,7 +320,7 @@ def test_an_answer_that_was_being_made_when_the_list_changed_is_none() -> None:
         return b"[]"
 
     with closing(MetricsServer(CollectorRegistry(), host="127.0.0.1", port=0, discovery=discovery)) as running:
-        scrape(f"http://{running.address}/sd")
+        discover(running)
         assert running._handler.told_s["/sd"] <= asked_s[0]
 
 

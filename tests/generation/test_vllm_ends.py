@@ -1,0 +1,104 @@
+"""Only `stop` and `length` are ends of a completion. All other finish reasons of vLLM fail its group."""
+
+import sys
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncrl.config.schema import Config
+from asyncrl.errors import DataError, InfraError, RolloutError
+from asyncrl.generation.vllm_engine import VLLMEngine
+from asyncrl.generation.vllm_sampled import NOTHING, Child, SampledByVLLM
+
+pytestmark = pytest.mark.slow  # imports torch
+
+
+def output_of(finish_reason: str | None) -> SimpleNamespace:
+    """Returns the output of one completion of two tokens, as vLLM returns it."""
+    tokens = [40, 41]
+    return SimpleNamespace(
+        finish_reason=finish_reason,
+        token_ids=tokens,
+        logprobs=SimpleNamespace(token_ids=tokens, logprobs=[-0.5, -0.25]),
+        weight_versions=[SimpleNamespace(version="1.3", start=0)],
+        text="ab",
+    )
+
+
+class EndedLLM:
+    """Stands for `AsyncLLM`: ends each request at once, its completions with these reasons."""
+
+    def __init__(self, *finish_reasons: str | None) -> None:
+        self._outputs = [output_of(reason) for reason in finish_reasons]
+        self.tokenizer = SimpleNamespace(decode=lambda token_ids, **_: "ab")
+
+    async def generate(self, *_: Any) -> AsyncIterator[SimpleNamespace]:
+        yield SimpleNamespace(finished=True, outputs=self._outputs, prompt_logprobs=[None])
+
+
+@pytest.fixture
+def _without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine imports vLLM for its first request, which takes many seconds."""
+    names = SimpleNamespace(
+        SamplingParams=dict, tokens_input=lambda tokens, **_: tokens, RequestOutputKind=SimpleNamespace(FINAL_ONLY=2)
+    )
+    for module in ("vllm", "vllm.inputs", "vllm.sampling_params"):
+        monkeypatch.setitem(sys.modules, module, names)
+
+
+async def sampled(*finish_reasons: str | None) -> list[bool]:
+    """Returns which completions were cut off at their length limit."""
+    engine = VLLMEngine(EndedLLM(*finish_reasons), config=Config())
+    completions = await engine.generate([7], n=len(finish_reasons), seed=None, temperature=1.0, max_tokens=2)
+    return [completion.truncated for completion in completions]
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("_without_vllm")
+async def test_a_completion_ends_with_its_text_or_at_its_length_limit() -> None:
+    assert await sampled("stop", "length") == [False, True]
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("_without_vllm")
+@pytest.mark.parametrize(
+    ("finish_reason", "failure", "label"),
+    [
+        ("error", InfraError, "engine"),
+        ("abort", InfraError, "aborted"),
+        ("repetition", DataError, "finish_reason"),
+        ("a reason of a later version", DataError, "finish_reason"),
+        (None, DataError, "finish_reason"),
+    ],
+)
+async def test_another_end_fails_the_group_and_is_tried_again_only_if_that_may_help(
+    finish_reason: str | None, failure: type[RolloutError], label: str
+) -> None:
+    with pytest.raises(failure) as caught:
+        await sampled("stop", finish_reason)
+    assert caught.value.reason == label
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("_without_vllm")
+async def test_a_score_that_the_engine_did_not_finish_is_an_infra_failure() -> None:
+    engine = VLLMEngine(EndedLLM("error"), config=Config())
+    with pytest.raises(InfraError, match="internal error"):
+        await engine.score([7])
+
+
+@pytest.mark.parametrize(
+    ("finish_reason", "finished", "truncated"),
+    [("stop", True, False), ("length", True, True), ("error", False, False), ("abort", False, False)],
+)
+def test_the_next_attempt_continues_a_stored_completion_that_did_not_end_in_order(
+    finish_reason: str, finished: bool, truncated: bool
+) -> None:
+    child = Child(NOTHING, output=output_of(finish_reason))
+    samples = SampledByVLLM(EndedLLM(), [child]).partial()
+    assert samples is not None
+    [sample] = samples
+    assert sample.token_ids == [40, 41]
+    assert (sample.finished, sample.truncated) == (finished, truncated)

@@ -1,0 +1,154 @@
+"""Nothing that a process shows has control characters or secrets, whichever way it takes."""
+
+import json
+import logging
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from typer.testing import CliRunner
+
+from asyncrl import shown_text
+from asyncrl.cli import live_run
+from asyncrl.cli.main import app
+from asyncrl.cli.options import checked_config
+from asyncrl.cli.terminal import say
+from asyncrl.config.schema import Config, EnvironmentSection
+from asyncrl.deployment.launch import log_to
+from asyncrl.environments.secrets import hide_secrets
+from asyncrl.shown_text import escaped, log_to_stderr
+from asyncrl.user_code import describe_error
+
+logger = logging.getLogger(__name__)
+PACKAGE = Path(shown_text.__file__).parent
+QUICKSTART = PACKAGE.parent / "configs" / "quickstart.yaml"
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+KEY = "sk-0123456789"
+HOSTILE = f"\x1b]0;title\x07 \x1b[2J \x9b31m \r overwritten {KEY}"
+"""Text that would set the title of a terminal, clear it, colour it, and overwrite a line."""
+
+
+@pytest.fixture(autouse=True)
+def _hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shown_text, "_redact", shown_text._redact)  # restores it after the test
+    hide_secrets(EnvironmentSection(secrets=["KEY"]), {"KEY": KEY})
+
+
+def assert_harmless(text: str) -> None:
+    assert not CONTROL.search(text)
+    assert KEY not in text
+    assert "<KEY>" in text
+    assert "\\u001b[2J" in text
+
+
+@given(st.text())
+def test_only_tabs_and_newlines_are_left_of_control_characters(text: str) -> None:
+    assert not CONTROL.search(escaped(text))
+    assert escaped("\t\n") == "\t\n"
+
+
+@given(st.text())
+def test_json_stays_the_same_data(text: str) -> None:
+    assert json.loads(escaped(json.dumps(text, ensure_ascii=False))) == text
+
+
+def test_the_log_and_the_terminal_of_a_command_show_nothing_harmful(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with log_to(tmp_path / "up.log"):
+        logger.warning("group %s failed: %s", "7.0", HOSTILE)
+        try:
+            raise ValueError(HOSTILE)
+        except ValueError as error:
+            logger.error("it failed", exc_info=error)
+    for text in (tmp_path.joinpath("up.log").read_text(), capsys.readouterr().err):
+        assert text.count("<KEY>") == 2
+        assert "Traceback" in text
+        assert_harmless(text)
+
+
+def test_the_log_of_an_actor_shows_nothing_harmful(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging, "root", logging.RootLogger(logging.WARNING))  # pytest's has handlers already
+    log_to_stderr()
+    logging.root.info("group %s failed: %s", "7.0", HOSTILE)
+    assert_harmless(capsys.readouterr().err)
+
+
+def test_a_line_of_a_command_shows_nothing_harmful_but_has_its_own_color(capsys: pytest.CaptureFixture[str]) -> None:
+    say(HOSTILE, label="warning:", color="yellow", err=True)
+    text = capsys.readouterr().err
+    assert text.startswith("warning: ")
+    assert_harmless(text.removesuffix("\n"))
+
+
+def test_a_command_shows_no_secret_of_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", KEY)
+    checked_config([QUICKSTART, {"environment.secrets": ["JUDGE_API_KEY", "NOT_SET"]}], [], roles=())
+    assert shown_text.shown(f"401 for {KEY}") == "401 for <JUDGE_API_KEY>"
+
+
+def test_the_error_of_a_command_shows_no_escape_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["report", "a\x1b[2Jrun"])
+    assert result.exit_code == 1
+    assert "there is no run a\\u001b[2Jrun" in result.stderr
+    assert not CONTROL.search(result.stderr)
+
+
+def test_a_report_above_the_live_view_shows_nothing_harmful(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = Config.model_validate({"run": {"dir": str(tmp_path)}})
+    with live_run.shown_run(config, role="up", console=Console(width=500), started_s=0.0, choose=lambda *_: None) as (
+        _,
+        screen,
+    ):
+        screen.report(f"the first prompt: {HOSTILE}")
+    assert_harmless(capsys.readouterr().out)
+
+
+def test_the_description_of_an_error_shows_no_secret() -> None:
+    assert describe_error(ValueError(f"401 for {KEY}")) == "ValueError: 401 for <KEY>"
+
+
+def test_run_json_and_the_report_show_no_secret_of_the_error_that_ended_the_run(tmp_path: Path) -> None:
+    config = Config.model_validate({"run": {"dir": str(tmp_path), "name": "quick"}})
+    with (
+        pytest.raises(ZeroDivisionError),
+        live_run.reported_run(config, role="up", choose=lambda *_: None),
+    ):
+        raise ZeroDivisionError(f"401 for {KEY}")
+    for name in ("run.json", "report.html", "logs/up-0.log"):
+        text = (tmp_path / "quick" / name).read_text()
+        assert KEY not in text, name
+        assert "401 for " in text, name
+
+
+def test_a_short_value_that_occurs_by_chance_is_not_hidden_in_logs() -> None:
+    hide_secrets(EnvironmentSection(secrets=["WORKERS", "UNSET"]), {"WORKERS": "8"})
+    assert shown_text.shown("step 8 of 80") == "step 8 of 80"
+
+
+def test_every_log_and_every_line_of_a_command_goes_the_one_way_that_is_checked_above() -> None:
+    other_ways = re.compile(
+        r"\b(?:typer\.echo|click\.echo|logging\.(?:basicConfig|Formatter|StreamHandler)|(?<!\.)print)\("
+    )
+    users = {
+        f"{file.relative_to(PACKAGE)}: {found[0]}"
+        for file in PACKAGE.rglob("*.py")
+        for found in other_ways.finditer(file.read_text(encoding="utf-8"))
+    }
+    assert users == {
+        "shown_text.py: logging.StreamHandler(",
+        "shown_text.py: logging.basicConfig(",
+        "cli/terminal.py: typer.echo(",
+        "cli/restarts.py: print(",  # its text is all its own, and it imports nothing
+        "cli/doctor.py: print(",  # in code of a probe
+        "deployment/launch.py: print(",  # of a formatted record
+        "config/docs.py: print(",  # of the generators of the documentation
+        "metrics/docs.py: print(",
+        "metrics/trackers.py: print(",  # in a docstring
+    }
