@@ -47,6 +47,7 @@ FROZEN_S = (2.0, 20.0)
 END_S = 900.0
 OVERRIDES = [
     "model.max_length=64",
+    "model.tiny.warmup_steps=40",
     f"learner.total_steps={STEPS}",
     "learner.groups_per_step=8",
     "learner.group_size=4",

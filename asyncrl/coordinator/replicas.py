@@ -157,12 +157,11 @@ class Replicas:
         return self._loaded
 
     def reserved(self, name: str, *, version: Version, asked: int, answer: Reservation) -> None:
-        """Records the answer to a reserve. Before its first heartbeat, a replica counts as having `asked` free
-        slots."""
-        now_s = self._clock()
-        known = self._by_name.get(name) or _Replica(None, asked, now_s)
+        """Records the answer to a reserve, which may have waited since the replica was heard for the last time. Before
+        its first heartbeat, a replica counts as having `asked` free slots."""
+        known = self._by_name.get(name) or _Replica(None, asked, self._clock())
         free_slots = max(0, known.free_slots - len(answer.tickets))
-        self._by_name[name] = _Replica(version, free_slots, now_s, answer.refusal)
+        self._by_name[name] = _Replica(version, free_slots, known.heard_at_s, answer.refusal)
 
     def forget(self, name: str) -> None:
         """Removes a replica that left."""
@@ -205,8 +204,8 @@ class Replicas:
                     version=known.version,
                     free_slots=known.free_slots,
                     reserved_groups=reserved_groups.get(life.actor, 0),
-                    live=life.may_be_used and self._live(known, now_s),
-                    silent_s=now_s - known.heard_at_s,
+                    live=life.may_be_used and now_s - life.heard_at_s <= self._timeout_s,
+                    silent_s=now_s - life.heard_at_s,
                     refused_for=known.refused_for,
                     state=life.state,
                     actor=life.actor,
