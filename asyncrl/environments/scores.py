@@ -19,14 +19,23 @@ class Scores:
         self._groups = groups
         self._found: list[list[Score | None]] = [[None] * len(group.completions) for group in groups]
         self._requested: list[tuple[int, int]] = []
+        self.open = sum(len(group.completions) for group in groups)
+        """Number of completions that have no score."""
         self._last: Failure | None = None
         self.rewards = 0
         """Number of completions that have a reward."""
 
-    def requested(self) -> tuple[Group, ...]:
+    def request(self) -> tuple[Group, ...]:
         """Returns the groups with those completions that have no score yet. The numbers of completions below count
-        over this request. It is empty when all scores are known."""
-        self._requested = self._without_score()
+        over this request."""
+        self._requested = [
+            (group, place)
+            for group, found in enumerate(self._found)
+            for place, score in enumerate(found)
+            if score is None
+        ]
+        if len(self._requested) == sum(map(len, self._found)):
+            return tuple(self._groups)  # the first request
         return tuple(
             Group(
                 task=self._groups[group].task,
@@ -53,6 +62,7 @@ class Scores:
             if self._found[group][place] is not None:
                 return False
             self._found[group][place] = self._score(outcome, group, place)
+            self.open -= 1
         return True
 
     def fail(self, numbers: Iterable[int], failure: Failure) -> None:
@@ -62,21 +72,11 @@ class Scores:
     def give_up(self) -> None:
         """Gives each completion without a score the last failure."""
         assert self._last is not None, "no completion has failed"
-        self._requested = self._without_score()
-        failure = Failure(reason=self._last.reason, message=self._last.message, of_call=True)
-        self.fail(range(len(self._requested)), failure)
+        self.fail(self.left, Failure(reason=self._last.reason, message=self._last.message, of_call=True))
 
     def results(self) -> list[list[Score]]:
         """Returns the scores of each group in the order of its completions. All scores must be known."""
         return [[score for score in found if score is not None] for found in self._found]
-
-    def _without_score(self) -> list[tuple[int, int]]:
-        return [
-            (group, place)
-            for group, found in enumerate(self._found)
-            for place, score in enumerate(found)
-            if score is None
-        ]
 
     def _score(self, outcome: Outcome, group: int, place: int) -> Score:
         if not isinstance(outcome, Failure):

@@ -129,8 +129,9 @@ class ScoringProcess:
         process scores the other completions. If the reward always does that (`gives_up`), they get the same error.
         """
         scores = Scores(groups)
-        while requested := scores.requested():
+        while scores.open:
             self.start()
+            requested = scores.request()
             self._requests += 1
             try:
                 request = encode(Request(id=self._requests, groups=requested))
@@ -150,10 +151,10 @@ class ScoringProcess:
                 self._fruitless = 0  # the reward can end: it did so for the completions before
             if lost_at is not None:
                 self._fruitless += 1
-            if self.gives_up and scores.left:
+            if self.gives_up and scores.open:
                 _log.warning(
                     "%d completions are not scored, because the reward has ended %d scoring processes in a row",
-                    len(scores.left),
+                    scores.open,
                     self._fruitless,
                 )
                 scores.give_up()
@@ -179,7 +180,7 @@ class ScoringProcess:
             reply = self._reply(child, scores, deadline=deadline)
             while not reply.last:
                 reply = self._reply(child, scores, deadline=deadline)
-            if scores.left and not reply.retire:
+            if scores.open and not reply.retire:
                 raise _Died("sent no reward for some completions")
         except _Late:
             failed = self._being_scored(scores, child.progress)
@@ -199,7 +200,7 @@ class ScoringProcess:
             return failed[0] if failed else 0
         if reply.retire:
             self._replace(reply.retire)
-            return scores.left[0] - 1 if scores.left else 0
+            return scores.left[0] - 1 if scores.open else 0
         if len(_descendants(child.process.pid)) > _MAX_LEFT_BEHIND:
             self._replace(f"left more than {_MAX_LEFT_BEHIND} processes behind")
         return None

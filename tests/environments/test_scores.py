@@ -12,7 +12,7 @@ LATE = Failure(reason=RewardFailure.TIMEOUT, message="took too long")
 def two_groups() -> Scores:
     groups = [Group(task=FIRST, completions=("a", "b", "c")), Group(task=SECOND, completions=("d", "e"))]
     scores = Scores(groups)
-    assert scores.requested() == tuple(groups)
+    assert scores.request() == tuple(groups)
     return scores
 
 
@@ -20,9 +20,9 @@ def test_only_completions_without_a_score_are_requested_again() -> None:
     scores = two_groups()
     assert scores.take([(4, 0.5), (1, 1.0), (0, LATE)])
     assert (scores.left, scores.rewards) == ([2, 3], 2)
-    assert scores.requested() == (Group(task=FIRST, completions=("c",)), Group(task=SECOND, completions=("d",)))
+    assert scores.request() == (Group(task=FIRST, completions=("c",)), Group(task=SECOND, completions=("d",)))
     assert scores.take([(0, 0.25), (1, 0.75)])
-    assert scores.requested() == ()
+    assert scores.open == 0
     (error, *rewards), second = scores.results()
     assert (rewards, second) == ([1.0, 0.25], [0.75, 0.5])
     assert isinstance(error, DataError)
@@ -41,7 +41,7 @@ def test_a_group_is_found_by_any_of_its_completions_that_were_requested() -> Non
     scores = two_groups()
     assert scores.of_group(4) == [3, 4]
     scores.take([(0, 1.0), (3, 1.0)])
-    scores.requested()
+    scores.request()
     assert (scores.of_group(0), scores.of_group(2)) == ([0, 1], [2])
 
 

@@ -183,7 +183,7 @@ async def test_known_rewards_are_kept_when_a_process_is_killed_and_no_completion
 async def test_a_reward_that_always_hangs_costs_a_group_one_time_limit_and_not_one_for_each_completion(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with scoring(section(timeout_s=0.3)) as scorer:
+    async with scoring(section(timeout_s=0.5)) as scorer:
         for count, expected in ((GIVEN_UP_AFTER, GIVEN_UP_AFTER), (1, GIVEN_UP_AFTER + 1)):
             scores = await scorer.score(TASK, ["hang"] * 8)
             errors = [score for score in scores if isinstance(score, DataError)]
@@ -196,7 +196,7 @@ async def test_a_reward_that_always_hangs_costs_a_group_one_time_limit_and_not_o
 
 @pytest.mark.asyncio
 async def test_a_group_that_fails_anyway_is_given_up_at_the_first_hang(caplog: pytest.LogCaptureFixture) -> None:
-    environment = EnvironmentSection(reward="hostile_rewards:misbehave", score_timeout_s=0.3, on_error="fail")
+    environment = EnvironmentSection(reward="hostile_rewards:misbehave", score_timeout_s=0.5, on_error="fail")
     async with scoring(environment) as scorer:
         scores = await scorer.score(TASK, ["abc", "hang", "hang", "abc"])
         assert [getattr(score, "completion", score) for score in scores] == ["", "hang", "", ""]

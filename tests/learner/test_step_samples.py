@@ -178,10 +178,11 @@ def test_failed_samples_do_not_hide_that_the_other_rewards_of_a_group_are_equal(
 
 
 def test_failed_samples_are_in_no_length_weighted_baseline_and_get_no_length_penalty() -> None:
-    group = leased(0, [1.0, 0.0, None], tokens=[6, 2, 100])
-    assert advantages(judged([group], estimator="opo"), 3) == [[0.25, -0.75, 0.0]]
-    penalised = judged([leased(0, [1.0, 1.0, None], tokens=[8, 10, 10])], overlong="penalise", overlong_buffer_tokens=4)
-    assert penalised.rewards_B.tolist() == [0.5, 0.0, 0.0]
+    group = leased(0, [None, 1.0, 0.0], tokens=[100, 6, 2])
+    assert advantages(judged([group], estimator="opo"), 3) == [[0.0, 0.25, -0.75]]
+    group = leased(0, [None, 1.0, 1.0], tokens=[10, 8, 10], truncated=[True, False, False])
+    penalised = judged([group], overlong="penalise", overlong_buffer_tokens=4)
+    assert penalised.rewards_B.tolist() == [0.0, 0.5, 0.0]
 
 
 @pytest.mark.fault("F19")
