@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from asyncrl.config.schema import Config
+from asyncrl.data_plane.calls import patiently
 from asyncrl.data_plane.sample_ids import group_of, samples_of
 from asyncrl.errors import RunError
 
 if TYPE_CHECKING:
     from asyncrl.data.batched_data_dict import BatchedDataDict
     from asyncrl.data_plane.interfaces import DataPlaneClient
+
+Answer = TypeVar("Answer")
 
 TRAIN_PARTITION = "train"
 """Name of the partition with the rows of all future steps."""
@@ -56,7 +59,8 @@ class GroupRows:
     """Stores and drops the rows of whole groups, for processes with an event loop: each call runs in a thread.
 
     The groups are finished groups, unless another `partition` is named. It opens its client on first use, so that it
-    can be sent to another process before. Raises the client's RunError and TimeoutError.
+    can be sent to another process before. A late call is repeated until `run.stall_timeout_s`. Raises the client's
+    RunError and TimeoutError.
     """
 
     def __init__(self, config: Config, *, partition: str = TRAIN_PARTITION) -> None:
@@ -67,23 +71,26 @@ class GroupRows:
     async def put(self, rows_by_key: Mapping[str, BatchedDataDict]) -> None:
         """Stores the rows [G, S] (G samples, S tokens) of the groups `<group>.<attempt>`. If it raises, it may have
         stored some of them."""
-        await asyncio.to_thread(self._put, rows_by_key)
+        await self._in_thread(lambda: self._put(rows_by_key))
 
     async def clear(self, keys: Sequence[str]) -> None:
         """Drops the rows of these groups. Ignores rows that do not exist."""
         ids = [sample for key in keys for sample in samples_of(key, count=self._config.learner.group_size)]
-        await asyncio.to_thread(lambda: self._opened().clear_samples(ids, self._partition))
+        await self._in_thread(lambda: self._opened().clear_samples(ids, self._partition))
 
     async def keys(self) -> list[str]:
         """Returns the keys of the groups that have rows."""
-        ids = await asyncio.to_thread(lambda: self._opened().sample_ids(self._partition))
+        ids = await self._in_thread(lambda: self._opened().sample_ids(self._partition))
         return list(dict.fromkeys(map(group_of, ids)))
 
     async def get(self, key: str, columns: Sequence[str]) -> BatchedDataDict:
         """Returns these columns of a group's rows. Raises KeyError if there are none, and RowsLost if their row store
         has ended."""
         ids = samples_of(key, count=self._config.learner.group_size)
-        return await asyncio.to_thread(lambda: self._opened().get_samples(ids, self._partition, columns))
+        return await self._in_thread(lambda: self._opened().get_samples(ids, self._partition, columns))
+
+    async def _in_thread(self, call: Callable[[], Answer]) -> Answer:
+        return await patiently(lambda: asyncio.to_thread(call), patience_s=self._config.run.stall_timeout_s)
 
     def _put(self, rows_by_key: Mapping[str, BatchedDataDict]) -> None:
         from asyncrl.data.batched_data_dict import BatchedDataDict
