@@ -286,22 +286,23 @@ class Coordinator:
     async def leave(self, replica: str) -> None:
         """Removes a replica that ends cleanly, for good. Its tickets expire at once."""
         self._buffer.fleet.retire(replica_of(replica))
-        await self._without(replica)
+        await self._without(replica, lost=False)
 
     async def quarantine(self, replica: str, cause: Cause, reason: str) -> None:
         """Records that a replica must not get tickets any more, because something of it has failed. Its tickets expire
         at once. `replica` calls it itself, when it knows."""
         if self._buffer.fleet.quarantine(replica, cause, reason):
-            await self._without(replica)
+            await self._without(replica, lost=True)
 
     async def restarting(self, replica: str, cause: Cause, reason: str) -> None:
         """Records that the deployment of a replica ends it and starts it again. Its tickets expire at once."""
         self._buffer.fleet.restarting(replica, cause, reason)
-        await self._without(replica)
+        await self._without(replica, lost=True)
 
-    async def _without(self, replica: str) -> None:
-        """Forgets a replica that has ended, and expires its tickets."""
-        self._replicas.forget(replica)
+    async def _without(self, replica: str, *, lost: bool) -> None:
+        """Forgets a replica that has ended, and expires its tickets. `lost`: it did not end in order."""
+        if self._replicas.forget(replica) and lost:
+            self._buffer.ledger.count(Event.REPLICA_LOST)
         self._clearing.rows(self._buffer.tickets.leave(replica))
         await self._waiting.changed()
 

@@ -163,10 +163,11 @@ class Replicas:
         free_slots = max(0, known.free_slots - len(answer.tickets))
         self._by_name[name] = _Replica(version, free_slots, known.heard_at_s, answer.refusal)
 
-    def forget(self, name: str) -> None:
-        """Removes a replica that left."""
-        self._by_name.pop(name, None)
+    def forget(self, name: str) -> bool:
+        """Removes a replica that has ended. Returns False if it was not known."""
+        known = self._by_name.pop(name, None) is not None
         self._gone([name])
+        return known
 
     def forget_silent(self) -> int:
         """Removes the replicas that were silent for longer than the timeout. Returns their number."""

@@ -13,6 +13,7 @@ from asyncrl.demo.tiny_model import build_tokenizer
 from asyncrl.deployment import generators, inputs
 from asyncrl.deployment.generators import GeneratorDeployment
 from asyncrl.deployment.inputs import Inputs, Prompts
+from asyncrl.deployment.pool import ReplicaPool
 from asyncrl.errors import DatasetError
 
 pytestmark = pytest.mark.slow
@@ -94,8 +95,8 @@ async def test_a_generator_deployment_enters_the_run_with_the_prompts_that_fit(
         raise Entered(*tasks)
 
     monkeypatch.setattr(generators, "enter_run", enter_run)
-    monkeypatch.setattr(GeneratorDeployment, "_make", lambda self: None)
-    monkeypatch.setattr(GeneratorDeployment, "_end", lambda *_: asyncio.sleep(0))
+    monkeypatch.setattr(ReplicaPool, "make", lambda self: None)
+    monkeypatch.setattr(ReplicaPool, "end", lambda *_: asyncio.sleep(0))
     async with Inputs(config, loaded=Prompts(train=tasks(LONG, SHORT), heldout=())) as made:
         deployment = GeneratorDeployment(config, model_path=made.engine_model, prompts=made.prompts)
         with pytest.raises(Entered) as caught:

@@ -14,7 +14,8 @@ from ray.util import placement_group_table
 from asyncrl.colocated.generation import VLLMGeneration
 from asyncrl.config.schema import Config
 from asyncrl.deployment.cluster import patiently, placed
-from asyncrl.deployment.generators import GeneratorDeployment, _Replica
+from asyncrl.deployment.generators import GeneratorDeployment
+from asyncrl.deployment.pool import Replica
 from asyncrl.errors import PlacementError
 from asyncrl.policy.worker import PolicyWorker
 from asyncrl.ranks.group import RankGroup
@@ -47,16 +48,18 @@ def ranks(config: Config) -> list[str]:
         group.shutdown()
 
 
-async def replicas(config: Config, count: int) -> list[_Replica]:
+async def replicas(config: Config, count: int) -> list[Replica]:
     nothing: Any = None
-    deployment = GeneratorDeployment(config, model_path=nothing, prompts=nothing)
-    made = [deployment._make() for _ in range(count)]
-    for replica in made:
+    generator = config.generator.model_copy(update={"replicas": count})
+    wanted = config.model_copy(update={"generator": generator})
+    pool = GeneratorDeployment(wanted, model_path=nothing, prompts=nothing)._pool
+    pool.make()
+    for replica in pool.replicas:
         await ray_ready(replica, config)
-    return made
+    return pool.replicas
 
 
-async def ray_ready(replica: _Replica, config: Config) -> None:
+async def ray_ready(replica: Replica, config: Config) -> None:
     generator = config.generator
     await placed(
         replica.handle.__ray_ready__.remote(),

@@ -168,6 +168,7 @@ def test_generators_the_learner_and_the_index_are_killed_and_no_group_is_lost(
 
     # the second deployment stands for a smaller machine
     room = [f"generator.max_concurrent_groups={SLOTS_OF_SECOND}", "generator.kv_cache_gib=0.25"]
+    room += ["generator.max_restarts=0"]
     second = deployment(run_command, "generator", ray_head, model_path, tmp_path, *overrides, *room)
     wrong = run_command(
         "learner", "--address", ray_head, "-c", str(QUICKSTART), f"run.dir={tmp_path}/other",
@@ -198,6 +199,7 @@ def test_generators_the_learner_and_the_index_are_killed_and_no_group_is_lost(
     killed_at = steps_of(tmp_path)
     assert second.wait(240) == RESTART_MENDS, second.output()[-3000:]
     assert "generator.min_replicas is 1" in second.output()
+    assert "generator.max_restarts = 0" in second.output()
 
     def one_is_forgotten() -> bool:
         seen.append(status(ray_head, name))
