@@ -65,7 +65,7 @@ OVERRIDES = [
     "eval.prompts=0",
     "staleness.max_versions=3",
     "checkpoint.every_steps=100",
-    "buffer.heartbeat_timeout_s=6",
+    "buffer.heartbeat_timeout_s=4",
     "run.max_restarts=0",
 ]
 

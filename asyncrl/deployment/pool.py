@@ -11,6 +11,7 @@ is one that the run refuses.
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -151,7 +152,7 @@ class ReplicaPool:
         while len(self.replicas) + self._given_up < wanted:
             self._add(coordinator)
         while len(self.replicas) > wanted:
-            self._drain(self._least_useful())
+            self._drain(self._least_useful(), coordinator)
         self._check_size(min(self._config.generator.min_replicas, wanted))
 
     async def end(self) -> None:
@@ -283,7 +284,7 @@ class ReplicaPool:
         idle = [replica for replica in self.replicas if not replica.generates]
         return (idle or self.replicas)[-1]
 
-    def _drain(self, replica: Replica) -> None:
+    def _drain(self, replica: Replica, coordinator: CoordinatorClient) -> None:
         """Begins to end a replica that is not wanted any more. Its groups in flight are finished."""
         logger.info("replica %s is drained", replica.name)
         self.replicas.remove(replica)
@@ -293,6 +294,8 @@ class ReplicaPool:
                 replica.work.cancel()
                 await asyncio.gather(replica.work, return_exceptions=True)
             await self._end_actor(replica, grace_s=self._config.generator.rollout_timeout_s)
+            with contextlib.suppress(RunError, TimeoutError):  # its tickets then expire
+                await coordinator.call(Coordinator.leave, replica.actor)
             logger.info("replica %s has ended", replica.name)
 
         task = asyncio.create_task(drained(), name=f"end of {replica.name}")

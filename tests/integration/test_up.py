@@ -191,6 +191,8 @@ NO_DATA_WHEN_HEALTHY = {
     "overview / Alerts firing / A": "no alert fires",
     DOWN: "no process is down",
     "flow / Failed rollouts / A": "no rollout fails, and a series exists only after its reason has occurred",
+    "flow / Failures of replicas / A": "no replica fails",
+    "flow / Failures of replicas / B": "no replica fails",
     "flow / Workers ended for memory / A": "Ray creates this series when it ends the first worker",
     "flow / Model FLOPs utilisation / A": "the peak of a CPU is unknown",
     "flow / Model FLOPs utilisation / B": "the peak of a CPU is unknown",
