@@ -212,7 +212,7 @@ class ReplicaPool:
                     await coordinator.call(Coordinator.leave, replica.actor)
             except (RunError, TimeoutError) as unheard:
                 logger.warning("the buffer did not hear that replica %s is lost: %s", replica.name, unheard)
-            await self._end_actor(replica, drain=False)
+            await self._end_actor(replica, drain=False, answers=cause is not Cause.NO_HEARTBEATS)
             if gives_up:
                 self.replicas.remove(replica)
                 self._given_up += 1
@@ -353,9 +353,12 @@ class ReplicaPool:
     async def _run(self, replica: Replica) -> None:
         await replica.handle.run.remote()
 
-    async def _end_actor(self, replica: Replica, *, drain: bool = True, grace_s: float | None = None) -> None:
+    async def _end_actor(
+        self, replica: Replica, *, drain: bool = True, answers: bool = True, grace_s: float | None = None
+    ) -> None:
         """Ends the actor of a replica: drains it within the grace, ends its engine, kills its process, and removes its
-        shared memory. `grace_s` is `run.shutdown_grace_s` if it is left out.
+        shared memory. A process that does not answer is only killed. `grace_s` is `run.shutdown_grace_s` if it is left
+        out.
 
         Errors are logged and not raised, so that one replica cannot prevent the end of the others.
         """
@@ -366,7 +369,7 @@ class ReplicaPool:
                 await finished(replica.handle.drain.remote(), timeout_s=EXIT_S, what=f"draining {replica.name}")
                 async with asyncio.timeout(grace_s):
                     await asyncio.wait([replica.running])
-            if replica.begun:
+            if replica.begun and answers:
                 await finished(replica.handle.shutdown.remote(), timeout_s=EXIT_S, what=f"ending {replica.name}")
         except Exception as error:
             logger.warning("replica %s did not end cleanly: %s", replica.name, error)
