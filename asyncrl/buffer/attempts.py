@@ -33,8 +33,8 @@ def parsed_key(key: str) -> tuple[int, int] | None:
 def seed_of_group(run_seed: int, group: int, *, group_size: int) -> int:
     """Returns the seed of a group. It is a multiple of the group size, because vLLM gives sample i the seed + i.
 
-    The sample seeds of one `run.seed` are within a range of `SEEDS_A_RUN` of its own, whatever the group size is. They
-    are all different until the range is used up, after four billion samples. Then they begin again.
+    Each `run.seed` has its own range of `SEEDS_A_RUN` sample seeds, for every group size. They are all different until
+    the range is used up, after four billion samples. Then they begin again.
 
     >>> [seed_of_group(0, group, group_size=3) for group in range(3)]
     [0, 3, 6]

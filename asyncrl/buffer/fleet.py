@@ -33,8 +33,8 @@ BACK_OFF_S = 0.5
 """Time without tickets after the second INFRA failure in a row, seconds. It doubles with each further failure."""
 LONGEST_BACK_OFF_S = 30.0
 NOT_ITS_OWN = frozenset({"row_store", "prefix", "parity", "aborted"})
-"""Reasons of INFRA failures that are not counted: the data plane has failed, or an update of the weights has, which the
-replica mends itself."""
+"""Reasons of INFRA failures that are not counted: the data plane has failed, or a weight update has failed and the
+replica repeats it."""
 FORGET_TIMEOUTS = 4
 """Number of timeouts after which a silent replica is forgotten, because its deployment may have ended too."""
 FORGET_S = 3600.0

@@ -45,9 +45,9 @@ def scale(
     directory = named_run(run)
     say(f"{connecting(directory, address)} ...", err=True)
     client = joined_run(directory, address)
-    from asyncrl.coordinator.coordinator import Coordinator
+    from asyncrl.coordinator.registry import Registry
 
-    wanted = asyncio.run(client.call(Coordinator.scale, replicas))
+    wanted = asyncio.run(client.call(Registry.scale, replicas))
     for deployment, count in wanted.items():
         say(f"{deployment}: {count} {'replica' if count == 1 else 'replicas'}")
     if wait:

@@ -306,13 +306,6 @@ class Coordinator:
         self._clearing.rows(self._buffer.tickets.leave(replica))
         await self._waiting.changed()
 
-    async def scale(self, replicas: int) -> dict[str, int]:
-        """Sets the number of replicas of all generator deployments together. Returns the number of each deployment, by
-        its id. The deployments read it from the status. Raises RunError if there is no generator deployment."""
-        wanted = self.registry.scale(replicas)
-        await self._waiting.changed()
-        return wanted
-
     async def reserve(self, replica: str, version: Version, count: int, *, wait_s: float) -> Reservation:
         """Waits up to `wait_s` seconds until at least one ticket can be issued.
 

@@ -137,7 +137,8 @@ class Registry:
         return {each.id: self._scaled.get(each.id, each.replicas) for each in generators}
 
     def scale(self, replicas: int) -> dict[str, int]:
-        """Sets the number of replicas of all generator deployments together. Returns what `wanted` returns then.
+        """Sets the number of replicas of all generator deployments together. Returns what `wanted` returns then. The
+        deployments read it from the status.
 
         The smallest deployment grows first, and the largest one shrinks first. Raises RunError if no generator
         deployment is attached, and ValueError for a number below 0.

@@ -54,6 +54,8 @@ WINDOW_S = 3600.0
 BACK_OFF_S = 1.0
 """Time before the second start in a row that follows a start without a committed group, seconds. It doubles."""
 LONGEST_BACK_OFF_S = 60.0
+_ASKED = (ReplicaState.SUSPECT, ReplicaState.QUARANTINED)
+"""States of a replica whose process is asked whether it lives."""
 NOT_MENDED = (ConfigError, HandshakeError, ManifestMismatch)
 """Errors with which every start of a replica would end."""
 
@@ -72,7 +74,7 @@ class Replica:
         self.running: asyncio.Task[None] | None = None
         """The call of the actor that generates. None while the replica starts."""
         self.work: asyncio.Task[None] | None = None
-        """Starts the replica, or asks it whether it lives. None if it generates in peace."""
+        """Starts the replica, or asks it whether it lives. None if neither is needed."""
         self.restarted_s: deque[float] = deque()
         self.samples = 0
         """Samples of all starts, by the last status."""
@@ -171,10 +173,7 @@ class ReplicaPool:
         if replica.running.done():
             error = _error_of(replica.running)
             self._begin(replica, self._replace(replica, error, coordinator))
-        elif view is not None and view.actor == replica.actor and view.state in (
-            ReplicaState.SUSPECT,
-            ReplicaState.QUARANTINED,
-        ):  # fmt: skip
+        elif view is not None and view.actor == replica.actor and view.state in _ASKED:
             self._begin(replica, self._ask(replica, view, coordinator))
 
     def _begin(self, replica: Replica, work: Coroutine[Any, Any, None]) -> None:
@@ -204,9 +203,10 @@ class ReplicaPool:
                 error,
                 gives_up or f"it is started again (restart {len(replica.restarted_s) + 1} within an hour)",
             )
+            report = Coordinator.quarantine if gives_up else Coordinator.restarting
             try:
                 await coordinator.call(
-                    Coordinator.restarting, replica.actor, cause or Cause.of(error), f"{type(error).__name__}: {error}"
+                    report, replica.actor, cause or Cause.of(error), f"{type(error).__name__}: {error}"
                 )
                 if gives_up:
                     await coordinator.call(Coordinator.leave, replica.actor)
@@ -223,13 +223,11 @@ class ReplicaPool:
             if replica.fruitless > 1:
                 await asyncio.sleep(min(LONGEST_BACK_OFF_S, BACK_OFF_S * 2 ** (replica.fruitless - 2)))
             replica.restarted_s.append(self._clock())
-            self._make_actor(replica)
             try:
-                await self._start(replica)
+                await self._bring_up(replica)
             except Exception as failed:
                 error, cause = failed, Cause.START_FAILED
                 continue
-            replica.running = asyncio.create_task(self._run(replica), name=replica.name)
             logger.info("replica %s has started again", replica.name)
             return
 
@@ -271,13 +269,10 @@ class ReplicaPool:
         self._begin(replica, self._begin_added(replica, coordinator))
 
     async def _begin_added(self, replica: Replica, coordinator: CoordinatorClient) -> None:
-        self._make_actor(replica)
         try:
-            await self._start(replica)
+            await self._bring_up(replica)
         except Exception as error:
             await self._replace(replica, error, coordinator, cause=Cause.START_FAILED)
-            return
-        replica.running = asyncio.create_task(self._run(replica), name=replica.name)
 
     def _least_useful(self) -> Replica:
         """Returns the replica to end: one that does not generate, else the youngest."""
@@ -303,6 +298,12 @@ class ReplicaPool:
         task.add_done_callback(self._ending.discard)
 
     # --- actors -------------------------------------------------------------------------------------------------
+
+    async def _bring_up(self, replica: Replica) -> None:
+        """Makes an actor for a replica, starts its engine, and begins to generate."""
+        self._make_actor(replica)
+        await self._start(replica)
+        replica.running = asyncio.create_task(self._run(replica), name=replica.name)
 
     def _make_actor(self, replica: Replica) -> None:
         generator = self._config.generator

@@ -1,4 +1,4 @@
-"""What becomes of a group in which the reward of some completions failed (`environment.on_error`)."""
+"""Decides about groups in which the reward of some completions failed (`environment.on_error`), and reports these."""
 
 import logging
 from collections import Counter

@@ -121,26 +121,11 @@ class HeldoutEvaluation:
         evaluation that takes longer is left out, and an error is logged. If the replica or its engine ends before it
         answers, another replica at that version runs the evaluation (F2), or the same one after its restart.
         """
-        for left in reversed(range(EVALUATIONS)):
-            try:
-                at, answers = await self._replicas.evaluate(actor, self._tasks)
-            except ActorGone as error:
-                why = str(error)
-                self._gone.add(actor)
-            except TimeoutError:
-                self._late(version)
-                return
-            else:
-                failed = [each for each in answers if isinstance(each, Failure)]
-                infra = [each for each in failed if each.failure_class is FailureClass.INFRA]
-                if not infra or not left:
-                    break
-                why = f"{len(infra)} of {len(answers)} rollouts failed as INFRA, the first one: {infra[0].words}"
-                await asyncio.sleep(REPEAT_PAUSE_S)  # by then a replica whose engine has died is known
-            if not left:
-                raise StallError(f"held-out evaluation of {version.words}: {why}, for the {EVALUATIONS}th time")
-            logger.warning("held-out evaluation of %s: %s; it is repeated", version.words, why)
-            actor = await self.replica_at(version)
+        try:
+            actor, at, answers = await self._answers(version, actor=actor)
+        except TimeoutError:
+            self._late(version)
+            return
         if at != version:
             evaluated = at.words if at is not None else "no weights"
             raise RunError(
@@ -173,6 +158,32 @@ class HeldoutEvaluation:
             logger.info(
                 "held-out reward of %s: %.3f (%d of %d prompts)", version.words, mean, len(rewards), len(answers)
             )
+
+    async def _answers(self, version: Version, *, actor: str) -> tuple[str, Version | None, list[float | Failure]]:
+        """Returns the replica that has answered, the version that it has loaded, and its answers.
+
+        Begins with the replica `actor`. Asks again if a replica ends, or if rollouts fail as INFRA, at most
+        `EVALUATIONS` times. Raises StallError if the last replica ends too, and TimeoutError if one takes longer than
+        `eval.timeout_s`.
+        """
+        for left in reversed(range(EVALUATIONS)):
+            try:
+                at, answers = await self._replicas.evaluate(actor, self._tasks)
+            except ActorGone as error:
+                why = str(error)
+                self._gone.add(actor)
+                if not left:
+                    break
+            else:
+                failed = [each for each in answers if isinstance(each, Failure)]
+                infra = [each for each in failed if each.failure_class is FailureClass.INFRA]
+                if not infra or not left:
+                    return actor, at, answers
+                why = f"{len(infra)} of {len(answers)} rollouts failed as INFRA, the first one: {infra[0].words}"
+                await asyncio.sleep(REPEAT_PAUSE_S)  # by then a replica whose engine has died is known
+            logger.warning("held-out evaluation of %s: %s; it is repeated", version.words, why)
+            actor = await self.replica_at(version)
+        raise StallError(f"held-out evaluation of {version.words}: {why}; {EVALUATIONS} attempts have failed")
 
     def _may_end_run(self, version: Version) -> bool:
         """Whether this is the first evaluation of a new run. A resumed run has no evaluation of step 0."""

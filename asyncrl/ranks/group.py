@@ -40,7 +40,7 @@ LESS_MEMORY = (
     "lower learner.micro_batch_size, or learner.micro_batch_tokens with packed or dynamic batches; set "
     "learner.activation_checkpointing; or use more learner.ranks"
 )
-"""What to do if a rank has too little memory."""
+"""The advice for a rank that has too little memory."""
 _OUT_OF_MEMORY = re.compile("out ?of ?memory|MemoryError|can't allocate memory|not enough memory", re.IGNORECASE)
 FIRST_CAUSE_GRACE_S = 3.0
 """If only broken connections are known, seconds to wait for the error of the rank that caused them."""

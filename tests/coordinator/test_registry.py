@@ -1,11 +1,12 @@
 """The members of a run: which deployments are admitted, and which are removed."""
 
+import msgspec
 import pytest
 
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
 from asyncrl.coordinator.registry import Deployment, Registry
-from asyncrl.errors import HandshakeError, RunLocked, RunMismatch, VersionRegression
+from asyncrl.errors import HandshakeError, RunError, RunLocked, RunMismatch, VersionRegression
 
 
 class Clock:
@@ -163,3 +164,25 @@ def test_a_new_state_ends_the_quiet_time() -> None:
     assert members.quiet_s == 5.0
     members.set_state(RunState.FAILED, "why")
     assert (members.state, members.message, members.quiet_s) == (RunState.FAILED, "why", 0.0)
+
+
+def test_a_new_number_of_replicas_is_divided_among_the_living_generator_deployments() -> None:
+    clock = Clock()
+    members = registry(clock)
+    shared = {"staleness.max_versions": 2, "run.seed": 0}
+    members.attach(deployment("l", Role.LEARNER), shared=shared)
+    with pytest.raises(RunError, match="no generator deployment: start one"):
+        members.scale(2)
+    for name, replicas in (("small", 1), ("large", 3), ("gone", 5)):
+        generators = msgspec.structs.replace(deployment(name, Role.GENERATOR), replicas=replicas)
+        members.attach(generators, shared=shared)
+    clock.now_s += 10.1
+    assert all(members.keep(name) for name in ("l", "small", "large"))
+    assert members.wanted() == {"small": 1, "large": 3}
+    assert members.scale(6) == members.wanted() == {"small": 3, "large": 3}, "the smallest one grows first"
+    assert members.scale(7) in ({"small": 4, "large": 3}, {"small": 3, "large": 4})
+    assert members.scale(1) in ({"small": 1, "large": 0}, {"small": 0, "large": 1}), "the largest one shrinks first"
+    members.attach(msgspec.structs.replace(deployment("new", Role.GENERATOR), replicas=2), shared=shared)
+    assert members.wanted()["new"] == 2, "a later deployment starts as its configuration says"
+    with pytest.raises(ValueError, match="must be at least 0"):
+        members.scale(-1)

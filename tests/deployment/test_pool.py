@@ -159,7 +159,9 @@ async def test_restarts_without_a_committed_group_wait_longer_and_longer_up_to_a
         match=rf"only 0 replicas live, but generator.min_replicas is 1 .*{only}: killed .*started again 4 times within",
     ):
         await scene.look()
-    assert scene.calls[-1] == ("leave", actor_of(only, 5)), "it does not come back"
+    names = [call[0] for call in scene.calls]
+    assert names == ["restarting"] * 4 + ["quarantine", "leave"], "it does not come back, so the last end is no restart"
+    assert scene.calls[-1] == ("leave", actor_of(only, 5))
     await scene.pool.end()
 
 
