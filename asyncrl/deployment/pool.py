@@ -228,7 +228,7 @@ class ReplicaPool:
             except Exception as failed:
                 error, cause = failed, Cause.START_FAILED
                 continue
-            logger.info("replica %s has started again", replica.name)
+            logger.warning("replica %s has started again", replica.name)
             return
 
     def _why_given_up(self, replica: Replica, error: BaseException) -> str | None:
