@@ -61,6 +61,11 @@ class Prefix(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, versions=versions) if versions else None
 
 
+NO_TASK = Task(question="", answer="")
+"""Stands for the task of a ticket or a prompt in a snapshot. Group n has the n-th prompt of the run, so a restored
+buffer gets the task from the data. Tasks would be most of the bytes of a snapshot."""
+
+
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     """Permission to generate one group. One replica holds it until commit, failure or expiry.
 
@@ -124,16 +129,32 @@ class DuePrompt(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, attempt=self.attempt + skipped, interruptions=self.interruptions + skipped)
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """The progress of the rollout of a held ticket, as its replica reports it in each heartbeat.
+class HeldReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The tickets that a replica holds, as far as the buffer does not know them yet. A part of each heartbeat.
 
-    `generated_tokens` is the number of completion tokens that all samples of the group have so far. It is 0 while the
-    rollout waits for its start. The engine reports it from time to time, so it may be a few tokens behind. `prefix` is
-    what this attempt has stored so far.
+    `number` is larger in each heartbeat than in the one before, also after a restart of the replica's process. `tokens`
+    has the new tickets, and those whose number of tokens has changed since the last heartbeat that was answered. It
+    maps the key of a ticket to the number of completion tokens that all samples of the group have so far. The number is
+    0 while the rollout waits for its start. The engine reports it from time to time, so it may be a few tokens behind.
+    `prefixes` has what the attempts have stored since. If `complete`, `tokens` has all tickets that the replica holds.
     """
 
-    generated_tokens: int = 0
-    prefix: Prefix | None = None
+    number: int
+    complete: bool
+    tokens: dict[str, int]
+    prefixes: dict[str, Prefix] = {}
+
+
+class Renewal(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to a heartbeat.
+
+    `ended` are the named tickets that have ended without a commit. No commit of them can be accepted, so the replica
+    need not generate them any longer. With `name_all`, the next heartbeat must be complete: the buffer has ended a
+    ticket of the replica, or does not know which tickets the replica holds.
+    """
+
+    ended: tuple[str, ...] = ()
+    name_all: bool = False
 
 
 class Reservation(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,7 +224,7 @@ class GroupMeta(msgspec.Struct, frozen=True, kw_only=True):
 
 class OpenGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A group that holds a slot: reserved if `meta` is None, otherwise ready. `deadline` is that of the ticket, or
-    later. `prefix` is what is stored of a reserved group."""
+    later. Its task is `NO_TASK`. `prefix` is what is stored of a reserved group."""
 
     ticket: Ticket
     reserved_step: int
@@ -229,7 +250,7 @@ class CommitOutcome(StrEnum):
 
 
 class LeasedGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """A group in a lease: its metadata, its task, and its limits.
+    """A group in a lease: its metadata and its limits. Training needs no text of it.
 
     `deadline` is the last step that may train it, `max_staleness_versions` the η of its ticket. If `extended`, the
     deadline is later than that of the ticket (`staleness.on_deadline: mask`): tokens older than η are then masked from
@@ -240,7 +261,6 @@ class LeasedGroup(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     meta: GroupMeta
-    task: Task
     deadline: int
     max_staleness_versions: int
     reserved_step: int
@@ -259,12 +279,15 @@ class LeasedGroup(msgspec.Struct, frozen=True, kw_only=True):
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
     """The groups of one step, earliest deadline first, ties in prompt order.
 
-    A lease ends by ack, skip or give-back. It never ends by time.
+    A lease ends by ack, skip or give-back. It never ends by time. `logged_tasks` are the tasks of the first groups, for
+    the log of samples (`learner.groups_logged`). The tasks of the other groups are left out, because a long prompt
+    takes more bytes than all metadata of its group.
     """
 
     incarnation: int
     step: int
     groups: tuple[LeasedGroup, ...]
+    logged_tasks: tuple[Task, ...] = ()
 
 
 class LeaseWait(StrEnum):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.buffer.failures import FailureLog
 from asyncrl.buffer.groups import Groups
+from asyncrl.buffer.holders import Holders
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.records import Lease
 from asyncrl.buffer.staleness import Limits
@@ -16,7 +17,8 @@ from asyncrl.common.version import Version
 class BufferState:
     """The state of a `ReplayBuffer`.
 
-    `step` is the number of acked steps, and `lease` the lease that the learner holds. A restore replaces `groups`.
+    `step` is the number of acked steps, `lease` the lease that the learner holds, and `holders` the replicas that send
+    heartbeats. A restore replaces `groups`.
     """
 
     limits: Limits
@@ -27,6 +29,7 @@ class BufferState:
     step: int
     lineage: Lineage = field(default_factory=Lineage)
     lease: Lease | None = None
+    holders: Holders = field(default_factory=Holders)
 
     @property
     def version(self) -> Version:

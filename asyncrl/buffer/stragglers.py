@@ -30,13 +30,17 @@ def stragglers(
     list if rule (2) holds already, and None if the learner has to wait.
     """
     left, chosen = Counter(remaining), list[Slot]()
-    free = [slot for slot in reserved if _may_act(policy, slot, limits)]
+    free: list[Slot] | None = None
     while violation := lease_violation(step=step, groups_per_step=limits.groups_per_step, remaining=left):
+        if policy == "wait":
+            return None
+        if free is None:  # takes O(reserved), so not before a group is in the way
+            free = [slot for slot in reserved if _may_act(policy, slot, limits)]
         deadline, excess = violation
         blocking = [slot for slot in free if slot.deadline <= deadline]
         if policy == "mask":
             blocking = [slot for slot in blocking if slot.newest_deadline > deadline]
-        blocking.sort(key=lambda slot: (slot.progress.generated_tokens, slot.ticket.group))
+        blocking.sort(key=lambda slot: (slot.sampled_tokens, slot.ticket.group))
         if len(blocking) < excess:
             return None
         for slot in blocking[:excess]:
@@ -49,7 +53,5 @@ def stragglers(
 
 
 def _may_act(policy: OnDeadline, slot: Slot, limits: Limits) -> bool:
-    """Returns False for every group under `wait`, and under `requeue` for a group that is at its last attempt."""
-    if policy == "requeue":
-        return slot.ticket.attempt + 1 - slot.ticket.interruptions < limits.max_attempts
-    return policy != "wait"
+    """Returns False under `requeue` for a group that is at its last attempt."""
+    return policy != "requeue" or slot.ticket.attempt + 1 - slot.ticket.interruptions < limits.max_attempts

@@ -1,20 +1,21 @@
 """The generators' side of the replay buffer: tickets from their reserve to their commit, failure or expiry."""
 
-from collections import Counter
 from collections.abc import Collection, Mapping
 
 import msgspec
 
 from asyncrl.buffer.attempts import parsed_key
 from asyncrl.buffer.commit_check import check_commit
+from asyncrl.buffer.holders import Holder
 from asyncrl.buffer.ledger import Event
 from asyncrl.buffer.records import (
     CommitOutcome,
     Failure,
     GroupMeta,
+    HeldReport,
     Prefix,
-    Progress,
     Refusal,
+    Renewal,
     Reservation,
     Ticket,
     cut_text,
@@ -41,31 +42,58 @@ class Tickets:
         self._state = state
         self.paused = False
 
-    def renew(self, replica: str, *, held: Mapping[str, Progress], version: Version | None = None) -> tuple[str, ...]:
-        """Renews the tickets `held`, by key, of a replica that sent a heartbeat, and records their progress and the
-        version that the replica has loaded.
+    def renew(self, replica: str, *, held: HeldReport, version: Version | None = None) -> Renewal | None:
+        """Renews the tickets of a replica that sent a heartbeat, and records the progress that it reports. `version` is
+        the version that the replica has loaded. Returns None for a late heartbeat, which changes nothing.
 
-        A ticket whose reserve reply was lost is not in `held`, so it expires. Returns the keys of the tickets that have
-        ended without a commit: no commit of them can be accepted, so the replica need not generate them any longer.
+        A ticket that a heartbeat has named once is renewed by every later heartbeat. So the work does not depend on the
+        number of tickets, but only on what has changed. A ticket whose reserve reply was lost is never named, so it
+        expires. So does a ticket that a complete heartbeat does not name any longer.
         """
-        now_s = self._state.clock()
-        step = version.step if version is not None and self._state.lineage.has(version) else None
-        for key, progress in held.items():
-            self._state.groups.heard(key, progress, replica=replica, step=step, now_s=now_s)
-        attempts = self._state.groups.attempts
-        return tuple(key for key in held if (ticket := parsed_key(key)) and attempts.has_ended(*ticket))
+        now_s, table = self._state.clock(), self._state.groups.table
+        known = replica in self._state.holders
+        holder = self._state.holders.heard(replica, number=held.number, now_s=now_s)
+        if holder is None:
+            return None
+        if not known:  # it may hold tickets that have ended, also if this heartbeat is a late one from before
+            table.to_ask.add(replica)
+        elif held.complete:
+            table.to_ask.discard(replica)
+            for slot in [*table.held.get(replica, {}).values()]:
+                if slot.confirmed and slot.ticket.key not in held.tokens:
+                    table.unconfirm(slot, now_s=now_s)
+        if version is not None and self._state.lineage.has(version):
+            self._loaded(replica, holder, step=version.step)
+        groups = self._state.groups
+        gone = [
+            key
+            for key, tokens in held.tokens.items()
+            if not groups.named(key, tokens=tokens, replica=replica, step=holder.step)
+        ]
+        for key, prefix in held.prefixes.items():
+            groups.stored(key, prefix, replica=replica)
+        ended = tuple(key for key in gone if (ticket := parsed_key(key)) and groups.attempts.has_ended(*ticket))
+        return Renewal(ended=ended, name_all=replica in table.to_ask)
 
     def leave(self, replica: str) -> tuple[str, ...]:
         """Expires the tickets of a replica that ends. Returns their keys; rows under them may be cleared."""
-        return self._expire(
-            [slot for slot in self._state.groups.table.reserved.values() if slot.ticket.replica == replica]
-        )
+        table = self._state.groups.table
+        expired = self._expire([*table.held.get(replica, {}).values()])
+        self._state.holders.forget(replica)
+        table.to_ask.discard(replica)
+        return expired
 
     def reserve(self, replica: str, *, version: Version, count: int) -> Reservation:
         """Returns tickets for up to `count` groups at the replica's version, and the reason why there are not more."""
         if count < 1:
             raise ValueError(f"replica {replica} reserves {count} groups; the number must be at least 1")
         now_s = self._state.clock()
+        if not self._state.lineage.has(version):
+            self._state.ledger.count(Event.RESERVE_OLD_INCARNATION)
+        elif version.step > self._state.step:
+            raise ValueError(
+                f"a replica reports version {version}, but the learner has acked only {self._state.step} steps"
+            )
         room, refusal = self._room(version)
         tickets: list[Ticket] = []
         while len(tickets) < min(count, room):
@@ -120,28 +148,40 @@ class Tickets:
         return True
 
     def expire(self) -> tuple[str, ...]:
-        """Ends tickets that were not renewed within the timeout. A prompt goes to the front, unless this was its last
-        attempt.
+        """Ends the tickets of replicas that sent no heartbeat within the timeout, and tickets that no heartbeat has
+        named within the timeout. A prompt goes to the front, unless this was its last attempt.
 
         Returns the keys of these tickets; rows under them may be cleared.
         """
-        return self._expire(
-            self._state.groups.table.unheard_before(self._state.clock() - self._state.limits.heartbeat_timeout_s)
-        )
+        table = self._state.groups.table
+        before_s = self._state.clock() - self._state.limits.heartbeat_timeout_s
+        silent = self._state.holders.take_silent(before_s=before_s)
+        slots = [slot for replica in silent for slot in table.held.get(replica, {}).values() if slot.confirmed]
+        expired = self._expire([*slots, *table.unconfirmed_before(before_s)])
+        table.to_ask.difference_update(silent)
+        return expired
 
-    def by_replica(self) -> Counter[str]:
+    def by_replica(self) -> Mapping[str, int]:
         """Returns the number of tickets that each replica holds."""
-        return Counter(slot.ticket.replica for slot in self._state.groups.table.reserved.values())
+        return {replica: len(slots) for replica, slots in self._state.groups.table.held.items()}
+
+    def refusal(self, version: Version) -> Refusal | None:
+        """Returns why a reserve at `version` would get no ticket now; None if it would get one. Changes nothing."""
+        room = self._room(version)
+        return None if room.groups else room.refusal
+
+    def _loaded(self, replica: str, holder: Holder, *, step: int) -> None:
+        """Records the step of the weights that a replica has loaded. Its rollouts go on with these weights."""
+        if step > holder.step:
+            holder.step = step
+            for slot in self._state.groups.table.held.get(replica, {}).values():
+                if slot.confirmed:
+                    slot.newest_step = max(slot.newest_step, step)
 
     def _room(self, version: Version) -> Room:
         """Returns how many groups a replica at `version` may reserve now, and the reason why not more."""
         if not self._state.lineage.has(version):
-            self._state.ledger.count(Event.RESERVE_OLD_INCARNATION)
             return Room(0, Refusal.OLD_INCARNATION)
-        if version.step > self._state.step:
-            raise ValueError(
-                f"a replica reports version {version}, but the learner has acked only {self._state.step} steps"
-            )
         if self._state.failures.too_many:
             return Room(0, Refusal.TOO_MANY_FAILURES)
         if self.paused:

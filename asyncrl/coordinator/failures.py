@@ -12,10 +12,10 @@ class FailureReports:
         self._log = log
         self._waiting = waiting
 
-    async def heldout_failed(self, failure: Failure) -> None:
+    def heldout_failed(self, failure: Failure) -> None:
         """Reports a failed rollout of a held-out evaluation."""
         self._log.heldout_failed(failure)
-        await self._waiting.changed()
+        self._waiting.failures.ring()
 
     async def more_than(self, known_rollouts: int, *, wait_s: float) -> tuple[FailureCount, ...]:
         """Returns the counts of failed rollouts.
@@ -23,5 +23,8 @@ class FailureReports:
         Waits until there are more than `known_rollouts`, but at most `wait_s` seconds.
         """
         return await self._waiting.answer(
-            self._log.counts, final=lambda _: self._log.rollouts > known_rollouts, wait_s=wait_s
+            self._log.counts,
+            final=lambda _: self._log.rollouts > known_rollouts,
+            enter=self._waiting.failures.enter,
+            wait_s=wait_s,
         )

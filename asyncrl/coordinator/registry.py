@@ -12,6 +12,7 @@ import msgspec
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
 from asyncrl.config.load import first_difference
+from asyncrl.coordinator.endpoints import Endpoints
 from asyncrl.errors import HandshakeError, RunEnded, RunLocked, RunMismatch, VersionRegression
 
 OVER = (RunState.FINISHED, RunState.FAILED)
@@ -19,6 +20,8 @@ OVER = (RunState.FINISHED, RunState.FAILED)
 GONE_TIMEOUTS = 4
 """Number of timeouts after which a silent deployment counts as dead when the last other one leaves. After one timeout
 it may only be busy: a process whose event loop or machine stalls sends no heartbeats."""
+GONE_MEMBERS = 1000
+"""Number of silent deployments that are remembered, because they may come back."""
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,8 +40,8 @@ class Registry:
 
     `timeout_s` is the time without a heartbeat after which a deployment counts as gone. `shared` is the run's shared
     config by dotted key. `learner` is the deployment that was the last to attach as a learner; it may be gone.
-    `learner_state_seconds` are its seconds by state, from its last heartbeat. `targets` maps the name of a process to
-    its metrics endpoint. `published` is the newest version that a learner published.
+    `learner_state_seconds` are its seconds by state, from its last heartbeat. `endpoints` has the metrics endpoints of
+    the run's processes. `published` is the newest version that a learner published.
     """
 
     def __init__(self, *, shared: Mapping[str, object], timeout_s: float, clock: Callable[[], float]) -> None:
@@ -51,7 +54,7 @@ class Registry:
         self.state, self.message = RunState.STARTING, ""
         self.learner: Deployment | None = None
         self.learner_state_seconds: dict[str, float] = {}
-        self.targets: dict[str, str] = {}
+        self.endpoints = Endpoints()
         self._closed = False
         self.published: Version | None = None
 
@@ -63,6 +66,7 @@ class Registry:
                 self._members.pop(self.learner.id, None)
             self.learner = deployment
         self._members[deployment.id] = (deployment, self._clock())
+        self._forget_gone()
 
     def check(self, deployment: Deployment, *, shared: Mapping[str, object]) -> None:
         """Raises an error if the deployment may not attach, and changes nothing.
@@ -120,9 +124,24 @@ class Registry:
         self._closed = not self._heard_within(self._timeout_s * timeouts)
         return self._closed
 
+    @property
+    def learner_attached(self) -> bool:
+        """Whether the run has a learner that sent a heartbeat within the timeout."""
+        member = self._members.get(self.learner.id) if self.learner is not None else None
+        return member is not None and self._clock() - member[1] <= self._timeout_s
+
     def live(self) -> list[Deployment]:
         """Returns the deployments that sent a heartbeat within the timeout."""
         return self._heard_within(self._timeout_s)
+
+    def _forget_gone(self) -> None:
+        """Forgets the deployments that are silent for the longest time, beyond `GONE_MEMBERS` silent ones."""
+        if len(self._members) <= GONE_MEMBERS:
+            return
+        live = {deployment.id for deployment in self.live()}
+        gone = sorted((heard_at_s, name) for name, (_, heard_at_s) in self._members.items() if name not in live)
+        for _, name in gone[: max(0, len(gone) - GONE_MEMBERS)]:
+            del self._members[name]
 
     def _heard_within(self, seconds: float) -> list[Deployment]:
         now_s = self._clock()
@@ -144,7 +163,7 @@ class Registry:
 
     def add_target(self, name: str, address: str) -> None:
         """Adds the metrics endpoint of a process."""
-        self.targets[name] = address
+        self.endpoints.set(name, address)
 
     def set_state(self, state: RunState, message: str = "") -> None:
         """Sets the state of the run. The learner calls it. A new state is progress."""

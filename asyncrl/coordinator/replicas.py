@@ -1,13 +1,15 @@
 """The replicas of a run: their versions, their free concurrency slots, their last refusals, and their reports.
 
 A replica is known from its first message until it leaves or sends no message for the timeout. Its last report is kept
-after that, because the run's totals need it. Beyond `GONE_REPORTS` such reports, the oldest are added up. This module
-makes no decisions and is pure. Its views are the input of the broadcast gate (`asyncrl.weights.gate`).
+after that, because the run's totals need it. Beyond `GONE_REPORTS` such reports, the oldest are added up. The totals of
+all replicas are running sums, so reading them takes as long with 1,000 replicas as with one. This module makes no
+decisions and is pure. It gives the broadcast gate (`asyncrl.weights.gate`) its input.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import msgspec
 
@@ -19,12 +21,15 @@ GONE_REPORTS = 100
 SUM = "gone replicas"
 """Name of the report that has the sum of older ones."""
 
+RefusalAt = Callable[[Version], Refusal | None]
+"""Returns why a replica at a version would get no ticket now; None if it would get one."""
+
 
 class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     """A replica's report in each heartbeat. Totals count from the start of the replica.
 
     `state_seconds` are slot-seconds divided by the number of slots. `running_groups` is the number of rollouts that run
-    now, `slots` their maximum. `replicas` is 1, or the number of replicas that are gone whose totals are added up here.
+    now, `slots` their maximum. `replicas` is 1, or the number of replicas whose totals are added up here.
     """
 
     actor: str
@@ -40,22 +45,46 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     replicas: int = 1
 
     def __add__(self, other: "ReplicaReport") -> "ReplicaReport":
-        """Returns the sum of the totals, for replicas that are gone."""
-        states = Counter(self.state_seconds)
-        states.update(other.state_seconds)
+        """Returns the sum of the totals."""
+        return self._combined(other, sign=1)
+
+    def since(self, earlier: "ReplicaReport") -> "ReplicaReport":
+        """Returns how much the totals have grown since an earlier report of the same replica."""
+        return self._combined(earlier, sign=-1)
+
+    def _combined(self, other: "ReplicaReport", *, sign: int) -> "ReplicaReport":
+        states = dict(self.state_seconds)
+        for state, seconds in other.state_seconds.items():
+            states[state] = states.get(state, 0.0) + sign * seconds
         return ReplicaReport(
             actor="",
             deployment="",
             metrics_address="",
-            state_seconds=dict(states),
+            state_seconds=states,
             slots=0,
             running_groups=0,
-            samples=self.samples + other.samples,
-            completion_tokens=self.completion_tokens + other.completion_tokens,
-            weight_updates=self.weight_updates + other.weight_updates,
+            samples=self.samples + sign * other.samples,
+            completion_tokens=self.completion_tokens + sign * other.completion_tokens,
+            weight_updates=self.weight_updates + sign * other.weight_updates,
             parity_max_nats=max(self.parity_max_nats, other.parity_max_nats),
-            replicas=self.replicas + other.replicas,
+            replicas=self.replicas + sign * other.replicas,
         )
+
+
+NO_REPORT = ReplicaReport(
+    actor="",
+    deployment="",
+    metrics_address="",
+    state_seconds={},
+    slots=0,
+    running_groups=0,
+    samples=0,
+    completion_tokens=0,
+    weight_updates=0,
+    parity_max_nats=0.0,
+    replicas=0,
+)
+"""The sum of no reports."""
 
 
 def mean_states(reports: Collection[ReplicaReport]) -> dict[str, float]:
@@ -70,7 +99,8 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
 
     `reserved_groups` is the number of tickets that it holds: rollouts that run, wait for their start, or wait for their
     commit. `free_slots` is the number of its concurrency slots without a ticket at its last heartbeat, less the tickets
-    that it got since. `refused_for` is the refusal of its last reserve at this version.
+    that it got since. `refused_for` is the reason why it would get no ticket now, if its last reserve at this version
+    got fewer than it asked for.
     """
 
     replica: str
@@ -82,27 +112,49 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     refused_for: Refusal | None
 
 
-@dataclass(slots=True)
+class AbleReplicas(msgspec.Struct, frozen=True, kw_only=True):
+    """The replicas with a free concurrency slot that have loaded `version` (None: no version).
+
+    `replicas` is their number, and `stale` the number of those that get no ticket because of staleness: only newer
+    weights let them go on.
+    """
+
+    version: Version | None
+    replicas: int
+    stale: int
+
+
+@dataclass(slots=True, frozen=True)
 class _Replica:
     version: Version | None
     free_slots: int
     heard_at_s: float
-    refused_for: Refusal | None = None
+    refused: bool = False
+
+    @property
+    def standing(self) -> tuple[Version | None, bool, bool]:
+        """What the numbers by version depend on: the version, whether a slot is free, and whether it was refused."""
+        return self.version, self.free_slots > 0, self.refused
 
 
 class Replicas:
     """The replicas by name. Tickets that a replica gets between two heartbeats reduce its free slots.
 
     `clock` returns monotonic seconds. `reports` has the last report of each replica, also of those that are gone, and
-    under the name `SUM` the totals of those that are gone for long.
+    under the name `SUM` the totals of those that are gone for long. `totals` is the sum of all reports.
     """
 
     def __init__(self, *, timeout_s: float, clock: Callable[[], float]) -> None:
         self._timeout_s = timeout_s
         self._clock = clock
         self._by_name: dict[str, _Replica] = {}
+        self._standings: Counter[tuple[Version | None, bool, bool]] = Counter()  # of the replicas in `_by_name`
         self._loaded: dict[str, Version] = {}
         self.reports: dict[str, ReplicaReport] = {}
+        self.totals = NO_REPORT
+
+    def __len__(self) -> int:
+        return len(self._by_name)
 
     def heard(self, name: str, *, version: Version | None, free_slots: int) -> bool:
         """Records a heartbeat. Returns True if the replica has loaded another version since its last heartbeat.
@@ -110,12 +162,17 @@ class Replicas:
         If the version has changed, the earlier refusal is forgotten, because it no longer applies.
         """
         known = self._by_name.get(name)
-        refused_for = known.refused_for if known is not None and known.version == version else None
-        self._by_name[name] = _Replica(version, free_slots, self._clock(), refused_for)
+        refused = known is not None and known.version == version and known.refused
+        self._put(name, _Replica(version, free_slots, self._clock(), refused))
         if version is None or self._loaded.get(name) == version:
             return False
         self._loaded[name] = version
         return True
+
+    def reported(self, name: str, report: ReplicaReport) -> None:
+        """Records the report of a heartbeat."""
+        self.totals += report.since(self.reports.get(name, NO_REPORT))
+        self.reports[name] = report
 
     def loaded(self, name: str) -> Version | None:
         """Returns the last version that the replica reported as loaded; None if it reported none."""
@@ -129,23 +186,35 @@ class Replicas:
         """Records the answer to a reserve. Before its first heartbeat, a replica counts as having `asked` free
         slots."""
         now_s = self._clock()
-        known = self._by_name.get(name) or _Replica(None, asked, now_s)
-        free_slots = max(0, known.free_slots - len(answer.tickets))
-        self._by_name[name] = _Replica(version, free_slots, now_s, answer.refusal)
+        known = self._by_name.get(name)
+        free_slots = max(0, (asked if known is None else known.free_slots) - len(answer.tickets))
+        self._put(name, _Replica(version, free_slots, now_s, answer.refusal is not None))
 
     def forget(self, name: str) -> None:
         """Removes a replica that left."""
-        self._by_name.pop(name, None)
+        self._put(name, None)
         self._gone([name])
 
-    def forget_silent(self) -> int:
-        """Removes the replicas that were silent for longer than the timeout. Returns their number."""
+    def forget_silent(self) -> list[str]:
+        """Removes the replicas that were silent for longer than the timeout. Returns their names."""
         now_s = self._clock()
-        silent = [name for name, replica in self._by_name.items() if not self._live(replica, now_s)]
+        # The replicas are in the order of their last messages.
+        silent = [*takewhile(lambda name: not self._live(self._by_name[name], now_s), self._by_name)]
         for name in silent:
-            del self._by_name[name]
+            self._put(name, None)
         self._gone(silent)
-        return len(silent)
+        return silent
+
+    def _put(self, name: str, replica: _Replica | None) -> None:
+        """Replaces a replica, or removes it, and keeps the numbers by version."""
+        before = self._by_name.pop(name, None)
+        if before is not None:
+            self._standings[before.standing] -= 1
+            if not self._standings[before.standing]:
+                del self._standings[before.standing]  # otherwise it would grow with every version of the run
+        if replica is not None:
+            self._by_name[name] = replica
+            self._standings[replica.standing] += 1
 
     def _gone(self, names: Sequence[str]) -> None:
         """Forgets what the replicas `names` had loaded, and adds up the oldest reports of replicas that are gone."""
@@ -158,10 +227,33 @@ class Replicas:
             report = self.reports.pop(name)
             self.reports[SUM] = self.reports[SUM] + report if SUM in self.reports else report
 
-    def views(self, *, reserved_groups: Mapping[str, int]) -> tuple[ReplicaView, ...]:
-        """Returns one view for each known replica, sorted by name. `reserved_groups` is the number of tickets that each
-        replica holds."""
+    def able(self, refusal_at: RefusalAt) -> tuple[AbleReplicas, ...]:
+        """Returns the replicas with a free slot by version. The work depends on the number of versions only."""
+        refusals = self._refusals(refusal_at)
+        replicas: Counter[Version | None] = Counter()
+        stale: Counter[Version | None] = Counter()
+        for (version, free, refused), number in self._standings.items():
+            if free:
+                replicas[version] += number
+                stale[version] += number * (refused and refusals.get(version) is Refusal.STALENESS)
+        return tuple(
+            AbleReplicas(version=version, replicas=number, stale=stale[version]) for version, number in replicas.items()
+        )
+
+    def oldest_step(self) -> int | None:
+        """Returns the smallest step of a version that a known replica has loaded; None if there is none."""
+        return min((version.step for version, _, _ in self._standings if version is not None), default=None)
+
+    def views(
+        self, *, reserved_groups: Mapping[str, int], refusal_at: RefusalAt, names: Iterable[str] | None = None
+    ) -> tuple[ReplicaView, ...]:
+        """Returns one view for each known replica, or for those of `names` that are known, sorted by name.
+
+        `reserved_groups` is the number of tickets that each replica holds.
+        """
         now_s = self._clock()
+        refusals = self._refusals(refusal_at)
+        known = self._by_name.keys() if names is None else self._by_name.keys() & set(names)
         return tuple(
             ReplicaView(
                 replica=name,
@@ -170,15 +262,39 @@ class Replicas:
                 reserved_groups=reserved_groups.get(name, 0),
                 live=self._live(replica, now_s),
                 silent_s=now_s - replica.heard_at_s,
-                refused_for=replica.refused_for,
+                refused_for=refusals.get(replica.version) if replica.refused else None,
             )
-            for name, replica in sorted(self._by_name.items())
+            for name, replica in ((name, self._by_name[name]) for name in sorted(known))
         )
 
-    def targets(self) -> dict[str, str]:
-        """Returns the metrics endpoints of the known replicas that have one, by name."""
-        known = {name: report.metrics_address for name, report in self.reports.items() if name in self._by_name}
-        return {name: address for name, address in known.items() if address}
+    def by_state(self, *, holding: Container[str]) -> Counter[str]:
+        """Returns the number of known replicas in each state of the metric `asyncrl_replicas`. The replicas `holding`
+        have a ticket."""
+        now_s = self._clock()
+        states: Counter[str] = Counter()
+        for name, replica in self._by_name.items():
+            if not self._live(replica, now_s):
+                states["silent"] += 1
+            elif replica.version is None:
+                states["without_weights"] += 1
+            else:
+                states["generating" if name in holding else "waiting"] += 1
+        return states
+
+    def actor_at(self, version: Version, *, other_than: Collection[str]) -> str | None:
+        """Returns the name of the actor of a live replica that has loaded `version`, the first one by name; None if
+        there is none. Leaves out the actors `other_than`."""
+        now_s = self._clock()
+        found = (
+            (name, self.reports[name].actor)
+            for name, replica in self._by_name.items()
+            if replica.version == version and self._live(replica, now_s) and name in self.reports
+        )
+        _, actor = min(((name, actor) for name, actor in found if actor not in other_than), default=("", None))
+        return actor
+
+    def _refusals(self, refusal_at: RefusalAt) -> dict[Version | None, Refusal | None]:
+        return {version: refusal_at(version) for version, _, _ in self._standings if version is not None}
 
     def _live(self, replica: _Replica, now_s: float) -> bool:
         return now_s - replica.heard_at_s <= self._timeout_s

@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -21,7 +21,8 @@ from ray.exceptions import RayActorError, RayTaskError
 from asyncrl.common.roles import Role, RunState
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.coordinator import Coordinator
-from asyncrl.coordinator.status import RunStatus
+from asyncrl.coordinator.replicas import ReplicaReport, ReplicaView
+from asyncrl.coordinator.status import BriefStatus
 from asyncrl.data_plane.calls import finished, reason_of_death
 from asyncrl.deployment.closing import Stopped, running, unless_stopped
 from asyncrl.deployment.cluster import placed
@@ -57,16 +58,23 @@ class _Replica:
 
 
 class Progress:
-    """Makes log lines about the replicas `names`: one when they begin to generate, then one every `COUNT_EVERY_S`."""
+    """Makes log lines about the replicas of a deployment: one when they begin to generate, then one every
+    `COUNT_EVERY_S`."""
 
-    def __init__(self, names: Collection[str], *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._names = frozenset(names)
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._due_s: float | None = None
 
-    def line(self, status: RunStatus) -> str | None:
-        """Returns the next log line; None if none is due."""
-        busy = [view for view in status.replicas if view.replica in self._names and view.reserved_groups]
+    @property
+    def due(self) -> bool:
+        """Whether a line may be due. `line` needs more calls of the coordinator than the rest of a check."""
+        return self._due_s is None or self._clock() >= self._due_s
+
+    def line(
+        self, status: BriefStatus, views: Collection[ReplicaView], reports: Mapping[str, ReplicaReport]
+    ) -> str | None:
+        """Returns the next log line; None if none is due. `views` and `reports` are those of the replicas."""
+        busy = [view for view in views if view.reserved_groups]
         if self._due_s is None and busy:
             self._due_s = self._clock() + COUNT_EVERY_S
             weights = ", ".join(sorted({view.version.words for view in busy if view.version is not None}))
@@ -74,8 +82,8 @@ class Progress:
         if self._due_s is None or self._clock() < self._due_s:
             return None
         self._due_s = self._clock() + COUNT_EVERY_S
-        samples = sum(report.samples for name, report in status.reports.items() if name in self._names)
-        running = sum(status.reports[view.replica].running_groups for view in busy if view.replica in status.reports)
+        samples = sum(report.samples for report in reports.values())
+        running = sum(reports[view.replica].running_groups for view in busy if view.replica in reports)
         return (
             f"{samples:,} samples generated, {running} groups in flight; the learner is at {status.version.words} of "
             f"{status.total_steps}"
@@ -187,25 +195,27 @@ class GeneratorDeployment:
         and StallError if the run made no progress for `run.stall_timeout_s`.
         """
         lost: list[str] = []
-        progress = Progress({replica.name for replica in replicas})
+        names, progress = [replica.name for replica in replicas], Progress()
         while not stop.is_set():
-            status = await handles.coordinator.call(Coordinator.status)
-            if line := progress.line(status):
-                logger.info("%s", line)
+            status = await handles.coordinator.call(Coordinator.brief_status)
+            if progress.due:
+                views = await handles.coordinator.call(Coordinator.replicas, names)
+                reports = await handles.coordinator.call(Coordinator.reports, names)
+                if line := progress.line(status, views, reports):
+                    logger.info("%s", line)
             if status.state in (RunState.FINISHED, RunState.FAILED):
                 logger.info("the run is %s", status.state)
                 return
-            learner = any(deployment.role is Role.LEARNER for deployment in status.deployments)
             # A learner that closes the run evaluates and saves, and one that restores a checkpoint loads it, which may
             # take longer. Before the first step, the learner may be started much later.
-            left = not learner and status.version.step > 0
+            left = not status.learner_attached and status.version.step > 0
             may_stall = status.state is RunState.RUNNING or left
             if may_stall and status.quiet_s > self._config.run.stall_timeout_s:
                 raise StallError(
                     f"no group was committed and no step was trained for {status.quiet_s:.0f} s "
                     f"(run.stall_timeout_s = {self._config.run.stall_timeout_s:g}); {status.counts.ready} groups are "
                     "ready for the learner, which is "
-                    f"{'attached' if learner else 'gone'}; see the "
+                    f"{'attached' if status.learner_attached else 'gone'}; see the "
                     "learner's log for the cause"
                 )
             for replica in [r for r in replicas if r.running is not None and r.running.done()]:

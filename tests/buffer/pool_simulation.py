@@ -13,7 +13,7 @@ from typing import Literal
 from buffer_scenes import Clock, NumberedPrompts, finished, limits
 
 from asyncrl.buffer.ledger import Account, Fate
-from asyncrl.buffer.records import CommitOutcome, Failure, Lease, LeaseWait, Progress, Ticket
+from asyncrl.buffer.records import CommitOutcome, Failure, HeldReport, Lease, LeaseWait, Ticket
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.common.version import Version
 from asyncrl.coordinator.replicas import Replicas
@@ -91,6 +91,7 @@ class _Replica:
 class Simulation:
     def __init__(self, pool: Pool, *, rng: random.Random, new_buffer: NewBuffer = ReplayBuffer) -> None:
         self.pool, self.rng, self.clock = pool, rng, Clock()
+        prompts = NumberedPrompts(pool.prompts)
         self.buffer = new_buffer(
             limits=limits(
                 eta=pool.eta,
@@ -101,7 +102,8 @@ class Simulation:
                 max_attempts=10**6,
                 heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
             ),
-            next_prompt=NumberedPrompts(pool.prompts).next,
+            next_prompt=prompts.next,
+            task_of=prompts.task,
             clock=self.clock.read,
         )
         self.seen = Replicas(timeout_s=HEARTBEAT_TIMEOUT_S, clock=self.clock.read)
@@ -154,7 +156,7 @@ class Simulation:
             version=self.buffer.version,
             published=self.published,
             publish_every_steps=self.pool.publish_every,
-            replicas=self.seen.views(reserved_groups=self.buffer.tickets.by_replica()),
+            able=self.seen.able(self.buffer.tickets.refusal),
         ):
             self.published = self.buffer.version
         return None
@@ -172,7 +174,8 @@ class Simulation:
         self._finish_groups(replica)
         free_slots = self.pool.slots_a_replica - len(replica.running)
         self.seen.heard(replica.name, version=replica.version, free_slots=free_slots)
-        self.buffer.tickets.renew(replica.name, held=dict.fromkeys(replica.running, Progress()))
+        held = HeldReport(number=int(self.clock.now_s), complete=True, tokens=dict.fromkeys(replica.running, 0))
+        self.buffer.tickets.renew(replica.name, held=held)
         if replica.version is not None and free_slots > 0:
             answer = self.buffer.tickets.reserve(replica.name, version=replica.version, count=free_slots)
             self.seen.reserved(replica.name, version=replica.version, asked=free_slots, answer=answer)

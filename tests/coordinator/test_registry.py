@@ -4,6 +4,7 @@ import pytest
 
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
+from asyncrl.coordinator import registry as registry_module
 from asyncrl.coordinator.registry import Deployment, Registry
 from asyncrl.errors import HandshakeError, RunLocked, RunMismatch, VersionRegression
 
@@ -163,3 +164,16 @@ def test_a_new_state_ends_the_quiet_time() -> None:
     assert members.quiet_s == 5.0
     members.set_state(RunState.FAILED, "why")
     assert (members.state, members.message, members.quiet_s) == (RunState.FAILED, "why", 0.0)
+
+
+def test_of_many_silent_deployments_only_the_newest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_module, "GONE_MEMBERS", 2)
+    clock = Clock()
+    members = registry(clock)
+    shared = {"staleness.max_versions": 2, "run.seed": 0}
+    for number in range(5):
+        members.attach(deployment(f"g{number}", Role.GENERATOR), shared=shared)
+        clock.now_s += 11.0
+    members.attach(deployment("live", Role.GENERATOR), shared=shared)
+    assert [members.keep(f"g{number}") for number in range(5)] == [False, False, False, True, True]
+    assert members.keep("live")

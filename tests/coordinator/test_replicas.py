@@ -1,9 +1,13 @@
 """The coordinator's views of the replicas: slots, versions, refusals, silence and endpoints."""
 
-import pytest
-from buffer_scenes import Scene
+from collections import Counter
 
-from asyncrl.buffer.records import Failure, Refusal, Ticket
+import pytest
+from buffer_scenes import Clock, Scene
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.buffer.records import Failure, Refusal, Reservation, Ticket
 from asyncrl.common.version import Version
 from asyncrl.coordinator import replicas as replicas_module
 from asyncrl.coordinator.replicas import ReplicaReport, Replicas, ReplicaView
@@ -25,7 +29,8 @@ class Seen(Scene):
         return answer.tickets
 
     def views(self) -> tuple[ReplicaView, ...]:
-        return self.replicas.views(reserved_groups=self.buffer.tickets.by_replica())
+        tickets = self.buffer.tickets
+        return self.replicas.views(reserved_groups=tickets.by_replica(), refusal_at=tickets.refusal)
 
 
 def test_replicas_are_seen_with_their_slots_what_they_were_refused_for_and_whether_they_live() -> None:
@@ -88,10 +93,10 @@ def test_a_silent_replica_is_removed_and_counted_once() -> None:
     scene.replicas.heard("silent", version=Version(1, 0), free_slots=2)
     scene.clock.now_s += 10.0
     scene.replicas.heard("alive", version=Version(1, 0), free_slots=2)
-    assert scene.replicas.forget_silent() == 0, "silence of exactly the timeout still counts as live"
+    assert scene.replicas.forget_silent() == [], "silence of exactly the timeout still counts as live"
     scene.clock.now_s += 0.1
-    assert scene.replicas.forget_silent() == 1
-    assert scene.replicas.forget_silent() == 0
+    assert scene.replicas.forget_silent() == ["silent"]
+    assert scene.replicas.forget_silent() == []
     assert [view.replica for view in scene.views()] == ["alive"]
 
 
@@ -121,11 +126,11 @@ def test_replicas_that_are_gone_for_long_are_kept_as_one_sum(silent: bool, monke
     scene = Seen()
     for number in range(6):
         name = f"generator-{number}"
-        scene.replicas.reports[name] = report(number)
+        scene.replicas.reported(name, report(number))
         scene.replicas.heard(name, version=Version(1, 0), free_slots=2)
         if silent:
             scene.clock.now_s += 10.1
-            assert scene.replicas.forget_silent() == 1
+            assert scene.replicas.forget_silent() == [name]
         else:
             scene.replicas.forget(name)
         assert scene.replicas.loaded(name) is None
@@ -135,3 +140,55 @@ def test_replicas_that_are_gone_for_long_are_kept_as_one_sum(silent: bool, monke
     assert mean_states(reports.values()) == {"generating": 15 / 6}
     gone = reports["gone replicas"]
     assert (gone.replicas, gone.completion_tokens, gone.weight_updates, gone.parity_max_nats) == (4, 60, 4, 3 / 8)
+
+
+MESSAGES = st.lists(
+    st.one_of(
+        st.tuples(st.just("heard"), st.sampled_from("abc"), st.sampled_from([None, 0, 1]), st.integers(0, 2)),
+        st.tuples(st.just("reserved"), st.sampled_from("abc"), st.sampled_from([0, 1]), st.integers(0, 2)),
+        st.tuples(st.just("forget"), st.sampled_from("abc"), st.none(), st.just(0)),
+        st.tuples(st.just("time passes"), st.just(""), st.none(), st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+@given(MESSAGES)
+def test_the_running_numbers_are_those_of_all_replicas_after_every_message(
+    messages: list[tuple[str, str, int | None, int]],
+) -> None:
+    clock = Clock()
+    replicas = Replicas(timeout_s=10.0, clock=clock.read)
+    refusals = {Version(1, 0): Refusal.STALENESS, Version(1, 1): Refusal.CAPACITY}
+    samples: Counter[str] = Counter()
+    for what, name, step, number in messages:
+        version = None if step is None else Version(1, step)
+        match what:
+            case "heard":
+                replicas.heard(name, version=version, free_slots=number)
+                samples[name] += number
+                replicas.reported(name, report(samples[name]))
+            case "reserved":
+                assert version is not None
+                answer = Reservation(tickets=(), refusal=Refusal.CAPACITY if number else None)
+                replicas.reserved(name, version=version, asked=number, answer=answer)
+            case "forget":
+                replicas.forget(name)
+            case _:
+                clock.now_s += 6.0
+                replicas.forget_silent()
+        views = replicas.views(reserved_groups={}, refusal_at=refusals.get)
+        able = [view for view in views if view.free_slots]
+        assert {each.version: (each.replicas, each.stale) for each in replicas.able(refusals.get)} == {
+            version: (
+                sum(view.version == version for view in able),
+                sum(view.version == version and view.refused_for is Refusal.STALENESS for view in able),
+            )
+            for version in {view.version for view in able}
+        }
+        assert replicas.oldest_step() == min((v.version.step for v in views if v.version is not None), default=None)
+        reports = replicas.reports.values()
+        assert replicas.totals.samples == sum(each.samples for each in reports)
+        assert replicas.totals.replicas == len(reports)
+        assert mean_states([replicas.totals]) == pytest.approx(mean_states(reports))
+        assert replicas.totals.parity_max_nats == max((each.parity_max_nats for each in reports), default=0.0)

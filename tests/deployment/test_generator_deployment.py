@@ -13,6 +13,7 @@ from ray.exceptions import RayActorError
 from asyncrl.common.roles import RunState
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
+from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.registry import Registry
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.deployment import generators
@@ -31,19 +32,31 @@ def deployment_of(config: Config) -> GeneratorDeployment:
 
 def test_replicas_say_when_they_generate_and_then_how_much() -> None:
     now_s = [0.0]
-    progress = Progress({"generator-a"}, clock=lambda: now_s[0])
-    busy = make_status()
-    (view,) = busy.replicas
-    waiting = make_status(replicas=(msgspec.structs.replace(view, reserved_groups=0, version=None),))
-    assert progress.line(waiting) is None
-    assert progress.line(busy) == "generating with the weights of step 3"
-    assert progress.line(busy) is None
+    progress = Progress(clock=lambda: now_s[0])
+    status = make_status()
+    (busy,) = status.replicas
+    waiting = msgspec.structs.replace(busy, reserved_groups=0, version=None)
+    assert progress.due
+    assert progress.line(status, [waiting], status.reports) is None
+    assert progress.due
+    assert progress.line(status, [busy], status.reports) == "generating with the weights of step 3"
+    assert not progress.due
     for _ in range(2):
         now_s[0] += COUNT_EVERY_S
-        assert progress.line(busy) == "1,234 samples generated, 2 groups in flight; the learner is at step 3 of 9"
-        assert progress.line(busy) is None
-    others = Progress({"generator-b"}, clock=lambda: now_s[0])
-    assert others.line(busy) is None, "the log has no lines about the replicas of another deployment"
+        assert progress.due
+        line = progress.line(status, [busy], status.reports)
+        assert line == "1,234 samples generated, 2 groups in flight; the learner is at step 3 of 9"
+        assert not progress.due
+        assert progress.line(status, [busy], status.reports) is None
+
+
+def answers_of(status: RunStatus) -> dict[object, Any]:
+    """Returns the answers of a coordinator whose run has this status."""
+    return {
+        Coordinator.brief_status: status,
+        Coordinator.replicas: status.replicas,
+        Coordinator.reports: status.reports,
+    }
 
 
 @pytest.mark.asyncio
@@ -195,13 +208,13 @@ async def test_a_deployment_that_lost_a_replica_goes_on_while_enough_are_left(
     async def killed() -> None:
         raise RayActorError(error_msg="the worker died.\n\tclass_name: GeneratorActor")
 
-    async def status(_: object) -> RunStatus:
-        return make_status(state=RunState.FINISHED if ended and survives else RunState.RUNNING)
+    async def call(method: object, *_: object) -> Any:
+        return answers_of(make_status(state=RunState.FINISHED if ended and survives else RunState.RUNNING))[method]
 
     left, lost = replicas
     left.running = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
     lost.running = asyncio.create_task(killed())
-    handles: Any = SimpleNamespace(coordinator=SimpleNamespace(call=status))
+    handles: Any = SimpleNamespace(coordinator=SimpleNamespace(call=call))
     async with asyncio.timeout(60):
         watching = deployment._watch(replicas, handles, asyncio.Event())
         if survives:
@@ -235,17 +248,17 @@ async def test_a_deployment_ends_when_nothing_moves_or_no_learner_comes_back(
 ) -> None:
     monkeypatch.setattr(generators, "WATCH_EVERY_S", 0.0)
     deployment = deployment_of(Config())
-    whole = make_status(state=state, quiet_s=deployment._config.run.stall_timeout_s + 1.0, version=Version(1, step))
+    quiet_s = deployment._config.run.stall_timeout_s + 1.0
+    whole = make_status(state=state, quiet_s=quiet_s, version=Version(1, step), learner_attached=learner)
     asked = 0
 
-    async def status(_: object) -> RunStatus:
+    async def call(method: object, *_: object) -> Any:
         nonlocal asked
-        asked += 1
-        if asked == 3:
-            return msgspec.structs.replace(whole, state=RunState.FINISHED)
-        return whole if learner else msgspec.structs.replace(whole, deployments=whole.deployments[1:])
+        asked += method is Coordinator.brief_status
+        status = msgspec.structs.replace(whole, state=RunState.FINISHED) if asked == 3 else whole
+        return answers_of(status)[method]
 
-    handles: Any = SimpleNamespace(coordinator=SimpleNamespace(call=status))
+    handles: Any = SimpleNamespace(coordinator=SimpleNamespace(call=call))
     watching = deployment._watch([_Replica("generator-a", handle=None)], handles, asyncio.Event())
     async with asyncio.timeout(60):
         if ends:

@@ -115,7 +115,7 @@ def generated(policy: TQPolicy, *, group: int, step: int) -> tuple[LeasedGroup, 
     rows["generation_logprobs"] = policy.get_logprobs(rows)["logprobs"] * rows["token_mask"]
     meta = msgspec.structs.replace(meta_of(ticket), row_checksums=tuple(row_checksums(rows)))
     leased = LeasedGroup(
-        meta=meta, task=ticket.task, deadline=ticket.deadline, max_staleness_versions=2, reserved_step=step,
+        meta=meta, deadline=ticket.deadline, max_staleness_versions=2, reserved_step=step,
         ready_step=step,
     )  # fmt: skip
     return leased, rows
