@@ -2,6 +2,9 @@
 
 They are frozen msgspec structs without tensors. This module imports neither torch nor ray nor vllm. The rows of a group
 are in the data plane under the group's key (`<group>.<attempt>`), the row of a sample under `<group>.<attempt>_g<i>`.
+
+Records of which the buffer has many have `gc=False`: they are never part of a cycle of references, so Python's garbage
+collector need not look at them. With 100,000 groups, it took 40 % of the buffer's time.
 """
 
 from enum import StrEnum
@@ -66,7 +69,7 @@ NO_TASK = Task(question="", answer="")
 buffer gets the task from the data. Tasks would be most of the bytes of a snapshot."""
 
 
-class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+class Ticket(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Permission to generate one group. One replica holds it until commit, failure or expiry.
 
     `version` is the replica's version at the reserve. `seed` is a multiple of the group size, because vLLM gives sample
@@ -164,7 +167,7 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
     refusal: Refusal | None
 
 
-class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A run of tokens that one version of the weights generated."""
 
     incarnation: int
@@ -172,7 +175,7 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     tokens: int
 
 
-class GroupMeta(msgspec.Struct, frozen=True, kw_only=True):
+class GroupMeta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Metadata of a finished group for the control plane. It has no tokens and no tensors.
 
     `oldest` and `newest` are the steps of the oldest and newest version that generated a token of the group. Tuples
@@ -249,7 +252,7 @@ class CommitOutcome(StrEnum):
     OLD_INCARNATION = "old_incarnation"
 
 
-class LeasedGroup(msgspec.Struct, frozen=True, kw_only=True):
+class LeasedGroup(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A group in a lease: its metadata and its limits. Training needs no text of it.
 
     `deadline` is the last step that may train it, `max_staleness_versions` the η of its ticket. If `extended`, the

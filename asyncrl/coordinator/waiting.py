@@ -117,7 +117,7 @@ class TicketLine:
             await asyncio.sleep(0)
 
     def stay(self, place: "_PlaceInLine") -> None:
-        """Keeps the place of a call that has asked for nothing, at the present version of its replica."""
+        """Keeps the place of a call that got no ticket, at the present version of its replica."""
         version = place.version_now()
         if version != place.version:
             self._leave_line(place)
