@@ -49,6 +49,7 @@ processors: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/overlap.py --write
 	$(BIN)/python benchmarks/profile_run.py --write
+	$(BIN)/python benchmarks/coordinator.py --write
 	$(BIN)/python benchmarks/against_trl.py --seeds 0 1 2
 
 # Writes the generated pages and dashboards, and then the site. Open site/index.html in a browser.

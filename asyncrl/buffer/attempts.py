@@ -48,15 +48,22 @@ def seed_of_group(run_seed: int, group: int, *, group_size: int) -> int:
 class Attempts:
     """What was issued so far.
 
-    `next_prompt` returns the next new prompt, or None when there are no more. `groups` is the number of groups that
-    were issued, and `exhausted` says whether the prompts have run out.
+    `next_prompt` returns the next new prompt, or None when there are no more. `task_of` returns the task of an issued
+    group. `groups` is the number of these groups, and `exhausted` says whether the prompts have run out.
     """
 
     def __init__(
-        self, table: GroupTable, *, next_prompt: Callable[[], Task | None], group_size: int, seed: int
+        self,
+        table: GroupTable,
+        *,
+        next_prompt: Callable[[], Task | None],
+        task_of: Callable[[int], Task],
+        group_size: int,
+        seed: int,
     ) -> None:
         self._table = table
         self._next_prompt = next_prompt
+        self.task_of = task_of
         self._group_size = group_size
         self._seed = seed
         self.groups = 0

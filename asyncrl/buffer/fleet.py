@@ -21,6 +21,7 @@ Pure: the clock is an argument. A generator deployment reads the states from the
 are quarantined, and starts them again.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ FORGET_TIMEOUTS = 4
 """Number of timeouts after which a silent replica is forgotten, because its deployment may have ended too."""
 FORGET_S = 3600.0
 """Time after which any other replica is forgotten that is not heard any more, seconds."""
+NO_HEARTBEAT = -1
+NO_STEP = -1
 GONE = 10_000
 """Number of quarantined actors, and of retired replicas, that are remembered."""
 
@@ -120,7 +123,9 @@ class Life:
     """The life of one replica. `cause` and `reason` (a text) are those of its last quarantine; None and "" before.
 
     `restarts` is the number of its actors after the first one. `failures` are INFRA failures in a row, and until
-    `blocked_until_s` (on the fleet's clock) it gets no tickets because of them.
+    `blocked_until_s` (on the fleet's clock) it gets no tickets because of them. `heartbeat` is the number of its last
+    heartbeat; NO_HEARTBEAT before the first one, and after a quarantine. `step` is that of the newest weights that it
+    has reported as loaded; NO_STEP if it has none.
     """
 
     actor: str
@@ -130,6 +135,8 @@ class Life:
     reason: str = ""
     failures: int = 0
     blocked_until_s: float = 0.0
+    heartbeat: int = NO_HEARTBEAT
+    step: int = NO_STEP
 
     @property
     def restarts(self) -> int:
@@ -155,6 +162,7 @@ class Fleet:
         self._quarantined: dict[str, None] = {}  # actors, the oldest first
         self._retired: dict[str, None] = {}
         self._backing_off: set[str] = set()
+        self._none_silent_until_s = -math.inf
         self.quarantines: Counter[Cause] = Counter()
         self.restarts: Counter[Cause] = Counter()
 
@@ -171,6 +179,21 @@ class Fleet:
     def lives(self) -> Mapping[str, Life]:
         """Returns the life of each replica that has not left for good, in the order of their first heartbeats."""
         return {name: life for name in self._lives if (life := self.life(name)) is not None}
+
+    def life_of(self, actor: str) -> Life | None:
+        """Returns the life of which `actor` is the newest actor; None if there is none."""
+        life = self._lives.get(replica_of(actor))
+        return life if life is not None and life.actor == actor else None
+
+    def actors(self) -> list[str]:
+        """Returns the newest actor of each replica."""
+        return [life.actor for life in self._lives.values()]
+
+    def may_be_used(self, actor: str) -> bool:
+        """Returns whether an actor that was heard before is still the newest one of its replica, and not
+        quarantined."""
+        life = self.life_of(actor)
+        return life is not None and life.may_be_used
 
     def is_heard(self, actor: str) -> bool:
         """Returns whether the calls of an actor count: it is the newest one of its replica, and may come back."""
@@ -196,7 +219,7 @@ class Fleet:
 
     def failed(self, actor: str, failure: Failure) -> bool:
         """Counts an INFRA failure of a rollout on an actor. Returns True if the actor is quarantined for it."""
-        life = self._life_of(actor)
+        life = self.life_of(actor)
         if life is None or actor in self._quarantined or failure.reason in NOT_ITS_OWN:
             return False
         life.failures += 1
@@ -211,28 +234,33 @@ class Fleet:
 
     def succeeded(self, actor: str) -> None:
         """Records that a group of an actor was committed, which ends its INFRA failures in a row."""
-        if (life := self._life_of(actor)) is not None:
+        if (life := self.life_of(actor)) is not None:
             life.failures, life.blocked_until_s = 0, 0.0
 
     def quarantine(self, actor: str, cause: Cause, reason: str) -> bool:
         """Quarantines an actor. Returns False if it is not the newest one of its replica, or is quarantined already
         and does not come back."""
-        life = self._life_of(actor)
+        life = self.life_of(actor)
         if life is None or (actor in self._quarantined and life.cause is not Cause.NO_HEARTBEATS):
             return False
         life.state, life.cause, life.reason = ReplicaState.QUARANTINED, cause, reason
+        life.heartbeat = NO_HEARTBEAT
         self.quarantines[cause] += actor not in self._quarantined
         _remember(self._quarantined, actor)
         return True
 
     def silent(self) -> list[str]:
         """Quarantines the actors that sent no heartbeat for the timeout. Returns those that were not before. Forgets
-        replicas that were silent for long."""
+        replicas that were silent for long.
+
+        A call takes O(1) until the time at which the first replica can have been silent for the timeout: a heartbeat
+        only makes this time later, and there may be 10,000 replicas and a call each second.
+        """
         now_s = self._clock()
+        if now_s <= self._none_silent_until_s:
+            return []
         for name, life in list(self._lives.items()):
-            only_silent = life.state is ReplicaState.QUARANTINED and life.cause is Cause.NO_HEARTBEATS
-            limit_s = FORGET_TIMEOUTS * self._timeout_s if only_silent else max(FORGET_S, 2 * self._timeout_s)
-            if now_s - life.heard_at_s > limit_s:
+            if now_s - life.heard_at_s > self._forget_s(life):
                 del self._lives[name]
         found = [
             life.actor
@@ -241,17 +269,25 @@ class Fleet:
         ]
         for actor in found:
             self.quarantine(actor, Cause.NO_HEARTBEATS, f"no heartbeat for {self._timeout_s:g} s")
+        # The timeout from now on is the limit of a replica whose first heartbeat comes later.
+        limits_s = [life.heard_at_s + self._next_limit_s(life) for life in self._lives.values()]
+        self._none_silent_until_s = min([now_s + self._timeout_s, *limits_s])
         return found
 
     def restarting(self, actor: str, cause: Cause, reason: str) -> None:
         """Records that the deployment of an actor ends it, for this cause, and starts its replica again."""
-        if self._life_of(actor) is None and self.is_heard(actor):
+        if self.life_of(actor) is None and self.is_heard(actor):
             self._lives[replica_of(actor)] = Life(actor, self._clock())  # it died before its first heartbeat
         self.quarantine(actor, cause, reason)
-        life = self._life_of(actor)
+        life = self.life_of(actor)
         if life is not None and life.state is not ReplicaState.RESTARTING:
             life.state = ReplicaState.RESTARTING
             self.restarts[life.cause or cause] += 1
+
+    def forget_weights(self) -> None:
+        """Forgets which weights were reported, because the run goes back to a checkpoint, and they may be lost ones."""
+        for life in self._lives.values():
+            life.step = NO_STEP
 
     def retire(self, replica: str) -> None:
         """Forgets a replica that does not come back. Its actors are not heard any more."""
@@ -268,7 +304,7 @@ class Fleet:
 
     def back_off_s(self, actor: str) -> float:
         """Returns for how many seconds the actor gets no tickets because of INFRA failures."""
-        life = self._life_of(actor)
+        life = self.life_of(actor)
         return 0.0 if life is None else max(0.0, life.blocked_until_s - self._clock())
 
     def back_off_ended(self) -> bool:
@@ -281,18 +317,23 @@ class Fleet:
         """Returns whether a healthy replica is none of those of `actors`."""
         tried = {replica_of(actor) for actor in actors}
         return any(
-            name not in tried and life.state is ReplicaState.HEALTHY and not self.back_off_s(life.actor)
-            for name, life in self.lives().items()
+            life.state is ReplicaState.HEALTHY and not self.back_off_s(life.actor)
+            for name in self._lives
+            if name not in tried and (life := self.life(name)) is not None
         )
 
     def is_quarantined(self, actor: str) -> bool:
         """Returns whether the attempts that ended on an actor do not count."""
         return actor in self._quarantined
 
-    def _life_of(self, actor: str) -> Life | None:
-        """Returns the life of which `actor` is the newest actor; None if there is none."""
-        life = self._lives.get(replica_of(actor))
-        return life if life is not None and life.actor == actor else None
+    def _forget_s(self, life: Life) -> float:
+        """Returns for how long a replica may be silent before it is forgotten."""
+        only_silent = life.state is ReplicaState.QUARANTINED and life.cause is Cause.NO_HEARTBEATS
+        return FORGET_TIMEOUTS * self._timeout_s if only_silent else max(FORGET_S, 2 * self._timeout_s)
+
+    def _next_limit_s(self, life: Life) -> float:
+        """Returns for how long a replica may be silent before something is done about it."""
+        return self._forget_s(life) if life.actor in self._quarantined else self._timeout_s
 
 
 def _remember(names: dict[str, None], name: str) -> None:

@@ -12,7 +12,7 @@ from asyncrl.buffer.fates import Fates
 from asyncrl.buffer.fleet import Fleet
 from asyncrl.buffer.ledger import Event, Fate, Ledger
 from asyncrl.buffer.prefixes import StoredPrefixes
-from asyncrl.buffer.records import DuePrompt, GroupMeta, Prefix, Progress, Ticket
+from asyncrl.buffer.records import DuePrompt, GroupMeta, Prefix, Ticket
 from asyncrl.buffer.retained import Retained
 from asyncrl.buffer.slots import Slot
 from asyncrl.buffer.staleness import Limits
@@ -25,20 +25,30 @@ from asyncrl.data.prompts import Task
 class Groups:
     """All groups that were issued.
 
-    `next_prompt` returns the next new prompt, or None when there are no more. The attributes are the parts of the
-    state: `table` (the groups by state), `attempts`, `prefixes` (partial generations), `retained` and `fates`.
-    `not_loaded` has the keys of the ready groups whose rows are only in the checkpoint that a learner restores. It is
-    empty after the learner's first lease call, before which the learner loads the rows. `fleet` has the replicas.
+    `next_prompt` returns the next new prompt, or None when there are no more. `task_of` returns the task of an issued
+    group. The attributes are the parts of the state: `table` (the groups by state), `attempts`, `prefixes` (partial
+    generations), `retained` and `fates`. `not_loaded` has the keys of the ready groups whose rows are only in the
+    checkpoint that a learner restores. It is empty after the learner's first lease call, before which the learner loads
+    the rows. `fleet` has the replicas.
     """
 
     def __init__(
-        self, *, limits: Limits, next_prompt: Callable[[], Task | None], ledger: Ledger, seed: int, fleet: Fleet
+        self,
+        *,
+        limits: Limits,
+        next_prompt: Callable[[], Task | None],
+        task_of: Callable[[int], Task],
+        ledger: Ledger,
+        seed: int,
+        fleet: Fleet,
     ) -> None:
         self.limits = limits
         self.fleet = fleet
         self.ledger = ledger
         self.table = GroupTable()
-        self.attempts = Attempts(self.table, next_prompt=next_prompt, group_size=limits.group_size, seed=seed)
+        self.attempts = Attempts(
+            self.table, next_prompt=next_prompt, task_of=task_of, group_size=limits.group_size, seed=seed
+        )
         self.prefixes = StoredPrefixes(self.table, ledger=ledger)
         self.retained = Retained()
         self.not_loaded: set[str] = set()
@@ -74,18 +84,25 @@ class Groups:
         self.ledger.count(Event.ATTEMPT)
         return ticket
 
-    def heard(self, key: str, progress: Progress, *, replica: str, step: int | None, now_s: float) -> None:
-        """Records that the replica named its ticket in a heartbeat. Another replica's ticket is left alone.
+    def named(self, key: str, *, tokens: int, replica: str, step: int) -> bool:
+        """Records that a replica named a ticket in a heartbeat, with the tokens that its rollout has sampled so far.
 
-        `step` is the step of the weights that the replica has loaded; None if it has none at the moment.
+        `step` is the step of the newest weights that the replica has reported. Returns False if the ticket is not
+        reserved. Another replica's ticket is left alone.
         """
         slot = self.table.reserved.get(key)
+        if slot is None:
+            return False
+        if slot.ticket.replica == replica:
+            self.table.confirm(slot)
+            slot.sampled_tokens, slot.newest_step = tokens, max(slot.newest_step, step)
+        return True
+
+    def stored(self, key: str, prefix: Prefix, *, replica: str) -> None:
+        """Records what a replica has stored of the group of its ticket."""
+        slot = self.table.reserved.get(key)
         if slot is not None and slot.ticket.replica == replica:
-            self.table.heard(slot, now_s=now_s)
-            slot.progress = progress
-            slot.newest_step = max(slot.newest_step, slot.newest_step if step is None else step)
-            if progress.prefix is not None:
-                self.prefixes.store(slot, progress.prefix)
+            self.prefixes.store(slot, prefix)
 
     def commit(self, slot: Slot, meta: GroupMeta, *, step: int) -> None:
         """Moves a group from reserved to ready. The booked bytes that its rows do not need are free again."""
@@ -142,7 +159,7 @@ class Groups:
     def drop(self, slot: Slot) -> None:
         """Drops a reserved group. Another prompt may take its slot. The tokens that its replica reported are counted,
         because they were generated."""
-        tokens = slot.progress.generated_tokens
+        tokens = slot.sampled_tokens
         self.table.leave_reserved(slot)
         self.prefixes.clear(slot)
         self.ledger.generated(tokens)

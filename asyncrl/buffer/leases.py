@@ -13,7 +13,7 @@ from asyncrl.errors import StalenessViolation
 
 
 class Leases:
-    """The calls of the learner.
+    """The calls of the learner. A lease has the tasks of its first `groups_logged` groups.
 
     Attributes for the owner of the buffer:
 
@@ -23,10 +23,11 @@ class Leases:
       empties the list, and wakes the generators that wait for a ticket.
     """
 
-    def __init__(self, state: BufferState, *, drop_last: bool, on_deadline: OnDeadline) -> None:
+    def __init__(self, state: BufferState, *, drop_last: bool, on_deadline: OnDeadline, groups_logged: int) -> None:
         self._state = state
         self._drop_last = drop_last
         self._on_deadline: OnDeadline = on_deadline
+        self._groups_logged = groups_logged
         self._last_end: tuple[Fate, int, tuple[str, ...]] | None = None
         self.wait: LeaseWait | None = None
         self.dropped: list[str] = []
@@ -141,8 +142,13 @@ class Leases:
         if blocking is None:
             return LeaseWait.STRAGGLER
         self._act_on(blocking)
-        leased = tuple(slot.as_leased() for slot in table.lease(share))
-        state.lease = Lease(incarnation=state.lineage.incarnation, step=state.step, groups=leased)
+        leased = table.lease(share)
+        state.lease = Lease(
+            incarnation=state.lineage.incarnation,
+            step=state.step,
+            groups=tuple(slot.as_leased() for slot in leased),
+            logged_tasks=tuple(slot.ticket.task for slot in leased[: self._groups_logged]),
+        )
         return state.lease
 
     def _act_on(self, blocking: Collection[Slot]) -> None:

@@ -4,8 +4,10 @@
              + returned_on_resume                                       in groups, in samples and in tokens
 
 The account is closed if this equation holds. The ledger itself counts the issued amount and the final fates. The buffer
-adds the open groups. It counts them from its own slots, and not from the ledger's numbers, so that a leak on either
-side shows as an account that is not closed.
+adds the open groups. It counts them from its own containers, and not from the ledger's numbers, so that a leak on
+either side shows as an account that is not closed. An account takes no longer with more groups: the number of groups is
+the size of a container, and the tokens are running sums. `Fates.recount` counts all open groups one by one. The entry
+at the end of a run is such a recount, and every snapshot compares the two.
 
 Tokens are generated tokens. A group has none until its commit, which adds its tokens to `issued` and to its fate. So
 the tokens of a reserved or failed group are 0. A reserved group that `staleness.on_deadline: drop` drops gets the

@@ -43,9 +43,10 @@ from asyncrl.data.prompts import Task
 class ReplayBuffer:
     """The groups between the generators and the learner.
 
-    `next_prompt` returns the next new prompt, or None when there are no more. `clock` returns monotonic seconds. `step`
-    is the learner's version v at the start. The order of the prompts and their seeds depend only on their source and
-    `seed`, so that a run with η = 0 trains the same batches as a sequential loop.
+    `next_prompt` returns the next new prompt, or None when there are no more. `task_of` returns the task of an issued
+    group: group n has the n-th prompt. `clock` returns monotonic seconds. `step` is the learner's version v at the
+    start. A lease has the tasks of its first `groups_logged` groups. The order of the prompts and their seeds depend
+    only on their source and `seed`, so that a run with η = 0 trains the same batches as a sequential loop.
 
     Attributes for the owner of the buffer:
 
@@ -62,11 +63,13 @@ class ReplayBuffer:
         *,
         limits: Limits,
         next_prompt: Callable[[], Task | None],
+        task_of: Callable[[int], Task],
         clock: Callable[[], float],
         step: int = 0,
         seed: int = 0,
         drop_last: bool = False,
         on_deadline: OnDeadline = "wait",
+        groups_logged: int = 0,
     ) -> None:
         self.ledger = Ledger()
         self.failures = FailureLog(max_streak=limits.max_data_failures)
@@ -74,7 +77,13 @@ class ReplayBuffer:
             max_infra_failures=limits.max_infra_failures, timeout_s=limits.heartbeat_timeout_s, clock=clock
         )
         self._new_groups = partial(
-            Groups, limits=limits, next_prompt=next_prompt, ledger=self.ledger, seed=seed, fleet=self.fleet
+            Groups,
+            limits=limits,
+            next_prompt=next_prompt,
+            task_of=task_of,
+            ledger=self.ledger,
+            seed=seed,
+            fleet=self.fleet,
         )
         self._state = BufferState(
             limits=limits,
@@ -86,7 +95,7 @@ class ReplayBuffer:
             step=step,
         )
         self.tickets = Tickets(self._state)
-        self.leases = Leases(self._state, drop_last=drop_last, on_deadline=on_deadline)
+        self.leases = Leases(self._state, drop_last=drop_last, on_deadline=on_deadline, groups_logged=groups_logged)
         self.unneeded = Unneeded(self._state)
 
     @property
@@ -101,8 +110,12 @@ class ReplayBuffer:
 
     @property
     def account(self) -> Account:
-        """The account at this moment, including open groups. Takes O(slots)."""
+        """The account at this moment, including open groups. Takes O(1) in the number of groups."""
         return self._state.groups.fates.account()
+
+    def recount(self) -> Account:
+        """Returns the account with all open groups counted one by one. It equals `account`, or there is a bug."""
+        return self._state.groups.fates.recount()
 
     def ledger_entry(self, *, of_ack: bool) -> LedgerEntry:
         """Returns the ledger's entry of this moment, for the audit. `of_ack` begins a new list of ended groups."""
@@ -141,10 +154,12 @@ class ReplayBuffer:
         """
         earlier, self._state.groups = self._state.groups, self._new_groups()
         self._state.lineage, self._state.step = lineage, snapshot.version.step
+        self.fleet.forget_weights()
         self.leases.restored()
         self.ledger.restore(snapshot.ledger)
         self.failures.restore(snapshot.failures)
         restore(
             self._state.groups, snapshot, earlier=earlier, lineage=lineage, loaded=loaded, now_s=self._state.clock()
         )
+        self._state.groups.table.to_ask.update(self.fleet.actors())  # some of their tickets may have ended
         return earlier.prefixes.split_tokens(lineage)

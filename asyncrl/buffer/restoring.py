@@ -11,7 +11,7 @@ import msgspec
 from asyncrl.buffer.failures import FailureState
 from asyncrl.buffer.groups import Groups
 from asyncrl.buffer.ledger import Fate
-from asyncrl.buffer.records import DuePrompt
+from asyncrl.buffer.records import NO_TASK, DuePrompt
 from asyncrl.buffer.slots import Slot
 from asyncrl.buffer.snapshot import BufferSnapshot
 from asyncrl.common.lineage import Lineage
@@ -27,7 +27,7 @@ def take_snapshot(groups: Groups, *, version: Version, failures: FailureState) -
         next_group=groups.attempts.groups,
         exhausted=groups.attempts.exhausted,
         open=tuple(slot.as_open() for slot in groups.table.open.values()),
-        waiting=groups.table.front.prompts(),
+        waiting=tuple(msgspec.structs.replace(prompt, task=NO_TASK) for prompt in groups.table.front.prompts()),
         last_attempts=groups.attempts.ended(),
         ledger=groups.ledger.state(),
         failures=failures,
@@ -113,9 +113,11 @@ def _opened(
 ) -> tuple[list[Slot], list[DuePrompt]]:
     """Returns the groups that were ready at the snapshot and still have their rows, and the prompts of all others."""
     slots: list[Slot] = []
-    due = list(snapshot.waiting)
+    task_of = groups.attempts.task_of
+    due = [msgspec.structs.replace(prompt, task=task_of(prompt.group)) for prompt in snapshot.waiting]
     for group in snapshot.open:
-        ticket, meta = group.ticket, group.meta
+        ticket = msgspec.structs.replace(group.ticket, task=task_of(group.ticket.group))
+        meta = group.meta
         if meta is None:
             due.append(groups.again(ticket, issued=True, prefix=group.prefix))
             continue
@@ -147,7 +149,7 @@ def _place(groups: Groups, slots: Iterable[Slot], *, step: int) -> None:
             groups.table.enter(slot)
         else:
             groups.reissue(slot, Fate.RETURNED_ON_RESUME)
-    groups.table.sort_reserved()
+    groups.table.sort_unconfirmed()
 
 
 def _has_room(groups: Groups, slot: Slot, *, step: int) -> bool:

@@ -8,20 +8,22 @@ import heapq
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from asyncrl.buffer.ledger import Amount
-from asyncrl.buffer.records import DuePrompt, GroupMeta, LeasedGroup, OpenGroup, Prefix, Progress, Ticket
-
-NO_PROGRESS = Progress()
+from asyncrl.buffer.records import NO_TASK, DuePrompt, GroupMeta, LeasedGroup, OpenGroup, Prefix, Ticket
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Slot:
     """The slot of one group from reserve to ack. `meta` is None until the commit.
 
-    `reserved_step` and `ready_step` are the learner's step at the reserve and at the commit. `progress` is that of the
-    last heartbeat which named the ticket, and `newest_step` is the step of the weights that the replica had then.
-    `deadline` is that of the ticket, unless `staleness.on_deadline: mask` has extended it. `prefix` is what the data
-    plane has of a reserved group, from this attempt or from an earlier one.
+    `reserved_step` and `ready_step` are the learner's step at the reserve and at the commit. A ticket is `confirmed`
+    when a heartbeat of its replica has named it. It then lives as long as its replica sends heartbeats. A ticket that
+    is not confirmed ends some time after `heard_at_s`, because the reply with it may be lost. `sampled_tokens` is the
+    number of tokens that the replica reported last, and `newest_step` is the step of the newest weights that it
+    reported. `deadline` is that of the ticket, unless `staleness.on_deadline: mask` has extended it. `prefix` is what
+    the data plane has of a reserved group, from this attempt or from an earlier one.
     """
 
     ticket: Ticket
@@ -31,13 +33,19 @@ class Slot:
     booked_bytes: int
     meta: GroupMeta | None = None
     ready_step: int = 0
-    progress: Progress = NO_PROGRESS
+    confirmed: bool = False
+    sampled_tokens: int = 0
     prefix: Prefix | None = None
     deadline: int = field(init=False)
     newest_step: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.deadline, self.newest_step = self.ticket.deadline, self.ticket.version.step
+
+    @property
+    def tokens(self) -> int:
+        """The generated tokens that the ledger counts. A group has none until its commit."""
+        return 0 if self.meta is None else self.meta.generated_tokens
 
     @property
     def newest_deadline(self) -> int:
@@ -49,7 +57,6 @@ class Slot:
         assert self.meta is not None, f"group {self.ticket.key} is leased before its commit"
         return LeasedGroup(
             meta=self.meta,
-            task=self.ticket.task,
             deadline=self.deadline,
             extended=self.deadline > self.ticket.deadline,
             max_staleness_versions=self.ticket.max_staleness_versions,
@@ -60,7 +67,7 @@ class Slot:
     def as_open(self) -> OpenGroup:
         """Returns the group in the form of a snapshot."""
         return OpenGroup(
-            ticket=self.ticket,
+            ticket=msgspec.structs.replace(self.ticket, task=NO_TASK),
             reserved_step=self.reserved_step,
             ready_step=self.ready_step,
             meta=self.meta,
@@ -70,13 +77,13 @@ class Slot:
 
 
 def amount_of(slots: Iterable[Slot], *, group_size: int) -> Amount:
-    """Returns the number of groups, samples and generated tokens of slots. A reserved slot has no tokens yet."""
-    tokens = [slot.meta.generated_tokens if slot.meta is not None else 0 for slot in slots]
+    """Returns the number of groups, samples and generated tokens of slots."""
+    tokens = [slot.tokens for slot in slots]
     return Amount(len(tokens), len(tokens) * group_size, sum(tokens))
 
 
 class ReadyQueue:
-    """Ready groups, earliest deadline first, ties in prompt order.
+    """Ready groups, earliest deadline first, ties in prompt order. `tokens` is the sum of their generated tokens.
 
     Adding or taking a group takes O(log n). There is a heap for each deadline, and only few deadlines occur at a time.
     """
@@ -84,6 +91,7 @@ class ReadyQueue:
     def __init__(self) -> None:
         self._slots: dict[int, Slot] = {}
         self._order: dict[int, list[int]] = {}  # maps a deadline to a heap of groups
+        self.tokens = 0
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -98,6 +106,7 @@ class ReadyQueue:
     def push(self, slot: Slot) -> None:
         self._slots[slot.ticket.group] = slot
         heapq.heappush(self._order.setdefault(slot.deadline, []), slot.ticket.group)
+        self.tokens += slot.tokens
 
     def take(self, share: Mapping[int, int]) -> list[Slot]:
         """Removes and returns groups, earliest deadline first, ties in prompt order.
@@ -110,6 +119,7 @@ class ReadyQueue:
             taken += [self._slots.pop(heapq.heappop(groups)) for _ in range(share[deadline])]
             if not groups:
                 del self._order[deadline]
+        self.tokens -= sum(slot.tokens for slot in taken)
         return taken
 
     def discard(self, slots: Collection[Slot]) -> None:
@@ -117,6 +127,7 @@ class ReadyQueue:
         once."""
         for slot in slots:
             del self._slots[slot.ticket.group]
+            self.tokens -= slot.tokens
         for deadline in {slot.deadline for slot in slots}:
             groups = [group for group in self._order[deadline] if group in self._slots]
             if groups:

@@ -14,7 +14,7 @@ from asyncrl.buffer.ledger import EndedGroup, LedgerState
 from asyncrl.buffer.records import DuePrompt, OpenGroup
 from asyncrl.common.version import Version
 
-SCHEMA = 2
+SCHEMA = 3
 """Version of the format. It changes when an older program could not read a snapshot, or would misread it."""
 
 
@@ -23,7 +23,8 @@ class BufferSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     `next_group` is the number of prompts that were issued, so it is also the position in the order of the prompts.
     `last_attempts` has the ended groups whose last attempt was not attempt 0, or was not committed. `ended` has the
-    groups that reached a final fate since the last ack.
+    groups that reached a final fate since the last ack. Tickets and prompts have `NO_TASK` instead of their tasks,
+    which are in the data of the run.
     """
 
     schema: Annotated[int, msgspec.Meta(ge=SCHEMA, le=SCHEMA)] = SCHEMA

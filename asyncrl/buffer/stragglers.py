@@ -38,17 +38,17 @@ def stragglers(
     the learner has to wait.
     """
     left, chosen = Counter(remaining), list[Slot]()
-    if policy == "wait":
-        reserved = []
-    elif policy == "requeue":
-        reserved = [slot for slot in reserved if not is_last_attempt(slot.ticket)]
-    free = list(reserved)
+    free: list[Slot] | None = None
     while violation := lease_violation(step=step, groups_per_step=limits.groups_per_step, remaining=left):
+        if policy == "wait":
+            return None
+        if free is None:  # takes O(reserved), so not before a group is in the way
+            free = [slot for slot in reserved if policy != "requeue" or not is_last_attempt(slot.ticket)]
         deadline, excess = violation
         blocking = [slot for slot in free if slot.deadline <= deadline]
         if policy == "mask":
             blocking = [slot for slot in blocking if slot.newest_deadline > deadline]
-        blocking.sort(key=lambda slot: (slot.progress.generated_tokens, slot.ticket.group))
+        blocking.sort(key=lambda slot: (slot.sampled_tokens, slot.ticket.group))
         if len(blocking) < excess:
             return None
         for slot in blocking[:excess]:

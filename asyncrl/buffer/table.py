@@ -1,8 +1,9 @@
 """The table of groups: in which state each group is, and the numbers that depend on it.
 
 A group is in exactly one place: reserved, ready, leased, waiting at the front, or ended. Each method moves groups
-between these places, and keeps the containers, the booked bytes and the number of unleased groups by deadline
-consistent. The table contains no rules and counts nothing in the ledger.
+between these places, and keeps the containers and the running numbers consistent: the booked bytes, the tokens of ready
+and leased groups, the unleased groups by deadline, and the tickets by replica. The table contains no rules and counts
+nothing in the ledger.
 """
 
 from collections import Counter
@@ -18,8 +19,11 @@ class GroupTable:
     Callers read the attributes, and change the slots in them with the methods only:
 
     - `open`: every slot by group, in the order of the reserves.
-    - `reserved`: the reserved slots by key, the one with the oldest heartbeat first.
-    - `ready`, `leased`: the slots of committed groups.
+    - `reserved`: the reserved slots by key.
+    - `held`: the reserved slots of each replica, by key. A replica without a ticket is not in it.
+    - `unconfirmed`: the reserved slots whose tickets no heartbeat has named, by key, the oldest first.
+    - `to_ask`: the replicas that have to name all of their tickets, because a ticket that they may hold has ended.
+    - `ready`, `leased`: the slots of committed groups. `leased_tokens` is the sum of the tokens of the leased ones.
     - `front`: the prompts that wait for their next attempt. They hold no slot.
     - `unleased_by_deadline`: the number of reserved and ready groups by deadline.
     """
@@ -27,8 +31,12 @@ class GroupTable:
     def __init__(self) -> None:
         self.open: dict[int, Slot] = {}
         self.reserved: dict[str, Slot] = {}
+        self.held: dict[str, dict[str, Slot]] = {}
+        self.unconfirmed: dict[str, Slot] = {}
+        self.to_ask: set[str] = set()
         self.ready = ReadyQueue()
         self.leased: list[Slot] = []
+        self.leased_tokens = 0
         self.front = Front()
         self.unleased_by_deadline: Counter[int] = Counter()
         self.booked_bytes = 0
@@ -47,32 +55,43 @@ class GroupTable:
         self.open[slot.ticket.group] = slot
         self._count_unleased(slot.deadline, 1)
         self.booked_bytes += slot.booked_bytes
-        if slot.meta is None:
-            self.reserved[slot.ticket.key] = slot
-        else:
+        if slot.meta is not None:
             self.ready.push(slot)
+            return
+        key = slot.ticket.key
+        self.reserved[key] = slot
+        self.held.setdefault(slot.ticket.replica, {})[key] = slot
+        if not slot.confirmed:
+            self.unconfirmed[key] = slot
 
-    def heard(self, slot: Slot, *, now_s: float) -> None:
-        """Records that a heartbeat named a reserved group."""
-        slot.heard_at_s = now_s
-        self.reserved[slot.ticket.key] = self.reserved.pop(slot.ticket.key)
+    def confirm(self, slot: Slot) -> None:
+        """Records that the replica has named the ticket of a reserved group."""
+        slot.confirmed = True
+        self.unconfirmed.pop(slot.ticket.key, None)
 
-    def unheard_before(self, cutoff_s: float) -> list[Slot]:
-        """Returns the reserved groups whose last heartbeat is before `cutoff_s`. Takes O(their number)."""
-        unheard: list[Slot] = []
-        for slot in self.reserved.values():
+    def unconfirm(self, slot: Slot, *, now_s: float) -> None:
+        """Records that the replica does not hold the ticket of a reserved group any longer. The ticket ends like one
+        whose reply was lost now."""
+        slot.confirmed, slot.heard_at_s = False, now_s
+        self.unconfirmed[slot.ticket.key] = slot
+
+    def unconfirmed_before(self, cutoff_s: float) -> list[Slot]:
+        """Returns the reserved groups that are not confirmed since before `cutoff_s`. Takes O(their number)."""
+        old: list[Slot] = []
+        for slot in self.unconfirmed.values():
             if slot.heard_at_s >= cutoff_s:
                 break
-            unheard.append(slot)
-        return unheard
+            old.append(slot)
+        return old
 
-    def sort_reserved(self) -> None:
-        """Puts the reserved groups into the order of their heartbeats, after groups have entered in another order."""
-        self.reserved = dict(sorted(self.reserved.items(), key=lambda each: each[1].heard_at_s))
+    def sort_unconfirmed(self) -> None:
+        """Puts the groups that are not confirmed into the order of their times, after groups have entered in another
+        order."""
+        self.unconfirmed = dict(sorted(self.unconfirmed.items(), key=lambda each: each[1].heard_at_s))
 
     def commit(self, slot: Slot, meta: GroupMeta, *, step: int) -> None:
         """Moves a group from reserved to ready. The booked bytes that its rows do not need are free again."""
-        del self.reserved[meta.key]
+        self._leave_replica(slot)
         slot.meta, slot.ready_step = meta, step
         self.booked_bytes += meta.row_bytes - slot.booked_bytes
         slot.booked_bytes = meta.row_bytes
@@ -85,8 +104,11 @@ class GroupTable:
         self._count_unleased(slot.deadline, 1)
 
     def leave_reserved(self, slot: Slot) -> None:
-        """Removes a reserved group and frees its slot."""
-        del self.reserved[slot.ticket.key]
+        """Removes a reserved group and frees its slot. Its replica may not know it, so the replica has to name its
+        tickets."""
+        self._leave_replica(slot)
+        if slot.confirmed:
+            self.to_ask.add(slot.ticket.replica)
         self._count_unleased(slot.deadline, -1)
         self._free(slot)
 
@@ -99,24 +121,38 @@ class GroupTable:
 
     def lease(self, share: Mapping[int, int]) -> list[Slot]:
         """Moves groups from ready to leased. `share` maps a deadline to the number of groups."""
+        before = self.ready.tokens
         self.leased = self.ready.take(share)
+        self.leased_tokens = before - self.ready.tokens
         for deadline, groups in share.items():
             self._count_unleased(deadline, -groups)
         return self.leased
 
     def return_leased(self) -> None:
         """Moves the leased groups back to ready."""
-        leased, self.leased = self.leased, []
-        for slot in leased:
+        for slot in self._take_leased():
             self._count_unleased(slot.deadline, 1)
             self.ready.push(slot)
 
     def leave_leased(self) -> list[Slot]:
         """Removes the leased groups, frees their slots, and returns them."""
-        leased, self.leased = self.leased, []
+        leased = self._take_leased()
         for slot in leased:
             self._free(slot)
         return leased
+
+    def _take_leased(self) -> list[Slot]:
+        leased, self.leased, self.leased_tokens = self.leased, [], 0
+        return leased
+
+    def _leave_replica(self, slot: Slot) -> None:
+        key, replica = slot.ticket.key, slot.ticket.replica
+        del self.reserved[key]
+        self.unconfirmed.pop(key, None)
+        held = self.held[replica]
+        del held[key]
+        if not held:
+            del self.held[replica]  # otherwise the dict would grow with every replica of the run
 
     def _free(self, slot: Slot) -> None:
         del self.open[slot.ticket.group]

@@ -1,20 +1,21 @@
 """The generators' side of the replay buffer: tickets from their reserve to their commit, failure or expiry."""
 
-from collections import Counter
 from collections.abc import Collection, Mapping
 
 import msgspec
 
 from asyncrl.buffer.attempts import parsed_key
 from asyncrl.buffer.commit_check import check_commit
+from asyncrl.buffer.fleet import NO_HEARTBEAT, Life
 from asyncrl.buffer.ledger import Event
 from asyncrl.buffer.records import (
     CommitOutcome,
     Failure,
     GroupMeta,
+    HeldReport,
     Prefix,
-    Progress,
     Refusal,
+    Renewal,
     Reservation,
     Ticket,
     cut_text,
@@ -41,36 +42,66 @@ class Tickets:
         self._state = state
         self.paused = False
 
-    def renew(self, replica: str, *, held: Mapping[str, Progress], version: Version | None = None) -> tuple[str, ...]:
-        """Renews the tickets `held`, by key, of a replica that sent a heartbeat, and records their progress and the
-        version that the replica has loaded.
+    def renew(self, replica: str, *, held: HeldReport, version: Version | None = None) -> Renewal | None:
+        """Renews the tickets of a replica that sent a heartbeat, and records the progress that it reports. `version` is
+        the version that the replica has loaded. Returns None for a late heartbeat, which changes nothing.
 
-        A ticket whose reserve reply was lost is not in `held`, so it expires. Returns the keys of the tickets that have
-        ended without a commit: no commit of them can be accepted, so the replica need not generate them any longer.
+        A ticket that a heartbeat has named once is renewed by every later heartbeat. So the work does not depend on the
+        number of tickets, but only on what has changed. A ticket whose reserve reply was lost is never named, so it
+        expires. So does a ticket that a complete heartbeat does not name any longer.
         """
-        self._state.fleet.hear(replica, has_weights=version is not None)
-        now_s = self._state.clock()
-        step = version.step if version is not None and self._state.lineage.has(version) else None
-        for key, progress in held.items():
-            self._state.groups.heard(key, progress, replica=replica, step=step, now_s=now_s)
-        attempts = self._state.groups.attempts
-        return tuple(key for key in held if (ticket := parsed_key(key)) and attempts.has_ended(*ticket))
+        fleet, table = self._state.fleet, self._state.groups.table
+        life = fleet.life_of(replica)
+        if life is not None and held.number <= life.heartbeat:
+            return None
+        if not fleet.hear(replica, has_weights=version is not None):  # all of its tickets end
+            return Renewal(ended=tuple(held.tokens), name_all=not held.complete)
+        life = fleet.life_of(replica)
+        assert life is not None
+        if life.heartbeat == NO_HEARTBEAT:  # it may hold tickets that have ended, also if this is a late heartbeat
+            table.to_ask.add(replica)
+        elif held.complete:
+            table.to_ask.discard(replica)
+            now_s = self._state.clock()
+            for slot in [*table.held.get(replica, {}).values()]:
+                if slot.confirmed and slot.ticket.key not in held.tokens:
+                    table.unconfirm(slot, now_s=now_s)
+        life.heartbeat = held.number
+        if version is not None and self._state.lineage.has(version):
+            self._loaded(replica, life, step=version.step)
+        groups = self._state.groups
+        gone = [
+            key
+            for key, tokens in held.tokens.items()
+            if not groups.named(key, tokens=tokens, replica=replica, step=life.step)
+        ]
+        for key, prefix in held.prefixes.items():
+            groups.stored(key, prefix, replica=replica)
+        ended = tuple(key for key in gone if (ticket := parsed_key(key)) and groups.attempts.has_ended(*ticket))
+        return Renewal(ended=ended, name_all=replica in table.to_ask)
 
     def leave(self, replica: str) -> tuple[str, ...]:
         """Expires the tickets of a replica that ends. Returns their keys; rows under them may be cleared.
 
         A replica that ends because something has failed is quarantined first, so that its attempts do not count.
         """
-        return self._expire(
-            [slot for slot in self._state.groups.table.reserved.values() if slot.ticket.replica == replica]
-        )
+        table = self._state.groups.table
+        expired = self._expire([*table.held.get(replica, {}).values()])
+        table.to_ask.discard(replica)
+        return expired
 
     def reserve(self, replica: str, *, version: Version, count: int) -> Reservation:
         """Returns tickets for up to `count` groups at the replica's version, and the reason why there are not more."""
         if count < 1:
             raise ValueError(f"replica {replica} reserves {count} groups; the number must be at least 1")
         now_s = self._state.clock()
-        room, refusal = self._room(replica, version)
+        if not self._state.lineage.has(version):
+            self._state.ledger.count(Event.RESERVE_OLD_INCARNATION)
+        elif version.step > self._state.step:
+            raise ValueError(
+                f"a replica reports version {version}, but the learner has acked only {self._state.step} steps"
+            )
+        room, refusal = self._room(version, replica=replica)
         tickets: list[Ticket] = []
         while len(tickets) < min(count, room):
             prompt = self._state.groups.next_prompt(replica=replica)
@@ -127,31 +158,45 @@ class Tickets:
         return True
 
     def expire(self) -> tuple[str, ...]:
-        """Quarantines replicas that were silent for the timeout, and ends tickets that were not renewed within it. A
-        prompt goes to the front, unless this was its last attempt.
+        """Quarantines replicas that were silent for the timeout. Ends the tickets of quarantined replicas, and tickets
+        that no heartbeat has named within the timeout. A prompt goes to the front, unless this was its last attempt.
 
         Returns the keys of these tickets; rows under them may be cleared.
         """
-        self._state.fleet.silent()
-        return self._expire(
-            self._state.groups.table.unheard_before(self._state.clock() - self._state.limits.heartbeat_timeout_s)
-        )
+        fleet, table = self._state.fleet, self._state.groups.table
+        fleet.silent()
+        gone = [replica for replica in table.held if not fleet.may_be_used(replica)]
+        slots = [slot for replica in gone for slot in table.held[replica].values() if slot.confirmed]
+        before_s = self._state.clock() - self._state.limits.heartbeat_timeout_s
+        expired = self._expire([*slots, *table.unconfirmed_before(before_s)])
+        table.to_ask = {replica for replica in table.to_ask if fleet.may_be_used(replica)}
+        return expired
 
-    def by_replica(self) -> Counter[str]:
+    def by_replica(self) -> Mapping[str, int]:
         """Returns the number of tickets that each replica holds."""
-        return Counter(slot.ticket.replica for slot in self._state.groups.table.reserved.values())
+        return {replica: len(slots) for replica, slots in self._state.groups.table.held.items()}
 
-    def _room(self, replica: str, version: Version) -> Room:
-        """Returns how many groups a replica at `version` may reserve now, and the reason why not more."""
-        if (refusal := self._state.fleet.refusal(replica)) is not None:
+    def refusal(self, version: Version) -> Refusal | None:
+        """Returns why a reserve at `version` of a healthy replica would get no ticket now; None if it would get one.
+        Changes nothing."""
+        room = self._room(version)
+        return None if room.groups else room.refusal
+
+    def _loaded(self, replica: str, life: Life, *, step: int) -> None:
+        """Records the step of the weights that a replica has loaded. Its rollouts go on with these weights."""
+        if step > life.step:
+            life.step = step
+            for slot in self._state.groups.table.held.get(replica, {}).values():
+                if slot.confirmed:
+                    slot.newest_step = max(slot.newest_step, step)
+
+    def _room(self, version: Version, *, replica: str | None = None) -> Room:
+        """Returns how many groups a replica at `version` may reserve now, and the reason why not more; for a healthy
+        one if `replica` is None."""
+        if replica is not None and (refusal := self._state.fleet.refusal(replica)) is not None:
             return Room(0, refusal)
         if not self._state.lineage.has(version):
-            self._state.ledger.count(Event.RESERVE_OLD_INCARNATION)
             return Room(0, Refusal.OLD_INCARNATION)
-        if version.step > self._state.step:
-            raise ValueError(
-                f"a replica reports version {version}, but the learner has acked only {self._state.step} steps"
-            )
         if self._state.failures.too_many:
             return Room(0, Refusal.TOO_MANY_FAILURES)
         if self.paused:

@@ -58,10 +58,15 @@ def scale(
 
 
 def _replicas(size: str) -> int:
+    from asyncrl.coordinator.registry import MOST_REPLICAS
+
     found = re.fullmatch(r"generators=(\d+)", size)
     if found is None:
         raise ConfigError(f"cannot read {size!r}: the size is generators=N with a whole number N, such as generators=4")
-    return int(found[1])
+    replicas = int(found[1])
+    if replicas > MOST_REPLICAS:
+        raise ConfigError(f"{size} is too large: a run has at most {MOST_REPLICAS} replicas")
+    return replicas
 
 
 def _wait(client: "CoordinatorClient", replicas: int) -> None:

@@ -11,12 +11,21 @@ The path of a group: `reserve` and `commit` (a generator) in this file, `lease` 
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
-from asyncrl.buffer.fleet import Cause, ReplicaState, replica_of
+import msgspec
+
+from asyncrl.buffer.fleet import Cause, Life, replica_of
 from asyncrl.buffer.ledger import TOKEN_EVENTS, Event
-from asyncrl.buffer.records import CommitOutcome, FailedTicket, GroupMeta, Progress, Refusal, Reservation
+from asyncrl.buffer.records import (
+    CommitOutcome,
+    FailedTicket,
+    GroupMeta,
+    HeldReport,
+    Refusal,
+    Renewal,
+    Reservation,
+)
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.staleness import limits_of
 from asyncrl.common.lineage import Lineage
@@ -26,12 +35,13 @@ from asyncrl.common.version import Version
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.clearing import Clearing
+from asyncrl.coordinator.endpoints import EndpointChanges
 from asyncrl.coordinator.failures import FailureReports
 from asyncrl.coordinator.learner_calls import LearnerCalls
 from asyncrl.coordinator.registry import OVER, Deployment, Registry
 from asyncrl.coordinator.replicas import ReplicaReport, Replicas, ReplicaView
 from asyncrl.coordinator.snapshot import Restored, RunSnapshot
-from asyncrl.coordinator.status import RunStatus
+from asyncrl.coordinator.status import BriefStatus, OwnReplicas, RunStatus
 from asyncrl.coordinator.waiting import Waiting
 from asyncrl.data.prompts import PromptData, PromptSource, Task
 from asyncrl.data_plane.clients import GroupRows
@@ -77,23 +87,31 @@ class Coordinator:
         self._buffer = ReplayBuffer(
             limits=self._limits,
             next_prompt=self._prompts.next,
+            task_of=self._prompts.task,
             clock=clock,
             seed=config.run.seed,
             drop_last=data.drop_last,
             on_deadline=config.staleness.on_deadline,
+            groups_logged=config.learner.groups_logged,
         )
         self._clearing = Clearing(
             self._buffer.unneeded, clear_rows=clear_rows, stored_keys=stored_keys, prefixes=prefixes, now_s=clock()
         )
         self.registry = Registry(shared=shared_config(config), timeout_s=timeout_s, clock=clock)
-        self._replicas = Replicas(timeout_s=timeout_s, clock=clock)
+        self._replicas = Replicas(clock=clock)
         self._states = StateClock(
             states=BUFFER_WAITS,
             initial="starting",
             started_s=monotonic_at_process_start() if started_s is None else started_s,
             clock=clock,
         )
-        self._waiting = Waiting(states=self._states, clock=clock)
+        tickets = self._buffer.tickets
+        self._waiting = Waiting(
+            states=self._states,
+            may_get=lambda version: tickets.refusal(version) is None,
+            may_ask=lambda replica: self._buffer.fleet.refusal(replica) is not Refusal.UNHEALTHY,
+            clock=clock,
+        )
         self.failures = FailureReports(self._buffer.failures, waiting=self._waiting)
         self._metrics = BufferMetrics()
         self.learner = LearnerCalls(
@@ -102,7 +120,7 @@ class Coordinator:
             waiting=self._waiting,
             metrics=self._metrics,
             clear=self._clearing.rows,
-            status=self.status,
+            status=self.brief_status,
             snapshot=self.snapshot,
             clock=clock,
         )
@@ -127,10 +145,10 @@ class Coordinator:
             self._states.enter("nobody_waits")
             self._expiry = asyncio.create_task(self._expire_regularly(), name="expiry")
 
-    def status(self) -> RunStatus:
-        """Returns the state of the run."""
+    def brief_status(self) -> BriefStatus:
+        """Returns the numbers of the run, for processes that poll them."""
         buffer, registry, replicas = self._buffer, self.registry, self._replicas
-        return RunStatus(
+        return BriefStatus(
             run=self._config.run.name,
             state=registry.state,
             message=registry.message,
@@ -141,21 +159,63 @@ class Coordinator:
             capacity_groups=self._limits.capacity_groups,
             counts=buffer.counts(),
             account=buffer.account,
-            failures=buffer.failures.counts(),
-            failure_streak=buffer.failures.streak,
-            replicas=self._views(),
-            reports=dict(replicas.reports),
-            deployments=tuple(registry.live()),
-            learner_state_seconds=registry.learner_state_seconds,
+            learner_attached=registry.learner_attached,
             quiet_s=registry.quiet_s,
-            wanted_replicas=registry.wanted(),
-            targets=registry.targets | replicas.targets(),
+            totals=replicas.totals,
+            able=replicas.able(buffer.tickets.refusal),
+            oldest_replica_step=replicas.oldest_step(),
         )
+
+    def status(self) -> RunStatus:
+        """Returns everything about the run, with each replica and its report: 300 bytes for each. Processes that poll
+        call `brief_status`."""
+        failures = self._buffer.failures
+        return RunStatus(
+            **msgspec.structs.asdict(self.brief_status()),
+            failures=failures.counts(),
+            failure_streak=failures.streak,
+            replicas=self._views(self._buffer.fleet.lives()),
+            reports=dict(self._replicas.reports),
+            deployments=tuple(self.registry.live()),
+            learner_state_seconds=self.registry.learner_state_seconds,
+            targets=dict(self.registry.endpoints.addresses),
+            wanted_replicas=self.registry.wanted(),
+        )
+
+    def own_replicas(self, deployment: str, names: Collection[str]) -> OwnReplicas:
+        """Returns what a generator deployment has to know of its replicas `names`."""
+        fleet, reports = self._buffer.fleet, self._replicas.reports
+        lives = {name: life for name in names if (life := fleet.life(name)) is not None}
+        return OwnReplicas(
+            wanted=self.registry.wanted_of(deployment),
+            views={view.replica: view for view in self._views(lives)},
+            reports={name: reports[name] for name in names if name in reports},
+        )
+
+    def _views(self, lives: Mapping[str, Life]) -> tuple[ReplicaView, ...]:
+        tickets = self._buffer.tickets
+        return self._replicas.views(lives, reserved_groups=tickets.by_replica(), refusal_at=tickets.refusal)
+
+    async def replica_at(self, version: Version, *, other_than: Collection[str], wait_s: float) -> str | None:
+        """Waits up to `wait_s` seconds for a live replica that has loaded `version`. Returns the name of its actor, or
+        None. Leaves out the actors `other_than`."""
+        return await self._waiting.answer(
+            lambda: self._replicas.actor_at(version, other_than=other_than),
+            final=lambda actor: actor is not None,
+            enter=self._waiting.loads.enter,
+            wait_s=wait_s,
+        )
+
+    def endpoints(self, since: int) -> EndpointChanges:
+        """Returns the metrics endpoints that changed since the answer with the serial number `since`; all for 0."""
+        return self.registry.endpoints.since(since)
 
     # --- deployments --------------------------------------------------------------------------------------------
 
     def snapshot(self) -> RunSnapshot:
         """Returns the present state of the groups and the prompts, for a checkpoint."""
+        if (recount := self._buffer.recount()) != (account := self._buffer.account):
+            logger.error("the ledger has %s, but its groups add up to %s: this is a bug of asyncrl", account, recount)
         return RunSnapshot(buffer=self._buffer.snapshot(), prompts=self._prompts.state())
 
     def check(self, deployment: Deployment, *, shared: Mapping[str, object], restores: bool = False) -> None:
@@ -216,11 +276,11 @@ class Coordinator:
         self.registry.attach(deployment, shared=shared)
         if restored is not None and not repeated:
             self._restore(restored, lived_on=lived_on)
-            await self._waiting.changed()
+            self._waiting.groups_changed()
         elif deployment.role is Role.LEARNER and replaced is not None and not repeated:
             incarnation = self._buffer.leases.succeed()
             logger.warning("learner %s replaces %s as incarnation %d", deployment.id, replaced.id, incarnation)
-            await self._waiting.changed()
+            self._waiting.groups_changed()
         return self._buffer.lineage
 
     def _check_same_run(self, restored: Restored) -> None:
@@ -266,45 +326,55 @@ class Coordinator:
         replica: str,
         version: Version | None,
         free_slots: int,
-        held: Mapping[str, Progress],
+        held: HeldReport,
         report: ReplicaReport,
-    ) -> tuple[str, ...]:
-        """Receives the state of a replica, and the tickets that it holds with their progress. Renews these tickets.
+    ) -> Renewal:
+        """Receives the state of a replica, and what is new of its tickets. Renews its tickets.
 
-        Returns the keys of the tickets that have ended without a commit. The replica ends their rollouts.
+        Returns the keys of named tickets that have ended without a commit. The replica ends their rollouts. A heartbeat
+        that was overtaken by a newer one changes nothing.
         """
         refused = self._buffer.fleet.refusal(replica)
-        ended = self._buffer.tickets.renew(replica, held=held, version=version)
+        renewal = self._buffer.tickets.renew(replica, held=held, version=version)
+        if renewal is None:
+            return Renewal()
         if not self._buffer.fleet.is_heard(replica):
-            return tuple(held)
+            return renewal
         self._replicas.reported(report)
+        self.registry.endpoints.set(replica_of(replica), report.metrics_address)
         loaded = self._replicas.heard(replica, version=version, free_slots=free_slots)
         if loaded or refused is not None:
-            await self._waiting.changed()
-        return ended
+            # A reserve of this replica may now get a ticket, and rule (2) may let the learner go on without its groups
+            # (`staleness.on_deadline: mask`).
+            self._waiting.tickets.wake_replica(replica)
+            self._waiting.leases.ring()
+            self._waiting.loads.ring()
+        return renewal
 
     async def leave(self, replica: str) -> None:
         """Removes a replica that ends cleanly, for good. Its tickets expire at once."""
         self._buffer.fleet.retire(replica_of(replica))
-        await self._without(replica, lost=False)
+        self._without(replica, lost=False)
 
     async def quarantine(self, replica: str, cause: Cause, reason: str) -> None:
         """Records that a replica must not get tickets any more, because something of it has failed. Its tickets expire
         at once. `replica` calls it itself, when it knows."""
         if self._buffer.fleet.quarantine(replica, cause, reason):
-            await self._without(replica, lost=True)
+            self._without(replica, lost=True)
 
     async def restarting(self, replica: str, cause: Cause, reason: str) -> None:
         """Records that the deployment of a replica ends it and starts it again. Its tickets expire at once."""
         self._buffer.fleet.restarting(replica, cause, reason)
-        await self._without(replica, lost=True)
+        self._without(replica, lost=True)
 
-    async def _without(self, replica: str, *, lost: bool) -> None:
+    def _without(self, replica: str, *, lost: bool) -> None:
         """Forgets a replica that has ended, and expires its tickets. `lost`: it did not end in order."""
-        if self._replicas.forget(replica) and lost:
-            self._buffer.ledger.count(Event.REPLICA_LOST)
+        if self._replicas.forget(replica):
+            self.registry.endpoints.set(replica_of(replica), "")
+            self._buffer.ledger.count(Event.REPLICA_LOST, int(lost))
         self._clearing.rows(self._buffer.tickets.leave(replica))
-        await self._waiting.changed()
+        self._waiting.tickets.wake_replica(replica)
+        self._waiting.groups_changed()
 
     async def reserve(self, replica: str, version: Version, count: int, *, wait_s: float) -> Reservation:
         """Waits up to `wait_s` seconds until at least one ticket can be issued.
@@ -312,18 +382,24 @@ class Coordinator:
         Returns the tickets, or the reason why there are none.
         """
 
-        def ask() -> Reservation:
+        def newest() -> Version:
             # While this call waited, the replica may have loaded newer weights and reported them in a heartbeat.
-            newest = max(version, self._replicas.loaded(replica) or version)
-            answer = self._buffer.tickets.reserve(replica, version=newest, count=count)
-            self._replicas.reserved(replica, version=newest, asked=count, answer=answer)
+            return max(version, self._replicas.loaded(replica) or version)
+
+        def ask() -> Reservation:
+            answer = self._buffer.tickets.reserve(replica, version=newest(), count=count)
+            self._replicas.reserved(replica, version=newest(), asked=count, answer=answer)
+            if answer.refusal is Refusal.NO_PROMPTS:
+                self._waiting.leases.ring()  # the last step may be short now
             return answer
 
         started_s = self._clock()
         self._buffer.fleet.hear(replica, has_weights=True)
+        await self._waiting.tickets.earlier_have_asked()
         reservation = await self._waiting.answer(
             ask,
             final=lambda answer: bool(answer.tickets) or answer.refusal is Refusal.QUARANTINED,
+            enter=lambda: self._waiting.tickets.enter(replica, newest),
             wait_s=wait_s,
             role=Role.GENERATOR,
         )
@@ -335,14 +411,15 @@ class Coordinator:
         outcomes = [self._buffer.tickets.commit(meta) for meta in metas]
         if CommitOutcome.ACCEPTED in outcomes:
             self.registry.progressed()
-        await self._waiting.changed()
+        self._waiting.groups_changed()
         return outcomes
 
     async def fail(self, tickets: Sequence[FailedTicket]) -> None:
         """Ends the attempts of tickets whose rollouts failed."""
         for ticket in tickets:
             self._buffer.tickets.fail(ticket.key, incarnation=ticket.incarnation, failure=ticket.failure)
-        await self._waiting.changed()
+        self._waiting.groups_changed()
+        self._waiting.failures.ring()
 
     # --- private ------------------------------------------------------------------------------------------------
 
@@ -350,9 +427,6 @@ class Coordinator:
     def _untouched(self) -> bool:
         """Whether no group was ever issued, and no learner has attached."""
         return self.registry.learner is None and self._buffer.account.issued.groups == 0
-
-    def _views(self) -> tuple[ReplicaView, ...]:
-        return self._replicas.views(self._buffer.fleet.lives(), reserved_groups=self._buffer.tickets.by_replica())
 
     async def _expire_regularly(self) -> None:
         while True:
@@ -382,11 +456,15 @@ class Coordinator:
 
     async def _expire(self) -> None:
         """Removes silent replicas, and ends tickets that no heartbeat renewed within the timeout."""
-        self._buffer.ledger.count(Event.REPLICA_LOST, self._replicas.forget_silent())
         keys = self._buffer.tickets.expire()
         self._clearing.rows(keys)
-        if self._buffer.fleet.back_off_ended() or keys:
-            await self._waiting.changed()
+        gone = self._replicas.forget_unless(self._buffer.fleet.may_be_used)
+        self._buffer.ledger.count(Event.REPLICA_LOST, len(gone))
+        for actor in gone:
+            self.registry.endpoints.set(replica_of(actor), "")
+            self._waiting.tickets.wake_replica(actor)  # a quarantined one ends when it knows
+        if self._buffer.fleet.back_off_ended() or keys or gone:
+            self._waiting.groups_changed()
 
     def _record(self) -> None:
         counts, account = self._buffer.counts(), self._buffer.account
@@ -400,20 +478,11 @@ class Coordinator:
         )
         self._metrics.events({event.value: n for event, n in account.events.items() if event not in TOKEN_EVENTS})
         self._metrics.prefix_tokens({event.value: account.events[event] for event in TOKEN_EVENTS})
-        self._metrics.replicas(Counter(_replica_state(view) for view in self._views()))
-        self._metrics.causes(quarantines=self._buffer.fleet.quarantines, restarts=self._buffer.fleet.restarts)
+        fleet = self._buffer.fleet
+        self._metrics.replicas(self._replicas.by_state(fleet.lives(), holding=self._buffer.tickets.by_replica()))
+        self._metrics.causes(quarantines=fleet.quarantines, restarts=fleet.restarts)
         self._metrics.ledger(
             issued_groups=account.issued.groups,
             groups={fate.value: amount.groups for fate, amount in account.fates.items()},
             tokens={fate.value: amount.tokens for fate, amount in account.fates.items()},
         )
-
-
-def _replica_state(view: ReplicaView) -> str:
-    if view.state in (ReplicaState.QUARANTINED, ReplicaState.RESTARTING):
-        return view.state.value
-    if view.state is ReplicaState.SUSPECT or not view.live:
-        return "silent"
-    if view.version is None:
-        return "without_weights"
-    return "generating" if view.reserved_groups else "waiting"

@@ -14,16 +14,16 @@ class FailureReports:
         self._log = log
         self._waiting = waiting
 
-    async def heldout_failed(self, failure: Failure) -> None:
+    def heldout_failed(self, failure: Failure) -> None:
         """Reports a failed rollout of a held-out evaluation."""
         self._log.heldout_failed(failure)
-        await self._waiting.changed()
+        self._waiting.failures.ring()
 
     async def samples_failed(self, counts: Sequence[FailureCount]) -> None:
         """Reports completions whose reward failed in groups that were committed."""
         for count in counts:
             self._log.samples_failed(count.first, samples=count.samples)
-        await self._waiting.changed()
+        self._waiting.failures.ring()
 
     async def more_than(self, known_failures: int, *, wait_s: float) -> tuple[FailureCount, ...]:
         """Returns the counts of failures.
@@ -31,5 +31,8 @@ class FailureReports:
         Waits until there are more than `known_failures`, but at most `wait_s` seconds.
         """
         return await self._waiting.answer(
-            self._log.counts, final=lambda _: self._log.total > known_failures, wait_s=wait_s
+            self._log.counts,
+            final=lambda _: self._log.total > known_failures,
+            enter=self._waiting.failures.enter,
+            wait_s=wait_s,
         )

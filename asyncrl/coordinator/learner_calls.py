@@ -15,7 +15,7 @@ from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
 from asyncrl.coordinator.registry import Registry
 from asyncrl.coordinator.snapshot import RunSnapshot
-from asyncrl.coordinator.status import RunStatus
+from asyncrl.coordinator.status import BriefStatus
 from asyncrl.coordinator.waiting import Waiting
 from asyncrl.errors import Fenced, RunEnded
 from asyncrl.metrics.recorders import BufferMetrics
@@ -30,7 +30,7 @@ class Acked(msgspec.Struct, frozen=True, kw_only=True):
 
     Entry and snapshot are of the same moment, right after the step. The state may be newer."""
 
-    status: RunStatus
+    status: BriefStatus
     ledger: LedgerEntry
     over: tuple[str, ...]
     snapshot: RunSnapshot | None
@@ -47,7 +47,7 @@ class LearnerCalls:
         waiting: Waiting,
         metrics: BufferMetrics,
         clear: Callable[[Sequence[str]], None],
-        status: Callable[[], RunStatus],
+        status: Callable[[], BriefStatus],
         snapshot: Callable[[], RunSnapshot],
         clock: Callable[[], float],
     ) -> None:
@@ -75,6 +75,7 @@ class LearnerCalls:
         answer = await self._waiting.answer(
             ask,
             final=lambda answer: isinstance(answer, Lease) or answer in _NO_LEASE_EVER,
+            enter=self._waiting.leases.enter,
             wait_s=wait_s,
             role=Role.LEARNER,
         )
@@ -82,7 +83,7 @@ class LearnerCalls:
         if cancelled := self._buffer.leases.cancelled:
             self._buffer.leases.cancelled = []
             self._clear(cancelled)
-            await self._waiting.changed()
+            self._waiting.tickets.wake()
         return answer
 
     async def ack(self, incarnation: int, step: int, *, snapshot: bool = False) -> Acked:
@@ -95,7 +96,7 @@ class LearnerCalls:
         ledger = self._buffer.ledger_entry(of_ack=True)
         taken = self._snapshot() if snapshot else None
         self._registry.progressed()
-        await self._waiting.changed()
+        self._waiting.tickets.wake()
         return Acked(status=self._status(), ledger=ledger, over=over, snapshot=taken)
 
     def ledger_entry(self, incarnation: int) -> LedgerEntry:
@@ -112,14 +113,14 @@ class LearnerCalls:
         """Ends a lease whose step changed no weights. Returns the keys of its groups whose rows may be cleared."""
         self._check(incarnation)
         keys = self._buffer.leases.skip(incarnation, step)
-        await self._waiting.changed()
+        self._waiting.tickets.wake()
         return keys
 
     async def give_back(self, incarnation: int, step: int) -> bool:
         """Ends a lease without training. Its groups become ready again. Returns False if there is no such lease."""
         self._check(incarnation)
         given = self._buffer.leases.give_back(incarnation, step)
-        await self._waiting.changed()
+        self._waiting.tickets.wake()
         return given
 
     async def rows_lost(self, incarnation: int, keys: Sequence[str]) -> tuple[str, ...]:
@@ -129,7 +130,7 @@ class LearnerCalls:
         """
         self._check(incarnation)
         lost = self._buffer.leases.rows_lost(keys)
-        await self._waiting.changed()
+        self._waiting.tickets.wake()
         return lost
 
     def release(self, incarnation: int, complete: int | None) -> tuple[str, ...]:
@@ -160,7 +161,7 @@ class LearnerCalls:
         """Starts the admission of new groups again."""
         self._check(incarnation)
         self._buffer.tickets.paused = False
-        await self._waiting.changed()
+        self._waiting.tickets.wake()
 
     def set_state(self, incarnation: int, state: RunState, message: str = "") -> None:
         """Sets the state of the run."""

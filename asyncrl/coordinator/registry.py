@@ -12,6 +12,7 @@ import msgspec
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
 from asyncrl.config.load import first_difference
+from asyncrl.coordinator.endpoints import Endpoints
 from asyncrl.errors import HandshakeError, RunEnded, RunError, RunLocked, RunMismatch, VersionRegression
 
 OVER = (RunState.FINISHED, RunState.FAILED)
@@ -19,6 +20,10 @@ OVER = (RunState.FINISHED, RunState.FAILED)
 GONE_TIMEOUTS = 4
 """Number of timeouts after which a silent deployment counts as dead when the last other one leaves. After one timeout
 it may only be busy: a process whose event loop or machine stalls sends no heartbeats."""
+MOST_REPLICAS = 10_000
+"""Largest number of replicas of a run. More were never tried."""
+GONE_MEMBERS = 1000
+"""Number of silent deployments that are remembered, because they may come back."""
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,8 +44,8 @@ class Registry:
 
     `timeout_s` is the time without a heartbeat after which a deployment counts as gone. `shared` is the run's shared
     config by dotted key. `learner` is the deployment that was the last to attach as a learner; it may be gone.
-    `learner_state_seconds` are its seconds by state, from its last heartbeat. `targets` maps the name of a process to
-    its metrics endpoint. `published` is the newest version that a learner published.
+    `learner_state_seconds` are its seconds by state, from its last heartbeat. `endpoints` has the metrics endpoints of
+    the run's processes. `published` is the newest version that a learner published.
     """
 
     def __init__(self, *, shared: Mapping[str, object], timeout_s: float, clock: Callable[[], float]) -> None:
@@ -53,7 +58,7 @@ class Registry:
         self.state, self.message = RunState.STARTING, ""
         self.learner: Deployment | None = None
         self.learner_state_seconds: dict[str, float] = {}
-        self.targets: dict[str, str] = {}
+        self.endpoints = Endpoints()
         self._closed = False
         self._scaled: dict[str, int] = {}
         self.published: Version | None = None
@@ -66,6 +71,7 @@ class Registry:
                 self._members.pop(self.learner.id, None)
             self.learner = deployment
         self._members[deployment.id] = (deployment, self._clock())
+        self._forget_gone()
 
     def check(self, deployment: Deployment, *, shared: Mapping[str, object]) -> None:
         """Raises an error if the deployment may not attach, and changes nothing.
@@ -123,9 +129,24 @@ class Registry:
         self._closed = not self._heard_within(self._timeout_s * timeouts)
         return self._closed
 
+    @property
+    def learner_attached(self) -> bool:
+        """Whether the run has a learner that sent a heartbeat within the timeout."""
+        member = self._members.get(self.learner.id) if self.learner is not None else None
+        return member is not None and self._clock() - member[1] <= self._timeout_s
+
     def live(self) -> list[Deployment]:
         """Returns the deployments that sent a heartbeat within the timeout."""
         return self._heard_within(self._timeout_s)
+
+    def _forget_gone(self) -> None:
+        """Forgets the deployments that are silent for the longest time, beyond `GONE_MEMBERS` silent ones."""
+        if len(self._members) <= GONE_MEMBERS:
+            return
+        live = {deployment.id for deployment in self.live()}
+        gone = sorted((heard_at_s, name) for name, (_, heard_at_s) in self._members.items() if name not in live)
+        for _, name in gone[: max(0, len(gone) - GONE_MEMBERS)]:
+            del self._members[name]
 
     def _heard_within(self, seconds: float) -> list[Deployment]:
         now_s = self._clock()
@@ -136,15 +157,20 @@ class Registry:
         generators = [each for each in self.live() if each.role is Role.GENERATOR]
         return {each.id: self._scaled.get(each.id, each.replicas) for each in generators}
 
+    def wanted_of(self, deployment_id: str) -> int | None:
+        """Returns the number of replicas that a generator deployment should have; None if it is not attached."""
+        member = self._members.get(deployment_id)
+        return None if member is None else self._scaled.get(deployment_id, member[0].replicas)
+
     def scale(self, replicas: int) -> dict[str, int]:
         """Sets the number of replicas of all generator deployments together. Returns what `wanted` returns then. The
         deployments read it from the status.
 
         The smallest deployment grows first, and the largest one shrinks first. Raises RunError if no generator
-        deployment is attached, and ValueError for a number below 0.
+        deployment is attached, and ValueError for a number that is not from 0 to `MOST_REPLICAS`.
         """
-        if replicas < 0:
-            raise ValueError(f"the number of replicas is {replicas}, but must be at least 0")
+        if not 0 <= replicas <= MOST_REPLICAS:
+            raise ValueError(f"the number of replicas is {replicas}, but must be from 0 to {MOST_REPLICAS}")
         if not (wanted := self.wanted()):
             raise RunError("the run has no generator deployment: start one with `asyncrl generator`")
         while (total := sum(wanted.values())) != replicas:
@@ -169,7 +195,7 @@ class Registry:
 
     def add_target(self, name: str, address: str) -> None:
         """Adds the metrics endpoint of a process."""
-        self.targets[name] = address
+        self.endpoints.set(name, address)
 
     def set_state(self, state: RunState, message: str = "") -> None:
         """Sets the state of the run. The learner calls it. A new state is progress."""

@@ -1,12 +1,13 @@
 """The replicas of a run: their versions, their free concurrency slots, their last refusals, and their reports.
 
-A replica is known from its first message until it leaves or sends no message for the timeout. Its last report is kept
-after that, because the run's totals need it. Beyond `GONE_REPORTS` such reports, the oldest are added up. This module
-makes no decisions and is pure. Its views are the input of the broadcast gate (`asyncrl.weights.gate`).
+A replica is known from its first message until its actor leaves or may not be used any more (`asyncrl.buffer.fleet`).
+Its last report is kept after that, because the run's totals need it. Beyond `GONE_REPORTS` such reports, the oldest are
+added up. The totals of all replicas are running sums, so reading them takes as long with 1,000 replicas as with one.
+This module makes no decisions and is pure. It gives the broadcast gate (`asyncrl.weights.gate`) its input.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -20,13 +21,16 @@ GONE_REPORTS = 100
 SUM = "gone replicas"
 """Name of the report that has the sum of older ones."""
 
+RefusalAt = Callable[[Version], Refusal | None]
+"""Returns why a replica at a version would get no ticket now; None if it would get one."""
+
 
 class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     """A replica's report in each heartbeat. Totals count from the start of its `actor`, and in the coordinator from the
     first start of the replica.
 
     `state_seconds` are slot-seconds divided by the number of slots. `running_groups` is the number of rollouts that run
-    now, `slots` their maximum. `replicas` is 1, or the number of replicas that are gone whose totals are added up here.
+    now, `slots` their maximum. `replicas` is 1, or the number of replicas whose totals are added up here.
     """
 
     actor: str
@@ -42,25 +46,58 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     replicas: int = 1
 
     def __add__(self, other: "ReplicaReport") -> "ReplicaReport":
-        """Returns the sum of the totals, for replicas that are gone."""
-        both = other.after(self)
-        return msgspec.structs.replace(
-            both, actor="", deployment="", metrics_address="", slots=0, running_groups=0,
-            replicas=self.replicas + other.replicas,
-        )  # fmt: skip
+        """Returns the sum of the totals."""
+        return self._combined(other, sign=1)
+
+    def since(self, earlier: "ReplicaReport") -> "ReplicaReport":
+        """Returns how much the totals have grown since an earlier report of the same replica."""
+        return self._combined(earlier, sign=-1)
 
     def after(self, earlier: "ReplicaReport") -> "ReplicaReport":
         """Returns this report with the totals of an `earlier` actor of the replica added."""
-        states = Counter(earlier.state_seconds)
-        states.update(self.state_seconds)
         return msgspec.structs.replace(
-            self,
-            state_seconds=dict(states),
-            samples=self.samples + earlier.samples,
-            completion_tokens=self.completion_tokens + earlier.completion_tokens,
-            weight_updates=self.weight_updates + earlier.weight_updates,
-            parity_max_nats=max(self.parity_max_nats, earlier.parity_max_nats),
+            self + earlier,
+            actor=self.actor,
+            deployment=self.deployment,
+            metrics_address=self.metrics_address,
+            slots=self.slots,
+            running_groups=self.running_groups,
+            replicas=self.replicas,
         )
+
+    def _combined(self, other: "ReplicaReport", *, sign: int) -> "ReplicaReport":
+        states = dict(self.state_seconds)
+        for state, seconds in other.state_seconds.items():
+            states[state] = states.get(state, 0.0) + sign * seconds
+        return ReplicaReport(
+            actor="",
+            deployment="",
+            metrics_address="",
+            state_seconds=states,
+            slots=0,
+            running_groups=0,
+            samples=self.samples + sign * other.samples,
+            completion_tokens=self.completion_tokens + sign * other.completion_tokens,
+            weight_updates=self.weight_updates + sign * other.weight_updates,
+            parity_max_nats=max(self.parity_max_nats, other.parity_max_nats),
+            replicas=self.replicas + sign * other.replicas,
+        )
+
+
+NO_REPORT = ReplicaReport(
+    actor="",
+    deployment="",
+    metrics_address="",
+    state_seconds={},
+    slots=0,
+    running_groups=0,
+    samples=0,
+    completion_tokens=0,
+    weight_updates=0,
+    parity_max_nats=0.0,
+    replicas=0,
+)
+"""The sum of no reports."""
 
 
 def mean_states(reports: Collection[ReplicaReport]) -> dict[str, float]:
@@ -77,8 +114,8 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     "" if it never was. `restarts` is how often it was started again. `live` is False for a replica that may get no
     tickets before it is heard again or started again. `reserved_groups` is the number of tickets that it holds:
     rollouts that run, wait for their start, or wait for their commit. `free_slots` is the number of its concurrency
-    slots without a ticket at its last heartbeat, less the tickets that it got since. `refused_for` is the refusal of
-    its last reserve at this version.
+    slots without a ticket at its last heartbeat, less the tickets that it got since. `refused_for` is the reason why it
+    would get no ticket now, if its last reserve at this version got fewer than it asked for.
     """
 
     replica: str
@@ -101,30 +138,53 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
         return "" if self.live and self.state is not ReplicaState.SUSPECT else "no heartbeats"
 
 
-@dataclass(slots=True)
+class AbleReplicas(msgspec.Struct, frozen=True, kw_only=True):
+    """The replicas with a free concurrency slot that have loaded `version` (None: no version).
+
+    `replicas` is their number, and `stale` the number of those that get no ticket because of staleness: only newer
+    weights let them go on.
+    """
+
+    version: Version | None
+    replicas: int
+    stale: int
+
+
+@dataclass(slots=True, frozen=True)
 class _Replica:
     version: Version | None
     free_slots: int
-    heard_at_s: float
-    refused_for: Refusal | None = None
+    refused: bool = False
+
+    @property
+    def standing(self) -> tuple[Version | None, bool, bool]:
+        """What the numbers by version depend on: the version, whether a slot is free, and whether it was refused."""
+        return self.version, self.free_slots > 0, self.refused
+
+
+_UNKNOWN = _Replica(None, 0)
 
 
 class Replicas:
     """The replicas by the name of their actor. Tickets that a replica gets between two heartbeats reduce its free
     slots.
 
-    `clock` returns monotonic seconds. `reports` has the last report of each replica by the replica's name, with the
-    totals of its earlier actors, also of replicas that are gone; and under the name `SUM` the totals of those that are
-    gone for long.
+    `reports` has the last report of each replica by the replica's name, with the totals of its earlier actors, also of
+    replicas that are gone; and under the name `SUM` the totals of those that are gone for long. `totals` is the sum of
+    all reports.
     """
 
-    def __init__(self, *, timeout_s: float, clock: Callable[[], float]) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, *, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._by_name: dict[str, _Replica] = {}
+        self._standings: Counter[tuple[Version | None, bool, bool]] = Counter()  # of the replicas in `_by_name`
         self._loaded: dict[str, Version] = {}
         self._earlier: dict[str, ReplicaReport] = {}  # totals of the earlier actors of a replica
         self.reports: dict[str, ReplicaReport] = {}
+        self.totals = NO_REPORT
+
+    def __len__(self) -> int:
+        return len(self._by_name)
 
     def reported(self, report: ReplicaReport) -> None:
         """Records the report of an actor."""
@@ -133,7 +193,9 @@ class Replicas:
         if last is not None and last.actor != report.actor:
             self._earlier[name] = last
         earlier = self._earlier.get(name)
-        self.reports[name] = report if earlier is None else report.after(earlier)
+        report = report if earlier is None else report.after(earlier)
+        self.totals += report.since(last or NO_REPORT)
+        self.reports[name] = report
 
     def heard(self, name: str, *, version: Version | None, free_slots: int) -> bool:
         """Records a heartbeat. Returns True if the replica has loaded another version since its last heartbeat.
@@ -141,8 +203,8 @@ class Replicas:
         If the version has changed, the earlier refusal is forgotten, because it no longer applies.
         """
         known = self._by_name.get(name)
-        refused_for = known.refused_for if known is not None and known.version == version else None
-        self._by_name[name] = _Replica(version, free_slots, self._clock(), refused_for)
+        refused = known is not None and known.version == version and known.refused
+        self._put(name, _Replica(version, free_slots, refused))
         if version is None or self._loaded.get(name) == version:
             return False
         self._loaded[name] = version
@@ -157,26 +219,40 @@ class Replicas:
         return self._loaded
 
     def reserved(self, name: str, *, version: Version, asked: int, answer: Reservation) -> None:
-        """Records the answer to a reserve, which may have waited since the replica was heard for the last time. Before
-        its first heartbeat, a replica counts as having `asked` free slots."""
-        known = self._by_name.get(name) or _Replica(None, asked, self._clock())
-        free_slots = max(0, known.free_slots - len(answer.tickets))
-        self._by_name[name] = _Replica(version, free_slots, known.heard_at_s, answer.refusal)
+        """Records the answer to a reserve. Before its first heartbeat, a replica counts as having `asked` free
+        slots."""
+        if answer.refusal is Refusal.QUARANTINED:
+            return
+        known = self._by_name.get(name)
+        free_slots = max(0, (asked if known is None else known.free_slots) - len(answer.tickets))
+        self._put(name, _Replica(version, free_slots, answer.refusal is not None))
 
     def forget(self, name: str) -> bool:
-        """Removes a replica that has ended. Returns False if it was not known."""
-        known = self._by_name.pop(name, None) is not None
+        """Removes a replica that has ended, or must not be used. Returns False if it was not known."""
+        known = name in self._by_name
+        self._put(name, None)
         self._gone([name])
         return known
 
-    def forget_silent(self) -> int:
-        """Removes the replicas that were silent for longer than the timeout. Returns their number."""
-        now_s = self._clock()
-        silent = [name for name, replica in self._by_name.items() if not self._live(replica, now_s)]
-        for name in silent:
-            del self._by_name[name]
-        self._gone(silent)
-        return len(silent)
+    def forget_unless(self, may_be_used: Callable[[str], bool]) -> list[str]:
+        """Removes the replicas whose actor may not be used any more. Returns the names of these actors."""
+        gone = [name for name in self._by_name if not may_be_used(name)]
+        for name in gone:
+            self._put(name, None)
+        if gone:
+            self._gone(gone)
+        return gone
+
+    def _put(self, name: str, replica: _Replica | None) -> None:
+        """Replaces a replica, or removes it, and keeps the numbers by version."""
+        before = self._by_name.pop(name, None)
+        if before is not None:
+            self._standings[before.standing] -= 1
+            if not self._standings[before.standing]:
+                del self._standings[before.standing]  # otherwise it would grow with every version of the run
+        if replica is not None:
+            self._by_name[name] = replica
+            self._standings[replica.standing] += 1
 
     def _gone(self, names: Sequence[str]) -> None:
         """Forgets what the replicas `names` had loaded, and adds up the oldest reports of replicas that are gone."""
@@ -192,22 +268,42 @@ class Replicas:
             self._earlier.pop(name, None)
             self.reports[SUM] = self.reports[SUM] + report if SUM in self.reports else report
 
-    def views(self, lives: Mapping[str, Life], *, reserved_groups: Mapping[str, int]) -> tuple[ReplicaView, ...]:
+    def able(self, refusal_at: RefusalAt) -> tuple[AbleReplicas, ...]:
+        """Returns the replicas with a free slot by version. The work depends on the number of versions only."""
+        refusals = self._refusals(refusal_at)
+        replicas: Counter[Version | None] = Counter()
+        stale: Counter[Version | None] = Counter()
+        for (version, free, refused), number in self._standings.items():
+            if free:
+                replicas[version] += number
+                stale[version] += number * (refused and refusals.get(version) is Refusal.STALENESS)
+        return tuple(
+            AbleReplicas(version=version, replicas=number, stale=stale[version]) for version, number in replicas.items()
+        )
+
+    def oldest_step(self) -> int | None:
+        """Returns the smallest step of a version that a known replica has loaded; None if there is none."""
+        return min((version.step for version, _, _ in self._standings if version is not None), default=None)
+
+    def views(
+        self, lives: Mapping[str, Life], *, reserved_groups: Mapping[str, int], refusal_at: RefusalAt
+    ) -> tuple[ReplicaView, ...]:
         """Returns one view for each replica, sorted by name. `lives` are the lives of the replicas by name.
         `reserved_groups` is the number of tickets that each actor holds."""
         now_s = self._clock()
+        refusals = self._refusals(refusal_at)
         views = []
         for name, life in sorted(lives.items()):
-            known = self._by_name.get(life.actor) or _Replica(None, 0, life.heard_at_s)
+            known = self._by_name.get(life.actor, _UNKNOWN)
             views.append(
                 ReplicaView(
                     replica=name,
                     version=known.version,
                     free_slots=known.free_slots,
                     reserved_groups=reserved_groups.get(life.actor, 0),
-                    live=life.may_be_used and now_s - life.heard_at_s <= self._timeout_s,
+                    live=life.may_be_used,
                     silent_s=now_s - life.heard_at_s,
-                    refused_for=known.refused_for,
+                    refused_for=refusals.get(known.version) if known.refused else None,
                     state=life.state,
                     actor=life.actor,
                     cause=life.reason,
@@ -216,10 +312,26 @@ class Replicas:
             )
         return tuple(views)
 
-    def targets(self) -> dict[str, str]:
-        """Returns the metrics endpoints of the known replicas that have one, by name."""
-        known = {name: report.metrics_address for name, report in self.reports.items() if report.actor in self._by_name}
-        return {name: address for name, address in known.items() if address}
+    def by_state(self, lives: Mapping[str, Life], *, holding: Container[str]) -> Counter[str]:
+        """Returns the number of replicas in each state of the metric `asyncrl_replicas`. `lives` are the lives of the
+        replicas by name. The actors `holding` have a ticket."""
+        states: Counter[str] = Counter()
+        for life in lives.values():
+            if not life.may_be_used:
+                states[life.state.value] += 1
+            elif life.state is ReplicaState.SUSPECT:
+                states["silent"] += 1
+            elif self._by_name.get(life.actor, _UNKNOWN).version is None:
+                states["without_weights"] += 1
+            else:
+                states["generating" if life.actor in holding else "waiting"] += 1
+        return states
 
-    def _live(self, replica: _Replica, now_s: float) -> bool:
-        return now_s - replica.heard_at_s <= self._timeout_s
+    def actor_at(self, version: Version, *, other_than: Collection[str]) -> str | None:
+        """Returns the actor of a replica that has loaded `version`, the first one by name; None if there is none.
+        Leaves out the actors `other_than`."""
+        found = (name for name, replica in self._by_name.items() if replica.version == version)
+        return min((name for name in found if name not in other_than), default=None)
+
+    def _refusals(self, refusal_at: RefusalAt) -> dict[Version | None, Refusal | None]:
+        return {version: refusal_at(version) for version, _, _ in self._standings if version is not None}

@@ -1,4 +1,4 @@
-"""The status of a run: one message with everything that the coordinator knows."""
+"""The status of a run: a brief one of constant size for the processes that poll it, and a whole one for commands."""
 
 import msgspec
 
@@ -7,15 +7,16 @@ from asyncrl.buffer.records import Counts, FailureCount, FailureStreak
 from asyncrl.common.roles import RunState
 from asyncrl.common.version import Version
 from asyncrl.coordinator.registry import Deployment
-from asyncrl.coordinator.replicas import ReplicaReport, ReplicaView
+from asyncrl.coordinator.replicas import AbleReplicas, ReplicaReport, ReplicaView
 
 
-class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of the run at one moment. `asyncrl status` and the live view read it.
+class BriefStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The numbers of the run at one moment. Neither its size nor the time to make it grows with the number of groups,
+    replicas or deployments.
 
-    `learner_state_seconds` are the learner's seconds by state since its start; empty before its first heartbeat.
-    `quiet_s` is the time since the last progress (a committed group, an acked step, a new state), seconds.
-    `wanted_replicas` is the number of replicas that each generator deployment should have, by its id.
+    `quiet_s` is the time since the last progress (a committed group, an acked step, a new state), seconds. `totals` is
+    the sum over the reports of all replicas, also of those that are gone. `able` are the replicas with a free slot by
+    version, `oldest_replica_step` the smallest step of a version that a replica has loaded.
     """
 
     run: str
@@ -28,17 +29,39 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     capacity_groups: int
     counts: Counts
     account: Account
+    learner_attached: bool
+    quiet_s: float
+    totals: ReplicaReport
+    able: tuple[AbleReplicas, ...]
+    oldest_replica_step: int | None
+
+    @property
+    def groups_by_state(self) -> dict[str, int]:
+        """The number of groups that hold a slot in the buffer, by state."""
+        return {fate.value: getattr(self.counts, fate.value) for fate in Fate if fate in OPEN_FATES}
+
+
+class RunStatus(BriefStatus, frozen=True, kw_only=True):
+    """Everything that the coordinator knows. `asyncrl status` and the live view read it.
+
+    `learner_state_seconds` are the learner's seconds by state since its start; empty before its first heartbeat.
+    `wanted_replicas` is the number of replicas that each generator deployment should have, by its id.
+    """
+
     failures: tuple[FailureCount, ...]
     failure_streak: FailureStreak | None
     replicas: tuple[ReplicaView, ...]
     reports: dict[str, ReplicaReport]
     deployments: tuple[Deployment, ...]
     learner_state_seconds: dict[str, float]
-    quiet_s: float
     targets: dict[str, str]
     wanted_replicas: dict[str, int] = {}
 
-    @property
-    def groups_by_state(self) -> dict[str, int]:
-        """The number of groups that hold a slot in the buffer, by state."""
-        return {fate.value: getattr(self.counts, fate.value) for fate in Fate if fate in OPEN_FATES}
+
+class OwnReplicas(msgspec.Struct, frozen=True, kw_only=True):
+    """What a generator deployment has to know of its own replicas: their views and their reports by name, and the
+    number of replicas that it should have. `wanted` is None if the deployment is not attached."""
+
+    wanted: int | None
+    views: dict[str, ReplicaView]
+    reports: dict[str, ReplicaReport]

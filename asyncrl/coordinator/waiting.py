@@ -1,15 +1,31 @@
-"""Calls that wait for a change of the run's state, with deadlines. The seconds of waiting are counted by role."""
+"""Calls that wait for a change of the run's state, with deadlines. The seconds of waiting are counted by role.
+
+A change wakes only the calls whose answer it may change:
+
+- A reserve that waits stands in a line (`TicketLine`). A change wakes the first one in line that can get a ticket now.
+  After it has asked, it wakes the next one that can, so that calls get their tickets first come, first served. With
+  1,000 waiting generators and no room, a commit wakes none of them.
+- The other calls wait at a `Bell`, which wakes all of its few calls: the learner's lease, the watchers of failures, and
+  an evaluation that waits for a replica.
+
+A woken call asks by itself, so a call that is cancelled in this moment loses nothing: it only passes the wake-up on.
+"""
 
 import asyncio
 import contextlib
+import itertools
+from bisect import bisect_right, insort
 from collections import Counter
 from collections.abc import Callable
-from typing import TypeVar
+from operator import attrgetter
+from typing import Protocol, TypeVar
 
 from asyncrl.common.roles import Role
+from asyncrl.common.version import Version
 from asyncrl.metrics.states import StateClock
 
 Answer = TypeVar("Answer")
+_NUMBER = attrgetter("number")
 
 _WAITS = {
     (False, False): "nobody_waits",
@@ -20,42 +36,211 @@ _WAITS = {
 """Maps (whether the learner waits, whether any generator waits) to the state in the metrics."""
 
 
-class Waiting:
-    """Wakes waiting calls when something has changed. `states` counts the seconds in which calls of each role wait."""
+class Place(Protocol):
+    """The place of one waiting call. `woken` is set when the call has to ask again."""
 
-    def __init__(self, *, states: StateClock, clock: Callable[[], float]) -> None:
+    woken: asyncio.Event
+
+    def stay(self) -> None:
+        """Waits on, after the call has asked and its answer was not final."""
+
+    def leave(self) -> None:
+        """Ends the wait."""
+
+
+class Bell:
+    """Calls that all wake at each `ring`."""
+
+    def __init__(self) -> None:
+        self._places: set[_PlaceAtBell] = set()
+
+    def ring(self) -> None:
+        """Wakes all waiting calls."""
+        for place in self._places:
+            place.woken.set()
+
+    def enter(self) -> Place:
+        """Returns the place of a call that begins to wait."""
+        place = _PlaceAtBell(self._places)
+        self._places.add(place)
+        return place
+
+
+class _PlaceAtBell:
+    def __init__(self, places: "set[_PlaceAtBell]") -> None:
+        self._places = places
+        self.woken = asyncio.Event()
+
+    def stay(self) -> None:
+        self.woken.clear()
+
+    def leave(self) -> None:
+        self._places.discard(self)
+
+
+class TicketLine:
+    """Reserves that wait for a ticket, in the order in which they came.
+
+    `may_get` returns whether a reserve at a version would get a ticket now. A replica that stands in the line at an old
+    version may have to wait while others behind it get tickets. So there is one line for each version: whether a change
+    helps any call takes one question for each version, however many calls wait. `may_ask` returns False for a replica
+    that gets no tickets for its own sake. Such replicas are few, and are passed over.
+    """
+
+    def __init__(self, *, may_get: Callable[[Version], bool], may_ask: Callable[[str], bool]) -> None:
+        self._may_get = may_get
+        self._may_ask = may_ask
+        self._lines: dict[Version, list[_PlaceInLine]] = {}
+        self._of_replica: dict[str, set[_PlaceInLine]] = {}
+        self._numbers = itertools.count()
+        self._awake = 0
+
+    def wake(self) -> None:
+        """Wakes the first call in line that can get a ticket."""
+        self._wake_after(-1)
+
+    def wake_replica(self, replica: str) -> None:
+        """Wakes the calls of a replica, because it has loaded another version, at which it may be refused for another
+        reason."""
+        for place in self._of_replica.get(replica, ()):
+            self._wake(place)
+
+    def enter(self, replica: str, version: Callable[[], Version]) -> Place:
+        """Returns the place of a call that begins to wait. `version` returns the present version of its replica."""
+        place = _PlaceInLine(self, replica, version, number=next(self._numbers))
+        self._of_replica.setdefault(replica, set()).add(place)
+        insort(self._lines.setdefault(place.version, []), place, key=_NUMBER)
+        return place
+
+    async def earlier_have_asked(self) -> None:
+        """Waits until all woken calls have asked, so that a new call takes no ticket for which another one was
+        woken."""
+        while self._awake:  # noqa: ASYNC110 - the woken calls run in the next turns of the event loop
+            await asyncio.sleep(0)
+
+    def stay(self, place: "_PlaceInLine") -> None:
+        """Keeps the place of a call that got no ticket, at the present version of its replica."""
+        version = place.version_now()
+        if version != place.version:
+            self._leave_line(place)
+            place.version = version
+            insort(self._lines.setdefault(version, []), place, key=_NUMBER)
+        self._pass_on(place)
+
+    def leave(self, place: "_PlaceInLine") -> None:
+        """Removes the place of a call that ends: with a ticket, at its deadline, or because it was cancelled."""
+        self._leave_line(place)
+        places = self._of_replica[place.replica]
+        places.discard(place)
+        if not places:
+            del self._of_replica[place.replica]
+        self._pass_on(place)
+
+    def _leave_line(self, place: "_PlaceInLine") -> None:
+        line = self._lines[place.version]
+        line.remove(place)
+        if not line:
+            del self._lines[place.version]
+
+    def _pass_on(self, place: "_PlaceInLine") -> None:
+        """Wakes the next call in line, if this one was woken. Calls before it were asked already."""
+        if place.woken.is_set():
+            place.woken.clear()
+            self._awake -= 1
+            self._wake_after(place.number)
+
+    def _wake_after(self, number: int) -> None:
+        """Wakes the first call behind `number` that can get a ticket. If it is woken already, it passes this on."""
+        first: _PlaceInLine | None = None
+        for version, line in self._lines.items():
+            at = bisect_right(line, number, key=_NUMBER)
+            if at < len(line) and (first is None or line[at].number < first.number) and self._may_get(version):
+                behind = itertools.islice(line, at, None)
+                next_one = next((place for place in behind if self._may_ask(place.replica)), None)
+                if next_one is not None and (first is None or next_one.number < first.number):
+                    first = next_one
+        if first is not None:
+            self._wake(first)
+
+    def _wake(self, place: "_PlaceInLine") -> None:
+        if not place.woken.is_set():
+            place.woken.set()
+            self._awake += 1
+
+
+class _PlaceInLine:
+    def __init__(self, line: TicketLine, replica: str, version_now: Callable[[], Version], *, number: int) -> None:
+        self._line = line
+        self.replica = replica
+        self.version_now = version_now
+        self.version = version_now()
+        self.number = number
+        self.woken = asyncio.Event()
+
+    def stay(self) -> None:
+        self._line.stay(self)
+
+    def leave(self) -> None:
+        self._line.leave(self)
+
+
+class Waiting:
+    """The calls that wait: `tickets` of generators, `leases` of the learner, `failures` of watchers, and `loads` of
+    evaluations. `states` counts the seconds in which calls of each role wait."""
+
+    def __init__(
+        self,
+        *,
+        states: StateClock,
+        may_get: Callable[[Version], bool],
+        may_ask: Callable[[str], bool],
+        clock: Callable[[], float],
+    ) -> None:
         self._states = states
         self._clock = clock
-        self._changed = asyncio.Condition()
         self._waiting: Counter[Role] = Counter()
+        self.tickets = TicketLine(may_get=may_get, may_ask=may_ask)
+        self.leases, self.failures, self.loads = Bell(), Bell(), Bell()
 
-    async def changed(self) -> None:
-        """Wakes all waiting calls, because an answer may have changed."""
-        async with self._changed:
-            self._changed.notify_all()
+    def groups_changed(self) -> None:
+        """Wakes the learner, and a generator if it can get a ticket, because groups have changed their states."""
+        self.tickets.wake()
+        self.leases.ring()
 
     async def answer(
-        self, ask: Callable[[], Answer], *, final: Callable[[Answer], bool], wait_s: float, role: Role | None = None
+        self,
+        ask: Callable[[], Answer],
+        *,
+        final: Callable[[Answer], bool],
+        enter: Callable[[], Place],
+        wait_s: float,
+        role: Role | None = None,
     ) -> Answer:
-        """Calls `ask` again after each change, until its answer is final or `wait_s` seconds have passed.
+        """Calls `ask` again at each wake-up, until its answer is final or `wait_s` seconds have passed.
 
-        Returns the last answer. There is no `await` between that call of `ask` and the return, so a cancelled wait
-        never loses an answer. A wait counts in the metrics as a wait of `role`, if there is one.
+        `enter` returns the place of the call if it has to wait. Returns the last answer. There is no `await` between
+        that call of `ask` and the return, so a cancelled wait never loses an answer. A wait counts in the metrics as a
+        wait of `role`, if there is one.
         """
         started_s = self._clock()
-        async with self._changed:
+        answer = ask()
+        if final(answer) or wait_s <= 0:
+            return answer
+        place = enter()
+        self._count(role, 1)
+        try:
             while True:
-                answer = ask()
                 left_s = wait_s - (self._clock() - started_s)
-                if final(answer) or left_s <= 0:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(left_s):
+                        await place.woken.wait()
+                answer = ask()
+                if final(answer) or self._clock() - started_s >= wait_s:
                     return answer
-                self._count(role, 1)
-                try:
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(left_s):
-                            await self._changed.wait()
-                finally:
-                    self._count(role, -1)
+                place.stay()
+        finally:
+            self._count(role, -1)
+            place.leave()
 
     def _count(self, role: Role | None, change: int) -> None:
         if role is not None:

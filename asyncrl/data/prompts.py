@@ -307,13 +307,20 @@ class PromptSource:
         """Returns the next task, or None when all epochs are over."""
         if self._epochs is not None and self._epoch >= self._epochs:
             return None
-        index = self._position
-        if self._shuffle:
-            index = _permuted(index, size=len(self._tasks), key=f"{self._seed}/{self._epoch}")
+        task = self._at(self._epoch, self._position)
         self._position += 1
         if self._position == len(self._tasks):
             self._epoch, self._position = self._epoch + 1, 0
-        return self._tasks[index]
+        return task
+
+    def task(self, number: int) -> Task:
+        """Returns the task that was or will be issued as number `number`, from 0 on."""
+        return self._at(*divmod(number, len(self._tasks)))
+
+    def _at(self, epoch: int, position: int) -> Task:
+        if self._shuffle:
+            position = _permuted(position, size=len(self._tasks), key=f"{self._seed}/{epoch}")
+        return self._tasks[position]
 
     def state(self) -> PromptCursor:
         """Returns the cursor from which `restore` continues after the last issued task."""

@@ -10,13 +10,13 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 
 from asyncrl.common.roles import Role, RunState
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.coordinator import Coordinator
-from asyncrl.coordinator.status import RunStatus
+from asyncrl.coordinator.status import BriefStatus, OwnReplicas
 from asyncrl.deployment.closing import Stopped, running, unless_stopped
 from asyncrl.deployment.inputs import Prompts
 from asyncrl.deployment.pool import ReplicaPool
@@ -40,9 +40,9 @@ class Progress:
         self._clock = clock
         self._due_s: float | None = None
 
-    def line(self, status: RunStatus, names: Collection[str]) -> str | None:
-        """Returns the next log line about the replicas `names`; None if none is due."""
-        busy = [view for view in status.replicas if view.replica in names and view.reserved_groups]
+    def line(self, status: BriefStatus, own: OwnReplicas) -> str | None:
+        """Returns the next log line about the replicas `own`; None if none is due."""
+        busy = [view for view in own.views.values() if view.reserved_groups]
         if self._due_s is None and busy:
             self._due_s = self._clock() + COUNT_EVERY_S
             weights = ", ".join(sorted({view.version.words for view in busy if view.version is not None}))
@@ -50,8 +50,8 @@ class Progress:
         if self._due_s is None or self._clock() < self._due_s:
             return None
         self._due_s = self._clock() + COUNT_EVERY_S
-        samples = sum(report.samples for name, report in status.reports.items() if name in names)
-        running = sum(status.reports[view.replica].running_groups for view in busy if view.replica in status.reports)
+        samples = sum(report.samples for report in own.reports.values())
+        running = sum(own.reports[view.replica].running_groups for view in busy if view.replica in own.reports)
         return (
             f"{samples:,} samples generated, {running} groups in flight; the learner is at {status.version.words} of "
             f"{status.total_steps}"
@@ -114,26 +114,27 @@ class GeneratorDeployment:
         """
         progress = Progress()
         while not stop.is_set():
-            status = await handles.coordinator.call(Coordinator.status)
-            if line := progress.line(status, {replica.name for replica in self._pool.replicas}):
+            status = await handles.coordinator.call(Coordinator.brief_status)
+            names = [replica.name for replica in self._pool.replicas]
+            own = await handles.coordinator.call(Coordinator.own_replicas, self._deployment.id, names)
+            if line := progress.line(status, own):
                 logger.info("%s", line)
             if status.state in (RunState.FINISHED, RunState.FAILED):
                 logger.info("the run is %s", status.state)
                 return
-            learner = any(deployment.role is Role.LEARNER for deployment in status.deployments)
             # A learner that closes the run evaluates and saves, and one that restores a checkpoint loads it, which may
             # take longer. Before the first step, the learner may be started much later.
-            left = not learner and status.version.step > 0
+            left = not status.learner_attached and status.version.step > 0
             may_stall = status.state is RunState.RUNNING or left
             if may_stall and status.quiet_s > self._config.run.stall_timeout_s:
                 raise StallError(
                     f"no group was committed and no step was trained for {status.quiet_s:.0f} s "
                     f"(run.stall_timeout_s = {self._config.run.stall_timeout_s:g}); {status.counts.ready} groups are "
                     "ready for the learner, which is "
-                    f"{'attached' if learner else 'gone'}; see the "
+                    f"{'attached' if status.learner_attached else 'gone'}; see the "
                     "learner's log for the cause"
                 )
-            await self._pool.look_after(status, handles.coordinator)
+            await self._pool.look_after(own, handles.coordinator)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(WATCH_EVERY_S):
                     await stop.wait()

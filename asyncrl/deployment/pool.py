@@ -27,7 +27,7 @@ from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.replicas import ReplicaView
-from asyncrl.coordinator.status import RunStatus
+from asyncrl.coordinator.status import OwnReplicas
 from asyncrl.data_plane.calls import finished, reason_of_death
 from asyncrl.deployment.cluster import placed
 from asyncrl.deployment.run_dir import reward_log_path
@@ -133,22 +133,21 @@ class ReplicaPool:
         for replica in self.replicas:
             replica.running = asyncio.create_task(self._run(replica), name=replica.name)
 
-    async def look_after(self, status: RunStatus, coordinator: CoordinatorClient) -> None:
-        """Begins to end, start, add and drain replicas, as the run's status and the replicas themselves require.
+    async def look_after(self, own: OwnReplicas, coordinator: CoordinatorClient) -> None:
+        """Begins to end, start, add and drain replicas, as the coordinator and the replicas themselves require.
 
         Raises GeneratorPoolExhausted if fewer than `generator.min_replicas` replicas generate, and no other one comes
         back within `generator.replace_timeout_s`.
         """
-        views = {view.replica: view for view in status.replicas}
         for replica in [*self.replicas]:
-            if replica.name in status.reports:
-                replica.samples = status.reports[replica.name].samples
+            if replica.name in own.reports:
+                replica.samples = own.reports[replica.name].samples
             if replica.work is not None and replica.work.done():
                 replica.work.result()
                 replica.work = None
             if replica.work is None and replica.running is not None:
-                self._look_at(replica, views.get(replica.name), coordinator)
-        wanted = status.wanted_replicas.get(self._deployment, self._wanted)
+                self._look_at(replica, own.views.get(replica.name), coordinator)
+        wanted = self._wanted if own.wanted is None else own.wanted
         if wanted != self._wanted:
             self._wanted, self._given_up = wanted, 0
         while len(self.replicas) + self._given_up < wanted:

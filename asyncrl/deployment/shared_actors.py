@@ -174,7 +174,7 @@ async def _has_partition(config: Config, learner: Deployment, client: DataPlaneC
         return True
     coordinator = await _coordinator(handle, config)
     await coordinator.call(Coordinator.check, learner, shared=shared_config(config), restores=True)
-    if (await coordinator.call(Coordinator.status)).published is None:
+    if (await coordinator.call(Coordinator.brief_status)).published is None:
         return True
     try:
         await asyncio.to_thread(client.fields_of, [], TRAIN_PARTITION)
@@ -278,7 +278,7 @@ def end_run(name: str) -> list[str]:
         run = find_run(name)
         asyncio.run(run.call(Registry.set_state, RunState.FAILED, "`asyncrl down` ended the run"))
         deadline_s = time.monotonic() + END_S
-        while asyncio.run(run.call(Coordinator.status)).deployments and time.monotonic() < deadline_s:
+        while asyncio.run(run.call(Registry.live)) and time.monotonic() < deadline_s:
             time.sleep(POLL_S)  # polls other processes
     end_actors(name)
     return names

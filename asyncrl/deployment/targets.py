@@ -48,14 +48,16 @@ class Targets:
         """Updates the list every `TARGETS_EVERY_S` until it is cancelled, because replicas and Ray's nodes come and
         go."""
         own_cores = self.cores
+        serial, addresses = 0, dict[str, str]()
         while True:
             try:
-                status = await coordinator.call(Coordinator.status)
+                changes = await coordinator.call(Coordinator.endpoints, serial)
+                serial, addresses = changes.serial, changes.applied_to(addresses)
                 nodes = await ray_nodes(timeout_s=timeout_s)
             except (RunError, TimeoutError) as error:
                 logger.warning("Prometheus' targets are not up to date: %s", error)
             else:
-                self.publish([*targets_of(status.targets), *ray_targets(nodes)])
+                self.publish([*targets_of(addresses), *ray_targets(nodes)])
                 # Ray on one machine reports only the logical CPUs that the run asked for, so the machine's cores count.
                 # A cluster reports the CPUs of all its machines.
                 cores = sum(int(node["Resources"].get("CPU", 0)) for node in nodes if node["Alive"])

@@ -92,7 +92,7 @@ class Generator:
         self._coordinator = coordinator
         self._rows = rows
         self._weights = weights
-        self._held = HeldTickets()
+        self._held = HeldTickets(first_number=time.time_ns())
         self._prefixes = PrefixKeeper(
             prefix_rows,
             every_tokens=config.generator.persist_every_tokens,
@@ -271,9 +271,11 @@ class Generator:
             await self._coordinator.call(Coordinator.fail, list(tickets))
         except (RunError, TimeoutError) as lost:
             logger.warning("could not report that groups %s failed, so their tickets will expire: %s", keys, lost)
-        finally:
             for key in keys:
-                self._held.settle(key)  # heartbeats renew the tickets in `_held`: this one would never expire
+                self._held.give_up(key)
+        else:
+            for key in keys:
+                self._held.settle(key)
 
     # --- delivery -----------------------------------------------------------------------------------------------
 
@@ -371,10 +373,16 @@ class Generator:
             weight_updates=self._weights.updates,
             parity_max_nats=self._weights.parity_max_nats,
         )
-        ended = await self._coordinator.call(
-            Coordinator.heartbeat, self._name, self._weights.version, free, self._held.progress(), report
-        )
-        self._abandon(ended)
+        for _ in range(2):  # if the buffer asks for all tickets, they follow at once
+            held = self._held.report()
+            renewal = await self._coordinator.call(
+                Coordinator.heartbeat, self._name, self._weights.version, free, held, report
+            )
+            self._held.answered(held)
+            self._abandon(renewal.ended)
+            if not renewal.name_all:
+                return
+            self._held.name_all()
 
     # --- engine -------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from asyncrl.algorithms.advantages import Estimator, Samples, check_rewards, com
 from asyncrl.algorithms.filters import SampleFilters
 from asyncrl.buffer.records import Lease, LeasedGroup
 from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data.prompts import Task
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.sample_ids import samples_of
@@ -181,6 +182,7 @@ def counts_by_staleness(lease: Lease) -> dict[str, dict[int, int]]:
 
 def sample_record(
     leased: LeasedGroup,
+    task: Task,
     rows: BatchedDataDict,
     *,
     step: int,
@@ -188,7 +190,7 @@ def sample_record(
     sample: int,
     decode: Decode,
 ) -> SampleRecord:
-    """Returns the full record of sample `sample` of a group, whose data is row `row` of `rows`.
+    """Returns the full record of sample `sample` of a group with this task. Its data is row `row` of `rows`.
 
     `rows` needs the columns `input_ids`, `weight_versions` and `advantages`. When there is one advantage per token, the
     record keeps their mean over the completion. The record contains `generation_logprobs` and `prev_logprobs` when
@@ -206,10 +208,10 @@ def sample_record(
     return SampleRecord(
         step=step,
         group=leased.meta.group,
-        prompt=leased.task.prompt,
+        prompt=task.prompt,
         rendered_prompt=decode(rows["input_ids"][row, :prompt].tolist(), True),
         completion=decode(rows["input_ids"][row, cut].tolist(), False),
-        answer=leased.task.answer,
+        answer=task.answer,
         reward=leased.meta.rewards[sample],
         advantage=float(advantage),
         version_spans=spans,

@@ -30,7 +30,8 @@ from asyncrl.metrics.recorders import LearnerMetrics
 
 logger = logging.getLogger(__name__)
 
-REPLICA_POLL_S = 0.1
+REPLICA_WAIT_S = 5.0
+"""Longest wait of one call for a replica, seconds."""
 EVALUATIONS = 5
 """Number of attempts at one evaluation, on replicas that end or fail."""
 REPEAT_PAUSE_S = 2.0
@@ -98,19 +99,21 @@ class HeldoutEvaluation:
         """
         deadline_s = self._clock() + self._stall_timeout_s
         while True:
-            status = await self._coordinator.call(Coordinator.status)
-            for view in status.replicas:
-                if view.live and view.version == version and view.replica in status.reports:
-                    actor = status.reports[view.replica].actor
-                    if actor not in self._gone:
-                        return actor
+            actor = await self._coordinator.call(
+                Coordinator.replica_at,
+                version,
+                other_than=tuple(self._gone),
+                wait_s=min(REPLICA_WAIT_S, self._stall_timeout_s),
+            )
+            if actor is not None:
+                return actor
             if self._clock() > deadline_s:
+                status = await self._coordinator.call(Coordinator.status)
                 raise StallError(
                     f"no live replica has loaded the weights of {version.words} within run.stall_timeout_s = "
                     f"{self._stall_timeout_s:g} s; {replicas_in_words(status)}. Look at the generators' logs for a "
                     "failed weight update, or raise run.stall_timeout_s"
                 )
-            await asyncio.sleep(REPLICA_POLL_S)
 
     async def evaluate(self, version: Version, *, actor: str) -> None:
         """Runs the held-out tasks on the replica `actor` and records their mean reward as the reward of `version`.

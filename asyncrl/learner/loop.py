@@ -24,7 +24,7 @@ from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.learner_calls import Acked, LearnerCalls
 from asyncrl.coordinator.snapshot import RunSnapshot
-from asyncrl.coordinator.status import RunStatus
+from asyncrl.coordinator.status import BriefStatus
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.sample_ids import group_of
@@ -34,7 +34,7 @@ from asyncrl.learner.batch import Decode, check_staleness, sample_ids, step_meta
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.heldout import HeldoutEvaluation
 from asyncrl.learner.kept_steps import KeptSteps, kept_columns
-from asyncrl.learner.progress import check_progress
+from asyncrl.learner.progress import check_progress, must_look
 from asyncrl.learner.publication import Publisher
 from asyncrl.learner.recording import EndedStep, StepRecorder
 from asyncrl.learner.records import RunTotals, StepRecord
@@ -135,7 +135,7 @@ class LearnerLoop:
         await asyncio.to_thread(self._policy.prepare_step, samples, learner.group_size)
         # Admission stays paused until the first version is published and evaluated: see `asyncrl.learner.heldout`.
         await self._coordinator.call(LearnerCalls.pause, self._incarnation)
-        first = version = (await self._coordinator.call(Coordinator.status)).version
+        first = version = (await self._coordinator.call(Coordinator.brief_status)).version
         await self._publish(version)
         await self._keep_weights(version)
         if self._recorder.before is None:
@@ -194,8 +194,9 @@ class LearnerLoop:
             # Raises if the index of the data plane has died. It comes first: a dead index makes rollouts fail, so that
             # the check of the progress would name another cause.
             await self._rows.outstanding()
-            status = await self._coordinator.call(Coordinator.status)
-            check_progress(status, waits=answer, config=self._config)
+            status = await self._coordinator.call(Coordinator.brief_status)
+            if must_look(status, waits=answer, config=self._config):
+                check_progress(await self._coordinator.call(Coordinator.status), waits=answer, config=self._config)
             if self._checkpoints.due(status.version.step):
                 await self._save(await self._coordinator.call(LearnerCalls.snapshot, self._incarnation))
         return None
@@ -302,12 +303,12 @@ class LearnerLoop:
             version=status.version,
             published=self._publisher.published,
             publish_every_steps=self._config.weights.publish_every_steps,
-            replicas=status.replicas,
+            able=status.able,
         ):
             await self._publish(status.version)
         return acked
 
-    async def _skip(self, lease: Lease) -> tuple[RunStatus, tuple[str, ...]]:
+    async def _skip(self, lease: Lease) -> tuple[BriefStatus, tuple[str, ...]]:
         """Ends the lease of a step that changed no weights. The version stays, and other prompts replace the groups.
 
         Returns the state of the run, and the keys of the groups whose rows may be cleared.
@@ -319,7 +320,7 @@ class LearnerLoop:
             names_of(lease),
         )
         over = await self._coordinator.call(LearnerCalls.skip, lease.incarnation, lease.step)
-        return await self._coordinator.call(Coordinator.status), over
+        return await self._coordinator.call(Coordinator.brief_status), over
 
     # --- checkpoints, weights and evaluation --------------------------------------------------------------------
 

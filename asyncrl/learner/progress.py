@@ -4,9 +4,14 @@ from collections.abc import Sequence
 
 from asyncrl.buffer.records import FailureCount, FailureStreak, LeaseWait
 from asyncrl.config.schema import Config
-from asyncrl.coordinator.status import RunStatus
+from asyncrl.coordinator.status import BriefStatus, RunStatus
 from asyncrl.errors import RunError, StallError
 from asyncrl.learner.failures import in_words
+
+
+def must_look(status: BriefStatus, *, waits: LeaseWait, config: Config) -> bool:
+    """Returns whether a waiting learner has to check its progress, for which it needs the whole status of the run."""
+    return waits is LeaseWait.TOO_MANY_FAILURES or status.quiet_s > config.run.stall_timeout_s
 
 
 def check_progress(status: RunStatus, *, waits: LeaseWait, config: Config) -> None:

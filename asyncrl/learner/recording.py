@@ -18,7 +18,7 @@ from asyncrl.buffer.records import Lease
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.replicas import mean_states
-from asyncrl.coordinator.status import RunStatus
+from asyncrl.coordinator.status import BriefStatus, RunStatus
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.learner.batch import Decode, StepSamples, counts_by_staleness, sample_record
 from asyncrl.learner.critic import critic_numbers
@@ -45,7 +45,7 @@ def described_metrics(config: Config) -> LearnerMetrics:
 class EndedStep:
     """A step that was acked or skipped.
 
-    `status` is the buffer's status right after the ack or skip. `published` is the newest version whose snapshot was
+    `status` is the run's brief status right after the ack or skip. `published` is the newest version whose snapshot was
     taken. `duration_s` is the time since the lease was received. `critic_report` is None in a run without a critic.
     """
 
@@ -53,7 +53,7 @@ class EndedStep:
     samples: StepSamples
     report: StepReport
     critic_report: StepReport | None
-    status: RunStatus
+    status: BriefStatus
     published: Version | None
     duration_s: float
 
@@ -103,7 +103,7 @@ class StepRecorder:
             rows_outstanding=rows_outstanding,
             weight_updates=self._weight_updates(status),
             mid_sequence_updates=self._mid_sequence_updates,
-            parity_max_nats=max((report.parity_max_nats for report in status.reports.values()), default=None),
+            parity_max_nats=status.totals.parity_max_nats if status.totals.replicas else None,
             tokens_continued=status.account.events[Event.TOKENS_CONTINUED],
             tokens_dropped=status.account.events[Event.TOKENS_DROPPED],
         )
@@ -145,26 +145,21 @@ class StepRecorder:
             trained_tokens=report.trained_tokens if trained else 0,
             model_flops=report.model_flops,
             mfu_ratio=_mfu_ratio(step),
-            generated_samples=sum(entry.samples for entry in status.reports.values())
-            + (before.generated_samples if before else 0),
+            generated_samples=status.totals.samples + (before.generated_samples if before else 0),
             generated_tokens=status.account.issued.tokens,
             learner_state_s=_added(self.state_seconds(), before.learner_state_s if before else {}),
-            generator_state_s=_added(mean_states(status.reports.values()), before.generator_state_s if before else {}),
+            generator_state_s=_added(mean_states([status.totals]), before.generator_state_s if before else {}),
             buffer_groups=status.groups_by_state,
             ledger_groups={fate.value: amount.groups for fate, amount in status.account.fates.items()},
             published_version=_step_of(step.published),
-            oldest_replica_version=min(
-                (view.version.step for view in status.replicas if view.version is not None), default=None
-            ),
+            oldest_replica_version=status.oldest_replica_step,
             weight_updates=self._weight_updates(status),
             mid_sequence_updates=self._mid_sequence_updates,
             diagnostics=measured | {name: _finite(value) for name, value in _diagnostics(step).items()},
         )
 
-    def _weight_updates(self, status: RunStatus) -> int:
-        return sum(entry.weight_updates for entry in status.reports.values()) + (
-            self.before.weight_updates if self.before else 0
-        )
+    def _weight_updates(self, status: BriefStatus) -> int:
+        return status.totals.weight_updates + (self.before.weight_updates if self.before else 0)
 
     # --- samples ------------------------------------------------------------------------------------------------
 
@@ -181,7 +176,15 @@ class StepRecorder:
         self.log.write_samples(
             lease.step,
             [
-                sample_record(lease.groups[group], rows, step=lease.step, row=row, sample=sample, decode=self.decode)
+                sample_record(
+                    lease.groups[group],
+                    lease.logged_tasks[group],
+                    rows,
+                    step=lease.step,
+                    row=row,
+                    sample=sample,
+                    decode=self.decode,
+                )
                 for row, (group, sample) in enumerate(places)
             ],
         )
@@ -258,7 +261,7 @@ def _tokens_by_staleness(report: StepReport) -> dict[int, int]:
     return {age: count for age, count in enumerate(report.token_staleness) if count}
 
 
-def _length_ratio(status: RunStatus) -> float:
+def _length_ratio(status: BriefStatus) -> float:
     """Returns the mean completion length of trained samples divided by that of all samples with counted tokens.
 
     Samples of reserved and failed groups have no counted tokens. Returns NaN until there is a trained sample.

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 from audited_run import FAILED_GROUP, MASKED_GROUP, AuditedRun, Killed, changed, record, record_killed_run
-from buffer_scenes import progress_of
 from learner_scenes import ids_of, meta_of, rows_of
 from typer.testing import CliRunner
 
@@ -191,7 +190,7 @@ class WithStragglers(AuditedRun):
         for ticket in await self._tickets():
             if ticket.group == 2 and not ticket.attempt:
                 self.late = ticket
-                self.held = progress_of(ticket, tokens=3)
+                self.held = {ticket.key: 3}
             else:
                 await self.finish(ticket, rows_of(ticket), meta_of(ticket))
         if self.held and self.loaded == Version(1, 2):

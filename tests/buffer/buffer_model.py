@@ -6,6 +6,7 @@ that it can train another step.
 """
 
 import copy
+import itertools
 from collections import Counter
 from collections.abc import Collection
 from typing import Any
@@ -19,11 +20,12 @@ from asyncrl.buffer.records import (
     CommitOutcome,
     Failure,
     GroupMeta,
+    HeldReport,
     Lease,
     LeaseWait,
     Prefix,
-    Progress,
     Refusal,
+    Renewal,
     Ticket,
 )
 from asyncrl.buffer.replay_buffer import ReplayBuffer
@@ -32,8 +34,10 @@ from asyncrl.common.lineage import Lineage
 from asyncrl.common.version import Version
 from asyncrl.config.schema import OnDeadline
 from asyncrl.errors import FailureClass
+from asyncrl.generation.held_tickets import HeldTickets
 
 TIMEOUT_S = 10.0
+HEARTBEATS_A_LIFE = 10**6
 MAX_ATTEMPTS = 3
 IN_A_CHECKPOINT = (
     "v", "tickets", "state", "committed", "lost", "booked_bytes", "waiting", "fates", "failed_on", "deadline",
@@ -85,8 +89,12 @@ class BufferModel:
         self.lost: set[str] = set()
         self.booked_bytes: dict[str, int] = {}
         self.waiting: set[int] = set()  # groups whose prompt is at the front
-        self.heard_at_s: dict[str, float] = {}
-        self.known: dict[str, set[str]] = {"a": set(), "b": set(), "c": set()}  # keys on which each replica works
+        self.confirmed: set[str] = set()  # tickets that a heartbeat has named, and no later complete one has left out
+        self.unconfirmed_s: dict[str, float] = {}  # the time since which a ticket is not confirmed
+        self.lives = itertools.count(1)
+        self.held = {replica: self.new_life() for replica in "abc"}  # what each replica knows of its tickets
+        self.numbers: dict[str, int] = {}  # of the last heartbeat of each replica that is not quarantined
+        self.delayed: dict[str, HeldReport] = {}  # heartbeats that are still under way
         self.lease: Lease | None = None
         self.fates = dict.fromkeys(Fate, 0)
         self.failed_on: dict[int, list[str]] = {}  # the replica of each attempt that failed or expired, by group
@@ -99,12 +107,15 @@ class BufferModel:
         self.split: dict[int, Prefix] = {}  # what is stored of committed groups, and a checkpoint may need
         self.metas: dict[int, GroupMeta] = {}  # of these groups
         self.continued = self.dropped = 0  # tokens
+        self.own_prefix: dict[str, Prefix] = {}  # what each attempt has stored itself
         self.stored: set[str] = set()  # every key under which something was ever stored
+        self.sampled: Counter[str] = Counter()  # tokens that the rollout of each ticket has sampled
 
     def new_buffer(self) -> ReplayBuffer:
         return ReplayBuffer(
             limits=self.limits,
             next_prompt=self.prompts.next,
+            task_of=self.prompts.task,
             clock=self.clock.read,
             drop_last=self.drop_last,
             on_deadline=self.on_deadline,
@@ -195,48 +206,119 @@ class BufferModel:
             self.state[ticket.key] = "reserved"
             self.deadline[ticket.key], self.newest[ticket.key] = ticket.deadline, ticket.version.step
             self.booked_bytes[ticket.key] = self.limits.worst_group_bytes
-            self.heard_at_s[ticket.key] = self.clock.now_s
-            if not reply_lost:
-                self.known[replica].add(ticket.key)
+            self.unconfirmed_s[ticket.key] = self.clock.now_s
+        if not reply_lost:
+            self.held[replica].add(answer.tickets)
         assert (answer.refusal is None) == (len(answer.tickets) == count)
         if answer.refusal is Refusal.STALENESS:
             assert self.slots() + (self.v - r) * per_step >= (self.limits.max_staleness_versions + 1) * per_step
 
+    # Heartbeats. The replica's end is the real one, and the calls and answers may be lost, late or delayed.
+
+    def new_life(self) -> HeldTickets:
+        return HeldTickets(first_number=next(self.lives) * HEARTBEATS_A_LIFE)
+
     def heartbeat(self, replica: str, *, store: int | None = None) -> None:
-        held = sorted(self.known[replica])
-        for key in held:
-            self.progress[key] += self.tickets[key].group % 3
-            self.newest[key] = max(self.newest[key], self.loaded[replica].step)
-        reported = {key: Progress(generated_tokens=self.progress[key]) for key in held}
-        for n, key in enumerate(held):
+        """The replica reports, as `Generator.report` does, and gets its answers. It then holds no ended ticket."""
+        held = self.held[replica]
+        self.work(replica, store=store)
+        for _ in range(2):
+            report = held.report()
+            renewal = self.deliver(replica, report)
+            assert renewal is not None
+            held.answered(report)
+            for key in renewal.ended:
+                held.settle(key)
+            if not renewal.name_all:
+                break
+            held.name_all()
+        assert not renewal.name_all
+        # The answer to a commit is still under way if the replica holds a ticket that was committed.
+        assert not [key for key in held if self.has_ended(key) and key not in self.committed]
+
+    def heartbeat_without_answer(self, replica: str, pick: int) -> None:
+        """A heartbeat whose answer is lost, or that is lost itself."""
+        self.work(replica, store=pick if pick % 3 == 0 else None)
+        report = self.held[replica].report()
+        if pick % 2:
+            self.deliver(replica, report)
+
+    def delay_heartbeat(self, replica: str) -> None:
+        """A heartbeat that comes later, maybe after the next ones."""
+        self.work(replica)
+        self.delayed[replica] = self.held[replica].report()
+
+    def deliver_delayed(self, replica: str) -> None:
+        if (report := self.delayed.pop(replica, None)) is not None and self.deliver(replica, report) is None:
+            self.held[replica].answered(report)  # a late heartbeat is answered too
+
+    def work(self, replica: str, *, store: int | None = None) -> None:
+        """The rollouts of the replica go on."""
+        held = self.held[replica]
+        for n, key in enumerate(sorted(held)):
+            self.sampled[key] += self.tickets[key].group % 3
+            held.generated(key, self.sampled[key])
             if store is not None:
-                prefix = self.store(key, store + n, newest=self.loaded[replica])
-                reported[key] = msgspec.structs.replace(reported[key], prefix=prefix)
-        ended = self.buffer.tickets.renew(replica, held=reported, version=self.loaded[replica])
+                held.stored(key, self.store(key, store + n, newest=self.loaded[replica]))
+
+    def deliver(self, replica: str, report: HeldReport) -> Renewal | None:
+        """The buffer gets a heartbeat."""
+        renewal = self.buffer.tickets.renew(replica, held=report, version=self.loaded[replica])
+        known = self.numbers.get(replica)
+        assert (renewal is None) == (known is not None and report.number <= known)
+        if renewal is None:
+            return None
+        self.numbers[replica] = report.number
         self.hear(replica)
-        assert set(ended) == {
-            key for key in held if self.state[key] == "over" and not (key in self.committed and key not in self.lost)
-        }
-        for key in held:
-            self.heard_at_s[key] = self.clock.now_s
+        for key in self.reserved_by(replica):
+            if known is not None and report.complete and key not in report.tokens and key in self.confirmed:
+                self.confirmed.discard(key)
+                self.unconfirmed_s[key] = self.clock.now_s
+        for key, tokens in report.tokens.items():
+            if self.state[key] == "reserved":
+                self.confirmed.add(key)
+                self.progress[key] = tokens
+        for key in self.reserved_by(replica):
+            if key in self.confirmed and self.lineage.has(self.loaded[replica]):
+                self.newest[key] = max(self.newest[key], self.loaded[replica].step)
+        for key, prefix in report.prefixes.items():
+            if self.state[key] == "reserved":
+                self.record_prefix(key, prefix)
+        assert set(renewal.ended) == set(filter(self.has_ended, report.tokens))
+        return renewal
+
+    def reserved_by(self, replica: str) -> list[str]:
+        return [key for key in self.having("reserved") if self.tickets[key].replica == replica]
+
+    def has_ended(self, key: str) -> bool:
+        """Whether no commit of the ticket was accepted or can be accepted."""
+        return self.state.get(key, "over") == "over" and not (key in self.committed and key not in self.lost)
+
+    def give_up(self, replica: str, pick: int) -> None:
+        """The replica cannot report the failure of a rollout, and forgets its ticket."""
+        if held := sorted(self.held[replica]):
+            self.held[replica].give_up(held[pick % len(held)])
 
     def store(self, key: str, pick: int, *, newest: Version) -> Prefix:
-        """A replica has stored more tokens of a group, after those of its prefix unless it could not read them."""
-        ticket = self.tickets[key]
-        before = self.prefixes.get(ticket.group)
-        own = before if before is not None and before.attempt == ticket.attempt else None
+        """A replica stores more tokens of a group, after those of its prefix unless it could not read them."""
+        ticket, own = self.tickets[key], self.own_prefix.get(key)
         if own is None:
             prefix = stored_by(ticket, tokens=pick % 3 + 1, also=(newest,), unreadable=pick % 5 == 0)
         else:
             prefix = msgspec.structs.replace(
                 own, tokens=own.tokens + 1, versions=tuple(sorted({*own.versions, newest}))
             )
-        if self.state[key] == "reserved":
-            if before is not None and own is None:
-                self.dropped += before.tokens - prefix.continued_tokens
-            self.prefixes[ticket.group] = prefix
+        self.own_prefix[key] = prefix
         self.stored.add(key)
         return prefix
+
+    def record_prefix(self, key: str, prefix: Prefix) -> None:
+        """The buffer hears what a replica has stored of a reserved group."""
+        group = self.tickets[key].group
+        before = self.prefixes.get(group)
+        if before is not None and before.attempt != prefix.attempt:
+            self.dropped += before.tokens - prefix.continued_tokens
+        self.prefixes[group] = prefix
 
     def strand(self, replica: str, pick: int) -> None:
         """A replica stores its groups and ends. The other replicas finish theirs, also newer ones, and the learner
@@ -275,7 +357,7 @@ class BufferModel:
 
     def crash(self, replica: str) -> None:
         """The replica restarts at once without its tickets, and the buffer gets no message about it."""
-        self.known[replica].clear()
+        self.held[replica] = self.new_life()
 
     def load(self, replica: str) -> None:
         """Loads the published version. The rollouts of the replica go on with it."""
@@ -297,6 +379,8 @@ class BufferModel:
     def commit_one(self, key: str, *, row_bytes: int, stores: bool = False) -> None:
         ticket = self.tickets[key]
         stored = self.store(key, 1, newest=max(self.versions[key])) if stores else None
+        if stored is not None and self.state[key] == "reserved":
+            self.record_prefix(key, stored)
         meta = finished(ticket, versions=self.versions[key], row_bytes=row_bytes)
         outcome = self.buffer.tickets.commit(msgspec.structs.replace(meta, stored=stored))
         if self.state[key] == "reserved" and not all(map(self.lineage.has, self.versions[key])):
@@ -322,6 +406,8 @@ class BufferModel:
             assert outcome is CommitOutcome.DUPLICATE
         else:
             assert outcome is CommitOutcome.LATE
+        if row_bytes % 3:  # else the answer is still under way
+            self.held[ticket.replica].settle(key)
 
     def fail(self, pick: int) -> None:
         if not self.tickets:
@@ -337,20 +423,33 @@ class BufferModel:
             self.prefixes.pop(self.tickets[key].group, None)
         elif held:
             self.attempt_over(key)
+        if pick % 2:
+            self.held[self.tickets[key].replica].settle(key)
 
     def leave(self, replica: str) -> None:
         theirs = {key for key in self.having("reserved") if self.tickets[key].replica == replica}
         assert set(self.buffer.tickets.leave(replica)) == theirs
         for key in theirs:
             self.attempt_over(key)
-        self.known[replica].clear()
+        self.held[replica] = self.new_life()
 
     def time_passes(self, passed_s: float) -> None:
         self.clock.now_s += passed_s
-        silent = {key for key in self.having("reserved") if self.clock.now_s - self.heard_at_s[key] > TIMEOUT_S}
-        assert set(self.buffer.tickets.expire()) == silent
         heard = self.replica_heard_at_s.items()
-        self.quarantined |= {name for name, at_s in heard if self.clock.now_s - at_s > TIMEOUT_S}
+        gone = {replica for replica, heard_s in heard if self.clock.now_s - heard_s > TIMEOUT_S}
+        silent = {
+            key
+            for key in self.having("reserved")
+            if (
+                self.tickets[key].replica in gone
+                if key in self.confirmed
+                else self.clock.now_s - self.unconfirmed_s[key] > TIMEOUT_S
+            )
+        }
+        assert set(self.buffer.tickets.expire()) == silent
+        for replica in gone:
+            self.numbers.pop(replica, None)
+            self.quarantined.add(replica)
         for key in silent:
             self.attempt_over(key)
 
@@ -528,7 +627,8 @@ class BufferModel:
         self.lease = None
         self.published = Version(self.incarnation, self.v)
         self.loaded = dict.fromkeys("abc", self.published)
-        self.known = {"a": set(), "b": set(), "c": set()}
+        self.held = {replica: self.new_life() for replica in "abc"}
+        self.confirmed, self.numbers, self.delayed, self.own_prefix = set(), {}, {}, {}
 
     def roll_back_often(self, pick: int) -> None:
         """After two checkpoints, learners die before they have loaded the rows of theirs, and the next one may go back
@@ -656,11 +756,14 @@ class BufferModel:
         assert counts.booked_bytes == sum(self.booked_bytes[key] for key in self.having("reserved", "ready", "leased"))
         assert counts.booked_bytes <= self.limits.capacity_bytes
         assert counts.waiting == len(self.waiting)
+        assert self.buffer.tickets.by_replica() == Counter(self.tickets[key].replica for key in self.having("reserved"))
         assert self.buffer.version == Version(self.incarnation, self.v)
 
     def check_deadlines(self) -> None:
-        """Checks the invariant of docs/guarantees.md: the groups that are due fit into the remaining steps. With a
-        lease, also checks rule (2)."""
+        """Checks the newest weights of each rollout, and the invariant of docs/guarantees.md: the groups that are due
+        fit into the remaining steps. With a lease, also checks rule (2)."""
+        reserved = self.buffer._state.groups.table.reserved
+        assert {key: slot.newest_step for key, slot in reserved.items()} == {key: self.newest[key] for key in reserved}
         per_step = self.limits.groups_per_step
         for deadline in range(self.v - 1, self.v + self.limits.max_staleness_versions + 1):
             assert self.due(deadline, "reserved", "ready", "leased") <= max(0, deadline - self.v + 1) * per_step
@@ -679,6 +782,7 @@ class BufferModel:
     def check_ledger(self) -> None:
         account = self.buffer.account
         assert account.closed
+        assert account == self.buffer.recount()
         counts = self.buffer.counts()
         assert account.fates[Fate.READY].groups == counts.ready
         assert account.fates[Fate.LEASED].groups == counts.leased

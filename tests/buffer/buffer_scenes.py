@@ -1,8 +1,9 @@
 """Helpers of the buffer's tests: a manual clock, a source of numbered prompts, and short ways to a buffer's states."""
 
+import itertools
 from collections.abc import Collection
 
-from asyncrl.buffer.records import CommitOutcome, GroupMeta, Lease, Prefix, Progress, Ticket, VersionSpan
+from asyncrl.buffer.records import CommitOutcome, GroupMeta, HeldReport, Lease, Prefix, Ticket, VersionSpan
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.staleness import Limits
 from asyncrl.common.version import Version
@@ -31,7 +32,10 @@ class NumberedPrompts:
         if self.limit is not None and self.taken >= self.limit:
             return None
         self.taken += 1
-        name = str(self.taken - 1)
+        return self.task(self.taken - 1)
+
+    def task(self, number: int) -> Task:
+        name = str(number)
         return Task(question=name, prompt=name, answer=name)
 
 
@@ -96,9 +100,14 @@ def stored_by(ticket: Ticket, *, tokens: int = 2, also: tuple[Version, ...] = ()
     )
 
 
-def progress_of(*held: Ticket, tokens: int = 0) -> dict[str, Progress]:
-    """Returns what a heartbeat names that holds these tickets, each with this number of generated tokens."""
-    return {ticket.key: Progress(generated_tokens=tokens) for ticket in held}
+HEARTBEATS = itertools.count(1)
+
+
+def progress_of(*held: Ticket, tokens: int = 0, complete: bool = True, also: Collection[str] = ()) -> HeldReport:
+    """Returns what the next heartbeat says that names these tickets, and those with the keys `also`, each with this
+    number of tokens. It says that the replica holds no others, unless it is not `complete`."""
+    keys = [*(ticket.key for ticket in held), *also]
+    return HeldReport(number=next(HEARTBEATS), complete=complete, tokens=dict.fromkeys(keys, tokens))
 
 
 class Scene:
@@ -119,6 +128,7 @@ class Scene:
         self.buffer = ReplayBuffer(
             limits=self.limits,
             next_prompt=self.prompts.next,
+            task_of=self.prompts.task,
             clock=self.clock.read,
             drop_last=drop_last,
             seed=seed,
@@ -136,7 +146,10 @@ class Scene:
 
     def store(self, ticket: Ticket, prefix: Prefix) -> None:
         """The replica of the ticket reports what it has stored."""
-        self.buffer.tickets.renew(ticket.replica, held={ticket.key: Progress(prefix=prefix)})
+        held = HeldReport(
+            number=next(HEARTBEATS), complete=False, tokens={ticket.key: 0}, prefixes={ticket.key: prefix}
+        )
+        self.buffer.tickets.renew(ticket.replica, held=held)
 
     def lease(self) -> Lease:
         lease = self.buffer.leases.lease()

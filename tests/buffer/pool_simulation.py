@@ -13,7 +13,7 @@ from typing import Literal
 from buffer_scenes import Clock, NumberedPrompts, finished, limits
 
 from asyncrl.buffer.ledger import Account, Fate
-from asyncrl.buffer.records import CommitOutcome, Failure, Lease, LeaseWait, Progress, Ticket
+from asyncrl.buffer.records import CommitOutcome, Failure, HeldReport, Lease, LeaseWait, Ticket
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.common.version import Version
 from asyncrl.coordinator.replicas import Replicas
@@ -91,6 +91,7 @@ class _Replica:
 class Simulation:
     def __init__(self, pool: Pool, *, rng: random.Random, new_buffer: NewBuffer = ReplayBuffer) -> None:
         self.pool, self.rng, self.clock = pool, rng, Clock()
+        prompts = NumberedPrompts(pool.prompts)
         self.buffer = new_buffer(
             limits=limits(
                 eta=pool.eta,
@@ -101,10 +102,11 @@ class Simulation:
                 max_attempts=10**6,
                 heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
             ),
-            next_prompt=NumberedPrompts(pool.prompts).next,
+            next_prompt=prompts.next,
+            task_of=prompts.task,
             clock=self.clock.read,
         )
-        self.seen = Replicas(timeout_s=HEARTBEAT_TIMEOUT_S, clock=self.clock.read)
+        self.seen = Replicas(clock=self.clock.read)
         self.published: Version | None = None
         self.replicas = [_Replica(f"r{i}") for i in range(pool.replicas)]
         self.lease: Lease | None = None
@@ -122,8 +124,8 @@ class Simulation:
                 return self._outcome("beyond deadline")
             for replica in self.replicas:
                 self._replica(replica)
-            self.seen.forget_silent()
             self.buffer.tickets.expire()
+            self.seen.forget_unless(self.buffer.fleet.may_be_used)
             self.clock.now_s += 1.0
             before, progress = progress, (self.buffer.version, self.buffer.counts().ready)
             idle_ticks = idle_ticks + 1 if progress == before else 0
@@ -154,7 +156,7 @@ class Simulation:
             version=self.buffer.version,
             published=self.published,
             publish_every_steps=self.pool.publish_every,
-            replicas=self.seen.views(self.buffer.fleet.lives(), reserved_groups=self.buffer.tickets.by_replica()),
+            able=self.seen.able(self.buffer.tickets.refusal),
         ):
             self.published = self.buffer.version
         return None
@@ -172,7 +174,7 @@ class Simulation:
         self._finish_groups(replica)
         free_slots = self.pool.slots_a_replica - len(replica.running)
         self.seen.heard(replica.name, version=replica.version, free_slots=free_slots)
-        held = dict.fromkeys(replica.running, Progress())
+        held = HeldReport(number=int(self.clock.now_s), complete=True, tokens=dict.fromkeys(replica.running, 0))
         self.buffer.tickets.renew(replica.name, held=held, version=replica.version)
         if replica.version is not None and free_slots > 0:
             answer = self.buffer.tickets.reserve(replica.name, version=replica.version, count=free_slots)

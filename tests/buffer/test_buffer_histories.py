@@ -1,6 +1,7 @@
 """Random histories of calls, checked against the model of `buffer_model.py`. Hypothesis finds and shrinks failures.
 
-Generators crash, commit late or twice, load weights late, and lose replies. The learner skips steps, gives leases back,
+Generators crash, commit late or twice, load weights late, and lose replies. Heartbeats and their answers are lost, late
+or overtaken, and generators forget tickets that the buffer has. The learner skips steps, gives leases back,
 and repeats calls. Rows are lost. The buffer is small and fills up. After every call, buffer and model must agree, the
 rules must hold, and a fair continuation must train another step.
 """
@@ -21,6 +22,7 @@ RARE = [
     "give_back", "end_another_step", "succeed", "publish_and_one_loads", "checkpoint", "end_checkpoint", "restore",
     "roll_back", "roll_back_often", "roll_back_often", "save",
     "lose_rows", "is_refused_while_paused", "store", "strand", "strand", "strand", "strand",
+    "heartbeat_without_answer", "heartbeat_without_answer", "delay_heartbeat", "deliver_delayed", "give_up",
 ]  # fmt: skip
 
 CALLS_A_RULE = 10
@@ -68,7 +70,17 @@ class BufferHistories(RuleBasedStateMachine):
                 model.heartbeat(replica, store=pick)
             case "strand":
                 model.strand(replica, pick)
-            case "heartbeat" | "crash" | "load" | "leave" | "is_refused_while_paused":
+            case "heartbeat_without_answer" | "give_up":
+                getattr(model, name)(replica, pick)
+            case (
+                "heartbeat"
+                | "crash"
+                | "load"
+                | "leave"
+                | "is_refused_while_paused"
+                | "delay_heartbeat"
+                | "deliver_delayed"
+            ):
                 getattr(model, name)(replica)
             case "publish_and_one_loads":
                 model.publish()

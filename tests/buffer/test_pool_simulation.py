@@ -96,7 +96,7 @@ class BrokenBuffer(ReplayBuffer):
         if issubclass(part, Tickets):
             self.tickets = part(self._state)
         else:
-            self.leases = part(self._state, drop_last=False, on_deadline="wait")
+            self.leases = part(self._state, drop_last=False, on_deadline="wait", groups_logged=0)
 
 
 STRAGGLING = {"straggler_rate": 0.3, "straggler_ticks": 15, "eta": 2, "capacity_groups": 12, "total_steps": 12}

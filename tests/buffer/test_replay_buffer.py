@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from asyncrl.buffer import attempts
 from asyncrl.buffer.attempts import seed_of_group
 from asyncrl.buffer.ledger import Amount, Event, Fate
-from asyncrl.buffer.records import CommitOutcome, Failure, LeaseWait, Progress, Refusal
+from asyncrl.buffer.records import CommitOutcome, Failure, HeldReport, LeaseWait, Refusal, Renewal
 from asyncrl.common.version import Version
 from asyncrl.errors import DataError, FailureClass, StalenessViolation
 
@@ -117,7 +117,14 @@ def test_a_replica_ahead_of_the_learner_is_our_bug_and_takes_nothing() -> None:
     assert scene.prompts.taken == 0
 
 
-def test_a_heartbeat_keeps_exactly_the_tickets_that_it_names() -> None:
+def ended(scene: Scene, held: HeldReport) -> tuple[str, ...]:
+    """Returns the tickets of which the answer to a heartbeat of replica a says that they have ended."""
+    renewal = scene.buffer.tickets.renew("a", held=held)
+    assert renewal is not None
+    return renewal.ended
+
+
+def test_a_ticket_whose_reply_was_lost_expires_although_its_replica_sends_heartbeats() -> None:
     """The reply with the second ticket was lost: the replica lives but does not know the ticket."""
     scene = Scene()
     kept, lost = scene.reserve(2)
@@ -137,12 +144,64 @@ def test_a_heartbeat_names_the_held_tickets_that_have_ended_without_a_commit() -
     scene.buffer.tickets.renew("a", held=progress_of(reserved))
     scene.clock.now_s += 8.0
     assert scene.buffer.tickets.expire() == (expired.key,)
-    held = progress_of(reserved, ready, expired) | {"99.0": Progress()}
-    assert scene.buffer.tickets.renew("a", held=held) == (expired.key, "99.0")
+    held = progress_of(reserved, ready, expired, also=["99.0"])
+    assert ended(scene, held) == (expired.key, "99.0")
     (again,) = scene.reserve(1)
     assert (again.group, again.attempt) == (expired.group, 1)
     scene.commit(again)
-    assert scene.buffer.tickets.renew("a", held=progress_of(expired, again)) == (expired.key,)
+    assert ended(scene, progress_of(expired, again)) == (expired.key,)
+
+
+def test_a_ticket_that_was_named_once_lives_as_long_as_its_replica_sends_heartbeats() -> None:
+    scene = Scene()
+    (ticket,) = scene.reserve(1)
+    scene.buffer.tickets.renew("a", held=progress_of(ticket, tokens=3))
+    for _ in range(5):
+        scene.clock.now_s += 8.0
+        assert scene.buffer.tickets.renew("a", held=progress_of(complete=False)) is not None
+        assert scene.buffer.tickets.expire() == ()
+    scene.clock.now_s += 10.1
+    assert scene.buffer.tickets.expire() == (ticket.key,)
+
+
+def test_a_ticket_that_a_complete_heartbeat_does_not_name_any_longer_expires() -> None:
+    """The replica could not report that its rollout failed, or it was started again."""
+    scene = Scene()
+    kept, forgotten = scene.reserve(2)
+    scene.buffer.tickets.renew("a", held=progress_of(kept, forgotten))
+    scene.clock.now_s += 8.0
+    scene.buffer.tickets.renew("a", held=progress_of(kept))
+    scene.clock.now_s += 8.0
+    scene.buffer.tickets.renew("a", held=progress_of(complete=False))
+    assert scene.buffer.tickets.expire() == (), "it gets the time of a ticket whose reply was lost"
+    scene.clock.now_s += 2.1
+    assert scene.buffer.tickets.expire() == (forgotten.key,)
+
+
+def test_a_heartbeat_that_was_overtaken_changes_nothing() -> None:
+    scene = Scene()
+    first, second = scene.reserve(2)
+    late = progress_of(first, tokens=1)
+    scene.buffer.tickets.renew("a", held=progress_of(first, second, tokens=5))
+    scene.clock.now_s += 8.0
+    assert scene.buffer.tickets.renew("a", held=late, version=Version(1, 0)) is None
+    slots = scene.buffer._state.groups.table.reserved
+    assert [slots[ticket.key].sampled_tokens for ticket in (first, second)] == [5, 5]
+    scene.clock.now_s += 2.1
+    assert set(scene.buffer.tickets.expire()) == {first.key, second.key}, "it does not show that the replica lives"
+
+
+def test_a_replica_has_to_name_all_its_tickets_when_the_buffer_has_ended_one_or_does_not_know_it() -> None:
+    scene = Scene(eta=1, per_step=1)
+    first, second = scene.reserve(2)
+    assert scene.buffer.tickets.renew("a", held=progress_of(first, second)) == Renewal(name_all=True), "it is new"
+    assert scene.buffer.tickets.renew("a", held=progress_of(first, second)) == Renewal()
+    scene.clock.now_s += 10.1
+    scene.buffer.tickets.expire()
+    for _ in range(2):  # the first answer may be lost
+        assert scene.buffer.tickets.renew("a", held=progress_of(complete=False)) == Renewal(name_all=True)
+    answer = scene.buffer.tickets.renew("a", held=progress_of(first, second))
+    assert answer == Renewal(ended=(first.key, second.key))
 
 
 def test_a_heartbeat_does_not_keep_another_replicas_ticket() -> None:
@@ -322,7 +381,7 @@ def test_tickets_of_a_killed_generator_expire_and_go_elsewhere_with_the_same_see
     lost = scene.reserve(2, replica="killed")
     scene.commit(lost[0])
     scene.clock.now_s += 10.0
-    scene.buffer.tickets.renew("survivor", held={})
+    scene.buffer.tickets.renew("survivor", held=progress_of())
     assert scene.buffer.tickets.expire() == ()
     scene.clock.now_s += 0.1
     assert scene.buffer.tickets.expire() == (lost[1].key,)
@@ -506,6 +565,22 @@ def test_what_the_buffer_keeps_does_not_grow_with_the_run() -> None:
     sizes = [len(kept.open), len(kept.reserved), len(kept.ready), len(kept.unleased_by_deadline)]
     assert sizes == [0, 0, 0, 0]
     assert (kept.booked_bytes, ended, kept.ready.by_deadline()) == (0, {}, {})
+
+
+def test_what_the_buffer_knows_of_replicas_does_not_grow_with_those_that_have_ended() -> None:
+    scene = Scene()
+    for number in range(6):
+        name = f"replica-{number}"
+        (ticket,) = scene.reserve(1, replica=name)
+        for _ in range(2):
+            scene.buffer.tickets.renew(name, held=progress_of(ticket))
+        if number % 2:
+            scene.buffer.tickets.leave(name)
+        else:
+            scene.clock.now_s += 10.1
+            assert scene.buffer.tickets.expire() == (ticket.key,)
+    table = scene.buffer._state.groups.table
+    assert (table.held, table.unconfirmed, table.to_ask) == ({}, {}, set())
 
 
 @pytest.mark.fault("F40")

@@ -2,10 +2,10 @@
 
 import msgspec
 import pytest
-from buffer_scenes import Scene, finished, stored_by
+from buffer_scenes import Scene, finished, progress_of, stored_by
 
 from asyncrl.buffer.ledger import Event
-from asyncrl.buffer.records import CommitOutcome, Lease, Prefix, Refusal
+from asyncrl.buffer.records import CommitOutcome, Lease, Prefix, Refusal, Renewal
 from asyncrl.buffer.snapshot import BufferSnapshot
 from asyncrl.common.lineage import Lineage
 from asyncrl.common.version import Version
@@ -206,3 +206,43 @@ def test_a_living_group_without_room_goes_on_from_what_it_has_stored() -> None:
     scene.train()
     (again,) = scene.reserve(1)
     assert (again.group, again.attempt, again.prefix) == (reserved.group, 1, stored)
+
+
+def test_tickets_without_a_heartbeat_expire_in_time_also_after_a_step_back() -> None:
+    """The tickets are placed by deadline, and the one that was reserved first is due last."""
+    scene = Scene(eta=2, per_step=1)
+    scene.commit(*scene.reserve(1))
+    scene.train()
+    snapshot = checkpoint(scene)
+    (first,) = scene.reserve(1, step=1)
+    scene.clock.now_s += 8.0
+    (second,) = scene.reserve(1, step=0)
+    assert second.deadline < first.deadline
+    go_back(scene, snapshot, loaded=Version(1, 0))
+    scene.clock.now_s += 3.0
+    assert scene.buffer.tickets.expire() == (first.key,)
+
+
+def test_after_a_step_back_replicas_name_their_tickets_and_hear_which_have_ended() -> None:
+    scene = Scene(eta=2, per_step=1)
+    snapshot = checkpoint(scene)
+    trained, held = scene.reserve(2)
+    scene.commit(trained)
+    scene.train()
+    for _ in range(2):
+        scene.buffer.tickets.renew("a", held=progress_of(held), version=Version(1, 1))
+    go_back(scene, snapshot, loaded=Version(1, 1))
+    assert scene.buffer.tickets.renew("a", held=progress_of(complete=False)) == Renewal(name_all=True)
+    assert scene.buffer.tickets.renew("a", held=progress_of(held)) == Renewal(ended=(held.key,))
+
+
+def test_the_lost_weights_of_a_replica_do_not_count_as_those_of_its_next_rollouts() -> None:
+    scene = Scene(eta=2, per_step=1)
+    snapshot = checkpoint(scene)
+    scene.commit(*scene.reserve(1))
+    scene.train()
+    scene.buffer.tickets.renew("a", held=progress_of(), version=Version(1, 1))
+    go_back(scene, snapshot, loaded=Version(1, 1))
+    ticket = scene.reserve(2)[-1]
+    scene.buffer.tickets.renew("a", held=progress_of(ticket), version=Version(2, 0))
+    assert scene.buffer._state.groups.table.reserved[ticket.key].newest_step == 0

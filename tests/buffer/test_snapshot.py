@@ -85,7 +85,7 @@ def test_a_prompt_that_waits_and_the_attempts_of_ended_groups_are_remembered() -
     scene.commit(again)
     scene.train()
     after = restored(scene, eta=1, per_step=1)
-    assert [(ticket.group, ticket.attempt) for ticket in after.reserve(1)] == [(waits.group, 1)]
+    assert [(ticket.group, ticket.attempt, ticket.task) for ticket in after.reserve(1)] == [(1, 1, waits.task)]
     assert after.buffer.tickets.commit(finished(again)) is CommitOutcome.DUPLICATE
     assert after.buffer.tickets.commit(finished(first)) is CommitOutcome.LATE
 

@@ -5,7 +5,7 @@ import pytest
 from buffer_scenes import Scene, finished, progress_of
 
 from asyncrl.buffer.ledger import Amount, Event, Fate
-from asyncrl.buffer.records import CommitOutcome, Failure, LeaseWait, Ticket, VersionSpan
+from asyncrl.buffer.records import CommitOutcome, Failure, LeaseWait, Renewal, Ticket, VersionSpan
 from asyncrl.buffer.snapshot import BufferSnapshot
 from asyncrl.common.lineage import Lineage
 from asyncrl.common.version import Version
@@ -19,24 +19,26 @@ ACTED = {
 }
 
 
-def with_stragglers(policy: OnDeadline, count: int, **changes: int) -> tuple[Scene, list[Ticket]]:
+def with_stragglers(
+    policy: OnDeadline, count: int, *, first_by: str = "a", **changes: int
+) -> tuple[Scene, list[Ticket]]:
     """Returns a buffer at step 1 with two ready groups that are due at step 2, and `count` that are still generated,
-    reserved at step 0 and also due at step 2.
+    reserved at step 0 and also due at step 2. Replica `first_by` has the first of them, and replica a the others.
 
     η = 2 and B = 2. Step 2 has room for two of the groups that are due by then, so if a step 1 trains two fresh groups,
     `count` − 2 are too many.
     """
     scene = Scene(eta=2, per_step=2, on_deadline=policy, **changes)
-    first = scene.reserve(2 + count, step=0)
+    first = [*scene.reserve(3, step=0, replica=first_by), *scene.reserve(count - 1, step=0)]
     scene.commit(*first[:2])
     scene.train()
     scene.commit(*scene.reserve(2, step=1))
-    return scene, list(first[2:])
+    return scene, first[2:]
 
 
-def heartbeat(scene: Scene, *tickets: Ticket, tokens: int, step: int = 1) -> None:
-    held = progress_of(*tickets, tokens=tokens)
-    scene.buffer.tickets.renew("a", held=held, version=Version(1, step))
+def heartbeat(scene: Scene, *tickets: Ticket, tokens: int, step: int = 1, replica: str = "a") -> None:
+    held = progress_of(*tickets, tokens=tokens, complete=False)
+    scene.buffer.tickets.renew(replica, held=held, version=Version(1, step))
 
 
 @pytest.mark.parametrize("policy", ACTED)
@@ -74,11 +76,13 @@ def test_wait_acts_on_none() -> None:
 
 def test_a_requeued_group_is_no_failure_and_starts_again_at_the_front_with_the_weights_of_its_replica() -> None:
     scene, stragglers = with_stragglers("requeue", 3)
-    heartbeat(scene, *stragglers[1:], tokens=5)
+    heartbeat(scene, *stragglers, tokens=5)
+    assert scene.buffer.tickets.renew("a", held=progress_of(*stragglers, tokens=5)) == Renewal()
     scene.lease()
     (requeued, *others) = stragglers
+    assert scene.buffer.tickets.renew("a", held=progress_of(complete=False)) == Renewal(name_all=True)
     assert scene.buffer.leases.cancelled == [requeued.key]
-    assert scene.buffer.tickets.renew("a", held=progress_of(*stragglers)) == (requeued.key,)
+    assert scene.buffer.tickets.renew("a", held=progress_of(*stragglers)) == Renewal(ended=(requeued.key,))
     assert scene.buffer.tickets.commit(finished(requeued)) is CommitOutcome.LATE
     assert scene.buffer.failures.counts() == ()
     assert scene.buffer.account.fates[Fate.FAILED] == Amount()
@@ -170,8 +174,8 @@ def test_a_group_whose_replica_has_no_newer_weights_cannot_be_masked() -> None:
 
 
 def test_a_group_with_more_tokens_is_masked_if_only_its_replica_has_newer_weights() -> None:
-    scene, (fewest, *others) = with_stragglers("mask", 3)
-    heartbeat(scene, fewest, tokens=1, step=0)
+    scene, (fewest, *others) = with_stragglers("mask", 3, first_by="b")
+    heartbeat(scene, fewest, tokens=1, step=0, replica="b")
     heartbeat(scene, *others, tokens=8)
     scene.lease()
     assert scene.buffer.account.events[Event.STRAGGLER_MASKED] == 1

@@ -6,7 +6,7 @@ import functools
 import inspect
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
@@ -14,13 +14,16 @@ from buffer_scenes import finished, progress_of
 
 from asyncrl.buffer.ledger import Event
 from asyncrl.buffer.records import (
+    NO_TASK,
     CommitOutcome,
     FailedTicket,
     Failure,
     FailureCount,
+    HeldReport,
     Lease,
     LeaseWait,
     Refusal,
+    Renewal,
     Reservation,
 )
 from asyncrl.common.lineage import Lineage
@@ -31,12 +34,14 @@ from asyncrl.config.schema import Config
 from asyncrl.coordinator.clearing import SWEEP_EVERY_S
 from asyncrl.coordinator.coordinator import Coordinator, _no_keys
 from asyncrl.coordinator.registry import Deployment
-from asyncrl.coordinator.replicas import ReplicaReport
+from asyncrl.coordinator.replicas import AbleReplicas, ReplicaReport
 from asyncrl.coordinator.snapshot import Restored, RunSnapshot
+from asyncrl.coordinator.status import BriefStatus
 from asyncrl.data.prompts import Task, prompt_data
 from asyncrl.errors import DatasetError, FailureClass, Fenced, LearnerNotRestored, RunLocked, RunMismatch
 from asyncrl.metrics.catalogue import BUFFER_WAITS, REPLICA_STATES
 
+Answer = TypeVar("Answer")
 FAR_S = 60.0
 NOW = Version(1, 0)
 CONFIG = {"learner": {"groups_per_step": 2, "group_size": 2}, "staleness": {"max_versions": 0}}
@@ -89,6 +94,12 @@ def report_of(replica: str) -> ReplicaReport:
     )
 
 
+async def soon(call: asyncio.Task[Answer]) -> Answer:
+    """Returns the answer of a waiting call, which must not come only at the end of its wait."""
+    async with asyncio.timeout(FAR_S / 2):
+        return await call
+
+
 async def a_waiting_reserve(coordinator: Coordinator) -> asyncio.Task[Reservation]:
     waiting = asyncio.create_task(coordinator.reserve("b", NOW, 2, wait_s=FAR_S))
     for _ in range(5):
@@ -110,7 +121,7 @@ async def test_a_wait_ends_with_a_ticket_as_soon_as_a_slot_is_free() -> None:
     held = await coordinator.reserve("a", NOW, 2, wait_s=0.0)
     waiting = await a_waiting_reserve(coordinator)
     await free_a_slot(coordinator, held.tickets[0].key)
-    assert len((await waiting).tickets) == 1
+    assert len((await soon(waiting)).tickets) == 1
 
 
 @pytest.mark.asyncio
@@ -152,12 +163,12 @@ async def test_a_step_that_ends_the_ticket_of_a_straggler_clears_its_rows_and_wa
     await asyncio.sleep(0)
     lease = await coordinator.learner.lease(1, wait_s=0.0)
     assert isinstance(lease, Lease)
-    (again,) = (await waiting).tickets
+    (again,) = (await soon(waiting)).tickets
     assert (again.group, again.attempt) == (straggler.group, 1)
     await asyncio.gather(*coordinator._clearing.tasks)
     assert rows.cleared == [[straggler.key]]
     held = progress_of(straggler, again)
-    assert await coordinator.heartbeat("a", Version(1, 1), 0, held, report_of("a")) == (straggler.key,)
+    assert (await coordinator.heartbeat("a", Version(1, 1), 0, held, report_of("a"))).ended == (straggler.key,)
     assert (await coordinator.commit([finished(straggler)])) == [CommitOutcome.LATE]
     assert coordinator.status().failures == ()
 
@@ -176,8 +187,8 @@ async def test_a_heartbeat_with_newer_weights_lets_a_waiting_lease_mask_the_stra
     waiting = asyncio.create_task(coordinator.learner.lease(1, wait_s=FAR_S))
     await asyncio.sleep(0)
     assert not waiting.done()
-    assert await coordinator.heartbeat("a", Version(1, 1), 0, progress_of(straggler), report_of("a")) == ()
-    assert isinstance(await waiting, Lease)
+    assert (await coordinator.heartbeat("a", Version(1, 1), 0, progress_of(straggler), report_of("a"))).ended == ()
+    assert isinstance(await soon(waiting), Lease)
     assert coordinator.status().account.events[Event.STRAGGLER_MASKED] == 1
     assert (await coordinator.commit([finished(straggler)])) == [CommitOutcome.ACCEPTED]
 
@@ -264,8 +275,8 @@ async def test_only_a_commit_that_is_accepted_is_progress() -> None:
 @pytest.mark.asyncio
 async def test_metrics_show_replicas_by_state_and_an_account_that_closes_while_groups_are_under_way() -> None:
     coordinator = made(ClearedRows())
-    await coordinator.heartbeat("new", None, 2, {}, report_of("new"))
-    await coordinator.heartbeat("idle", NOW, 2, {}, report_of("idle"))
+    await coordinator.heartbeat("new", None, 2, progress_of(), report_of("new"))
+    await coordinator.heartbeat("idle", NOW, 2, progress_of(), report_of("idle"))
     await coordinator.reserve("busy", NOW, 2, wait_s=0.0)
     coordinator._record()
     read = coordinator._metrics.registry.get_sample_value
@@ -303,13 +314,17 @@ async def test_the_status_has_the_learners_seconds_by_state_of_its_last_heartbea
 
 @pytest.mark.asyncio
 async def test_endpoints_are_those_of_replicas_that_have_one_until_they_leave() -> None:
-    coordinator = made(ClearedRows())
+    now_s = 0.0
+    coordinator = made(ClearedRows(), clock=lambda: now_s)
     for name, address in (("a", "127.0.0.1:1"), ("b", "127.0.0.1:2"), ("starting", "")):
         report = msgspec.structs.replace(report_of(name), metrics_address=address)
-        await coordinator.heartbeat(name, NOW, 2, {}, report)
+        await coordinator.heartbeat(name, NOW, 2, progress_of(), report)
     assert coordinator.status().targets == {"a": "127.0.0.1:1", "b": "127.0.0.1:2"}
     await coordinator.leave("a")
     assert coordinator.status().targets == {"b": "127.0.0.1:2"}, "the replica has left, although its report is kept"
+    now_s = SILENT_S
+    await coordinator._expire()
+    assert coordinator.endpoints(0).addresses == coordinator.status().targets == {}, "it is silent for too long"
 
 
 @pytest.mark.asyncio
@@ -328,11 +343,10 @@ async def test_failures_are_answered_as_soon_as_there_are_more_than_the_caller_k
     tickets = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
     waiting = asyncio.create_task(coordinator.failures.more_than(0, wait_s=FAR_S))
     await asyncio.sleep(0)
-    await coordinator.heartbeat("a", NOW, 0, {}, report_of("a"))
+    await coordinator.heartbeat("a", NOW, 0, progress_of(), report_of("a"))
     assert not waiting.done()
     await free_a_slot(coordinator, tickets[0].key)
-    async with asyncio.timeout(FAR_S / 2):
-        [count] = await waiting
+    [count] = await soon(waiting)
     assert (count.first.reason, count.rollouts) == ("x", 1)
     assert await coordinator.failures.more_than(1, wait_s=0.0) == (count,), (
         "without new failures the answer comes at the end of the wait"
@@ -361,8 +375,7 @@ async def test_a_learner_that_waits_learns_at_once_that_too_many_groups_failed()
     await asyncio.sleep(0)
     for ticket in tickets:
         await free_a_slot(coordinator, ticket.key)
-    async with asyncio.timeout(FAR_S / 2):
-        assert await waiting is LeaseWait.TOO_MANY_FAILURES
+    assert await soon(waiting) is LeaseWait.TOO_MANY_FAILURES
     streak = coordinator.status().failure_streak
     assert streak is not None
     assert streak.groups == 2
@@ -381,13 +394,56 @@ async def test_a_replica_that_is_silent_too_long_is_counted_as_lost_and_its_tick
     waiting = await a_waiting_reserve(coordinator)
     now_s = timeout_s + 0.1
     await coordinator._expire()
-    assert (await waiting).tickets[0].group == lost.group
+    assert (await soon(waiting)).tickets[0].group == lost.group
     await asyncio.gather(*coordinator._clearing.tasks)
     assert rows.cleared == [[lost.key]]
     status = coordinator.status()
     assert (status.account.events[Event.REPLICA_LOST], status.account.events[Event.TICKET_EXPIRED]) == (1, 1)
     assert [view.replica for view in status.replicas if view.live] == ["b", "survivor"]
     assert [view.trouble for view in status.replicas if not view.live] == ["quarantined (no heartbeat for 15 s)"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F1")
+async def test_a_replica_quarantined_for_its_failures_loses_its_tickets_its_endpoint_and_its_place_in_line() -> None:
+    now_s, rows = 0.0, ClearedRows()
+    coordinator = made(rows, clock=lambda: now_s, generator={"max_infra_failures": 1}, learner={
+        "groups_per_step": 3, "group_size": 2
+    })  # fmt: skip
+    [failed, held, other] = (await coordinator.reserve("a", NOW, 3, wait_s=0.0)).tickets
+    report = msgspec.structs.replace(report_of("a"), metrics_address="host:1")
+    await coordinator.heartbeat("a", NOW, 0, progress_of(failed, held, other), report)
+    waiting = asyncio.create_task(coordinator.reserve("a", NOW, 1, wait_s=FAR_S))
+    await asyncio.sleep(0)
+    failure = Failure(failure_class=FailureClass.INFRA, reason="engine")
+    await coordinator.fail([FailedTicket(key=failed.key, incarnation=1, failure=failure)])
+    now_s += 1.0
+    news = HeldReport(number=2, complete=False, tokens={held.key: 5})
+    # A heartbeat names only what has changed, so the replica must name the rest, and then hears that all has ended.
+    assert await coordinator.heartbeat("a", NOW, 0, news, report) == Renewal(ended=(held.key,), name_all=True)
+    whole = HeldReport(number=3, complete=True, tokens={held.key: 5, other.key: 0})
+    assert await coordinator.heartbeat("a", NOW, 0, whole, report) == Renewal(ended=(held.key, other.key))
+    await coordinator._tick()
+    assert await soon(waiting) == Reservation(tickets=(), refusal=Refusal.QUARANTINED)
+    status = coordinator.status()
+    assert (status.counts.reserved, status.counts.waiting, status.targets, status.able) == (0, 3, {}, ())
+    assert status.account.events[Event.REPLICA_LOST] == 1
+
+
+@pytest.mark.asyncio
+async def test_a_deployment_is_told_of_its_own_replicas_only() -> None:
+    coordinator = made(ClearedRows())
+    shared = shared_config(coordinator._config)
+    for name, replicas in (("d", 2), ("e", 1)):
+        generators = Deployment(id=name, role=Role.GENERATOR, host="h", pid=1, replicas=replicas)
+        await coordinator.attach(generators, shared=shared)
+    for replica in ("own", "other"):
+        await coordinator.heartbeat(replica, NOW, 2, progress_of(), report_of(replica))
+    told = coordinator.own_replicas("d", ["own", "not started yet"])
+    assert (told.wanted, list(told.views), list(told.reports)) == (2, ["own"], ["own"])
+    coordinator.registry.scale(1)
+    assert coordinator.own_replicas("d", []).wanted == coordinator.registry.wanted()["d"]
+    assert coordinator.own_replicas("gone", []).wanted is None
 
 
 @pytest.mark.asyncio
@@ -511,16 +567,18 @@ async def test_every_call_of_a_learner_that_was_replaced_is_refused_and_changes_
 
 @pytest.mark.asyncio
 @pytest.mark.fault("F13")
-async def test_a_lease_call_that_waits_is_refused_when_another_learner_takes_over() -> None:
+@pytest.mark.parametrize("restores", [False, True])
+async def test_a_lease_call_that_waits_is_refused_when_another_learner_takes_over(restores: bool) -> None:
     now_s = 0.0
     coordinator = made(ClearedRows(), clock=lambda: now_s)
     await coordinator.attach(FIRST, shared=SHARED)
+    restored = Restored(snapshot=coordinator.snapshot(), lineage=Lineage((NOW,))) if restores else None
     waiting = asyncio.create_task(coordinator.learner.lease(1, wait_s=FAR_S))
     await asyncio.sleep(0)
     now_s = SILENT_S
-    await coordinator.attach(SECOND, shared=SHARED)
+    await coordinator.attach(SECOND, shared=SHARED, restored=restored)
     with pytest.raises(Fenced):
-        await waiting
+        await soon(waiting)
 
 
 @pytest.mark.asyncio
@@ -720,3 +778,192 @@ async def test_a_snapshot_of_other_prompts_is_refused() -> None:
     restored = Restored(snapshot=snapshot, lineage=Lineage((snapshot.version,)))
     with pytest.raises(DatasetError, match="are not those of this dataset"):
         await made(ClearedRows()).attach(SECOND, shared=SHARED, restored=restored)
+
+
+def asked_of(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Returns a list to which each question for tickets adds the replica that asks."""
+    tickets, asked = coordinator._buffer.tickets, list[str]()
+    reserve = tickets.reserve
+
+    def noted(replica: str, *, version: Version, count: int) -> Reservation:
+        asked.append(replica)
+        return reserve(replica, version=version, count=count)
+
+    monkeypatch.setattr(tickets, "reserve", noted)
+    return asked
+
+
+@pytest.mark.asyncio
+async def test_what_happens_to_groups_wakes_only_generators_that_can_get_a_ticket_in_the_order_of_their_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    coordinator = made(ClearedRows())
+    held = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
+    calls = [asyncio.create_task(coordinator.reserve(f"waits-{n}", NOW, 1, wait_s=FAR_S)) for n in range(1000)]
+    await asyncio.sleep(0)
+    asked = asked_of(coordinator, monkeypatch)
+    await coordinator.commit([finished(held[0])])
+    await coordinator.heartbeat("a", NOW, 0, progress_of(held[1]), report_of("a"))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert asked == [], "a commit frees no slot"
+    await free_a_slot(coordinator, held[1].key)
+    assert len((await calls[0]).tickets) == 1
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert asked == ["waits-0"]
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+
+
+@pytest.mark.asyncio
+async def test_a_waiting_generator_is_seen_to_need_newer_weights_after_the_step_that_made_them() -> None:
+    """The gate publishes on demand, so it must know why the replica gets no ticket, although its call only waits."""
+    coordinator = made(ClearedRows())
+    held = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
+    waiting = await a_waiting_reserve(coordinator)
+    await coordinator.commit([finished(ticket) for ticket in held])
+    await coordinator.learner.lease(1, wait_s=0.0)
+    status = (await coordinator.learner.ack(1, 0)).status
+    assert status.able == (AbleReplicas(version=NOW, replicas=1, stale=1),), "replica a has no free slot"
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+
+
+@pytest.mark.asyncio
+async def test_a_waiting_generator_that_has_loaded_other_weights_asks_again() -> None:
+    """Without its question, the gate would not know that it is refused at these weights too."""
+    coordinator = made(ClearedRows())
+    coordinator.learner.pause(1)
+    coordinator._buffer._state.step = 1
+    waiting = await a_waiting_reserve(coordinator)
+    await coordinator.heartbeat("b", Version(1, 1), 2, progress_of(), report_of("b"))
+    assert [view.refused_for for view in coordinator.status().replicas] == [None]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert [view.refused_for for view in coordinator.status().replicas] == [Refusal.PAUSED]
+    await coordinator.learner.resume(1)
+    assert [ticket.version for ticket in (await soon(waiting)).tickets] == [Version(1, 1)] * 2
+
+
+@pytest.mark.asyncio
+async def test_the_learner_hears_at_once_that_the_prompts_have_run_out() -> None:
+    coordinator = made(ClearedRows(), data={"epochs": 1}, tasks=1)
+    [ticket] = (await coordinator.reserve("a", NOW, 1, wait_s=0.0)).tickets
+    await coordinator.commit([finished(ticket)])
+    waiting = asyncio.create_task(coordinator.learner.lease(1, wait_s=FAR_S))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    assert (await coordinator.reserve("a", NOW, 1, wait_s=0.0)).refusal is Refusal.NO_PROMPTS
+    lease = await soon(waiting)
+    assert isinstance(lease, Lease)
+    assert len(lease.groups) == 1
+
+
+@pytest.mark.asyncio
+async def test_an_evaluation_waits_for_a_replica_that_has_loaded_its_version() -> None:
+    coordinator = made(ClearedRows())
+    await coordinator.heartbeat("b", NOW, 2, progress_of(), report_of("b"))
+    assert await coordinator.replica_at(NOW, other_than=(), wait_s=0.0) == "b"
+    assert await coordinator.replica_at(NOW, other_than=("b",), wait_s=0.0) is None
+    waiting = asyncio.create_task(coordinator.replica_at(NOW, other_than=("b",), wait_s=FAR_S))
+    await asyncio.sleep(0)
+    await coordinator.heartbeat("c", None, 2, progress_of(), report_of("c"))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await coordinator.heartbeat("c", NOW, 2, progress_of(), report_of("c"))
+    assert await soon(waiting) == "c"
+
+
+@pytest.mark.asyncio
+async def test_the_brief_status_agrees_with_the_whole_one_and_does_not_grow_with_the_run() -> None:
+    sections = {"buffer": {"capacity_bytes": 10**12}, "learner": {"groups_per_step": 1000}}
+    coordinator = made(ClearedRows(), clock=lambda: 0.0, **sections)
+    sizes: list[int] = []
+    for replicas in (1, 200):
+        for number in range(replicas):
+            name = f"replica-{number}"
+            await coordinator.attach(
+                Deployment(id=name, role=Role.GENERATOR, host="h", pid=number),
+                shared=shared_config(coordinator._config),
+            )
+            await coordinator.heartbeat(name, NOW, 2, progress_of(), report_of(name))
+            await coordinator.reserve(name, NOW, 2, wait_s=0.0)
+        brief, whole = coordinator.brief_status(), coordinator.status()
+        for field in BriefStatus.__struct_fields__:
+            assert getattr(brief, field) == getattr(whole, field), field
+        assert brief.totals.replicas == len(whole.reports) == len(whole.replicas) == replicas
+        assert (brief.oldest_replica_step, brief.learner_attached) == (0, False)
+        sizes.append(len(msgspec.msgpack.encode(brief)))
+    assert sizes[1] < sizes[0] + 50, "only numbers with more digits"
+
+
+@pytest.mark.asyncio
+async def test_an_overtaken_heartbeat_changes_neither_the_version_nor_the_report_of_its_replica() -> None:
+    coordinator = made(ClearedRows())
+    late = progress_of()
+    await coordinator.heartbeat("a", NOW, 1, progress_of(), msgspec.structs.replace(report_of("a"), samples=7))
+    assert await coordinator.heartbeat("a", None, 2, late, report_of("a")) == Renewal()
+    status = coordinator.status()
+    assert [(view.version, view.free_slots) for view in status.replicas] == [(NOW, 1)]
+    assert (status.reports["a"].samples, status.totals.samples) == (7, 7)
+
+
+@pytest.mark.asyncio
+async def test_a_lease_has_the_tasks_of_the_logged_groups_only_and_a_snapshot_has_none() -> None:
+    coordinator = made(ClearedRows())
+    tickets = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
+    await coordinator.commit([finished(ticket) for ticket in tickets])
+    lease = await coordinator.learner.lease(1, wait_s=0.0)
+    assert isinstance(lease, Lease)
+    assert (len(lease.groups), lease.logged_tasks) == (2, (tickets[0].task,))
+    snapshot = coordinator.snapshot()
+    assert [group.ticket.task for group in snapshot.buffer.open] == [NO_TASK, NO_TASK]
+    again = made(ClearedRows())
+    await again.attach(FIRST, shared=SHARED, restored=Restored(snapshot=snapshot, lineage=Lineage((NOW,))))
+    released = await again.learner.lease(2, wait_s=0.0)
+    assert isinstance(released, Lease)
+    assert released.logged_tasks == lease.logged_tasks
+
+
+@pytest.mark.asyncio
+async def test_a_running_number_that_is_wrong_is_found_at_a_snapshot(caplog: pytest.LogCaptureFixture) -> None:
+    coordinator = made(ClearedRows())
+    tickets = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
+    await coordinator.commit([finished(ticket) for ticket in tickets])
+    coordinator.snapshot()
+    assert coordinator.status().account.closed
+    assert "bug of asyncrl" not in caplog.text
+    coordinator._buffer._state.groups.table.ready.tokens -= 1
+    assert not coordinator.status().account.closed, "the ledger counts the issued tokens by itself"
+    coordinator.snapshot()
+    assert "bug of asyncrl" in caplog.text
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("change", ["ack", "skip", "resume", "leave", "rows_lost"])
+async def test_whatever_frees_a_slot_wakes_a_waiting_generator(change: str) -> None:
+    coordinator = made(ClearedRows(), staleness={"max_versions": 2}, buffer={"capacity_groups": 4})
+    if change == "resume":
+        coordinator.learner.pause(1)
+    else:
+        tickets = (await coordinator.reserve("a", NOW, 4, wait_s=0.0)).tickets
+        await coordinator.commit([finished(ticket) for ticket in tickets[:3]])
+        lease = await coordinator.learner.lease(1, wait_s=0.0)
+        assert isinstance(lease, Lease)
+    waiting = asyncio.create_task(coordinator.reserve("b", NOW, 1, wait_s=FAR_S))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    match change:
+        case "ack":
+            await coordinator.learner.ack(1, 0)
+        case "skip":
+            await coordinator.learner.skip(1, 0)
+        case "resume":
+            await coordinator.learner.resume(1)
+        case "leave":
+            await coordinator.leave("a")
+        case "rows_lost":
+            assert await coordinator.learner.rows_lost(1, [tickets[2].key]) == (tickets[2].key,)
+    assert len((await soon(waiting)).tickets) == 1

@@ -5,7 +5,8 @@ import pytest
 
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
-from asyncrl.coordinator.registry import Deployment, Registry
+from asyncrl.coordinator import registry as registry_module
+from asyncrl.coordinator.registry import MOST_REPLICAS, Deployment, Registry
 from asyncrl.errors import HandshakeError, RunError, RunLocked, RunMismatch, VersionRegression
 
 
@@ -184,5 +185,20 @@ def test_a_new_number_of_replicas_is_divided_among_the_living_generator_deployme
     assert members.scale(1) in ({"small": 1, "large": 0}, {"small": 0, "large": 1}), "the largest one shrinks first"
     members.attach(msgspec.structs.replace(deployment("new", Role.GENERATOR), replicas=2), shared=shared)
     assert members.wanted()["new"] == 2, "a later deployment starts as its configuration says"
-    with pytest.raises(ValueError, match="must be at least 0"):
-        members.scale(-1)
+    for impossible in (-1, MOST_REPLICAS + 1):
+        with pytest.raises(ValueError, match="must be from 0 to 10000"):
+            members.scale(impossible)
+    assert (members.wanted_of("new"), members.wanted_of("nobody")) == (2, None)
+
+
+def test_of_many_silent_deployments_only_the_newest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_module, "GONE_MEMBERS", 2)
+    clock = Clock()
+    members = registry(clock)
+    shared = {"staleness.max_versions": 2, "run.seed": 0}
+    for number in range(5):
+        members.attach(deployment(f"g{number}", Role.GENERATOR), shared=shared)
+        clock.now_s += 11.0
+    members.attach(deployment("live", Role.GENERATOR), shared=shared)
+    assert [members.keep(f"g{number}") for number in range(5)] == [False, False, False, True, True]
+    assert members.keep("live")

@@ -1,9 +1,14 @@
 """The coordinator's views of the replicas: slots, versions, refusals, silence and endpoints."""
 
-import pytest
-from buffer_scenes import Scene
+from collections import Counter
 
-from asyncrl.buffer.records import Failure, Refusal, Ticket
+import pytest
+from buffer_scenes import Clock, Scene
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.buffer.fleet import Fleet, actor_of
+from asyncrl.buffer.records import Failure, Refusal, Reservation, Ticket
 from asyncrl.common.version import Version
 from asyncrl.coordinator import replicas as replicas_module
 from asyncrl.coordinator.replicas import ReplicaReport, Replicas, ReplicaView
@@ -16,7 +21,7 @@ class Seen(Scene):
 
     def __init__(self, **changes: int) -> None:
         super().__init__(**changes)
-        self.replicas = Replicas(timeout_s=self.limits.heartbeat_timeout_s, clock=self.clock.read)
+        self.replicas = Replicas(clock=self.clock.read)
 
     def reserve(self, count: int, *, step: int | None = None, replica: str = "a") -> tuple[Ticket, ...]:
         version = self.buffer.version if step is None else Version(1, step)
@@ -26,12 +31,18 @@ class Seen(Scene):
         return answer.tickets
 
     def views(self) -> tuple[ReplicaView, ...]:
-        lives = self.buffer.fleet.lives()
-        return self.replicas.views(lives, reserved_groups=self.buffer.tickets.by_replica())
+        tickets = self.buffer.tickets
+        return self.replicas.views(
+            self.buffer.fleet.lives(), reserved_groups=tickets.by_replica(), refusal_at=tickets.refusal
+        )
 
     def heard(self, name: str, *, version: Version | None, free_slots: int) -> None:
         self.buffer.fleet.hear(name, has_weights=version is not None)
         self.replicas.heard(name, version=version, free_slots=free_slots)
+
+    def forget_silent(self) -> list[str]:
+        self.buffer.tickets.expire()
+        return self.replicas.forget_unless(self.buffer.fleet.may_be_used)
 
 
 def test_replicas_are_seen_with_their_slots_what_they_were_refused_for_and_whether_they_live() -> None:
@@ -42,11 +53,10 @@ def test_replicas_are_seen_with_their_slots_what_they_were_refused_for_and_wheth
     scene.reserve(3, replica="a")
     scene.clock.now_s += 2.0
     scene.clock.now_s -= 1.0
-    assert [view.live for view in scene.views()] == [
-        True,
-        True,
-    ]  # silence of exactly the timeout still counts as live
+    assert scene.forget_silent() == [], "silence of exactly the timeout still counts as live"
+    assert [view.live for view in scene.views()] == [True, True]
     scene.clock.now_s += 1.0
+    assert scene.forget_silent() == ["loading"]
     asking, loading = scene.views()
     assert (asking.replica, asking.free_slots, asking.reserved_groups) == ("a", 1, 2)
     assert (asking.refused_for, asking.live, asking.silent_s) == (Refusal.STALENESS, True, 2.0)
@@ -94,10 +104,10 @@ def test_a_silent_replica_is_removed_and_counted_once() -> None:
     scene.heard("silent", version=Version(1, 0), free_slots=2)
     scene.clock.now_s += 10.0
     scene.heard("alive", version=Version(1, 0), free_slots=2)
-    assert scene.replicas.forget_silent() == 0, "silence of exactly the timeout still counts as live"
+    assert scene.forget_silent() == [], "silence of exactly the timeout still counts as live"
     scene.clock.now_s += 0.1
-    assert scene.replicas.forget_silent() == 1
-    assert scene.replicas.forget_silent() == 0
+    assert scene.forget_silent() == ["silent"]
+    assert scene.forget_silent() == []
     assert [(view.replica, view.live) for view in scene.views()] == [("alive", True), ("silent", False)]
 
 
@@ -113,9 +123,9 @@ def test_a_replica_reports_each_version_that_it_has_loaded_once() -> None:
     assert replicas.loaded("a") is None
 
 
-def report(samples: int) -> ReplicaReport:
+def report(samples: int, *, actor: str = "a") -> ReplicaReport:
     return ReplicaReport(
-        actor="a", deployment="d", metrics_address="", state_seconds={"generating": float(samples)}, slots=2,
+        actor=actor, deployment="d", metrics_address="", state_seconds={"generating": float(samples)}, slots=2,
         running_groups=0, samples=samples, completion_tokens=10 * samples, weight_updates=1,
         parity_max_nats=samples / 8,
     )  # fmt: skip
@@ -127,11 +137,11 @@ def test_replicas_that_are_gone_for_long_are_kept_as_one_sum(silent: bool, monke
     scene = Seen()
     for number in range(6):
         name = f"generator-{number}"
-        scene.replicas.reports[name] = report(number)
+        scene.replicas.reported(report(number, actor=name))
         scene.heard(name, version=Version(1, 0), free_slots=2)
         if silent:
             scene.clock.now_s += 10.1
-            assert scene.replicas.forget_silent() == 1
+            assert scene.forget_silent() == [name]
         else:
             scene.replicas.forget(name)
         assert scene.replicas.loaded(name) is None
@@ -141,3 +151,64 @@ def test_replicas_that_are_gone_for_long_are_kept_as_one_sum(silent: bool, monke
     assert mean_states(reports.values()) == {"generating": 15 / 6}
     gone = reports["gone replicas"]
     assert (gone.replicas, gone.completion_tokens, gone.weight_updates, gone.parity_max_nats) == (4, 60, 4, 3 / 8)
+
+
+MESSAGES = st.lists(
+    st.one_of(
+        st.tuples(st.just("heard"), st.sampled_from("abc"), st.sampled_from([None, 0, 1]), st.integers(0, 2)),
+        st.tuples(st.just("reserved"), st.sampled_from("abc"), st.sampled_from([0, 1]), st.integers(0, 2)),
+        st.tuples(st.just("forget"), st.sampled_from("abc"), st.none(), st.just(0)),
+        st.tuples(st.just("restarted"), st.sampled_from("abc"), st.none(), st.just(0)),
+        st.tuples(st.just("time passes"), st.just(""), st.none(), st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+@given(MESSAGES)
+def test_the_running_numbers_are_those_of_all_replicas_after_every_message(
+    messages: list[tuple[str, str, int | None, int]],
+) -> None:
+    clock = Clock()
+    replicas = Replicas(clock=clock.read)
+    fleet = Fleet(max_infra_failures=5, timeout_s=10.0, clock=clock.read)
+    refusals = {Version(1, 0): Refusal.STALENESS, Version(1, 1): Refusal.CAPACITY}
+    samples: Counter[str] = Counter()
+    starts = Counter("abc")
+    for what, replica, step, number in messages:
+        version = None if step is None else Version(1, step)
+        name = actor_of(replica, starts[replica])
+        match what:
+            case "heard":
+                fleet.hear(name, has_weights=version is not None)
+                replicas.heard(name, version=version, free_slots=number)
+                samples[name] += number
+                replicas.reported(report(samples[name], actor=name))
+            case "reserved":
+                assert version is not None
+                fleet.hear(name, has_weights=True)
+                answer = Reservation(tickets=(), refusal=Refusal.CAPACITY if number else None)
+                replicas.reserved(name, version=version, asked=number, answer=answer)
+            case "forget":
+                replicas.forget(name)
+            case "restarted":
+                starts[replica] += 1
+            case _:
+                clock.now_s += 6.0
+                fleet.silent()
+        replicas.forget_unless(fleet.may_be_used)
+        views = replicas.views(fleet.lives(), reserved_groups={}, refusal_at=refusals.get)
+        able = [view for view in views if view.free_slots]
+        assert {each.version: (each.replicas, each.stale) for each in replicas.able(refusals.get)} == {
+            version: (
+                sum(view.version == version for view in able),
+                sum(view.version == version and view.refused_for is Refusal.STALENESS for view in able),
+            )
+            for version in {view.version for view in able}
+        }
+        assert replicas.oldest_step() == min((v.version.step for v in views if v.version is not None), default=None)
+        reports = replicas.reports.values()
+        assert replicas.totals.samples == sum(each.samples for each in reports)
+        assert replicas.totals.replicas == len(reports)
+        assert mean_states([replicas.totals]) == pytest.approx(mean_states(reports))
+        assert replicas.totals.parity_max_nats == max((each.parity_max_nats for each in reports), default=0.0)

@@ -213,6 +213,7 @@ def test_every_epoch_issues_each_task_exactly_once(count: int, seed: int) -> Non
     tasks = make_tasks(count)
     source = PromptSource(tasks, seed=seed, shuffle=True, epochs=3)
     issued = [source.next() for _ in range(3 * count)]
+    assert [source.task(number) for number in range(3 * count)] == issued
     for epoch in range(3):
         in_epoch = issued[epoch * count : (epoch + 1) * count]
         assert sorted(t.question for t in in_epoch if t) == sorted(t.question for t in tasks)

@@ -37,7 +37,7 @@ def a_run_is_there(
         """Stands for Ray's answer that the actor is placed."""
 
     async def perform(call: Call) -> Any:
-        if call.method == "status":
+        if call.method == "brief_status":
             return SimpleNamespace(published=members.published)
         assert (call.door, call.method) == ("Coordinator", "check")
         return members.check(*call.arguments, shared=call.options["shared"])

@@ -12,8 +12,9 @@ from made_up_run import make_status
 from asyncrl.common.roles import RunState
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
+from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.registry import Registry
-from asyncrl.coordinator.status import RunStatus
+from asyncrl.coordinator.status import OwnReplicas, RunStatus
 from asyncrl.deployment import generators
 from asyncrl.deployment import pool as pool_module
 from asyncrl.deployment.generators import COUNT_EVERY_S, GeneratorDeployment, Progress
@@ -36,21 +37,30 @@ async def _nothing(*_: object) -> None:
 
 def test_replicas_say_when_they_generate_and_then_how_much() -> None:
     now_s = [0.0]
-    progress, names = Progress(clock=lambda: now_s[0]), {"generator-a"}
-    busy = make_status()
-    (view,) = busy.replicas
-    waiting = make_status(replicas=(msgspec.structs.replace(view, reserved_groups=0, version=None),))
-    assert progress.line(waiting, names) is None
-    assert progress.line(busy, names) == "generating with the weights of step 3"
-    assert progress.line(busy, names) is None
+    progress = Progress(clock=lambda: now_s[0])
+    status = make_status()
+    busy = own_replicas_of(status)
+    (view,) = status.replicas
+    waiting = msgspec.structs.replace(
+        busy, views={view.replica: msgspec.structs.replace(view, reserved_groups=0, version=None)}
+    )
+    assert progress.line(status, waiting) is None
+    assert progress.line(status, busy) == "generating with the weights of step 3"
+    assert progress.line(status, busy) is None
     for _ in range(2):
         now_s[0] += COUNT_EVERY_S
-        assert (
-            progress.line(busy, names) == "1,234 samples generated, 2 groups in flight; the learner is at step 3 of 9"
-        )
-        assert progress.line(busy, names) is None
-    others = Progress(clock=lambda: now_s[0])
-    assert others.line(busy, {"generator-b"}) is None, "the log has no lines about the replicas of another deployment"
+        line = progress.line(status, busy)
+        assert line == "1,234 samples generated, 2 groups in flight; the learner is at step 3 of 9"
+        assert progress.line(status, busy) is None
+
+
+def own_replicas_of(status: RunStatus) -> OwnReplicas:
+    return OwnReplicas(wanted=1, views={view.replica: view for view in status.replicas}, reports=status.reports)
+
+
+def answers_of(status: RunStatus) -> dict[object, Any]:
+    """Returns the answers of a coordinator whose run has this status."""
+    return {Coordinator.brief_status: status, Coordinator.own_replicas: own_replicas_of(status)}
 
 
 @pytest.mark.asyncio
@@ -204,17 +214,17 @@ async def test_a_deployment_ends_when_nothing_moves_or_no_learner_comes_back(
 ) -> None:
     monkeypatch.setattr(generators, "WATCH_EVERY_S", 0.0)
     deployment = deployment_of(Config())
-    whole = make_status(state=state, quiet_s=deployment._config.run.stall_timeout_s + 1.0, version=Version(1, step))
+    quiet_s = deployment._config.run.stall_timeout_s + 1.0
+    whole = make_status(state=state, quiet_s=quiet_s, version=Version(1, step), learner_attached=learner)
     asked = 0
 
-    async def status(_: object) -> RunStatus:
+    async def call(method: object, *_: object) -> Any:
         nonlocal asked
-        asked += 1
-        if asked == 3:
-            return msgspec.structs.replace(whole, state=RunState.FINISHED)
-        return whole if learner else msgspec.structs.replace(whole, deployments=whole.deployments[1:])
+        asked += method is Coordinator.brief_status
+        status = msgspec.structs.replace(whole, state=RunState.FINISHED) if asked == 3 else whole
+        return answers_of(status)[method]
 
-    handles: Any = SimpleNamespace(coordinator=SimpleNamespace(call=status))
+    handles: Any = SimpleNamespace(coordinator=SimpleNamespace(call=call))
     monkeypatch.setattr(deployment._pool, "look_after", _nothing)
     watching = deployment._watch(handles, asyncio.Event())
     async with asyncio.timeout(60):

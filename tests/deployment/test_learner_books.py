@@ -25,6 +25,7 @@ from asyncrl.common.version import Version
 from asyncrl.complete_directory import COMPLETE, unfinished
 from asyncrl.config.schema import CheckpointSection, Config
 from asyncrl.coordinator.coordinator import Coordinator
+from asyncrl.coordinator.endpoints import EndpointChanges, Endpoints
 from asyncrl.coordinator.failures import FailureReports
 from asyncrl.coordinator.learner_calls import LearnerCalls
 from asyncrl.coordinator.snapshot import RunSnapshot
@@ -231,8 +232,9 @@ def deployment_without_ray(
     async def call(method: object, *arguments: object, **__: object) -> object:
         if method is LearnerCalls.set_state and states is not None:
             states.append(arguments[1])
-        if method is Coordinator.status:
-            return SimpleNamespace(targets={"learner": "127.0.0.1:1", "buffer": "127.0.0.1:2"})
+        if method is Coordinator.endpoints:
+            addresses = {"learner": "127.0.0.1:1", "buffer": "127.0.0.1:2"}
+            return EndpointChanges(serial=2, whole=True, addresses=addresses)
         return failures if method is FailureReports.more_than else None
 
     async def run_of(*_: object, **__: object) -> Any:
@@ -665,8 +667,11 @@ async def test_prometheus_finds_the_runs_processes_and_rays_nodes_again_once_ray
             raise answer
         return answer
 
-    async def status(_: object) -> Any:
-        return SimpleNamespace(targets={"learner": "127.0.0.1:1"})
+    endpoints = Endpoints()
+    endpoints.set("learner", "127.0.0.1:1")
+
+    async def changes(_: object, since: int) -> EndpointChanges:
+        return endpoints.since(since)
 
     found = asyncio.Event()
     monkeypatch.setattr(targets_module, "TARGETS_EVERY_S", 0.0)
@@ -674,7 +679,7 @@ async def test_prometheus_finds_the_runs_processes_and_rays_nodes_again_once_ray
     monkeypatch.setattr(targets_module, "write_targets", lambda path, **arguments: found.set())
     with RunDir.create(config) as run:
         deployment = deployment_in(run, config)
-        coordinator: Any = SimpleNamespace(call=status)
+        coordinator: Any = SimpleNamespace(call=changes)
         discovering = asyncio.create_task(deployment._targets.follow(coordinator, timeout_s=1.0))
         await asyncio.wait_for(found.wait(), DEADLINE_S)
         discovering.cancel()

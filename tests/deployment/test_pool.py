@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError
 from asyncrl.buffer.fleet import Cause, ReplicaState, actor_of
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.coordinator import Coordinator
-from asyncrl.coordinator.status import RunStatus
+from asyncrl.coordinator.status import OwnReplicas
 from asyncrl.deployment import pool as pool_module
 from asyncrl.deployment.pool import Replica, ReplicaPool
 from asyncrl.environments.secrets import Secrets
@@ -82,24 +82,22 @@ class MadeUpPool:
         await asyncio.sleep(0)
         return [replica.name for replica in self.pool.replicas]
 
-    def status(self, *, wanted: int | None = None, **states: ReplicaState) -> RunStatus:
-        """Returns a status in which the replicas have committed nothing, and have these states by name."""
-        whole = make_status()
-        (view,) = whole.replicas
-        views = tuple(
-            msgspec.structs.replace(
+    def own(self, *, wanted: int | None = None, **states: ReplicaState) -> OwnReplicas:
+        """Returns what the coordinator says of replicas that have committed nothing, and have these states by name."""
+        (view,) = make_status().replicas
+        views = {
+            each.name: msgspec.structs.replace(
                 view,
                 replica=each.name,
                 actor=each.actor,
                 state=states.get(each.name.replace("-", "_"), ReplicaState.HEALTHY),
             )
             for each in self.pool.replicas
-        )
-        sizes = {} if wanted is None else {"d": wanted}
-        return msgspec.structs.replace(whole, replicas=views, reports={}, wanted_replicas=sizes)
+        }
+        return OwnReplicas(wanted=wanted, views=views, reports={})
 
-    async def look(self, status: RunStatus | None = None) -> None:
-        await self.pool.look_after(status or self.status(), self.coordinator)
+    async def look(self, own: OwnReplicas | None = None) -> None:
+        await self.pool.look_after(own or self.own(), self.coordinator)
         for _ in range(20):
             await asyncio.sleep(0)
 
@@ -172,13 +170,13 @@ async def test_a_replica_that_committed_groups_is_started_again_at_once_and_old_
     scene = MadeUpPool(monkeypatch, max_restarts=2)
     [only] = await scene.begin()
     for start in range(1, 7):
-        status = scene.status()
+        own = scene.own()
         report = make_status().reports["generator-a"]
         committed = {only: msgspec.structs.replace(report, samples=10 * start)}
-        await scene.look(msgspec.structs.replace(status, reports=committed))
+        await scene.look(msgspec.structs.replace(own, reports=committed))
         scene.kill(actor_of(only, start), EngineDied("killed"))
         await asyncio.sleep(0)
-        await scene.look(msgspec.structs.replace(status, reports=committed))
+        await scene.look(msgspec.structs.replace(own, reports=committed))
         scene.now_s += 3601
     assert scene.paused_s == []
     assert scene.made[-1] == actor_of(only, 7)
@@ -254,7 +252,7 @@ async def test_a_silent_replica_is_asked_and_replaced_only_if_it_does_not_answer
             raise CallTimeout("no answer")
 
     monkeypatch.setattr(pool_module, "finished", finished)
-    await scene.look(scene.status(**{only.replace("-", "_"): state}))
+    await scene.look(scene.own(**{only.replace("-", "_"): state}))
     assert len(asked) == 1
     await scene.look()
     assert scene.made == ([only] if answers else [only, actor_of(only, 2)])
@@ -266,15 +264,15 @@ async def test_a_silent_replica_is_asked_and_replaced_only_if_it_does_not_answer
 async def test_the_pool_grows_and_shrinks_to_the_wanted_number(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = MadeUpPool(monkeypatch, replicas=2)
     first, second = await scene.begin()
-    await scene.look(scene.status(wanted=4))
-    await scene.look(scene.status(wanted=4))
+    await scene.look(scene.own(wanted=4))
+    await scene.look(scene.own(wanted=4))
     names = [replica.name for replica in scene.pool.replicas]
     assert (names[:2], len(set(names))) == ([first, second], 4)
     assert all(replica.generates for replica in scene.pool.replicas)
     scene.kill(first)
     await asyncio.sleep(0)
     monkeypatch.setattr(scene.pool, "_start", asyncio.Event().wait)
-    await scene.look(scene.status(wanted=1))
+    await scene.look(scene.own(wanted=1))
     assert len(scene.pool.replicas) == 1
     assert set(scene.ended) >= set(names[2:])
     await scene.pool.end()
@@ -289,8 +287,8 @@ async def test_a_replica_that_was_given_up_is_not_replaced_by_another_one_until_
     scene.kill(first)
     await asyncio.sleep(0)
     for _ in range(3):
-        await scene.look(scene.status(wanted=2))
+        await scene.look(scene.own(wanted=2))
     assert len(scene.made) == 2
-    await scene.look(scene.status(wanted=3))
+    await scene.look(scene.own(wanted=3))
     assert len(scene.made) == 4
     await scene.pool.end()

@@ -128,9 +128,10 @@ async def test_heartbeats_carry_the_progress_of_held_tickets() -> None:
         await everything_else_runs()
         await pool.generators["a"].report()
         slots = pool.coordinator._buffer._state.groups.table.reserved
-        progress = {key: slot.progress.generated_tokens for key, slot in slots.items()}
+        progress = {key: slot.sampled_tokens for key, slot in slots.items()}
         assert any(progress.values())
-        assert progress == {key: held.generated_tokens for key, held in pool.generators["a"]._held.progress().items()}
+        assert progress == pool.generators["a"]._held._tokens
+        assert pool.generators["a"]._held.report().tokens == {}, "the buffer knows all of it"
 
 
 @pytest.mark.asyncio
@@ -188,7 +189,7 @@ async def test_a_killed_replica_loses_its_tickets_and_no_committed_group() -> No
         pool.clock.now_s += 100.0
         expired = pool.coordinator._buffer.tickets.expire()
         assert set(expired) == held
-        await pool.coordinator._waiting.changed()
+        pool.coordinator._waiting.groups_changed()
         trained = {group.meta.key for _ in range(3) for group in (await pool.step()).groups}
         assert set(committed) - held <= trained | set(pool.rows.kept)
         status = pool.coordinator.status()
@@ -429,9 +430,11 @@ async def test_a_failure_that_the_buffer_did_not_hear_of_expires() -> None:
 
         generator._coordinator.call = unheard  # type: ignore[method-assign]
         await pool.publish(0)
-        # Heartbeats would renew tickets that stay held, and these would never expire.
         await until(lambda: pool.counts.reserved == 8 and not generator._running and not generator._held)
-        pool.clock.now_s += 100.0
+        assert generator._held.report().complete, "it tells the buffer which tickets it does not hold any longer"
+        for _ in range(2):
+            await generator.report()
+            pool.clock.now_s += 20.0
         await generator.report()
         assert len(pool.coordinator._buffer.tickets.expire()) == 8
 

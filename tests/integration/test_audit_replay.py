@@ -119,7 +119,7 @@ def generated(policy: TQPolicy, *, group: int, step: int) -> tuple[LeasedGroup, 
     if group == MASKED_GROUP:
         meta = msgspec.structs.replace(meta, rewards=(None, *meta.rewards[1:]))
     leased = LeasedGroup(
-        meta=meta, task=ticket.task, deadline=ticket.deadline, max_staleness_versions=2, reserved_step=step,
+        meta=meta, deadline=ticket.deadline, max_staleness_versions=2, reserved_step=step,
         ready_step=step,
     )  # fmt: skip
     return leased, rows

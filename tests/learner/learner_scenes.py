@@ -4,6 +4,7 @@ One replica, `a`, loads a version as soon as it is delivered. It fills the buffe
 """
 
 import asyncio
+import itertools
 import tempfile
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +15,16 @@ from memory_client import MemoryClient
 
 from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
 from asyncrl.algorithms.token_estimators import OUTCOME, TokenEstimator
-from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, GroupMeta, Lease, LeaseWait, Progress, Ticket
+from asyncrl.buffer.records import (
+    CommitOutcome,
+    FailedTicket,
+    Failure,
+    GroupMeta,
+    HeldReport,
+    Lease,
+    LeaseWait,
+    Ticket,
+)
 from asyncrl.common.version import Version
 from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.schema import Config
@@ -345,7 +355,8 @@ class Scene:
         self.metrics = described_metrics(self.config)
         self.states = StateClock(states=LEARNER_STATES, initial="starting", started_s=0.0, clock=self.clock)
         self.metrics.states_from(self.states.seconds)
-        self.held: dict[str, Progress] = {}  # tickets that the replica names in its heartbeats
+        self.held: dict[str, int] = {}  # tickets that the replica names in its heartbeats, with their tokens
+        self.heartbeats = itertools.count(1)
         self.loaded: Version | None = None
         self.asked: list[tuple[Version | None, int]] = []
         self.ended: set[str] = set()
@@ -456,7 +467,8 @@ class Scene:
             weight_updates=len(self.publisher.history),
             parity_max_nats=2e-6,
         )
-        await self.coordinator.heartbeat(replica, self.loaded, 2 * GROUPS_PER_STEP, self.held, report)
+        held = HeldReport(number=next(self.heartbeats), complete=True, tokens=self.held)
+        await self.coordinator.heartbeat(replica, self.loaded, 2 * GROUPS_PER_STEP, held, report)
 
 
 def rows_of(ticket: Ticket) -> BatchedDataDict:

@@ -1,13 +1,12 @@
 """Held-out rewards are recorded for the version that produced them, and the wait for a replica has a limit."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import pytest
 from learner_scenes import Scene
 
 from asyncrl.buffer.records import Failure
 from asyncrl.common.version import Version
-from asyncrl.coordinator.status import RunStatus
 from asyncrl.data.prompts import Task
 from asyncrl.errors import CallTimeout, FailureClass, RunError, StallError
 from asyncrl.learner.heldout import EVALUATIONS
@@ -28,13 +27,14 @@ async def test_only_a_replica_that_has_loaded_the_version_is_asked() -> None:
     await scene.deliver(Version(1, 0))
     assert await scene.heldout.replica_at(Version(1, 0)) == "a"
 
-    status = scene.coordinator.status
+    ask = scene.coordinator.replica_at
 
-    def status_after_a_while() -> RunStatus:
+    async def ask_for_a_while(version: Version, *, other_than: Collection[str], wait_s: float) -> str | None:
+        assert wait_s == 5.0, "the call waits for the replica"
         scene.clock.now_s += 61.0
-        return status()
+        return await ask(version, other_than=other_than, wait_s=0.0)
 
-    scene.coordinator.status = status_after_a_while  # type: ignore[method-assign]
+    scene.coordinator.replica_at = ask_for_a_while  # type: ignore[method-assign]
     with pytest.raises(
         StallError, match=r"loaded the weights of step 1 within.*= 60 s; .*a at step 0.*, no heartbeats"
     ):

@@ -17,7 +17,6 @@ from asyncrl.algorithms.filters import build_filters
 from asyncrl.buffer.ledger import Fate
 from asyncrl.buffer.records import GroupMeta, Lease, LeasedGroup, VersionSpan
 from asyncrl.config.schema import Config
-from asyncrl.data.prompts import Task
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import StalenessViolation
 from asyncrl.learner import stages
@@ -42,8 +41,7 @@ def leased(
         oldest=0,
         newest=0,
     )
-    task = Task(question="q", prompt="q", answer="a")
-    return LeasedGroup(meta=meta, task=task, deadline=9, max_staleness_versions=0, reserved_step=0, ready_step=0)
+    return LeasedGroup(meta=meta, deadline=9, max_staleness_versions=0, reserved_step=0, ready_step=0)
 
 
 def judged(

@@ -10,7 +10,7 @@ from asyncrl.buffer.records import Counts
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
 from asyncrl.coordinator.registry import Deployment
-from asyncrl.coordinator.replicas import ReplicaReport, ReplicaView
+from asyncrl.coordinator.replicas import AbleReplicas, ReplicaReport, ReplicaView
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.learner.records import RunInfo, RunTotals, StepRecord
 
@@ -78,6 +78,18 @@ def make_step(step: int, **changed: Any) -> StepRecord:
 
 def make_status(**changed: Any) -> RunStatus:
     """Returns the status of a run at step 3, with a learner and a generator deployment of one busy replica."""
+    report = ReplicaReport(
+        actor="generator-a",
+        deployment="generator-d",
+        metrics_address="",
+        state_seconds={"generating": 9.0, "idle": 1.0},
+        slots=4,
+        running_groups=2,
+        samples=1234,
+        completion_tokens=1,
+        weight_updates=3,
+        parity_max_nats=0.0,
+    )
     fields: dict[str, Any] = {
         "run": "quick",
         "state": RunState.RUNNING,
@@ -110,26 +122,17 @@ def make_status(**changed: Any) -> RunStatus:
                 refused_for=None,
             ),
         ),
-        "reports": {
-            "generator-a": ReplicaReport(
-                actor="generator-a",
-                deployment="generator-d",
-                metrics_address="",
-                state_seconds={"generating": 9.0, "idle": 1.0},
-                slots=4,
-                running_groups=2,
-                samples=1234,
-                completion_tokens=1,
-                weight_updates=3,
-                parity_max_nats=0.0,
-            )
-        },
+        "reports": {"generator-a": report},
         "deployments": (
             Deployment(id="learner-d", role=Role.LEARNER, host="h", pid=1),
             Deployment(id="generator-d", role=Role.GENERATOR, host="h", pid=2),
         ),
         "learner_state_seconds": {},
         "quiet_s": 0.0,
+        "learner_attached": True,
+        "totals": report,
+        "able": (AbleReplicas(version=Version(1, 3), replicas=1, stale=0),),
+        "oldest_replica_step": 3,
         "targets": {},
     }
     return RunStatus(**(fields | changed))
