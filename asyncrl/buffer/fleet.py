@@ -21,6 +21,7 @@ Pure: the clock is an argument. A generator deployment reads the states from the
 are quarantined, and starts them again.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -155,6 +156,7 @@ class Fleet:
         self._quarantined: dict[str, None] = {}  # actors, the oldest first
         self._retired: dict[str, None] = {}
         self._backing_off: set[str] = set()
+        self._none_silent_until_s = -math.inf
         self.quarantines: Counter[Cause] = Counter()
         self.restarts: Counter[Cause] = Counter()
 
@@ -227,12 +229,16 @@ class Fleet:
 
     def silent(self) -> list[str]:
         """Quarantines the actors that sent no heartbeat for the timeout. Returns those that were not before. Forgets
-        replicas that were silent for long."""
+        replicas that were silent for long.
+
+        A call takes O(1) until the time at which the first replica can have been silent for the timeout: a heartbeat
+        only makes this time later, and there may be 10,000 replicas and a call each second.
+        """
         now_s = self._clock()
+        if now_s <= self._none_silent_until_s:
+            return []
         for name, life in list(self._lives.items()):
-            only_silent = life.state is ReplicaState.QUARANTINED and life.cause is Cause.NO_HEARTBEATS
-            limit_s = FORGET_TIMEOUTS * self._timeout_s if only_silent else max(FORGET_S, 2 * self._timeout_s)
-            if now_s - life.heard_at_s > limit_s:
+            if now_s - life.heard_at_s > self._forget_s(life):
                 del self._lives[name]
         found = [
             life.actor
@@ -241,6 +247,9 @@ class Fleet:
         ]
         for actor in found:
             self.quarantine(actor, Cause.NO_HEARTBEATS, f"no heartbeat for {self._timeout_s:g} s")
+        # The timeout from now on is the limit of a replica whose first heartbeat comes later.
+        limits_s = [life.heard_at_s + self._next_limit_s(life) for life in self._lives.values()]
+        self._none_silent_until_s = min([now_s + self._timeout_s, *limits_s])
         return found
 
     def restarting(self, actor: str, cause: Cause, reason: str) -> None:
@@ -281,13 +290,23 @@ class Fleet:
         """Returns whether a healthy replica is none of those of `actors`."""
         tried = {replica_of(actor) for actor in actors}
         return any(
-            name not in tried and life.state is ReplicaState.HEALTHY and not self.back_off_s(life.actor)
-            for name, life in self.lives().items()
+            life.state is ReplicaState.HEALTHY and not self.back_off_s(life.actor)
+            for name in self._lives
+            if name not in tried and (life := self.life(name)) is not None
         )
 
     def is_quarantined(self, actor: str) -> bool:
         """Returns whether the attempts that ended on an actor do not count."""
         return actor in self._quarantined
+
+    def _forget_s(self, life: Life) -> float:
+        """Returns for how long a replica may be silent before it is forgotten."""
+        only_silent = life.state is ReplicaState.QUARANTINED and life.cause is Cause.NO_HEARTBEATS
+        return FORGET_TIMEOUTS * self._timeout_s if only_silent else max(FORGET_S, 2 * self._timeout_s)
+
+    def _next_limit_s(self, life: Life) -> float:
+        """Returns for how long a replica may be silent before something is done about it."""
+        return self._forget_s(life) if life.actor in self._quarantined else self._timeout_s
 
     def _life_of(self, actor: str) -> Life | None:
         """Returns the life of which `actor` is the newest actor; None if there is none."""

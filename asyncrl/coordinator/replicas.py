@@ -175,7 +175,8 @@ class Replicas:
         silent = [name for name, replica in self._by_name.items() if not self._live(replica, now_s)]
         for name in silent:
             del self._by_name[name]
-        self._gone(silent)
+        if silent:
+            self._gone(silent)
         return len(silent)
 
     def _gone(self, names: Sequence[str]) -> None:
