@@ -183,7 +183,7 @@ class Outcome:
     availability: float
     over_closed_form: float
     events: int
-    wall_s: float
+    cpu_s: float
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -274,7 +274,7 @@ class Simulation:
 
     def run(self) -> Outcome:
         """Runs until the end of the scenario, or until a dead end."""
-        scenario, started_s = self.scenario, time.perf_counter()
+        scenario, started_s = self.scenario, time.process_time()
         self._publish()
         for _ in range(scenario.replicas):
             self._add(after_s=self.rng.uniform(0, SHORT_S[1]))
@@ -294,9 +294,9 @@ class Simulation:
                 dead_end = str(error)
             if self.now_s - self._progress_s > PATIENCE_S:
                 dead_end = f"no commit and no step since second {self._progress_s:.0f}"
-        return self._outcome(dead_end, events=handled, wall_s=time.perf_counter() - started_s)
+        return self._outcome(dead_end, events=handled, cpu_s=time.process_time() - started_s)
 
-    def _outcome(self, dead_end: str, *, events: int, wall_s: float) -> Outcome:
+    def _outcome(self, dead_end: str, *, events: int, cpu_s: float) -> Outcome:
         account, (seconds, groups, size_s, up_s) = self.buffer.account, self._last.since(self._first)
         return Outcome(
             dead_end=dead_end,
@@ -314,7 +314,7 @@ class Simulation:
             availability=up_s / size_s if seconds else 0.0,
             over_closed_form=groups / seconds / self.scenario.rate(size_s / seconds) if seconds else 0.0,
             events=events,
-            wall_s=wall_s,
+            cpu_s=cpu_s,
         )
 
     def _in(self, seconds: float, act: Callable[..., None], *arguments: Any) -> None:
@@ -615,7 +615,7 @@ RATIOS = (1.33, 0.75)
 COLUMNS = [
     "replicas", "limit", "virtual hours", "failures (" + ", ".join(Kind) + ")", "restarts", "tried again", "available",
     "groups trained", "over the closed form", "stalest (limit)", "failed, discarded, trained twice", "ledger",
-    "longest quiet time", "dead ends", "µs an event",
+    "longest quiet time", "dead ends", "CPU of an event, µs",
 ]  # fmt: skip
 
 
@@ -636,7 +636,7 @@ def row(scenario: Scenario, outcome: Outcome) -> str:
         "closed" if outcome.closed else "**open**",
         f"{outcome.quiet_s:.0f} s",
         outcome.dead_end or "none",
-        f"{outcome.wall_s / outcome.events * 1e6:.0f}",
+        f"{outcome.cpu_s / outcome.events * 1e6:.0f}",
     ]
     return f"| {' | '.join(cells)} |"
 

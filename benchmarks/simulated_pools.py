@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import ray
 from report_page import busy_percent, provenance, write_section
@@ -54,7 +55,9 @@ GROUP_S, SPREAD = 10.0, 0.3
 RATIOS = (1.33, 0.75)
 """Rates of the learner over that of the pool."""
 SIZES = (4, 16, 64)
-WARM_UP_STEPS = 8
+WARM_UP_STEPS, LEFT_STEPS = 8, 2 * (ETA + 1)
+"""Steps before those that are measured, and after them. The run is stopped before the latter, because near the end of a
+run no groups are started that no step would train."""
 PARAMETERS = {"w": ((2,), "float32")}
 WEIGHTS_BYTES = bytes(8)
 PROBE = (5, 6, 7)
@@ -131,9 +134,7 @@ class SleepingReplica:
             config=config,
             name=name,
             deployment="simulated",
-            rollouts=Rollouts(
-                config=config, engine=engine, tokenizer=Tokenizer(), scorer=SameScorer(), replica=name
-            ),
+            rollouts=Rollouts(config=config, engine=engine, tokenizer=Tokenizer(), scorer=SameScorer(), replica=name),
             coordinator=CoordinatorClient.over_ray(
                 ray.get_actor(COORDINATOR, namespace=namespace), timeout_s=timeout_s
             ),
@@ -150,7 +151,7 @@ class SleepingReplica:
             ),
             metrics=metrics,
             started_s=time.monotonic(),
-        )  # fmt: skip
+        )
 
     async def run(self) -> None:
         await self._generator.run()
@@ -223,13 +224,9 @@ class TinyPublisher:
         tensors = layout(((name, shape, dtype, 8) for name, (shape, dtype) in PARAMETERS.items()), 2**20)
         bucket = Bucket(nbytes=len(WEIGHTS_BYTES), checksum=checksum(memoryview(WEIGHTS_BYTES)))
         probe = Probe(tokens=(PROBE,), logprobs=((-1.0,) * (len(PROBE) - 1),))
-        manifest = Manifest(
-            version=version, previous=self.published, tensors=tensors, buckets=(bucket,), probe=probe
-        )  # fmt: skip
+        manifest = Manifest(version=version, previous=self.published, tensors=tensors, buckets=(bucket,), probe=probe)
         self.published = version
         await self._coordinator.call(LearnerCalls.published, version)
-        import numpy as np
-
         handle = ObjectStoreTransport().send(np.frombuffer(WEIGHTS_BYTES, dtype=np.uint8))
         await self._weights.publish(manifest, [handle])
 
@@ -310,7 +307,7 @@ async def measure(setting: Setting, *, steps: int, folder: Path) -> Measured:
     from asyncrl.metrics.catalogue import LEARNER_STATES
     from asyncrl.metrics.states import StateClock
 
-    config = setting.config(folder=folder, steps=WARM_UP_STEPS + steps)
+    config = setting.config(folder=folder, steps=WARM_UP_STEPS + steps + LEFT_STEPS)
     deployment = new_deployment(Role.LEARNER, nonce="simulated")
     client = await open_data_plane(config, deployment=deployment, restores=False)
     handles = await enter_run(config, deployment=deployment, tasks=TASKS)
@@ -322,11 +319,14 @@ async def measure(setting: Setting, *, steps: int, folder: Path) -> Measured:
     running = [replica.run.remote() for replica in replicas]
     records: list[StepRecord] = []
     cpu_s: list[float] = []
+    stop = asyncio.Event()
 
     def append_step(record: StepRecord) -> None:
         records.append(record)
         if len(records) in (WARM_UP_STEPS, WARM_UP_STEPS + steps):
             cpu_s.append(sum(_cpu_s(process) for process in _family()))
+        if len(records) == WARM_UP_STEPS + steps:
+            stop.set()
 
     def nothing(*_: Any) -> None: ...
 
@@ -357,8 +357,8 @@ async def measure(setting: Setting, *, steps: int, folder: Path) -> Measured:
         states=StateClock(states=LEARNER_STATES, initial="starting", started_s=time.monotonic()),
         decode=lambda ids, special: "",
         started_s=time.monotonic(),
-    )  # fmt: skip
-    await loop.run(asyncio.Event())
+    )
+    await loop.run(stop)
     memory = [process.memory_full_info().pss for process in _family() if "SleepingReplica" in _name(process)]
     await asyncio.gather(*[replica.drain.remote() for replica in replicas])
     await asyncio.gather(*running)
@@ -366,7 +366,7 @@ async def measure(setting: Setting, *, steps: int, folder: Path) -> Measured:
         ray.kill(replica)
     attached.cancel()
     await leave_run(handles, namespace=config.run.name)
-    before, after = records[WARM_UP_STEPS - 1], records[-1]
+    before, after = records[WARM_UP_STEPS - 1], records[WARM_UP_STEPS + steps - 1]
     seconds, groups = after.wall_s - before.wall_s, steps * setting.groups_per_step
     learner, generator = _spent(before, after, "learner"), _spent(before, after, "generator")
     return Measured(
