@@ -5,7 +5,14 @@ from pathlib import Path
 import pytest
 from report_page import PAGE, marks, write_section
 
-BENCHMARKS = ("against_trl.py", "coordinator.py", "overlap.py", "profile_run.py")
+BENCHMARKS = (
+    "against_trl.py",
+    "coordinator.py",
+    "overlap.py",
+    "profile_run.py",
+    "simulated_fleet.py",
+    "simulated_pools.py",
+)
 
 
 def test_only_the_text_between_the_marks_is_replaced(tmp_path: Path) -> None:

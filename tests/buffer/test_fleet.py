@@ -71,6 +71,18 @@ def test_a_silent_replica_is_suspect_then_quarantined_and_comes_back_when_it_is_
     assert (state_of(fleet, "a"), fleet.refusal("a"), fleet.is_quarantined("a")) == (ReplicaState.HEALTHY, None, False)
 
 
+def test_a_replica_that_comes_after_a_check_is_found_silent_in_time() -> None:
+    clock = Clock()
+    fleet = fleet_of(clock)
+    fleet.hear("a", has_weights=True)
+    fleet.quarantine("a", Cause.ENGINE_DIED, "killed")
+    assert fleet.silent() == []
+    clock.now_s += 1.0
+    fleet.hear("b", has_weights=True)
+    clock.now_s += TIMEOUT_S + 0.1
+    assert fleet.silent() == ["b"]
+
+
 def test_infra_failures_in_a_row_make_a_replica_wait_longer_and_longer_and_then_quarantine_it() -> None:
     clock = Clock()
     fleet = Fleet(max_infra_failures=10, timeout_s=10**6, clock=clock.read)
