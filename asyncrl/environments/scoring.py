@@ -3,9 +3,9 @@
 Reward code runs in the processes of `scoring_worker.py`. `Scorer` gives each process one group at a time, or several
 groups at once if the reward is async. A completion may take `environment.score_timeout_s` of wall-clock time. `Scorer`
 kills and replaces a process that exceeds this limit or dies, together with all processes that it has started, and the
-new process scores the completions that are left. Requests and replies are JSON. Lines that reward code prints are
-passed on. `Scorer` cannot kill code that leaves its process tree and session on purpose, and it does not limit access
-to the file system or the network.
+new process scores the completions that are left. A completion that took too long is scored once more. Requests and
+replies are JSON. Lines that reward code prints are passed on. `Scorer` cannot kill code that leaves its process tree
+and session on purpose, and it does not limit access to the file system or the network.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from asyncrl.config.schema import EnvironmentSection
 from asyncrl.data.prompts import Task
 from asyncrl.environments.reward_function import Form
 from asyncrl.environments.scores import Score
-from asyncrl.environments.scoring_messages import Group
+from asyncrl.environments.scoring_messages import Group, RewardFailure
 from asyncrl.environments.scoring_process import ScoringProcess, closed
 from asyncrl.environments.secrets import Secrets
 from asyncrl.errors import DataError
@@ -92,14 +92,29 @@ class Scorer:
         """Returns the score of each completion, in order: one finite reward, or a DataError if its reward failed. A
         completion is a text without special tokens and may be empty.
 
-        With `environment.on_error: fail`, completions whose scoring has not begun may get the error of another one.
-        Raises DataError when the group cannot be sent to a process. Raises InfraError with the reason
-        `scorer_unavailable` when no process can be started, and `scorer_closed` after `close`.
+        A completion that exceeds its time limit is scored once more, because the machine may have been busy,
+        unless no completion of the group has a reward: then the reward may always hang. With
+        `environment.on_error: fail` nothing is scored again, and completions whose scoring has not begun may
+        get the error of another one. Raises DataError when the group cannot be sent to a process. Raises
+        InfraError with the reason `scorer_unavailable` when no process can be started, and `scorer_closed`
+        after `close`.
         """
         if self._closing.is_set():
             raise closed()
         if not completions:
             return []
+        scores = await self._scored_once(task, completions)
+        late = [number for number, score in enumerate(scores) if _took_too_long(score)]
+        some_end = self._processes[0].form.batched or any(not isinstance(score, DataError) for score in scores)
+        if late and some_end and not self._fails_groups:
+            _log.warning(
+                "%d of %d completions took too long to score; they are scored once more", len(late), len(scores)
+            )
+            for number, score in zip(late, await self._scored_once(task, [completions[n] for n in late]), strict=True):
+                scores[number] = score
+        return scores
+
+    async def _scored_once(self, task: Task, completions: Sequence[str]) -> list[Score]:
         parts = [(each,) for each in completions] if self._shared() else [tuple(completions)]
         whole = _Whole()
         calls = [self._in_line(Group(task=task, completions=part), whole) for part in parts]
@@ -193,6 +208,10 @@ class Scorer:
                     waiting.deliver(closed())
         for process in self._processes:
             process.discard()
+
+
+def _took_too_long(score: Score) -> bool:
+    return isinstance(score, DataError) and score.reason == RewardFailure.TIMEOUT
 
 
 @dataclass(slots=True)

@@ -84,6 +84,22 @@ async def noted_async(task: Task, completion: str) -> float:
     return noted(task, completion)
 
 
+def late_once(task: Task, completion: str) -> float:
+    """Hangs for the completion "late", but only the first time. Takes longer than outcomes are kept back."""
+    with open(task.metadata["file"], "a+") as file:
+        file.write(f"{completion}\n")
+        file.seek(0)
+        if completion == "late" and file.read().split().count("late") == 1:
+            file.flush()
+            _never.wait()
+    _never.wait(0.02)
+    return float(len(completion))
+
+
+def late_once_batched(task: Task, completions: Sequence[str]) -> list[float]:
+    return [late_once(task, completion) for completion in completions]
+
+
 class Riddles:
     """An environment with an async `score`."""
 

@@ -159,9 +159,27 @@ async def test_what_does_not_end_is_killed_by_the_wall_clock_and_replaced(behavi
 
 
 @pytest.mark.asyncio
+@pytest.mark.fault("F19")
+async def test_a_completion_that_took_too_long_is_scored_once_more(tmp_path: Path) -> None:
+    """D25: on a busy machine, completions of a healthy reward exceed their limit."""
+    task = Task(question="q", prompt="q", answer="", metadata={"file": str(tmp_path / "scored")})
+    async with scoring(section("judges:late_once", timeout_s=1.0)) as scorer:
+        assert await scorer.score(task, ["abc", "late"]) == [3.0, 4.0]
+    assert (tmp_path / "scored").read_text().split() == ["abc", "late", "late"]
+
+
+@pytest.mark.asyncio
+async def test_a_batched_call_that_took_too_long_is_made_once_more(tmp_path: Path) -> None:
+    task = Task(question="q", prompt="q", answer="", metadata={"file": str(tmp_path / "scored")})
+    async with scoring(section("judges:late_once_batched", timeout_s=0.5)) as scorer:
+        assert await scorer.score(task, ["late", "abc"]) == [4.0, 3.0]
+    assert (tmp_path / "scored").read_text().split() == ["late", "late", "abc"]
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("reward", ["noted", "noted_async"])
 @pytest.mark.fault("F19")
-async def test_known_rewards_are_kept_when_a_process_is_killed_and_no_completion_is_scored_twice(
+async def test_known_rewards_are_kept_when_a_process_is_killed_and_are_not_computed_again(
     reward: str, tmp_path: Path
 ) -> None:
     task = Task(question="q", prompt="q", answer="", metadata={"file": str(tmp_path / "scored")})
@@ -175,7 +193,7 @@ async def test_known_rewards_are_kept_when_a_process_is_killed_and_no_completion
             (RewardFailure.CRASHED, "crash"),
         ]
     noted = (tmp_path / "scored").read_text().split()
-    assert sorted(noted) == sorted(completions), "each completion was scored once"
+    assert sorted(noted) == sorted([*completions, "hang"]), "each was scored once, and what took too long once more"
 
 
 @pytest.mark.asyncio

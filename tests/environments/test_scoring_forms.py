@@ -151,7 +151,7 @@ async def test_an_async_completion_that_blocks_its_loop_or_ignores_its_end_costs
         failure = await failure_of(scorer, "a", "hang", "b")
         assert (failure.reason, failure.completion) == (RewardFailure.TIMEOUT, "hang")
         assert "blocked" not in str(failure)
-        assert replaced(caplog) == 1
+        assert replaced(caplog) == 2, "it is scored once more"
         assert await scorer.score(TASK, ["a"]) == [1.0]
 
 
