@@ -147,6 +147,10 @@ class CallTimeout(RunError, TimeoutError):
     restart_mends = True
 
 
+class ActorUnreachable(CallTimeout):
+    """An actor cannot be reached at the moment. Its process may live."""
+
+
 class RowsLost(ActorGone):
     """Rows are lost because the process that stored them has ended, or they cannot be reached. `sample_ids` holds the
     ids of the lost rows."""

@@ -258,7 +258,7 @@ class Simulation:
             task_of=lambda _: TASK,
             clock=lambda: self.now_s,
         )
-        self.seen = Replicas(clock=lambda: self.now_s)
+        self.seen = Replicas(may_come_back=lambda _: True, clock=lambda: self.now_s)
         self._published: Version | None = None
         self._lease: Lease | None = None
         self._replicas: dict[str, _Replica] = {}
@@ -457,7 +457,7 @@ class Simulation:
         held = HeldReport(number=next(self._order), complete=True, tokens=dict.fromkeys(replica.running, 0))
         renewal = self.buffer.tickets.renew(replica.actor, held=held, version=replica.version)
         assert renewal is not None, "no heartbeat overtakes another one"
-        if self.buffer.fleet.is_heard(replica.actor):
+        if not renewal.must_end:
             self.seen.heard(replica.actor, version=replica.version, free_slots=replica.free)
         for key in renewal.ended:
             del replica.running[key]

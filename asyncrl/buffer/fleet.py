@@ -15,10 +15,10 @@ change the state:
 - Its engine or its process has died, or its engine is stuck: `quarantined`.
 - Its deployment ends a quarantined replica and starts it again (`restarting`), or gives it up (`retired`).
 
-Attempts that ended on a quarantined actor do not count against `buffer.max_attempts`.
+Attempts on an actor that was ever quarantined do not count against `buffer.max_attempts`.
 
-Pure: the clock is an argument. A generator deployment reads the states from the run's status, ends the replicas that
-are quarantined, and starts them again.
+Pure: the clock is an argument. A generator deployment polls the states of its replicas, ends those that are
+quarantined, and starts them again.
 """
 
 import math
@@ -43,7 +43,7 @@ FORGET_S = 3600.0
 NO_HEARTBEAT = -1
 NO_STEP = -1
 GONE = 10_000
-"""Number of quarantined actors, and of retired replicas, that are remembered."""
+"""Number of excused actors, and of retired replicas, that are remembered."""
 
 
 class ReplicaState(StrEnum):
@@ -159,7 +159,7 @@ class Fleet:
         self._timeout_s = timeout_s
         self._clock = clock
         self._lives: dict[str, Life] = {}
-        self._quarantined: dict[str, None] = {}  # actors, the oldest first
+        self._excused: dict[str, None] = {}  # actors that were ever quarantined, the oldest first
         self._retired: dict[str, None] = {}
         self._backing_off: set[str] = set()
         self._none_silent_until_s = -math.inf
@@ -211,16 +211,16 @@ class Fleet:
             return False
         life = self._lives.get(replica_of(actor))
         if life is None or life.actor != actor:
-            life = self._lives[replica_of(actor)] = Life(actor, self._clock())
+            cause, reason = (None, "") if life is None else (life.cause, life.reason)
+            life = self._lives[replica_of(actor)] = Life(actor, self._clock(), cause=cause, reason=reason)
         life.heard_at_s = self._clock()
         life.state = ReplicaState.HEALTHY if has_weights else ReplicaState.STALE
-        self._quarantined.pop(actor, None)  # it was only silent
         return True
 
     def failed(self, actor: str, failure: Failure) -> bool:
         """Counts an INFRA failure of a rollout on an actor. Returns True if the actor is quarantined for it."""
         life = self.life_of(actor)
-        if life is None or actor in self._quarantined or failure.reason in NOT_ITS_OWN:
+        if life is None or not life.may_be_used or failure.reason in NOT_ITS_OWN:
             return False
         life.failures += 1
         if life.failures >= self._max_infra_failures:
@@ -241,12 +241,15 @@ class Fleet:
         """Quarantines an actor. Returns False if it is not the newest one of its replica, or is quarantined already
         and does not come back."""
         life = self.life_of(actor)
-        if life is None or (actor in self._quarantined and life.cause is not Cause.NO_HEARTBEATS):
+        if life is None or life.state is ReplicaState.RESTARTING:
+            return False
+        again = life.state is ReplicaState.QUARANTINED
+        if again and life.cause is not Cause.NO_HEARTBEATS:
             return False
         life.state, life.cause, life.reason = ReplicaState.QUARANTINED, cause, reason
         life.heartbeat = NO_HEARTBEAT
-        self.quarantines[cause] += actor not in self._quarantined
-        _remember(self._quarantined, actor)
+        self.quarantines[cause] += not again
+        _remember(self._excused, actor)
         return True
 
     def silent(self) -> list[str]:
@@ -265,7 +268,7 @@ class Fleet:
         found = [
             life.actor
             for life in self._lives.values()
-            if now_s - life.heard_at_s > self._timeout_s and life.actor not in self._quarantined
+            if now_s - life.heard_at_s > self._timeout_s and life.may_be_used
         ]
         for actor in found:
             self.quarantine(actor, Cause.NO_HEARTBEATS, f"no heartbeat for {self._timeout_s:g} s")
@@ -322,9 +325,9 @@ class Fleet:
             if name not in tried and (life := self.life(name)) is not None
         )
 
-    def is_quarantined(self, actor: str) -> bool:
-        """Returns whether the attempts that ended on an actor do not count."""
-        return actor in self._quarantined
+    def is_excused(self, actor: str) -> bool:
+        """Returns whether the attempts on an actor do not count, because it was quarantined at least once."""
+        return actor in self._excused
 
     def _forget_s(self, life: Life) -> float:
         """Returns for how long a replica may be silent before it is forgotten."""
@@ -333,7 +336,7 @@ class Fleet:
 
     def _next_limit_s(self, life: Life) -> float:
         """Returns for how long a replica may be silent before something is done about it."""
-        return self._forget_s(life) if life.actor in self._quarantined else self._timeout_s
+        return self._timeout_s if life.may_be_used else self._forget_s(life)
 
 
 def _remember(names: dict[str, None], name: str) -> None:

@@ -57,13 +57,14 @@ class Groups:
     def next_prompt(self, *, replica: str) -> DuePrompt | None:
         """Returns the earliest prompt at the front, else a new prompt; None if there is neither.
 
-        Leaves out a prompt that failed on this replica, if a healthy replica has not tried it.
+        A prompt that failed on this replica comes last, if a healthy replica has not tried it.
         """
 
         def other_may_try(prompt: DuePrompt) -> bool:
             return replica in prompt.failed_on and self.fleet.has_other_than(prompt.failed_on)
 
-        return self.table.front.pop(unless=other_may_try) or self.attempts.new_prompt()
+        front = self.table.front
+        return front.pop(unless=other_may_try) or self.attempts.new_prompt() or front.pop(unless=lambda _: False)
 
     def admit(self, prompt: DuePrompt, *, replica: str, version: Version, step: int, now_s: float) -> Ticket:
         """Gives the prompt a slot (free → reserved) and returns the ticket."""
@@ -126,11 +127,11 @@ class Groups:
     def is_last_attempt(self, ticket: Ticket) -> bool:
         """Returns whether the group has failed if this attempt fails.
 
-        That is the attempt number `max_attempts`. Attempts on replicas that are quarantined do not count, up to the
+        That is the attempt number `max_attempts`. Attempts on replicas that were quarantined do not count, up to the
         same number: a prompt that ends every engine must not be tried for ever.
         """
         failed_on, most = [*ticket.failed_on, ticket.replica], self.limits.max_attempts
-        counted = sum(not self.fleet.is_quarantined(replica) for replica in failed_on)
+        counted = sum(not self.fleet.is_excused(replica) for replica in failed_on)
         return counted >= most or len(failed_on) >= 2 * most
 
     def restart(self, slot: Slot) -> None:

@@ -44,7 +44,8 @@ class Tickets:
 
     def renew(self, replica: str, *, held: HeldReport, version: Version | None = None) -> Renewal | None:
         """Renews the tickets of a replica that sent a heartbeat, and records the progress that it reports. `version` is
-        the version that the replica has loaded. Returns None for a late heartbeat, which changes nothing.
+        the version that the replica has loaded. Returns None for a late heartbeat, which changes nothing. A repeated
+        one gets its answer again.
 
         A ticket that a heartbeat has named once is renewed by every later heartbeat. So the work does not depend on the
         number of tickets, but only on what has changed. A ticket whose reserve reply was lost is never named, so it
@@ -52,10 +53,10 @@ class Tickets:
         """
         fleet, table = self._state.fleet, self._state.groups.table
         life = fleet.life_of(replica)
-        if life is not None and held.number <= life.heartbeat:
+        if life is not None and held.number < life.heartbeat:
             return None
-        if not fleet.hear(replica, has_weights=version is not None):  # all of its tickets end
-            return Renewal(ended=tuple(held.tokens), name_all=not held.complete)
+        if not fleet.hear(replica, has_weights=version is not None):
+            return Renewal(must_end=True)
         life = fleet.life_of(replica)
         assert life is not None
         if life.heartbeat == NO_HEARTBEAT:  # it may hold tickets that have ended, also if this is a late heartbeat
@@ -166,9 +167,12 @@ class Tickets:
         fleet, table = self._state.fleet, self._state.groups.table
         fleet.silent()
         gone = [replica for replica in table.held if not fleet.may_be_used(replica)]
-        slots = [slot for replica in gone for slot in table.held[replica].values() if slot.confirmed]
         before_s = self._state.clock() - self._state.limits.heartbeat_timeout_s
-        expired = self._expire([*slots, *table.unconfirmed_before(before_s)])
+        slots = {slot.ticket.key: slot for slot in table.unconfirmed_before(before_s)}
+        for replica in gone:
+            come_back = fleet.is_heard(replica)  # a ticket that it was given just now may be under way
+            slots |= {key: slot for key, slot in table.held[replica].items() if slot.confirmed or not come_back}
+        expired = self._expire([*slots.values()])
         table.to_ask = {replica for replica in table.to_ask if fleet.may_be_used(replica)}
         return expired
 

@@ -72,7 +72,7 @@ def _replicas(size: str) -> int:
 def _wait(client: "CoordinatorClient", replicas: int) -> None:
     """Prints the states of the replicas when they change, until `replicas` of them generate and no other one is left.
 
-    Raises RunError if the run ends meanwhile.
+    Raises RunError if the run ends meanwhile, or if a replica cannot be started.
     """
     from asyncrl.common.roles import RunState
     from asyncrl.coordinator.coordinator import Coordinator
@@ -82,6 +82,9 @@ def _wait(client: "CoordinatorClient", replicas: int) -> None:
         status = asyncio.run(client.call(Coordinator.status))
         if status.state in (RunState.FINISHED, RunState.FAILED):
             raise RunError(f"the run is {status.state.value}: the size of its pool does not change any more")
+        if status.given_up:
+            lost = "; ".join(f"{replica}: {why}" for replica, why in status.given_up.items())
+            raise RunError(f"the pool does not reach {replicas} replicas: {lost}. Mend the cause, and scale again")
         line, done = _progress(status, replicas)
         if line != shown:
             say(line)

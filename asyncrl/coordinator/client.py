@@ -8,6 +8,7 @@ A call reaches the coordinator in another process (`over_ray`) or in this one (`
 
 import functools
 import inspect
+import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
@@ -16,6 +17,7 @@ from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.failures import FailureReports
 from asyncrl.coordinator.learner_calls import LearnerCalls
 from asyncrl.coordinator.registry import Registry
+from asyncrl.coordinator.repeats import ONCE
 from asyncrl.data_plane.calls import finished, patiently
 
 Arguments = ParamSpec("Arguments")
@@ -25,12 +27,15 @@ Door = TypeVar("Door", Coordinator, LearnerCalls, Registry, FailureReports)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a method of a door (`Coordinator`, `LearnerCalls`, `Registry` or `FailureReports`), as it is sent."""
+    """A call of a method of a door (`Coordinator`, `LearnerCalls`, `Registry` or `FailureReports`), as it is sent.
+
+    `id` is the same for all repetitions of a call that must be performed once; "" for the others."""
 
     door: str
     method: str
     arguments: tuple[Any, ...]
     options: dict[str, Any]
+    id: str = ""
 
 
 async def perform(coordinator: Coordinator, call: Call) -> Any:
@@ -52,8 +57,9 @@ class CoordinatorClient:
         """Returns a client of a `CoordinatorActor`.
 
         A call is late after `timeout_s` seconds plus the `wait_s` that it passes to its method. It is then repeated,
-        for `patience_s` seconds, and raises CallTimeout after that. All calls are idempotent, except that a repeated
-        reserve gets other tickets; those of the first one expire. It raises ActorGone if the actor's process has ended.
+        for `patience_s` seconds, and raises CallTimeout after that. Repetitions change nothing (`repeats.py`), except
+        that a repeated reserve gets other tickets; those of the first one expire. It raises ActorGone if the actor's
+        process has ended.
         """
 
         async def send(call: Call) -> Any:
@@ -93,4 +99,5 @@ class CoordinatorClient:
     async def call(self, method: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
         """Calls a method of a door with these arguments. Returns its answer."""
         door, _, name = method.__qualname__.rpartition(".")
-        return await self._send(Call(door, name, arguments, options))
+        call_id = uuid.uuid4().hex if f"{door}.{name}" in ONCE else ""
+        return await self._send(Call(door, name, arguments, options, call_id))

@@ -98,7 +98,8 @@ class Coordinator:
             self._buffer.unneeded, clear_rows=clear_rows, stored_keys=stored_keys, prefixes=prefixes, now_s=clock()
         )
         self.registry = Registry(shared=shared_config(config), timeout_s=timeout_s, clock=clock)
-        self._replicas = Replicas(clock=clock)
+        fleet = self._buffer.fleet
+        self._replicas = Replicas(may_come_back=lambda replica: fleet.life(replica) is not None, clock=clock)
         self._states = StateClock(
             states=BUFFER_WAITS,
             initial="starting",
@@ -109,7 +110,7 @@ class Coordinator:
         self._waiting = Waiting(
             states=self._states,
             may_get=lambda version: tickets.refusal(version) is None,
-            may_ask=lambda replica: self._buffer.fleet.refusal(replica) is not Refusal.UNHEALTHY,
+            may_ask=lambda replica: fleet.refusal(replica) is not Refusal.UNHEALTHY,
             clock=clock,
         )
         self.failures = FailureReports(self._buffer.failures, waiting=self._waiting)
@@ -180,6 +181,7 @@ class Coordinator:
             learner_state_seconds=self.registry.learner_state_seconds,
             targets=dict(self.registry.endpoints.addresses),
             wanted_replicas=self.registry.wanted(),
+            given_up=dict(self.registry.given_up),
         )
 
     def own_replicas(self, deployment: str, names: Collection[str]) -> OwnReplicas:
@@ -188,6 +190,7 @@ class Coordinator:
         lives = {name: life for name in names if (life := fleet.life(name)) is not None}
         return OwnReplicas(
             wanted=self.registry.wanted_of(deployment),
+            scalings=self.registry.scalings,
             views={view.replica: view for view in self._views(lives)},
             reports={name: reports[name] for name in names if name in reports},
         )
@@ -331,14 +334,14 @@ class Coordinator:
     ) -> Renewal:
         """Receives the state of a replica, and what is new of its tickets. Renews its tickets.
 
-        Returns the keys of named tickets that have ended without a commit. The replica ends their rollouts. A heartbeat
-        that was overtaken by a newer one changes nothing.
+        Returns the keys of named tickets that have ended without a commit. The replica ends their rollouts, or itself
+        if it must. A heartbeat that was overtaken by a newer one changes nothing.
         """
         refused = self._buffer.fleet.refusal(replica)
         renewal = self._buffer.tickets.renew(replica, held=held, version=version)
         if renewal is None:
             return Renewal()
-        if not self._buffer.fleet.is_heard(replica):
+        if renewal.must_end:
             return renewal
         self._replicas.reported(report)
         self.registry.endpoints.set(replica_of(replica), report.metrics_address)
@@ -415,9 +418,13 @@ class Coordinator:
         return outcomes
 
     async def fail(self, tickets: Sequence[FailedTicket]) -> None:
-        """Ends the attempts of tickets whose rollouts failed."""
+        """Ends the attempts of tickets whose rollouts failed. Expires all tickets of a replica that is quarantined for
+        that."""
+        before = self._buffer.fleet.quarantines.total()
         for ticket in tickets:
             self._buffer.tickets.fail(ticket.key, incarnation=ticket.incarnation, failure=ticket.failure)
+        if self._buffer.fleet.quarantines.total() > before:
+            self._expire()
         self._waiting.groups_changed()
         self._waiting.failures.ring()
 
@@ -451,10 +458,10 @@ class Coordinator:
         if self._stalled:
             logger.warning("the buffer's process stalled for %.1f s; no ticket expires before its next check", pause_s)
             return
-        await self._expire()
+        self._expire()
         self._clearing.tick(now_s)
 
-    async def _expire(self) -> None:
+    def _expire(self) -> None:
         """Removes silent replicas, and ends tickets that no heartbeat renewed within the timeout."""
         keys = self._buffer.tickets.expire()
         self._clearing.rows(keys)

@@ -45,7 +45,8 @@ class Registry:
     `timeout_s` is the time without a heartbeat after which a deployment counts as gone. `shared` is the run's shared
     config by dotted key. `learner` is the deployment that was the last to attach as a learner; it may be gone.
     `learner_state_seconds` are its seconds by state, from its last heartbeat. `endpoints` has the metrics endpoints of
-    the run's processes. `published` is the newest version that a learner published.
+    the run's processes. `published` is the newest version that a learner published. `scalings` counts the calls of
+    `scale`. `given_up` says why deployments do not start replicas again, by replica, since the last of these calls.
     """
 
     def __init__(self, *, shared: Mapping[str, object], timeout_s: float, clock: Callable[[], float]) -> None:
@@ -61,6 +62,8 @@ class Registry:
         self.endpoints = Endpoints()
         self._closed = False
         self._scaled: dict[str, int] = {}
+        self.scalings = 0
+        self.given_up: dict[str, str] = {}
         self.published: Version | None = None
 
     def attach(self, deployment: Deployment, *, shared: Mapping[str, object]) -> None:
@@ -164,7 +167,7 @@ class Registry:
 
     def scale(self, replicas: int) -> dict[str, int]:
         """Sets the number of replicas of all generator deployments together. Returns what `wanted` returns then. The
-        deployments read it from the status.
+        deployments poll it. One that is silent now gets 0. Replicas that were given up before may be replaced.
 
         The smallest deployment grows first, and the largest one shrinks first. Raises RunError if no generator
         deployment is attached, and ValueError for a number that is not from 0 to `MOST_REPLICAS`.
@@ -176,8 +179,17 @@ class Registry:
         while (total := sum(wanted.values())) != replicas:
             change = min if total < replicas else max
             wanted[change(wanted, key=wanted.__getitem__)] += 1 if total < replicas else -1
-        self._scaled = dict(wanted)
+        silent = [
+            each.id for each, _ in self._members.values() if each.role is Role.GENERATOR and each.id not in wanted
+        ]
+        self._scaled |= wanted | dict.fromkeys(silent, 0)  # one that comes back would add replicas
+        self.scalings += 1
+        self.given_up.clear()
         return wanted
+
+    def gave_up(self, replica: str, why: str) -> None:
+        """Records that a deployment does not start a replica again."""
+        self.given_up[replica] = why
 
     def handshake(self, *, who: str, fingerprint: str) -> None:
         """Checks that all pools have the same tokenizer and vocabulary (F25).

@@ -1,9 +1,10 @@
 """The replicas of a run: their versions, their free concurrency slots, their last refusals, and their reports.
 
 A replica is known from its first message until its actor leaves or may not be used any more (`asyncrl.buffer.fleet`).
-Its last report is kept after that, because the run's totals need it. Beyond `GONE_REPORTS` such reports, the oldest are
-added up. The totals of all replicas are running sums, so reading them takes as long with 1,000 replicas as with one.
-This module makes no decisions and is pure. It gives the broadcast gate (`asyncrl.weights.gate`) its input.
+Its last report is kept after that, because the run's totals need it. Beyond `GONE_REPORTS` reports of replicas that do
+not come back, the oldest are added up. The totals of all replicas are running sums, so reading them takes as long with
+1,000 replicas as with one. This module makes no decisions and is pure. It gives the broadcast gate
+(`asyncrl.weights.gate`) its input.
 """
 
 from collections import Counter
@@ -17,7 +18,7 @@ from asyncrl.buffer.records import Refusal, Reservation
 from asyncrl.common.version import Version
 
 GONE_REPORTS = 100
-"""Number of replicas that are gone whose reports are kept one by one, because a silent replica may come back."""
+"""Number of replicas that do not come back whose reports are kept one by one."""
 SUM = "gone replicas"
 """Name of the report that has the sum of older ones."""
 
@@ -139,13 +140,13 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AbleReplicas(msgspec.Struct, frozen=True, kw_only=True):
-    """The replicas with a free concurrency slot that have loaded `version` (None: no version).
+    """The replicas with a free concurrency slot that have loaded `version`.
 
     `replicas` is their number, and `stale` the number of those that get no ticket because of staleness: only newer
     weights let them go on.
     """
 
-    version: Version | None
+    version: Version
     replicas: int
     stale: int
 
@@ -171,10 +172,11 @@ class Replicas:
 
     `reports` has the last report of each replica by the replica's name, with the totals of its earlier actors, also of
     replicas that are gone; and under the name `SUM` the totals of those that are gone for long. `totals` is the sum of
-    all reports.
+    all reports. `may_come_back` returns False for the name of a replica that is gone for good.
     """
 
-    def __init__(self, *, clock: Callable[[], float]) -> None:
+    def __init__(self, *, may_come_back: Callable[[str], bool], clock: Callable[[], float]) -> None:
+        self._may_come_back = may_come_back
         self._clock = clock
         self._by_name: dict[str, _Replica] = {}
         self._standings: Counter[tuple[Version | None, bool, bool]] = Counter()  # of the replicas in `_by_name`
@@ -221,9 +223,9 @@ class Replicas:
     def reserved(self, name: str, *, version: Version, asked: int, answer: Reservation) -> None:
         """Records the answer to a reserve. Before its first heartbeat, a replica counts as having `asked` free
         slots."""
-        if answer.refusal is Refusal.QUARANTINED:
-            return
         known = self._by_name.get(name)
+        if answer.refusal is Refusal.QUARANTINED or (answer.refusal is Refusal.UNHEALTHY and known is None):
+            return  # it was forgotten, because it may not be used
         free_slots = max(0, (asked if known is None else known.free_slots) - len(answer.tickets))
         self._put(name, _Replica(version, free_slots, answer.refusal is not None))
 
@@ -261,20 +263,20 @@ class Replicas:
             if (name := replica_of(actor)) in self.reports:
                 # the reports of replicas that are gone are in the order in which they went
                 self.reports[name] = self.reports.pop(name)
-        known = {replica_of(actor) for actor in self._by_name}
-        gone = [name for name in self.reports if name not in known and name != SUM]
+        gone = [name for name in self.reports if name != SUM and not self._may_come_back(name)]
         for name in gone[: max(0, len(gone) - GONE_REPORTS)]:
             report = self.reports.pop(name)
             self._earlier.pop(name, None)
             self.reports[SUM] = self.reports[SUM] + report if SUM in self.reports else report
 
     def able(self, refusal_at: RefusalAt) -> tuple[AbleReplicas, ...]:
-        """Returns the replicas with a free slot by version. The work depends on the number of versions only."""
+        """Returns the replicas with a free slot by version, without those that have none. The work depends on the
+        number of versions only."""
         refusals = self._refusals(refusal_at)
-        replicas: Counter[Version | None] = Counter()
-        stale: Counter[Version | None] = Counter()
+        replicas: Counter[Version] = Counter()
+        stale: Counter[Version] = Counter()
         for (version, free, refused), number in self._standings.items():
-            if free:
+            if free and version is not None:
                 replicas[version] += number
                 stale[version] += number * (refused and refusals.get(version) is Refusal.STALENESS)
         return tuple(

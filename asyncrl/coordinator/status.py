@@ -45,7 +45,8 @@ class RunStatus(BriefStatus, frozen=True, kw_only=True):
     """Everything that the coordinator knows. `asyncrl status` and the live view read it.
 
     `learner_state_seconds` are the learner's seconds by state since its start; empty before its first heartbeat.
-    `wanted_replicas` is the number of replicas that each generator deployment should have, by its id.
+    `wanted_replicas` is the number of replicas that each generator deployment should have, by its id. `given_up` says
+    why replicas are not started again, by replica, since the last `asyncrl scale`.
     """
 
     failures: tuple[FailureCount, ...]
@@ -56,12 +57,15 @@ class RunStatus(BriefStatus, frozen=True, kw_only=True):
     learner_state_seconds: dict[str, float]
     targets: dict[str, str]
     wanted_replicas: dict[str, int] = {}
+    given_up: dict[str, str] = {}
 
 
 class OwnReplicas(msgspec.Struct, frozen=True, kw_only=True):
     """What a generator deployment has to know of its own replicas: their views and their reports by name, and the
-    number of replicas that it should have. `wanted` is None if the deployment is not attached."""
+    number of replicas that it should have. `wanted` is None if the deployment is not attached. `scalings` counts the
+    calls of `asyncrl scale`."""
 
     wanted: int | None
+    scalings: int
     views: dict[str, ReplicaView]
     reports: dict[str, ReplicaReport]

@@ -14,7 +14,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
-from asyncrl.errors import ActorGone, AsyncRLError, CallTimeout
+from asyncrl.errors import ActorGone, ActorUnreachable, AsyncRLError, CallTimeout
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,9 @@ def _own_errors(ref: Any, *, timeout_s: float, what: str, unchanged: tuple[type[
             raise error.cause from error
         raise
     except ActorUnavailableError as error:
-        raise CallTimeout(f"{what}: the actor cannot be reached at the moment ({reason_of_death(error)})") from error
+        raise ActorUnreachable(
+            f"{what}: the actor cannot be reached at the moment ({reason_of_death(error)})"
+        ) from error
     except RayActorError as error:
         raise ActorGone(f"{what}: the actor's process has ended ({reason_of_death(error)})") from error
     except TimeoutError:
@@ -82,16 +84,40 @@ async def patiently(call: Callable[[], Awaitable[Answer]], *, patience_s: float)
     The call must be idempotent: an earlier one may have been performed, and only its answer was late. The pauses
     between the calls grow, and are drawn at random, so that many callers do not come back at the same moment.
     """
-    deadline_s, longest_s = time.monotonic() + patience_s, PAUSE_S
+    patience = _Patience(patience_s)
     while True:
         try:
             return await call()
         except CallTimeout as error:
-            if time.monotonic() >= deadline_s:
-                raise
-            logger.warning("%s; it is repeated", error)
-        await asyncio.sleep(random.uniform(0.0, longest_s))
-        longest_s = min(LONGEST_PAUSE_S, 2 * longest_s)
+            pause_s = patience.pause_s(error)
+        await asyncio.sleep(pause_s)
+
+
+def patiently_in_thread(call: Callable[[], Answer], *, patience_s: float) -> Answer:
+    """Works like `patiently`, and blocks the thread."""
+    patience = _Patience(patience_s)
+    while True:
+        try:
+            return call()
+        except CallTimeout as error:
+            pause_s = patience.pause_s(error)
+        time.sleep(pause_s)
+
+
+class _Patience:
+    """Says how long to wait before a late call is repeated."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._deadline_s = time.monotonic() + patience_s
+        self._longest_s = PAUSE_S
+
+    def pause_s(self, error: CallTimeout) -> float:
+        """Returns the pause after a call that was late. Raises `error` when the time for repetitions is over."""
+        if time.monotonic() >= self._deadline_s:
+            raise error
+        logger.warning("%s; it is repeated", error)
+        longest_s, self._longest_s = self._longest_s, min(LONGEST_PAUSE_S, 2 * self._longest_s)
+        return random.uniform(0.0, longest_s)
 
 
 async def finished(ref: Any, *, timeout_s: float, what: str) -> Any:

@@ -89,7 +89,8 @@ class GeneratorDeployment:
         async with AsyncExitStack() as entered, AsyncExitStack() as made:
             # Replicas come first: they import vLLM, the longest part of a start, while the prompts are loaded and the
             # run's actors are created.
-            made.push_async_callback(self._pool.end)
+            handles: RunHandles | None = None
+            made.push_async_callback(lambda: self._pool.end(None if handles is None else handles.coordinator))
             self._pool.make()
             tasks = (await self._prompts).train
             handles = await enter_run(config, deployment=self._deployment, tasks=tasks)

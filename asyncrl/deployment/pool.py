@@ -26,6 +26,7 @@ from asyncrl.buffer.fleet import Cause, ReplicaState, actor_of
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
+from asyncrl.coordinator.registry import Registry
 from asyncrl.coordinator.replicas import ReplicaView
 from asyncrl.coordinator.status import OwnReplicas
 from asyncrl.data_plane.calls import finished, reason_of_death
@@ -80,6 +81,8 @@ class Replica:
         """Samples of all starts, by the last status."""
         self.samples_before = 0
         """Samples of the earlier starts."""
+        self.error: BaseException | None = None
+        """Why the replica was lost for the last time."""
         self.fruitless = 0
         """Number of starts in a row that committed no group."""
 
@@ -114,9 +117,9 @@ class ReplicaPool:
         self._clock = clock
         self.replicas: list[Replica] = []
         self._ending: set[asyncio.Task[None]] = set()
-        self._wanted = config.generator.replicas
+        self._scalings = 0
         self._given_up = 0
-        """Number of replicas that were given up since the wanted number has changed."""
+        """Number of replicas that were given up since the last `asyncrl scale`."""
         self._lost: list[str] = []
         self._below_since_s: float | None = None
 
@@ -147,22 +150,23 @@ class ReplicaPool:
                 replica.work = None
             if replica.work is None and replica.running is not None:
                 self._look_at(replica, own.views.get(replica.name), coordinator)
-        wanted = self._wanted if own.wanted is None else own.wanted
-        if wanted != self._wanted:
-            self._wanted, self._given_up = wanted, 0
+        wanted = len(self.replicas) + self._given_up if own.wanted is None else own.wanted
+        if own.scalings != self._scalings:
+            self._scalings, self._given_up = own.scalings, 0
         while len(self.replicas) + self._given_up < wanted:
             self._add(coordinator)
         while len(self.replicas) > wanted:
             self._drain(self._least_useful(), coordinator)
         self._check_size(min(self._config.generator.min_replicas, wanted))
 
-    async def end(self) -> None:
-        """Ends all replicas: drains them within the grace, and ends their engines."""
+    async def end(self, coordinator: CoordinatorClient | None) -> None:
+        """Ends all replicas: drains them within the grace, and ends their engines. Without a coordinator, none of them
+        has joined the run."""
         for replica in self.replicas:
             if replica.work is not None:
                 replica.work.cancel()
         await asyncio.gather(*[replica.work for replica in self.replicas if replica.work], return_exceptions=True)
-        await asyncio.gather(*[self._end_actor(replica) for replica in self.replicas], *self._ending)
+        await asyncio.gather(*[self._end_and_leave(replica, coordinator) for replica in self.replicas], *self._ending)
 
     # --- failures -----------------------------------------------------------------------------------------------
 
@@ -203,12 +207,14 @@ class ReplicaPool:
                 gives_up or f"it is started again (restart {len(replica.restarted_s) + 1} within an hour)",
             )
             report = Coordinator.quarantine if gives_up else Coordinator.restarting
+            replica.error = error
             try:
                 await coordinator.call(
                     report, replica.actor, cause or Cause.of(error), f"{type(error).__name__}: {error}"
                 )
                 if gives_up:
                     await coordinator.call(Coordinator.leave, replica.actor)
+                    await coordinator.call(Registry.gave_up, replica.name, f"{error}; {gives_up}")
             except (RunError, TimeoutError) as unheard:
                 logger.warning("the buffer did not hear that replica %s is lost: %s", replica.name, unheard)
             await self._end_actor(replica, drain=False, answers=cause is not Cause.NO_HEARTBEATS)
@@ -253,7 +259,11 @@ class ReplicaPool:
         self._below_since_s = now_s if self._below_since_s is None else self._below_since_s
         if len(self.replicas) >= least and now_s - self._below_since_s <= limit_s:
             return
-        coming = [f"{replica.name} is being started" for replica in self.replicas if not replica.generates]
+        coming = [
+            f"{replica.name} is being started" + (f" after this error: {replica.error}" if replica.error else "")
+            for replica in self.replicas
+            if not replica.generates
+        ]
         raise GeneratorPoolExhausted(
             f"only {live} replicas live, but generator.min_replicas is {self._config.generator.min_replicas} "
             f"(generator.replace_timeout_s = {limit_s:g} s); {'; '.join(coming + self._lost)}"
@@ -287,9 +297,7 @@ class ReplicaPool:
             if replica.work is not None:
                 replica.work.cancel()
                 await asyncio.gather(replica.work, return_exceptions=True)
-            await self._end_actor(replica, grace_s=self._config.generator.rollout_timeout_s)
-            with contextlib.suppress(RunError, TimeoutError):  # its tickets then expire
-                await coordinator.call(Coordinator.leave, replica.actor)
+            await self._end_and_leave(replica, coordinator, grace_s=self._config.generator.rollout_timeout_s)
             logger.info("replica %s has ended", replica.name)
 
         task = asyncio.create_task(drained(), name=f"end of {replica.name}")
@@ -352,6 +360,17 @@ class ReplicaPool:
 
     async def _run(self, replica: Replica) -> None:
         await replica.handle.run.remote()
+
+    async def _end_and_leave(
+        self, replica: Replica, coordinator: CoordinatorClient | None, *, grace_s: float | None = None
+    ) -> None:
+        """Ends a replica that does not come back. It leaves the run also if it had to be killed."""
+        await self._end_actor(replica, grace_s=grace_s)
+        if coordinator is None or not replica.start:
+            return
+        with contextlib.suppress(RunError, TimeoutError):  # its tickets then expire
+            async with asyncio.timeout(EXIT_S):
+                await coordinator.call(Coordinator.leave, replica.actor)
 
     async def _end_actor(
         self, replica: Replica, *, drain: bool = True, answers: bool = True, grace_s: float | None = None

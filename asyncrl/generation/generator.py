@@ -178,10 +178,7 @@ class Generator:
             # The first call returns at once and gives the reason of a refusal. Later calls wait for a change.
             wait_s = 0.0 if reservation.refusal is None else RESERVE_WAIT_S
             if reservation.refusal is Refusal.QUARANTINED:
-                raise Quarantined(
-                    f"replica {self._name} gets no groups any more: {self._config.generator.max_infra_failures} of its "
-                    "rollouts failed in a row (generator.max_infra_failures), or it was replaced"
-                )
+                raise self._quarantined()
             self._free_state = REFUSED_STATE.get(reservation.refusal, "idle") if reservation.refusal else "idle"
             self._show_states()
             self._held.add(reservation.tickets)
@@ -191,6 +188,12 @@ class Generator:
                     await self._weights.startable()
                     if ticket.key in self._held:  # the buffer may have ended the ticket while it waited here
                         self._start(ticket)
+
+    def _quarantined(self) -> Quarantined:
+        return Quarantined(
+            f"replica {self._name} gets no groups any more: {self._config.generator.max_infra_failures} of its "
+            "rollouts failed in a row (generator.max_infra_failures), or it was replaced"
+        )
 
     def _start(self, ticket: Ticket) -> None:
         self._running.start(ticket.key, self._rollout(ticket))
@@ -378,6 +381,8 @@ class Generator:
             renewal = await self._coordinator.call(
                 Coordinator.heartbeat, self._name, self._weights.version, free, held, report
             )
+            if renewal.must_end:
+                raise self._quarantined()
             self._held.answered(held)
             self._abandon(renewal.ended)
             if not renewal.name_all:

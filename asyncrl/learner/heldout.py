@@ -22,7 +22,7 @@ from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.calls import finished
-from asyncrl.errors import ActorGone, FailureClass, RunError, StallError
+from asyncrl.errors import ActorGone, ActorUnreachable, FailureClass, RunError, StallError
 from asyncrl.learner.progress import replicas_in_words
 from asyncrl.learner.records import EvalRecord
 from asyncrl.learner.run_log import RunLog
@@ -92,8 +92,9 @@ class HeldoutEvaluation:
         """Whether there are held-out tasks to evaluate on."""
         return bool(self._tasks)
 
-    async def replica_at(self, version: Version) -> str:
-        """Returns the actor name of a live replica that has loaded `version`, and waits for one if necessary.
+    async def replica_at(self, version: Version, *, rather_not: str | None = None) -> str:
+        """Returns the actor name of a live replica that has loaded `version`, and waits for one if necessary. Returns
+        `rather_not` only if there is no other one now.
 
         Raises StallError when no live replica has loaded it within `run.stall_timeout_s`.
         """
@@ -102,18 +103,19 @@ class HeldoutEvaluation:
             actor = await self._coordinator.call(
                 Coordinator.replica_at,
                 version,
-                other_than=tuple(self._gone),
-                wait_s=min(REPLICA_WAIT_S, self._stall_timeout_s),
+                other_than=(*self._gone, *filter(None, [rather_not])),
+                wait_s=0.0 if rather_not else min(REPLICA_WAIT_S, self._stall_timeout_s),
             )
             if actor is not None:
                 return actor
-            if self._clock() > deadline_s:
+            if rather_not is None and self._clock() > deadline_s:
                 status = await self._coordinator.call(Coordinator.status)
                 raise StallError(
                     f"no live replica has loaded the weights of {version.words} within run.stall_timeout_s = "
                     f"{self._stall_timeout_s:g} s; {replicas_in_words(status)}. Look at the generators' logs for a "
                     "failed weight update, or raise run.stall_timeout_s"
                 )
+            rather_not = None
 
     async def evaluate(self, version: Version, *, actor: str) -> None:
         """Runs the held-out tasks on the replica `actor` and records their mean reward as the reward of `version`.
@@ -177,6 +179,10 @@ class HeldoutEvaluation:
                 self._gone.add(actor)
                 if not left:
                     break
+            except ActorUnreachable as error:
+                why = str(error)
+                if not left:
+                    break
             else:
                 failed = [each for each in answers if isinstance(each, Failure)]
                 infra = [each for each in failed if each.failure_class is FailureClass.INFRA]
@@ -185,7 +191,7 @@ class HeldoutEvaluation:
                 why = f"{len(infra)} of {len(answers)} rollouts failed as INFRA, the first one: {infra[0].words}"
                 await asyncio.sleep(REPEAT_PAUSE_S)  # by then a replica whose engine has died is known
             logger.warning("held-out evaluation of %s: %s; it is repeated", version.words, why)
-            actor = await self.replica_at(version)
+            actor = await self.replica_at(version, rather_not=actor)
         raise StallError(f"held-out evaluation of {version.words}: {why}; {EVALUATIONS} attempts have failed")
 
     def _may_end_run(self, version: Version) -> bool:

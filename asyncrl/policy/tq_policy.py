@@ -78,7 +78,7 @@ class TQPolicy(Policy):
 
     def discard_samples(self, sample_ids: Sequence[str], partition_id: str) -> None:
         """Removes rows by id. Ids that are not there are ignored, because these rows are already removed."""
-        self.dp_client.clear_samples(list(sample_ids), partition_id)
+        self._data_plane.patiently(lambda client: client.clear_samples(list(sample_ids), partition_id))
 
     def finish_step(self, meta: KVBatchMeta) -> None:
         """Removes the step's rows."""
@@ -86,7 +86,7 @@ class TQPolicy(Policy):
 
     def rows_outstanding(self) -> dict[str, int]:
         """Returns the number of rows that were written and not removed, by partition."""
-        return self.dp_client.rows_outstanding()
+        return self._data_plane.patiently(lambda client: client.rows_outstanding())
 
     def _register(self, partition_id: str, num_samples: int, group_size: int | None, *, tasks: Sequence[str]) -> None:
         self.dp_client.register_partition(partition_id, STEP_FIELDS, num_samples, tasks, group_size)
@@ -99,14 +99,18 @@ class TQPolicy(Policy):
         """Returns these columns of the rows, padded to the same width as on the ranks."""
         self._stamp_pad_seqlen(meta)
         padding = {} if pad_value_dict is None else {"pad_value_dict": pad_value_dict}
-        return self.dp_client.get_data(meta, select_fields, **padding)
+        return self._data_plane.patiently(lambda client: client.get_data(meta, select_fields, **padding))
 
     def write_to_dataplane(self, meta: KVBatchMeta, fields: Mapping[str, Any]) -> None:
         """Adds columns to the rows and records them in `meta`. Columns are [B] or [B, S]; padding is not sent."""
         if meta.sequence_lengths is None and meta.size:
-            meta.sequence_lengths = self.dp_client.lengths_of(meta.sample_ids, meta.partition_id)
+            meta.sequence_lengths = self._data_plane.patiently(
+                lambda client: client.lengths_of(meta.sample_ids, meta.partition_id)
+            )
         columns = encode(fields, lengths=meta.sequence_lengths)
-        self.dp_client.put_samples(meta.sample_ids, meta.partition_id, fields=columns)
+        self._data_plane.patiently(
+            lambda client: client.put_samples(meta.sample_ids, meta.partition_id, fields=columns)
+        )
         name_fields(meta, columns)
 
     # -- stages --------------------------------------------------------------------------------------------------

@@ -88,7 +88,8 @@ class RankActor:
 
     def open_data_plane(self) -> None:
         """Opens the rank's data-plane client, for calls with rows that a meta names."""
-        self._rows = FetchedRows(self._ready(), open_client(self._config))
+        client, patience_s = open_client(self._config), self._config.run.stall_timeout_s
+        self._rows = FetchedRows(self._ready(), client, patience_s=patience_s)
 
     def call(self, method: str, *args: Any, **options: Any) -> Any:
         """Calls a method of the worker. A refusal (`REFUSALS`) is returned, not raised, so the ranks stay usable."""

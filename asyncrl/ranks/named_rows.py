@@ -6,11 +6,12 @@ is masked in rows that are marked so, and an error in all others.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data_plane.calls import patiently_in_thread
 from asyncrl.data_plane.clients import open_client
 from asyncrl.data_plane.codec import encode
 from asyncrl.data_plane.interfaces import PAD_SEQLEN, DataPlaneClient, KVBatchMeta
@@ -19,6 +20,8 @@ from asyncrl.errors import CallRefused, MissingColumns
 from asyncrl.ranks.batching import MIN_WIDTH, check_token_staleness, without_stale
 from asyncrl.ranks.collectives import Collectives
 from asyncrl.ranks.plan import BatchingPlan, check_columns
+
+Answer = TypeVar("Answer")
 
 STEP = "step"
 """Key in `extra_info`: the version of the weights that are trained with the rows."""
@@ -30,7 +33,7 @@ MASKS_STALE = "masks_stale_tokens"
 
 class DataPlane:
     """The driver's access to named rows, on the data plane that `config.data_plane` selects. `client` is an open client
-    of this process; without it, the first use opens one."""
+    of this process; without it, the first use opens one. Late calls of the methods below are repeated."""
 
     def __init__(self, config: Config, *, client: DataPlaneClient | None = None) -> None:
         self._config = config
@@ -42,6 +45,11 @@ class DataPlane:
         if self._client is None:
             self._client = open_client(self._config)
         return self._client
+
+    def patiently(self, call: Callable[[DataPlaneClient], Answer]) -> Answer:
+        """Returns the answer of a call of the client, which is repeated until `run.stall_timeout_s` if it is late. The
+        call must be idempotent."""
+        return patiently_in_thread(lambda: call(self.client), patience_s=self._config.run.stall_timeout_s)
 
     def close(self) -> None:
         """Closes the client if it was opened. Idempotent."""
@@ -55,7 +63,7 @@ class DataPlane:
         lengths, there is no stamp, and reads are as wide as the longest row.
         """
         if meta.sequence_lengths is None and meta.size:
-            meta.sequence_lengths = self.client.lengths_of(meta.sample_ids, meta.partition_id)
+            meta.sequence_lengths = self.patiently(lambda it: it.lengths_of(meta.sample_ids, meta.partition_id))
         if meta.sequence_lengths:
             stamped = meta.extra_info.get(PAD_SEQLEN, MIN_WIDTH)
             meta.extra_info[PAD_SEQLEN] = max([stamped, *meta.sequence_lengths])
@@ -75,7 +83,7 @@ class DataPlane:
                     f"have no {LIMIT!r} in their tags; add it with stamp_tags()"
                 )
         named = [*(meta.fields or []), *sorted(needed)]
-        present = self.client.fields_of(meta.sample_ids, meta.partition_id)
+        present = self.patiently(lambda it: it.fields_of(meta.sample_ids, meta.partition_id))
         if present is None:
             present = {name for name in {*named, *optional} if self._has_field(meta, name)}
         check_columns(present, named, reader="training")
@@ -84,7 +92,7 @@ class DataPlane:
     def _has_field(self, meta: KVBatchMeta, name: str) -> bool:
         """Returns True if the first row has a field, by reading it. Used for a client without `fields_of`."""
         try:
-            self.client.get_samples(meta.sample_ids[:1], meta.partition_id, [name])
+            self.patiently(lambda it: it.get_samples(meta.sample_ids[:1], meta.partition_id, [name]))
         except KeyError:
             return False
         return True
@@ -137,12 +145,14 @@ class FetchedRows:
     """A rank's access to named rows. Every method is a collective. `meta` names this rank's rows; it may name none.
 
     If rows of a rank ended with the process that stored them, RowsLost is raised on all ranks, with the lost rows of
-    all ranks. MissingColumns is raised for rows or columns that were never written, or were cleared.
+    all ranks. MissingColumns is raised for rows or columns that were never written, or were cleared. A late call of the
+    data plane is repeated for `patience_s` seconds.
     """
 
-    def __init__(self, ranks: Collectives, client: DataPlaneClient) -> None:
+    def __init__(self, ranks: Collectives, client: DataPlaneClient, *, patience_s: float) -> None:
         self._ranks = ranks
         self._client = client
+        self._patience_s = patience_s
 
     def fetch(self, meta: KVBatchMeta, *, step: int | None = None) -> BatchedDataDict:
         """Returns this rank's rows with the driver's cut. With a `step`, masks tokens beyond the limit in their row's
@@ -151,7 +161,9 @@ class FetchedRows:
         with self._ranks.together():
             if meta.size:
                 try:
-                    data = self._client.get_data(meta, meta.fields or [])
+                    data = patiently_in_thread(
+                        lambda: self._client.get_data(meta, meta.fields or []), patience_s=self._patience_s
+                    )
                 except KeyError as error:
                     raise MissingColumns(
                         f"the rows do not have all of {meta.fields}: {error.args[0]}; write the missing columns first"
@@ -172,4 +184,7 @@ class FetchedRows:
         with self._ranks.together():
             if meta.size:
                 fields = encode(columns, lengths=meta.sequence_lengths)
-                self._client.put_samples(meta.sample_ids, meta.partition_id, fields=fields)
+                patiently_in_thread(
+                    lambda: self._client.put_samples(meta.sample_ids, meta.partition_id, fields=fields),
+                    patience_s=self._patience_s,
+                )

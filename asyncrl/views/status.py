@@ -46,9 +46,10 @@ def status_lines(
             + (f"{report.running_groups} of {report.slots} slots busy, " if report is not None else "")
             + f"{view.reserved_groups} groups reserved"
             + (f", {view.trouble}" if view.trouble else "")
-            + (f", started again {view.restarts} times" if view.restarts else "")
+            + (f", started again {view.restarts} times (the last cause: {view.cause})" if view.restarts else "")
             + (f"; {_spent(report)}" if report is not None and report.state_seconds else "")
         )
+    lines += [f"replica {name} is not started again: {why}" for name, why in status.given_up.items()]
     fates = [f"{account.fates[fate].groups} {fate.value}" for fate in Fate if account.fates[fate].groups]
     lines.append(
         f"ledger: {account.issued.groups} groups issued = {' + '.join(fates) or '0'}"

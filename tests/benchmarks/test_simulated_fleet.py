@@ -47,7 +47,7 @@ def test_without_restarts_the_run_is_too_slow_and_dies(monkeypatch: pytest.Monke
 def test_without_forgiveness_for_attempts_on_quarantined_replicas_prompts_fail(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Fleet, "is_quarantined", lambda *_: False)
+    monkeypatch.setattr(Fleet, "is_excused", lambda *_: False)
     assert run().failed > 0
 
 

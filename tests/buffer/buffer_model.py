@@ -184,6 +184,7 @@ class BufferModel:
             return
         before = self.slots()
         fronts = [group for group in sorted(self.waiting) if not self.is_left_to_others(group, replica)]
+        left_out = [group for group in sorted(self.waiting) if group not in fronts]
         answer = self.buffer.tickets.reserve(replica, version=self.loaded[replica], count=count)
         for ticket in answer.tickets:
             assert ticket.key not in self.tickets
@@ -195,9 +196,11 @@ class BufferModel:
         for n, ticket in enumerate(answer.tickets):
             assert before + n + (self.v - r) * per_step < (self.limits.max_staleness_versions + 1) * per_step  # (1)
             assert self.v * per_step + before + n < self.limits.total_steps * per_step
-            assert ticket.group == fronts[n] if n < len(fronts) else ticket.attempt == 0, (
-                "prompts at the front are issued first"
-            )
+            if n < len(fronts):
+                assert ticket.group == fronts[n], "prompts at the front are issued first"
+            elif ticket.attempt > 0:
+                assert self.buffer._state.groups.attempts.exhausted, "new prompts come before those that others may try"
+                assert ticket.group == left_out.pop(0)
             assert list(ticket.failed_on) == self.failed_on.get(ticket.group, [])
             self.waiting.discard(ticket.group)
             assert ticket.seed == ticket.group * self.limits.group_size

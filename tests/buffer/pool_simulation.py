@@ -106,7 +106,7 @@ class Simulation:
             task_of=prompts.task,
             clock=self.clock.read,
         )
-        self.seen = Replicas(clock=self.clock.read)
+        self.seen = Replicas(may_come_back=lambda _: True, clock=self.clock.read)
         self.published: Version | None = None
         self.replicas = [_Replica(f"r{i}") for i in range(pool.replicas)]
         self.lease: Lease | None = None

@@ -54,6 +54,20 @@ def test_a_replica_is_stale_until_it_has_weights_and_stale_again_after_a_restart
     assert state_of(fleet, "a") is ReplicaState.STALE
 
 
+def test_a_restart_that_is_reported_twice_counts_once_and_is_not_taken_back() -> None:
+    fleet = fleet_of(Clock())
+    fleet.hear("a", has_weights=True)
+    for _ in range(2):
+        fleet.restarting("a", Cause.NO_HEARTBEATS, "no answer")
+    assert fleet.restarts == {Cause.NO_HEARTBEATS: 1}
+    assert not fleet.quarantine("a", Cause.INFRA_FAILURES, "the process has woken up")
+    assert state_of(fleet, "a") is ReplicaState.RESTARTING
+    fleet.hear("a.2", has_weights=True)
+    life = fleet.life("a")
+    assert life is not None
+    assert (life.state, life.cause, life.reason) == (ReplicaState.HEALTHY, Cause.NO_HEARTBEATS, "no answer")
+
+
 def test_a_silent_replica_is_suspect_then_quarantined_and_comes_back_when_it_is_heard() -> None:
     clock = Clock()
     fleet = fleet_of(clock)
@@ -66,9 +80,10 @@ def test_a_silent_replica_is_suspect_then_quarantined_and_comes_back_when_it_is_
     clock.now_s += TIMEOUT_S / 2
     assert fleet.silent() == ["a"]
     assert fleet.silent() == [], "it is quarantined once"
-    assert (state_of(fleet, "a"), fleet.is_quarantined("a")) == (ReplicaState.QUARANTINED, True)
+    assert (state_of(fleet, "a"), fleet.is_excused("a")) == (ReplicaState.QUARANTINED, True)
     assert fleet.hear("a", has_weights=True)
-    assert (state_of(fleet, "a"), fleet.refusal("a"), fleet.is_quarantined("a")) == (ReplicaState.HEALTHY, None, False)
+    assert (state_of(fleet, "a"), fleet.refusal("a")) == (ReplicaState.HEALTHY, None)
+    assert fleet.is_excused("a"), "its earlier attempts do not count afterwards either"
 
 
 def test_a_replica_that_comes_after_a_check_is_found_silent_in_time() -> None:
@@ -154,8 +169,8 @@ def test_a_replica_that_is_quarantined_for_a_failure_never_comes_back_as_it_was(
     life = fleet.life("a")
     assert life is not None
     assert (life.state, life.restarts, fleet.refusal("a.2")) == (ReplicaState.HEALTHY, 1, None)
-    assert fleet.is_quarantined("a")
-    assert not fleet.is_quarantined("a.2")
+    assert fleet.is_excused("a")
+    assert not fleet.is_excused("a.2")
 
 
 def test_a_silent_replica_that_is_being_started_again_does_not_come_back() -> None:

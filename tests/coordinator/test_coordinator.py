@@ -19,7 +19,6 @@ from asyncrl.buffer.records import (
     FailedTicket,
     Failure,
     FailureCount,
-    HeldReport,
     Lease,
     LeaseWait,
     Refusal,
@@ -323,7 +322,7 @@ async def test_endpoints_are_those_of_replicas_that_have_one_until_they_leave() 
     await coordinator.leave("a")
     assert coordinator.status().targets == {"b": "127.0.0.1:2"}, "the replica has left, although its report is kept"
     now_s = SILENT_S
-    await coordinator._expire()
+    coordinator._expire()
     assert coordinator.endpoints(0).addresses == coordinator.status().targets == {}, "it is silent for too long"
 
 
@@ -393,7 +392,7 @@ async def test_a_replica_that_is_silent_too_long_is_counted_as_lost_and_its_tick
     await coordinator.heartbeat("survivor", NOW, 0, progress_of(kept), report_of("survivor"))
     waiting = await a_waiting_reserve(coordinator)
     now_s = timeout_s + 0.1
-    await coordinator._expire()
+    coordinator._expire()
     assert (await soon(waiting)).tickets[0].group == lost.group
     await asyncio.gather(*coordinator._clearing.tasks)
     assert rows.cleared == [[lost.key]]
@@ -406,10 +405,9 @@ async def test_a_replica_that_is_silent_too_long_is_counted_as_lost_and_its_tick
 @pytest.mark.asyncio
 @pytest.mark.fault("F1")
 async def test_a_replica_quarantined_for_its_failures_loses_its_tickets_its_endpoint_and_its_place_in_line() -> None:
-    now_s, rows = 0.0, ClearedRows()
-    coordinator = made(rows, clock=lambda: now_s, generator={"max_infra_failures": 1}, learner={
-        "groups_per_step": 3, "group_size": 2
-    })  # fmt: skip
+    coordinator = made(
+        ClearedRows(), generator={"max_infra_failures": 1}, learner={"groups_per_step": 3, "group_size": 2}
+    )
     [failed, held, other] = (await coordinator.reserve("a", NOW, 3, wait_s=0.0)).tickets
     report = msgspec.structs.replace(report_of("a"), metrics_address="host:1")
     await coordinator.heartbeat("a", NOW, 0, progress_of(failed, held, other), report)
@@ -417,17 +415,44 @@ async def test_a_replica_quarantined_for_its_failures_loses_its_tickets_its_endp
     await asyncio.sleep(0)
     failure = Failure(failure_class=FailureClass.INFRA, reason="engine")
     await coordinator.fail([FailedTicket(key=failed.key, incarnation=1, failure=failure)])
-    now_s += 1.0
-    news = HeldReport(number=2, complete=False, tokens={held.key: 5})
-    # A heartbeat names only what has changed, so the replica must name the rest, and then hears that all has ended.
-    assert await coordinator.heartbeat("a", NOW, 0, news, report) == Renewal(ended=(held.key,), name_all=True)
-    whole = HeldReport(number=3, complete=True, tokens={held.key: 5, other.key: 0})
-    assert await coordinator.heartbeat("a", NOW, 0, whole, report) == Renewal(ended=(held.key, other.key))
-    await coordinator._tick()
+    assert await coordinator.heartbeat("a", NOW, 0, progress_of(held, other), report) == Renewal(must_end=True)
     assert await soon(waiting) == Reservation(tickets=(), refusal=Refusal.QUARANTINED)
     status = coordinator.status()
     assert (status.counts.reserved, status.counts.waiting, status.targets, status.able) == (0, 3, {}, ())
     assert status.account.events[Event.REPLICA_LOST] == 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F2")
+async def test_a_silent_replica_that_waits_in_line_is_lost_once_and_holds_up_no_publication() -> None:
+    now_s = 0.0
+    coordinator = made(ClearedRows(), clock=lambda: now_s)
+    await coordinator.reserve("a", NOW, 2, wait_s=0.0)
+    await coordinator.heartbeat("b", NOW, 2, progress_of(), report_of("b"))
+    waiting = await a_waiting_reserve(coordinator)
+    for _ in range(30):
+        now_s += 1.0
+        coordinator._expire()
+        for _ in range(5):
+            await asyncio.sleep(0)
+    status = coordinator.status()
+    assert status.account.events[Event.REPLICA_LOST] == 2, "replica a is silent too"
+    assert status.able == ()
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+
+
+@pytest.mark.asyncio
+async def test_a_repeated_heartbeat_is_answered_again() -> None:
+    coordinator = made(ClearedRows())
+    [held] = (await coordinator.reserve("a", NOW, 1, wait_s=0.0)).tickets
+    await coordinator.heartbeat("a", NOW, 0, progress_of(held), report_of("a"))
+    failure = Failure(failure_class=FailureClass.INFRA, reason="x")
+    await coordinator.fail([FailedTicket(key=held.key, incarnation=1, failure=failure)])
+    again = progress_of(held)
+    first = await coordinator.heartbeat("a", NOW, 0, again, report_of("a"))
+    assert first.ended == (held.key,)
+    assert await coordinator.heartbeat("a", NOW, 0, again, report_of("a")) == first
 
 
 @pytest.mark.asyncio

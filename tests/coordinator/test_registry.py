@@ -185,6 +185,13 @@ def test_a_new_number_of_replicas_is_divided_among_the_living_generator_deployme
     assert members.scale(1) in ({"small": 1, "large": 0}, {"small": 0, "large": 1}), "the largest one shrinks first"
     members.attach(msgspec.structs.replace(deployment("new", Role.GENERATOR), replicas=2), shared=shared)
     assert members.wanted()["new"] == 2, "a later deployment starts as its configuration says"
+    clock.now_s += 10.1
+    members.gave_up("generator-a", "no memory")
+    assert all(members.keep(name) for name in ("l", "small", "new"))
+    assert members.scale(3) == {"small": 1, "new": 2}
+    assert (members.given_up, members.scalings) == ({}, 4)
+    assert members.keep("large")
+    assert members.wanted() == {"small": 1, "large": 0, "new": 2}, "one that was silent adds no replicas"
     for impossible in (-1, MOST_REPLICAS + 1):
         with pytest.raises(ValueError, match="must be from 0 to 10000"):
             members.scale(impossible)

@@ -21,7 +21,9 @@ class Seen(Scene):
 
     def __init__(self, **changes: int) -> None:
         super().__init__(**changes)
-        self.replicas = Replicas(clock=self.clock.read)
+        self.replicas = Replicas(
+            may_come_back=lambda replica: self.buffer.fleet.life(replica) is not None, clock=self.clock.read
+        )
 
     def reserve(self, count: int, *, step: int | None = None, replica: str = "a") -> tuple[Ticket, ...]:
         version = self.buffer.version if step is None else Version(1, step)
@@ -142,15 +144,33 @@ def test_replicas_that_are_gone_for_long_are_kept_as_one_sum(silent: bool, monke
         if silent:
             scene.clock.now_s += 10.1
             assert scene.forget_silent() == [name]
+            scene.clock.now_s += 30.0
+            scene.forget_silent()
+            assert scene.buffer.fleet.life(name) is None, "it was silent for so long that it does not come back"
         else:
+            scene.buffer.fleet.retire(name)
             scene.replicas.forget(name)
         assert scene.replicas.loaded(name) is None
+    scene.replicas.forget("unknown")
     reports = scene.replicas.reports
     assert list(reports) == ["gone replicas", "generator-4", "generator-5"]
     assert sum(each.samples for each in reports.values()) == 0 + 1 + 2 + 3 + 4 + 5
     assert mean_states(reports.values()) == {"generating": 15 / 6}
     gone = reports["gone replicas"]
     assert (gone.replicas, gone.completion_tokens, gone.weight_updates, gone.parity_max_nats) == (4, 60, 4, 3 / 8)
+
+
+def test_replicas_that_were_all_silent_for_a_while_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas_module, "GONE_REPORTS", 2)
+    scene = Seen()
+    names = [f"generator-{number}" for number in range(6)]
+    for _ in range(2):
+        for name in names:
+            scene.heard(name, version=Version(1, 0), free_slots=2)
+            scene.replicas.reported(report(10, actor=name))
+        assert (scene.replicas.totals.samples, scene.replicas.totals.replicas) == (60, 6)
+        scene.clock.now_s += 10.1
+        scene.forget_silent()
 
 
 MESSAGES = st.lists(
@@ -170,8 +190,8 @@ def test_the_running_numbers_are_those_of_all_replicas_after_every_message(
     messages: list[tuple[str, str, int | None, int]],
 ) -> None:
     clock = Clock()
-    replicas = Replicas(clock=clock.read)
     fleet = Fleet(max_infra_failures=5, timeout_s=10.0, clock=clock.read)
+    replicas = Replicas(may_come_back=lambda replica: fleet.life(replica) is not None, clock=clock.read)
     refusals = {Version(1, 0): Refusal.STALENESS, Version(1, 1): Refusal.CAPACITY}
     samples: Counter[str] = Counter()
     starts = Counter("abc")
@@ -204,7 +224,7 @@ def test_the_running_numbers_are_those_of_all_replicas_after_every_message(
                 sum(view.version == version for view in able),
                 sum(view.version == version and view.refused_for is Refusal.STALENESS for view in able),
             )
-            for version in {view.version for view in able}
+            for version in {view.version for view in able} - {None}
         }
         assert replicas.oldest_step() == min((v.version.step for v in views if v.version is not None), default=None)
         reports = replicas.reports.values()

@@ -124,6 +124,13 @@ async def test_a_late_call_is_repeated_with_growing_pauses_until_it_answers(
     assert "the buffer's commit took longer than 30 s; it is repeated" in caplog.text
 
 
+def test_a_late_call_is_repeated_in_a_thread_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "PAUSE_S", 0.001)
+    late = Late(3)
+    assert calls.patiently_in_thread(lambda: asyncio.run(late()), patience_s=60.0) == "answer"
+    assert late.calls == 4
+
+
 @pytest.mark.asyncio
 async def test_a_call_that_stays_late_is_raised_when_the_patience_is_over() -> None:
     late = Late(5)

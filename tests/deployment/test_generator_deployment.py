@@ -55,7 +55,9 @@ def test_replicas_say_when_they_generate_and_then_how_much() -> None:
 
 
 def own_replicas_of(status: RunStatus) -> OwnReplicas:
-    return OwnReplicas(wanted=1, views={view.replica: view for view in status.replicas}, reports=status.reports)
+    return OwnReplicas(
+        wanted=1, scalings=0, views={view.replica: view for view in status.replicas}, reports=status.reports
+    )
 
 
 def answers_of(status: RunStatus) -> dict[object, Any]:

@@ -94,7 +94,7 @@ class MadeUpPool:
             )
             for each in self.pool.replicas
         }
-        return OwnReplicas(wanted=wanted, views=views, reports={})
+        return OwnReplicas(wanted=wanted, scalings=0 if wanted is None else wanted, views=views, reports={})
 
     async def look(self, own: OwnReplicas | None = None) -> None:
         await self.pool.look_after(own or self.own(), self.coordinator)
@@ -122,7 +122,7 @@ async def test_a_replica_whose_process_dies_is_started_again_under_its_name(monk
     assert "the worker died" in reason
     await scene.look()
     assert [replica.generates for replica in scene.pool.replicas] == [True, True]
-    await scene.pool.end()
+    await scene.pool.end(scene.coordinator)
     assert set(scene.ended) == {first, second, actor_of(first, 2)}
 
 
@@ -134,7 +134,7 @@ async def test_the_cause_that_the_replica_names_reaches_the_buffer(monkeypatch: 
     await asyncio.sleep(0)
     await scene.look()
     assert [call[1:3] for call in scene.calls] == [(only, Cause.ENGINE_DIED)]
-    await scene.pool.end()
+    await scene.pool.end(scene.coordinator)
 
 
 @pytest.mark.asyncio
@@ -158,9 +158,15 @@ async def test_restarts_without_a_committed_group_wait_longer_and_longer_up_to_a
     ):
         await scene.look()
     names = [call[0] for call in scene.calls]
-    assert names == ["restarting"] * 4 + ["quarantine", "leave"], "it does not come back, so the last end is no restart"
-    assert scene.calls[-1] == ("leave", actor_of(only, 5))
-    await scene.pool.end()
+    ends = ["quarantine", "leave", "gave_up"]
+    assert names == ["restarting"] * 4 + ends, "it does not come back, so the last end is no restart"
+    assert scene.calls[-2] == ("leave", actor_of(only, 5))
+    assert scene.calls[-1][1:] == (
+        only,
+        "killed; it is not started again, because it was started again 4 times within "
+        "an hour (generator.max_restarts = 4)",
+    )
+    await scene.pool.end(scene.coordinator)
 
 
 @pytest.mark.asyncio
@@ -180,7 +186,7 @@ async def test_a_replica_that_committed_groups_is_started_again_at_once_and_old_
         scene.now_s += 3601
     assert scene.paused_s == []
     assert scene.made[-1] == actor_of(only, 7)
-    await scene.pool.end()
+    await scene.pool.end(scene.coordinator)
 
 
 @pytest.mark.asyncio
@@ -193,7 +199,7 @@ async def test_an_error_that_every_start_would_have_is_not_tried_again(monkeypat
     await scene.look()
     assert scene.made == [first, second]
     assert [replica.name for replica in scene.pool.replicas] == [second]
-    await scene.pool.end()
+    await scene.pool.end(scene.coordinator)
 
 
 @pytest.mark.asyncio
@@ -209,7 +215,7 @@ async def test_a_start_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch
     assert scene.made == [only, actor_of(only, 2), actor_of(only, 3)]
     assert [call[2] for call in scene.calls] == [Cause.PROCESS_DIED, Cause.START_FAILED]
     assert [replica.generates for replica in scene.pool.replicas] == [True]
-    await scene.pool.end()
+    await scene.pool.end(scene.coordinator)
 
 
 @pytest.mark.asyncio
@@ -230,9 +236,12 @@ async def test_too_few_replicas_end_the_deployment_only_after_the_time_to_replac
     scene.now_s += 60.0
     await scene.look()
     scene.now_s += 0.1
-    with pytest.raises(GeneratorPoolExhausted, match=rf"only 1 replicas live.*60 s\); {first} is being started"):
+    with pytest.raises(
+        GeneratorPoolExhausted,
+        match=rf"only 1 replicas live.*60 s\); {first} is being started after this error: .*the worker died",
+    ):
         await scene.look()
-    await scene.pool.end()
+    await scene.pool.end(scene.coordinator)
 
 
 @pytest.mark.asyncio
@@ -257,7 +266,7 @@ async def test_a_silent_replica_is_asked_and_replaced_only_if_it_does_not_answer
     await scene.look()
     assert scene.made == ([only] if answers else [only, actor_of(only, 2)])
     assert [call[2] for call in scene.calls] == ([] if answers else [Cause.NO_HEARTBEATS])
-    await scene.pool.end()
+    await scene.pool.end(scene.coordinator)
 
 
 @pytest.mark.asyncio
@@ -275,11 +284,11 @@ async def test_the_pool_grows_and_shrinks_to_the_wanted_number(monkeypatch: pyte
     await scene.look(scene.own(wanted=1))
     assert len(scene.pool.replicas) == 1
     assert set(scene.ended) >= set(names[2:])
-    await scene.pool.end()
+    await scene.pool.end(scene.coordinator)
 
 
 @pytest.mark.asyncio
-async def test_a_replica_that_was_given_up_is_not_replaced_by_another_one_until_the_number_changes(
+async def test_a_replica_that_was_given_up_is_not_replaced_by_another_one_until_the_next_scaling(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scene = MadeUpPool(monkeypatch, replicas=2, max_restarts=0)
@@ -289,6 +298,11 @@ async def test_a_replica_that_was_given_up_is_not_replaced_by_another_one_until_
     for _ in range(3):
         await scene.look(scene.own(wanted=2))
     assert len(scene.made) == 2
-    await scene.look(scene.own(wanted=3))
+    again = msgspec.structs.replace(scene.own(wanted=2), scalings=7)
+    await scene.look(again)
+    assert len(scene.made) == 3, "`asyncrl scale` with the same number tries again"
+    await scene.look(msgspec.structs.replace(scene.own(wanted=3), scalings=8))
     assert len(scene.made) == 4
-    await scene.pool.end()
+    left = {replica.actor for replica in scene.pool.replicas}
+    await scene.pool.end(scene.coordinator)
+    assert {call[1] for call in scene.calls if call[0] == "leave"} >= left, "they do not come back"

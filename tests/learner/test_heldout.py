@@ -8,7 +8,7 @@ from learner_scenes import Scene
 from asyncrl.buffer.records import Failure
 from asyncrl.common.version import Version
 from asyncrl.data.prompts import Task
-from asyncrl.errors import CallTimeout, FailureClass, RunError, StallError
+from asyncrl.errors import ActorUnreachable, CallTimeout, FailureClass, RunError, StallError
 from asyncrl.learner.heldout import EVALUATIONS
 
 
@@ -73,6 +73,28 @@ async def test_an_evaluation_whose_engine_dies_is_repeated_and_the_run_goes_on(m
     await scene.heldout.evaluate(Version(1, 0), actor="a")
     [record] = scene.log.evals
     assert (record.reward_mean, record.failed) == (0.75, 0)
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F2")
+async def test_an_evaluation_is_repeated_on_another_replica_than_the_one_that_failed_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("asyncrl.learner.heldout.REPEAT_PAUSE_S", 0.0)
+    scene, asked = Scene(), list[str]()
+    for replica in ("a", "b"):
+        await scene.deliver(Version(1, 0), replica=replica)
+
+    async def evaluate(actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[float | Failure]]:
+        asked.append(actor)
+        if len(asked) == 2:
+            raise ActorUnreachable("the replica cannot be reached at the moment")
+        return Version(1, 0), [ENGINE if actor == "a" else 1.0]
+
+    scene.evaluate = evaluate  # type: ignore[method-assign]
+    await scene.heldout.evaluate(Version(1, 0), actor="a")
+    assert asked == ["a", "b", "a", "b"]
+    assert [record.reward_mean for record in scene.log.evals] == [1.0]
 
 
 @pytest.mark.asyncio
