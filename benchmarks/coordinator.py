@@ -43,6 +43,7 @@ GROUP_SIZE = 8
 NOW = Version(1, 0)
 TASKS = [Task(question=f"{n} + 2", prompt=f"{n} + 2 =", answer=str(n + 2)) for n in range(1000)]
 WAIT_S = 3600.0
+REPLICAS_OF_DEPLOYMENT = 8
 GENERATORS = 8
 """Generators that the driver of the actor plays. Each calls with `BATCH` groups at once."""
 BATCH = 128
@@ -164,13 +165,15 @@ async def at_scale(*, groups: int, replicas: int) -> dict[str, float]:
         for key in tickets:
             tickets.generated(key, tokens)
 
-    serial = coordinator.endpoints(0).serial
+    serial, own = coordinator.endpoints(0).serial, list(held)[:REPLICAS_OF_DEPLOYMENT]
     times = 200
     return {
         "brief status": cpu_us(lambda: cloudpickle.dumps(coordinator.brief_status(), protocol=5), times=times),
         "brief status, bytes": wire_bytes(coordinator.brief_status()),
         "whole status": cpu_us(lambda: cloudpickle.dumps(coordinator.status(), protocol=5), times=3),
         "whole status, bytes": wire_bytes(coordinator.status()),
+        "own replicas": cpu_us(lambda: cloudpickle.dumps(coordinator.own_replicas("d", own), protocol=5), times=times),
+        "own replicas, bytes": wire_bytes(coordinator.own_replicas("d", own)),
         "endpoints, bytes": wire_bytes(coordinator.endpoints(serial)),
         "account": cpu_us(lambda: coordinator._buffer.account, times=times),
         "recount": cpu_us(coordinator._buffer.recount, times=1),
@@ -321,6 +324,8 @@ def table(*, groups: int, replicas: int, waiting: int, commits: int, seconds: fl
         ("brief status: CPU time with its encoding", "≤ 1,000 µs", compared("brief status")),
         ("brief status: size of a poll", "≤ 4,096 bytes", compared("brief status, bytes", "bytes")),
         ("endpoints without a change: size of a poll", "≤ 4,096 bytes", compared("endpoints, bytes", "bytes")),
+        ("a deployment's poll of its 8 replicas: CPU time with its encoding", "", compared("own replicas")),
+        ("a deployment's poll of its 8 replicas: size", "", compared("own replicas, bytes", "bytes")),
         ("groups per second through the actor, from reserve to ack", "≥ 5,000", f"{through:,.0f}"),
         ("CPU time of a group in the actor, in its driver", "", f"{actor_us:.0f} µs, {driver_us:.0f} µs"),
         (

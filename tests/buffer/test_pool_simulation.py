@@ -53,7 +53,7 @@ def test_random_pools_finish_within_the_bound_and_discard_nothing() -> None:
 class CountsAdmissions(Tickets):
     """Broken: counts all groups admitted since the start, instead of the slots in use."""
 
-    def _room(self, replica: str, version: Version) -> Room:
+    def _room(self, version: Version, *, replica: str | None = None) -> Room:
         state = self._state
         admitted = state.ledger._events[Event.ATTEMPT]
         return admissible(
@@ -68,7 +68,7 @@ class CountsAdmissions(Tickets):
 class FreesAtLease(Tickets):
     """Broken: frees a group's slot at the lease instead of at the ack."""
 
-    def _room(self, replica: str, version: Version) -> Room:
+    def _room(self, version: Version, *, replica: str | None = None) -> Room:
         state = self._state
         return admissible(
             state.limits,
