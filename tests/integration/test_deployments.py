@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
-from conftest import QUICKSTART, REPOSITORY, Command, Run, engines_of, small_overrides
+from conftest import QUICKSTART, Command, Run, engines_of, small_overrides
 from kills import kill, ray_session
 
 from asyncrl.cli.restarts import RESTART_MENDS
@@ -27,6 +27,7 @@ READY_S = 480
 SLOTS_OF_SECOND = 5
 
 Engines = Callable[[], set[int]]
+Status = Callable[[str], dict[str, Any]]
 
 
 class Head(NamedTuple):
@@ -96,6 +97,25 @@ def ray_head(head: Head) -> str:
     return head.address
 
 
+@pytest.fixture(scope="module")
+def status(head: Head) -> Iterator[Status]:
+    """Returns a function that returns the status of a run by name; {} if there is no such run."""
+    command = [sys.executable, str(Path(__file__).with_name("status_answers.py")), head.address]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def ask(run: str) -> dict[str, Any]:
+            print(run, file=process.stdin, flush=True)
+            while not (line := process.stdout.readline()).startswith("{"):
+                assert line, "the program that answers with the status has ended"
+            answer: dict[str, Any] = json.loads(line)
+            return answer
+
+        yield ask
+        process.stdin.close()
+
+
 @pytest.fixture
 def engines(head: Head) -> Engines:
     """Returns a function that lists the processes of this Ray's engines."""
@@ -122,21 +142,6 @@ def deployment(
     )
 
 
-def status(address: str, run: str) -> dict[str, Any]:
-    answer = subprocess.run(
-        [sys.executable, "-m", "asyncrl", "status", run, "--address", address, "--json"],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        cwd=REPOSITORY,
-        check=False,
-    )
-    if answer.returncode != 0:
-        return {}
-    loaded: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
-    return loaded
-
-
 def steps_of(tmp_path: Path) -> int:
     path = tmp_path / tmp_path.name / "steps.jsonl"
     return len(path.read_text().splitlines()) if path.exists() else 0
@@ -150,7 +155,7 @@ def resumed_at(run: Path) -> int | None:
 
 @pytest.mark.fault("F2", "F6", "F41")
 def test_generators_the_learner_and_the_index_are_killed_and_no_group_is_lost(
-    run_command: Run, head: Head, ray_head: str, engines: Engines, model_path: str, tmp_path: Path
+    run_command: Run, head: Head, ray_head: str, engines: Engines, status: Status, model_path: str, tmp_path: Path
 ) -> None:
     name = tmp_path.name
     overrides = [
@@ -159,7 +164,7 @@ def test_generators_the_learner_and_the_index_are_killed_and_no_group_is_lost(
         "checkpoint.every_steps=2",
     ]
     first = deployment(run_command, "generator", ray_head, model_path, tmp_path, *overrides)
-    first.wait_for(lambda: status(ray_head, name), timeout_s=READY_S, what="a run without a learner")
+    first.wait_for(lambda: status(name), timeout_s=READY_S, what="a run without a learner")
     learner = deployment(run_command, "learner", ray_head, model_path, tmp_path, *overrides)
     learner.wait_for(lambda: steps_of(tmp_path) >= 3, timeout_s=READY_S, what="steps")
     assert pools_of("RankActor", head) == ["learner"]
@@ -173,7 +178,7 @@ def test_generators_the_learner_and_the_index_are_killed_and_no_group_is_lost(
     seen: list[dict[str, Any]] = []
 
     def both_generate() -> bool:
-        seen.append(status(ray_head, name))
+        seen.append(status(name))
         views = seen[-1].get("replicas", [])
         for view in views:
             assert view["version"] is not None or not view["reserved_groups"], (
@@ -195,14 +200,14 @@ def test_generators_the_learner_and_the_index_are_killed_and_no_group_is_lost(
     assert "generator.max_restarts = 0" in second.output()
 
     def one_is_forgotten() -> bool:
-        seen.append(status(ray_head, name))
+        seen.append(status(name))
         return len(seen[-1]["replicas"]) == 1 and seen[-1]["account"]["events"]["ticket_expired"] > 0
 
     learner.wait_for(one_is_forgotten, timeout_s=240, what="expired tickets")
     reached = steps_of(tmp_path)
     # At the kill, the groups of at most three steps were in flight, and lost tickets are issued first again.
     learner.wait_for(lambda: steps_of(tmp_path) > reached + 5, timeout_s=360, what="steps with what is left")
-    events = status(ray_head, name)["account"]["events"]
+    events = status(name)["account"]["events"]
 
     run, left = tmp_path / name, engines()
     os.kill(json.loads((run / "run.json").read_bytes())["pid"], signal.SIGKILL)
@@ -228,7 +233,7 @@ def test_generators_the_learner_and_the_index_are_killed_and_no_group_is_lost(
     learner.terminate()
     assert learner.wait(240) == 0, learner.output()[-3000:]
     assert not engines(), "an engine outlived its deployment"
-    assert status(ray_head, name) == {}, "the run's actors outlived the last deployment"
+    assert status(name) == {}, "the run's actors outlived the last deployment"
 
     assert events["replica_lost"] >= 1
     assert events["retry"] >= events["ticket_expired"]
@@ -248,7 +253,7 @@ def test_generators_the_learner_and_the_index_are_killed_and_no_group_is_lost(
 
 
 def test_learner_first_then_a_generator_and_down_ends_what_a_killed_learner_left(
-    run_command: Run, ray_head: str, engines: Engines, model_path: str, tmp_path: Path
+    run_command: Run, ray_head: str, engines: Engines, status: Status, model_path: str, tmp_path: Path
 ) -> None:
     name = tmp_path.name
     none = "checkpoint.every_steps=0"
@@ -262,7 +267,7 @@ def test_learner_first_then_a_generator_and_down_ends_what_a_killed_learner_left
     assert "starting" not in wrong.output()
     learner.process.kill()
     learner.process.wait(120)
-    left = status(ray_head, name)
+    left = status(name)
     assert left, "the buffer must outlive a killed deployment"
     # The dead learner's weights are gone, and there is no checkpoint. A new learner would train those of model.path
     # under the numbers of the dead one's versions, so it is refused, once the dead one has been silent for long enough.
@@ -271,12 +276,12 @@ def test_learner_first_then_a_generator_and_down_ends_what_a_killed_learner_left
     assert re.search(r"error: run '\S+' has trained \d+ steps.*`asyncrl down", again.output(), re.DOTALL), (
         again.output()
     )
-    now = status(ray_head, name)
+    now = status(name)
     assert (now["version"], now["published"]) == (left["version"], left["published"])
     down = run_command("down", name, "--address", ray_head)
     assert down.wait(240) == 0, down.output()
     assert {"buffer", "weights"} <= set(re.findall(r"\w+", down.output()))
-    assert status(ray_head, name) == {}
+    assert status(name) == {}
     assert generator.wait(240) == 0, generator.output()[-3000:]
     assert not engines(), "an engine outlived its deployment"
     again = run_command("down", name, "--address", ray_head)
