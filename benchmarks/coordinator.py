@@ -17,7 +17,8 @@ import gc
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import psutil
@@ -240,16 +241,24 @@ class Driver:
         self._heartbeats = itertools.count(1)
         self.acked = 0
 
-    async def run(self, *, seconds: float) -> None:
-        """Calls for `seconds` seconds."""
-        works = [self._learn(), *map(self._generate, self._names)]
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Calls until the block ends. Raises the error of a call then."""
+        works = [self._learn(), self._beat(), *map(self._generate, self._names)]
         tasks = [asyncio.create_task(work) for work in works]
-        await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
-        for task in tasks:
-            task.cancel()
-        for error in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(error, Exception):
-                raise error
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            for error in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(error, Exception):
+                    raise error
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.gather(*map(self._load, self._names))
+            await asyncio.sleep(1.0)
 
     async def _generate(self, name: str) -> None:
         while True:
@@ -267,8 +276,9 @@ class Driver:
                 await asyncio.gather(*map(self._load, self._names))
 
     async def _load(self, name: str) -> None:
-        """The generator reports that it has loaded the newest version."""
-        held = HeldReport(number=next(self._heartbeats), complete=True, tokens={})
+        """The generator reports that it has loaded the newest version. It names no tickets, because it commits each at
+        once."""
+        held = HeldReport(number=next(self._heartbeats), complete=False, tokens={})
         await self._client.call(Coordinator.heartbeat, name, self._version, 0, held, report_of(name))
 
 
@@ -284,13 +294,14 @@ def actor_groups_per_s(*, seconds: float) -> tuple[float, float, float]:
         driver = Driver(CoordinatorClient.over_ray(handle, timeout_s=60.0))
 
         async def measured() -> tuple[float, float, float]:
-            await driver.run(seconds=seconds / 4)
-            acked, actor_s, own_s = driver.acked, cpu_of(process), time.process_time()
-            began_s = time.perf_counter()
-            await driver.run(seconds=seconds)
-            passed_s, groups = time.perf_counter() - began_s, driver.acked - acked
-            actor_us = (cpu_of(process) - actor_s) / groups * 1e6
-            return groups / passed_s, actor_us, (time.process_time() - own_s) / groups * 1e6
+            async with driver.running():
+                await asyncio.sleep(seconds / 4)
+                acked, actor_s, own_s = driver.acked, cpu_of(process), time.process_time()
+                began_s = time.perf_counter()
+                await asyncio.sleep(seconds)
+                passed_s, groups = time.perf_counter() - began_s, driver.acked - acked
+                actor_us = (cpu_of(process) - actor_s) / groups * 1e6
+                return groups / passed_s, actor_us, (time.process_time() - own_s) / groups * 1e6
 
         return asyncio.run(measured())
     finally:

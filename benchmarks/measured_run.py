@@ -4,6 +4,7 @@ A core stands for a device: the processes of the generator (its engine and its s
 the learner's ranks another one. All other processes of the run may use both cores.
 """
 
+import contextlib
 import json
 import os
 import subprocess
@@ -123,7 +124,8 @@ class MeasuredRun:
         for process, role in self.processes():
             if role in CORES:
                 for thread in process.threads():  # an affinity is that of a thread, and later threads inherit it
-                    os.sched_setaffinity(thread.id, {CORES[role]})
+                    with contextlib.suppress(ProcessLookupError):  # the thread has ended meanwhile
+                        os.sched_setaffinity(thread.id, {CORES[role]})
 
     def processes(self) -> list[tuple[psutil.Process, str]]:
         found: list[tuple[psutil.Process, str]] = [(self._process, "command")]
