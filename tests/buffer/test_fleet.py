@@ -242,6 +242,16 @@ def test_a_prompt_that_failed_on_a_replica_is_left_to_a_healthy_one() -> None:
     assert (third.group, third.attempt) == (0, 2), "both have tried it, so any replica may try again"
 
 
+def test_a_prompt_that_another_replica_could_try_does_not_wait_for_it_when_there_is_no_other_prompt() -> None:
+    scene = Scene(eta=3, per_step=4, prompts=1)
+    for replica in ("a", "b"):  # b drains, so it never reserves
+        scene.buffer.fleet.hear(replica, has_weights=True)
+    [ticket] = scene.reserve(1, replica="a")
+    fail(scene, ticket.key)
+    [again] = scene.reserve(1, replica="a")
+    assert (again.group, again.attempt) == (0, 1)
+
+
 def test_a_prompt_goes_back_to_the_only_replica_that_is_healthy() -> None:
     scene = scene_of("a", "b")
     [ticket] = scene.reserve(1, replica="a")

@@ -5,8 +5,9 @@ import pytest
 from made_up_run import make_status
 
 from asyncrl.buffer.fleet import ReplicaState
-from asyncrl.cli.scale import _progress, _replicas
-from asyncrl.errors import ConfigError
+from asyncrl.cli.scale import _progress, _replicas, _wait
+from asyncrl.coordinator.status import RunStatus
+from asyncrl.errors import ConfigError, RunError
 
 
 def test_a_size_is_a_number_of_generators() -> None:
@@ -28,3 +29,14 @@ def test_the_pool_has_its_size_when_all_replicas_are_healthy_and_no_other_one_is
     assert _progress(both, 2) == ("replicas: 1 healthy, 1 restarting; generator-b: EngineDied: killed", False)
     assert _progress(both, 1)[1] is False, "the other one has not ended"
     assert _progress(make_status(replicas=()), 0) == ("replicas: none", True)
+
+
+def test_the_wait_ends_with_the_cause_when_a_replica_is_given_up() -> None:
+    status = make_status(given_up={"generator-b": "no memory; it is not started again"})
+
+    class Client:
+        async def call(self, method: object) -> RunStatus:
+            return status
+
+    with pytest.raises(RunError, match="does not reach 2 replicas: generator-b: no memory; it is not started again"):
+        _wait(Client(), 2)  # type: ignore[arg-type]

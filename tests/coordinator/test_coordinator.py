@@ -410,15 +410,17 @@ async def test_a_replica_quarantined_for_its_failures_loses_its_tickets_its_endp
     )
     [failed, held, other] = (await coordinator.reserve("a", NOW, 3, wait_s=0.0)).tickets
     report = msgspec.structs.replace(report_of("a"), metrics_address="host:1")
-    await coordinator.heartbeat("a", NOW, 0, progress_of(failed, held, other), report)
+    await coordinator.heartbeat("a", NOW, 0, progress_of(failed, held), report)
     waiting = asyncio.create_task(coordinator.reserve("a", NOW, 1, wait_s=FAR_S))
     await asyncio.sleep(0)
+    coordinator.learner.pause(1)  # no change wakes a call, because none gets a ticket
     failure = Failure(failure_class=FailureClass.INFRA, reason="engine")
     await coordinator.fail([FailedTicket(key=failed.key, incarnation=1, failure=failure)])
     assert await coordinator.heartbeat("a", NOW, 0, progress_of(held, other), report) == Renewal(must_end=True)
     assert await soon(waiting) == Reservation(tickets=(), refusal=Refusal.QUARANTINED)
     status = coordinator.status()
-    assert (status.counts.reserved, status.counts.waiting, status.targets, status.able) == (0, 3, {}, ())
+    what = (status.counts.reserved, status.counts.waiting, status.targets, status.able)
+    assert what == (0, 3, {}, ()), "also the ticket that it has not named"
     assert status.account.events[Event.REPLICA_LOST] == 1
 
 
@@ -440,6 +442,30 @@ async def test_a_silent_replica_that_waits_in_line_is_lost_once_and_holds_up_no_
     assert status.able == ()
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
+
+
+@pytest.mark.asyncio
+async def test_a_change_does_not_wake_a_replica_that_has_to_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinator = made(ClearedRows(), learner={"groups_per_step": 3, "group_size": 2})
+    failing = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
+    failure = Failure(failure_class=FailureClass.INFRA, reason="engine")
+    coordinator.learner.pause(1)
+    await coordinator.fail([FailedTicket(key=each.key, incarnation=1, failure=failure) for each in failing])
+    waiting = [asyncio.create_task(coordinator.reserve(name, NOW, 1, wait_s=FAR_S)) for name in ("a", "b")]
+    await asyncio.sleep(0)
+    asked: list[str] = []
+    reserve = coordinator._buffer.tickets.reserve
+
+    def noted(replica: str, **options: Any) -> Reservation:
+        asked.append(replica)
+        return reserve(replica, **options)
+
+    monkeypatch.setattr(coordinator._buffer.tickets, "reserve", noted)
+    await coordinator.learner.resume(1)
+    assert (await soon(waiting[1])).tickets
+    assert asked == ["b"]
+    waiting[0].cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
 
 
 @pytest.mark.asyncio

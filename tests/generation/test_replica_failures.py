@@ -182,3 +182,15 @@ async def test_a_replica_does_not_take_groups_faster_than_it_can_deliver_them() 
         assert len(generator._held) == 2 * generator._slots, "as many wait for their delivery as could run"
         gate.set()
         await until(lambda: pool.counts.ready == 8)
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F1")
+async def test_a_replica_that_asks_for_no_groups_hears_in_its_heartbeat_that_it_is_quarantined() -> None:
+    async with started_pool() as (pool, engine):
+        await until(lambda: pool.counts.ready >= 2)
+        engine.gate.clear()
+        await until(lambda: engine.running > 0)
+        pool.coordinator._buffer.fleet.quarantine("a", Cause.INFRA_FAILURES, "made up")
+        with pytest.raises(Quarantined, match="replica a gets no groups any more"):
+            await pool.generators["a"].report()

@@ -13,7 +13,7 @@ from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.algorithms.presets import PRESETS
 from asyncrl.algorithms.token_estimators import DiscountedReturns
 from asyncrl.data_plane import PAD_SEQLEN, KVBatchMeta
-from asyncrl.errors import CallRefused, MissingColumns, RowsLost, RunError
+from asyncrl.errors import CallRefused, CallTimeout, MissingColumns, RowsLost, RunError
 from asyncrl.policy.tq_policy import TQPolicy, data_plane_section
 from asyncrl.ranks import named_rows
 
@@ -282,3 +282,21 @@ def test_a_client_that_cannot_tell_fields_gives_training_the_same_columns(monkey
     assert sorted(noted.calls[-1][1][0][0].fields) == sorted(told)
     with pytest.raises(MissingColumns, match="reads reference_policy_logprobs, but"):
         policy.train_from_meta(meta, ObjectiveLoss(PRESETS["grpo"].objective))
+
+
+def test_a_late_call_of_the_data_plane_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.data_plane.calls.PAUSE_S", 0.001)
+    policy = TQPolicy(settings(), dp_cfg={"backend": "object_store"}, model_path="nowhere")
+    client, late = MemoryClient(), [CallTimeout("the index took longer than 30 s")]
+    monkeypatch.setattr(named_rows, "open_client", lambda config: client)
+    policy.prepare_step(2)
+    outstanding = client.rows_outstanding
+
+    def rows_outstanding() -> dict[str, int]:
+        if late:
+            raise late.pop()
+        return outstanding()
+
+    monkeypatch.setattr(client, "rows_outstanding", rows_outstanding)
+    assert policy.rows_outstanding() == outstanding()
+    assert not late
