@@ -100,8 +100,8 @@ class TicketLine:
         self._wake_after(-1)
 
     def wake_replica(self, replica: str) -> None:
-        """Wakes the calls of a replica, because it has loaded another version, at which it may be refused for another
-        reason."""
+        """Wakes the calls of a replica, because its answer may be another one: it has loaded another version, was heard
+        again, or was quarantined."""
         for place in self._of_replica.get(replica, ()):
             self._wake(place)
 

@@ -92,12 +92,13 @@ class Scorer:
         """Returns the score of each completion, in order: one finite reward, or a DataError if its reward failed. A
         completion is a text without special tokens and may be empty.
 
-        A completion that exceeds its time limit is scored once more, because the machine may have been busy,
-        unless no completion of the group has a reward: then the reward may always hang. With
-        `environment.on_error: fail` nothing is scored again, and completions whose scoring has not begun may
-        get the error of another one. Raises DataError when the group cannot be sent to a process. Raises
-        InfraError with the reason `scorer_unavailable` when no process can be started, and `scorer_closed`
-        after `close`.
+        A completion that exceeds its time limit is scored once more, because the machine may have been busy. A reward
+        that scores one by one and ends for no completion of the group is not called again: it may always hang. With
+        `environment.on_error: fail` nothing is scored again, and completions whose scoring has not begun may get the
+        error of another one.
+
+        Raises DataError when the group cannot be sent to a process. Raises InfraError with the reason
+        `scorer_unavailable` when no process can be started, and `scorer_closed` after `close`.
         """
         if self._closing.is_set():
             raise closed()
