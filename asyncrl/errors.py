@@ -34,11 +34,13 @@ AsyncRLError
 │   ├── CheckpointIncomplete   the save did not finish, or files are missing (F7)
 │   └── CheckpointMismatch     a tensor's name, shape or dtype differs from the live model
 └── WeightError                a weight update cannot be applied
-    ├── ManifestMismatch       a name, shape or dtype differs, or a checksum is wrong (F12)
+    ├── ManifestMismatch       a name, shape or dtype differs (F12)
+    │   └── WeightsDamaged     bytes arrived damaged (F12)
     ├── VersionRegression      the offered version is older than the loaded version (F13)
     ├── TornReplica            only part of an update was applied; the replica stays paused (F11)
     ├── ParityError            the engine's log-probs differ from the learner's log-probs
     ├── ManifestVoid           the process that published the weights has ended, and their bytes with it
+    ├── FetchTimeout           the bytes of a version did not arrive in time
     ├── CollectiveError        a peer of the weights' process group is dead, missing or late
     └── UpdateRefused          another peer refused the update before the transfer; the process group stays usable
 
@@ -255,6 +257,11 @@ class ManifestMismatch(WeightError):
     """A parameter's name, shape or dtype differs, or the checksum of a bucket is wrong. No weight was changed."""
 
 
+class WeightsDamaged(ManifestMismatch):
+    """The bytes of a version have another size or checksum than the manifest says. Nothing was applied. They can be
+    fetched again."""
+
+
 class VersionRegression(WeightError):
     """The offered version is older than the version that is loaded, within one incarnation of the learner."""
 
@@ -277,6 +284,10 @@ class ManifestVoid(WeightError):
     """The process that published a manifest has ended, and the bytes of the weights ended with it."""
 
     restart_mends = True
+
+
+class FetchTimeout(WeightError):
+    """The bytes of a version did not arrive within `weights.load_timeout_s`."""
 
 
 class CollectiveError(WeightError):

@@ -45,7 +45,8 @@ from asyncrl.data_plane.clients import PREFIX_PARTITION, TRAIN_PARTITION, GroupR
 from asyncrl.deployment.cluster import patiently
 from asyncrl.deployment.shared_actors import enter_run, keep_attached, leave_run, new_deployment, open_data_plane
 from asyncrl.generation.interfaces import Completion, LoadTimes
-from asyncrl.weights.manifest import Bucket, Manifest, Probe, checksum, layout
+from asyncrl.weights.manifest import Bucket, Manifest, ParameterSpec, Piece, Probe, checksum, layout
+from asyncrl.weights.staging import StagedWeights
 from asyncrl.weights.transports.object_store import ObjectStoreTransport
 
 BENCHMARK = "simulated_pools.py"
@@ -87,7 +88,7 @@ class SleepingEngine:
         return [-1.0] * (len(tokens) - 1)
 
     async def load(
-        self, manifest: Manifest, buckets: Sequence[memoryview], *, on_paused: Callable[[], None] | None = None
+        self, manifest: Manifest, staged: StagedWeights, *, on_paused: Callable[[], None] | None = None
     ) -> LoadTimes:
         self._version = manifest.version
         return LoadTimes(pause_s=0.0, load_s=0.0, resume_s=0.0)
@@ -219,15 +220,21 @@ class TinyPublisher:
     def __init__(self, coordinator: CoordinatorClient, weights: Any) -> None:
         self._coordinator, self._weights = coordinator, weights
         self.published: Version | None = None
+        self.trouble = ""
+
+    def check(self) -> None: ...
+
+    async def stop(self) -> None: ...
 
     async def publish(self, version: Version) -> None:
-        tensors = layout(((name, shape, dtype, 8) for name, (shape, dtype) in PARAMETERS.items()), 2**20)
-        bucket = Bucket(nbytes=len(WEIGHTS_BYTES), checksum=checksum(memoryview(WEIGHTS_BYTES)))
+        data = np.frombuffer(WEIGHTS_BYTES, dtype=np.uint8)
+        tensors = layout(ParameterSpec(name, shape, dtype, data.nbytes) for name, (shape, dtype) in PARAMETERS.items())
+        bucket = Bucket(pieces=(Piece(0, data.nbytes),), checksum=checksum([data]))
         probe = Probe(tokens=(PROBE,), logprobs=((-1.0,) * (len(PROBE) - 1),))
         manifest = Manifest(version=version, previous=self.published, tensors=tensors, buckets=(bucket,), probe=probe)
         self.published = version
         await self._coordinator.call(LearnerCalls.published, version)
-        handle = ObjectStoreTransport().send(np.frombuffer(WEIGHTS_BYTES, dtype=np.uint8))
+        handle = ObjectStoreTransport().send(data)
         await self._weights.publish(manifest, [handle])
 
     async def settle(self) -> None: ...

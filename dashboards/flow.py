@@ -324,6 +324,13 @@ ROWS = {
             unit="s",
         ),
         lines(
+            "Deliveries",
+            "Deliveries of weights by outcome. A failed delivery is repeated. Replaced: the delivery before took so "
+            "long that newer weights took the place of these.",
+            Query(rate("asyncrl_weight_deliveries_total", RUN, by="outcome", over=STEPS), "{{outcome}}"),
+            unit="suffix: deliveries/s",
+        ),
+        lines(
             "Loading",
             "Mean time of a generator's weight update by phase. The generator does not generate from pause to resume. "
             "The limit is weights.load_timeout_s.",

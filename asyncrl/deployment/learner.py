@@ -299,17 +299,18 @@ class LearnerDeployment:
     ) -> Publisher:
         config = self._config
 
-        def delivered(manifest: Manifest, seconds: dict[str, float]) -> None:
-            metrics.published(bytes=manifest.nbytes, phase_seconds=seconds)
+        def delivered(manifest: Manifest) -> None:
             audit.append(PublishedVersion(manifest.version, manifest_digest(manifest)))
 
         return Publisher(
+            config=config,
             policy=policy,
-            entries=layout(policy.weights_metadata(), config.weights.bucket_bytes),
+            entries=layout(policy.weights_metadata()),
             probe_tokens=probe_sequences(tokenizer, prompts.train, max_length=config.model.max_length),
             transport=ObjectStoreTransport(),
             coordinator=handles.coordinator,
             weights=handles.weights,
+            metrics=metrics,
             delivered=delivered,
         )
 

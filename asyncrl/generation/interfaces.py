@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from asyncrl.common.version import Version
 from asyncrl.data.specs import GenerationDatumSpec, GenerationOutputSpec, verify_right_padding
 from asyncrl.weights.manifest import Manifest
+from asyncrl.weights.staging import StagedWeights
 
 if TYPE_CHECKING:
     import ray
@@ -118,9 +119,10 @@ class InferenceEngine(Protocol):
         ...
 
     async def load(
-        self, manifest: Manifest, buckets: Sequence[memoryview], *, on_paused: Callable[[], None] | None = None
+        self, manifest: Manifest, staged: StagedWeights, *, on_paused: Callable[[], None] | None = None
     ) -> LoadTimes:
-        """Applies a whole version between two decoding steps, and labels every later token with it.
+        """Applies a whole version, which is staged and verified, between two decoding steps, and labels every later
+        token with it.
 
         Calls `on_paused` when the current decoding step has ended and generation has paused. Raises TornReplica when
         the update fails after it has begun: then the engine stays paused until a later `load` succeeds.

@@ -28,6 +28,7 @@ from asyncrl.generation.shared_memory import EngineProcesses, sweep_shared_memor
 from asyncrl.generation.vllm_sampled import NOTHING, Child, SampledByVLLM, before_stop, check_end, joined, until_stop
 from asyncrl.generation.vllm_weights import VLLMWeights
 from asyncrl.weights.manifest import Manifest
+from asyncrl.weights.staging import StagedWeights
 
 GIB = 2**30
 ENGINE_EXIT_S = 1.0
@@ -201,9 +202,9 @@ class VLLMEngine:
         return [entry[token].logprob for entry, token in zip(entries, tokens[1:], strict=True)]
 
     async def load(
-        self, manifest: Manifest, buckets: Sequence[memoryview], *, on_paused: Callable[[], None] | None = None
+        self, manifest: Manifest, staged: StagedWeights, *, on_paused: Callable[[], None] | None = None
     ) -> LoadTimes:
-        return await self.weights.load(manifest, buckets, on_paused=on_paused)
+        return await self.weights.load(manifest, staged, on_paused=on_paused)
 
     async def abort(self) -> None:
         self._aborts += 1

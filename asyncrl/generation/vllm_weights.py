@@ -20,8 +20,8 @@ from asyncrl.common.version import Version
 from asyncrl.errors import CollectiveError, TornReplica, WeightError
 from asyncrl.generation.interfaces import LoadTimes
 from asyncrl.weights.manifest import Manifest, Parameters, TensorEntry, check_published, is_news
-from asyncrl.weights.memory_file import MemoryFile
 from asyncrl.weights.remote_errors import from_text
+from asyncrl.weights.staging import StagedWeights
 from asyncrl.weights.transports.ipc import SharedGroup
 from asyncrl.weights.transports.peers import Rendezvous
 
@@ -54,21 +54,19 @@ class VLLMWeights:
         await self._llm.update_weight_version(str(version))
         self.version = version
 
-    # -- bytes as memory files ---------------------------------------------------------------------------------------
+    # -- bytes in a memory file --------------------------------------------------------------------------------------
 
     async def load(
-        self, manifest: Manifest, buckets: Sequence[memoryview], *, on_paused: Callable[[], None] | None = None
+        self, manifest: Manifest, staged: StagedWeights, *, on_paused: Callable[[], None] | None = None
     ) -> LoadTimes:
-        """Applies a whole version from `buckets`, which the caller has checked against the manifest."""
+        """Applies a whole version from the flat buffer `staged`, which the caller has verified."""
         started_s = time.monotonic()
+        names = [entry.name for entry in manifest.tensors]
+        tensors = msgspec.to_builtins(manifest.tensors)
         paused_s = await self.begin(manifest.version, on_paused=on_paused)
-        for index, data in enumerate(buckets):
-            entries = manifest.tensors_of(index)
-            with self._torn_by_errors(), MemoryFile(data) as path:
-                update = {"path": path, "nbytes": data.nbytes, "tensors": msgspec.to_builtins(entries)}
-                await self.apply(update, [entry.name for entry in entries])
+        await self.apply({"path": staged.path, "nbytes": staged.flat.nbytes, "tensors": tensors}, names)
         loaded_s = time.monotonic()
-        await self.commit([entry.name for entry in manifest.tensors])
+        await self.commit(names)
         return LoadTimes(pause_s=paused_s - started_s, load_s=loaded_s - paused_s, resume_s=time.monotonic() - loaded_s)
 
     # -- bytes from a process group with the learner's ranks ---------------------------------------------------------

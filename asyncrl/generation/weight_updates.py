@@ -9,6 +9,7 @@ Invariants:
 """
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -17,11 +18,21 @@ from dataclasses import dataclass
 
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
-from asyncrl.errors import InfraError, ManifestMismatch, ManifestVoid, ParityError, TornReplica, WeightError
+from asyncrl.errors import (
+    FetchTimeout,
+    InfraError,
+    ManifestMismatch,
+    ManifestVoid,
+    ParityError,
+    TornReplica,
+    WeightError,
+    WeightsDamaged,
+)
 from asyncrl.generation.interfaces import InferenceEngine
 from asyncrl.metrics.recorders import GeneratorMetrics
-from asyncrl.weights.manifest import Manifest, check_buckets, check_parameters, is_news
+from asyncrl.weights.manifest import Bytes, Manifest, check_layout, check_parameters, is_news, put_bucket
 from asyncrl.weights.parity import parity_tolerance_nats
+from asyncrl.weights.staging import StagedWeights
 from asyncrl.weights.store import Publication, WeightClient
 from asyncrl.weights.transports.interfaces import Transport
 
@@ -31,6 +42,11 @@ WEIGHTS_WAIT_S = 20.0
 """Seconds of one wait for a newer version. The wait is repeated until there is one."""
 RETRY_PAUSE_S = 1.0
 """Seconds before a torn replica asks for weights again."""
+REFETCH_PAUSE_S = 0.5
+"""Seconds before weights that could not be fetched are fetched again. The pause doubles with each further time."""
+LONGEST_REFETCH_PAUSE_S = 10.0
+LOOP_BYTES = 2**20
+"""To copy and verify this many bytes takes the event loop a millisecond. More bytes are handled in a thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +95,7 @@ class WeightUpdates:
         self.parity_max_nats = 0.0
         """Largest difference (nats) of all probes that passed."""
         self._serial = 0
+        self._staged = StagedWeights()
         self._may_start = asyncio.Event()
         self._verified = asyncio.Event()
 
@@ -96,8 +113,10 @@ class WeightUpdates:
         """Loads each new version into the engine, and calls the hooks of its replica."""
         newest = None
         torn_since_s: float | None = None
+        refused: Version | None = None
+        refusals = 0
         while True:
-            publication = await self._source.newer_than(newest, wait_s=WEIGHTS_WAIT_S)
+            publication = await self._source.newer_than(newest, wait_s=WEIGHTS_WAIT_S, besides=refused)
             if publication is None:
                 continue
             newest = publication.manifest.version
@@ -105,12 +124,13 @@ class WeightUpdates:
                 self._may_start.clear()
             try:
                 await self._update(publication, replica)
-            except (ManifestMismatch, ManifestVoid) as error:
-                if self.version is None and isinstance(error, ManifestMismatch):
+            except (ManifestMismatch, ManifestVoid, FetchTimeout) as error:
+                lasting = isinstance(error, ManifestMismatch) and not isinstance(error, WeightsDamaged)
+                if self.version is None and lasting:
                     raise  # the replica's model differs from the learner's, so no later version would fit either
-                self._metrics.weight_update(outcome="refused", phase_seconds={})
-                kept = "no weights" if self.version is None else f"the weights of {self.version.words}"
-                logger.error("replica %s refused a weight update and keeps %s: %s", self._name, kept, error)
+                # The bytes may be whole the next time. If not, the store's other version may be.
+                refused, newest, refusals = newest, self.version, refusals + 1
+                await self._refused(error, times=refusals)
                 continue
             except (TornReplica, ParityError) as error:
                 self._metrics.weight_update(outcome="torn", phase_seconds={})
@@ -126,9 +146,22 @@ class WeightUpdates:
             except WeightError:
                 self._metrics.weight_update(outcome="failed", phase_seconds={})
                 raise
-            torn_since_s = None
+            torn_since_s, refused, refusals = None, None, 0
             self._serial = publication.serial
             self._may_start.set()
+
+    async def _refused(self, error: WeightError, *, times: int) -> None:
+        """Names the error of an update that was refused for the `times`-th time in a row, and pauses."""
+        self._metrics.weight_update(outcome="refused", phase_seconds={})
+        pause_s = min(LONGEST_REFETCH_PAUSE_S, REFETCH_PAUSE_S * 2 ** (times - 1))
+        logger.error(
+            "replica %s refused a weight update and keeps %s; it fetches weights again in %.1f s: %s",
+            self._name,
+            "no weights" if self.version is None else f"the weights of {self.version.words}",
+            pause_s,
+            error,
+        )
+        await asyncio.sleep(pause_s)
 
     async def _tear(self, error: WeightError, replica: UpdateHooks) -> None:
         """Drops the version and stops admission. After a failed probe also fails all unverified groups as INFRA."""
@@ -144,16 +177,16 @@ class WeightUpdates:
             self._metrics.weight_update(outcome="repeated", phase_seconds={})
             return
         check_parameters(manifest, self._parameters)
+        check_layout(manifest)
         seconds = {}
         started_s = self._clock()
-        buckets = await self._transport.receive(publication.handles, timeout_s=self._limits.load_timeout_s)
-        check_buckets(manifest, buckets)
+        await self._stage(publication)
         seconds["fetch"] = self._clock() - started_s
         # From here until the probe has passed, groups that these weights may have produced are not committed.
         self._verified.clear()
         try:
             async with self._limited(manifest, doing="loading"):
-                times = await self._engine.load(manifest, buckets, on_paused=lambda: replica.show_loading(True))
+                times = await self._engine.load(manifest, self._staged, on_paused=lambda: replica.show_loading(True))
         finally:
             replica.show_loading(False)
         seconds |= {"pause": times.pause_s, "load": times.load_s, "resume": times.resume_s}
@@ -167,6 +200,29 @@ class WeightUpdates:
         self._metrics.policy_version(manifest.version.step)
         self._metrics.weight_update(outcome="applied", phase_seconds=seconds)
         await replica.report()
+
+    async def _stage(self, publication: Publication) -> None:
+        """Fetches the buckets one after the other, and puts each into its place in the staged weights, where it is
+        verified. The next bucket is fetched meanwhile. Generation goes on."""
+        manifest, handles = publication.manifest, publication.handles
+        deadline_s = time.monotonic() + self._limits.load_timeout_s
+
+        def fetch(index: int) -> "asyncio.Future[Bytes]":
+            left_s = max(0.0, deadline_s - time.monotonic())
+            return asyncio.ensure_future(self._transport.receive(handles[index], timeout_s=left_s))
+
+        await _beside_loop(lambda: self._staged.begin(manifest), nbytes=manifest.flat_bytes)
+        following = fetch(0) if handles else None
+        try:
+            for index in range(len(manifest.buckets)):
+                assert following is not None, "a handle for each bucket"
+                data = await following
+                following = fetch(index + 1) if index + 1 < len(handles) else None
+                put = functools.partial(put_bucket, manifest, index, data, flat=self._staged.flat)
+                await _beside_loop(put, nbytes=data.nbytes)
+        finally:
+            if following is not None:
+                following.cancel()
 
     @asynccontextmanager
     async def _limited(self, manifest: Manifest, *, doing: str) -> AsyncIterator[None]:
@@ -194,3 +250,11 @@ class WeightUpdates:
                 "limit if the difference is only rounding"
             )
         self.parity_max_nats = max(self.parity_max_nats, difference)
+
+
+async def _beside_loop(work: Callable[[], None], *, nbytes: int) -> None:
+    """Runs `work` on `nbytes` bytes, in a thread if there are many."""
+    if nbytes > LOOP_BYTES:
+        await asyncio.to_thread(work)
+    else:
+        work()

@@ -54,6 +54,8 @@ logger = logging.getLogger(__name__)
 
 LEASE_WAIT_S = 5.0
 """Longest wait of one lease call, so that the loop checks `stop` and the run's progress in between."""
+UNPUBLISHED_WAIT_S = 0.5
+"""The same while the newest version is not published: the generators may come to need it while the learner waits."""
 
 
 class LearnerLoop:
@@ -121,6 +123,7 @@ class LearnerLoop:
         logged = ["input_ids", "weight_versions", "advantages", *(logprobs if config.learner.logprobs_logged else [])]
         self._end = StepEnd(recorder=self._recorder, rows=self._rows, logged_columns=logged)
         self._due: RunSnapshot | None = None  # of the step whose checkpoint is due
+        self._unpublished = False  # True if the learner has a newer version than the published one
         self.phase = "publishing the first weights"
 
     async def run(self, stop: asyncio.Event) -> RunTotals:
@@ -153,6 +156,7 @@ class LearnerLoop:
                     self._due = None
         except BaseException:
             await self._end.settle_after_error()
+            await self._publisher.stop()
             raise
         await self._end.settle()
         self.phase = "closing"
@@ -185,6 +189,8 @@ class LearnerLoop:
         self._states.enter("waiting_for_groups")
         while not stop.is_set():
             wait_s = min(LEASE_WAIT_S, self._config.run.stall_timeout_s)
+            if self._unpublished:
+                wait_s = min(wait_s, UNPUBLISHED_WAIT_S)
             answer = await self._coordinator.call(LearnerCalls.lease, self._incarnation, wait_s=wait_s)
             if isinstance(answer, Lease):
                 self._states.enter("other")
@@ -194,9 +200,16 @@ class LearnerLoop:
             # Raises if the index of the data plane has died. It comes first: a dead index makes rollouts fail, so that
             # the check of the progress would name another cause.
             await self._rows.outstanding()
+            self._publisher.check()
             status = await self._coordinator.call(Coordinator.brief_status)
+            await self._publish_if_due(status)
             if must_look(status, waits=answer, config=self._config):
-                check_progress(await self._coordinator.call(Coordinator.status), waits=answer, config=self._config)
+                check_progress(
+                    await self._coordinator.call(Coordinator.status),
+                    waits=answer,
+                    config=self._config,
+                    delivery=self._publisher.trouble,
+                )
             if self._checkpoints.due(status.version.step):
                 await self._save(await self._coordinator.call(LearnerCalls.snapshot, self._incarnation))
         return None
@@ -295,17 +308,11 @@ class LearnerLoop:
             await asyncio.to_thread(self._kept.keep_weights, self._policy, version)
 
     async def _ack(self, lease: Lease) -> Acked:
-        """Acknowledges a trained step, which increments the version. Publishes the version if the gate allows it."""
+        """Acknowledges a trained step, which increments the version. Publishes the version if it is due."""
         due = self._checkpoints.due(lease.step + 1)
         acked = await self._coordinator.call(LearnerCalls.ack, lease.incarnation, lease.step, snapshot=due)
-        status, self._due = acked.status, acked.snapshot
-        if should_publish(
-            version=status.version,
-            published=self._publisher.published,
-            publish_every_steps=self._config.weights.publish_every_steps,
-            able=status.able,
-        ):
-            await self._publish(status.version)
+        self._due = acked.snapshot
+        await self._publish_if_due(acked.status)
         return acked
 
     async def _skip(self, lease: Lease) -> tuple[BriefStatus, tuple[str, ...]]:
@@ -341,6 +348,17 @@ class LearnerLoop:
         """Publishes `version` and counts the time until its snapshot is taken as `publish`."""
         with self._states.within("publish"):
             await self._publisher.publish(version)
+
+    async def _publish_if_due(self, status: BriefStatus) -> None:
+        """Publishes the learner's version if the gate allows it."""
+        if should_publish(
+            version=status.version,
+            published=self._publisher.published,
+            publish_every_steps=self._config.weights.publish_every_steps,
+            able=status.able,
+        ):
+            await self._publish(status.version)
+        self._unpublished = self._publisher.published != status.version
 
     async def _evaluate(self, version: Version, stop: asyncio.Event) -> None:
         """Evaluates `version` on held-out tasks, and cancels the evaluation at `stop`.

@@ -14,8 +14,9 @@ def must_look(status: BriefStatus, *, waits: LeaseWait, config: Config) -> bool:
     return waits is LeaseWait.TOO_MANY_FAILURES or status.quiet_s > config.run.stall_timeout_s
 
 
-def check_progress(status: RunStatus, *, waits: LeaseWait, config: Config) -> None:
-    """Raises an error when the learner must not wait any longer for a lease.
+def check_progress(status: RunStatus, *, waits: LeaseWait, config: Config, delivery: str = "") -> None:
+    """Raises an error when the learner must not wait any longer for a lease. `delivery` says what is wrong with the
+    delivery of the newest weights, if anything.
 
     Raises RunError when the buffer stopped because too many groups failed in a row. Raises StallError (F5) when no
     group was committed and no step was trained for longer than `run.stall_timeout_s`.
@@ -30,8 +31,8 @@ def check_progress(status: RunStatus, *, waits: LeaseWait, config: Config) -> No
         raise StallError(
             f"no group was committed and no step was trained for {status.quiet_s:.0f} s (run.stall_timeout_s = "
             f"{limit_s:g}). The learner waits ({waits.value}); {replicas_in_words(status)}"
-            f"{_failures_in_words(status)}. Look at the generators' logs, or raise run.stall_timeout_s if a group "
-            "needs longer than that"
+            f"{_failures_in_words(status)}{f'; {delivery}' if delivery else ''}. Look at the generators' logs, or "
+            "raise run.stall_timeout_s if a group needs longer than that"
         )
 
 

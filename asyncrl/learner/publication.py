@@ -1,18 +1,27 @@
-"""Publishes a version from the learner: takes a snapshot of the weights, then delivers it to the weight store.
+"""Publishes versions from the learner: takes snapshots of the weights, and delivers them to the weight store.
 
-Training waits for the snapshot only. The delivery runs at the same time as the next step. At most one delivery runs at
-a time, so versions reach the weight store in order.
+Training waits for a snapshot only. One delivery runs at a time, at the same time as the next steps, so that versions
+reach the weight store in order. Each rank has memory for two snapshots: one is being delivered, and the other waits. A
+newer snapshot replaces the one that waits. So slow deliveries leave versions out, and neither steps nor memory suffer.
+
+A delivery that fails is logged at once and repeated, unless a newer snapshot waits. It ends neither ranks nor training.
 """
 
 import asyncio
+import contextlib
+import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from asyncrl.common.version import Version
+from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.learner_calls import LearnerCalls
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import encode_prompt
+from asyncrl.errors import ActorGone, Fenced, RunEnded, VersionConflict, VersionRegression, WeightError
+from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.policy.tq_policy import TQPolicy
 from asyncrl.policy.worker import PolicyWorker
 from asyncrl.weights.manifest import Manifest, Probe, TensorEntry
@@ -20,37 +29,65 @@ from asyncrl.weights.publisher import DeliveredBucket
 from asyncrl.weights.store import WeightClient
 from asyncrl.weights.transports.interfaces import Transport
 
+logger = logging.getLogger(__name__)
+
 PROBE_TASKS = 4
 """Number of tasks whose prompts and answers are the sequences of the parity probe."""
+
+PAUSE_S = 0.5
+"""Pause before the first repetition of a failed delivery, seconds. It doubles with each further one."""
+LONGEST_PAUSE_S = 10.0
+FINAL = (ActorGone, Fenced, RunEnded, VersionConflict, VersionRegression)
+"""Errors after which no delivery can succeed: a process that it needs has ended, or the run has another learner."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Taken:
+    """A snapshot on the ranks: its version, the slot of its memory, and the seconds that it took."""
+
+    version: Version
+    slot: int
+    probe: Probe
+    snapshot_s: float
 
 
 class Publisher:
     """Publishes the current weights of the policy's ranks.
 
-    The coordinator gets the published version, and the weight store `weights` gets the manifest. `delivered` records
-    the size of the publication and the seconds of its phases.
+    The coordinator gets the published version, and the weight store `weights` gets the manifest. `delivered` is called
+    with each manifest that the weight store has.
     """
 
     def __init__(
         self,
         *,
+        config: Config,
         policy: TQPolicy,
         entries: tuple[TensorEntry, ...],
         probe_tokens: Sequence[Sequence[int]],
         transport: Transport,
         coordinator: CoordinatorClient,
         weights: WeightClient,
-        delivered: Callable[[Manifest, dict[str, float]], None],
+        metrics: LearnerMetrics,
+        delivered: Callable[[Manifest], None],
     ) -> None:
+        self._config = config
         self._policy = policy
         self._entries = entries
         self._probe_tokens = tuple(tuple(tokens) for tokens in probe_tokens)
         self._transport = transport
         self._coordinator = coordinator
         self._weights = weights
+        self._metrics = metrics
         self._delivered = delivered
         self._published: Version | None = None
-        self._delivery: asyncio.Task[None] | None = None
+        self._previous: Version | None = None  # the newest version that the weight store has
+        self._sending: _Taken | None = None
+        self._waiting: _Taken | None = None
+        self._newer = asyncio.Event()
+        self._deliveries: asyncio.Task[None] | None = None
+        self.trouble = ""
+        """Why the delivery that is under way has not succeeded yet, for error messages; "" if it has no trouble."""
 
     @property
     def published(self) -> Version | None:
@@ -58,47 +95,125 @@ class Publisher:
         return self._published
 
     async def publish(self, version: Version) -> None:
-        """Waits for the previous delivery, takes a snapshot of the weights and starts its delivery.
-
-        Returns when the snapshot is taken. Raises the error of the previous delivery if it failed.
-        """
-        await self.settle()
+        """Takes a snapshot of the weights, whose delivery begins when the one under way has ended. Returns when the
+        snapshot is taken. Raises the error after which no delivery can succeed, if there was one."""
+        self.check()
+        if self._waiting is not None:
+            logger.info("weights %s are not delivered: newer ones follow", self._waiting.version)
+            self._metrics.weight_delivery(outcome="replaced")
+            self._waiting = None
+        slot = 0 if self._sending is None else 1 - self._sending.slot
         started_s = time.monotonic()
         logprobs, *_ = await asyncio.to_thread(
-            self._policy.on_ranks, PolicyWorker.take_snapshot, self._entries, self._probe_tokens
+            self._policy.on_ranks, PolicyWorker.take_snapshot, self._entries, self._probe_tokens, slot
         )
-        snapshot_s = time.monotonic() - started_s
-        probe = Probe(tokens=self._probe_tokens, logprobs=tuple(tuple(row) for row in logprobs))
-        previous, self._published = self._published, version
-        self._delivery = asyncio.create_task(
-            self._deliver(version, previous=previous, probe=probe, snapshot_s=snapshot_s), name=f"deliver {version}"
+        self._waiting = _Taken(
+            version=version,
+            slot=slot,
+            probe=Probe(tokens=self._probe_tokens, logprobs=tuple(tuple(row) for row in logprobs)),
+            snapshot_s=time.monotonic() - started_s,
         )
+        self._published = version
+        self._newer.set()
+        if self._deliveries is None or self._deliveries.done():
+            self._deliveries = asyncio.create_task(self._deliver_all(), name="deliveries of weights")
+
+    def check(self) -> None:
+        """Raises the error after which no delivery can succeed, if there was one."""
+        if self._deliveries is not None and self._deliveries.done():
+            self._deliveries.result()
 
     async def settle(self) -> None:
-        """Waits for the running delivery, if there is one, and raises its error if it fails."""
-        if self._delivery is not None:
-            delivery, self._delivery = self._delivery, None
-            await delivery
+        """Waits until the newest snapshot is delivered. Raises WeightError after `run.stall_timeout_s`, and at once
+        the error after which no delivery can succeed."""
+        if self._deliveries is None:
+            return
+        limit_s = self._config.run.stall_timeout_s
+        _, late = await asyncio.wait([self._deliveries], timeout=limit_s)
+        if late:
+            raise WeightError(
+                f"the weights of {self._published} were not delivered within run.stall_timeout_s = {limit_s:g} s: "
+                f"{self.trouble or 'the delivery has not ended'}"
+            )
+        self._deliveries.result()
 
-    async def _deliver(self, version: Version, *, previous: Version | None, probe: Probe, snapshot_s: float) -> None:
+    async def stop(self) -> None:
+        """Ends a delivery that is being repeated. What the ranks do at the moment goes on."""
+        if self._deliveries is not None:
+            self._deliveries.cancel()
+            await asyncio.gather(self._deliveries, return_exceptions=True)
+
+    # -- deliveries --------------------------------------------------------------------------------------------------
+
+    async def _deliver_all(self) -> None:
+        """Delivers the newest snapshot until none waits. Raises the errors in `FINAL` only."""
+        failures = 0
+        while self._sending is not None or self._waiting is not None:
+            if self._waiting is not None:
+                self._sending, self._waiting, failures = self._waiting, None, 0
+            assert self._sending is not None
+            self._newer.clear()
+            try:
+                await self._named_if_slow(self._sending)
+            except FINAL:
+                raise
+            except Exception as error:
+                failures += 1
+                await self._failed(error, failures)
+            else:
+                self._sending, self.trouble = None, ""
+
+    async def _failed(self, error: Exception, failures: int) -> None:
+        """Names the error of a delivery, and waits for its repetition, or until a newer snapshot waits."""
+        assert self._sending is not None
+        pause_s = min(LONGEST_PAUSE_S, PAUSE_S * 2 ** (failures - 1))
+        self.trouble = f"delivering weights {self._sending.version} failed ({type(error).__name__}: {error})"
+        logger.error("%s; training goes on, and the delivery is repeated in %.1f s", self.trouble, pause_s)
+        self._metrics.weight_delivery(outcome="failed")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self._newer.wait()
+
+    async def _named_if_slow(self, taken: _Taken) -> None:
+        """Delivers a snapshot. Logs a warning each time that it has taken another `weights.load_timeout_s`."""
+        limit_s = self._config.weights.load_timeout_s
+        started_s = time.monotonic()
+        delivery = asyncio.create_task(self._deliver(taken), name=f"deliver {taken.version}")
+        try:
+            while not (await asyncio.wait([delivery], timeout=limit_s))[0]:
+                self.trouble = f"delivering weights {taken.version} has taken {time.monotonic() - started_s:.0f} s"
+                logger.warning(
+                    "%s, more than weights.load_timeout_s = %g s; training goes on, and generators keep their weights",
+                    self.trouble,
+                    limit_s,
+                )
+            delivery.result()
+        finally:
+            delivery.cancel()
+
+    async def _deliver(self, taken: _Taken) -> None:
         started_s = time.monotonic()
         by_rank: list[list[DeliveredBucket]] = await asyncio.to_thread(
-            self._policy.beside_ranks, PolicyWorker.deliver, self._transport
+            self._policy.send_beside, PolicyWorker.deliver, self._transport, taken.slot
         )
-        buckets = sorted((bucket for rank in by_rank for bucket in rank), key=lambda bucket: bucket.index)
+        buckets = [bucket for rank in by_rank for bucket in rank]
         manifest = Manifest(
-            version=version,
-            previous=previous,
+            version=taken.version,
+            previous=self._previous,
             tensors=self._entries,
             buckets=tuple(bucket.bucket for bucket in buckets),
-            probe=probe,
+            probe=taken.probe,
         )
         # The coordinator must get the version before any replica can load it: a replica may load it as soon as the
         # weight store has it, and the gate (asyncrl/weights/gate.py) compares the replicas' versions with the published
         # one.
-        await self._coordinator.call(LearnerCalls.published, version)
+        await self._coordinator.call(LearnerCalls.published, taken.version)
         await self._weights.publish(manifest, [bucket.handle for bucket in buckets])
-        self._delivered(manifest, {"snapshot": snapshot_s, "deliver": time.monotonic() - started_s})
+        self._previous = taken.version
+        seconds = {"snapshot": taken.snapshot_s, "deliver": time.monotonic() - started_s}
+        self._metrics.published(bytes=manifest.sent_bytes, phase_seconds=seconds)
+        self._metrics.weight_delivery(outcome="delivered")
+        self._delivered(manifest)
 
 
 def probe_sequences(tokenizer: object, tasks: Sequence[Task], *, max_length: int) -> list[list[int]]:

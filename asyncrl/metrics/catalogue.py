@@ -351,6 +351,13 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             "Weight updates that were offered to a replica, by outcome.",
             {"outcome": ("applied", "repeated", "refused", "torn", "failed")},
         ),
+        counter(
+            LEARNER,
+            "asyncrl_weight_deliveries_total",
+            "Deliveries of a snapshot of the weights, by outcome. Failed ones are repeated. Replaced: a newer snapshot "
+            "was taken before the delivery began.",
+            {"outcome": ("delivered", "failed", "replaced")},
+        ),
         counter(LEARNER, "asyncrl_weight_bytes_total", "Bytes of weights published."),
         gauge(
             LEARNER | GENERATOR,

@@ -201,6 +201,10 @@ class LearnerMetrics(ProcessMetrics):
         for phase, seconds in phase_seconds.items():
             self._instruments.observe("asyncrl_weight_publish_seconds", seconds, phase=phase)
 
+    def weight_delivery(self, *, outcome: str) -> None:
+        """Records the outcome of one attempt to deliver a snapshot of the weights."""
+        self._instruments.add("asyncrl_weight_deliveries_total", 1, outcome=outcome)
+
 
 @never_raises
 class GeneratorMetrics(ProcessMetrics):

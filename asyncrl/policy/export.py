@@ -18,8 +18,9 @@ from transformers import AutoTokenizer, PreTrainedModel
 from asyncrl import complete_directory
 from asyncrl.errors import CheckpointError
 from asyncrl.ranks.collectives import on_first_rank
-from asyncrl.ranks.gather import ParameterSpec, gather_weights
+from asyncrl.ranks.gather import gather_weights
 from asyncrl.ranks.shard_files import SavedTensors
+from asyncrl.weights.manifest import ParameterSpec
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

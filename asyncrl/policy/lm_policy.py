@@ -22,8 +22,8 @@ from asyncrl.errors import CollectiveError
 from asyncrl.policy.interfaces import ColocatablePolicyInterface
 from asyncrl.policy.worker import PolicyWorker
 from asyncrl.ranks.driver import RankDriver, ignore_arguments
-from asyncrl.ranks.gather import ParameterSpec
 from asyncrl.ranks.timer import Timer
+from asyncrl.weights.manifest import ParameterSpec
 from asyncrl.weights.transports.peers import Rendezvous
 
 GIB = 2**30

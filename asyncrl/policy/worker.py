@@ -29,14 +29,14 @@ from asyncrl.policy.micro_batch import loss_of
 from asyncrl.policy.step_loss import add_update_shares, calibrated_loss, needs_reference
 from asyncrl.ranks.accelerator import compute_dtype, frozen
 from asyncrl.ranks.batching import token_batch, without_nonfinite
-from asyncrl.ranks.gather import ParameterSpec, gather_weights, parameter_specs
+from asyncrl.ranks.gather import gather_weights, own_shards, parameter_specs
 from asyncrl.ranks.loss_pass import MicroBatchOutcome, UpdateContext, aligned
 from asyncrl.ranks.packed import ATTENTION
 from asyncrl.ranks.placement import HOST, MODEL, move_model
 from asyncrl.ranks.plan import PlannedUpdate
 from asyncrl.ranks.worker import RankWorker
-from asyncrl.weights.manifest import Probe, TensorEntry, layout
-from asyncrl.weights.publisher import DeliveredBucket, Snapshot, deliver, own_buckets
+from asyncrl.weights.manifest import ParameterSpec, Probe, TensorEntry, layout
+from asyncrl.weights.publisher import DeliveredBucket, Snapshot, deliver, snapshot_of
 from asyncrl.weights.transports.collective import Broadcasts
 from asyncrl.weights.transports.interfaces import Transport
 from asyncrl.weights.transports.ipc import SharedGroup, SharedWeights
@@ -51,7 +51,7 @@ class PolicyWorker(RankWorker[LossFunction]):
 
     def __init__(self, *, model_path: str, config: Config, rank: int, world_size: int, store: Store) -> None:
         super().__init__(model_path=model_path, config=config, rank=rank, world_size=world_size, store=store)
-        self.snapshot: Snapshot | None = None
+        self._snapshots: dict[int, Snapshot] = {}
         self._broadcasts = Broadcasts(rank)
         self._shared = SharedWeights(world_size=world_size, device=self._device)
         self._engine_dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
@@ -193,19 +193,29 @@ class PolicyWorker(RankWorker[LossFunction]):
 
     # -- sending weights -----------------------------------------------------------------------------------------
 
-    def take_snapshot(self, entries: Sequence[TensorEntry], probe_tokens: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Copies this rank's buckets of the current weights, and keeps them until the next snapshot replaces them.
-        Returns the probe's log-probs (nats) under these weights."""
-        buckets = own_buckets(self.gather_weights(), entries, rank=self.rank, world_size=self.world_size)
+    def take_snapshot(
+        self, entries: Sequence[TensorEntry], probe_tokens: Sequence[Sequence[int]], slot: int = 0
+    ) -> list[list[float]]:
+        """Copies this rank's shards of the current weights into the memory `slot`, in place of the snapshot there.
+        Returns the probe's log-probs (nats) under these weights.
+
+        A snapshot that is being delivered must have another slot.
+        """
+        last = self._snapshots.pop(slot, None)
         logprobs = [row.tolist() for row in self.probe(probe_tokens)]
-        probe = Probe(tokens=tuple(map(tuple, probe_tokens)), logprobs=tuple(map(tuple, logprobs)))
-        self.snapshot = Snapshot(entries=tuple(entries), buckets=buckets, probe=probe)
+        self._placement.check(MODEL)
+        self._snapshots[slot] = snapshot_of(
+            own_shards(self._model, rank=self.rank),
+            entries,
+            probe=Probe(tokens=tuple(map(tuple, probe_tokens)), logprobs=tuple(map(tuple, logprobs))),
+            bucket_bytes=self._config.weights.bucket_bytes,
+            memory=None if last is None else last.memory,
+        )
         return logprobs
 
-    def deliver(self, transport: Transport) -> list[DeliveredBucket]:
-        """Sends this rank's buckets of the newest snapshot. Not a collective."""
-        assert self.snapshot is not None, "call take_snapshot() first"
-        return deliver(self.snapshot, transport)
+    def deliver(self, transport: Transport, slot: int) -> list[DeliveredBucket]:
+        """Sends this rank's buckets of the snapshot in `slot`. Not a collective."""
+        return deliver(self._snapshots[slot], transport)
 
     def init_collective(self, rendezvous: Rendezvous) -> None:
         """Calls `Broadcasts.join`."""
@@ -217,7 +227,7 @@ class PolicyWorker(RankWorker[LossFunction]):
         process group, so that no peer waits for it."""
         if self._broadcasts.peers is None:
             raise WeightError("this rank has not joined a process group for weights: call init_collective() first")
-        entries = layout(self.weights_metadata(), self._config.weights.bucket_bytes)
+        entries = layout(self.weights_metadata())
         try:
             self.take_snapshot(entries, ())
         except Exception as error:
@@ -225,11 +235,10 @@ class PolicyWorker(RankWorker[LossFunction]):
             if isinstance(error, RuntimeError):  # gloo and NCCL raise this if another rank is gone
                 raise CollectiveError(f"cannot gather weights {version}: {type(error).__name__}: {error}") from error
             raise
-        assert self.snapshot is not None
         try:
-            self._broadcasts.send(self.snapshot, version)
+            self._broadcasts.send(self._snapshots[0], version)
         finally:
-            self.snapshot = None
+            self._snapshots.clear()
 
     def prepare_weights_for_ipc(self, refit_buffer_size_bytes: int | None, version: Version) -> list[list[str]]:
         """Calls `SharedWeights.prepare`."""

@@ -212,11 +212,9 @@ class RankDriver(Generic[WorkerT]):
         publication, access the ranks' models in this way."""
         return self._ranks.on_ranks(function, *args, **options)
 
-    def beside_ranks(
-        self, function: Callable[Concatenate[WorkerT, P], R], *args: P.args, **options: P.kwargs
-    ) -> list[R]:
-        """Calls `function(worker, *args)` on every rank in a thread beside its steps: see `RankGroup.beside_ranks`."""
-        return self._ranks.beside_ranks(function, *args, **options)
+    def send_beside(self, method: Callable[Concatenate[WorkerT, P], R], *args: P.args, **options: P.kwargs) -> list[R]:
+        """Calls a worker's method on every rank in a thread beside its steps: see `RankGroup.send_beside`."""
+        return self._ranks.send_beside(method, *args, **options)
 
     # -- passes over rows ----------------------------------------------------------------------------------------
 

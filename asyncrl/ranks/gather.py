@@ -1,37 +1,40 @@
-"""Gathers whole weights from a sharded model, and moves its shards between devices.
+"""Yields the weights of a sharded model: each rank's own shards, or whole tensors.
 
 A function that returns full tensors is a collective: all ranks must call it in the same order and exhaust its iterator,
 with no other communication in between.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-
-class ParameterSpec(NamedTuple):
-    """One parameter as the engine receives it: Hugging Face name, shape, torch dtype without `torch.`, size in
-    bytes."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    nbytes: int
+from asyncrl.weights.manifest import ParameterSpec
 
 
 def parameter_specs(model: torch.nn.Module, *, dtype: torch.dtype) -> tuple[ParameterSpec, ...]:
     """Returns every parameter in the order of `gather_weights`. A tied parameter appears under each of its names:
     otherwise an engine that stores `lm_head.weight` separately would keep the old one."""
     label = str(dtype).removeprefix("torch.")
-    return tuple(
-        ParameterSpec(name=name, shape=tuple(parameter.shape), dtype=label, nbytes=parameter.numel() * dtype.itemsize)
-        for name, parameter in _named_parameters(model)
-    )
+    first_names: dict[int, str] = {}
+    specs = []
+    for name, parameter in _named_parameters(model):
+        first = first_names.setdefault(id(parameter), name)
+        specs.append(
+            ParameterSpec(
+                name=name,
+                shape=tuple(parameter.shape),
+                dtype=label,
+                nbytes=parameter.numel() * dtype.itemsize,
+                tied_to="" if first == name else first,
+            )
+        )
+    return tuple(specs)
 
 
 def _named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -46,6 +49,33 @@ def reshard(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+@torch.no_grad()
+def own_shards(model: torch.nn.Module, *, rank: int) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """Yields the shards that this rank has of the parameters: name, index of the first element, elements. Together the
+    ranks yield every element once. Not a collective.
+
+    The tensors are the live ones. A tied parameter is yielded under its first name only. A shard is a range of rows, so
+    its elements are contiguous in the whole parameter.
+    """
+    reshard(model)
+    seen: set[int] = set()
+    for name, parameter in _named_parameters(model):
+        if id(parameter) in seen:
+            continue
+        seen.add(id(parameter))
+        if not isinstance(parameter, DTensor):
+            if rank == 0:
+                yield name, 0, parameter
+            continue
+        mesh, placements = parameter.device_mesh, parameter.placements
+        assert all(placement.is_replicate() or placement == Shard(0) for placement in placements), placements
+        coordinate = mesh.get_coordinate() or ()
+        if any(at for at, placement in zip(coordinate, placements, strict=True) if placement.is_replicate()):
+            continue  # another rank has the same shard
+        _, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+        yield name, offsets[0] * math.prod(parameter.shape[1:]), parameter.to_local()
 
 
 @torch.no_grad()

@@ -182,15 +182,14 @@ class RankGroup(Generic[WorkerT]):
         calls = [rank.on_rank.remote(function, *args, **options) for rank in self._alive()]
         return self._wait(calls, what=function.__name__, knob="learner.collective_timeout_s")
 
-    def beside_ranks(
-        self, function: Callable[Concatenate[WorkerT, P], R], *args: P.args, **options: P.kwargs
-    ) -> list[R]:
-        """Calls `function(worker, *args)` on every rank, in a thread beside the rank's steps. `function` must not make
-        collective calls or access weights."""
-        calls = [
-            rank.on_rank.options(concurrency_group=BESIDE).remote(function, *args, **options) for rank in self._alive()
-        ]
-        return self._wait(calls, what=function.__name__, knob="weights.load_timeout_s")
+    def send_beside(self, method: Callable[Concatenate[WorkerT, P], R], *args: P.args, **options: P.kwargs) -> list[R]:
+        """Calls a worker's method that sends weights, on every rank in a thread beside the rank's steps. Returns the
+        results in rank order.
+
+        There is no deadline, and a failure ends no rank, because training does not need the delivery. Raises ActorGone
+        if a rank has died, and otherwise the error of the rank that failed first.
+        """
+        return self._beside(BESIDE, method.__name__, args, options)
 
     def save_beside(self, method: Callable[Concatenate[WorkerT, P], R], *args: P.args, **options: P.kwargs) -> list[R]:
         """Calls a worker's method that writes files, on every rank in a thread beside the rank's steps. Returns the
@@ -199,25 +198,34 @@ class RankGroup(Generic[WorkerT]):
         A failure ends no rank, because training does not need the files. Raises CheckpointError if a rank fails or
         dies, or if a rank takes longer than `checkpoint.timeout_s`.
         """
-        name, section, timeout_s = method.__name__, self._worker.section, self._config.checkpoint.timeout_s
-        calls = [
-            rank.attempt.options(concurrency_group=SAVING).remote(name, *args, **options) for rank in self._alive()
-        ]
-        answers: list[concurrent.futures.Future[R]] = [call.future() for call in calls]
+        timeout_s = self._config.checkpoint.timeout_s
+        try:
+            return self._beside(SAVING, method.__name__, args, options, timeout_s=timeout_s)
+        except CheckpointError:
+            raise
+        except _Unfinished as late:
+            raise CheckpointError(
+                f"{late} within checkpoint.timeout_s={timeout_s} s; look at the disk of the run's directory, or raise "
+                "the limit"
+            ) from None
+        except AsyncRLError as error:
+            raise CheckpointError(str(error)) from error
+
+    def _beside(self, lane: str, name: str, args: Any, options: Any, *, timeout_s: float | None = None) -> list[Any]:
+        """Calls a worker's method on every rank in the thread `lane` beside its steps. Raises the first cause when a
+        rank fails, and `_Unfinished` after `timeout_s`. Ends no rank."""
+        calls = [rank.attempt.options(concurrency_group=lane).remote(name, *args, **options) for rank in self._alive()]
+        answers: list[concurrent.futures.Future[Any]] = [call.future() for call in calls]
         first_failure = concurrent.futures.FIRST_EXCEPTION
         _, late = concurrent.futures.wait(answers, timeout=timeout_s, return_when=first_failure)
         if _failures(answers):
             # The ranks fail together, but a rank whose peer has died may wait for the peer until its collective ends.
             concurrent.futures.wait(answers, timeout=FIRST_CAUSE_GRACE_S)
         if failures := _failures(answers):
-            cause = _first_cause(failures, what=name, section=section)
-            raise cause if isinstance(cause, CheckpointError) else CheckpointError(str(cause)) from cause
+            raise _first_cause(failures, what=name, section=self._worker.section)
         if late:
             unfinished = [rank for rank, answer in enumerate(answers) if answer in late]
-            raise CheckpointError(
-                f"{section} ranks {unfinished} did not finish {name} within checkpoint.timeout_s={timeout_s} s; look "
-                "at the disk of the run's directory, or raise the limit"
-            )
+            raise _Unfinished(f"{self._worker.section} ranks {unfinished} did not finish {name}")
         return [answer.result() for answer in answers]
 
     def shutdown(self) -> bool:
@@ -291,6 +299,10 @@ class RankGroup(Generic[WorkerT]):
         for rank in self._ranks:
             ray.kill(rank, no_restart=True)
         self._ranks = []
+
+
+class _Unfinished(Exception):
+    """A rank did not answer in time."""
 
 
 def _failures(answers: Sequence["concurrent.futures.Future[Any]"]) -> dict[int, BaseException]:

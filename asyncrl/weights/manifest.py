@@ -1,40 +1,71 @@
 """The manifest of a published version: the layout and checksums of its bytes, and a probe of what the weights compute.
 
-Before a replica applies the first byte, it checks names, shapes and dtypes (`check_parameters`), and number, sizes and
-checksums of the buckets (`check_buckets`). A mismatch raises ManifestMismatch and changes nothing.
+The tensors of a version stand one after the other in one flat buffer. The bytes travel in buckets: each bucket has some
+pieces of the flat buffer, those of one learner's rank. So a rank sends its own shards, and no rank needs whole weights.
+
+Before a replica applies the first byte, it checks names, shapes and dtypes (`check_parameters`), that the buckets make
+up the whole flat buffer (`check_layout`), and size and checksum of each bucket (`put_bucket`). A mismatch raises
+ManifestMismatch and changes nothing.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import xxhash
 
 from asyncrl.common.version import Version
-from asyncrl.errors import HandshakeError, ManifestMismatch, VersionRegression
+from asyncrl.errors import HandshakeError, ManifestMismatch, VersionRegression, WeightsDamaged
 
 ALIGNMENT_BYTES = 64  # a multiple of every dtype's alignment, because tensors are viewed in place
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 Parameters = Mapping[str, tuple[tuple[int, ...], str]]
 """(shape, dtype) of every Hugging Face parameter, by name."""
 
 
-class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One parameter: its Hugging Face name, shape, torch dtype (without `torch.`), and the position of its bytes."""
+class ParameterSpec(NamedTuple):
+    """One parameter as the engine receives it: Hugging Face name, shape, torch dtype without `torch.`, size in
+    bytes. `tied_to` is the name of an earlier parameter that is the same tensor, or ""."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    bucket: int
+    nbytes: int
+    tied_to: str = ""
+
+
+class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One parameter: its Hugging Face name, shape, torch dtype (without `torch.`), and the position of its bytes in the
+    flat buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    nbytes: int
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """A range of bytes of the flat buffer."""
+
     offset: int
     nbytes: int
 
 
 class Bucket(msgspec.Struct, frozen=True, kw_only=True):
-    """The size of one bucket, and its xxh3-128 checksum in hex."""
+    """The pieces whose bytes a bucket has, one after the other, and the xxh3-128 checksum of these bytes in hex."""
 
-    nbytes: int
+    pieces: tuple[Piece, ...]
     checksum: str
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,71 +108,118 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     probe: Probe
 
     @property
-    def nbytes(self) -> int:
+    def flat_bytes(self) -> int:
+        """Size of the flat buffer."""
+        return flat_bytes(self.tensors)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of all buckets."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
-    def tensors_of(self, bucket: int) -> list[TensorEntry]:
-        return [entry for entry in self.tensors if entry.bucket == bucket]
+
+def layout(parameters: Iterable[ParameterSpec]) -> tuple[TensorEntry, ...]:
+    """Places parameters one after the other in a flat buffer. A tied parameter has the bytes of the one that it is tied
+    to."""
+    entries: dict[str, TensorEntry] = {}
+    end = 0
+    for name, shape, dtype, nbytes, tied_to in parameters:
+        offset = entries[tied_to].offset if tied_to else end
+        entries[name] = TensorEntry(name=name, shape=shape, dtype=dtype, offset=offset, nbytes=nbytes)
+        if not tied_to:
+            end += aligned(nbytes)
+    return tuple(entries.values())
 
 
-def layout(parameters: Iterable[tuple[str, tuple[int, ...], str, int]], bucket_bytes: int) -> tuple[TensorEntry, ...]:
-    """Places parameters (name, shape, dtype, nbytes) one after the other into buckets of at most `bucket_bytes`.
+def aligned(nbytes: int) -> int:
+    """Returns the size of a tensor with the gap up to the next one."""
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
-    A tensor that is larger than `bucket_bytes` gets a bucket of its own.
+
+def flat_bytes(entries: Iterable[TensorEntry]) -> int:
+    """Returns the size of the flat buffer that has these tensors."""
+    return max((entry.offset + entry.nbytes for entry in entries), default=0)
+
+
+def into_buckets(pieces: Iterable[Piece], bucket_bytes: int) -> Iterator[tuple[Piece, ...]]:
+    """Divides pieces into buckets of `bucket_bytes`; the last one is smaller. A piece may be cut.
+
+    >>> list(into_buckets([Piece(0, 6), Piece(64, 2)], 4))
+    [(Piece(offset=0, nbytes=4),), (Piece(offset=4, nbytes=2), Piece(offset=64, nbytes=2))]
     """
-    entries: list[TensorEntry] = []
-    bucket, offset = 0, 0
-    for name, shape, dtype, nbytes in parameters:
-        if offset and offset + nbytes > bucket_bytes:
-            bucket, offset = bucket + 1, 0
-        entries.append(
-            TensorEntry(name=name, shape=shape, dtype=dtype, bucket=bucket, offset=offset, nbytes=nbytes),
-        )
-        offset += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return tuple(entries)
+    bucket: list[Piece] = []
+    room = bucket_bytes
+    for piece in pieces:
+        offset, left = piece.offset, piece.nbytes
+        while left:
+            taken = min(left, room)
+            bucket.append(Piece(offset, taken))
+            offset, left, room = offset + taken, left - taken, room - taken
+            if not room:
+                yield tuple(bucket)
+                bucket, room = [], bucket_bytes
+    if bucket:
+        yield tuple(bucket)
 
 
-def bucket_sizes(entries: Iterable[TensorEntry]) -> dict[int, int]:
-    """Returns the size in bytes of each bucket by its index, in the order of first appearance."""
-    sizes: dict[int, int] = {}
-    for entry in entries:
-        sizes[entry.bucket] = max(sizes.get(entry.bucket, 0), entry.offset + entry.nbytes)
-    return sizes
+def checksum(parts: Iterable[Bytes]) -> str:
+    """Returns the xxh3-128 checksum of bytes that are given in one or more parts, in hex."""
+    hashed = xxhash.xxh3_128()
+    for part in parts:
+        hashed.update(part.data)
+    return hashed.hexdigest()
 
 
-def checksum(data: memoryview) -> str:
-    """Returns the xxh3-128 checksum of the bytes, in hex."""
-    return xxhash.xxh3_128_hexdigest(data)
-
-
-def check_buckets(manifest: Manifest, buckets: Sequence[memoryview]) -> None:
-    """Raises ManifestMismatch unless `buckets` match the manifest byte for byte and every tensor lies in its bucket."""
+def check_layout(manifest: Manifest) -> None:
+    """Raises ManifestMismatch unless the buckets have every byte of every tensor, and no byte twice."""
     refused = f"weights {manifest.version}: "
-    if len(buckets) != len(manifest.buckets):
-        raise ManifestMismatch(
-            f"{refused}{len(buckets)} buckets arrived, but the manifest has {len(manifest.buckets)}; nothing was "
-            "applied"
+    pieces = sorted((piece for bucket in manifest.buckets for piece in bucket.pieces), key=lambda piece: piece.offset)
+    for piece, after in pairwise(pieces):
+        if piece.offset + piece.nbytes > after.offset:
+            raise ManifestMismatch(f"{refused}byte {after.offset} would arrive twice; nothing was applied")
+    if pieces and not (pieces[0].offset >= 0 and pieces[-1].offset + pieces[-1].nbytes <= manifest.flat_bytes):
+        raise ManifestMismatch(f"{refused}a bucket has bytes that belong to no tensor; nothing was applied")
+    following = iter(pieces)
+    start = end = 0  # of the range without a gap that has the tensor's first byte
+    for entry in sorted(manifest.tensors, key=lambda entry: entry.offset):
+        while end < entry.offset + entry.nbytes:
+            added = next(following, None)
+            if added is None:
+                break
+            start = start if added.offset == end else added.offset
+            end = added.offset + added.nbytes
+        if not start <= entry.offset <= entry.offset + entry.nbytes <= end:
+            raise ManifestMismatch(
+                f"{refused}the buckets do not have all {entry.nbytes} bytes of {entry.name}; nothing was applied"
+            )
+
+
+def put_bucket(manifest: Manifest, index: int, data: Bytes, *, flat: Bytes) -> None:
+    """Puts the bytes of bucket `index` into their places in the flat buffer, and verifies them there.
+
+    Raises WeightsDamaged unless `data` has the size and the checksum that the manifest says.
+    """
+    refused, bucket = f"weights {manifest.version}: bucket {index}", manifest.buckets[index]
+    if data.nbytes != bucket.nbytes:
+        raise WeightsDamaged(
+            f"{refused} has {data.nbytes} bytes, but the manifest says {bucket.nbytes}; nothing was applied"
         )
-    for entry in manifest.tensors:
-        end = entry.offset + entry.nbytes
-        if entry.bucket >= len(buckets) or end > manifest.buckets[entry.bucket].nbytes:
-            raise ManifestMismatch(
-                f"{refused}{entry.name} ends at byte {end} of bucket {entry.bucket}, but the manifest has no such "
-                "byte; nothing was applied"
-            )
-    for index, (bucket, data) in enumerate(zip(manifest.buckets, buckets, strict=True)):
-        if data.nbytes != bucket.nbytes:
-            raise ManifestMismatch(
-                f"{refused}bucket {index} has {data.nbytes} bytes, but the manifest says {bucket.nbytes}; "
-                "nothing was applied"
-            )
-        found = checksum(data)
-        if found != bucket.checksum:
-            names = ", ".join(entry.name for entry in manifest.tensors_of(index)[:3])
-            raise ManifestMismatch(
-                f"{refused}bucket {index} (with {names}) has the checksum {found}, but the manifest says "
-                f"{bucket.checksum}, so its bytes are damaged; nothing was applied"
-            )
+    start = 0
+    for piece in bucket.pieces:
+        flat[piece.offset : piece.offset + piece.nbytes] = data[start : start + piece.nbytes]
+        start += piece.nbytes
+    found = checksum(flat[piece.offset : piece.offset + piece.nbytes] for piece in bucket.pieces)
+    if found != bucket.checksum:
+        ranges = [(piece.offset, piece.offset + piece.nbytes) for piece in bucket.pieces]
+        names = [
+            entry.name
+            for entry in manifest.tensors
+            if any(entry.offset < end and start < entry.offset + entry.nbytes for start, end in ranges)
+        ]
+        raise WeightsDamaged(
+            f"{refused} (with {', '.join(names[:3])}) has the checksum {found}, but the manifest says "
+            f"{bucket.checksum}, so its bytes are damaged; nothing was applied"
+        )
 
 
 def check_parameters(manifest: Manifest, expected: Parameters) -> None:

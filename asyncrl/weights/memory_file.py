@@ -3,29 +3,36 @@
 Unlike a file in /dev/shm, it disappears when its owner ends, even when the owner is killed.
 """
 
+import mmap
 import os
+
+import numpy as np
+
+from asyncrl.weights.manifest import Bytes
+
+NOTHING: Bytes = np.empty(0, dtype=np.uint8)
 
 
 class MemoryFile:
-    """A file with `parts` one after the other. `path` is valid until `close`; mappings made before stay readable."""
+    """A file of `nbytes` bytes, which this process may write in place: `data`. Other processes map it by its `path`,
+    which is valid until `close`. Mappings stay readable afterwards.
 
-    def __init__(self, *parts: memoryview) -> None:
+    Raises OSError if there is no memory for it.
+    """
+
+    def __init__(self, nbytes: int) -> None:
         self._fd = os.memfd_create("asyncrl-weights")
         try:
-            for part in parts:
-                written = 0
-                while written < part.nbytes:
-                    written += os.write(self._fd, part[written:])
+            if nbytes:
+                # otherwise a lack of memory would show as a SIGBUS at the first write
+                os.posix_fallocate(self._fd, 0, nbytes)
+            self.data = np.frombuffer(mmap.mmap(self._fd, nbytes), dtype=np.uint8) if nbytes else NOTHING
         except OSError:
             os.close(self._fd)
             raise
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def close(self) -> None:
+        """Frees the memory, unless a part of `data` is still in use."""
+        self.data = NOTHING  # a mapping of Python has a descriptor of its own
         os.close(self._fd)
-
-    def __enter__(self) -> str:
-        return self.path
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -1,8 +1,7 @@
-"""A learner rank's part of a publication: takes a snapshot at a step boundary and delivers it during the next step.
+"""A learner rank's part of a publication: takes a snapshot of its own shards, and delivers it during the next steps.
 
-`own_buckets` exhausts the gather of the weights, which is a collective (on every rank, in the same order), and copies
-them. `deliver` runs no collective and has a thread of its own. Rank b mod N keeps and delivers bucket b, so that no
-process carries all bytes.
+A snapshot copies the bytes that this rank sends, and no others: its shards of every parameter. It needs no collective
+and no other rank. `deliver` has a thread of its own.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,60 +9,90 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 
-from asyncrl.weights.manifest import Bucket, Probe, TensorEntry, bucket_sizes, checksum
+from asyncrl.weights.manifest import Bucket, Bytes, Piece, Probe, TensorEntry, checksum, into_buckets
 from asyncrl.weights.transports.interfaces import Transport
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+OwnShard = tuple[str, int, torch.Tensor]
+"""A rank's shard of a parameter: the parameter's name, the index of its first element, and the elements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Whole weights at a step boundary: the buckets that this rank keeps, by index. Layout and probe are the same on
-    every rank."""
+    """The bytes that this rank sends of the weights at a step boundary, in buckets: the pieces of each bucket, and its
+    part of `memory`. `entries` and `probe` are the same on every rank."""
 
     entries: tuple[TensorEntry, ...]
-    buckets: dict[int, Bytes]
+    pieces: tuple[tuple[Piece, ...], ...]
+    memory: Bytes
     probe: Probe
+
+    @property
+    def buckets(self) -> list[Bytes]:
+        """The bytes of each bucket."""
+        buckets, start = [], 0
+        for pieces in self.pieces:
+            nbytes = sum(piece.nbytes for piece in pieces)
+            buckets.append(self.memory[start : start + nbytes])
+            start += nbytes
+        return buckets
+
+    def described(self) -> tuple[Bucket, ...]:
+        """Returns the buckets for the manifest. Computes the checksums."""
+        return tuple(
+            Bucket(pieces=pieces, checksum=checksum([data]))
+            for pieces, data in zip(self.pieces, self.buckets, strict=True)
+        )
 
 
 class DeliveredBucket(msgspec.Struct, frozen=True, kw_only=True):
-    """One delivered bucket: its index, its description for the manifest, and the transport's handle."""
+    """One delivered bucket: its description for the manifest, and the transport's handle."""
 
-    index: int
     bucket: Bucket
     handle: Any
 
 
-def own_buckets(
-    weights: Iterable[tuple[str, torch.Tensor]], entries: Sequence[TensorEntry], *, rank: int, world_size: int
-) -> dict[int, Bytes]:
-    """Copies the buckets of this rank, by index, from the gathered weights. Exhausts the iterator."""
+def snapshot_of(
+    shards: Iterable[OwnShard],
+    entries: Sequence[TensorEntry],
+    *,
+    probe: Probe,
+    bucket_bytes: int,
+    memory: Bytes | None = None,
+) -> Snapshot:
+    """Copies a rank's shards, in the precision of the entries. `memory` is that of an earlier snapshot, which is
+    overwritten if it has the right size."""
     by_name = {entry.name: entry for entry in entries}
-    # New memory for every snapshot, because the previous one may still be in delivery.
-    buckets = {
-        index: np.zeros(nbytes, dtype=np.uint8)
-        for index, nbytes in bucket_sizes(entries).items()
-        if index % world_size == rank
-    }
-    for name, tensor in weights:
-        entry = by_name[name]
-        bucket = buckets.get(entry.bucket)
-        if bucket is not None:
-            flat = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-            bucket[entry.offset : entry.offset + entry.nbytes] = flat
-    return buckets
+    found = [(by_name[name], first, shard) for name, first, shard in shards]
+    sizes = [shard.numel() * _dtype(entry).itemsize for entry, _, shard in found]
+    on_gpu = any(shard.is_cuda for _, _, shard in found)
+    if memory is None or memory.nbytes != sum(sizes):
+        memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=on_gpu).numpy()
+    pieces: list[Piece] = []
+    start = 0
+    for (entry, first, shard), nbytes in zip(found, sizes, strict=True):
+        if not nbytes:
+            continue
+        room = torch.from_numpy(memory[start : start + nbytes]).view(_dtype(entry)).view(shard.shape)
+        room.copy_(shard.detach(), non_blocking=True)
+        pieces.append(Piece(entry.offset + first * _dtype(entry).itemsize, nbytes))
+        start += nbytes
+    if on_gpu:
+        torch.cuda.current_stream().synchronize()
+    return Snapshot(
+        entries=tuple(entries), pieces=tuple(into_buckets(pieces, bucket_bytes)), memory=memory, probe=probe
+    )
 
 
 def deliver(snapshot: Snapshot, transport: Transport) -> list[DeliveredBucket]:
     """Computes checksums of this rank's buckets, and sends the buckets."""
     return [
-        DeliveredBucket(
-            index=index,
-            bucket=Bucket(nbytes=data.nbytes, checksum=checksum(data.data)),
-            handle=transport.send(data),
-        )
-        for index, data in snapshot.buckets.items()
+        DeliveredBucket(bucket=bucket, handle=transport.send(data))
+        for bucket, data in zip(snapshot.described(), snapshot.buckets, strict=True)
     ]
+
+
+def _dtype(entry: TensorEntry) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, entry.dtype)
+    return dtype

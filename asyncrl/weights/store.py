@@ -54,12 +54,16 @@ class WeightStore:
             self._changed.notify_all()
         return self._serial
 
-    async def newer_than(self, version: Version | None, timeout_s: float) -> Publication | None:
-        """Waits for a publication newer than `version` and returns the newest one; None after `timeout_s`."""
+    async def newer_than(
+        self, version: Version | None, timeout_s: float, besides: Version | None = None
+    ) -> Publication | None:
+        """Waits for a publication newer than `version` and returns the newest one; None after `timeout_s`. If there is
+        another one that is newer, `besides` is left out: a replica could not load it."""
 
         def newest() -> Publication | None:
-            last = self._publications[-1] if self._publications else None
-            return last if last is not None and (version is None or last.manifest.version > version) else None
+            newer = [each for each in self._publications if version is None or each.manifest.version > version]
+            others = [each for each in newer if each.manifest.version != besides]
+            return next(reversed(others or newer), None)
 
         async with self._changed:
             try:
@@ -91,10 +95,12 @@ class WeightClient:
 
         return await patiently(once, patience_s=self._patience_s)
 
-    async def newer_than(self, version: Version | None, *, wait_s: float) -> Publication | None:
+    async def newer_than(
+        self, version: Version | None, *, wait_s: float, besides: Version | None = None
+    ) -> Publication | None:
         async def once() -> Publication | None:
             publication: Publication | None = await finished(
-                self._handle.newer_than.remote(version, wait_s),
+                self._handle.newer_than.remote(version, wait_s, besides),
                 timeout_s=self._timeout_s + wait_s,
                 what="asking for newer weights",
             )

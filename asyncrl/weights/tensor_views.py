@@ -13,9 +13,10 @@ def mapped(path: str, nbytes: int) -> torch.Tensor:
         return torch.frombuffer(mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_COPY), dtype=torch.uint8)
 
 
-def view_of(entry: TensorEntry, bucket: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor that `entry` describes in `bucket` (uint8). It shares the bucket's memory, and keeps it."""
+def view_of(entry: TensorEntry, flat: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor that `entry` describes in the flat buffer (uint8). It shares the buffer's memory, and keeps
+    it."""
 
-    data = bucket[entry.offset : entry.offset + entry.nbytes]
+    data = flat[entry.offset : entry.offset + entry.nbytes]
     dtype: torch.dtype = getattr(torch, entry.dtype)
     return data.view(dtype).view(entry.shape)

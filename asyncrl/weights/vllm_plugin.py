@@ -3,7 +3,7 @@
 The `vllm.general_plugins` entry point registers it in every process that vLLM starts. The bytes of an update arrive in
 one of three ways:
 
-- Mapped: all workers of a node map a memory file by its path (`/proc/<pid>/fd/<n>` of the generator's process). The
+- Mapped: all workers of a node map the flat buffer by its path (`/proc/<pid>/fd/<n>` of the generator's process). The
   generator's process has verified the bytes before the first call.
 - Received: the workers take part in a process group with the learner's ranks. The bytes are verified here and applied
   from the worker's own memory.
@@ -104,13 +104,13 @@ class AsyncRLWeightTransferEngine(WeightTransferEngine[InitInfo, Any]):
         """Applies a part of an update. `update_info` is in builtins:
 
         - Mapped: the `path` of a file, its size `nbytes`, and `tensors`, the `TensorEntry` of each tensor in it.
-        - Received: `received`, the version that `receive` got last, as text. All its buckets are applied.
+        - Received: `received`, the version that `receive` got last, as text.
         - Shared: `shared`, a `SharedGroup` for each `device_key`.
         """
         match update_info:
             case {"path": path, "nbytes": nbytes, "tensors": tensors}:
-                bucket, entries = mapped(path, nbytes), msgspec.convert(tensors, list[TensorEntry])
-                weights = [(entry.name, view_of(entry, bucket)) for entry in entries]
+                flat, entries = mapped(path, nbytes), msgspec.convert(tensors, list[TensorEntry])
+                weights = [(entry.name, view_of(entry, flat)) for entry in entries]
             case {"received": version}:
                 weights = self._taken(version)
             case {"shared": groups}:
@@ -140,8 +140,7 @@ class AsyncRLWeightTransferEngine(WeightTransferEngine[InitInfo, Any]):
                 f"cannot apply weights {version}: they are not the version that was received last; "
                 "receive and apply one version at a time"
             )
-        manifest, buckets = received.manifest, received.buckets
-        return [(entry.name, view_of(entry, buckets[entry.bucket])) for entry in manifest.tensors]
+        return [(entry.name, view_of(entry, received.flat)) for entry in received.manifest.tensors]
 
     def _opened(self, groups: dict[str, SharedGroup]) -> list[tuple[str, torch.Tensor]]:
         own = device_key(self.device)

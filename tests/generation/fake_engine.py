@@ -16,6 +16,7 @@ from asyncrl.errors import InfraError, TornReplica
 from asyncrl.generation.interfaces import Completion, LoadTimes, PartialCompletion, Sampled
 from asyncrl.generation.prefixes import seed_of
 from asyncrl.weights.manifest import Manifest
+from asyncrl.weights.staging import StagedWeights
 
 EOS = 1
 LETTERS = 26
@@ -138,7 +139,7 @@ class FakeEngine:
         return [log_prob_of(token, self.version) + self.score_error_nats for token in tokens[1:]]
 
     async def load(
-        self, manifest: Manifest, buckets: Sequence[memoryview], *, on_paused: Callable[[], None] | None = None
+        self, manifest: Manifest, staged: StagedWeights, *, on_paused: Callable[[], None] | None = None
     ) -> LoadTimes:
         self._paused.clear()
         await asyncio.sleep(0)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from fake_engine import FakeEngine, log_prob_of
 
 from asyncrl.buffer.records import Counts, Lease
@@ -21,7 +22,7 @@ from asyncrl.generation.generator import Generator
 from asyncrl.generation.rollout import Rollouts
 from asyncrl.generation.weight_updates import WeightUpdates
 from asyncrl.metrics.recorders import GeneratorMetrics
-from asyncrl.weights.manifest import Bucket, Manifest, Probe, checksum, layout
+from asyncrl.weights.manifest import Bucket, Bytes, Manifest, ParameterSpec, Piece, Probe, checksum, layout
 from asyncrl.weights.store import Publication, WeightStore
 
 PROBE = (5, 6, 7)
@@ -67,17 +68,19 @@ class LocalWeights:
     def __init__(self, store: WeightStore) -> None:
         self._store = store
 
-    async def newer_than(self, version: Version | None, *, wait_s: float) -> Publication | None:
-        return await self._store.newer_than(version, wait_s)
+    async def newer_than(
+        self, version: Version | None, *, wait_s: float, besides: Version | None = None
+    ) -> Publication | None:
+        return await self._store.newer_than(version, wait_s, besides)
 
 
 class Wire:
     """A transport whose handles are the bytes themselves. None means that the owner of the bytes has died."""
 
-    async def receive(self, handles: list[Any], *, timeout_s: float) -> list[memoryview]:
-        if any(handle is None for handle in handles):
+    async def receive(self, handle: Any, *, timeout_s: float) -> Bytes:
+        if handle is None:
             raise ManifestVoid("the publishing rank is gone")
-        return [memoryview(handle) for handle in handles]
+        return np.frombuffer(handle, dtype=np.uint8)
 
 
 class Tokenizer:
@@ -220,8 +223,8 @@ def manifest_of(step: int, *, parameters: Any = None) -> Manifest:
     version = Version(1, step)
     shapes = PARAMETERS if parameters is None else parameters
     probe = Probe(tokens=(PROBE,), logprobs=(tuple(log_prob_of(token, version) for token in PROBE[1:]),))
-    tensors = layout(((name, shape, dtype, 8) for name, (shape, dtype) in shapes.items()), 2**20)
-    bucket = Bucket(nbytes=len(WEIGHTS), checksum=checksum(memoryview(WEIGHTS)))
+    tensors = layout(ParameterSpec(name, shape, dtype, len(WEIGHTS)) for name, (shape, dtype) in shapes.items())
+    bucket = Bucket(pieces=(Piece(0, len(WEIGHTS)),), checksum=checksum([np.frombuffer(WEIGHTS, dtype=np.uint8)]))
     return Manifest(version=version, previous=None, tensors=tensors, buckets=(bucket,), probe=probe)
 
 

@@ -8,6 +8,7 @@ from fake_engine import FakeEngine
 
 from asyncrl.common.version import Version
 from asyncrl.weights.manifest import Manifest, Probe
+from asyncrl.weights.staging import StagedWeights
 
 
 @pytest.mark.asyncio
@@ -19,6 +20,6 @@ async def test_the_fake_engine_keeps_the_contract(holds: Callable[..., Awaitable
         manifest = Manifest(
             version=Version(1, step), previous=None, tensors=(), buckets=(), probe=Probe(tokens=(), logprobs=())
         )
-        await engine.load(manifest, [], on_paused=on_paused)
+        await engine.load(manifest, StagedWeights(), on_paused=on_paused)
 
     await holds(engine, load)

@@ -16,6 +16,7 @@ from asyncrl.environments.scores import Score
 from asyncrl.errors import DataError, RunError
 from asyncrl.generation.reward_errors import failures_of, report_failures, rewards_of
 from asyncrl.generation.rollout import Rollouts
+from asyncrl.weights.staging import StagedWeights
 
 RAISED = DataError("it raised", reason="reward_raised", completion="4")
 LATE = DataError("it took longer than 10 s", reason="reward_timeout", completion="5")
@@ -131,7 +132,7 @@ async def test_a_report_that_does_not_arrive_does_not_end_the_replica(caplog: py
 async def test_a_held_out_question_whose_reward_failed_has_no_reward_whatever_becomes_of_a_group(on_error: str) -> None:
     config = Config.model_validate({"environment": {"on_error": on_error}, "learner": {"group_size": 3}})
     engine, scorer = FakeEngine(), LengthScorer()
-    await engine.load(manifest_of(7), [])
+    await engine.load(manifest_of(7), StagedWeights())
     rollouts = Rollouts(config=config, engine=engine, tokenizer=Tokenizer(), scorer=scorer, replica="a")  # type: ignore[arg-type]
     scorer.fail_first = True
     task = Task(question="q", prompt="q", answer="a")

@@ -17,6 +17,7 @@ from asyncrl.environments.scores import Score
 from asyncrl.errors import DataError, HandshakeError
 from asyncrl.generation.interfaces import Completion
 from asyncrl.generation.rollout import GENERATED_FIELDS, Rollouts, check_completion, finished_group
+from asyncrl.weights.staging import StagedWeights
 
 TICKET = Ticket(
     group=3, attempt=1, task=Task(question="q", prompt="q", answer="a"), seed=0, version=Version(1, 7),
@@ -91,7 +92,7 @@ async def test_a_group_says_how_long_its_scores_took() -> None:
             return await super().score(task, completions)
 
     engine = FakeEngine()
-    await engine.load(manifest_of(7), [])
+    await engine.load(manifest_of(7), StagedWeights())
     rollouts = Rollouts(
         config=Config(), engine=engine, tokenizer=Tokenizer(), scorer=SlowScorer(), replica="a", clock=lambda: now_s
     )
@@ -123,7 +124,7 @@ async def test_samples_have_seeds_of_their_own_in_a_synchronous_run_or_if_asked_
 ) -> None:
     config = Config.model_validate({"staleness": {"max_versions": limit}, "generator": {"seeded": seeded}})
     engine, seeds = FakeEngine(), list[int | None]()
-    await engine.load(manifest_of(7), [])
+    await engine.load(manifest_of(7), StagedWeights())
     generate = engine.generate
 
     async def noted(*arguments: Any, seed: int | None, **options: Any) -> list[Completion]:

@@ -37,8 +37,7 @@ class Engine:
 
 def group(*names: str, step: int = 3, shape: tuple[int, ...] = (2, 3)) -> dict[str, SharedGroup]:
     entries = tuple(
-        TensorEntry(name=name, shape=shape, dtype="float32", bucket=0, offset=64 * i, nbytes=24)
-        for i, name in enumerate(names)
+        TensorEntry(name=name, shape=shape, dtype="float32", offset=64 * i, nbytes=24) for i, name in enumerate(names)
     )
     return {"cpu:here": SharedGroup(version=Version(1, step), entries=entries, nbytes=64, checksum="", path="/")}
 

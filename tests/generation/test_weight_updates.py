@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from fake_engine import FakeEngine
-from pool import Pool, empty_pool, everything_else_runs, started_pool, until
+from pool import WEIGHTS, Pool, empty_pool, everything_else_runs, started_pool, until
 from update_scene import Scene, waits
 
 from asyncrl.buffer.ledger import Fate
@@ -25,6 +25,7 @@ OTHER_MODEL = {"w": ((3,), "float32")}
 @pytest.fixture(autouse=True)
 def _no_pause_before_a_retry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl.generation.weight_updates.RETRY_PAUSE_S", 0.0)
+    monkeypatch.setattr("asyncrl.generation.weight_updates.REFETCH_PAUSE_S", 0.001)
 
 
 # --- in a pool ----------------------------------------------------------------------------------------------------
@@ -313,6 +314,53 @@ async def test_a_replica_that_stays_torn_beyond_the_deadline_ends(
     await tear_again()
     with pytest.raises(tear):
         await scene.running
+
+
+DAMAGED = b"\1" * len(WEIGHTS)
+assert DAMAGED != WEIGHTS
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F12")
+@pytest.mark.parametrize("step", [0, 1], ids=["first version", "later version"])
+async def test_weights_that_arrive_damaged_are_fetched_again(
+    make_scene: MakeScene, step: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """D14: with η = 0 there is no later version until this one is loaded."""
+    scene = make_scene()
+    if step:
+        scene.source.offer(0, serial=1)
+        await scene.updates.startable()
+    scene.source.asked.clear()
+    scene.source.offer(step, serial=2, handle=DAMAGED)
+    await until(lambda: scene.outcomes("refused") == 1)
+    loaded = Version(1, 0) if step else None
+    async with asyncio.timeout(5.0):
+        while (loaded, Version(1, step)) not in scene.source.asked:
+            await asyncio.sleep(0.001)
+    assert "bucket 0 (with w) has the checksum" in caplog.text
+    assert scene.updates.version == loaded
+    scene.source.offer(step, serial=2)
+    await until(lambda: scene.updates.version == Version(1, step))
+    assert not scene.running.done()
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F38")
+async def test_lost_weights_are_asked_for_with_growing_pauses_until_there_are_others(make_scene: MakeScene) -> None:
+    scene = make_scene()
+    scene.source.offer(0, serial=1)
+    await scene.updates.startable()
+    for _ in range(3):
+        scene.source.offer(1, serial=2, handle=None)
+    async with asyncio.timeout(5.0):
+        while scene.outcomes("refused") != 3:
+            await asyncio.sleep(0.001)
+    scene.source.offer(2, serial=3)
+    async with asyncio.timeout(5.0):
+        while scene.updates.version != Version(1, 2):
+            await asyncio.sleep(0.001)
+    assert scene.outcomes("applied") == 2
 
 
 @pytest.mark.asyncio

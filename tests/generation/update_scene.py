@@ -23,12 +23,16 @@ class ScriptedSource:
 
     def __init__(self) -> None:
         self.offered: asyncio.Queue[Publication] = asyncio.Queue()
+        self.asked: list[tuple[Version | None, Version | None]] = []
 
-    async def newer_than(self, version: Version | None, *, wait_s: float) -> Publication | None:
+    async def newer_than(
+        self, version: Version | None, *, wait_s: float, besides: Version | None = None
+    ) -> Publication | None:
+        self.asked.append((version, besides))
         return await self.offered.get()
 
-    def offer(self, step: int, *, serial: int) -> None:
-        self.offered.put_nowait(Publication(serial=serial, manifest=manifest_of(step), handles=[WEIGHTS]))
+    def offer(self, step: int, *, serial: int, handle: bytes | None = WEIGHTS) -> None:
+        self.offered.put_nowait(Publication(serial=serial, manifest=manifest_of(step), handles=[handle]))
 
 
 class Scene:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from conftest import QUICKSTART, Command, Run, small_config, small_overrides
 from kills import EVERYTHING, kill
+from local_weights import staged
 from onlookers import reported
 
 from asyncrl.algorithms.advantages import Samples, compute_advantages, resolve_estimator
@@ -30,7 +31,7 @@ from asyncrl.generation.rollout import sample_rows
 from asyncrl.generation.vllm_engine import VLLMEngine
 from asyncrl.policy.worker import PolicyWorker
 from asyncrl.views.headline import Bound
-from asyncrl.weights.manifest import Manifest, Probe, layout
+from asyncrl.weights.manifest import layout
 
 pytestmark = pytest.mark.integration
 
@@ -111,21 +112,13 @@ async def sequential_loop(config, model_path: str, engine: VLLMEngine):  # type:
     prompts = PromptSource(train, seed=config.run.seed, shuffle=config.data.shuffle)
     reward = build_reward(config.environment).function
     policy = PolicyWorker(model_path=model_path, config=config, rank=0, world_size=1, store=dist.HashStore())
-    entries = layout(policy.weights_metadata(), 2**30)
+    entries = layout(policy.weights_metadata())
     estimator, loss_fn = resolve_estimator(baseline_of(config.algorithm)), build_loss(config)
     seen = []
     try:
         for step in range(COMPARED_STEPS):
             policy.take_snapshot(entries, [])
-            manifest = Manifest(
-                version=Version(1, step),
-                previous=None,
-                tensors=entries,
-                buckets=(),
-                probe=Probe(tokens=(), logprobs=()),
-            )
-            assert policy.snapshot is not None
-            await engine.load(manifest, [policy.snapshot.buckets[0].data])
+            await engine.load(*staged(policy._snapshots[0], Version(1, step)))
             groups, batch = [], []
             for index in range(step * learner.groups_per_step, (step + 1) * learner.groups_per_step):
                 task = prompts.next()

@@ -5,10 +5,11 @@ import urllib.request
 from collections.abc import Awaitable, Callable
 from contextlib import closing
 
-import numpy as np
+import msgspec
 import pytest
 import torch
 from engine_contract import CONTRACT, MAX_TOKENS, PARITY_NATS, PROMPT
+from local_weights import staged
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM
 
@@ -19,7 +20,10 @@ from asyncrl.generation.model_parameters import expected_parameters
 from asyncrl.generation.vllm_engine import VLLMEngine
 from asyncrl.metrics.recorders import GeneratorMetrics
 from asyncrl.metrics.server import MetricsServer
+from asyncrl.ranks.gather import own_shards, parameter_specs
 from asyncrl.weights.manifest import Manifest, Probe, check_parameters, layout
+from asyncrl.weights.publisher import snapshot_of
+from asyncrl.weights.staging import StagedWeights
 
 pytestmark = pytest.mark.integration
 
@@ -44,21 +48,11 @@ class Trainer:
         picked = torch.log_softmax(logits.float(), -1).gather(1, torch.tensor(tokens[1:])[:, None])
         return [float(value) for value in picked[:, 0]]
 
-    def publication(self, step: int) -> tuple[Manifest, list[memoryview]]:
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        specs = [(name, tuple(p.shape), "float32", p.numel() * 4) for name, p in parameters.items()]
-        entries = layout(specs, SMALL_BUCKETS)
-        sizes: dict[int, int] = {}
-        for entry in entries:
-            sizes[entry.bucket] = max(sizes.get(entry.bucket, 0), entry.offset + entry.nbytes)
-        buckets = [np.zeros(sizes[index], dtype=np.uint8) for index in range(len(sizes))]
-        for entry in entries:
-            flat = parameters[entry.name].detach().contiguous().view(-1).view(torch.uint8).numpy()
-            buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes] = flat
-        manifest = Manifest(
-            version=Version(1, step), previous=None, tensors=entries, buckets=(), probe=Probe(tokens=(), logprobs=())
-        )
-        return manifest, [memoryview(bucket) for bucket in buckets]
+    def publication(self, step: int) -> tuple[Manifest, StagedWeights]:
+        entries = layout(parameter_specs(self.model, dtype=torch.float32))
+        probe = Probe(tokens=(), logprobs=())
+        snapshot = snapshot_of(own_shards(self.model, rank=0), entries, probe=probe, bucket_bytes=SMALL_BUCKETS)
+        return staged(snapshot, Version(1, step))
 
 
 @pytest.fixture(scope="module")
@@ -120,15 +114,18 @@ async def test_half_an_update_leaves_the_engine_paused_until_a_whole_one(engine:
     trainer.change()
     await engine.load(*trainer.publication(50))
     trainer.change()
-    manifest, buckets = trainer.publication(51)
-    assert len(buckets) > 2
+    manifest, weights = trainer.publication(51)
+    middle = len(manifest.tensors) // 2
+    entries = list(manifest.tensors)
+    entries[middle] = msgspec.structs.replace(entries[middle], shape=(entries[middle].nbytes // 4,))
+    broken = msgspec.structs.replace(manifest, tensors=tuple(entries))
     pending = asyncio.create_task(engine.generate(PROMPT, n=4, seed=0, temperature=1.0, max_tokens=MAX_TOKENS))
     with pytest.raises(TornReplica, match="51 failed half way"):
-        await engine.load(manifest, [*buckets[:1], memoryview(b"x" * 8)])
+        await engine.load(broken, weights)
     late = asyncio.create_task(engine.generate(PROMPT, n=1, seed=9, temperature=1.0, max_tokens=4))
     done, _ = await asyncio.wait([late], timeout=1.0)
     assert not done, "a torn engine must not generate"
-    await engine.load(manifest, buckets)
+    await engine.load(manifest, weights)
     for completion in [*await pending, *await late]:
         assert len(completion.token_ids) == len(completion.versions)
     scores = await engine.score(PROMPT)
@@ -140,10 +137,14 @@ async def test_half_an_update_leaves_the_engine_paused_until_a_whole_one(engine:
 async def test_an_update_with_too_few_tensors_is_torn_although_vllm_would_finish_it(
     engine: VLLMEngine, trainer: Trainer
 ) -> None:
-    manifest, buckets = trainer.publication(60)
+    manifest, weights = trainer.publication(60)
+    names = [entry.name for entry in manifest.tensors]
+    some = {"path": weights.path, "nbytes": weights.flat.nbytes, "tensors": msgspec.to_builtins(manifest.tensors[:-1])}
+    await engine.weights.begin(manifest.version)
+    await engine.weights.apply(some, names[:-1])
     with pytest.raises(TornReplica, match="tensors"):
-        await engine.load(manifest, buckets[:-1])
-    await engine.load(manifest, buckets)
+        await engine.weights.commit(names)
+    await engine.load(manifest, weights)
     scores = await engine.score(PROMPT)
     assert max(abs(a - b) for a, b in zip(scores, trainer.log_probs(PROMPT), strict=True)) < PARITY_NATS
 

@@ -148,6 +148,7 @@ class FakePublisher:
         self._under_way: Version | None = None
         self.history: list[Version] = []
         self.fails_at: int | None = None
+        self.trouble = ""
 
     @property
     def published(self) -> Version | None:
@@ -164,6 +165,10 @@ class FakePublisher:
         if self._under_way is not None:
             version, self._under_way = self._under_way, None
             await self._delivered(version)
+
+    def check(self) -> None: ...
+
+    async def stop(self) -> None: ...
 
 
 Answer = StepReport | Exception | Callable[[KVBatchMeta], StepReport]
@@ -435,7 +440,11 @@ class Scene:
     async def generate(self, wait_s: float) -> None:
         """Commits one group for each ticket that the buffer grants."""
         await self.publisher.settle()
-        for ticket in await self._tickets():
+        await self.commit(await self._tickets())
+
+    async def commit(self, tickets: Iterable[Ticket]) -> None:
+        """Commits a group for each ticket."""
+        for ticket in tickets:
             self.trainer.client.put_samples(ids_of([ticket.key]), TRAIN_PARTITION, fields=rows_of(ticket))
             assert await self.coordinator.commit([meta_of(ticket)]) == [CommitOutcome.ACCEPTED]
 

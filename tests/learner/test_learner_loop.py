@@ -12,6 +12,7 @@ from learner_scenes import GROUPS_PER_STEP, Scene, skipped, trained
 
 from asyncrl.algorithms.token_estimators import resolve_estimators
 from asyncrl.buffer.ledger import Event, Fate
+from asyncrl.buffer.records import Ticket
 from asyncrl.common.roles import RunState
 from asyncrl.common.version import Version
 from asyncrl.coordinator.learner_calls import LearnerCalls
@@ -498,3 +499,31 @@ async def test_samples_that_cannot_be_read_are_not_logged_and_the_run_goes_on(
     assert [record.step for record in scene.log.steps] == [0, 1, 2]
     assert not scene.trainer.kept, "the rows of the step are cleared"
     assert f"the samples of step 1 were not logged: {type(error).__name__}: " in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_weights_that_the_generators_need_are_published_while_the_learner_waits() -> None:
+    """D19: a replica is refused for staleness after the ack, so that the gate did not know it then."""
+    scene = Scene(weights={"publish_every_steps": 2})
+    history: list[list[Version]] = []
+    held: list[Ticket] = []
+
+    async def generate_slowly(wait_s: float) -> None:
+        scene.clock.now_s += wait_s
+        history.append(list(scene.publisher.history))
+        await scene.publisher.settle()
+        if len(history) == 2:
+            while tickets := (await scene.coordinator.reserve("a", Version(1, 0), 1, wait_s=0.0)).tickets:
+                held.extend(tickets)
+                await scene._heartbeat()  # it has more slots than it got tickets
+        elif len(history) == 4:
+            await scene.commit(held)
+        elif len(history) != 3:
+            assert scene.loaded is not None
+            reservation = await scene.coordinator.reserve("a", scene.loaded, GROUPS_PER_STEP, wait_s=0.0)
+            await scene.commit(reservation.tickets)
+
+    scene.client.waiting = generate_slowly
+    await scene.run()
+    assert history[1] == [Version(1, 0)], "the ack does not publish"
+    assert history[2] == [Version(1, 0), Version(1, 1)], "published while the groups of the next step are generated"

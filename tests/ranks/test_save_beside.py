@@ -1,4 +1,4 @@
-"""A save beside training on ranks that fail: the caller gets one error, and no rank is ended."""
+"""A save or a delivery beside training on ranks that fail: the caller gets one error, and no rank is ended."""
 
 from typing import Any
 
@@ -7,23 +7,23 @@ import ray
 from test_first_cause import BROKEN, Call
 
 from asyncrl.config.schema import Config
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import ActorGone, CheckpointError, WeightError
 from asyncrl.policy.worker import PolicyWorker
 from asyncrl.ranks import group as group_module
-from asyncrl.ranks.actor import SAVING
+from asyncrl.ranks.actor import BESIDE, SAVING
 from asyncrl.ranks.group import RankGroup
 
 
 class Rank:
-    """Replaces one rank's actor. Its calls of `attempt` have a result that is known in advance."""
+    """Replaces one rank's actor. Its calls of `attempt` in the thread `lane` have a result that is known in advance."""
 
-    def __init__(self, outcome: Any) -> None:
-        self._outcome = outcome
+    def __init__(self, outcome: Any, *, lane: str = SAVING) -> None:
+        self._outcome, self._lane = outcome, lane
         self.attempt = self
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
 
     def options(self, *, concurrency_group: str) -> "Rank":
-        assert concurrency_group == SAVING
+        assert concurrency_group == self._lane
         return self
 
     def remote(self, *call: Any) -> Call:
@@ -67,3 +67,29 @@ def test_a_rank_that_waits_for_a_dead_one_does_not_hold_up_the_save(monkeypatch:
 def test_a_disk_that_does_not_answer_fails_the_save_after_its_limit() -> None:
     with pytest.raises(CheckpointError, match=r"ranks \[1\] did not finish write_checkpoint within checkpoint.timeou"):
         save("done", None, timeout_s=0.01)
+
+
+def send(*outcomes: Any) -> list[Any]:
+    """Delivers weights from ranks with these outcomes, and checks that the group keeps its ranks."""
+    group = RankGroup(PolicyWorker, Config(), model_path="nowhere")
+    transport: Any = "transport"
+    ranks = group._ranks = [Rank(outcome, lane=BESIDE) for outcome in outcomes]
+    try:
+        return group.send_beside(PolicyWorker.deliver, transport, 0)
+    finally:
+        assert group._ranks == ranks, "a delivery must end no rank"
+        assert all(rank.calls == [("deliver", "transport", 0)] for rank in ranks)
+
+
+def test_every_rank_delivers_in_its_thread_beside_the_steps() -> None:
+    assert send("a", "b") == ["a", "b"]
+
+
+def test_a_rank_that_cannot_deliver_is_the_cause_and_no_rank_is_ended() -> None:
+    with pytest.raises(WeightError, match="no route"):
+        send("done", WeightError("no route"))
+
+
+def test_a_rank_that_dies_while_it_delivers_is_named() -> None:
+    with pytest.raises(ActorGone, match="learner rank 1 died in deliver"):
+        send("done", ray.exceptions.RayActorError())

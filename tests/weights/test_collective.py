@@ -15,9 +15,9 @@ import torch
 
 from asyncrl.common.version import Version
 from asyncrl.errors import CollectiveError, ManifestMismatch, UpdateRefused
-from asyncrl.weights.manifest import Probe, layout
-from asyncrl.weights.publisher import Snapshot, own_buckets
-from asyncrl.weights.transports import collective
+from asyncrl.weights.manifest import ParameterSpec, Probe, checksum, layout
+from asyncrl.weights.publisher import snapshot_of
+from asyncrl.weights.tensor_views import view_of
 from asyncrl.weights.transports.collective import (
     Broadcasts,
     Received,
@@ -33,20 +33,23 @@ TRAINERS, WORKERS = 2, 2
 CPU = torch.device("cpu")
 WEIGHTS = {f"layer.{index}": torch.arange(6.0).reshape(2, 3) + index for index in range(5)}
 EXPECTED = dict.fromkeys(WEIGHTS, ((2, 3), "float32"))
-SPECS = [(name, (2, 3), "float32", 24) for name in WEIGHTS]
+SPECS = [ParameterSpec(name, (2, 3), "float32", 24) for name in WEIGHTS]
+BUCKET_BYTES = 36
 PROBE = [[1, 2, 3], [4, 5]]
 
 
 class Trainer(Broadcasts):
-    """A rank with the model `WEIGHTS`."""
+    """A rank that has row `rank` of every tensor of `WEIGHTS`."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
-        entries = layout(SPECS, 100)
-        buckets = own_buckets(WEIGHTS.items(), entries, rank=rank, world_size=TRAINERS)
         logprobs = tuple((-0.5,) * (len(tokens) - 1) for tokens in PROBE)
-        probe = Probe(tokens=tuple(map(tuple, PROBE)), logprobs=logprobs)
-        self.snapshot = Snapshot(entries=tuple(entries), buckets=buckets, probe=probe)
+        self.snapshot = snapshot_of(
+            [(name, 3 * rank, tensor[rank : rank + 1]) for name, tensor in WEIGHTS.items()],
+            layout(SPECS),
+            probe=Probe(tokens=tuple(map(tuple, PROBE)), logprobs=logprobs),
+            bucket_bytes=BUCKET_BYTES,
+        )
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
@@ -77,7 +80,7 @@ def rendezvous(*, timeout_s: float = FAR_S) -> Rendezvous:
 
 
 class World:
-    """Two trainers with snapshots in buckets of two tensors, and two workers."""
+    """Two trainers with snapshots in buckets of three rows, and two workers."""
 
     def __init__(self, *, timeout_s: float = FAR_S) -> None:
         meeting = rendezvous(timeout_s=timeout_s)
@@ -114,12 +117,7 @@ def world() -> Iterator[World]:
 
 
 def tensors_of(received: Received) -> dict[str, torch.Tensor]:
-    return {
-        entry.name: received.buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes]
-        .view(torch.float32)
-        .view(entry.shape)
-        for entry in received.manifest.tensors
-    }
+    return {entry.name: view_of(entry, received.flat) for entry in received.manifest.tensors}
 
 
 def whole(outcomes: list[Any]) -> bool:
@@ -137,8 +135,7 @@ def test_every_worker_gets_every_tensor_with_version_and_probe(world: World) -> 
         assert received.manifest.version == Version(1, 3)
         assert received.manifest.probe.tokens == ((1, 2, 3), (4, 5))
         assert received.manifest.probe.max_difference_nats([[-0.5, -0.5], [-0.5]]) == 0.0
-        assert len(received.manifest.buckets) == 3
-    assert [list(trainer.snapshot.buckets) for trainer in world.trainers] == [[0, 2], [1]], "buckets of each rank"
+        assert [bucket.nbytes for bucket in received.manifest.buckets] == [36, 24, 36, 24], "two of each rank"
     assert whole(world.update(step=4)), "the group can run more than one update"
 
 
@@ -169,14 +166,14 @@ def test_bytes_that_one_worker_finds_damaged_are_kept_by_none(world: World, monk
         broadcast(self, bytes_, root=root)
         if self.rank == 2 and root == 1:
             flipped.append(int(bytes_[3].bitwise_xor_(1)))
+            monkeypatch.undo()
 
     monkeypatch.setattr(Peers, "broadcast", flip)
     first, second, damaged, undamaged = world.update()
     assert flipped
     assert isinstance(damaged, ManifestMismatch)
-    assert "bucket 1 (with layer.2, layer.3) has the checksum" in str(damaged)
+    assert "bucket 2 (with layer.0, layer.1, layer.2) has the checksum" in str(damaged)
     assert all(isinstance(outcome, UpdateRefused) for outcome in (first, second, undamaged))
-    monkeypatch.undo()
     assert whole(world.update())
 
 
@@ -242,7 +239,8 @@ def test_a_new_group_replaces_one_that_failed() -> None:
     world.close()
 
 
-def test_the_checksum_that_travels_is_the_manifests(world: World) -> None:
+def test_the_checksums_that_travel_are_those_of_the_bytes(world: World) -> None:
     received = world.update()[-1]
-    checksums = [collective.xxhash.xxh3_128_hexdigest(bucket.numpy().data) for bucket in received.buckets]
-    assert [bucket.checksum for bucket in received.manifest.buckets] == checksums
+    flat = received.flat.numpy()
+    for bucket in received.manifest.buckets:
+        assert bucket.checksum == checksum(flat[p.offset : p.offset + p.nbytes] for p in bucket.pieces)

@@ -1,5 +1,6 @@
 """Weights in shared memory of learner and engine: groups have the right size, one exists at a time, none is left."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 from asyncrl.common.version import Version
 from asyncrl.errors import ManifestMismatch, WeightError
+from asyncrl.weights.manifest import ParameterSpec
 from asyncrl.weights.transports import ipc
 from asyncrl.weights.transports.ipc import (
     SharedGroup,
@@ -33,7 +35,7 @@ WEIGHTS = {
 
 def prepare(trainer: SharedWeights, buffer_bytes: int | None = None) -> list[list[str]]:
     specs = [
-        (name, tuple(value.shape), str(value.dtype).removeprefix("torch."), value.nbytes)
+        ParameterSpec(name, tuple(value.shape), str(value.dtype).removeprefix("torch."), value.nbytes)
         for name, value in WEIGHTS.items()
     ]
     return trainer.prepare(specs, iter(WEIGHTS.items()), buffer_bytes, version=VERSION)
@@ -49,15 +51,14 @@ def named_segments() -> list[str]:
     return [path.name for path in mapped if path.parent == Path("/dev/shm") and path.exists()]
 
 
-def memory_files() -> list[str]:
-    """Returns the link targets of the open descriptors of memory files."""
-    links = []
+def memory_files() -> set[int]:
+    """Returns the inodes of the memory files that this process keeps open."""
+    inodes = set()
     for descriptor in Path("/proc/self/fd").iterdir():
-        try:
-            links.append(os.readlink(descriptor))
-        except FileNotFoundError:  # the descriptor of the listing itself
-            continue
-    return [link for link in links if "asyncrl-weights" in link]
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
+            if "asyncrl-weights" in os.readlink(descriptor):
+                inodes.add(descriptor.stat().st_ino)
+    return inodes
 
 
 def test_groups_fit_the_buffer_and_an_oversize_tensor_is_a_group_of_its_own() -> None:

@@ -1,5 +1,6 @@
 """Other processes open a memory file by its path until its owner closes it."""
 
+import mmap
 import os
 from pathlib import Path
 
@@ -12,27 +13,32 @@ def open_descriptors() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
 
 
-def test_the_parts_stand_one_after_the_other_until_the_file_is_closed() -> None:
+@pytest.mark.parametrize("size", [0, 1, 5000])
+def test_what_its_owner_writes_is_read_by_its_path_until_the_file_is_closed(size: int) -> None:
     before = open_descriptors()
-    with MemoryFile(memoryview(b"ab"), memoryview(b""), memoryview(b"cde")) as path:
-        assert Path(path).read_bytes() == b"abcde"
+    file = MemoryFile(size)
+    file.data[:] = 7
+    assert Path(file.path).read_bytes() == bytes([7]) * size
+    file.close()
     assert open_descriptors() == before
 
 
-def test_a_write_that_takes_only_a_part_is_gone_on_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:2]))
-    with MemoryFile(memoryview(b"abcde"), memoryview(b"fgh")) as path:
-        assert Path(path).read_bytes() == b"abcdefgh"
+def test_a_mapping_stays_readable_after_the_file_is_closed() -> None:
+    file = MemoryFile(4)
+    file.data[:] = range(4)
+    with open(file.path, "rb") as opened:
+        mapping = mmap.mmap(opened.fileno(), 4, access=mmap.ACCESS_COPY)
+    file.close()
+    assert mapping[:] == bytes(range(4))
 
 
 @pytest.mark.fault("F11")
 def test_memory_that_ran_out_leaves_no_descriptor_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(fd: int, data: memoryview) -> int:
+    def full(fd: int, offset: int, nbytes: int) -> None:
         raise OSError("no space left")
 
     before = open_descriptors()
-    monkeypatch.setattr(os, "write", full)
+    monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match="no space"):
-        MemoryFile(memoryview(b"a"))
+        MemoryFile(1)
     assert open_descriptors() == before

@@ -42,6 +42,23 @@ async def test_a_slow_replica_gets_the_newest_and_skips_what_lies_between() -> N
 
 
 @pytest.mark.asyncio
+@pytest.mark.fault("F12")
+async def test_a_replica_that_could_not_load_the_newest_gets_the_other_version_if_that_is_news() -> None:
+    store = WeightStore()
+    for step in (1, 2):
+        await store.publish(manifest(step), [])
+
+    async def offered(loaded: Version | None, besides: Version) -> Version:
+        publication = await store.newer_than(loaded, FAR_S, besides)
+        assert publication is not None
+        return publication.manifest.version
+
+    assert await offered(None, Version(1, 2)) == Version(1, 1)
+    assert await offered(None, Version(1, 1)) == Version(1, 2)
+    assert await offered(Version(1, 1), Version(1, 2)) == Version(1, 2), "it is tried again"
+
+
+@pytest.mark.asyncio
 async def test_without_news_the_wait_ends_at_its_deadline() -> None:
     store = WeightStore()
     await store.publish(manifest(3), [])
@@ -66,7 +83,7 @@ async def test_a_repeated_publication_changes_nothing_and_an_older_one_is_refuse
 async def test_a_version_that_is_published_again_with_other_bytes_is_refused_with_both_checksums() -> None:
     store = WeightStore()
     first, other = (
-        msgspec.structs.replace(manifest(3), buckets=(Bucket(nbytes=4, checksum=checksum),))
+        msgspec.structs.replace(manifest(3), buckets=(Bucket(pieces=(), checksum=checksum),))
         for checksum in ("aaaa", "bbbb")
     )
     await store.publish(first, ["first"])

@@ -3,39 +3,37 @@
 Broadcast uses the fastest links, but the members of the group are fixed. An update is one exchange, in which every rank
 makes the same calls:
 
-    say         rank 0 sends version, layout and probe; every worker compares them with its model
-    agree       if any rank refuses, no byte is sent
-    broadcast   train rank b mod N sends bucket b with its checksum; every worker keeps a copy
+    say         each train rank describes its buckets, with their checksums; rank 0 also sends version, layout and probe
+    agree       every worker compares them with its model; if any rank refuses, no byte is sent
+    broadcast   each train rank sends its buckets; every worker keeps a copy
     agree       if any copy is damaged, no worker applies anything
 
-Invariants: all gathers are over before the first send (`publisher.own_buckets`). A worker changes its model only
-after all workers of all engines hold the whole version, so that a rank's death during the exchange leaves every replica
-with its old weights. For this, each worker needs host memory for one copy of the weights until they are applied.
+Invariants: the snapshots are taken before the first send. A worker changes its model only after all workers of all
+engines hold the whole version, so that a rank's death during the exchange leaves every replica with its old weights.
+For this, each worker needs host memory for one copy of the weights until they are applied.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import torch
-import xxhash
 
 from asyncrl.common.version import Version
 from asyncrl.errors import ManifestMismatch
-from asyncrl.weights.manifest import Bucket, Manifest, Parameters, bucket_sizes, check_buckets, check_parameters
+from asyncrl.weights.manifest import Bucket, Manifest, Parameters, check_layout, check_parameters, put_bucket
 from asyncrl.weights.publisher import Snapshot
 from asyncrl.weights.transports.peers import Peers, Rendezvous
-
-CHECKSUM_BYTES = 16
-"""Size of an xxh3-128 checksum, which is sent after the bytes of its bucket."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received:
-    """A whole version in host memory. Its layout fits the model and its checksums are right; it is not yet applied."""
+    """The flat buffer of a version in host memory. Its layout fits the model and its checksums are right; it is not yet
+    applied."""
 
     manifest: Manifest
-    buckets: list[torch.Tensor]
+    flat: torch.Tensor
 
 
 # -- learner ranks ---------------------------------------------------------------------------------------------------
@@ -76,19 +74,30 @@ class Broadcasts:
 
 
 def _send(peers: Peers, snapshot: Snapshot, version: Version) -> None:
-    # The checksums of the buckets follow with the bytes, because a rank knows only those of its own buckets.
-    manifest = Manifest(version=version, previous=None, tensors=snapshot.entries, buckets=(), probe=snapshot.probe)
-    peers.say(msgspec.msgpack.encode(manifest))
+    own = snapshot.described()
+    empty = Manifest(version=version, previous=None, tensors=snapshot.entries, buckets=(), probe=snapshot.probe)
+    _, by_rank = _described(peers, manifest=empty if peers.rank == 0 else None, own=own)
     peers.agree(None, what=f"weights {version}")
-    for index, nbytes in bucket_sizes(snapshot.entries).items():
-        message = torch.empty(nbytes + CHECKSUM_BYTES, dtype=torch.uint8, device=peers.device)
-        own = snapshot.buckets.get(index)
-        if own is not None:
-            message[:nbytes].copy_(torch.from_numpy(own))
-            checksum = bytearray(xxhash.xxh3_128_digest(own.data))
-            message[nbytes:].copy_(torch.frombuffer(checksum, dtype=torch.uint8))
-        peers.broadcast(message, root=index % peers.train_world_size)
+    for rank, buckets in enumerate(by_rank):
+        for index, bucket in enumerate(buckets):
+            message = torch.empty(bucket.nbytes, dtype=torch.uint8, device=peers.device)
+            if rank == peers.rank:
+                message.copy_(torch.from_numpy(snapshot.buckets[index]))
+            peers.broadcast(message, root=rank)
     peers.agree(None, what=f"the bytes of weights {version}")
+
+
+def _described(
+    peers: Peers, *, manifest: Manifest | None, own: tuple[Bucket, ...]
+) -> tuple[Manifest, list[tuple[Bucket, ...]]]:
+    """Exchanges what is sent. Returns the whole manifest, and the buckets of each train rank."""
+    head = msgspec.msgpack.decode(peers.say(msgspec.msgpack.encode(manifest), root=0), type=Manifest)
+    by_rank = [
+        msgspec.msgpack.decode(peers.say(msgspec.msgpack.encode(own), root=rank), type=tuple[Bucket, ...])
+        for rank in range(peers.train_world_size)
+    ]
+    buckets = tuple(bucket for buckets in by_rank for bucket in buckets)
+    return msgspec.structs.replace(head, buckets=buckets), by_rank
 
 
 # -- engine workers --------------------------------------------------------------------------------------------------
@@ -106,20 +115,23 @@ def receive_snapshot(peers: Peers, *, expected: Parameters) -> Received:
 
 
 def _receive(peers: Peers, expected: Parameters) -> Received:
-    manifest = msgspec.msgpack.decode(peers.say(b""), type=Manifest)
-    peers.agree(_refusal(lambda: check_parameters(manifest, expected)), what=f"weights {manifest.version}")
-    buckets: list[torch.Tensor] = []
-    described: list[Bucket] = []
-    for index, nbytes in bucket_sizes(manifest.tensors).items():
-        message = torch.empty(nbytes + CHECKSUM_BYTES, dtype=torch.uint8, device=peers.device)
-        peers.broadcast(message, root=index % peers.train_world_size)
-        message = message.cpu()
-        buckets.append(message[:nbytes])
-        described.append(Bucket(nbytes=nbytes, checksum=message[nbytes:].numpy().tobytes().hex()))
-    whole = msgspec.structs.replace(manifest, buckets=tuple(described))
-    damaged = _refusal(lambda: check_buckets(whole, [bucket.numpy().data for bucket in buckets]))
+    manifest, by_rank = _described(peers, manifest=None, own=())
+    peers.agree(_refusal(lambda: _check(manifest, expected)), what=f"weights {manifest.version}")
+    flat = torch.empty(manifest.flat_bytes, dtype=torch.uint8)
+    damaged: ManifestMismatch | None = None
+    senders = [rank for rank, buckets in enumerate(by_rank) for _ in buckets]
+    for index, sender in enumerate(senders):
+        message = torch.empty(manifest.buckets[index].nbytes, dtype=torch.uint8, device=peers.device)
+        peers.broadcast(message, root=sender)
+        put = partial(put_bucket, manifest, index, message.cpu().numpy(), flat=flat.numpy())
+        damaged = damaged or _refusal(put)
     peers.agree(damaged, what=f"the bytes of weights {manifest.version}")
-    return Received(manifest=whole, buckets=buckets)
+    return Received(manifest=manifest, flat=flat)
+
+
+def _check(manifest: Manifest, expected: Parameters) -> None:
+    check_parameters(manifest, expected)
+    check_layout(manifest)
 
 
 def _refusal(check: Callable[[], None]) -> ManifestMismatch | None:

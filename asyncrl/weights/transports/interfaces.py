@@ -2,17 +2,17 @@
 
 from typing import Any, Protocol
 
-import numpy as np
+from asyncrl.weights.manifest import Bytes
 
 
 class Transport(Protocol):
     """`send` runs on a learner's rank, `receive` in a replica. The handles travel between them with the manifest."""
 
-    def send(self, bucket: "np.ndarray[Any, np.dtype[np.uint8]]") -> Any:
+    def send(self, bucket: Bytes) -> Any:
         """Makes one bucket of bytes available and returns its handle."""
         ...
 
-    async def receive(self, handles: list[Any], *, timeout_s: float) -> list[memoryview]:
-        """Returns the bytes of every bucket, in order. Raises ManifestVoid when a process that sent one of them has
-        died."""
+    async def receive(self, handle: Any, *, timeout_s: float) -> Bytes:
+        """Returns the bytes of a bucket. Raises ManifestVoid when the process that sent it has died, and
+        FetchTimeout after `timeout_s`."""
         ...

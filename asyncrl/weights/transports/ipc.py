@@ -21,11 +21,10 @@ import msgspec
 import psutil
 import torch
 import torch.distributed as dist
-import xxhash
 
 from asyncrl.common.version import Version
 from asyncrl.errors import ManifestMismatch, WeightError
-from asyncrl.weights.manifest import TensorEntry, bucket_sizes, checksum, layout
+from asyncrl.weights.manifest import ParameterSpec, TensorEntry, aligned, checksum, flat_bytes, layout
 from asyncrl.weights.memory_file import MemoryFile
 from asyncrl.weights.tensor_views import mapped, view_of
 
@@ -76,7 +75,7 @@ class SharedWeights:
 
     def prepare(
         self,
-        specs: Sequence[tuple[str, tuple[int, ...], str, int]],
+        specs: Sequence[ParameterSpec],
         weights: Iterator[tuple[str, torch.Tensor]],
         refit_buffer_size_bytes: int | None = None,
         *,
@@ -94,8 +93,7 @@ class SharedWeights:
         budget = torch.tensor([min([free] if refit_buffer_size_bytes is None else [free, refit_buffer_size_bytes])])
         if self._world_size > 1:
             dist.all_reduce(budget, op=dist.ReduceOp.MIN)
-        entries = layout(specs, int(budget))
-        groups = [[entry for entry in entries if entry.bucket == bucket] for bucket in bucket_sizes(entries)]
+        groups = [list(layout(group)) for group in _groups(specs, int(budget))]
         self._refit = _Refit(version=version, groups=groups, weights=weights)
         return [[entry.name for entry in group] for group in groups]
 
@@ -123,12 +121,12 @@ class SharedWeights:
         del refit.groups[0]
         parts = list(_parts(group, refit.weights))
         refit.shared, where = _share(parts, device=self._device)
-        hashed = xxhash.xxh3_128()
-        for part in parts:
-            hashed.update(part.numpy().data)
-        nbytes = sum(part.numel() for part in parts)
         shared = SharedGroup(
-            version=refit.version, entries=tuple(group), nbytes=nbytes, checksum=hashed.hexdigest(), **where
+            version=refit.version,
+            entries=tuple(group),
+            nbytes=flat_bytes(group),
+            checksum=checksum(part.numpy() for part in parts),
+            **where,
         )
         return {device_key(self._device): shared}
 
@@ -146,6 +144,21 @@ class SharedWeights:
             refit.free()
 
 
+def _groups(specs: Sequence[ParameterSpec], budget_bytes: int) -> Iterator[list[ParameterSpec]]:
+    """Divides parameters into groups of at most `budget_bytes`. A larger parameter is a group of its own. A tied one is
+    sent like any other, because its group must not depend on another group."""
+    group: list[ParameterSpec] = []
+    size = 0
+    for spec in specs:
+        if group and size + spec.nbytes > budget_bytes:
+            yield group
+            group, size = [], 0
+        group.append(spec._replace(tied_to=""))
+        size += aligned(spec.nbytes)
+    if group:
+        yield group
+
+
 def _parts(group: Sequence[TensorEntry], weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[torch.Tensor]:
     """Yields the group's bytes from first to last, including the gaps between aligned tensors."""
     end = 0
@@ -161,7 +174,8 @@ def _share(parts: Sequence[torch.Tensor], *, device: torch.device) -> tuple[Any,
     """Copies the parts into shared memory, one after the other. Returns the object that keeps the memory alive, and
     where another process finds it."""
     if device.type == "cpu":
-        file = MemoryFile(*[part.numpy().data for part in parts])
+        file = MemoryFile(sum(part.numel() for part in parts))
+        torch.cat(list(parts), out=torch.from_numpy(file.data))
         return file, {"path": file.path}
     shared = torch.cat(list(parts)).to(device)
     torch.cuda.synchronize(device)
@@ -196,7 +210,7 @@ def open_group(group: SharedGroup, *, device: torch.device) -> list[tuple[str, t
         # The first entry of the handle is the device's number in the process that shares it, so our own is used.
         storage = torch.UntypedStorage._new_shared_cuda(device.index, *group.cuda[1:])
         data = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)[: group.nbytes]
-    found = checksum(data.cpu().numpy().data)
+    found = checksum([data.cpu().numpy()])
     if found != group.checksum:
         names = ", ".join(entry.name for entry in group.entries[:3])
         raise ManifestMismatch(

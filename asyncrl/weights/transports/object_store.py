@@ -3,29 +3,29 @@
 import asyncio
 from typing import Any
 
-import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError
 
-from asyncrl.errors import ManifestVoid, WeightError
+from asyncrl.errors import FetchTimeout, ManifestVoid
+from asyncrl.weights.manifest import Bytes
 
 
 class ObjectStoreTransport:
     """Implements `Transport`. A bucket exists as long as the rank that has put it."""
 
-    def send(self, bucket: "np.ndarray[Any, np.dtype[np.uint8]]") -> Any:
+    def send(self, bucket: Bytes) -> Any:
         return ray.put(bucket)
 
-    async def receive(self, handles: list[Any], *, timeout_s: float) -> list[memoryview]:
+    async def receive(self, handle: Any, *, timeout_s: float) -> Bytes:
         try:
-            buckets = await asyncio.to_thread(ray.get, handles, timeout=timeout_s)
+            bucket: Bytes = await asyncio.to_thread(ray.get, handle, timeout=timeout_s)
         except ObjectLostError as error:  # the base class of OwnerDiedError
             raise ManifestVoid(
                 f"the process that published these weights has ended, so their bytes are lost: {error}"
             ) from error
         except GetTimeoutError as error:
-            raise WeightError(
+            raise FetchTimeout(
                 f"fetching weights took longer than weights.load_timeout_s = {timeout_s:g} s; raise it if the network "
                 "needs more time"
             ) from error
-        return [memoryview(bucket) for bucket in buckets]
+        return bucket

@@ -114,14 +114,15 @@ class Peers:
         if self.device.type != "cpu":
             torch.cuda.synchronize(self.device)
 
-    def say(self, message: bytes) -> bytes:
-        """Sends rank 0's message to all ranks and returns it. Call it inside an exchange."""
+    def say(self, message: bytes, *, root: int) -> bytes:
+        """Sends the message of rank `root` to all ranks and returns it; the other messages are ignored. Call it inside
+        an exchange."""
         size = torch.tensor([len(message)])
-        _finish(self._said.broadcast(size, 0))
+        _finish(self._said.broadcast(size, root))
         text = torch.empty(int(size), dtype=torch.uint8)
-        if self.rank == 0:
+        if self.rank == root:
             text.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
-        _finish(self._said.broadcast(text, 0))
+        _finish(self._said.broadcast(text, root))
         return text.numpy().tobytes()
 
     def agree(self, refusal: WeightError | None, *, what: str) -> None:

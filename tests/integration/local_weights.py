@@ -1,0 +1,22 @@
+"""A publication within one process: stages a rank's snapshot for an engine, without ranks, store or transport."""
+
+from asyncrl.common.version import Version
+from asyncrl.weights.manifest import Manifest, put_bucket
+from asyncrl.weights.publisher import Snapshot
+from asyncrl.weights.staging import StagedWeights
+
+
+def staged(snapshot: Snapshot, version: Version) -> tuple[Manifest, StagedWeights]:
+    """Returns the manifest of the snapshot of a whole model, and its staged weights."""
+    manifest = Manifest(
+        version=version,
+        previous=None,
+        tensors=snapshot.entries,
+        buckets=snapshot.described(),
+        probe=snapshot.probe,
+    )
+    weights = StagedWeights()
+    weights.begin(manifest)
+    for index, data in enumerate(snapshot.buckets):
+        put_bucket(manifest, index, data, flat=weights.flat)
+    return manifest, weights

@@ -1,0 +1,220 @@
+"""Publication by the learner: what slow and failed deliveries do, with ranks and a weight store that the test leads."""
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from asyncrl.common.version import Version
+from asyncrl.config.schema import Config
+from asyncrl.errors import ActorGone, WeightError
+from asyncrl.learner import publication
+from asyncrl.learner.publication import Publisher
+from asyncrl.learner.recording import described_metrics
+from asyncrl.weights.manifest import Bucket, Manifest
+from asyncrl.weights.publisher import DeliveredBucket
+
+
+class Ranks:
+    """One rank. A slot of its memory has the number of the snapshot in it. Each delivery first runs the next of
+    `answers`, which may wait or raise."""
+
+    def __init__(self) -> None:
+        self.slots: dict[int, int] = {}
+        self.taken = 0
+        self.answers: list[Callable[[], None]] = []
+        self.sending: set[int] = set()
+
+    def on_ranks(self, function: Any, entries: Any, probe_tokens: Any, slot: int) -> list[list[list[float]]]:
+        assert slot not in self.sending, "a snapshot that is being sent must not change"
+        assert slot in (0, 1), "memory for two snapshots"
+        self.slots[slot] = self.taken
+        self.taken += 1
+        return [[]]
+
+    def send_beside(self, method: Any, transport: Any, slot: int) -> list[list[DeliveredBucket]]:
+        self.sending.add(slot)
+        try:
+            if self.answers:
+                self.answers.pop(0)()
+            bucket = Bucket(pieces=(), checksum=str(self.slots[slot]))
+            return [[DeliveredBucket(bucket=bucket, handle="handle")]]
+        finally:
+            self.sending.discard(slot)
+
+
+class Scene:
+    """A publisher whose deliveries a test can hold up or let fail. `stored` are the manifests in the weight store."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.ranks = Ranks()
+        self.stored: list[Manifest] = []
+        self.told: list[Version] = []
+        config = Config.model_validate(settings)
+        self.metrics = described_metrics(config)
+        ranks: Any = self.ranks
+        anything: Any = self
+        self.publisher = Publisher(
+            config=config,
+            policy=ranks,
+            entries=(),
+            probe_tokens=[],
+            transport=anything,
+            coordinator=anything,
+            weights=anything,
+            metrics=self.metrics,
+            delivered=lambda manifest: None,
+        )
+
+    async def call(self, method: Any, version: Version) -> None:
+        self.told.append(version)
+
+    async def publish(self, manifest: Manifest, handles: list[Any]) -> int:
+        assert self.told[-1] == manifest.version, "the coordinator knows a version before a replica can load it"
+        self.stored.append(manifest)
+        return len(self.stored)
+
+    @property
+    def versions(self) -> list[int]:
+        return [manifest.version.step for manifest in self.stored]
+
+    @property
+    def snapshots(self) -> list[int]:
+        """The number of the snapshot of each manifest. Here it equals the step of its version."""
+        return [int(manifest.buckets[0].checksum) for manifest in self.stored]
+
+    def deliveries(self, outcome: str) -> float | None:
+        return self.metrics.registry.get_sample_value("asyncrl_weight_deliveries_total", {"outcome": outcome})
+
+    async def publish_steps(self, *steps: int) -> None:
+        for step in steps:
+            await self.publisher.publish(Version(1, step))
+
+
+def fails(error: Exception) -> Callable[[], None]:
+    def answer() -> None:
+        raise error
+
+    return answer
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publication, "PAUSE_S", 0.01)
+
+
+@pytest.mark.asyncio
+async def test_versions_are_delivered_in_order_each_with_its_own_snapshot() -> None:
+    scene = Scene()
+    for step in range(4):
+        await scene.publish_steps(step)
+        await scene.publisher.settle()
+    assert scene.versions == scene.snapshots == [0, 1, 2, 3]
+    assert [manifest.previous for manifest in scene.stored] == [None, *(Version(1, step) for step in range(3))]
+    assert scene.publisher.published == Version(1, 3)
+
+
+@pytest.mark.asyncio
+async def test_a_failed_delivery_is_logged_at_once_and_repeated(caplog: pytest.LogCaptureFixture) -> None:
+    """D15: with η = 0 nothing else would ask for the result of the delivery."""
+    scene = Scene()
+    scene.ranks.answers = [fails(OSError("the object store is full")), fails(OSError("still full"))]
+    with caplog.at_level(logging.ERROR):
+        await scene.publish_steps(0)
+        await scene.publisher.settle()
+    assert scene.versions == scene.snapshots == [0]
+    assert [record.message.split(";")[0] for record in caplog.records] == [
+        "delivering weights 1.0 failed (OSError: the object store is full)",
+        "delivering weights 1.0 failed (OSError: still full)",
+    ]
+    assert scene.publisher.trouble == ""
+    assert scene.deliveries("failed") == 2
+
+
+@pytest.mark.asyncio
+async def test_newer_weights_replace_those_whose_delivery_fails() -> None:
+    scene = Scene()
+    failed = threading.Event()
+
+    def fail_until_newer() -> None:
+        failed.set()
+        raise OSError("no route")
+
+    scene.ranks.answers = [fail_until_newer]
+    await scene.publish_steps(0)
+    await asyncio.to_thread(failed.wait)
+    await scene.publish_steps(1)
+    await scene.publisher.settle()
+    assert scene.versions[-1] == scene.snapshots[-1] == 1
+
+
+@pytest.mark.asyncio
+async def test_a_slow_delivery_delays_no_step_and_the_newest_weights_follow_it() -> None:
+    """D16: three more steps publish while the first delivery is held up. Only the newest of them is delivered."""
+    scene = Scene()
+    go_on = threading.Event()
+    scene.ranks.answers = [lambda: assert_set(go_on)]
+    await scene.publish_steps(0)
+    await asyncio.sleep(0.05)  # the delivery has begun
+    async with asyncio.timeout(5.0):
+        await scene.publish_steps(1, 2, 3)
+    assert scene.versions == []
+    go_on.set()
+    await scene.publisher.settle()
+    assert scene.versions == scene.snapshots == [0, 3]
+    assert scene.deliveries("replaced") == 2
+
+
+@pytest.mark.asyncio
+async def test_a_slow_delivery_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    scene = Scene(weights={"load_timeout_s": 0.05})
+    go_on = threading.Event()
+    scene.ranks.answers = [lambda: assert_set(go_on)]
+    with caplog.at_level(logging.WARNING):
+        await scene.publish_steps(0)
+        await asyncio.sleep(0.2)
+    assert caplog.records[0].message.startswith(
+        "delivering weights 1.0 has taken 0 s, more than weights.load_timeout_s"
+    )
+    assert scene.publisher.trouble.startswith("delivering weights 1.0 has taken")
+    go_on.set()
+    await scene.publisher.settle()
+    assert scene.versions == [0]
+    assert scene.publisher.trouble == ""
+
+
+@pytest.mark.asyncio
+async def test_the_death_of_a_rank_is_raised_wherever_the_loop_looks() -> None:
+    scene = Scene()
+    scene.ranks.answers = [fails(ActorGone("learner rank 1 died"))]
+    await scene.publish_steps(0)
+    with pytest.raises(ActorGone, match="rank 1 died"):
+        await scene.publisher.settle()
+    with pytest.raises(ActorGone, match="rank 1 died"):
+        scene.publisher.check()
+    with pytest.raises(ActorGone, match="rank 1 died"):
+        await scene.publish_steps(1)
+
+
+@pytest.mark.asyncio
+async def test_a_delivery_that_never_succeeds_ends_the_wait_for_it_with_its_cause() -> None:
+    scene = Scene(run={"stall_timeout_s": 0.2})
+    scene.ranks.answers = [fails(OSError("no route"))] * 100
+    await scene.publish_steps(0)
+    scene.publisher.check()
+    with pytest.raises(WeightError, match=r"not delivered within run.stall_timeout_s.*OSError: no route"):
+        await scene.publisher.settle()
+    await scene.publisher.stop()
+    left = len(scene.ranks.answers)
+    await asyncio.sleep(0.1)
+    assert len(scene.ranks.answers) == left, "no repetition after the end"
+    with contextlib.suppress(asyncio.CancelledError):
+        scene.publisher.check()
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(10.0)
