@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.policy.worker import PolicyWorker
 from asyncrl.ranks.batching import token_batch
+from asyncrl.weights.manifest import layout
 
 WORLD = 4
 WAYS: dict[str, dict[str, Any]] = {
@@ -76,6 +77,8 @@ def _train(way: str, rank: int, folder: Path) -> dict[str, Any]:
         "specs": [spec.name for spec in policy.weights_metadata()],
         "weights": {name: tensor.float().numpy() for name, tensor in policy.gather_weights()},
     }
+    policy.take_snapshot(layout(policy.weights_metadata()), [])
+    found["snapshot"] = policy._snapshots[0]
     found["reference"] = policy.get_reference_policy_logprobs(token_batch(PROBE))["reference_logprobs"].numpy()
     policy.close()
     return found

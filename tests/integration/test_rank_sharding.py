@@ -12,6 +12,10 @@ from rounding import GRADIENT, LOGPROB_NATS, LOSS, assert_within, weight_spread
 from sharding_scenarios import WAYS, WORLD, run_rank
 from tiny_groups import make_model
 
+from asyncrl.common.version import Version
+from asyncrl.weights.manifest import Manifest, Probe, check_layout, put_bucket
+from asyncrl.weights.tensor_views import view_of
+
 pytestmark = pytest.mark.integration
 
 FLOAT32 = {
@@ -57,6 +61,31 @@ def test_weights_have_the_loaded_model_s_names_and_the_reference_its_log_probs(r
         assert found["specs"] == plain["specs"] == list(found["weights"])
         bound = BFLOAT16_NATS if "torch.bfloat16" in found["forwards training"] else LOGPROB_NATS
         assert_within(found["reference"], plain["reference"], bound=bound)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_snapshots_of_all_ranks_make_up_the_weights_and_no_rank_copies_more_than_its_part(
+    results: Any, way: str
+) -> None:
+    """D43: every rank copied the whole model."""
+    snapshots = [rank[way]["snapshot"] for rank in results]
+    manifest = Manifest(
+        version=Version(1, 2),
+        previous=None,
+        tensors=snapshots[0].entries,
+        buckets=tuple(bucket for snapshot in snapshots for bucket in snapshot.described()),
+        probe=Probe(tokens=(), logprobs=()),
+    )
+    check_layout(manifest)
+    flat = torch.zeros(manifest.flat_bytes, dtype=torch.uint8)
+    for index, data in enumerate(data for snapshot in snapshots for data in snapshot.buckets):
+        put_bucket(manifest, index, data, flat=flat.numpy())
+    for entry in manifest.tensors:
+        assert np.array_equal(view_of(entry, flat).float().numpy(), results[0][way]["weights"][entry.name]), entry.name
+    sent = [snapshot.memory.nbytes for snapshot in snapshots]
+    assert sum(sent) == manifest.sent_bytes
+    shards = WAYS[way].get("shards", WORLD)
+    assert max(sent) < 1.2 * manifest.sent_bytes / shards, sent
 
 
 @pytest.mark.parametrize(
