@@ -234,8 +234,7 @@ class TinyPublisher:
         manifest = Manifest(version=version, previous=self.published, tensors=tensors, buckets=(bucket,), probe=probe)
         self.published = version
         await self._coordinator.call(LearnerCalls.published, version)
-        handle = ObjectStoreTransport().send(data)
-        await self._weights.publish(manifest, [handle])
+        await self._weights.publish(manifest, [ray.put(data)])
 
     async def settle(self) -> None: ...
 

@@ -83,10 +83,10 @@ ROWS = {
         ),
         lines(
             "Parity",
-            "Largest difference between the engine's and the learner's log-prob of a token, and the limit "
-            "weights.parity_tolerance_nats.",
+            "Largest difference between the engine's and the learner's log-prob of a token, and the mean over the "
+            "on-policy tokens of the last step.",
             Query(now("asyncrl_weight_parity_nats", RUN, by="replica"), "{{replica}}"),
-            Query(now("asyncrl_weight_parity_limit_nats", RUN), "limit"),
+            Query(now("asyncrl_learner_parity_mean_nats", RUN), "mean of the step"),
             unit="suffix: nats",
         ),
         *declared(SOUND),

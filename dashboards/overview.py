@@ -69,12 +69,10 @@ ROWS = {
         ),
         number(
             "Parity limit used",
-            "Largest difference between the engines' and the learner's log-probs, divided by "
-            "weights.parity_tolerance_nats. Above 100 %, the engines do not compute the same model as the learner.",
-            Query(
-                f"max(asyncrl_weight_parity_nats{{{RUN}}}) / max(asyncrl_weight_parity_limit_nats{{{RUN}}})",
-                "of the limit",
-            ),
+            "How much the engines' and the learner's log-probs differ, as a share of the accepted difference "
+            "(weights.parity_tolerance_nats). "
+            "Above 100 %, the engines do not compute the same model as the learner.",
+            Query(f"max(asyncrl_weight_parity_ratio{{{RUN}}})", "of the limit"),
             unit="percentunit",
             thresholds=[(None, HEALTHY), (0.5, DOUBTFUL), (1, BAD)],
         ),

@@ -70,13 +70,14 @@ def off_policy_sums(
     entropy_BT: torch.Tensor,
     mask_BT: torch.Tensor,
     on_policy_BT: torch.Tensor,
+    parity_tolerance_nats: float,
     reference_BT: torch.Tensor | None = None,
 ) -> MetricSums:
     """Returns the sums of one micro-batch; empty if it has no trained token. The names are those of `StepReport`.
 
-    The measure `on_policy_parity_max_nats` covers only tokens that were sampled with the weight version of the step.
-    For these tokens sampler and trainer are the same policy, so their log-probs must agree. A difference shows an error
-    in a cache, a temperature or a tokenizer between the two.
+    The measures `on_policy_parity_*` cover only tokens that were sampled with the weight version of the step. For these
+    tokens sampler and trainer are the same policy, so their log-probs must agree. A difference shows an error in a
+    cache, a temperature or a tokenizer between the two.
 
     k1 and k3 estimate KL(behaviour ‖ proximal), http://joschu.net/blog/kl-approx.html. The reference's k3 estimates
     KL(proximal ‖ reference) at the sampled tokens.
@@ -105,7 +106,10 @@ def off_policy_sums(
     # max() ignores NaN, so a NaN is replaced by inf
     parity = log_rho[on_policy_BT[mask_BT]].abs().nan_to_num(nan=torch.inf)
     if parity.numel():
-        pairs["on_policy_parity_max_nats"] = (float(parity.max()), float(parity.numel()))
+        number, beyond = float(parity.numel()), (parity > parity_tolerance_nats).sum()
+        pairs["on_policy_parity_max_nats"] = (float(parity.max()), number)
+        pairs["on_policy_parity_mean_nats"] = (float(parity.sum()), number)
+        pairs["on_policy_parity_beyond_ratio"] = (float(beyond), number)
     return MetricSums(pairs)
 
 

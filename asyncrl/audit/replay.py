@@ -38,7 +38,7 @@ from asyncrl.policy.tq_policy import TQPolicy
 from asyncrl.policy.worker import PolicyWorker
 from asyncrl.ranks.digest import combined
 from asyncrl.ranks.worker import SCORED_COLUMNS
-from asyncrl.weights.parity import parity_tolerance_nats
+from asyncrl.weights.parity import ParityLimits
 
 FINE_NATS = 1e-5
 """Differences above this are counted. vLLM's float32 kernels on CPUs differ from torch's by up to about 1.2e-5 nats for
@@ -210,7 +210,7 @@ def _rescore(
 ) -> list[float]:
     """Scores every trained token under the kept weights of its version. Returns the differences from the sampling
     log-probs, nats. Raises Counterexample for one above the run's tolerance."""
-    limit = parity_tolerance_nats(config)
+    limit = ParityLimits.of(config).tolerance_nats
     spans: dict[Version, list[_Span]] = defaultdict(list)
     for step, (_, rows) in zip(steps, batches, strict=True):
         for version, span in _spans(step, rows):

@@ -457,8 +457,12 @@ class DataPlaneSection(Section):
 class WeightsSection(Section):
     """Publication of weights to the generators."""
 
-    transport: Literal["object_store"] = "object_store"
-    """How the weights are transferred: through Ray's object store."""
+    transport: Literal["object_store", "filesystem", "ipc"] = "object_store"
+    """How the weights are transferred. `object_store`: through Ray's object store. `filesystem`: through files in
+    `folder`. `ipc`: through the memory of the learner's ranks, which must be on the node of the generators."""
+    folder: Path | None = None
+    """Folder for `transport: filesystem`, which the learner and all generators must share. It has the newest three
+    versions. Unset: the folder `weights` of the run's directory."""
     publish_every_steps: PositiveInt = 1
     """Steps between two published versions, at most η + 1. A version is published earlier if every generator waits for
     it."""
@@ -473,8 +477,13 @@ class WeightsSection(Section):
     parity_tolerance_nats: PositiveFloat | None = None
     """Largest accepted difference between the engine's and the learner's log-prob of a token, nats. Unset: 1e-4 in
     float32, 5e-2 in bfloat16."""
+    parity_quantile: Annotated[float, Field(gt=0, lt=1)] = 0.99
+    """In bfloat16, the share of at least 2,000 tokens that must be within the tolerance. Single tokens may differ more,
+    because engine and learner round differently. In float32 every token must be within it."""
+    parity_mean_nats: PositiveFloat = 2e-2
+    """In bfloat16, the largest accepted mean difference over at least 2,000 tokens, nats."""
     on_parity_failure: Literal["alarm", "stop"] = "stop"
-    """What happens when on-policy tokens of a training step exceed the tolerance. `alarm`: an error is logged and the
+    """What happens when the on-policy tokens of training steps do not agree. `alarm`: an error is logged and the
     parity metric shows the difference. `stop`: the run ends."""
     bucket_bytes: PositiveInt = 64 * 2**20
     """Size of the pieces in which weights are transferred, bytes."""

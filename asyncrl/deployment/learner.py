@@ -57,7 +57,7 @@ from asyncrl.shown_text import redacted
 from asyncrl.value.lm_value import critic_config
 from asyncrl.value.tq_value import TQValue
 from asyncrl.weights.manifest import Manifest, layout
-from asyncrl.weights.transports.object_store import ObjectStoreTransport
+from asyncrl.weights.transports.of_config import transport_of
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +90,7 @@ class LearnerDeployment:
         self._display = LearnerDisplay(
             config, screen=screen, log=self._log, cores=lambda: self._targets.cores, failures=self._failed_groups
         )
+        self._transport = transport_of(config)
         self._failures: FailureWatch | None = None
         self._checkpoints: Checkpoints | None = None
         self._save_hf: Callable[[Path], None] = lambda path: None
@@ -160,6 +161,7 @@ class LearnerDeployment:
         await handles.coordinator.call(Registry.add_target, "learner", server.address)
         self._display.enter("preparing the model")
         model_path = await unless_one_fails(beside, unless_stopped(stop, self._model_path))
+        ranks.push_async_callback(asyncio.to_thread, self._transport.close)
         policy = TQPolicy(config, model_path=model_path, dp_cfg=config.data_plane, dp_client=rows)
         ranks.push_async_callback(asyncio.to_thread, policy.shutdown)
         critic: TQValue | None = None
@@ -307,7 +309,7 @@ class LearnerDeployment:
             policy=policy,
             entries=layout(policy.weights_metadata()),
             probe_tokens=probe_sequences(tokenizer, prompts.train, max_length=config.model.max_length),
-            transport=ObjectStoreTransport(),
+            transport=self._transport,
             coordinator=handles.coordinator,
             weights=handles.weights,
             metrics=metrics,

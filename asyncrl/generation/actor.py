@@ -36,7 +36,7 @@ from asyncrl.metrics.server import MetricsServer
 from asyncrl.metrics.states import monotonic_at_process_start
 from asyncrl.shown_text import log_to_stderr
 from asyncrl.weights.store import WeightClient
-from asyncrl.weights.transports.object_store import ObjectStoreTransport
+from asyncrl.weights.transports.of_config import transport_of
 
 
 class GeneratorActor:
@@ -86,7 +86,7 @@ class GeneratorActor:
             source=WeightClient(
                 ray.get_actor(WEIGHTS, namespace=namespace), timeout_s=timeout_s, patience_s=patience_s
             ),
-            transport=ObjectStoreTransport(),
+            transport=transport_of(config),
             parameters=expected_parameters(model_path, dtype=config.model.dtype),
             metrics=metrics,
         )

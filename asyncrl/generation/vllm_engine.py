@@ -134,6 +134,9 @@ class VLLMEngine:
             "load_format": "auto" if load_weights else "dummy",
             "enable_sleep_mode": sleep_mode,
         }
+        if config.model.dtype == "bfloat16":
+            # In bfloat16 the logits themselves would be rounded, which alone changes log-probs by up to 0.06 nats.
+            arguments["hf_overrides"] = {"head_dtype": "float32"}
         if on_cpu:
             arguments["kv_cache_memory_bytes"] = int(generator.kv_cache_gib * GIB)
             # vLLM's CPU worker dies when the prefill of a seeded request is split in two ("CPU Generator does not use
@@ -308,8 +311,9 @@ class VLLMEngine:
 
         parameters = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **sampling)
         request_id = f"asyncrl-{next(self._requests)}"
-        # The salt keeps a new request from using a cached prefix that another version has computed.
-        salt = None if self.weights.version is None else str(self.weights.version)
+        # The salt keeps a new request from using a cached prefix that other weights have computed, also those of a
+        # version that was loaded again because it had not been whole.
+        salt = f"{self.weights.version} {self.weights.loads}"
         # vLLM would render a prompt of another kind, in a thread of its own.
         prompt = tokens_input(list(tokens), cache_salt=salt)
         self._running.add(request_id)

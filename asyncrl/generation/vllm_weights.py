@@ -46,6 +46,8 @@ class VLLMWeights:
         self._timeout_s = 0.0
         self.version: Version | None = None
         """The version that was loaded whole last; None while the engine is torn."""
+        self.loads = 0
+        """Number of updates that have begun."""
         self.is_whole = True
         """False from the beginning of an update until all of it is applied."""
 
@@ -180,6 +182,7 @@ class VLLMWeights:
         if on_paused is not None:
             on_paused()
         self._loading, self._applied, self.is_whole = version, [], False
+        self.loads += 1
         with self._torn_by_errors():
             if self._session_open:
                 await self._llm.finish_weight_update()

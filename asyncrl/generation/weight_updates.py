@@ -31,7 +31,7 @@ from asyncrl.errors import (
 from asyncrl.generation.interfaces import InferenceEngine
 from asyncrl.metrics.recorders import GeneratorMetrics
 from asyncrl.weights.manifest import Bytes, Manifest, check_layout, check_parameters, is_news, put_bucket
-from asyncrl.weights.parity import parity_tolerance_nats
+from asyncrl.weights.parity import Differences, ParityJudge, ParityLimits
 from asyncrl.weights.staging import StagedWeights
 from asyncrl.weights.store import Publication, WeightClient
 from asyncrl.weights.transports.interfaces import Transport
@@ -79,7 +79,7 @@ class WeightUpdates:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limits = config.weights
-        self._tolerance_nats = parity_tolerance_nats(config)
+        self._judge = ParityJudge(ParityLimits.of(config))
         self._name = name
         self._engine = engine
         self._source = source
@@ -240,16 +240,19 @@ class WeightUpdates:
     async def _probe(self, manifest: Manifest) -> None:
         async with self._limited(manifest, doing="probing"):
             scores = await asyncio.gather(*[self._engine.score(tokens) for tokens in manifest.probe.tokens])
-        difference = manifest.probe.max_difference_nats(scores)
-        self._metrics.parity(difference)
-        if not difference <= self._tolerance_nats:
+        limits = self._judge.limits
+        found = Differences.of(manifest.probe.differences_nats(scores), tolerance_nats=limits.tolerance_nats)
+        ratio = self._judge.ratio(found)
+        self._metrics.parity(found.max_nats, ratio=ratio)
+        if ratio > 1.0:
+            self._judge.start_over()
             raise ParityError(
                 f"replica {self._name}: after loading the weights of {manifest.version.words} the engine's log-probs "
-                f"differ from the learner's by {difference:.3g} nats, more than weights.parity_tolerance_nats = "
-                f"{self._tolerance_nats:g}; check that both pools use the same model and dtype, or raise the "
-                "limit if the difference is only rounding"
+                f"of {found.tokens} tokens differ from the learner's: at most by {found.max_nats:.3g} nats, and "
+                f"{found.beyond} beyond the tolerance ({limits.words}); check that both pools use the same model and "
+                "dtype, or raise the limits if the difference is only rounding"
             )
-        self.parity_max_nats = max(self.parity_max_nats, difference)
+        self.parity_max_nats = max(self.parity_max_nats, found.max_nats)
 
 
 async def _beside_loop(work: Callable[[], None], *, nbytes: int) -> None:

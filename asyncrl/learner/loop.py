@@ -238,8 +238,7 @@ class LearnerLoop:
         except RowsLost as lost:
             return await self._give_back(lease, lost)
         # NaN log-probs skip the step. They do not show whether the engine's and the learner's weights agree.
-        if not report.skipped:
-            self._checks.parity(report, step=lease.step)
+        parity_ratio = None if report.skipped else self._checks.parity(report, step=lease.step)
         if report.skipped:
             acked, (status, over) = None, await self._skip(lease)
         else:
@@ -253,6 +252,7 @@ class LearnerLoop:
             status=status,
             published=self._publisher.published,
             duration_s=self._clock() - started_s,
+            parity_ratio=parity_ratio,
         )
         if acked is None:
             self._recorder.skipped(ended)

@@ -194,7 +194,7 @@ class Publisher:
     async def _deliver(self, taken: _Taken) -> None:
         started_s = time.monotonic()
         by_rank: list[list[DeliveredBucket]] = await asyncio.to_thread(
-            self._policy.send_beside, PolicyWorker.deliver, self._transport, taken.slot
+            self._policy.send_beside, PolicyWorker.deliver, self._transport, taken.slot, taken.version
         )
         buckets = [bucket for rank in by_rank for bucket in rank]
         manifest = Manifest(

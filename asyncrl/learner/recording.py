@@ -27,7 +27,6 @@ from asyncrl.learner.records import RunTotals, StepRecord
 from asyncrl.learner.run_log import RunLog
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.ranks.report import StepReport
-from asyncrl.weights.parity import parity_tolerance_nats
 
 DISCARDED_FATES = (Fate.DROPPED, Fate.FILTERED, Fate.SKIPPED, Fate.ROWS_LOST, Fate.FAILED, Fate.RETURNED_ON_RESUME)
 
@@ -37,7 +36,7 @@ def described_metrics(config: Config) -> LearnerMetrics:
     scrape."""
     metrics = LearnerMetrics()
     metrics.run_info(config)
-    metrics.limits(config, weight_parity_nats=parity_tolerance_nats(config))
+    metrics.limits(config)
     return metrics
 
 
@@ -47,6 +46,7 @@ class EndedStep:
 
     `status` is the run's brief status right after the ack or skip. `published` is the newest version whose snapshot was
     taken. `duration_s` is the time since the lease was received. `critic_report` is None in a run without a critic.
+    `parity_ratio` is the result of `StepChecks.parity`; None in a skipped step.
     """
 
     lease: Lease
@@ -56,6 +56,7 @@ class EndedStep:
     status: BriefStatus
     published: Version | None
     duration_s: float
+    parity_ratio: float | None = None
 
 
 @dataclass(kw_only=True)
@@ -242,6 +243,8 @@ def _diagnostics(step: EndedStep) -> dict[str, float]:
         **step.report.diagnostics,
         **step.report.loss_metrics,
         **({} if step.critic_report is None else critic_numbers(step.critic_report)),
+        **({} if step.parity_ratio is None else {"parity_ratio": step.parity_ratio}),
+        "parity_mean_nats": step.report.on_policy_parity_mean_nats,
         "length_ratio": _length_ratio(step.status),
         "failed_samples_ratio": step.samples.failed_ratio,
         "stale_tokens": step.samples.stale_tokens,

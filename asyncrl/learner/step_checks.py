@@ -8,7 +8,7 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import NonFiniteError, ParityError
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.ranks.report import StepReport
-from asyncrl.weights.parity import parity_tolerance_nats
+from asyncrl.weights.parity import Differences, ParityJudge, ParityLimits
 
 logger = logging.getLogger(__name__)
 
@@ -19,26 +19,31 @@ class StepChecks:
     def __init__(self, *, config: Config, metrics: LearnerMetrics) -> None:
         self._config = config
         self._metrics = metrics
+        self._judge = ParityJudge(ParityLimits.of(config))
         self._nonfinite_in_a_row = 0
 
-    def parity(self, report: StepReport, *, step: int) -> None:
+    def parity(self, report: StepReport, *, step: int) -> float:
         """Compares the learner's and the engine's log-probs of on-policy tokens, which must agree.
 
-        Raises ParityError, or logs an error, when they differ by more than the tolerance.
+        Returns how much they differ, as a share of what `weights.parity_*` accept. Above 1, raises ParityError or logs
+        an error.
         """
-        self._metrics.parity(report.on_policy_parity_max_nats)
-        tolerance = parity_tolerance_nats(self._config)
-        if report.on_policy_parity_max_nats <= tolerance:
-            return
+        differences = differences_of(report)
+        ratio = self._judge.ratio(differences)
+        self._metrics.parity(differences.max_nats, ratio=ratio)
+        if ratio <= 1.0:
+            return ratio
         message = (
-            f"step {step}: log-probs of {report.on_policy_tokens} on-policy tokens differ by up to "
-            f"{report.on_policy_parity_max_nats:.3g} nats from the engine's log-probs (weights.parity_tolerance_nats = "
-            f"{tolerance:g}). The generators sample from other weights or with other numerics than the learner: check "
-            "the dtype and the engine options, or raise weights.parity_tolerance_nats"
+            f"step {step}: log-probs of {differences.tokens} on-policy tokens differ from the engine's log-probs: by "
+            f"{report.on_policy_parity_mean_nats:.3g} nats on average, at most by {differences.max_nats:.3g}, and "
+            f"{differences.beyond} beyond the tolerance ({self._judge.limits.words}). The generators sample from other "
+            "weights or with other numerics than the learner: check the dtype and the engine options, or raise the "
+            "limits"
         )
         if self._config.weights.on_parity_failure == "stop":
             raise ParityError(message)
         logger.error("%s", message)
+        return ratio
 
     def nonfinite(self, reports: Sequence[StepReport | None], lease: Lease) -> None:
         """Raises NonFiniteError after `learner.max_nonfinite_steps` steps in a row that policy or critic skipped
@@ -52,6 +57,17 @@ class StepChecks:
                 f"The last one had groups {names_of(lease, most=8)}. Lower the learning rate, or look at the "
                 "rewards and samples of these groups"
             )
+
+
+def differences_of(report: StepReport) -> Differences:
+    """Returns the differences between the log-probs of a step's on-policy tokens."""
+    tokens = report.on_policy_tokens
+    return Differences(
+        tokens=tokens,
+        beyond=round(report.on_policy_parity_beyond_ratio * tokens),
+        sum_nats=report.on_policy_parity_mean_nats * tokens,
+        max_nats=report.on_policy_parity_max_nats,
+    )
 
 
 def names_of(lease: Lease, *, most: int | None = None) -> str:

@@ -211,11 +211,6 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         ),
         gauge(
             LEARNER,
-            "asyncrl_weight_parity_limit_nats",
-            "`weights.parity_tolerance_nats`: the largest allowed value of `asyncrl_weight_parity_nats`.",
-        ),
-        gauge(
-            LEARNER,
             "asyncrl_learner_peak_flops_per_second",
             "Peak speed of the devices of all learner ranks together, in the precision of training, from the data "
             "sheets and without sparsity. NaN when it is not known: on CPUs, in float32, or on a GPU that is not in "
@@ -364,6 +359,13 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             "asyncrl_weight_parity_nats",
             "Largest difference between the engine's and the learner's log-prob of a token. The learner compares the "
             "on-policy tokens of the last step; a generator compares the probe of its last weight update.",
+        ),
+        gauge(
+            LEARNER | GENERATOR,
+            "asyncrl_weight_parity_ratio",
+            "How much the log-probs of engine and learner differ, as a share of what `weights.parity_*` accept. Above "
+            "1 they do not agree. In float32 it is the largest difference divided by the tolerance; in bfloat16 the "
+            "share of tokens beyond the tolerance or the mean difference, each divided by its limit.",
         ),
         gauge(LEARNER, "asyncrl_learner_policy_version", "The learner's version: number of acked steps."),
         gauge(LEARNER, "asyncrl_published_policy_version", "Step of the newest published weights."),

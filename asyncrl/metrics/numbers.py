@@ -378,6 +378,20 @@ NUMBERS: tuple[Number, ...] = (
         gauge=None,
     ),
     Number(
+        "parity_mean_nats",
+        "nats",
+        "Mean difference between the engine's and the learner's log-prob of a token, over the step's on-policy tokens.",
+        "staleness",
+    ),
+    Number(
+        "parity_ratio",
+        "ratio",
+        "How much the log-probs of engine and learner differ, as a share of what `weights.parity_*` accept. Above 1 "
+        "they do not agree.",
+        "staleness",
+        gauge=None,
+    ),
+    Number(
         "packing_efficiency_ratio",
         "ratio",
         "Tokens of the rows divided by the tokens that went through the models of the ranks. Padding makes it smaller "

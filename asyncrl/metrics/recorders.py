@@ -100,14 +100,13 @@ class LearnerMetrics(ProcessMetrics):
 
     role = Role.LEARNER
 
-    def limits(self, config: Config, *, weight_parity_nats: float) -> None:
+    def limits(self, config: Config) -> None:
         """Records the limits that alerts compare with, and every timeout of the configuration; once, at the start."""
         weights = config.weights
         limits = {
             "asyncrl_stall_timeout_seconds": config.run.stall_timeout_s,
             "asyncrl_weight_sync_timeout_seconds": weights.load_timeout_s,
             "asyncrl_weight_lag_limit_versions": weights.max_lag_publications * weights.publish_every_steps,
-            "asyncrl_weight_parity_limit_nats": weight_parity_nats,
             "asyncrl_checkpoint_interval_versions": config.checkpoint.every_steps,
             "asyncrl_checkpoint_policy_version": 0,
         }
@@ -186,9 +185,11 @@ class LearnerMetrics(ProcessMetrics):
         """Records a checkpoint that could not be written."""
         self._instruments.add("asyncrl_checkpoints_total", 1, outcome="failed")
 
-    def parity(self, nats: float) -> None:
-        """Records the largest difference of log-probs over the step's on-policy tokens."""
+    def parity(self, nats: float, *, ratio: float) -> None:
+        """Records the largest difference of log-probs over the step's on-policy tokens, and the judged number as a
+        share of its limit."""
         self._instruments.set("asyncrl_weight_parity_nats", nats)
+        self._instruments.set("asyncrl_weight_parity_ratio", ratio)
 
     def versions(self, *, learner: int, published: int) -> None:
         """Records the learner's version and the newest published version, as steps."""
@@ -263,9 +264,11 @@ class GeneratorMetrics(ProcessMetrics):
         for phase, seconds in phase_seconds.items():
             self._instruments.observe("asyncrl_weight_load_seconds", seconds, phase=phase)
 
-    def parity(self, nats: float) -> None:
-        """Records the largest difference of log-probs over the probe of the last weight update."""
+    def parity(self, nats: float, *, ratio: float) -> None:
+        """Records the largest difference of log-probs over the probe of the last weight update, and the judged number
+        as a share of its limit."""
         self._instruments.set("asyncrl_weight_parity_nats", nats)
+        self._instruments.set("asyncrl_weight_parity_ratio", ratio)
 
 
 @never_raises

@@ -20,6 +20,28 @@ from asyncrl.ranks.loss_pass import MicroBatchOutcome, UpdateContext, aligned, o
 from asyncrl.ranks.packed import PackedRows
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnPolicy:
+    """Which tokens the step's own weights have sampled, so that engine and learner must agree on their log-probs.
+
+    With `whole_samples`, only those of samples that were generated completely by these weights: the others also have
+    keys and values of older weights in their KV cache (`weights.kv_cache: keep`). `tolerance_nats` is
+    `weights.parity_tolerance_nats`.
+    """
+
+    tolerance_nats: float
+    whole_samples: bool
+
+    def mask(self, data: BatchedDataDict, *, mask_BT: torch.Tensor, step: int | None) -> torch.Tensor:
+        """Returns these tokens as bool [B, T]. There are none without the `step` of the weights."""
+        if step is None:
+            return torch.zeros_like(mask_BT)
+        other_BT: torch.Tensor = data["weight_versions"][:, 1:] != step
+        if self.whole_samples:
+            other_BT = other_BT | (other_BT & mask_BT).any(dim=1, keepdim=True)
+        return ~other_BT
+
+
 def loss_of(
     data: BatchedDataDict,
     *,
@@ -27,8 +49,9 @@ def loss_of(
     context: UpdateContext[LossFunction],
     temperature: float,
     packed: bool,
+    on_policy: OnPolicy,
 ) -> MicroBatchOutcome:
-    """Computes the loss, diagnostics and the loss's own metrics.
+    """Computes the loss, diagnostics and the loss's own metrics. `on_policy` says which tokens count as on-policy.
 
     Without the column `generation_logprobs`, the distance between data and policy is not measured. With
     `context.sole_update`, the loss reads the log-probs of this pass as `prev_logprobs` if the rows have none.
@@ -59,6 +82,7 @@ def loss_of(
             slopes_BT=slopes.get("next_token_logprobs"),
             proximal_BT=proximal_BS[:, 1:].float(),
             mask_BT=mask_BT,
+            on_policy=on_policy,
         )
 
     return outcome_of(outputs.columns, called, measure=measured)
@@ -104,6 +128,7 @@ def _diagnosed(
     slopes_BT: torch.Tensor | None,
     proximal_BT: torch.Tensor,
     mask_BT: torch.Tensor,
+    on_policy: OnPolicy,
 ) -> MetricSums:
     """Returns how far the data is from the policy, and how a loss of log-probs pushes its tokens."""
     # in float32, because the difference of two bfloat16 columns would be rounded to bfloat16
@@ -121,14 +146,14 @@ def _diagnosed(
             mask_BT=mask_BT,
             shares_BT=shares_BT,
         )
-    step = context.step
     return kernel + off_policy_sums(
         proximal_BT=proximal_BT,
         behaviour_BT=behaviour_BT,
         entropy_BT=outputs.entropy_BT,
         mask_BT=mask_BT,
         reference_BT=data["reference_policy_logprobs"][:, 1:] if "reference_policy_logprobs" in data else None,
-        on_policy_BT=data["weight_versions"][:, 1:] == step if step is not None else torch.zeros_like(mask_BT),
+        on_policy_BT=on_policy.mask(data, mask_BT=mask_BT, step=context.step),
+        parity_tolerance_nats=on_policy.tolerance_nats,
     )
 
 

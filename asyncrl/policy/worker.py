@@ -25,7 +25,7 @@ from asyncrl.errors import CollectiveError, WeightError
 from asyncrl.policy.export import convert_to_hf, save_hf
 from asyncrl.policy.flops import forward_cost, peak_flops_per_s
 from asyncrl.policy.logprobs import model_logprobs
-from asyncrl.policy.micro_batch import loss_of
+from asyncrl.policy.micro_batch import OnPolicy, loss_of
 from asyncrl.policy.step_loss import add_update_shares, calibrated_loss, needs_reference
 from asyncrl.ranks.accelerator import compute_dtype, frozen
 from asyncrl.ranks.batching import token_batch, without_nonfinite
@@ -36,6 +36,7 @@ from asyncrl.ranks.placement import HOST, MODEL, move_model
 from asyncrl.ranks.plan import PlannedUpdate
 from asyncrl.ranks.worker import RankWorker
 from asyncrl.weights.manifest import ParameterSpec, Probe, TensorEntry, layout
+from asyncrl.weights.parity import ParityLimits
 from asyncrl.weights.publisher import DeliveredBucket, Snapshot, deliver, snapshot_of
 from asyncrl.weights.transports.collective import Broadcasts
 from asyncrl.weights.transports.interfaces import Transport
@@ -54,6 +55,10 @@ class PolicyWorker(RankWorker[LossFunction]):
         self._snapshots: dict[int, Snapshot] = {}
         self._broadcasts = Broadcasts(rank)
         self._shared = SharedWeights(world_size=world_size, device=self._device)
+        self._on_policy = OnPolicy(
+            tolerance_nats=ParityLimits.of(config).tolerance_nats,
+            whole_samples=config.weights.kv_cache == "keep",
+        )
         self._engine_dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
         self._specs = parameter_specs(self._model, dtype=self._engine_dtype)
         self._first_weights: torch.nn.Module | None = None
@@ -94,6 +99,7 @@ class PolicyWorker(RankWorker[LossFunction]):
             context=context,
             temperature=self._config.generator.temperature,
             packed=self._packed,
+            on_policy=self._on_policy,
         )
 
     def _weights_changed(self) -> None:
@@ -209,13 +215,15 @@ class PolicyWorker(RankWorker[LossFunction]):
             entries,
             probe=Probe(tokens=tuple(map(tuple, probe_tokens)), logprobs=tuple(map(tuple, logprobs))),
             bucket_bytes=self._config.weights.bucket_bytes,
-            memory=None if last is None else last.memory,
+            shared=self._config.weights.transport == "ipc",
+            last=last,
         )
         return logprobs
 
-    def deliver(self, transport: Transport, slot: int) -> list[DeliveredBucket]:
-        """Sends this rank's buckets of the snapshot in `slot`. Not a collective."""
-        return deliver(self._snapshots[slot], transport)
+    def deliver(self, transport: Transport, slot: int, version: Version) -> list[DeliveredBucket]:
+        """Sends this rank's buckets of the snapshot in `slot`, which has the weights of `version`. Not a
+        collective."""
+        return deliver(self._snapshots[slot], transport, version)
 
     def init_collective(self, rendezvous: Rendezvous) -> None:
         """Calls `Broadcasts.join`."""

@@ -42,6 +42,8 @@ class StepReport:
     kl_behaviour_k3_nats: float = 0.0
     on_policy_tokens: int = 0
     on_policy_parity_max_nats: float = 0.0
+    on_policy_parity_mean_nats: float = 0.0
+    on_policy_parity_beyond_ratio: float = 0.0
     token_staleness: tuple[int, ...] = ()
     """Trained tokens by staleness: entry s is the number of tokens that are s versions old."""
     diagnostics: Mapping[str, float] = field(default_factory=dict)
@@ -166,6 +168,8 @@ def step_report(ranks: Sequence[RankRecord]) -> StepReport:
         kl_behaviour_k1_nats=means["kl_behaviour_k1_nats"],
         kl_behaviour_k3_nats=means["kl_behaviour_k3_nats"],
         on_policy_parity_max_nats=means["on_policy_parity_max_nats"],
+        on_policy_parity_mean_nats=means["on_policy_parity_mean_nats"],
+        on_policy_parity_beyond_ratio=means["on_policy_parity_beyond_ratio"],
         diagnostics={
             **{name: mean for name, mean in means.items() if name not in StepReport.__dataclass_fields__},
             **_packing(ranks),

@@ -84,8 +84,8 @@ class RunFacts:
     groups: Mapping[str, float] = field(default_factory=dict)
     failures: Mapping[str, float] = field(default_factory=dict)
     failed_samples_ratio: float | None = None
+    parity_ratio: float | None = None
     parity_nats: float | None = None
-    parity_limit_nats: float | None = None
     ess_ratio: float | None = None
     learner_shares: Mapping[str, float] | None = None
     generator_shares: Mapping[str, float] | None = None
@@ -272,12 +272,12 @@ def _failed_samples(facts: RunFacts) -> str | None:
 
 
 def _parity(facts: RunFacts) -> str | None:
-    parity, limit = facts.parity_nats, facts.parity_limit_nats
-    if parity is None or limit is None or parity <= limit:
+    if facts.parity_ratio is None or facts.parity_ratio <= 1 or facts.parity_nats is None:
         return None
     return (
-        f"The log-probs of generators and learner differ by up to {parity:.3g} nats (weights.parity_tolerance_nats = "
-        f"{limit:g}), so importance weights are wrong: check model.dtype and weights.kv_cache."
+        f"The log-probs of generators and learner differ by {facts.parity_ratio:.3g} times the accepted "
+        f"difference (weights.parity_tolerance_nats), and by up to {facts.parity_nats:.3g} nats, so importance weights "
+        "are wrong: check model.dtype and weights.kv_cache."
     )
 
 

@@ -17,7 +17,6 @@ from asyncrl.errors import ConfigError
 from asyncrl.learner.failures import groups_by_reason
 from asyncrl.learner.records import RunInfo, StepRecord, largest, mean, state_shares
 from asyncrl.views.headline import RunFacts
-from asyncrl.weights.parity import parity_tolerance_nats
 
 RECENT_STEPS = 20
 """The live view covers this many last steps. In all views, the share of groups with equal rewards covers them too."""
@@ -27,13 +26,12 @@ RECENT_STEPS = 20
 class Setting:
     """Facts about a run that do not change.
 
-    `equal_rewards_teach` is whether the algorithm has a gradient when all rewards of a group are equal.
-    `parity_limit_nats` is the tolerance for differences of log-probs. `room` is whether a core is free for another
-    process. The defaults are for a run whose configuration is not known: a group baseline, on an unknown machine.
+    `equal_rewards_teach` is whether the algorithm has a gradient when all rewards of a group are equal. `room` is
+    whether a core is free for another process. The defaults are for a run whose configuration is not known: a group
+    baseline, on an unknown machine.
     """
 
     equal_rewards_teach: bool = False
-    parity_limit_nats: float | None = None
     room: bool | None = None
 
 
@@ -43,7 +41,6 @@ def setting_of(config: Config, *, cores: int | None) -> Setting:
     compares = config.critic is None and isinstance(axes, Outcome) and axes.baseline in GROUP_BASELINES
     return Setting(
         equal_rewards_teach=not compares,
-        parity_limit_nats=parity_tolerance_nats(config),
         room=_room(config, cores=cores),
     )
 
@@ -92,8 +89,8 @@ def facts_of_steps(
         groups={fate: number - before.get(fate, 0) for fate, number in looked_at[-1].ledger_groups.items()},
         failures=failures,
         failed_samples_ratio=mean([record.diagnostics.get("failed_samples_ratio") for record in trained]),
+        parity_ratio=largest([record.diagnostics.get("parity_ratio") for record in looked_at]),
         parity_nats=largest([record.parity_nats for record in looked_at]),
-        parity_limit_nats=setting.parity_limit_nats,
         ess_ratio=mean([record.ess_ratio for record in trained]),
         learner_shares=state_shares(looked_at, "learner_state_s"),
         generator_shares=state_shares(looked_at, "generator_state_s"),
@@ -102,15 +99,13 @@ def facts_of_steps(
 
 
 def with_status(facts: RunFacts, status: RunStatus, *, recent: bool) -> RunFacts:
-    """Returns the facts with what only the buffer knows: failures by reason, the replicas' probes of their weights,
-    and, unless `recent`, the groups since the start of the run."""
-    parities = [facts.parity_nats, *(report.parity_max_nats for report in status.reports.values())]
+    """Returns the facts with what only the buffer knows: failures by reason, and, unless `recent`, the groups since the
+    start of the run."""
     groups = {fate.value: amount.groups for fate, amount in status.account.fates.items()}
     return replace(
         facts,
         groups=facts.groups if recent else groups,
         failures=groups_by_reason(status.failures),
-        parity_nats=largest(parities),
     )
 
 

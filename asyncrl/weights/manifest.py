@@ -8,7 +8,6 @@ up the whole flat buffer (`check_layout`), and size and checksum of each bucket 
 ManifestMismatch and changes nothing.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -77,9 +76,8 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     tokens: tuple[tuple[int, ...], ...]
     logprobs: tuple[tuple[float, ...], ...]
 
-    def max_difference_nats(self, engine_logprobs: Sequence[Sequence[float]]) -> float:
-        """Returns the largest absolute difference over all tokens. It is NaN if either side has a NaN, so that it
-        fails every limit.
+    def differences_nats(self, engine_logprobs: Sequence[Sequence[float]]) -> list[float]:
+        """Returns the absolute difference of each token.
 
         Raises HandshakeError if the engine has not returned one log-prob for each of the learner's.
         """
@@ -89,13 +87,11 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
                 f"the engine returned {theirs_by_row} log-probs for the probe's sequences, the learner {ours_by_row}; "
                 "check that both pools read the same `model.path`"
             )
-        differences = [
+        return [
             abs(ours - theirs)
             for our_row, their_row in zip(self.logprobs, engine_logprobs, strict=True)
             for ours, theirs in zip(our_row, their_row, strict=True)
         ]
-        # max() would ignore a NaN
-        return math.nan if any(map(math.isnan, differences)) else max(differences, default=0.0)
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):

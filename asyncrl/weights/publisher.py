@@ -6,13 +6,17 @@ and no other rank. `deliver` has a thread of its own.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
+from asyncrl.common.version import Version
 from asyncrl.weights.manifest import Bucket, Bytes, Piece, Probe, TensorEntry, checksum, into_buckets
-from asyncrl.weights.transports.interfaces import Transport
+from asyncrl.weights.memory_file import MemoryFile
+
+if TYPE_CHECKING:
+    from asyncrl.weights.transports.interfaces import Transport
 
 OwnShard = tuple[str, int, torch.Tensor]
 """A rank's shard of a parameter: the parameter's name, the index of its first element, and the elements."""
@@ -21,12 +25,14 @@ OwnShard = tuple[str, int, torch.Tensor]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """The bytes that this rank sends of the weights at a step boundary, in buckets: the pieces of each bucket, and its
-    part of `memory`. `entries` and `probe` are the same on every rank."""
+    part of `memory`. `entries` and `probe` are the same on every rank. `shared` has the memory if other processes of
+    the node may map it."""
 
     entries: tuple[TensorEntry, ...]
     pieces: tuple[tuple[Piece, ...], ...]
     memory: Bytes
     probe: Probe
+    shared: MemoryFile | None = None
 
     @property
     def buckets(self) -> list[Bytes]:
@@ -59,16 +65,20 @@ def snapshot_of(
     *,
     probe: Probe,
     bucket_bytes: int,
-    memory: Bytes | None = None,
+    shared: bool = False,
+    last: Snapshot | None = None,
 ) -> Snapshot:
-    """Copies a rank's shards, in the precision of the entries. `memory` is that of an earlier snapshot, which is
-    overwritten if it has the right size."""
+    """Copies a rank's shards, in the precision of the entries. The memory of `last`, an earlier snapshot of these
+    shards, is overwritten. `shared` memory can be mapped by other processes of the node."""
     by_name = {entry.name: entry for entry in entries}
     found = [(by_name[name], first, shard) for name, first, shard in shards]
     sizes = [shard.numel() * _dtype(entry).itemsize for entry, _, shard in found]
     on_gpu = any(shard.is_cuda for _, _, shard in found)
-    if memory is None or memory.nbytes != sum(sizes):
-        memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=on_gpu).numpy()
+    if last is not None and last.memory.nbytes == sum(sizes):
+        memory, file = last.memory, last.shared
+    else:
+        file = MemoryFile(sum(sizes)) if shared else None
+        memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=on_gpu).numpy() if file is None else file.data
     pieces: list[Piece] = []
     start = 0
     for (entry, first, shard), nbytes in zip(found, sizes, strict=True):
@@ -81,16 +91,19 @@ def snapshot_of(
     if on_gpu:
         torch.cuda.current_stream().synchronize()
     return Snapshot(
-        entries=tuple(entries), pieces=tuple(into_buckets(pieces, bucket_bytes)), memory=memory, probe=probe
+        entries=tuple(entries),
+        pieces=tuple(into_buckets(pieces, bucket_bytes)),
+        memory=memory,
+        probe=probe,
+        shared=file,
     )
 
 
-def deliver(snapshot: Snapshot, transport: Transport) -> list[DeliveredBucket]:
+def deliver(snapshot: Snapshot, transport: "Transport", version: Version) -> list[DeliveredBucket]:
     """Computes checksums of this rank's buckets, and sends the buckets."""
-    return [
-        DeliveredBucket(bucket=bucket, handle=transport.send(data))
-        for bucket, data in zip(snapshot.described(), snapshot.buckets, strict=True)
-    ]
+    described = snapshot.described()
+    handles = transport.send(snapshot, described, version)
+    return [DeliveredBucket(bucket=bucket, handle=handle) for bucket, handle in zip(described, handles, strict=True)]
 
 
 def _dtype(entry: TensorEntry) -> torch.dtype:

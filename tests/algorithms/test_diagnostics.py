@@ -17,6 +17,7 @@ def sums(log_rho: list[float], *, on_policy: list[bool] | None = None, mask: lis
         entropy_BT=torch.ones_like(row),
         mask_BT=torch.tensor([mask or [True] * len(log_rho)]),
         on_policy_BT=torch.tensor([on_policy or [False] * len(log_rho)]),
+        parity_tolerance_nats=0.25,
     )
 
 
@@ -79,11 +80,20 @@ def test_kl_to_the_reference_is_k3_by_hand_and_missing_where_nobody_looked_at_it
         entropy_BT=torch.ones_like(row),
         mask_BT=torch.tensor([[True, True, False]]),
         on_policy_BT=torch.zeros_like(row, dtype=torch.bool),
+        parity_tolerance_nats=0.25,
         reference_BT=row + torch.tensor([[math.log(2), 0.0, 5.0]]),
     )
     both = found + sums([0.0] * 5)
     assert both.means()["kl_to_reference_nats"] == pytest.approx((2 - 1 - math.log(2)) / 2), "mean over its own tokens"
     assert "kl_to_reference_nats" not in sums([0.0]).means()
+
+
+def test_parity_is_of_the_on_policy_tokens_and_adds_up() -> None:
+    found = sums([0.3, -0.1, 9.0, 0.2], on_policy=[True, True, False, True]) + sums([-0.5], on_policy=[True])
+    means = found.means()
+    assert means["on_policy_parity_max_nats"] == pytest.approx(0.5)
+    assert means["on_policy_parity_mean_nats"] == pytest.approx((0.3 + 0.1 + 0.2 + 0.5) / 4)
+    assert means["on_policy_parity_beyond_ratio"] == pytest.approx(2 / 4), "0.3 and 0.5 are beyond 0.25"
 
 
 def test_masked_tokens_count_nowhere() -> None:

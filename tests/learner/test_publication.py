@@ -36,7 +36,7 @@ class Ranks:
         self.taken += 1
         return [[]]
 
-    def send_beside(self, method: Any, transport: Any, slot: int) -> list[list[DeliveredBucket]]:
+    def send_beside(self, method: Any, transport: Any, slot: int, version: Version) -> list[list[DeliveredBucket]]:
         self.sending.add(slot)
         try:
             if self.answers:

@@ -56,12 +56,11 @@ async def test_a_trained_step_is_recorded_with_what_it_trained() -> None:
     assert read("asyncrl_stall_timeout_seconds") == scene.config.run.stall_timeout_s
     assert read("asyncrl_weight_sync_timeout_seconds") == scene.config.weights.load_timeout_s
     assert read("asyncrl_weight_lag_limit_versions") == 1
-    assert read("asyncrl_weight_parity_limit_nats") == 1e-4
 
 
 NOT_OF_A_STEP = {
     *("run_info", "stall_timeout_seconds", "weight_sync_timeout_seconds", "weight_lag_limit_versions"),
-    *("weight_parity_limit_nats", "weight_parity_nats", "rows_outstanding", "learner_heldout_reward_mean"),
+    *("weight_parity_ratio", "weight_parity_nats", "rows_outstanding", "learner_heldout_reward_mean"),
     *("checkpoint_interval_versions", "checkpoint_policy_version", "checkpoint_last_success_timestamp_seconds"),
     *("heartbeat_timestamp_seconds", "deadline_seconds"),
     *("run_incarnation", "run_restarts", "run_resumed_timestamp_seconds"),
@@ -99,10 +98,10 @@ async def test_every_gauge_of_a_trained_step_shows_the_number_that_bears_its_nam
         name: next(numbers) / 64 for name in ("zero_variance_ratio", "all_right_ratio", "all_wrong_ratio")
     }
     of_loss = {"clipped_ratio": next(numbers) / 64, "gated_ratio": next(numbers) / 64}
-    ess, k1, k3, peak, overlong, masked, failed, value_loss = (next(numbers) / 64 for _ in range(8))
+    ess, k1, k3, peak, overlong, masked, failed, value_loss, parity = (next(numbers) / 64 for _ in range(9))
     report = dataclasses.replace(
         step.report, **same, ess=ess, kl_behaviour_k1_nats=k1, kl_behaviour_k3_nats=k3, peak_flops_per_s=peak,
-        loss_metrics=of_loss, diagnostics=measured,
+        on_policy_parity_mean_nats=parity, loss_metrics=of_loss, diagnostics=measured,
     )  # fmt: skip
     of_samples |= {"stale_tokens": 111, "stale_samples": 112}
     ratios = {"overlong_ratio": overlong, "masked_ratio": masked, "failed_ratio": failed}
@@ -122,6 +121,7 @@ async def test_every_gauge_of_a_trained_step_shows_the_number_that_bears_its_nam
         "failed_samples_ratio": failed,
         "reward_mean": 0.5,
         "peak_flops_per_second": peak,
+        "parity_mean_nats": parity,
     }
     expected |= {"explained_variance": 0.75, "value_clipped_ratio": 0.1, "policy_version": step.status.version.step}
     shown = {f"asyncrl_learner_{name}": value for name, value in expected.items()} | {

@@ -26,7 +26,7 @@ def learner() -> LearnerMetrics:
     metrics.run_info(CONFIG)
     metrics.heartbeat(unix_time_s=1.7e9)
     metrics.states_from(lambda: {"forward_backward": 2.5})
-    metrics.limits(CONFIG, weight_parity_nats=1e-4)
+    metrics.limits(CONFIG)
     metrics.incarnation(3, nonce="ab12", restarts=2, resumed_unix_s=1.7e9)
     metrics.step(outcome="trained", duration_s=0.3, tokens=640)
     metrics.utilisation(model_flops=6_000_000, peak_flops_per_s=989e12)
@@ -38,8 +38,9 @@ def learner() -> LearnerMetrics:
     metrics.checkpoint_staged(0.5)
     metrics.checkpoint_postponed()
     metrics.checkpoint_failed()
-    metrics.parity(3e-6)
+    metrics.parity(3e-6, ratio=0.03)
     metrics.versions(learner=12, published=11)
+    metrics.weight_delivery(outcome="failed")
     metrics.published(bytes=2_400_000, phase_seconds={"snapshot": 0.02, "deliver": 0.1})
     return metrics
 
@@ -58,7 +59,7 @@ def generator() -> GeneratorMetrics:
     metrics.scored(duration_s=0.02)
     metrics.reward_failed(reason="reward_timeout", samples=3)
     metrics.weight_update(outcome="applied", phase_seconds={"fetch": 0.01, "apply": 0.05})
-    metrics.parity(7e-7)
+    metrics.parity(7e-7, ratio=0.007)
     return metrics
 
 
@@ -169,7 +170,7 @@ def test_every_timeout_of_the_configuration_is_shown_by_its_key() -> None:
     assert {key for key in settings if key.endswith("_s") and not key.endswith("_per_s")} == {*DEADLINES}
     metrics = LearnerMetrics()
     changed = {"generator": {"rollout_timeout_s": 77.0}, "run": {"shutdown_grace_s": 7}}
-    metrics.limits(Config.model_validate(changed), weight_parity_nats=1e-4)
+    metrics.limits(Config.model_validate(changed))
     shown = {key: value(metrics, "asyncrl_deadline_seconds", deadline=key) for key in DEADLINES}
     assert shown["generator.rollout_timeout_s"] == 77.0
     assert shown["run.shutdown_grace_s"] == 7.0
@@ -210,7 +211,7 @@ def test_recording_nonsense_never_raises_logs_once_and_leaves_the_metric_usable(
 
 def test_a_nan_gauge_is_shown_as_such() -> None:
     metrics = LearnerMetrics()
-    metrics.parity(float("nan"))
+    metrics.parity(float("nan"), ratio=0.0)
     assert b"asyncrl_weight_parity_nats NaN" in generate_latest(metrics.registry)
 
 
@@ -237,7 +238,7 @@ def test_an_open_label_is_capped() -> None:
 
 def test_two_processes_worth_of_metrics_live_side_by_side() -> None:
     first, second = LearnerMetrics(), LearnerMetrics()
-    first.parity(1.0)
+    first.parity(1.0, ratio=2.0)
     assert math.isnan(value(second, "asyncrl_weight_parity_nats") or 0.0)
 
 

@@ -20,7 +20,7 @@ from asyncrl.algorithms.presets import PRESETS
 from asyncrl.algorithms.shares import with_shares
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.policy.logprobs import model_logprobs
-from asyncrl.policy.micro_batch import loss_of
+from asyncrl.policy.micro_batch import OnPolicy, loss_of
 from asyncrl.ranks.batching import count_trained
 from asyncrl.ranks.loss_pass import MicroBatchOutcome, UpdateContext, aligned
 
@@ -57,7 +57,10 @@ def outcome(
     tokens, samples = count_trained(data)
     counts = {"global_valid_seqs": torch.tensor(samples), "global_valid_toks": torch.tensor(tokens)}
     context = UpdateContext(loss_fn=loss_fn, counts=counts, step=step, sole_update=sole_update)
-    return loss_of(data, model=model(), context=context, temperature=TEMPERATURE, packed=False)
+    return loss_of(data, model=model(), context=context, temperature=TEMPERATURE, packed=False, on_policy=ON_POLICY)
+
+
+ON_POLICY = OnPolicy(tolerance_nats=1e-4, whole_samples=False)
 
 
 class Wrapped:
@@ -220,7 +223,7 @@ def test_a_model_in_bfloat16_gives_losses_log_probs_and_logits_in_float32() -> N
     for input_type in LossInputType:
         loss_fn = Watched(PRESETS["gspo"].objective, input_type)
         context = UpdateContext(loss_fn=loss_fn, counts=counts, step=STEP, sole_update=True)
-        loss_of(data, model=half, context=context, temperature=TEMPERATURE, packed=False)
+        loss_of(data, model=half, context=context, temperature=TEMPERATURE, packed=False, on_policy=ON_POLICY)
     assert [tensor.dtype for tensor in given] == [torch.float32] * 2
 
 
@@ -235,6 +238,20 @@ def test_diagnostics_of_columns_in_bfloat16_are_those_of_the_same_numbers_in_flo
         data[column] = data[column].float()
     wide = outcome(loss, data)
     assert half.sums == wide.sums
+
+
+@pytest.mark.parametrize(
+    ("whole_samples", "expected"), [(False, [[0, 0, 1], [0, 1, 1]]), (True, [[0, 0, 0], [0, 1, 1]])]
+)
+def test_with_a_kept_cache_only_samples_of_one_version_are_on_policy(
+    whole_samples: bool, expected: list[list[int]]
+) -> None:
+    """D17: tokens after an update have keys and values of the weights before it."""
+    data = BatchedDataDict(weight_versions=torch.tensor([[0, 0, STEP - 1, STEP], [0, 0, STEP, STEP]]))
+    mask_BT = torch.tensor([[False, True, True], [False, True, True]])
+    found = OnPolicy(tolerance_nats=1e-4, whole_samples=whole_samples).mask(data, mask_BT=mask_BT, step=STEP)
+    assert found.int().tolist() == expected
+    assert not OnPolicy(tolerance_nats=1e-4, whole_samples=False).mask(data, mask_BT=mask_BT, step=None).any()
 
 
 def test_a_penalty_is_no_push() -> None:

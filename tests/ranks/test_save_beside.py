@@ -6,6 +6,7 @@ import pytest
 import ray
 from test_first_cause import BROKEN, Call
 
+from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.errors import ActorGone, CheckpointError, WeightError
 from asyncrl.policy.worker import PolicyWorker
@@ -75,10 +76,10 @@ def send(*outcomes: Any) -> list[Any]:
     transport: Any = "transport"
     ranks = group._ranks = [Rank(outcome, lane=BESIDE) for outcome in outcomes]
     try:
-        return group.send_beside(PolicyWorker.deliver, transport, 0)
+        return group.send_beside(PolicyWorker.deliver, transport, 0, Version(1, 2))
     finally:
         assert group._ranks == ranks, "a delivery must end no rank"
-        assert all(rank.calls == [("deliver", "transport", 0)] for rank in ranks)
+        assert all(rank.calls == [("deliver", "transport", 0, Version(1, 2))] for rank in ranks)
 
 
 def test_every_rank_delivers_in_its_thread_beside_the_steps() -> None:

@@ -153,7 +153,7 @@ TROUBLE: dict[Concern, dict[str, Any]] = {
         "groups": {"trained": 24, "failed": 23, "reserved": 400},
         "failures": {"reward_timeout": 3, "reward_raised": 20},
     },
-    Concern.PARITY: {"parity_nats": 0.3, "parity_limit_nats": 0.05},
+    Concern.PARITY: {"parity_ratio": 6.0, "parity_nats": 0.3},
     Concern.STALE_DATA: {"ess_ratio": 0.21},
     Concern.BOTTLENECK: {"learner_shares": WAITING_LEARNER, "generator_shares": HELD_BACK_GENERATORS},
 }
@@ -162,8 +162,8 @@ FINE: dict[str, Any] = {
     "steps_skipped": 1,
     "equal_rewards_ratio": 0.9,
     "groups": {"trained": 95, "failed": 5},
+    "parity_ratio": 1.0,
     "parity_nats": 0.05,
-    "parity_limit_nats": 0.05,
     "ess_ratio": 0.3,
 }
 SENTENCES = {
@@ -172,7 +172,7 @@ SENTENCES = {
     "use easier questions, a denser reward, or a larger learner.group_size.",
     Concern.FAILURES: "49 % of the groups failed and were not trained (reward_raised 20, reward_timeout 3): fix the "
     "reward.",
-    Concern.PARITY: "differ by up to 0.3 nats (weights.parity_tolerance_nats = 0.05)",
+    Concern.PARITY: "differ by 6 times the accepted difference (weights.parity_tolerance_nats), and by up to 0.3 nats",
     Concern.STALE_DATA: "The effective sample size is 21 %",
     Concern.BOTTLENECK: "raise staleness.max_versions",
 }

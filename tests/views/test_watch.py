@@ -126,13 +126,6 @@ def test_groups_that_fail_before_the_first_step_are_warned_of(tmp_path: Path) ->
     assert view.headline.sentence.startswith("100 % of the groups failed and were not trained (reward_raised 20)")
 
 
-def test_a_replica_whose_engine_disagrees_is_warned_of(run: Path) -> None:
-    report = msgspec.structs.replace(status_of(run).reports["generator-a"], parity_max_nats=0.5)
-    view = next(watch.watch(run, ask=lambda: status_of(run, reports={"generator-a": report})))
-    assert view.headline is not None
-    assert "differ by up to 0.5 nats" in view.headline.sentence
-
-
 def test_the_numbers_of_another_run_of_the_same_name_are_not_shown(run: Path) -> None:
     with pytest.raises(RunError, match="is not the run of"):
         next(watch.watch(run, ask=make_status))

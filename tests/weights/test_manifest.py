@@ -1,7 +1,6 @@
 """A manifest refuses all data that differs from what was published, and names it."""
 
 import itertools
-import math
 import re
 from collections.abc import Callable, Sequence
 
@@ -180,11 +179,9 @@ def test_a_repeated_version_is_no_news_and_an_older_one_is_a_regression() -> Non
             is_news(older, Version(1, 3))
 
 
-def test_the_probe_shows_the_worst_token_and_never_swallows_a_nan() -> None:
+def test_the_probe_has_the_difference_of_every_token() -> None:
     probe = Probe(tokens=((1, 2, 3), (4, 5)), logprobs=((-1.0, -2.0), (-3.0,)))
-    assert probe.max_difference_nats([[-1.0, -2.5], [-3.25]]) == 0.5
-    assert math.isnan(probe.max_difference_nats([[math.nan, -2.0], [-3.0]]))
-    assert math.isnan(probe.max_difference_nats([[-1.0, -2.0], [math.nan]]))
+    assert probe.differences_nats([[-1.0, -2.5], [-3.25]]) == [0.0, 0.5, 0.25]
 
 
 @pytest.mark.parametrize("scores", [[[-1.0], [-3.0]], [[-1.0, -2.0]], [[-1.0, -2.0], [-3.0], []]])
@@ -193,7 +190,7 @@ def test_log_probs_not_as_many_as_the_probes_tokens_fail_the_handshake(scores: l
     probe = Probe(tokens=((1, 2, 3), (4, 5)), logprobs=((-1.0, -2.0), (-3.0,)))
     counts = re.escape(f"{[len(row) for row in scores]} log-probs for the probe's sequences, the learner [2, 1]")
     with pytest.raises(HandshakeError, match=counts):
-        probe.max_difference_nats(scores)
+        probe.differences_nats(scores)
 
 
 def test_a_version_label_that_does_not_parse_is_an_error() -> None:

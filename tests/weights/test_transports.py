@@ -1,13 +1,160 @@
-"""Weights through Ray's object store: lost bytes raise an error of their own type."""
+"""Every transport keeps one contract: the bytes of two ranks arrive as they were sent, and lost bytes have an error of
+their own type."""
 
+import asyncio
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
+import ray
+import torch
 from ray.exceptions import GetTimeoutError, OwnerDiedError
 
-from asyncrl.errors import FetchTimeout, ManifestVoid
-from asyncrl.weights.transports import object_store
+from asyncrl.common.version import Version
+from asyncrl.config.schema import Config
+from asyncrl.errors import FetchTimeout, ManifestVoid, WeightError, WeightsDamaged
+from asyncrl.weights.manifest import Manifest, ParameterSpec, Probe, check_layout, layout, put_bucket
+from asyncrl.weights.publisher import DeliveredBucket, Snapshot, deliver, snapshot_of
+from asyncrl.weights.tensor_views import view_of
+from asyncrl.weights.transports import filesystem, object_store, shared_snapshot
+from asyncrl.weights.transports.filesystem import FilesystemTransport
+from asyncrl.weights.transports.interfaces import Transport
 from asyncrl.weights.transports.object_store import ObjectStoreTransport
+from asyncrl.weights.transports.of_config import transport_of
+from asyncrl.weights.transports.shared_snapshot import SharedSnapshotTransport
+
+pytestmark = pytest.mark.slow  # imports torch
+
+RANKS = 2
+WEIGHTS = {
+    "a": torch.arange(12.0).reshape(4, 3),
+    "b": torch.arange(5.0) + 100,
+    "big": torch.arange(64.0).reshape(2, 32),
+}
+SPECS = [ParameterSpec(name, tuple(value.shape), "float32", value.nbytes) for name, value in WEIGHTS.items()]
+PROBE = Probe(tokens=(), logprobs=())
+
+
+def snapshots(*, shared: bool, change: float = 0.0) -> list[Snapshot]:
+    """Returns the snapshot of each rank. The first has the upper rows of each tensor."""
+    found = []
+    for rank in range(RANKS):
+        shards = []
+        for name, tensor in WEIGHTS.items():
+            start = 0 if rank == 0 else -(-len(tensor) // 2)
+            rows = tensor[: -(-len(tensor) // 2)] if rank == 0 else tensor[start:]
+            shards.append((name, start * tensor[0].numel(), rows + change))
+        found.append(snapshot_of(shards, layout(SPECS), probe=PROBE, bucket_bytes=100, shared=shared))
+    return found
+
+
+class Sending:
+    """The learner's ranks with one transport."""
+
+    def __init__(self, transport: Transport, *, shared: bool) -> None:
+        self.transport, self.shared = transport, shared
+        self.kept: list[Snapshot] = []
+
+    def publish(self, step: int, *, change: float = 0.0) -> tuple[Manifest, list[Any]]:
+        self.kept = snapshots(shared=self.shared, change=change)
+        version = Version(1, step)
+        sent: list[DeliveredBucket] = [b for each in self.kept for b in deliver(each, self.transport, version)]
+        manifest = Manifest(
+            version=version,
+            previous=None,
+            tensors=layout(SPECS),
+            buckets=tuple(each.bucket for each in sent),
+            probe=PROBE,
+        )
+        return manifest, [each.handle for each in sent]
+
+
+async def received(transport: Transport, manifest: Manifest, handles: list[Any]) -> dict[str, torch.Tensor]:
+    check_layout(manifest)
+    flat = torch.zeros(manifest.flat_bytes, dtype=torch.uint8)
+    for index, handle in enumerate(handles):
+        put_bucket(manifest, index, await transport.receive(handle, timeout_s=30.0), flat=flat.numpy())
+    return {entry.name: view_of(entry, flat) for entry in manifest.tensors}
+
+
+@pytest.fixture(scope="module")
+def own_ray() -> Iterator[None]:
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=80 * 2**20)
+    yield
+    ray.shutdown()
+
+
+MAKERS: dict[str, Callable[[Path], Sending]] = {
+    "object_store": lambda folder: Sending(ObjectStoreTransport(), shared=False),
+    "filesystem": lambda folder: Sending(FilesystemTransport(folder / "weights"), shared=False),
+    "ipc": lambda folder: Sending(SharedSnapshotTransport(), shared=True),
+}
+
+
+@pytest.fixture(params=list(MAKERS))
+def sending(request: pytest.FixtureRequest, tmp_path: Path) -> Sending:
+    if request.param == "object_store":
+        request.getfixturevalue("own_ray")
+    return MAKERS[request.param](tmp_path)
+
+
+@pytest.mark.asyncio
+async def test_the_shards_of_all_ranks_arrive_as_whole_weights(sending: Sending) -> None:
+    for step in range(4):
+        manifest, handles = sending.publish(step, change=float(step))
+        handles = [
+            handle if sending.transport.__class__ is ObjectStoreTransport else _over_a_wire(handle)
+            for handle in handles
+        ]
+        found = await received(sending.transport, manifest, handles)
+        for name, tensor in WEIGHTS.items():
+            assert torch.equal(found[name], tensor + step), name
+    sending.transport.close()
+
+
+def _over_a_wire(handle: Any) -> Any:
+    """Returns the handle as another process gets it."""
+    return msgspec.convert(msgspec.to_builtins(handle), type(handle))
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F12")
+async def test_bytes_that_change_on_their_way_are_refused(sending: Sending, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest, handles = sending.publish(0)
+    receive = sending.transport.receive
+
+    async def flipped(handle: Any, *, timeout_s: float) -> Any:
+        data = np.array(await receive(handle, timeout_s=timeout_s))
+        data[-1] ^= 1
+        return data
+
+    monkeypatch.setattr(sending.transport, "receive", flipped)
+    with pytest.raises(WeightsDamaged, match=r"bucket 0 .* has the checksum"):
+        await received(sending.transport, manifest, handles)
+
+
+# -- what only one of them does ---------------------------------------------------------------------------------------
+
+
+def test_the_configuration_names_the_transport(tmp_path: Path) -> None:
+    def chosen(**weights: Any) -> Transport:
+        return transport_of(Config.model_validate({"weights": weights, "run": {"dir": str(tmp_path), "name": "r"}}))
+
+    assert isinstance(chosen(), ObjectStoreTransport)
+    assert isinstance(chosen(transport="ipc"), SharedSnapshotTransport)
+    ours, users = chosen(transport="filesystem"), chosen(transport="filesystem", folder=str(tmp_path / "shared"))
+    assert isinstance(ours, FilesystemTransport)
+    assert isinstance(users, FilesystemTransport)
+    assert ours._folder == tmp_path / "r" / "weights"
+    assert users._folder == tmp_path / "shared"
+
+
+def _files(folder: Path) -> list[Path]:
+    return list(folder.iterdir())
 
 
 def failing_with(error: Exception) -> Any:
@@ -33,3 +180,80 @@ async def test_bytes_that_do_not_arrive_in_time_name_the_deadline(monkeypatch: p
     monkeypatch.setattr(object_store.ray, "get", failing_with(GetTimeoutError()))
     with pytest.raises(FetchTimeout, match=r"weights\.load_timeout_s = 7 s"):
         await ObjectStoreTransport().receive("handle", timeout_s=7.0)
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F38")
+async def test_files_of_old_versions_are_deleted_and_the_newest_ones_stay(tmp_path: Path) -> None:
+    sending = Sending(FilesystemTransport(tmp_path), shared=False)
+    first = sending.publish(9)
+    for step in range(10, 13):
+        newest = sending.publish(step)
+    (tmp_path / "notes.txt").touch()
+    assert sorted(os.listdir(tmp_path)) == ["1.10", "1.11", "1.12", "notes.txt"]
+    assert {path.suffix for path in _files(tmp_path / "1.12")} == {".safetensors"}
+    with pytest.raises(ManifestVoid, match=r"cannot be read .*check that weights\.folder"):
+        await received(sending.transport, *first)
+    await received(sending.transport, *newest)
+    sending.transport.close()
+    assert os.listdir(tmp_path) == ["notes.txt"]
+
+
+@pytest.mark.asyncio
+async def test_a_disk_that_does_not_answer_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sending = Sending(FilesystemTransport(tmp_path), shared=False)
+    _, handles = sending.publish(0)
+    may_read = asyncio.Event()
+
+    async def stuck(*_: Any) -> Any:
+        await may_read.wait()
+
+    monkeypatch.setattr(filesystem.asyncio, "to_thread", stuck)
+    with pytest.raises(FetchTimeout, match=r"weights\.load_timeout_s = 0\.01 s"):
+        await sending.transport.receive(handles[0], timeout_s=0.01)
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F38")
+async def test_the_memory_of_a_rank_that_has_ended_voids_the_manifest() -> None:
+    sending = Sending(SharedSnapshotTransport(), shared=True)
+    _, handles = sending.publish(0)
+    gone = msgspec.structs.replace(handles[0], path=f"/proc/{os.getpid()}/fd/99999")
+    with pytest.raises(ManifestVoid, match="has ended"):
+        await sending.transport.receive(gone, timeout_s=1.0)
+
+
+@pytest.mark.asyncio
+async def test_shared_memory_of_another_node_is_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    sending = Sending(SharedSnapshotTransport(), shared=True)
+    _, handles = sending.publish(0)
+    monkeypatch.setattr(shared_snapshot.platform, "node", lambda: "elsewhere")
+    with pytest.raises(WeightError, match=r"needs learner and generators on one node.*use object_store"):
+        await sending.transport.receive(handles[0], timeout_s=1.0)
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F12")
+async def test_shared_memory_that_a_newer_snapshot_overwrites_is_no_whole_version() -> None:
+    sending = Sending(SharedSnapshotTransport(), shared=True)
+    manifest, handles = sending.publish(0)
+    sending.kept[1].memory[:4] ^= 1
+    with pytest.raises(WeightsDamaged):
+        await received(sending.transport, manifest, handles)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_snapshot_reuses_the_memory_of_another_one(shared: bool) -> None:
+    [first, *_] = snapshots(shared=shared)
+    again = snapshot_of(
+        [("a", 0, WEIGHTS["a"][:2] + 1), ("b", 0, WEIGHTS["b"][:3]), ("big", 0, WEIGHTS["big"][:1])],
+        layout(SPECS),
+        probe=PROBE,
+        bucket_bytes=100,
+        shared=shared,
+        last=first,
+    )
+    assert again.memory is first.memory
+    assert again.shared is first.shared
+    assert (first.shared is not None) is shared
+    assert again.memory[:24].view(np.float32).tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]

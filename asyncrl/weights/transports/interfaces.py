@@ -2,17 +2,23 @@
 
 from typing import Any, Protocol
 
-from asyncrl.weights.manifest import Bytes
+from asyncrl.common.version import Version
+from asyncrl.weights.manifest import Bucket, Bytes
+from asyncrl.weights.publisher import Snapshot
 
 
 class Transport(Protocol):
     """`send` runs on a learner's rank, `receive` in a replica. The handles travel between them with the manifest."""
 
-    def send(self, bucket: Bytes) -> Any:
-        """Makes one bucket of bytes available and returns its handle."""
+    def send(self, snapshot: Snapshot, described: tuple[Bucket, ...], version: Version) -> list[Any]:
+        """Makes the buckets of a rank's snapshot available as `version`. Returns a handle for each bucket, in order.
+        `described` are the snapshot's buckets as the manifest has them."""
         ...
 
     async def receive(self, handle: Any, *, timeout_s: float) -> Bytes:
-        """Returns the bytes of a bucket. Raises ManifestVoid when the process that sent it has died, and
-        FetchTimeout after `timeout_s`."""
+        """Returns the bytes of a bucket. Raises ManifestVoid when they are lost, and FetchTimeout after `timeout_s`."""
+        ...
+
+    def close(self) -> None:
+        """Deletes what the transport keeps outside of the learner's processes. For the end of a run."""
         ...

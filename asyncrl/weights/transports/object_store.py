@@ -6,15 +6,19 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError
 
+from asyncrl.common.version import Version
 from asyncrl.errors import FetchTimeout, ManifestVoid
-from asyncrl.weights.manifest import Bytes
+from asyncrl.weights.manifest import Bucket, Bytes
+from asyncrl.weights.publisher import Snapshot
 
 
 class ObjectStoreTransport:
     """Implements `Transport`. A bucket exists as long as the rank that has put it."""
 
-    def send(self, bucket: Bytes) -> Any:
-        return ray.put(bucket)
+    def send(self, snapshot: Snapshot, described: tuple[Bucket, ...], version: Version) -> list[Any]:
+        return [ray.put(data) for data in snapshot.buckets]
+
+    def close(self) -> None: ...
 
     async def receive(self, handle: Any, *, timeout_s: float) -> Bytes:
         try:

@@ -1,0 +1,165 @@
+"""Measures what a publication of weights costs: the time for which training waits, and the pause of an engine.
+
+    python benchmarks/publication.py [--ranks 2] [--rounds 9] [--dtype float32]
+
+The model is a Qwen3 with about 100 million parameters on CPUs. The learner's part runs first, on its ranks:
+
+- `memcpy`: every rank copies as many bytes as it sends from one block of memory to another, all ranks at the same time.
+  The time is that of the slowest rank.
+- `snapshot`: the call for which training waits, as the learner makes it, without the parity probe.
+- `probe`: the log-probs of the parity probe, which the same call computes.
+
+Then one vLLM engine loads the same weights again and again, while it generates:
+
+- `memcpy`: one copy of all bytes.
+- `stage`: every bucket is put into its place and verified, while the engine generates.
+- `pause`: from the call that pauses generation until it has resumed.
+
+The claims are that the median of `snapshot` is at most three times the median of the ranks' `memcpy`, and the median of
+`pause` at most twice the median of the engine's `memcpy` and 40 ms. 20 ms of a pause are a fixed sleep inside vLLM.
+"""
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import ray
+import torch
+from checkpoint_cost import make_model, timed
+from transformers import AutoModelForCausalLM
+
+from asyncrl.common.version import Version
+from asyncrl.config.schema import Config
+from asyncrl.generation.vllm_engine import VLLMEngine, prepare_environment
+from asyncrl.policy.lm_policy import Policy
+from asyncrl.policy.worker import PolicyWorker
+from asyncrl.ranks.gather import own_shards, parameter_specs
+from asyncrl.weights.manifest import Manifest, Probe, layout, put_bucket
+from asyncrl.weights.publisher import snapshot_of
+from asyncrl.weights.staging import StagedWeights
+
+MIB = 2**20
+PROBE = [list(range(1, 21)) for _ in range(4)]
+Measured = dict[str, list[float]]
+
+
+def memcpy(worker: PolicyWorker) -> tuple[int, float]:
+    """Copies as many bytes as this rank sends. Returns the bytes and the seconds."""
+    nbytes = worker._snapshots[0].memory.nbytes
+    blocks = getattr(worker, "blocks", None)
+    if blocks is None:
+        blocks = worker.blocks = (np.ones(nbytes, dtype=np.uint8), np.ones(nbytes, dtype=np.uint8))  # type: ignore[attr-defined]
+    worker.gather(None)  # the ranks begin together
+    started_s = time.perf_counter()
+    np.copyto(blocks[1], blocks[0])
+    return nbytes, time.perf_counter() - started_s
+
+
+def learners_part(config: Config, model: Path, *, rounds: int) -> Measured:
+    measured: Measured = {"memcpy": [], "snapshot": [], "probe": []}
+    policy = Policy(config, model_path=str(model))
+    try:
+        policy.start()
+        entries = layout(policy.weights_metadata())
+        for slot in (0, 1):  # the first snapshots get their memory from the system
+            policy.on_ranks(PolicyWorker.take_snapshot, entries, PROBE, slot)
+        ranks = policy.on_ranks(memcpy)
+        print(f"sent by each rank: {', '.join(f'{nbytes / MIB:.0f} MiB' for nbytes, _ in ranks)}")
+        for number in range(rounds):
+            slot = number % 2
+            measured["memcpy"].append(max(seconds for _, seconds in policy.on_ranks(memcpy)))
+            measured["snapshot"].append(
+                timed(lambda at=slot: policy.on_ranks(PolicyWorker.take_snapshot, entries, [], at))  # type: ignore[misc]
+            )
+            measured["probe"].append(timed(lambda: policy.on_ranks(PolicyWorker.probe, PROBE)))
+    finally:
+        policy.shutdown()
+    return measured
+
+
+async def engines_part(config: Config, model: Path, *, rounds: int) -> Measured:
+    measured: Measured = {"memcpy": [], "stage": [], "pause": [], "load": []}
+    dtype = getattr(torch, config.model.dtype)
+    learner = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    entries = layout(parameter_specs(learner, dtype=dtype))
+    probe = Probe(tokens=(), logprobs=())
+    engine = await VLLMEngine.start(config, model_path=str(model), load_weights=False)
+    generating = asyncio.create_task(_generate(engine))
+    staged = StagedWeights()
+    try:
+        for number in range(rounds + 1):
+            snapshot = snapshot_of(
+                own_shards(learner, rank=0), entries, probe=probe, bucket_bytes=config.weights.bucket_bytes
+            )
+            version = Version(1, number)
+            manifest = Manifest(
+                version=version, previous=None, tensors=entries, buckets=snapshot.described(), probe=probe
+            )
+            started_s = time.perf_counter()
+            staged.begin(manifest)
+            for index, data in enumerate(snapshot.buckets):
+                await asyncio.to_thread(put_bucket, manifest, index, data, flat=staged.flat)
+            stage_s = time.perf_counter() - started_s
+            copy = snapshot.memory.copy()
+            copy_s = timed(lambda to=copy, of=snapshot: np.copyto(to, of.memory))  # type: ignore[misc]
+            times = await engine.load(manifest, staged)
+            if not number:  # the first load gets its memory from the system
+                print(f"engine: {snapshot.memory.nbytes / MIB:.0f} MiB")
+                continue
+            measured["memcpy"].append(copy_s)
+            measured["stage"].append(stage_s)
+            measured["pause"].append(times.pause_s + times.load_s + times.resume_s)
+            measured["load"].append(times.load_s)
+            await asyncio.sleep(0.5)
+    finally:
+        generating.cancel()
+        await engine.shutdown()
+    return measured
+
+
+async def _generate(engine: VLLMEngine) -> None:
+    while True:
+        await engine.generate([1, 2, 3], n=2, seed=None, temperature=1.0, max_tokens=100)
+
+
+def show(part: str, measured: Measured) -> dict[str, float]:
+    print(f"{part}:")
+    for name, seconds in measured.items():
+        median = statistics.median(seconds)
+        print(f"  {name}: median {median * 1e3:.1f} ms, {min(seconds) * 1e3:.1f} to {max(seconds) * 1e3:.1f} ms")
+    return {name: statistics.median(seconds) for name, seconds in measured.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    arguments = parser.parse_args()
+    config = Config.model_validate(
+        {
+            "model": {"dtype": arguments.dtype, "max_length": 128},
+            "learner": {"ranks": arguments.ranks, "collective_timeout_s": 300.0},
+            "generator": {"max_concurrent_groups": 4},
+        }
+    )
+    prepare_environment(config)
+    with tempfile.TemporaryDirectory(prefix="publication-") as name:
+        model = Path(name) / "model"
+        print(f"{make_model(model) / 1e6:.0f} million parameters, {arguments.ranks} ranks, {arguments.dtype}")
+        ray.init(num_cpus=arguments.ranks, include_dashboard=False, log_to_driver=False)
+        try:
+            learner = show("learner", learners_part(config, model, rounds=arguments.rounds))
+        finally:
+            ray.shutdown()
+        engine = show("engine", asyncio.run(engines_part(config, model, rounds=arguments.rounds)))
+    print(f"snapshot / memcpy: {learner['snapshot'] / learner['memcpy']:.2f} (goal 3)")
+    print(f"(pause - 40 ms) / memcpy: {(engine['pause'] - 0.04) / engine['memcpy']:.2f} (goal 2)")
+
+
+if __name__ == "__main__":
+    main()

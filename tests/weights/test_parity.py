@@ -1,0 +1,70 @@
+"""In float32 one token decides whether engine and learner agree; in bfloat16 a quantile and the mean of many tokens."""
+
+import math
+
+import pytest
+
+from asyncrl.config.schema import Config
+from asyncrl.weights.parity import POOLED_TOKENS, Differences, ParityJudge, ParityLimits
+
+
+def limits(dtype: str, **weights: float) -> ParityLimits:
+    return ParityLimits.of(Config.model_validate({"model": {"dtype": dtype}, "weights": weights}))
+
+
+def differences(*nats: float, tolerance_nats: float = 0.05) -> Differences:
+    return Differences.of(nats, tolerance_nats=tolerance_nats)
+
+
+def test_differences_count_what_is_beyond_the_tolerance_and_a_nan_as_infinite() -> None:
+    found = differences(0.01, 0.06, 0.05, math.nan)
+    assert (found.tokens, found.beyond, found.max_nats, found.sum_nats) == (4, 2, math.inf, math.inf)
+    assert differences() == Differences(tokens=0, beyond=0, sum_nats=0.0, max_nats=0.0)
+
+
+@pytest.mark.parametrize("tolerance", [1e-4, 0.3])
+def test_in_float32_the_largest_difference_decides(tolerance: float) -> None:
+    judge = ParityJudge(limits("float32", parity_tolerance_nats=tolerance))
+    agreeing = [0.0] * 10_000
+    assert judge.ratio(differences(*agreeing, tolerance)) == 1.0
+    assert judge.ratio(differences(*agreeing, 2 * tolerance)) == pytest.approx(2.0)
+    assert judge.ratio(differences(*agreeing)) == 0.0, "the step before does not count"
+    assert judge.ratio(differences(math.nan)) == math.inf
+
+
+def test_in_bfloat16_single_tokens_may_be_beyond_the_tolerance() -> None:
+    """D13: the largest of some thousand differences is 0.06 to 0.08 nats, by rounding alone."""
+    judge = ParityJudge(limits("bfloat16"))
+    assert judge.ratio(differences(*[0.004] * 1990, *[0.08] * 10)) < 1.0
+    judge.start_over()
+    assert judge.ratio(differences(*[0.004] * 1970, *[0.08] * 30)) == pytest.approx(1.5)
+
+
+def test_in_bfloat16_a_mean_beyond_its_limit_is_no_agreement_although_each_token_is_within_the_tolerance() -> None:
+    judge = ParityJudge(limits("bfloat16"))
+    assert judge.ratio(differences(*[0.03] * 2000)) == pytest.approx(1.5)
+    strict = ParityJudge(limits("bfloat16", parity_mean_nats=0.001))
+    assert strict.ratio(differences(*[0.004] * 2000)) == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(("tokens", "agrees"), [(10, True), (40, False)])
+def test_few_tokens_that_differ_much_are_found_before_there_are_enough(tokens: int, agrees: bool) -> None:
+    judge = ParityJudge(limits("bfloat16"))
+    assert (judge.ratio(differences(*[0.9] * tokens)) <= 1.0) is agrees
+
+
+def test_the_newest_tokens_are_judged_and_at_least_so_many() -> None:
+    judge = ParityJudge(limits("bfloat16"))
+    judge.ratio(differences(*[0.08] * 19))
+    for _ in range(POOLED_TOKENS // 100 - 1):
+        ratio = judge.ratio(differences(*[0.0] * 100))
+    assert ratio == pytest.approx(19 / POOLED_TOKENS / 0.01), "the first ones are among the newest 2,000"
+    assert judge.ratio(differences(*[0.0] * 100)) == 0.0
+    judge.ratio(differences(*[0.9] * 2000))
+    judge.start_over()
+    assert judge.ratio(differences(0.08)) < 1.0, "weights that were replaced are forgotten"
+
+
+def test_the_limits_in_words() -> None:
+    assert limits("float32").words == "weights.parity_tolerance_nats = 0.0001"
+    assert "0.01 of 2000 tokens may be beyond weights.parity_tolerance_nats = 0.05" in limits("bfloat16").words
