@@ -40,7 +40,7 @@ AsyncRLError
     ├── TornReplica            only part of an update was applied; the replica stays paused (F11)
     ├── ParityError            the engine's log-probs differ from the learner's log-probs
     ├── ManifestVoid           the process that published the weights has ended, and their bytes with it
-    ├── FetchTimeout           the bytes of a version did not arrive in time
+    ├── FetchFailed            the bytes of a version did not arrive in time, or there was no memory for them
     ├── CollectiveError        a peer of the weights' process group is dead, missing or late
     └── UpdateRefused          another peer refused the update before the transfer; the process group stays usable
 
@@ -254,7 +254,7 @@ class WeightError(AsyncRLError):
 
 
 class ManifestMismatch(WeightError):
-    """A parameter's name, shape or dtype differs, or the checksum of a bucket is wrong. No weight was changed."""
+    """A parameter's name, shape or dtype differs, or the buckets do not make up the weights. No weight was changed."""
 
 
 class WeightsDamaged(ManifestMismatch):
@@ -286,8 +286,8 @@ class ManifestVoid(WeightError):
     restart_mends = True
 
 
-class FetchTimeout(WeightError):
-    """The bytes of a version did not arrive within `weights.load_timeout_s`."""
+class FetchFailed(WeightError):
+    """The bytes of a version did not arrive within `weights.load_timeout_s`, or there was no memory for them."""
 
 
 class CollectiveError(WeightError):

@@ -38,7 +38,7 @@ from asyncrl.generation.vllm_engine import VLLMEngine, prepare_environment
 from asyncrl.policy.lm_policy import Policy
 from asyncrl.policy.worker import PolicyWorker
 from asyncrl.ranks.gather import own_shards, parameter_specs
-from asyncrl.weights.manifest import Manifest, Probe, layout, put_bucket
+from asyncrl.weights.manifest import Manifest, Probe, layout
 from asyncrl.weights.publisher import snapshot_of
 from asyncrl.weights.staging import StagedWeights
 
@@ -102,7 +102,7 @@ async def engines_part(config: Config, model: Path, *, rounds: int) -> Measured:
             started_s = time.perf_counter()
             staged.begin(manifest)
             for index, data in enumerate(snapshot.buckets):
-                await asyncio.to_thread(put_bucket, manifest, index, data, flat=staged.flat)
+                await asyncio.to_thread(staged.put, index, data)
             stage_s = time.perf_counter() - started_s
             copy = snapshot.memory.copy()
             copy_s = timed(lambda to=copy, of=snapshot: np.copyto(to, of.memory))  # type: ignore[misc]

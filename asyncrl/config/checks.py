@@ -179,6 +179,21 @@ def _sharding(config: Config) -> Iterator[str]:
         )
 
 
+def _weights(config: Config) -> Iterator[str]:
+    weights = config.weights
+    if weights.kv_cache == "keep" and weights.on_parity_failure == "stop":
+        yield (
+            "weights.on_parity_failure = stop: with weights.kv_cache = keep, tokens after a weight update also depend "
+            "on the weights before it, so that their log-probs may differ; set weights.on_parity_failure to alarm, or "
+            "weights.kv_cache to recompute"
+        )
+    if weights.folder is not None and weights.transport != "filesystem":
+        yield (
+            f"weights.folder = {weights.folder}: is used only by weights.transport = filesystem; set that, or leave "
+            "weights.folder unset"
+        )
+
+
 def _model(config: Config) -> Iterator[str]:
     path = config.model.path
     if config.model.tiny is not None and _HUB_ID.fullmatch(path):
@@ -281,6 +296,7 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _step_shape,
     _sharding,
     _limits,
+    _weights,
     _model,
     _audit,
     _generator,

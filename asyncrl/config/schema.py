@@ -488,7 +488,8 @@ class WeightsSection(Section):
     bucket_bytes: PositiveInt = 64 * 2**20
     """Size of the pieces in which weights are transferred, bytes."""
     load_timeout_s: Annotated[PositiveFloat, WATCHED_DEADLINE] = 60.0
-    """Maximum time for a replica to load a version, seconds. A replica that takes longer ends its engine."""
+    """Maximum time for a replica to fetch a version, and to load it, seconds each. Weights that arrive later are
+    fetched again. A replica that takes longer to load them ends its engine."""
 
 
 class CheckpointSection(Section):

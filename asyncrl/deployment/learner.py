@@ -90,7 +90,7 @@ class LearnerDeployment:
         self._display = LearnerDisplay(
             config, screen=screen, log=self._log, cores=lambda: self._targets.cores, failures=self._failed_groups
         )
-        self._transport = transport_of(config)
+        self._transport = transport_of(config, nonce=run_dir.nonce)
         self._failures: FailureWatch | None = None
         self._checkpoints: Checkpoints | None = None
         self._save_hf: Callable[[Path], None] = lambda path: None
@@ -161,7 +161,8 @@ class LearnerDeployment:
         await handles.coordinator.call(Registry.add_target, "learner", server.address)
         self._display.enter("preparing the model")
         model_path = await unless_one_fails(beside, unless_stopped(stop, self._model_path))
-        ranks.push_async_callback(asyncio.to_thread, self._transport.close)
+        own = handles.lineage.incarnation
+        ranks.push_async_callback(asyncio.to_thread, self._transport.delete, lambda version: version.incarnation == own)
         policy = TQPolicy(config, model_path=model_path, dp_cfg=config.data_plane, dp_client=rows)
         ranks.push_async_callback(asyncio.to_thread, policy.shutdown)
         critic: TQValue | None = None

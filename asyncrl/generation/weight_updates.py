@@ -15,11 +15,12 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.errors import (
-    FetchTimeout,
+    FetchFailed,
     InfraError,
     ManifestMismatch,
     ManifestVoid,
@@ -30,7 +31,7 @@ from asyncrl.errors import (
 )
 from asyncrl.generation.interfaces import InferenceEngine
 from asyncrl.metrics.recorders import GeneratorMetrics
-from asyncrl.weights.manifest import Bytes, Manifest, check_layout, check_parameters, is_news, put_bucket
+from asyncrl.weights.manifest import Bytes, Manifest, check_layout, check_parameters, is_news
 from asyncrl.weights.parity import Differences, ParityJudge, ParityLimits
 from asyncrl.weights.staging import StagedWeights
 from asyncrl.weights.store import Publication, WeightClient
@@ -124,13 +125,14 @@ class WeightUpdates:
                 self._may_start.clear()
             try:
                 await self._update(publication, replica)
-            except (ManifestMismatch, ManifestVoid, FetchTimeout) as error:
+            except (ManifestMismatch, ManifestVoid, FetchFailed) as error:
                 lasting = isinstance(error, ManifestMismatch) and not isinstance(error, WeightsDamaged)
                 if self.version is None and lasting:
                     raise  # the replica's model differs from the learner's, so no later version would fit either
                 # The bytes may be whole the next time. If not, the store's other version may be.
                 refused, newest, refusals = newest, self.version, refusals + 1
                 await self._refused(error, times=refusals)
+                self._check_torn(torn_since_s, error)
                 continue
             except (TornReplica, ParityError) as error:
                 self._metrics.weight_update(outcome="torn", phase_seconds={})
@@ -138,8 +140,7 @@ class WeightUpdates:
                 await self._tear(error, replica)
                 # Only a whole update repairs a torn replica: the same version again, or a newer one.
                 torn_since_s = torn_since_s or self._clock()
-                if self._clock() - torn_since_s > self._limits.load_timeout_s:
-                    raise
+                self._check_torn(torn_since_s, error)
                 newest = None
                 await asyncio.sleep(RETRY_PAUSE_S)
                 continue
@@ -150,10 +151,15 @@ class WeightUpdates:
             self._serial = publication.serial
             self._may_start.set()
 
+    def _check_torn(self, since_s: float | None, error: WeightError) -> None:
+        """Raises the error if the replica has been torn for too long: its tickets must not wait for ever."""
+        if since_s is not None and self._clock() - since_s > self._limits.load_timeout_s:
+            raise error
+
     async def _refused(self, error: WeightError, *, times: int) -> None:
         """Names the error of an update that was refused for the `times`-th time in a row, and pauses."""
         self._metrics.weight_update(outcome="refused", phase_seconds={})
-        pause_s = min(LONGEST_REFETCH_PAUSE_S, REFETCH_PAUSE_S * 2 ** (times - 1))
+        pause_s = min(LONGEST_REFETCH_PAUSE_S, REFETCH_PAUSE_S * 2 ** min(times - 1, 10))
         logger.error(
             "replica %s refused a weight update and keeps %s; it fetches weights again in %.1f s: %s",
             self._name,
@@ -203,7 +209,8 @@ class WeightUpdates:
 
     async def _stage(self, publication: Publication) -> None:
         """Fetches the buckets one after the other, and puts each into its place in the staged weights, where it is
-        verified. The next bucket is fetched meanwhile. Generation goes on."""
+        verified. The next bucket is fetched meanwhile. Generation goes on. Buckets that an earlier attempt has verified
+        are not fetched again."""
         manifest, handles = publication.manifest, publication.handles
         deadline_s = time.monotonic() + self._limits.load_timeout_s
 
@@ -212,14 +219,15 @@ class WeightUpdates:
             return asyncio.ensure_future(self._transport.receive(handles[index], timeout_s=left_s))
 
         await _beside_loop(lambda: self._staged.begin(manifest), nbytes=manifest.flat_bytes)
-        following = fetch(0) if handles else None
+        missing = self._staged.missing
+        following = fetch(missing[0]) if missing else None
         try:
-            for index in range(len(manifest.buckets)):
-                assert following is not None, "a handle for each bucket"
+            for index, after in pairwise([*missing, None]):
+                assert index is not None
+                assert following is not None
                 data = await following
-                following = fetch(index + 1) if index + 1 < len(handles) else None
-                put = functools.partial(put_bucket, manifest, index, data, flat=self._staged.flat)
-                await _beside_loop(put, nbytes=data.nbytes)
+                following = None if after is None else fetch(after)
+                await _beside_loop(functools.partial(self._staged.put, index, data), nbytes=data.nbytes)
         finally:
             if following is not None:
                 following.cancel()
@@ -245,11 +253,11 @@ class WeightUpdates:
         ratio = self._judge.ratio(found)
         self._metrics.parity(found.max_nats, ratio=ratio)
         if ratio > 1.0:
-            self._judge.start_over()
+            judged = self._judge.pooled
+            self._judge.forget_last()
             raise ParityError(
                 f"replica {self._name}: after loading the weights of {manifest.version.words} the engine's log-probs "
-                f"of {found.tokens} tokens differ from the learner's: at most by {found.max_nats:.3g} nats, and "
-                f"{found.beyond} beyond the tolerance ({limits.words}); check that both pools use the same model and "
+                f"are not the learner's: {judged.words} ({limits.words}); check that both pools use the same model and "
                 "dtype, or raise the limits if the difference is only rounding"
             )
         self.parity_max_nats = max(self.parity_max_nats, found.max_nats)

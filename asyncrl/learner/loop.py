@@ -131,6 +131,12 @@ class LearnerLoop:
 
         Raises CheckpointError before the first step if the run's checkpoints cannot be written.
         """
+        try:
+            return await self._run(stop)
+        finally:
+            await self._publisher.stop()
+
+    async def _run(self, stop: asyncio.Event) -> RunTotals:
         self._states.enter("other")
         await self._checkpoints.check()
         learner = self._config.learner
@@ -156,7 +162,6 @@ class LearnerLoop:
                     self._due = None
         except BaseException:
             await self._end.settle_after_error()
-            await self._publisher.stop()
             raise
         await self._end.settle()
         self.phase = "closing"
@@ -165,8 +170,8 @@ class LearnerLoop:
         if not stop.is_set():
             if self._publisher.published != version:
                 await self._publish(version)
-            await self._evaluate(version, stop)
-        await self._publisher.settle()
+            if await self._last_delivered():
+                await self._evaluate(version, stop)
         ledger = await self._coordinator.call(LearnerCalls.ledger_entry, self._incarnation)
         self._log.append_audit(Ended(version, ledger))
         if version != first:  # a run that trained no step has no new weights to save
@@ -348,6 +353,16 @@ class LearnerLoop:
         """Publishes `version` and counts the time until its snapshot is taken as `publish`."""
         with self._states.within("publish"):
             await self._publisher.publish(version)
+
+    async def _last_delivered(self) -> bool:
+        """Waits until the last weights are delivered. If they cannot be, logs it and returns False: they must still be
+        saved."""
+        try:
+            await self._publisher.settle()
+        except StallError as error:
+            logger.error("the last weights are saved, but not evaluated: %s", error)
+            return False
+        return True
 
     async def _publish_if_due(self, status: BriefStatus) -> None:
         """Publishes the learner's version if the gate allows it."""

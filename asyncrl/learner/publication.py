@@ -20,7 +20,7 @@ from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.learner_calls import LearnerCalls
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import encode_prompt
-from asyncrl.errors import ActorGone, Fenced, RunEnded, VersionConflict, VersionRegression, WeightError
+from asyncrl.errors import ActorGone, Fenced, RunEnded, StallError, VersionConflict, VersionRegression
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.policy.tq_policy import TQPolicy
 from asyncrl.policy.worker import PolicyWorker
@@ -84,6 +84,7 @@ class Publisher:
         self._previous: Version | None = None  # the newest version that the weight store has
         self._sending: _Taken | None = None
         self._waiting: _Taken | None = None
+        self._slot = 1  # of the last snapshot
         self._newer = asyncio.Event()
         self._deliveries: asyncio.Task[None] | None = None
         self.trouble = ""
@@ -102,7 +103,9 @@ class Publisher:
             logger.info("weights %s are not delivered: newer ones follow", self._waiting.version)
             self._metrics.weight_delivery(outcome="replaced")
             self._waiting = None
-        slot = 0 if self._sending is None else 1 - self._sending.slot
+        # The snapshot before stays whole as long as it can: with some transports, replicas still read its memory.
+        slot = 1 - (self._slot if self._sending is None else self._sending.slot)
+        self._slot = slot
         started_s = time.monotonic()
         logprobs, *_ = await asyncio.to_thread(
             self._policy.on_ranks, PolicyWorker.take_snapshot, self._entries, self._probe_tokens, slot
@@ -124,14 +127,14 @@ class Publisher:
             self._deliveries.result()
 
     async def settle(self) -> None:
-        """Waits until the newest snapshot is delivered. Raises WeightError after `run.stall_timeout_s`, and at once
-        the error after which no delivery can succeed."""
+        """Waits until the newest snapshot is delivered. Raises StallError after `run.stall_timeout_s`, and at once the
+        error after which no delivery can succeed."""
         if self._deliveries is None:
             return
         limit_s = self._config.run.stall_timeout_s
         _, late = await asyncio.wait([self._deliveries], timeout=limit_s)
         if late:
-            raise WeightError(
+            raise StallError(
                 f"the weights of {self._published} were not delivered within run.stall_timeout_s = {limit_s:g} s: "
                 f"{self.trouble or 'the delivery has not ended'}"
             )
@@ -166,7 +169,7 @@ class Publisher:
     async def _failed(self, error: Exception, failures: int) -> None:
         """Names the error of a delivery, and waits for its repetition, or until a newer snapshot waits."""
         assert self._sending is not None
-        pause_s = min(LONGEST_PAUSE_S, PAUSE_S * 2 ** (failures - 1))
+        pause_s = min(LONGEST_PAUSE_S, PAUSE_S * 2 ** min(failures - 1, 10))
         self.trouble = f"delivering weights {self._sending.version} failed ({type(error).__name__}: {error})"
         logger.error("%s; training goes on, and the delivery is repeated in %.1f s", self.trouble, pause_s)
         self._metrics.weight_delivery(outcome="failed")
@@ -209,7 +212,12 @@ class Publisher:
         # one.
         await self._coordinator.call(LearnerCalls.published, taken.version)
         await self._weights.publish(manifest, [bucket.handle for bucket in buckets])
-        self._previous = taken.version
+        previous, self._previous = self._previous, taken.version
+        offered = (previous, taken.version)
+        own = taken.version.incarnation
+        await asyncio.to_thread(
+            self._transport.delete, lambda version: version not in offered and version.incarnation <= own
+        )
         seconds = {"snapshot": taken.snapshot_s, "deliver": time.monotonic() - started_s}
         self._metrics.published(bytes=manifest.sent_bytes, phase_seconds=seconds)
         self._metrics.weight_delivery(outcome="delivered")

@@ -33,12 +33,11 @@ class StepChecks:
         self._metrics.parity(differences.max_nats, ratio=ratio)
         if ratio <= 1.0:
             return ratio
+        judged = self._judge.pooled
         message = (
-            f"step {step}: log-probs of {differences.tokens} on-policy tokens differ from the engine's log-probs: by "
-            f"{report.on_policy_parity_mean_nats:.3g} nats on average, at most by {differences.max_nats:.3g}, and "
-            f"{differences.beyond} beyond the tolerance ({self._judge.limits.words}). The generators sample from other "
-            "weights or with other numerics than the learner: check the dtype and the engine options, or raise the "
-            "limits"
+            f"step {step}: the learner's log-probs of on-policy tokens are not the engine's: {judged.words} "
+            f"({self._judge.limits.words}). The generators sample from other weights or with other numerics than the "
+            "learner: check the dtype and the engine options, or raise the limits"
         )
         if self._config.weights.on_parity_failure == "stop":
             raise ParityError(message)

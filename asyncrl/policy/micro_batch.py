@@ -15,6 +15,7 @@ from asyncrl.algorithms.kernel import kernel_sums
 from asyncrl.algorithms.loss import ObjectiveLoss, entropy, gather_logprobs
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.masks import trained_mask
+from asyncrl.data.specs import NO_VERSION
 from asyncrl.policy.logprobs import model_logprobs
 from asyncrl.ranks.loss_pass import MicroBatchOutcome, UpdateContext, aligned, outcome_of, slopes_of, without_slopes
 from asyncrl.ranks.packed import PackedRows
@@ -32,13 +33,14 @@ class OnPolicy:
     tolerance_nats: float
     whole_samples: bool
 
-    def mask(self, data: BatchedDataDict, *, mask_BT: torch.Tensor, step: int | None) -> torch.Tensor:
+    def mask(self, data: BatchedDataDict, *, step: int | None) -> torch.Tensor:
         """Returns these tokens as bool [B, T]. There are none without the `step` of the weights."""
+        versions_BT: torch.Tensor = data["weight_versions"][:, 1:]
         if step is None:
-            return torch.zeros_like(mask_BT)
-        other_BT: torch.Tensor = data["weight_versions"][:, 1:] != step
-        if self.whole_samples:
-            other_BT = other_BT | (other_BT & mask_BT).any(dim=1, keepdim=True)
+            return torch.zeros_like(versions_BT, dtype=torch.bool)
+        other_BT = versions_BT != step
+        if self.whole_samples:  # also tokens that are masked because they are too old
+            other_BT = other_BT | (other_BT & (versions_BT != NO_VERSION)).any(dim=1, keepdim=True)
         return ~other_BT
 
 
@@ -152,7 +154,7 @@ def _diagnosed(
         entropy_BT=outputs.entropy_BT,
         mask_BT=mask_BT,
         reference_BT=data["reference_policy_logprobs"][:, 1:] if "reference_policy_logprobs" in data else None,
-        on_policy_BT=on_policy.mask(data, mask_BT=mask_BT, step=context.step),
+        on_policy_BT=on_policy.mask(data, step=context.step),
         parity_tolerance_nats=on_policy.tolerance_nats,
     )
 

@@ -21,7 +21,7 @@ from asyncrl.algorithms.presets import advantage_of
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.errors import CollectiveError, WeightError
+from asyncrl.errors import WeightError
 from asyncrl.policy.export import convert_to_hf, save_hf
 from asyncrl.policy.flops import forward_cost, peak_flops_per_s
 from asyncrl.policy.logprobs import model_logprobs
@@ -208,7 +208,7 @@ class PolicyWorker(RankWorker[LossFunction]):
         A snapshot that is being delivered must have another slot.
         """
         last = self._snapshots.pop(slot, None)
-        logprobs = [row.tolist() for row in self.probe(probe_tokens)]
+        logprobs = [row.tolist() for row in self.probe(probe_tokens)] if probe_tokens else []
         self._placement.check(MODEL)
         self._snapshots[slot] = snapshot_of(
             own_shards(self._model, rank=self.rank),
@@ -230,18 +230,15 @@ class PolicyWorker(RankWorker[LossFunction]):
         self._broadcasts.join(rendezvous, str(self._device))
 
     def broadcast_weights(self, version: Version) -> None:
-        """Sends the current weights as `version`. Returns when every engine worker has received them. Raises
-        CollectiveError also if another rank is gone and the weights cannot be gathered. This rank then leaves the
-        process group, so that no peer waits for it."""
+        """Sends the current weights as `version`. Returns when every engine worker has received them. If this rank
+        cannot copy its weights, it leaves the process group, so that no peer waits for it."""
         if self._broadcasts.peers is None:
             raise WeightError("this rank has not joined a process group for weights: call init_collective() first")
         entries = layout(self.weights_metadata())
         try:
             self.take_snapshot(entries, ())
-        except Exception as error:
+        except Exception:
             self._broadcasts.leave()
-            if isinstance(error, RuntimeError):  # gloo and NCCL raise this if another rank is gone
-                raise CollectiveError(f"cannot gather weights {version}: {type(error).__name__}: {error}") from error
             raise
         try:
             self._broadcasts.send(self._snapshots[0], version)

@@ -1,7 +1,8 @@
 """The ranks of one sharded model: one Ray actor for each rank, and calls that go to all of them.
 
-Invariants: every wait has a deadline. If one rank fails, all other ranks are ended, and the error that is raised is the
-first cause, not the broken connection of another rank (F34).
+Invariants: every wait has a deadline, except that for a delivery of weights. If one rank fails, all other ranks are
+ended, and the error that is raised is the first cause, not the broken connection of another rank (F34). Calls beside the
+steps (`send_beside`, `save_beside`) end no rank.
 """
 
 import concurrent.futures
@@ -187,7 +188,8 @@ class RankGroup(Generic[WorkerT]):
         results in rank order.
 
         There is no deadline, and a failure ends no rank, because training does not need the delivery. Raises ActorGone
-        if a rank has died, and otherwise the error of the rank that failed first.
+        when a rank has died. Raises any other error only when all ranks have ended the call: otherwise a repetition
+        would have to wait for a rank that still sends.
         """
         return self._beside(BESIDE, method.__name__, args, options)
 
@@ -218,9 +220,10 @@ class RankGroup(Generic[WorkerT]):
         answers: list[concurrent.futures.Future[Any]] = [call.future() for call in calls]
         first_failure = concurrent.futures.FIRST_EXCEPTION
         _, late = concurrent.futures.wait(answers, timeout=timeout_s, return_when=first_failure)
-        if _failures(answers):
+        if failures := _failures(answers):
             # The ranks fail together, but a rank whose peer has died may wait for the peer until its collective ends.
-            concurrent.futures.wait(answers, timeout=FIRST_CAUSE_GRACE_S)
+            alive = not any(isinstance(error, ray.exceptions.RayActorError) for error in failures.values())
+            concurrent.futures.wait(answers, timeout=None if lane == BESIDE and alive else FIRST_CAUSE_GRACE_S)
         if failures := _failures(answers):
             raise _first_cause(failures, what=name, section=self._worker.section)
         if late:

@@ -15,6 +15,9 @@ from asyncrl.config.schema import Config
 POOLED_TOKENS = 2000
 """Tokens over which differences in bfloat16 are judged. Tokens that are missing count as equal, so that few tokens are
 judged too if they differ much."""
+ALONE_TOKENS, ALONE_FACTOR = 8, 2.0
+"""The mean of at least so many new tokens is also judged alone, with the limit times this factor. So one wrong update
+is found at once."""
 TOLERANCE_NATS = {"float32": 1e-4, "bfloat16": 5e-2}
 
 
@@ -36,6 +39,23 @@ class Differences:
             beyond=sum(each > tolerance_nats for each in found),
             sum_nats=math.fsum(found),
             max_nats=max(found, default=0.0),
+        )
+
+    def __add__(self, other: "Differences") -> "Differences":
+        return Differences(
+            tokens=self.tokens + other.tokens,
+            beyond=self.beyond + other.beyond,
+            sum_nats=self.sum_nats + other.sum_nats,
+            max_nats=max(self.max_nats, other.max_nats),
+        )
+
+    @property
+    def words(self) -> str:
+        """The differences as text, for error messages."""
+        mean_nats = self.sum_nats / max(self.tokens, 1)
+        return (
+            f"of {self.tokens} tokens {self.beyond} differ by more than the tolerance, at most by {self.max_nats:.3g} "
+            f"nats, on average by {mean_nats:.3g}"
         )
 
 
@@ -76,19 +96,32 @@ class ParityJudge:
         self.limits = limits
         self._pool: deque[Differences] = deque()
 
+    @property
+    def pooled(self) -> Differences:
+        """The differences that were judged last: in float32 only the newest ones."""
+        return sum(self._pool, Differences(tokens=0, beyond=0, sum_nats=0.0, max_nats=0.0))
+
     def ratio(self, new: Differences) -> float:
         """Adds differences. Returns how large the judged number is as a share of its limit: above 1 the log-probs do
-        not agree. If there are no tokens, the ratio is 0."""
-        if not self.limits.beyond_ratio:
-            return new.max_nats / self.limits.tolerance_nats
+        not agree. It is 0 if there are no new tokens."""
+        if not new.tokens:
+            return 0.0
         self._pool.append(new)
+        if not self.limits.beyond_ratio:
+            self._pool = deque([new])
+            return new.max_nats / self.limits.tolerance_nats
         while sum(each.tokens for each in self._pool) - self._pool[0].tokens >= POOLED_TOKENS:
             self._pool.popleft()
-        tokens = max(POOLED_TOKENS, sum(each.tokens for each in self._pool))
-        beyond = sum(each.beyond for each in self._pool) / tokens
-        mean_nats = sum(each.sum_nats for each in self._pool) / tokens
-        return max(beyond / self.limits.beyond_ratio, mean_nats / self.limits.mean_nats)
+        pooled = self.pooled
+        tokens = max(POOLED_TOKENS, pooled.tokens)
+        ratios = [
+            pooled.beyond / tokens / self.limits.beyond_ratio,
+            pooled.sum_nats / tokens / self.limits.mean_nats,
+        ]
+        if new.tokens >= ALONE_TOKENS:
+            ratios.append(new.sum_nats / new.tokens / (ALONE_FACTOR * self.limits.mean_nats))
+        return max(ratios)
 
-    def start_over(self) -> None:
-        """Forgets the pooled differences, after weights that did not agree were replaced."""
-        self._pool.clear()
+    def forget_last(self) -> None:
+        """Forgets the newest differences, because the weights that they are of are replaced."""
+        self._pool.pop()

@@ -85,7 +85,17 @@ _LIMITS = [
     (["learner.optimizer.warmup_steps=201"], ["learner.optimizer.warmup_steps=200"], "learner.total_steps = 200"),
     (["audit.keep_weights=all", "model.dtype=bfloat16"], ["audit.keep_weights=all"], "in bfloat16 cannot be computed"),
     (["audit.keep_weights=all", "critic={}"], ["critic={}"], "a run with a critic cannot be computed again"),
-    (["audit.keep_weights=all", "weights.kv_cache=keep"], ["weights.kv_cache=keep"], "weights.kv_cache to recompute"),
+    (
+        ["audit.keep_weights=all", "weights.kv_cache=keep", "weights.on_parity_failure=alarm"],
+        ["weights.kv_cache=keep", "weights.on_parity_failure=alarm"],
+        "weights.kv_cache to recompute",
+    ),
+    (
+        ["weights.kv_cache=keep"],
+        ["weights.kv_cache=keep", "weights.on_parity_failure=alarm"],
+        "set weights.on_parity_failure to alarm",
+    ),
+    (["weights.folder=w"], ["weights.folder=w", "weights.transport=filesystem"], "leave weights.folder unset"),
     (["critic.ranks=3"], ["critic.ranks=2"], "critic.ranks × learner.updates_per_step = 3 × 1 = 3"),
     (["critic.optimizer.warmup_steps=201"], ["critic.optimizer.warmup_steps=200"], "learner.total_steps = 200"),
     (["critic.warmup_steps=200"], ["critic.warmup_steps=199"], "otherwise the policy is never trained"),

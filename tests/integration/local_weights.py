@@ -1,7 +1,7 @@
 """A publication within one process: stages a rank's snapshot for an engine, without ranks, store or transport."""
 
 from asyncrl.common.version import Version
-from asyncrl.weights.manifest import Manifest, put_bucket
+from asyncrl.weights.manifest import Manifest
 from asyncrl.weights.publisher import Snapshot
 from asyncrl.weights.staging import StagedWeights
 
@@ -18,5 +18,5 @@ def staged(snapshot: Snapshot, version: Version) -> tuple[Manifest, StagedWeight
     weights = StagedWeights()
     weights.begin(manifest)
     for index, data in enumerate(snapshot.buckets):
-        put_bucket(manifest, index, data, flat=weights.flat)
+        weights.put(index, data)
     return manifest, weights

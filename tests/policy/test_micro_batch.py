@@ -19,6 +19,7 @@ from asyncrl.algorithms.objective import Clipped, Objective, Penalty
 from asyncrl.algorithms.presets import PRESETS
 from asyncrl.algorithms.shares import with_shares
 from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data.specs import NO_VERSION
 from asyncrl.policy.logprobs import model_logprobs
 from asyncrl.policy.micro_batch import OnPolicy, loss_of
 from asyncrl.ranks.batching import count_trained
@@ -247,11 +248,11 @@ def test_with_a_kept_cache_only_samples_of_one_version_are_on_policy(
     whole_samples: bool, expected: list[list[int]]
 ) -> None:
     """D17: tokens after an update have keys and values of the weights before it."""
-    data = BatchedDataDict(weight_versions=torch.tensor([[0, 0, STEP - 1, STEP], [0, 0, STEP, STEP]]))
-    mask_BT = torch.tensor([[False, True, True], [False, True, True]])
-    found = OnPolicy(tolerance_nats=1e-4, whole_samples=whole_samples).mask(data, mask_BT=mask_BT, step=STEP)
+    none = NO_VERSION
+    data = BatchedDataDict(weight_versions=torch.tensor([[none, none, STEP - 1, STEP], [none, none, STEP, STEP]]))
+    found = OnPolicy(tolerance_nats=1e-4, whole_samples=whole_samples).mask(data, step=STEP)
     assert found.int().tolist() == expected
-    assert not OnPolicy(tolerance_nats=1e-4, whole_samples=False).mask(data, mask_BT=mask_BT, step=None).any()
+    assert not OnPolicy(tolerance_nats=1e-4, whole_samples=False).mask(data, step=None).any()
 
 
 def test_a_penalty_is_no_push() -> None:

@@ -36,7 +36,6 @@ def test_in_bfloat16_single_tokens_may_be_beyond_the_tolerance() -> None:
     """D13: the largest of some thousand differences is 0.06 to 0.08 nats, by rounding alone."""
     judge = ParityJudge(limits("bfloat16"))
     assert judge.ratio(differences(*[0.004] * 1990, *[0.08] * 10)) < 1.0
-    judge.start_over()
     assert judge.ratio(differences(*[0.004] * 1970, *[0.08] * 30)) == pytest.approx(1.5)
 
 
@@ -47,10 +46,15 @@ def test_in_bfloat16_a_mean_beyond_its_limit_is_no_agreement_although_each_token
     assert strict.ratio(differences(*[0.004] * 2000)) == pytest.approx(4.0)
 
 
-@pytest.mark.parametrize(("tokens", "agrees"), [(10, True), (40, False)])
-def test_few_tokens_that_differ_much_are_found_before_there_are_enough(tokens: int, agrees: bool) -> None:
-    judge = ParityJudge(limits("bfloat16"))
-    assert (judge.ratio(differences(*[0.9] * tokens)) <= 1.0) is agrees
+@pytest.mark.parametrize(
+    ("nats", "agrees"), [([0.08], True), ([0.08] + [0.003] * 15, True), ([0.5] * 16, False), ([0.05] * 8, False)]
+)
+def test_few_tokens_are_judged_by_their_own_mean_before_there_are_enough(nats: list[float], agrees: bool) -> None:
+    """A probe has some dozen tokens: wrong weights must be found with the first one."""
+    for before in (0, 5000):
+        judge = ParityJudge(limits("bfloat16"))
+        judge.ratio(differences(*[0.003] * before))
+        assert (judge.ratio(differences(*nats)) <= 1.0) is agrees
 
 
 def test_the_newest_tokens_are_judged_and_at_least_so_many() -> None:
@@ -60,9 +64,11 @@ def test_the_newest_tokens_are_judged_and_at_least_so_many() -> None:
         ratio = judge.ratio(differences(*[0.0] * 100))
     assert ratio == pytest.approx(19 / POOLED_TOKENS / 0.01), "the first ones are among the newest 2,000"
     assert judge.ratio(differences(*[0.0] * 100)) == 0.0
-    judge.ratio(differences(*[0.9] * 2000))
-    judge.start_over()
+    assert judge.ratio(differences(*[0.9] * 2000)) > 1.0
+    assert judge.pooled.beyond == 2000
+    judge.forget_last()
     assert judge.ratio(differences(0.08)) < 1.0, "weights that were replaced are forgotten"
+    assert judge.ratio(differences()) == 0.0, "without new tokens nothing is judged"
 
 
 def test_the_limits_in_words() -> None:

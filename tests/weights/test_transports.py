@@ -3,7 +3,7 @@ their own type."""
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from ray.exceptions import GetTimeoutError, OwnerDiedError
 
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
-from asyncrl.errors import FetchTimeout, ManifestVoid, WeightError, WeightsDamaged
+from asyncrl.errors import FetchFailed, ManifestVoid, WeightError, WeightsDamaged
 from asyncrl.weights.manifest import Manifest, ParameterSpec, Probe, check_layout, layout, put_bucket
 from asyncrl.weights.publisher import DeliveredBucket, Snapshot, deliver, snapshot_of
 from asyncrl.weights.tensor_views import view_of
@@ -39,8 +39,9 @@ SPECS = [ParameterSpec(name, tuple(value.shape), "float32", value.nbytes) for na
 PROBE = Probe(tokens=(), logprobs=())
 
 
-def snapshots(*, shared: bool, change: float = 0.0) -> list[Snapshot]:
-    """Returns the snapshot of each rank. The first has the upper rows of each tensor."""
+def snapshots(*, shared: bool, change: float = 0.0, last: Sequence[Snapshot | None] = (None, None)) -> list[Snapshot]:
+    """Returns the snapshot of each rank, in the memory of its `last` one. The first has the upper rows of each
+    tensor."""
     found = []
     for rank in range(RANKS):
         shards = []
@@ -48,7 +49,7 @@ def snapshots(*, shared: bool, change: float = 0.0) -> list[Snapshot]:
             start = 0 if rank == 0 else -(-len(tensor) // 2)
             rows = tensor[: -(-len(tensor) // 2)] if rank == 0 else tensor[start:]
             shards.append((name, start * tensor[0].numel(), rows + change))
-        found.append(snapshot_of(shards, layout(SPECS), probe=PROBE, bucket_bytes=100, shared=shared))
+        found.append(snapshot_of(shards, layout(SPECS), probe=PROBE, bucket_bytes=100, shared=shared, last=last[rank]))
     return found
 
 
@@ -58,9 +59,11 @@ class Sending:
     def __init__(self, transport: Transport, *, shared: bool) -> None:
         self.transport, self.shared = transport, shared
         self.kept: list[Snapshot] = []
+        self.before: Sequence[Snapshot | None] = (None, None)
 
     def publish(self, step: int, *, change: float = 0.0) -> tuple[Manifest, list[Any]]:
-        self.kept = snapshots(shared=self.shared, change=change)
+        last, self.before = self.before, self.kept or (None, None)
+        self.kept = snapshots(shared=self.shared, change=change, last=last)
         version = Version(1, step)
         sent: list[DeliveredBucket] = [b for each in self.kept for b in deliver(each, self.transport, version)]
         manifest = Manifest(
@@ -113,7 +116,8 @@ async def test_the_shards_of_all_ranks_arrive_as_whole_weights(sending: Sending)
         found = await received(sending.transport, manifest, handles)
         for name, tensor in WEIGHTS.items():
             assert torch.equal(found[name], tensor + step), name
-    sending.transport.close()
+    assert sending.kept[0].memory is not sending.before[0].memory  # type: ignore[union-attr]
+    sending.transport.delete(lambda version: True)
 
 
 def _over_a_wire(handle: Any) -> Any:
@@ -142,15 +146,17 @@ async def test_bytes_that_change_on_their_way_are_refused(sending: Sending, monk
 
 def test_the_configuration_names_the_transport(tmp_path: Path) -> None:
     def chosen(**weights: Any) -> Transport:
-        return transport_of(Config.model_validate({"weights": weights, "run": {"dir": str(tmp_path), "name": "r"}}))
+        return transport_of(
+            Config.model_validate({"weights": weights, "run": {"dir": str(tmp_path), "name": "r"}}), nonce="ab12"
+        )
 
     assert isinstance(chosen(), ObjectStoreTransport)
     assert isinstance(chosen(transport="ipc"), SharedSnapshotTransport)
     ours, users = chosen(transport="filesystem"), chosen(transport="filesystem", folder=str(tmp_path / "shared"))
     assert isinstance(ours, FilesystemTransport)
     assert isinstance(users, FilesystemTransport)
-    assert ours._folder == tmp_path / "r" / "weights"
-    assert users._folder == tmp_path / "shared"
+    assert ours._folder == tmp_path / "r" / "weights" / "r-ab12"
+    assert users._folder == tmp_path / "shared" / "r-ab12", "two runs with one folder share no files"
 
 
 def _files(folder: Path) -> list[Path]:
@@ -178,25 +184,32 @@ async def test_a_sender_that_died_before_its_bytes_arrived_voids_the_manifest(
 @pytest.mark.asyncio
 async def test_bytes_that_do_not_arrive_in_time_name_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store.ray, "get", failing_with(GetTimeoutError()))
-    with pytest.raises(FetchTimeout, match=r"weights\.load_timeout_s = 7 s"):
+    with pytest.raises(FetchFailed, match=r"took longer than weights\.load_timeout_s"):
         await ObjectStoreTransport().receive("handle", timeout_s=7.0)
 
 
 @pytest.mark.asyncio
 @pytest.mark.fault("F38")
-async def test_files_of_old_versions_are_deleted_and_the_newest_ones_stay(tmp_path: Path) -> None:
-    sending = Sending(FilesystemTransport(tmp_path), shared=False)
+async def test_files_of_the_versions_that_are_named_are_deleted_and_no_other_files(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    sending = Sending(FilesystemTransport(folder), shared=False)
     first = sending.publish(9)
-    for step in range(10, 13):
+    for step in (10, 11):
         newest = sending.publish(step)
-    (tmp_path / "notes.txt").touch()
-    assert sorted(os.listdir(tmp_path)) == ["1.10", "1.11", "1.12", "notes.txt"]
-    assert {path.suffix for path in _files(tmp_path / "1.12")} == {".safetensors"}
+    (folder / "notes.txt").touch()
+    sending.transport.delete(lambda version: version.step < 11)
+    assert sorted(os.listdir(folder)) == ["1.11", "notes.txt"]
+    assert {path.suffix for path in _files(folder / "1.11")} == {".safetensors"}
+    assert {path.stat().st_mode & 0o777 for path in _files(folder / "1.11")} == {0o644}, "others may read them"
     with pytest.raises(ManifestVoid, match=r"cannot be read .*check that weights\.folder"):
         await received(sending.transport, *first)
     await received(sending.transport, *newest)
-    sending.transport.close()
-    assert os.listdir(tmp_path) == ["notes.txt"]
+    sending.transport.delete(lambda version: True)
+    assert os.listdir(folder) == ["notes.txt"]
+    (folder / "notes.txt").unlink()
+    sending.transport.delete(lambda version: True)
+    assert not folder.exists()
+    sending.transport.delete(lambda version: True)
 
 
 @pytest.mark.asyncio
@@ -209,7 +222,7 @@ async def test_a_disk_that_does_not_answer_has_a_deadline(tmp_path: Path, monkey
         await may_read.wait()
 
     monkeypatch.setattr(filesystem.asyncio, "to_thread", stuck)
-    with pytest.raises(FetchTimeout, match=r"weights\.load_timeout_s = 0\.01 s"):
+    with pytest.raises(FetchFailed, match=r"took longer than weights\.load_timeout_s"):
         await sending.transport.receive(handles[0], timeout_s=0.01)
 
 

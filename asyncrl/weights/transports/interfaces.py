@@ -1,5 +1,6 @@
 """The interface of a transport, which moves the bytes of a version from the learner's ranks to the replicas."""
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from asyncrl.common.version import Version
@@ -16,9 +17,9 @@ class Transport(Protocol):
         ...
 
     async def receive(self, handle: Any, *, timeout_s: float) -> Bytes:
-        """Returns the bytes of a bucket. Raises ManifestVoid when they are lost, and FetchTimeout after `timeout_s`."""
+        """Returns the bytes of a bucket. Raises ManifestVoid when they are lost, and FetchFailed after `timeout_s`."""
         ...
 
-    def close(self) -> None:
-        """Deletes what the transport keeps outside of the learner's processes. For the end of a run."""
+    def delete(self, which: Callable[[Version], bool]) -> None:
+        """Deletes what the transport keeps of these versions outside of the learner's processes."""
         ...

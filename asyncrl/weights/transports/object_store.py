@@ -1,13 +1,14 @@
 """Sends weights through Ray's object store: each rank puts its buckets once, and each node fetches them once."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError
 
 from asyncrl.common.version import Version
-from asyncrl.errors import FetchTimeout, ManifestVoid
+from asyncrl.errors import FetchFailed, ManifestVoid
 from asyncrl.weights.manifest import Bucket, Bytes
 from asyncrl.weights.publisher import Snapshot
 
@@ -18,7 +19,7 @@ class ObjectStoreTransport:
     def send(self, snapshot: Snapshot, described: tuple[Bucket, ...], version: Version) -> list[Any]:
         return [ray.put(data) for data in snapshot.buckets]
 
-    def close(self) -> None: ...
+    def delete(self, which: Callable[[Version], bool]) -> None: ...
 
     async def receive(self, handle: Any, *, timeout_s: float) -> Bytes:
         try:
@@ -28,8 +29,7 @@ class ObjectStoreTransport:
                 f"the process that published these weights has ended, so their bytes are lost: {error}"
             ) from error
         except GetTimeoutError as error:
-            raise FetchTimeout(
-                f"fetching weights took longer than weights.load_timeout_s = {timeout_s:g} s; raise it if the network "
-                "needs more time"
+            raise FetchFailed(
+                "fetching weights took longer than weights.load_timeout_s; raise it if the network needs more time"
             ) from error
         return bucket

@@ -7,12 +7,14 @@ from asyncrl.weights.transports.object_store import ObjectStoreTransport
 from asyncrl.weights.transports.shared_snapshot import SharedSnapshotTransport
 
 
-def transport_of(config: Config) -> Transport:
-    """Returns the transport `weights.transport`."""
+def transport_of(config: Config, *, nonce: str = "") -> Transport:
+    """Returns the transport `weights.transport`. A learner gives the `nonce` of its run, so that runs which share a
+    folder do not share files."""
     match config.weights.transport:
         case "object_store":
             return ObjectStoreTransport()
         case "filesystem":
-            return FilesystemTransport(config.weights.folder or config.run.dir / config.run.name / "weights")
+            folder = config.weights.folder or config.run.dir / config.run.name / "weights"
+            return FilesystemTransport(folder / f"{config.run.name}-{nonce}")
         case "ipc":
             return SharedSnapshotTransport()

@@ -6,13 +6,14 @@ read. The bytes then do not have the manifest's checksum, and the replica fetche
 
 import asyncio
 import platform
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from asyncrl.common.version import Version
-from asyncrl.errors import ManifestVoid, WeightError
+from asyncrl.errors import FetchFailed, ManifestVoid, WeightError
 from asyncrl.weights.manifest import Bucket, Bytes
 from asyncrl.weights.publisher import Snapshot
 
@@ -39,7 +40,7 @@ class SharedSnapshotTransport:
             start += bucket.nbytes
         return handles
 
-    def close(self) -> None: ...
+    def delete(self, which: Callable[[Version], bool]) -> None: ...
 
     async def receive(self, handle: SharedBytes, *, timeout_s: float) -> Bytes:
         if handle.node != platform.node():
@@ -48,7 +49,10 @@ class SharedSnapshotTransport:
                 f"{handle.node} and this replica on {platform.node()}; use object_store or filesystem"
             )
         try:
-            return await asyncio.to_thread(_copied, handle)
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.to_thread(_copied, handle)
+        except TimeoutError as error:
+            raise FetchFailed("reading weights in memory took longer than weights.load_timeout_s") from error
         except (OSError, ValueError) as error:
             raise ManifestVoid(
                 f"the process that published these weights has ended, so their bytes are lost: {error}"
