@@ -1,8 +1,8 @@
 """The ranks of one sharded model: one Ray actor for each rank, and calls that go to all of them.
 
 Invariants: every wait has a deadline, except that for a delivery of weights. If one rank fails, all other ranks are
-ended, and the error that is raised is the first cause, not the broken connection of another rank (F34). Calls beside the
-steps (`send_beside`, `save_beside`) end no rank.
+ended, and the error that is raised is the first cause, not the broken connection of another rank (F34). Calls beside
+the steps (`send_beside`, `save_beside`) end no rank.
 """
 
 import concurrent.futures
