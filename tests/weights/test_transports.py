@@ -155,7 +155,7 @@ def test_the_configuration_names_the_transport(tmp_path: Path) -> None:
     ours, users = chosen(transport="filesystem"), chosen(transport="filesystem", folder=str(tmp_path / "shared"))
     assert isinstance(ours, FilesystemTransport)
     assert isinstance(users, FilesystemTransport)
-    assert ours._folder == tmp_path / "r" / "weights" / "r-ab12"
+    assert ours._folder == tmp_path / "r" / "weights"
     assert users._folder == tmp_path / "shared" / "r-ab12", "two runs with one folder share no files"
 
 

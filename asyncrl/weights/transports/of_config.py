@@ -14,7 +14,8 @@ def transport_of(config: Config, *, nonce: str = "") -> Transport:
         case "object_store":
             return ObjectStoreTransport()
         case "filesystem":
-            folder = config.weights.folder or config.run.dir / config.run.name / "weights"
-            return FilesystemTransport(folder / f"{config.run.name}-{nonce}")
+            if config.weights.folder is None:
+                return FilesystemTransport(config.run.dir / config.run.name / "weights")
+            return FilesystemTransport(config.weights.folder / f"{config.run.name}-{nonce}")
         case "ipc":
             return SharedSnapshotTransport()
