@@ -32,7 +32,7 @@ from asyncrl.errors import (
 from asyncrl.generation.interfaces import InferenceEngine
 from asyncrl.metrics.recorders import GeneratorMetrics
 from asyncrl.weights.manifest import Bytes, Manifest, check_layout, check_parameters, is_news
-from asyncrl.weights.parity import Differences, ParityJudge, ParityLimits
+from asyncrl.weights.parity import Differences, ParityLimits
 from asyncrl.weights.staging import StagedWeights
 from asyncrl.weights.store import Publication, WeightClient
 from asyncrl.weights.transports.interfaces import Transport
@@ -80,7 +80,7 @@ class WeightUpdates:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limits = config.weights
-        self._judge = ParityJudge(ParityLimits.of(config))
+        self._parity = ParityLimits.of(config)
         self._name = name
         self._engine = engine
         self._source = source
@@ -248,16 +248,14 @@ class WeightUpdates:
     async def _probe(self, manifest: Manifest) -> None:
         async with self._limited(manifest, doing="probing"):
             scores = await asyncio.gather(*[self._engine.score(tokens) for tokens in manifest.probe.tokens])
-        limits = self._judge.limits
+        limits = self._parity
         found = Differences.of(manifest.probe.differences_nats(scores), tolerance_nats=limits.tolerance_nats)
-        ratio = self._judge.ratio(found)
+        ratio = limits.ratio_of_probe(found)
         self._metrics.parity(found.max_nats, ratio=ratio)
         if ratio > 1.0:
-            judged = self._judge.pooled
-            self._judge.forget_last()
             raise ParityError(
                 f"replica {self._name}: after loading the weights of {manifest.version.words} the engine's log-probs "
-                f"are not the learner's: {judged.words} ({limits.words}); check that both pools use the same model and "
+                f"are not the learner's: {found.words} ({limits.words}); check that both pools use the same model and "
                 "dtype, or raise the limits if the difference is only rounding"
             )
         self.parity_max_nats = max(self.parity_max_nats, found.max_nats)

@@ -15,9 +15,9 @@ from asyncrl.config.schema import Config
 POOLED_TOKENS = 2000
 """Tokens over which differences in bfloat16 are judged. Tokens that are missing count as equal, so that few tokens are
 judged too if they differ much."""
-ALONE_TOKENS, ALONE_FACTOR = 8, 2.0
-"""The mean of at least so many new tokens is also judged alone, with the limit times this factor. So one wrong update
-is found at once."""
+PROBE_FACTOR = 2.0
+"""A probe in bfloat16 may differ by this factor times `weights.parity_mean_nats` on average. It has some dozen tokens,
+the same in each update. One of them may always round badly, so it has no quantile."""
 TOLERANCE_NATS = {"float32": 1e-4, "bfloat16": 5e-2}
 
 
@@ -78,6 +78,13 @@ class ParityLimits:
             mean_nats=tolerance if exact else weights.parity_mean_nats,
         )
 
+    def ratio_of_probe(self, found: Differences) -> float:
+        """Returns how large the judged number of one probe is as a share of its limit: above 1 the loaded weights are
+        not the published ones."""
+        if not self.beyond_ratio:
+            return found.max_nats / self.tolerance_nats
+        return found.sum_nats / max(found.tokens, 1) / (PROBE_FACTOR * self.mean_nats)
+
     @property
     def words(self) -> str:
         """The limits as text, for error messages."""
@@ -114,14 +121,7 @@ class ParityJudge:
             self._pool.popleft()
         pooled = self.pooled
         tokens = max(POOLED_TOKENS, pooled.tokens)
-        ratios = [
+        return max(
             pooled.beyond / tokens / self.limits.beyond_ratio,
             pooled.sum_nats / tokens / self.limits.mean_nats,
-        ]
-        if new.tokens >= ALONE_TOKENS:
-            ratios.append(new.sum_nats / new.tokens / (ALONE_FACTOR * self.limits.mean_nats))
-        return max(ratios)
-
-    def forget_last(self) -> None:
-        """Forgets the newest differences, because the weights that they are of are replaced."""
-        self._pool.pop()
+        )
