@@ -462,7 +462,7 @@ class WeightsSection(Section):
     `folder`. `ipc`: through the memory of the learner's ranks, which must be on the node of the generators."""
     folder: Path | None = None
     """Folder for `transport: filesystem`, which the learner and all generators must share. It has the newest three
-    versions. Unset: the folder `weights` of the run's directory."""
+    versions, and is empty after the run. Unset: the folder `weights` of the run's directory."""
     publish_every_steps: PositiveInt = 1
     """Steps between two published versions, at most η + 1. A version is published earlier if every generator waits for
     it."""

@@ -335,6 +335,13 @@ def state_shares(steps: Sequence[StepRecord], field: str) -> dict[str, float]:
     return {state: part / whole for state, part in seconds.items()} if whole > 0 else {}
 
 
+def running_s(steps: Sequence[StepRecord]) -> float:
+    """Returns the seconds between the first and the last of `steps` in which the run was not starting (again)."""
+    first, last = steps[0], steps[-1]
+    starting_s = last.learner_state_s.get("starting", 0.0) - first.learner_state_s.get("starting", 0.0)
+    return last.wall_s - first.wall_s - starting_s
+
+
 def _samples_per_s(steps: Sequence[StepRecord]) -> float:
     """Returns trained samples per second of the time in which the run was not starting.
 
@@ -344,8 +351,7 @@ def _samples_per_s(steps: Sequence[StepRecord]) -> float:
     if len(steps) == 1:
         return steps[0].trained_samples / max(steps[0].wall_s, 1e-9)
     samples = sum(record.trained_samples for record in steps[1:])
-    starting_s = steps[-1].learner_state_s.get("starting", 0.0) - steps[0].learner_state_s.get("starting", 0.0)
-    return samples / max(steps[-1].wall_s - steps[0].wall_s - starting_s, 1e-9)
+    return samples / max(running_s(steps), 1e-9)
 
 
 def mean(values: Sequence[float | None]) -> float | None:

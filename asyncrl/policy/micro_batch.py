@@ -34,10 +34,11 @@ class OnPolicy:
     whole_samples: bool
 
     def mask(self, data: BatchedDataDict, *, step: int | None) -> torch.Tensor:
-        """Returns these tokens as bool [B, T]. There are none without the `step` of the weights."""
-        versions_BT: torch.Tensor = data["weight_versions"][:, 1:]
+        """Returns these tokens as bool [B, T]. There are none without the `step` of the weights; the rows then need no
+        versions."""
         if step is None:
-            return torch.zeros_like(versions_BT, dtype=torch.bool)
+            return torch.zeros_like(data["input_ids"][:, 1:], dtype=torch.bool)
+        versions_BT: torch.Tensor = data["weight_versions"][:, 1:]
         other_BT = versions_BT != step
         if self.whole_samples:  # also tokens that are masked because they are too old
             other_BT = other_BT | (other_BT & (versions_BT != NO_VERSION)).any(dim=1, keepdim=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from asyncrl.buffer.staleness import limits_of
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.status import RunStatus
-from asyncrl.learner.records import EvalRecord, StepRecord, mean, state_shares
+from asyncrl.learner.records import EvalRecord, StepRecord, mean, running_s, state_shares
 from asyncrl.views.headline import headline
 from asyncrl.views.live import LiveView, starting_view
 from asyncrl.views.quantities import duration
@@ -32,8 +32,8 @@ def live_view(
 
     With the buffer's `status`, the failures, the groups in the buffer and the versions are those of the status.
 
-    Speeds and shares of time are means over the last `RECENT_STEPS` steps. Skipped steps count, because they take time
-    too.
+    Speeds and shares of time are means over the last `RECENT_STEPS` steps, without the time in which the run was started
+    again. Skipped steps count, because they take time too.
     """
     view = starting_view(config, phase=phase, elapsed_s=elapsed_s)
     facts = facts_of_steps(steps, setting=setting, failures=failures or {}, recent=True)
@@ -43,7 +43,7 @@ def live_view(
     if not steps:
         return view
     recent, last = steps[-RECENT_STEPS:], steps[-1]
-    span_s = recent[-1].wall_s - recent[0].wall_s
+    span_s = running_s(recent)
     done = last.version_after - recent[0].version_after
     trained = next((record for record in reversed(steps) if record.trained), None)
     shown = steps[:: -(len(steps) // REWARDS + 1)][::-1]

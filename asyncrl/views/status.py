@@ -43,10 +43,18 @@ def status_lines(
             f"replica {view.replica}"
             + (f" of deployment {report.deployment}" if report is not None else "")
             + f": weights of {view.version.words if view.version else 'none'}, "
-            + (f"{report.running_groups} of {report.slots} slots busy, " if report is not None else "")
+            + (
+                f"{report.running_groups} of {report.slots} slots busy, "
+                if report is not None and not view.trouble
+                else ""
+            )
             + f"{view.reserved_groups} groups reserved"
             + (f", {view.trouble}" if view.trouble else "")
-            + (f", started again {view.restarts} times (the last cause: {view.cause})" if view.restarts else "")
+            + (
+                f", started again {view.restarts} time{'s' if view.restarts > 1 else ''} (the last cause: {view.cause})"
+                if view.restarts
+                else ""
+            )
             + (f"; {_spent(report)}" if report is not None and report.state_seconds else "")
         )
     lines += [f"replica {name} is not started again: {why}" for name, why in status.given_up.items()]

@@ -277,6 +277,11 @@ async def test_the_live_view_counts_versions_and_not_records() -> None:
     late = view_of(scene.log.steps[:4])
     assert late.eta_s == pytest.approx(2 * 3.0 / 2), "two versions took three seconds"
     assert late.samples_per_s == pytest.approx(8 / 3.0)
+    last = scene.log.steps[3]
+    starting = last.learner_state_s | {"starting": last.learner_state_s.get("starting", 0.0) + 40.0}
+    restarted = msgspec.structs.replace(last, wall_s=last.wall_s + 40.0, learner_state_s=starting)
+    after = view_of([*scene.log.steps[:3], restarted])
+    assert (after.eta_s, after.samples_per_s) == (late.eta_s, late.samples_per_s), "a restart is not the run's speed"
 
 
 @pytest.mark.asyncio

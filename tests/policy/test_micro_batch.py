@@ -252,7 +252,8 @@ def test_with_a_kept_cache_only_samples_of_one_version_are_on_policy(
     data = BatchedDataDict(weight_versions=torch.tensor([[none, none, STEP - 1, STEP], [none, none, STEP, STEP]]))
     found = OnPolicy(tolerance_nats=1e-4, whole_samples=whole_samples).mask(data, step=STEP)
     assert found.int().tolist() == expected
-    assert not OnPolicy(tolerance_nats=1e-4, whole_samples=False).mask(data, step=None).any()
+    without = BatchedDataDict(input_ids=torch.zeros(2, 4, dtype=torch.long))
+    assert OnPolicy(tolerance_nats=1e-4, whole_samples=False).mask(without, step=None).tolist() == [[False] * 3] * 2
 
 
 def test_a_penalty_is_no_push() -> None:

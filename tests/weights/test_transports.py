@@ -16,7 +16,7 @@ from ray.exceptions import GetTimeoutError, OwnerDiedError
 
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
-from asyncrl.errors import FetchFailed, ManifestVoid, WeightError, WeightsDamaged
+from asyncrl.errors import ConfigError, FetchFailed, ManifestVoid, WeightError, WeightsDamaged
 from asyncrl.weights.manifest import Manifest, ParameterSpec, Probe, check_layout, layout, put_bucket
 from asyncrl.weights.publisher import DeliveredBucket, Snapshot, deliver, snapshot_of
 from asyncrl.weights.tensor_views import view_of
@@ -161,6 +161,15 @@ def test_the_configuration_names_the_transport(tmp_path: Path) -> None:
 
 def _files(folder: Path) -> list[Path]:
     return list(folder.iterdir())
+
+
+def test_a_folder_that_cannot_be_used_is_refused_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    weights = {"transport": "filesystem", "folder": str(tmp_path / "file")}
+    config = Config.model_validate({"weights": weights})
+    with pytest.raises(ConfigError, match=r"weights\.folder = .*file: the learner cannot make a folder in it"):
+        transport_of(config, nonce="ab12")
+    transport_of(config)  # a generator gets the paths from the learner
 
 
 def failing_with(error: Exception) -> Any:

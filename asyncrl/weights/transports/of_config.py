@@ -1,6 +1,9 @@
 """Chooses the transport of a run."""
 
+from pathlib import Path
+
 from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError
 from asyncrl.weights.transports.filesystem import FilesystemTransport
 from asyncrl.weights.transports.interfaces import Transport
 from asyncrl.weights.transports.object_store import ObjectStoreTransport
@@ -9,13 +12,27 @@ from asyncrl.weights.transports.shared_snapshot import SharedSnapshotTransport
 
 def transport_of(config: Config, *, nonce: str = "") -> Transport:
     """Returns the transport `weights.transport`. A learner gives the `nonce` of its run, so that runs which share a
-    folder do not share files."""
+    folder do not share files. Raises ConfigError if the learner cannot use `weights.folder`."""
     match config.weights.transport:
         case "object_store":
             return ObjectStoreTransport()
         case "filesystem":
             if config.weights.folder is None:
                 return FilesystemTransport(config.run.dir / config.run.name / "weights")
-            return FilesystemTransport(config.weights.folder / f"{config.run.name}-{nonce}")
+            folder = config.weights.folder / f"{config.run.name}-{nonce}"
+            if nonce:
+                _make(folder)
+            return FilesystemTransport(folder)
         case "ipc":
             return SharedSnapshotTransport()
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"weights.folder = {folder.parent}: the learner cannot make a folder in it ({error}); name one that learner "
+            "and generators share and may write to",
+            key="weights.folder",
+        ) from error
