@@ -32,8 +32,8 @@ def live_view(
 
     With the buffer's `status`, the failures, the groups in the buffer and the versions are those of the status.
 
-    Speeds and shares of time are means over the last `RECENT_STEPS` steps, without the time in which the run was started
-    again. Skipped steps count, because they take time too.
+    Speeds and shares of time are means over the last `RECENT_STEPS` steps, without the time in which the run was
+    started again. Skipped steps count, because they take time too.
     """
     view = starting_view(config, phase=phase, elapsed_s=elapsed_s)
     facts = facts_of_steps(steps, setting=setting, failures=failures or {}, recent=True)

@@ -32,7 +32,7 @@ def _make(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"weights.folder = {folder.parent}: the learner cannot make a folder in it ({error}); name one that learner "
-            "and generators share and may write to",
+            f"weights.folder = {folder.parent}: the learner cannot make a folder in it ({error}); name one that "
+            "learner and generators share and may write to",
             key="weights.folder",
         ) from error
