@@ -10,18 +10,20 @@ ManifestMismatch and changes nothing.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
-import numpy as np
 import xxhash
 
 from asyncrl.common.version import Version
 from asyncrl.errors import HandshakeError, ManifestMismatch, VersionRegression, WeightsDamaged
 
+if TYPE_CHECKING:
+    import numpy as np  # light commands import this module, and numpy takes them 0.1 s
+
 ALIGNMENT_BYTES = 64  # a multiple of every dtype's alignment, because tensors are viewed in place
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
 Parameters = Mapping[str, tuple[tuple[int, ...], str]]
 """(shape, dtype) of every Hugging Face parameter, by name."""
