@@ -308,7 +308,8 @@ def test_a_loop_written_against_the_documents_runs_and_survives_a_wrong_argument
         result = train(policy, rows, rewards)
         assert result["loss"].shape == (2,)
         assert torch.isfinite(result["loss"]).all()
-        assert (result["grad_norm"] > 0).all()
+        # Tokens that were certain have no gradient, and the engine may have drawn only such tokens for one update.
+        assert result["grad_norm"].max() > 0
         assert sum(result["all_mb_metrics"]["ones"]) == pytest.approx(1.0, rel=1e-6), (
             "the mean of a metric that is 1 in both updates"
         )
