@@ -483,8 +483,8 @@ class WeightsSection(Section):
     parity_mean_nats: PositiveFloat = 2e-2
     """In bfloat16, the largest accepted mean difference over at least 2,000 tokens, nats."""
     on_parity_failure: Literal["alarm", "stop"] = "stop"
-    """What happens when the on-policy tokens of training steps do not agree. `alarm`: an error is logged and the
-    parity metric shows the difference. `stop`: the run ends."""
+    """What happens when engine and learner differ by more than the limits on the on-policy tokens of training steps.
+    `alarm`: an error is logged, and the parity metric shows the difference. `stop`: the run ends."""
     bucket_bytes: PositiveInt = 64 * 2**20
     """Size of the pieces in which weights are transferred, bytes."""
     load_timeout_s: Annotated[PositiveFloat, WATCHED_DEADLINE] = 60.0

@@ -161,8 +161,7 @@ class LearnerDeployment:
         await handles.coordinator.call(Registry.add_target, "learner", server.address)
         self._display.enter("preparing the model")
         model_path = await unless_one_fails(beside, unless_stopped(stop, self._model_path))
-        own = handles.lineage.incarnation
-        ranks.push_async_callback(asyncio.to_thread, self._transport.delete, lambda version: version.incarnation == own)
+        ranks.push_async_callback(self._delete_weights, handles)
         policy = TQPolicy(config, model_path=model_path, dp_cfg=config.data_plane, dp_client=rows)
         ranks.push_async_callback(asyncio.to_thread, policy.shutdown)
         critic: TQValue | None = None
@@ -351,6 +350,11 @@ class LearnerDeployment:
 
     def _failed_groups(self) -> Mapping[str, int]:
         return groups_by_reason(self._failures.counts) if self._failures is not None else {}
+
+    async def _delete_weights(self, handles: RunHandles) -> None:
+        """Deletes what the transport keeps of this learner's versions outside of the ranks."""
+        own = handles.lineage.incarnation
+        await asyncio.to_thread(self._transport.delete, lambda version: version.incarnation == own)
 
     # --- the end of the run, in this order -------------------------------------------------------------------------
 

@@ -61,8 +61,8 @@ class Differences:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityLimits:
-    """What `weights.parity_*` accept: differences up to `tolerance_nats`, larger ones for a share of the tokens
-    `beyond_ratio`, and a mean of `mean_nats`. In float32 every token must be within the tolerance."""
+    """The differences that `weights.parity_*` accept. A share `beyond_ratio` of the tokens may differ by more than
+    `tolerance_nats`. The mean difference may be `mean_nats`. In float32 `beyond_ratio` is 0."""
 
     tolerance_nats: float
     beyond_ratio: float
@@ -113,10 +113,10 @@ class ParityJudge:
         not agree. It is 0 if there are no new tokens."""
         if not new.tokens:
             return 0.0
-        self._pool.append(new)
         if not self.limits.beyond_ratio:
             self._pool = deque([new])
             return new.max_nats / self.limits.tolerance_nats
+        self._pool.append(new)
         while sum(each.tokens for each in self._pool) - self._pool[0].tokens >= POOLED_TOKENS:
             self._pool.popleft()
         pooled = self.pooled
