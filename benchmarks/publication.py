@@ -16,7 +16,7 @@ Then one vLLM engine loads the same weights again and again, while it generates:
 - `pause`: from the call that pauses generation until it has resumed.
 
 The claims are that the median of `snapshot` is at most three times the median of the ranks' `memcpy`, and the median of
-`pause` at most twice the median of the engine's `memcpy` and 40 ms. 20 ms of a pause are a fixed sleep inside vLLM.
+`pause` at most twice the median of the engine's `memcpy` and 40 ms.
 """
 
 import argparse

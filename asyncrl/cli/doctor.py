@@ -19,7 +19,10 @@ from typing import Annotated
 import psutil
 import typer
 
+from asyncrl.cli.options import ConfigFiles, Overrides, print_warnings, run_checks
 from asyncrl.cli.terminal import say
+from asyncrl.config.checks import check_config
+from asyncrl.config.load import load_config
 from asyncrl.deployment.known_runs import RUNS, dead_runs, live_runs
 from asyncrl.deployment.provenance import installed_version
 from asyncrl.deployment.remains import remains_of, stray_processes
@@ -269,9 +272,38 @@ _COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
 
 
 def doctor(
+    files: ConfigFiles,
+    overrides: Overrides,
     timeout_s: Annotated[float, typer.Option(min=1, help="Maximum time to import one package, seconds.")] = 120.0,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Print what a configuration needs, instead of checking this machine.")
+    ] = False,
+    node_gib: Annotated[
+        float | None,
+        typer.Option(
+            min=0.1, show_default=False, help="--plan: memory of a node, GiB. Default: this machine's; with GPUs 1024."
+        ),
+    ] = None,
+    gpu_gib: Annotated[float, typer.Option(min=1, help="--plan: memory of a GPU, GiB.")] = 80.0,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="--plan: GPUs of a node.")] = 8,
 ) -> None:
-    """Check this machine: packages, memory, processes of old runs. Exits with status 1 if a run cannot work here."""
+    """Check this machine: packages, memory, processes of old runs. Exits with status 1 if a run cannot work here.
+
+    With --plan, print for a configuration the memory of each process, the bytes of a weight publication, and how long
+    it makes both pools wait. Nothing is started. The command fails if something does not fit.
+
+    \b
+      asyncrl doctor
+      asyncrl doctor --plan -c configs/eight_gpus.yaml learner.ranks=4
+    """
+    if plan:
+        # The machine may lack the model's weights, the data and the GPUs. Only the model's config.json is needed.
+        config = load_config(files, overrides)
+        print_warnings(run_checks(config, [check_config]))
+        from asyncrl.cli.plan import show_plan  # imports torch and transformers, which takes seconds
+
+        show_plan(config, node_gib=node_gib, gpu_gib=gpu_gib, gpus_per_node=gpus_per_node)
+        return
     worst = Level.OK
     for finding in examine(timeout_s=timeout_s):
         say(f" {finding.what}", label=f"{finding.level:<4}", color=_COLOURS[finding.level])

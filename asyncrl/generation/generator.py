@@ -56,6 +56,10 @@ DELIVER_EVERY_S = 0.05
 three calls to other processes."""
 RESERVE_EVERY_S = 0.02
 """Least time between two reserves while rollouts run. It is shorter, because a free slot waits for it."""
+HELD_PER_SLOT = 3
+"""Most tickets that a replica holds, for each of its slots: of groups that are generated, scored, or wait for their
+delivery. On a busy machine the last two take as long as the generation of short groups, and the engine must not wait
+for them. Groups that wait grow older."""
 PROBE = (0,)
 """Tokens of a request that only shows whether the engine generates."""
 HEARTBEATS_PER_TIMEOUT = 5
@@ -168,8 +172,8 @@ class Generator:
         while not self._draining.is_set():
             await self._running.more_ends(wait_s=reserved_s + RESERVE_EVERY_S - self._clock())
             version = await self._weights.startable()
-            # A slot is free again when its rollout has ended. As many groups again may wait for their delivery.
-            free = min(self._slots - len(self._running), 2 * self._slots - len(self._held))
+            # A slot is free again when its group is generated.
+            free = min(self._slots - self._running.generating, HELD_PER_SLOT * self._slots - len(self._held))
             if free <= 0:
                 await self._running.next_end()
                 continue
@@ -206,7 +210,10 @@ class Generator:
                 async with asyncio.timeout(self._config.generator.rollout_timeout_s):
                     prefix = await self._prefixes.read(ticket)
                     group = await self._rollouts.run(
-                        ticket, prefix=prefix, on_progress=functools.partial(self._progressed, ticket, prefix)
+                        ticket,
+                        prefix=prefix,
+                        on_progress=functools.partial(self._progressed, ticket, prefix),
+                        on_generated=functools.partial(self._generated, ticket.key),
                     )
                     if ticket.key in self._spoiled:
                         raise self._spoiled[ticket.key]
@@ -239,6 +246,10 @@ class Generator:
             self._spoiled.pop(ticket.key, None)
             self._prefixes.ended(ticket.key)
             self._show_states()
+
+    def _generated(self, key: str) -> None:
+        self._running.generated(key)
+        self._show_states()
 
     def _progressed(self, ticket: Ticket, prefix: Sequence[PartialCompletion], sampled: Sampled) -> None:
         if ticket.key in self._held and ticket.key not in self._spoiled:
@@ -370,7 +381,7 @@ class Generator:
             metrics_address=self._metrics_address,
             state_seconds=self._states.seconds(),
             slots=self._slots,
-            running_groups=len(self._running),
+            running_groups=self._running.generating,
             samples=self._samples,
             completion_tokens=self._tokens,
             weight_updates=self._weights.updates,
@@ -400,7 +411,7 @@ class Generator:
         limit_s = self._config.generator.stall_timeout_s
         while True:
             await asyncio.sleep(min(1.0, limit_s / 5))
-            if not self._running or self._loading or self.version is None:
+            if not self._running.generating or self._loading or self.version is None:
                 self._last_token_s = self._clock()
             if self._clock() - self._last_token_s < limit_s:
                 continue
@@ -432,7 +443,7 @@ class Generator:
         await self._held.all_settled()
 
     def _show_states(self) -> None:
-        busy = len(self._running)
+        busy = self._running.generating
         self._metrics.inflight(busy)
         if self._loading:
             self._states.set({"paused_for_weights": self._slots})

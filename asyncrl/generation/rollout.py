@@ -73,11 +73,12 @@ class Rollouts:
         *,
         prefix: Sequence[PartialCompletion] = (),
         on_progress: Callable[[Sampled], None] | None = None,
+        on_generated: Callable[[], None] = lambda: None,
     ) -> FinishedGroup:
         """Generates the whole group in one call, so that its samples share the prompt's KV cache, and scores it.
 
         Begins with the samples of `prefix`, if there are any. Calls `on_progress` from time to time with what the group
-        has so far.
+        has so far, and `on_generated` when the engine is done with it.
         """
         prompt_ids, budget = self._prompt(ticket.task)
         group_size = self._config.learner.group_size
@@ -90,6 +91,7 @@ class Rollouts:
             prefix=prefix,
             on_progress=on_progress,
         )
+        on_generated()
         for completion in completions:
             check_completion(completion)
         scored_from_s = self._clock()

@@ -6,10 +6,12 @@ from collections.abc import Coroutine, Iterator
 
 
 class RunningRollouts:
-    """The tasks of rollouts by the key of their ticket. A rollout calls `ended` at its end."""
+    """The tasks of rollouts by the key of their ticket. A rollout calls `generated` when its group is only scored from
+    now on, and `ended` at its end."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._scored: set[str] = set()
         self._one_ended = asyncio.Event()
         self._none_left = asyncio.Event()
 
@@ -19,12 +21,22 @@ class RunningRollouts:
     def __iter__(self) -> Iterator[str]:
         return iter(self._tasks)
 
+    @property
+    def generating(self) -> int:
+        """The number of rollouts whose groups are not generated yet."""
+        return len(self._tasks) - len(self._scored)
+
     def start(self, key: str, rollout: Coroutine[None, None, None]) -> None:
         self._tasks[key] = asyncio.create_task(rollout, name=f"rollout {key}")
         self._none_left.clear()
 
+    def generated(self, key: str) -> None:
+        self._scored.add(key)
+        self._one_ended.set()
+
     def ended(self, key: str) -> None:
         self._tasks.pop(key, None)
+        self._scored.discard(key)
         self._one_ended.set()
         if not self._tasks:
             self._none_left.set()
@@ -42,7 +54,7 @@ class RunningRollouts:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def next_end(self) -> None:
-        """Waits until a rollout ends, or until `wake` is called."""
+        """Waits until a group is generated, a rollout ends, or `wake` is called."""
         self._one_ended.clear()
         await self._one_ended.wait()
 

@@ -9,6 +9,7 @@ stays paused, has no version, and waits for a whole update.
 """
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -62,14 +63,38 @@ class VLLMWeights:
         self, manifest: Manifest, staged: StagedWeights, *, on_paused: Callable[[], None] | None = None
     ) -> LoadTimes:
         """Applies a whole version from the flat buffer `staged`, which the caller has verified."""
-        started_s = time.monotonic()
         names = [entry.name for entry in manifest.tensors]
         tensors = msgspec.to_builtins(manifest.tensors)
+        update = {"path": staged.path, "nbytes": staged.flat.nbytes, "tensors": tensors}
+        await self._prepare(update)
+        started_s = time.monotonic()
         paused_s = await self.begin(manifest.version, on_paused=on_paused)
-        await self.apply({"path": staged.path, "nbytes": staged.flat.nbytes, "tensors": tensors}, names)
+        await self.apply(update, names)
         loaded_s = time.monotonic()
         await self.commit(names)
         return LoadTimes(pause_s=paused_s - started_s, load_s=loaded_s - paused_s, resume_s=time.monotonic() - loaded_s)
+
+    async def _prepare(self, update: dict[str, Any]) -> None:
+        """Lets the engine's workers make an update ready, each in a thread, while they decode."""
+        reader, writer = os.pipe()
+        ended = asyncio.Semaphore(0)
+        loop = asyncio.get_running_loop()
+
+        def count() -> None:
+            for _ in os.read(reader, 64):
+                ended.release()
+
+        loop.add_reader(reader, count)
+        try:
+            workers = await self._llm.collective_rpc(
+                "prepare_weights", args=(update, f"/proc/{os.getpid()}/fd/{writer}")
+            )
+            for _ in workers:
+                await ended.acquire()
+        finally:
+            loop.remove_reader(reader)
+            os.close(reader)
+            os.close(writer)
 
     # -- bytes from a process group with the learner's ranks ---------------------------------------------------------
 
@@ -177,7 +202,9 @@ class VLLMWeights:
     async def begin(self, version: Version, *, on_paused: Callable[[], None] | None = None) -> float:
         """Pauses generation between two decoding steps, and opens an update to `version`. Returns when (monotonic
         seconds) generation had paused."""
-        await self._llm.pause_generation(mode="keep", clear_cache=self._clear_cache)
+        # `pause_generation` of AsyncLLM does the same, and then sleeps for 20 ms, so that the outputs of earlier steps
+        # are processed first. Each output has its own version, so their order is of no importance here.
+        await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._clear_cache)
         paused_s = time.monotonic()
         if on_paused is not None:
             on_paused()

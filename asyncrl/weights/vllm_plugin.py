@@ -4,15 +4,17 @@ The `vllm.general_plugins` entry point registers it in every process that vLLM s
 one of three ways:
 
 - Mapped: all workers of a node map the flat buffer by its path (`/proc/<pid>/fd/<n>` of the generator's process). The
-  generator's process has verified the bytes before the first call.
+  generator's process has verified the bytes before the first call. On CPUs, `prepare` makes the new weights ready while
+  the engine decodes.
 - Received: the workers take part in a process group with the learner's ranks. The bytes are verified here and applied
   from the worker's own memory.
 - Shared: a learner rank on the same device shares its memory. The bytes are verified here.
 """
 
+import contextlib
 import multiprocessing
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +32,7 @@ from asyncrl.weights.tensor_views import mapped, view_of
 from asyncrl.weights.transports.collective import Received, receive_snapshot
 from asyncrl.weights.transports.ipc import SharedGroup, device_key, open_group
 from asyncrl.weights.transports.peers import Peers, Rendezvous
+from asyncrl.weights.vllm_swap import WeightSwap
 
 BACKEND = "asyncrl"
 WORKER_EXTENSION = f"{__name__}.WorkerExtension"
@@ -52,16 +55,17 @@ class InitInfo(WeightTransferInitInfo):
 
 
 class AsyncRLWeightTransferEngine(WeightTransferEngine[InitInfo, Any]):
-    """Loads Hugging Face tensors layer by layer.
-
-    CPUs need this layerwise reload, because vLLM packs linear weights there and frees the originals.
-    """
+    """Loads Hugging Face tensors: with vLLM's layerwise reload, which suits every model and device, or by a swap of
+    prepared weights."""
 
     init_info_cls = InitInfo
     _peers: Peers | None = None
     _expected: Parameters = {}  # noqa: RUF012 -- replaced, never changed
     _received: Received | None = None
     _reloading = False
+    _swap: WeightSwap | None = None
+    _may_learn = True
+    _preparing: "Preparing | None" = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         if init_info.rendezvous is None:
@@ -85,14 +89,19 @@ class AsyncRLWeightTransferEngine(WeightTransferEngine[InitInfo, Any]):
             self._received = receive_snapshot(self._peers, expected=self._expected)
         return msgspec.msgpack.encode(self._received.manifest)
 
+    def prepare(self, update_info: dict[str, Any], done: str) -> None:
+        """Begins to prepare a mapped update in a thread. It is then applied by `update_weights` with the same
+        `update_info`. Writes one byte to the file `done` at its end, also if it fails, or if there is nothing to
+        prepare."""
+        if self._preparing is not None:
+            self._preparing.join()  # of an update that was given up
+        self._preparing = Preparing(update_info, None if self._reloading else self._swap, done)
+
     def start_weight_update(self) -> None:
-        with torch.device(self.device):
-            if self._reloading:
-                # The last update stopped half way. Without this, vLLM would count its tensors into the new update and
-                # treat a layer as complete too early.
-                finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
-            self._reloading = True
-            initialize_layerwise_reload(self.model)
+        if self._reloading:
+            # The last update stopped half way. Without this, vLLM would count its tensors into the new update and treat
+            # a layer as complete too early.
+            self._finish_reload()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # The base class also synchronises the accelerator, which raises on machines without one.
@@ -107,10 +116,15 @@ class AsyncRLWeightTransferEngine(WeightTransferEngine[InitInfo, Any]):
         - Received: `received`, the version that `receive` got last, as text.
         - Shared: `shared`, a `SharedGroup` for each `device_key`.
         """
+        preparing, self._preparing = self._preparing, None
+        if preparing is not None and preparing.join() and preparing.is_of(update_info):
+            preparing.apply()
+            return
         match update_info:
-            case {"path": path, "nbytes": nbytes, "tensors": tensors}:
-                flat, entries = mapped(path, nbytes), msgspec.convert(tensors, list[TensorEntry])
-                weights = [(entry.name, view_of(entry, flat)) for entry in entries]
+            case {"path": _, "nbytes": _, "tensors": _}:
+                weights = mapped_weights(update_info)
+                if self._learned(weights):
+                    return
             case {"received": version}:
                 weights = self._taken(version)
             case {"shared": groups}:
@@ -119,13 +133,30 @@ class AsyncRLWeightTransferEngine(WeightTransferEngine[InitInfo, Any]):
                 raise WeightError(f"cannot apply an update with the fields {sorted(update_info)}")
         # The layerwise loaders keep each tensor until its layer is complete, and a tensor keeps its memory alive.
         with torch.device(self.device):
+            if not self._reloading:
+                self._reloading = True
+                initialize_layerwise_reload(self.model)
             self.model.load_weights(iter(weights))  # type: ignore[operator]
 
     def finish_weight_update(self) -> None:
+        if self._reloading:
+            self._finish_reload()
+        self._received = None
+
+    def _finish_reload(self) -> None:
         with torch.device(self.device):
             finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
         self._reloading = False
-        self._received = None
+
+    def _learned(self, weights: list[tuple[str, torch.Tensor]]) -> bool:
+        """Loads a whole version without the layerwise reload, if the model allows that later ones are prepared."""
+        if self._reloading or not self._may_learn or not WeightSwap.suits(self.model, self.device):
+            return False
+        with torch.device(self.device):
+            swap = WeightSwap(self.model)
+            self._may_learn = swap.learn(weights)
+        self._swap = swap if self._may_learn else None
+        return self._may_learn
 
     def shutdown(self) -> None:
         """Leaves the process group, if any."""
@@ -152,10 +183,56 @@ class AsyncRLWeightTransferEngine(WeightTransferEngine[InitInfo, Any]):
         return open_group(groups[own], device=self.device)
 
 
+class Preparing:
+    """An update that a thread prepares, with `swap` if there is one."""
+
+    def __init__(self, update_info: dict[str, Any], swap: WeightSwap | None, done: str) -> None:
+        self._update_info = update_info
+        self._swap = swap
+        self._failed: Exception | None = None
+        self._thread = threading.Thread(target=self._run, args=(done,), daemon=True)
+        self._thread.start()
+
+    def join(self) -> bool:
+        """Waits for the thread. Returns True if there was something to prepare."""
+        self._thread.join()
+        return self._swap is not None
+
+    def is_of(self, update_info: dict[str, Any]) -> bool:
+        """Returns True if this is the update that is prepared."""
+        return update_info == self._update_info
+
+    def apply(self) -> None:
+        """Makes the prepared weights the live ones. Raises what the thread has raised."""
+        assert self._swap is not None, "join() comes first"
+        if self._failed is not None:
+            raise self._failed
+        self._swap.apply()
+
+    def _run(self, done: str) -> None:
+        try:
+            if self._swap is not None:
+                self._swap.prepare(mapped_weights(self._update_info))
+        except Exception as error:
+            self._failed = error
+        with contextlib.suppress(OSError), open(done, "wb", buffering=0) as file:  # the generator may have given up
+            file.write(b"1")
+
+
+def mapped_weights(update_info: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    """Returns the tensors of a mapped update by name. They share the memory of the file."""
+    flat = mapped(update_info["path"], update_info["nbytes"])
+    return [(entry.name, view_of(entry, flat)) for entry in msgspec.convert(update_info["tensors"], list[TensorEntry])]
+
+
 class WorkerExtension:
-    """Adds a call that returns a result to vLLM's worker; vLLM's `update_weights` returns none."""
+    """Adds calls to vLLM's worker."""
 
     weight_transfer_engine: AsyncRLWeightTransferEngine
+
+    def prepare_weights(self, update_info: dict[str, Any], done: str) -> None:
+        """Begins to prepare an update, and returns at once."""
+        self.weight_transfer_engine.prepare(update_info, done)
 
     def receive_weights(self) -> bytes:
         """Receives a version without applying it. Returns its manifest as MessagePack."""
@@ -177,7 +254,7 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(BACKEND, AsyncRLWeightTransferEngine)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _errors_as_text() -> Iterator[None]:
     """Puts an error's type into its text, because vLLM sends only the text to the generator's process."""
     try:

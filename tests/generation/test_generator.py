@@ -105,17 +105,17 @@ async def test_a_rollout_that_takes_too_long_says_whether_its_scoring_did(
         await asyncio.Event().wait()
         return []
 
-    async with empty_pool(generator={"rollout_timeout_s": 0.05}) as pool:
+    async with empty_pool(generator={"rollout_timeout_s": 1.0}) as pool:
         pool.scorer.score = score  # type: ignore[method-assign]
         engine = pool.add("a")
         if not scoring:
             engine.gate.clear()
         await pool.publish(0)
-        expected = "; its scoring had not finished after" if scoring else "generator.rollout_timeout_s = 0.05 s"
+        expected = "; its scoring had not finished after" if scoring else "generator.rollout_timeout_s = 1 s"
         async with asyncio.timeout(60):
             while expected not in caplog.text:
                 await asyncio.sleep(0)
-    assert "took longer than generator.rollout_timeout_s = 0.05 s" in caplog.text
+    assert "took longer than generator.rollout_timeout_s = 1 s" in caplog.text
     assert ("its scoring had not finished" in caplog.text) == scoring
     assert ("environment.score_timeout_s = 10 s limits only one completion" in caplog.text) == scoring
 

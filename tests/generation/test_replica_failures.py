@@ -1,6 +1,7 @@
 """Replicas whose engine dies, stands still or fails every rollout: they end, and their groups go elsewhere."""
 
 import asyncio
+from typing import Any
 
 import pytest
 from pool import everything_else_runs, started_pool, until
@@ -8,7 +9,9 @@ from pool import everything_else_runs, started_pool, until
 from asyncrl.buffer.fleet import Cause, ReplicaState
 from asyncrl.buffer.ledger import Fate
 from asyncrl.common.version import Version
+from asyncrl.environments.scores import Score
 from asyncrl.errors import EngineDied, EngineStuck, InfraError, Quarantined
+from asyncrl.generation.generator import HELD_PER_SLOT
 
 
 @pytest.mark.asyncio
@@ -169,7 +172,7 @@ async def test_a_replica_that_left_gets_no_tickets_for_a_reserve_that_still_wait
 
 @pytest.mark.asyncio
 async def test_a_replica_does_not_take_groups_faster_than_it_can_deliver_them() -> None:
-    async with started_pool() as (pool, _):
+    async with started_pool(generator={"max_concurrent_groups": 2}) as (pool, _):
         generator, gate = pool.generators["a"], asyncio.Event()
 
         async def slow(*_: object) -> None:
@@ -179,8 +182,28 @@ async def test_a_replica_does_not_take_groups_faster_than_it_can_deliver_them() 
         for _ in range(5):
             await everything_else_runs()
             pool.clock.now_s += 1.0
-        assert len(generator._held) == 2 * generator._slots, "as many wait for their delivery as could run"
+        assert len(generator._held) == HELD_PER_SLOT * generator._slots < 8, "8 groups are within the staleness limit"
         gate.set()
+        await until(lambda: pool.counts.ready == 8)
+
+
+@pytest.mark.asyncio
+async def test_groups_that_are_only_scored_take_no_slot() -> None:
+    async with started_pool(generator={"max_concurrent_groups": 2}) as (pool, engine):
+        generator, scores = pool.generators["a"], asyncio.Event()
+        score = pool.scorer.score
+
+        async def slow(*arguments: Any) -> list[Score]:
+            await scores.wait()
+            return await score(*arguments)
+
+        pool.scorer.score = slow  # type: ignore[method-assign]
+        await until(lambda: len(generator._running) == HELD_PER_SLOT * generator._slots)
+        await everything_else_runs()
+        assert (engine.running, generator._running.generating) == (0, 0)
+        await generator.report()
+        assert pool.coordinator.status().reports["a"].running_groups == 0
+        scores.set()
         await until(lambda: pool.counts.ready == 8)
 
 

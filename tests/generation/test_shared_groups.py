@@ -23,6 +23,7 @@ class Engine:
         self.calls: list[str] = []
         self.requests: list[Any] = []
         self.fail: Exception | None = None
+        self.engine_core = self
 
     def __getattr__(self, name: str) -> Any:
         async def call(*arguments: Any, **options: Any) -> None:
@@ -68,7 +69,7 @@ async def test_the_first_group_stands_still_and_the_last_goes_on() -> None:
     assert scene.weights.is_whole
     assert scene.weights.version == Version(1, 3)
     assert scene.engine.calls == [
-        "pause_generation",
+        "pause_scheduler_async",
         "start_weight_update",
         "update_weights",
         "update_weights",

@@ -1,0 +1,119 @@
+"""`asyncrl doctor --plan`: prints what a configuration needs, by arithmetic, and refuses what cannot fit."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from asyncrl.algorithms.baselines import reward_kl
+from asyncrl.algorithms.loss import build_loss
+from asyncrl.algorithms.presets import advantage_of
+from asyncrl.cli.terminal import say
+from asyncrl.config.schema import Config
+from asyncrl.deployment.memory_plan import GIB, Hardware, Line, Plan, plan
+from asyncrl.errors import ConfigError
+from asyncrl.policy.step_loss import needs_reference
+from asyncrl.ranks.gather import parameter_specs
+from asyncrl.weights.manifest import ParameterSpec
+
+COPIED_BYTES = 256 * 2**20
+"""Size of the copy with which the speed of this machine's memory is measured."""
+GPU_COPY_SPEED = 10e9
+"""Assumed speed of a copy between a node's memory and a GPU, bytes per second. It was not measured."""
+LARGE_NODE_GIB = 1024.0
+"""Assumed memory of a node with GPUs, GiB."""
+
+
+def show_plan(config: Config, *, node_gib: float | None, gpu_gib: float, gpus_per_node: int) -> None:
+    """Prints the plan. Raises ConfigError if something does not fit."""
+    has_gpus = bool(config.generator.gpus or any(pool.gpus for pool in config.rank_pools().values()))
+    here = psutil.virtual_memory().total / GIB
+    hardware = Hardware(
+        node_bytes=GIB * (node_gib or (LARGE_NODE_GIB if has_gpus else here)),
+        gpu_bytes=GIB * gpu_gib,
+        gpus_per_node=gpus_per_node,
+        copy_speed=_copy_speed(),
+        gpu_copy_speed=GPU_COPY_SPEED,
+    )
+    kl = reward_kl(advantage_of(config.algorithm)) is not None
+    found = plan(config, specs_of(config), hardware, reference=kl or needs_reference(build_loss(config)))
+    for line in _described(config, found):
+        say(line)
+    for line in _assumptions(hardware, has_gpus=has_gpus):
+        say(line)
+    if found.problems:
+        raise ConfigError("\n".join(found.problems))
+    say("everything fits")
+
+
+def specs_of(config: Config) -> tuple[ParameterSpec, ...]:
+    """Returns the parameters of the model, from its config.json alone. Raises ConfigError if it cannot be read."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    build: Any = AutoModelForCausalLM.from_config
+    if config.model.tiny is not None and not Path(config.model.path, "config.json").exists():
+        raise ConfigError(
+            f"model.path = {config.model.path}: the tiny model is not built yet; run `asyncrl model` with the same "
+            "configuration"
+        )
+    try:
+        described = AutoConfig.from_pretrained(config.model.path)
+        with torch.device("meta"):
+            model = build(described)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path = {config.model.path}: its config.json cannot be read ({error})") from None
+    return parameter_specs(model, dtype=getattr(torch, config.model.dtype))
+
+
+def _described(config: Config, found: Plan) -> list[str]:
+    learner, generator = config.learner, config.generator
+    rows = [(line.place, line.what, _gib(line.nbytes), line.memory) for line in found.lines]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return [
+        f"{found.parameters / 1e9:,.4g} billion parameters, {learner.ranks} ranks, {generator.replicas} replicas of "
+        f"{generator.tensor_parallel_size} processes",
+        f"a publication: {_gib(found.published_bytes)} in {config.model.dtype}; a rank copies and sends "
+        f"{_gib(found.sent_bytes)}, a replica stages all of it",
+        "",
+        "memory of each process:",
+        *(f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d}" for a, b, c, d in rows),
+        "",
+        "together, without the activations of training:",
+        *(f"  {line.place}: {_gib(line.nbytes)} of its {_where(line)}" for line in found.sums),
+        "",
+        *(f"{what} for {seconds * 1e3:,.4g} ms at each publication" for what, seconds in found.times),
+        "",
+    ]
+
+
+def _where(line: Line) -> str:
+    return "memory" if line.memory == "node" else "GPU's memory"
+
+
+def _assumptions(hardware: Hardware, *, has_gpus: bool) -> list[str]:
+    lines = [f"assumed: {hardware.node_bytes / GIB:,.0f} GiB in a node (--node-gib)"]
+    if has_gpus:
+        lines.append(
+            f"         {hardware.gpu_bytes / GIB:,.0f} GiB in a GPU (--gpu-gib), {hardware.gpus_per_node} GPUs in a "
+            f"node (--gpus-per-node), {hardware.gpu_copy_speed / 1e9:g} GB/s to and from a GPU (not measured)"
+        )
+    return [*lines, f"measured: a copy in this machine's memory, {hardware.copy_speed / 1e9:.1f} GB/s", ""]
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:,.2f} GiB" if nbytes >= GIB / 10 else f"{nbytes / 2**20:,.1f} MiB"
+
+
+def _copy_speed() -> float:
+    """Returns the speed of a copy in this machine's memory by one thread, bytes per second."""
+    source, target = np.ones(COPIED_BYTES, dtype=np.uint8), np.ones(COPIED_BYTES, dtype=np.uint8)
+
+    def seconds() -> float:
+        started_s = time.perf_counter()
+        np.copyto(target, source)
+        return time.perf_counter() - started_s
+
+    return COPIED_BYTES / min(seconds() for _ in range(3))  # other programs may use the memory too

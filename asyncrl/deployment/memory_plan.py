@@ -1,0 +1,220 @@
+"""What a configuration needs: memory at each place, the bytes of a weight publication, and how long it makes both pools
+wait. All of it is arithmetic over the shapes of the model's parameters, so nothing is loaded and no run is started.
+
+Left out are the activations of training, which depend on the batches, and memory that libraries use for a moment.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from asyncrl.config.schema import Config, CriticSection, LearnerSection
+from asyncrl.weights.manifest import ParameterSpec, aligned
+
+GIB = 2**30
+MASTER_BYTES = 4
+"""Weights, gradients, and each of AdamW's two moments are float32."""
+STORED_VERSIONS = 3
+"""Versions of the weights that the store keeps: two, and the one that is being published."""
+ENGINE_PROCESSES_BYTES = 1.8 * GIB
+"""Memory of an engine's processes without weights and KV cache: Python, torch, vLLM and the rollout loop."""
+ENGINE = "process of an engine"
+ENGINE_GPU = f"GPU of a {ENGINE}"
+RANK_PROCESS_BYTES = 0.6 * GIB
+"""The same of a rank."""
+RAY_BYTES = 1.0 * GIB
+"""Ray's daemons, coordinator, stores and the command, without the object store."""
+PAUSE_S = 0.022
+"""Pause of an engine on a CPU, seconds. It does not depend on the weights."""
+COPIES_OF_A_SNAPSHOT = 1.7
+"""Duration of a snapshot on a CPU, in copies of the bytes that the rank sends."""
+
+
+class Memory(StrEnum):
+    """Where bytes are: in the memory of a node, or in that of a GPU."""
+
+    NODE = "node"
+    GPU = "GPU"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """What the plan assumes of every node. Speeds are in bytes per second: of a copy within a node's memory by one
+    thread, and of a copy between a node's memory and a GPU."""
+
+    node_bytes: float
+    gpu_bytes: float
+    gpus_per_node: int
+    copy_speed: float
+    gpu_copy_speed: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """Bytes that one process of a kind needs, and the memory in which it needs them."""
+
+    place: str
+    what: str
+    nbytes: float
+    memory: Memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The lines of all kinds of processes, the sums of each node and GPU, the times of a publication in seconds, and
+    what does not fit."""
+
+    parameters: int
+    published_bytes: int
+    sent_bytes: int
+    lines: tuple[Line, ...]
+    sums: tuple[Line, ...]
+    times: tuple[tuple[str, float], ...]
+    problems: tuple[str, ...]
+
+
+def largest_shard(parameters: Iterable[ParameterSpec], shards: int) -> int:
+    """Returns the number of parameters that the first of `shards` ranks holds. FSDP2 divides each parameter by rows,
+    and the first rank gets the largest part. A tied parameter counts once."""
+    return sum(
+        math.ceil(spec.shape[0] / shards) * math.prod(spec.shape[1:]) if spec.shape else 1
+        for spec in parameters
+        if not spec.tied_to
+    )
+
+
+def plan(config: Config, parameters: Sequence[ParameterSpec], hardware: Hardware, *, reference: bool) -> Plan:
+    """Plans a run of a model with these parameters, whose dtype is that of the engines. `reference`: the objective uses
+    the initial weights too."""
+    own = [spec for spec in parameters if not spec.tied_to]
+    published, flat = sum(spec.nbytes for spec in own), sum(aligned(spec.nbytes) for spec in own)
+    itemsize = published // max(1, sum(math.prod(spec.shape) for spec in own))
+    sent = largest_shard(own, _shards(config.learner)) * itemsize
+    lines = list(_lines(config, own, published=published, flat=flat, sent=sent, reference=reference))
+    sums = list(_sums(config, lines, hardware))
+    return Plan(
+        parameters=sum(math.prod(spec.shape) for spec in own),
+        published_bytes=published,
+        sent_bytes=sent,
+        lines=tuple(lines),
+        sums=tuple(sums),
+        times=tuple(_times(config, hardware, published=published, sent=sent)),
+        problems=tuple(_problems(config, sums, hardware, published=published)),
+    )
+
+
+def _lines(
+    config: Config, own: Sequence[ParameterSpec], *, published: int, flat: int, sent: int, reference: bool
+) -> Iterator[Line]:
+    for name, pool in config.rank_pools().items():
+        rank, device = f"rank of the {name}", Memory.GPU if pool.gpus else Memory.NODE
+        shard = largest_shard(own, _shards(pool))
+        yield Line(place=rank, what="weights, float32", nbytes=MASTER_BYTES * shard, memory=device)
+        yield Line(
+            place=rank, what="gradients", nbytes=MASTER_BYTES * _gradients(config, pool, own, shard), memory=device
+        )
+        yield Line(place=rank, what="AdamW's moments", nbytes=2 * MASTER_BYTES * shard, memory=device)
+        if name == "learner":
+            if reference:
+                yield Line(place=rank, what="reference weights", nbytes=MASTER_BYTES * shard, memory=device)
+            yield Line(place=rank, what="two snapshots to publish", nbytes=2 * sent, memory=Memory.NODE)
+            if config.weights.transport == "object_store":
+                kept = STORED_VERSIONS * sent
+                yield Line(place=rank, what="versions in the object store", nbytes=kept, memory=Memory.NODE)
+        if config.checkpoint.every_steps or config.checkpoint.every_minutes:
+            yield Line(place=rank, what="copy for a checkpoint", nbytes=3 * MASTER_BYTES * shard, memory=Memory.NODE)
+        yield Line(place=rank, what="process", nbytes=RANK_PROCESS_BYTES, memory=Memory.NODE)
+    generator = config.generator
+    if generator.gpus:
+        yield Line(
+            place=ENGINE,
+            what="weights",
+            nbytes=published / generator.tensor_parallel_size,
+            memory=Memory.GPU,
+        )
+    else:
+        yield Line(place="replica", what="packed weights, live and new", nbytes=2 * published, memory=Memory.NODE)
+        kv = generator.kv_cache_gib * GIB * generator.tensor_parallel_size
+        yield Line(place="replica", what="KV cache", nbytes=kv, memory=Memory.NODE)
+    yield Line(place="replica", what="staged weights", nbytes=flat, memory=Memory.NODE)
+    yield Line(place="replica", what="buckets on their way", nbytes=2 * config.weights.bucket_bytes, memory=Memory.NODE)
+    yield Line(place="replica", what="processes", nbytes=ENGINE_PROCESSES_BYTES, memory=Memory.NODE)
+
+
+def _shards(pool: LearnerSection | CriticSection) -> int:
+    """Returns the number of ranks that share one copy of the model."""
+    return (pool.shards if isinstance(pool, LearnerSection) else None) or pool.ranks
+
+
+def _gradients(config: Config, pool: LearnerSection | CriticSection, own: Sequence[ParameterSpec], shard: int) -> int:
+    """Returns the number of gradients that a rank keeps at the end of its micro-batches."""
+    if pool.ranks > 1 and config.learner.gradient_sync == "update":
+        return sum(math.prod(spec.shape) for spec in own)
+    return shard
+
+
+def on_a_node(processes: int, gpus: float, gpus_per_node: int) -> int:
+    """Returns how many processes of a pool Ray places on one node: as many as have a GPU there, or all of them."""
+    return min(processes, max(1, int(gpus_per_node / gpus))) if gpus else processes
+
+
+def _sums(config: Config, lines: Sequence[Line], hardware: Hardware) -> Iterator[Line]:
+    """Yields what a GPU of each pool needs, and a node of each pool. Pools share a node if they have no GPUs, or if one
+    node has enough GPUs for all."""
+
+    def needs(place: str, memory: Memory) -> float:
+        return sum(line.nbytes for line in lines if line.place == place and line.memory is memory)
+
+    generator = config.generator
+    pools = {f"rank of the {name}": (name, pool.ranks, pool.gpus) for name, pool in config.rank_pools().items()}
+    pools["replica"] = ("generators", generator.replicas, generator.gpus)
+    one_node = sum(count * gpus for _, count, gpus in pools.values()) <= hardware.gpus_per_node
+    apart, together = [], {}
+    for place, (name, count, gpus) in pools.items():
+        on_node = on_a_node(count, gpus, hardware.gpus_per_node) * needs(place, Memory.NODE)
+        if gpus:
+            user = ENGINE if place == "replica" else place
+            yield Line(place=f"GPU of a {user}", what="", nbytes=needs(user, Memory.GPU), memory=Memory.GPU)
+        if one_node or not gpus:
+            together[name] = on_node
+        else:
+            apart.append({name: on_node})
+    for nodes in [together, *apart] if together else apart:
+        nbytes = RAY_BYTES + sum(nodes.values())
+        yield Line(place=f"node with {' and '.join(nodes)}", what="", nbytes=nbytes, memory=Memory.NODE)
+
+
+def _times(config: Config, hardware: Hardware, *, published: int, sent: int) -> Iterator[tuple[str, float]]:
+    learner, generator = config.learner, config.generator
+    if learner.gpus:
+        yield "training waits for a snapshot", sent / hardware.gpu_copy_speed
+    else:
+        yield "training waits for a snapshot", COPIES_OF_A_SNAPSHOT * sent / hardware.copy_speed
+    # On a GPU, the pause also copies the weights to it.
+    copied = published / generator.tensor_parallel_size if generator.gpus else 0
+    yield "an engine pauses", PAUSE_S + copied / hardware.gpu_copy_speed
+
+
+def _problems(config: Config, sums: Sequence[Line], hardware: Hardware, *, published: int) -> Iterator[str]:
+    for line in sums:
+        room = hardware.node_bytes
+        if line.memory is Memory.GPU:
+            engine = line.place == ENGINE_GPU
+            room = hardware.gpu_bytes * (config.generator.gpu_memory_utilization if engine else 1)
+        if line.nbytes > room:
+            yield (f"a {line.place} needs {line.nbytes / GIB:.1f} GiB and has {room / GIB:.1f}; {_advice(line.place)}")
+    needed, has = STORED_VERSIONS * published, config.ray.object_store_mb * 2**20
+    if config.weights.transport == "object_store" and config.ray.address is None and needed > has:
+        yield (
+            f"ray.object_store_mb = {config.ray.object_store_mb} does not hold {STORED_VERSIONS} versions of the "
+            f"weights; set it to {math.ceil(needed / 2**20) + 200}"
+        )
+
+
+def _advice(place: str) -> str:
+    if place.startswith("GPU of a rank"):
+        return "raise `ranks`, or set gradient_sync: micro_batch"
+    if place == ENGINE_GPU:
+        return "raise generator.tensor_parallel_size"
+    return "use fewer processes on a node, or a smaller model"

@@ -1,0 +1,153 @@
+"""New weights of a vLLM model on the CPU: prepared beside the live ones while the engine decodes, then swapped in.
+
+On CPUs vLLM packs the weight of each linear layer for its matrix products and frees the original. Packing takes three
+to four times as long as a copy. vLLM's own reload does it while generation is paused.
+
+    swap.learn(weights)     # the first version, while nothing is decoded: loads it, and learns where each tensor goes
+    swap.prepare(weights)   # a later version, in any thread: does not touch what a forward pass reads
+    swap.apply()            # between two decoding steps: exchanges pointers
+
+Invariant: until `apply`, a forward pass reads nothing that `prepare` writes.
+"""
+
+import copy
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
+from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+"""Tensors under their Hugging Face names."""
+
+
+class WeightSwap:
+    """The weights of one model. `learn` comes first."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model: Any = model
+        self._parameters = dict(model.named_parameters())
+        self._layers: list[Any] = [layer for layer in model.modules() if _method_of(layer) is not None]
+        self._packed = {name: layer for name, layer in self._layers_by_weight().items() if not layer.weight.numel()}
+        self._targets: dict[str, str] = {}
+        """The name of vLLM's parameter into which each tensor goes."""
+        self._prepared: list[Callable[[], None]] = []
+
+    @staticmethod
+    def suits(model: torch.nn.Module, device: torch.device) -> bool:
+        """Returns True if packing is all that vLLM does with the weights after loading."""
+        unquantized = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+        methods = filter(None, map(_method_of, model.modules()))
+        return device.type == "cpu" and all(type(method) in unquantized for method in methods)
+
+    @torch.no_grad()
+    def learn(self, weights: Weights) -> bool:
+        """Loads a whole version into the live model. Returns False if the places of its tensors cannot be learned; then
+        the model is not whole."""
+        for layer in self._packed.values():
+            layer.weight = _unpacked(layer)
+        known, seen = True, set[int]()
+        for name, tensor in weights:
+            if tensor.data_ptr() in seen:
+                continue  # a tied parameter comes under each of its names, and vLLM refuses the second one alone
+            seen.add(tensor.data_ptr())
+            loaded = self._model.load_weights([(name, tensor)])
+            known = known and isinstance(loaded, set) and len(loaded) == 1 and loaded <= self._parameters.keys()
+            if known:
+                [self._targets[name]] = loaded
+        for layer in self._layers:
+            _pack(layer)
+        return known and set(self._targets.values()) == self._parameters.keys()
+
+    @torch.no_grad()
+    def prepare(self, weights: Weights) -> None:
+        """Builds what `apply` exchanges, from a whole version. What an earlier call has prepared is dropped."""
+        self._prepared = []
+        by_target: dict[str, list[tuple[str, torch.Tensor]]] = {}
+        for name, tensor in weights:
+            if name in self._targets:
+                by_target.setdefault(self._targets[name], []).append((name, tensor))
+        prepared: list[Callable[[], None]] = []
+        users = self._users()
+        for target, tensors in by_target.items():
+            if target in self._packed:
+                layer = self._packed[target]
+                layer.weight = _unpacked(layer)  # a forward pass reads the packed weight alone
+                self._model.load_weights(tensors)
+                prepared.append(_repacked(layer, layer.weight))
+                layer.weight = torch.nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
+            elif len(tensors) == 1:
+                [(_, tensor)] = tensors
+                fresh, exchange = _replacement(self._parameters[target], tensor)
+                prepared += [exchange, *(_repacked(layer, fresh) for layer in users.get(target, []))]
+            else:  # a few numbers, such as the bias of a fused layer: only the model's loader knows their places
+                prepared.append(functools.partial(self._model.load_weights, tensors))
+        self._prepared = prepared
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Makes the prepared version the live one."""
+        for exchange in self._prepared:
+            exchange()
+        self._prepared = []
+
+    def _layers_by_weight(self) -> dict[str, Any]:
+        names = {layer: name for name, layer in self._model.named_modules()}
+        return {f"{names[layer]}.weight": layer for layer in self._layers}
+
+    def _users(self) -> dict[str, list[torch.nn.Module]]:
+        """Returns the layers that keep both the parameter and a packed form of it, by the parameter's name: embeddings,
+        which may be heads too."""
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        users: dict[str, list[torch.nn.Module]] = {}
+        for layer in self._layers:
+            if id(layer.weight) in names and layer.weight.numel():
+                users.setdefault(names[id(layer.weight)], []).append(layer)
+        return users
+
+
+def _method_of(layer: torch.nn.Module) -> QuantizeMethodBase | None:
+    method = getattr(layer, "quant_method", None)
+    return method if isinstance(method, QuantizeMethodBase) else None
+
+
+def _unpacked(layer: torch.nn.Module) -> torch.Tensor:
+    """Returns memory for a weight that vLLM has freed, as the model's loaders expect it."""
+    parameters, _ = get_layerwise_info(layer).restore_metadata
+    return materialize_meta_tensor(restore_layer_refs(parameters["weight"], layer))
+
+
+def _replacement(live: torch.nn.Parameter, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+    """Loads a tensor into new memory for a parameter. Returns it, and the call that makes the parameter use it."""
+    fresh = materialize_meta_tensor(live)
+    getattr(live, "weight_loader", default_weight_loader)(fresh, tensor)
+
+    def exchange() -> None:
+        live.data = fresh.data
+
+    return fresh, exchange
+
+
+def _pack(layer: torch.nn.Module) -> None:
+    method = _method_of(layer)
+    assert method is not None, "only layers with a method are packed"
+    method.process_weights_after_loading(layer)
+
+
+def _repacked(layer: torch.nn.Module, weight: torch.Tensor) -> Callable[[], None]:
+    """Packs a new weight for a layer. Returns the call that makes the layer use it."""
+    stand_in = copy.copy(layer)
+    stand_in._parameters = {**layer._parameters, "weight": weight}  # type: ignore[dict-item]
+    _pack(stand_in)
+
+    def exchange() -> None:
+        layer.cpu_linear = stand_in.cpu_linear
+
+    return exchange

@@ -1,0 +1,167 @@
+"""The plan of a configuration: its bytes are those that real snapshots and engines take, and what cannot fit is
+named."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig
+from typer.testing import CliRunner
+
+from asyncrl.cli.main import app
+from asyncrl.cli.plan import specs_of
+from asyncrl.common.version import Version
+from asyncrl.config.schema import Config
+from asyncrl.deployment.memory_plan import GIB, Hardware, Memory, Plan, largest_shard, plan
+from asyncrl.ranks.gather import own_shards, parameter_specs
+from asyncrl.weights.manifest import Manifest, ParameterSpec, Probe, layout
+from asyncrl.weights.publisher import snapshot_of
+
+pytestmark = pytest.mark.slow  # imports transformers
+
+NODE = Hardware(
+    node_bytes=1000 * GIB, gpu_bytes=80 * GIB, gpus_per_node=8, copy_speed=10 * GIB, gpu_copy_speed=10 * GIB
+)
+LARGE = {
+    "7B": (
+        Qwen2Config(
+            vocab_size=152064,
+            hidden_size=3584,
+            intermediate_size=18944,
+            num_hidden_layers=28,
+            num_attention_heads=28,
+            num_key_value_heads=4,
+        ),
+        7_615_616_512,
+    ),
+    "70B": (
+        LlamaConfig(
+            vocab_size=128256,
+            hidden_size=8192,
+            intermediate_size=28672,
+            num_hidden_layers=80,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+        ),
+        70_553_706_496,
+    ),
+    "235B": (
+        Qwen3MoeConfig(
+            vocab_size=151936,
+            hidden_size=4096,
+            moe_intermediate_size=1536,
+            num_hidden_layers=94,
+            num_attention_heads=64,
+            num_key_value_heads=4,
+            head_dim=128,
+            num_experts=128,
+            num_experts_per_tok=8,
+        ),
+        235_093_634_560,
+    ),
+}
+"""Configurations of published models, and the number of parameters that their authors state or their files have."""
+
+
+def planned(described: PretrainedConfig, folder: Path, *, hardware: Hardware = NODE, **sections: Any) -> Plan:
+    described.save_pretrained(folder)
+    model = {"path": str(folder), "dtype": "bfloat16"}
+    config = Config.model_validate({"model": model, **sections})
+    return plan(config, specs_of(config), hardware, reference=False)
+
+
+def spec(name: str, *shape: int, tied_to: str = "") -> ParameterSpec:
+    return ParameterSpec(name=name, shape=shape, dtype="bfloat16", nbytes=2 * math.prod(shape), tied_to=tied_to)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.integers(1, 8))
+def test_the_first_rank_holds_the_first_chunk_of_rows(shape: list[int], shards: int) -> None:
+    """FSDP2 divides a parameter with `torch.chunk`."""
+    first, *_ = torch.empty(shape).chunk(shards)
+    assert largest_shard([spec("a", *shape), spec("b", *shape, tied_to="a")], shards) == first.numel()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_bytes_are_those_of_a_real_snapshot_and_its_flat_buffer(tied: bool, tmp_path: Path) -> None:
+    described = Qwen3Config(
+        vocab_size=98,
+        hidden_size=24,
+        intermediate_size=50,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        tie_word_embeddings=tied,
+    )
+    model = Qwen3ForCausalLM(described)  # type: ignore[no-untyped-call]
+    entries, probe = layout(parameter_specs(model, dtype=torch.bfloat16)), Probe(tokens=(), logprobs=())
+    snapshot = snapshot_of(own_shards(model, rank=0), entries, probe=probe, bucket_bytes=2**16)
+    manifest = Manifest(
+        version=Version(1, 0), previous=None, tensors=entries, buckets=snapshot.described(), probe=probe
+    )
+    found = planned(described, tmp_path)
+    assert (found.published_bytes, found.sent_bytes) == (manifest.sent_bytes, snapshot.memory.nbytes)
+    [staged] = [line.nbytes for line in found.lines if line.what == "staged weights"]
+    assert 0 <= staged - manifest.flat_bytes < 64
+    assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("size", LARGE)
+def test_large_models_are_planned_without_their_weights(size: str, tmp_path: Path) -> None:
+    described, parameters = LARGE[size]
+    gpus = {
+        "learner": {"ranks": 64, "gpus": 1.0, "gradient_sync": "micro_batch", "groups_per_step": 64},
+        "generator": {"replicas": 8, "gpus": 8.0, "tensor_parallel_size": 8},
+    }
+    found = planned(described, tmp_path, **gpus)
+    assert found.parameters == parameters
+    assert found.published_bytes == 2 * parameters
+    [of_rank] = [line for line in found.sums if line.place == "GPU of a rank of the learner"]
+    assert of_rank.nbytes == pytest.approx(16 * parameters / 64, rel=0.01), "weights, gradients and two moments"
+    assert dict(found.times)["an engine pauses"] == pytest.approx(2 * parameters / 8 / (10 * GIB), rel=0.1)
+
+
+def test_what_does_not_fit_is_named_with_both_numbers(tmp_path: Path) -> None:
+    described, _ = LARGE["7B"]
+    gpus = {"learner": {"gpus": 1.0}, "generator": {"gpus": 1.0}, "ray": {"object_store_mb": 2**20}}
+    problems = planned(described, tmp_path, **gpus).problems
+    assert problems == (
+        "a GPU of a rank of the learner needs 113.5 GiB and has 80.0; raise `ranks`, or set gradient_sync: micro_batch",
+    )
+    gpus["generator"]["gpu_memory_utilization"] = 0.1
+    gpus["ray"]["object_store_mb"] = 20000
+    problems = planned(described, tmp_path, **gpus).problems
+    assert [problem.partition(";")[0] for problem in problems[1:]] == [
+        "a GPU of a process of an engine needs 14.2 GiB and has 8.0",
+        "ray.object_store_mb = 20000 does not hold 3 versions of the weights",
+    ]
+
+
+def test_pools_without_gpus_share_a_node_and_others_only_if_it_has_enough_gpus(tmp_path: Path) -> None:
+    described, _ = LARGE["7B"]
+
+    def nodes(**sections: Any) -> list[str]:
+        return [line.place for line in planned(described, tmp_path, **sections).sums if line.memory is Memory.NODE]
+
+    assert nodes() == ["node with learner and generators"]
+    on_gpus = {"learner": {"ranks": 4, "gpus": 1.0}, "generator": {"replicas": 4, "gpus": 1.0}}
+    assert nodes(**on_gpus) == ["node with learner and generators"]
+    on_gpus["generator"]["replicas"] = 5
+    assert nodes(**on_gpus) == ["node with learner", "node with generators"]
+
+
+def test_the_command_prints_the_plan_and_fails_if_something_does_not_fit(tmp_path: Path) -> None:
+    described, _ = LARGE["7B"]
+    described.save_pretrained(tmp_path)
+    command = ["doctor", "--plan", f"model.path={tmp_path}", "model.dtype=bfloat16"]
+    refused = CliRunner().invoke(app, [*command, "--node-gib", "100"])
+    assert refused.exit_code == 2
+    assert "7.616 billion parameters" in refused.output
+    assert "ray.object_store_mb = 512 does not hold 3 versions" in refused.output
+    fits = CliRunner().invoke(app, [*command, "ray.object_store_mb=50000", "--node-gib", "1000"])
+    assert fits.exit_code == 0, fits.output
+    assert "everything fits" in fits.output
