@@ -6,21 +6,21 @@ EXTRA := $(if $(shell command -v nvidia-smi),gpu,cpu)
 STAMP := .venv/.installed-$(EXTRA)
 # Fails for a broken link, but not with --quiet. NO_MKDOCS_2_WARNING silences an advertisement for another program.
 SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist=loadfile
 
 .PHONY: train test unit check docs mutations processors bench
 
 train: $(STAMP)
 	$(BIN)/asyncrl up -c configs/quickstart.yaml $(ARGS)
 
-# Two workers, each of which runs one test file at a time. The files run in the order of their names, which puts the
-# long ones into the middle.
+# Three workers, each of which runs one test file at a time: the long tests wait for processes in a third of their time,
+# so two workers leave cores idle. The files run in the order of their names, which puts the long ones into the middle.
 test: $(STAMP)
-	$(PYTEST) --no-loadscope-reorder $(ARGS)
+	$(PYTEST) --numprocesses=3 --no-loadscope-reorder $(ARGS)
 
 # Takes half a minute. Leaves out tests that start real processes, train, or import a large library.
 unit: $(STAMP)
-	$(PYTEST) --hypothesis-profile=quick -m "not integration and not slow" $(ARGS)
+	$(PYTEST) --numprocesses=2 --hypothesis-profile=quick -m "not integration and not slow" $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -340,9 +340,16 @@ ROWS = {
         ),
         lines(
             "Published bytes",
-            "Bytes of weights that the learner publishes.",
+            "Bytes of weights that the learner sends.",
             Query(rate("asyncrl_weight_bytes_total", RUN, over=STEPS), "published"),
             unit="Bps",
+        ),
+        lines(
+            "Sent part of the weights",
+            "Bytes sent for the last version, divided by the bytes of all weights. With weights.delta, only changed "
+            "weights are sent.",
+            Query(now("asyncrl_weight_sent_ratio", RUN), "sent"),
+            unit="percentunit",
         ),
     ],
     "Deadlines": [

@@ -187,6 +187,18 @@ def _weights(config: Config) -> Iterator[str]:
             "on the weights before it, so that their log-probs may differ; set weights.on_parity_failure to alarm, or "
             "weights.kv_cache to recompute"
         )
+    if weights.delta and config.model.dtype != "bfloat16":
+        yield (
+            f"weights.delta = true with model.dtype = {config.model.dtype}: every step changes nearly all weights in "
+            "this precision, so nothing would be saved; set model.dtype to bfloat16, or weights.delta to false"
+        )
+    if weights.delta and weights.transport == "ipc":
+        yield (
+            "weights.delta = true with weights.transport = ipc: replicas read the memory of the ranks, so no bytes "
+            "travel; set weights.delta to false, or use object_store or filesystem"
+        )
+    if weights.delta and weights.bucket_bytes % 2:
+        yield f"weights.bucket_bytes = {weights.bucket_bytes}: must be even with weights.delta; add one"
     if weights.folder is not None and weights.transport != "filesystem":
         yield (
             f"weights.folder = {weights.folder}: is used only by weights.transport = filesystem; set that, or leave "

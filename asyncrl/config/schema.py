@@ -485,8 +485,15 @@ class WeightsSection(Section):
     on_parity_failure: Literal["alarm", "stop"] = "stop"
     """What happens when engine and learner differ by more than the limits on the on-policy tokens of training steps.
     `alarm`: an error is logged, and the parity metric shows the difference. `stop`: the run ends."""
+    delta: bool = False
+    """Send only the weights that have changed. In bfloat16 most weights are equal after a step, because learning rates
+    are small. Needs `model.dtype: bfloat16`, and `transport: object_store` or `filesystem`. Each learner rank keeps one
+    more copy of what it sends."""
+    anchor_every: PositiveInt = 20
+    """With `delta`, number of publications after which the weights are sent whole again. A replica that starts fetches
+    the last whole weights and all changes since then, which the transport keeps until then."""
     bucket_bytes: PositiveInt = 64 * 2**20
-    """Size of the pieces in which weights are transferred, bytes."""
+    """Size of the pieces in which weights are transferred, bytes. Models of more than 256 pieces have larger ones."""
     load_timeout_s: Annotated[PositiveFloat, WATCHED_DEADLINE] = 60.0
     """Maximum time for a replica to fetch a version, and to load it, seconds each. Weights that arrive later are
     fetched again. A replica that takes longer to load them ends its engine."""

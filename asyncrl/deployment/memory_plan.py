@@ -119,6 +119,8 @@ def _lines(
             if reference:
                 yield Line(place=rank, what="reference weights", nbytes=MASTER_BYTES * shard, memory=device)
             yield Line(place=rank, what="two snapshots to publish", nbytes=2 * sent, memory=Memory.NODE)
+            if config.weights.delta:
+                yield Line(place=rank, what="last sent version, for deltas", nbytes=sent, memory=Memory.NODE)
             if config.weights.transport == "object_store":
                 kept = STORED_VERSIONS * sent
                 yield Line(place=rank, what="versions in the object store", nbytes=kept, memory=Memory.NODE)

@@ -33,7 +33,7 @@ from asyncrl.generation.interfaces import InferenceEngine
 from asyncrl.metrics.recorders import GeneratorMetrics
 from asyncrl.weights.manifest import Bytes, Manifest, check_layout, check_parameters, is_news
 from asyncrl.weights.parity import Differences, ParityLimits
-from asyncrl.weights.staging import StagedWeights
+from asyncrl.weights.staging import Part, StagedWeights
 from asyncrl.weights.store import Publication, WeightClient
 from asyncrl.weights.transports.interfaces import Transport
 
@@ -208,26 +208,28 @@ class WeightUpdates:
         await replica.report()
 
     async def _stage(self, publication: Publication) -> None:
-        """Fetches the buckets one after the other, and puts each into its place in the staged weights, where it is
-        verified. The next bucket is fetched meanwhile. Generation goes on. Buckets that an earlier attempt has verified
-        are not fetched again."""
+        """Fetches the buckets one after the other, or the links of them that the replica lacks, and puts each into its
+        place in the staged weights, where it is verified. The next one is fetched meanwhile. Generation goes on. Bytes
+        that are verified there already are not fetched again."""
         manifest, handles = publication.manifest, publication.handles
         deadline_s = time.monotonic() + self._limits.load_timeout_s
 
-        def fetch(index: int) -> "asyncio.Future[Bytes]":
+        def fetch(part: Part) -> "asyncio.Future[Bytes]":
             left_s = max(0.0, deadline_s - time.monotonic())
-            return asyncio.ensure_future(self._transport.receive(handles[index], timeout_s=left_s))
+            handle = handles[part.bucket] if part.link is None else handles[part.bucket][part.link]
+            return asyncio.ensure_future(self._transport.receive(handle, timeout_s=left_s))
 
         await _beside_loop(lambda: self._staged.begin(manifest), nbytes=manifest.flat_bytes)
         missing = self._staged.missing
         following = fetch(missing[0]) if missing else None
         try:
-            for index, after in pairwise([*missing, None]):
-                assert index is not None
+            for part, after in pairwise([*missing, None]):
+                assert part is not None
                 assert following is not None
                 data = await following
                 following = None if after is None else fetch(after)
-                await _beside_loop(functools.partial(self._staged.put, index, data), nbytes=data.nbytes)
+                put = functools.partial(self._staged.put, part, data)
+                await _beside_loop(put, nbytes=manifest.buckets[part.bucket].nbytes)
         finally:
             if following is not None:
                 following.cancel()

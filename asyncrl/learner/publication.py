@@ -82,6 +82,7 @@ class Publisher:
         self._delivered = delivered
         self._published: Version | None = None
         self._previous: Version | None = None  # the newest version that the weight store has
+        self._used: set[Version] = set()  # the versions whose bytes it needs
         self._sending: _Taken | None = None
         self._waiting: _Taken | None = None
         self._slot = 1  # of the last snapshot
@@ -197,7 +198,12 @@ class Publisher:
     async def _deliver(self, taken: _Taken) -> None:
         started_s = time.monotonic()
         by_rank: list[list[DeliveredBucket]] = await asyncio.to_thread(
-            self._policy.send_beside, PolicyWorker.deliver, self._transport, taken.slot, taken.version
+            self._policy.send_beside,
+            PolicyWorker.deliver,
+            self._transport,
+            taken.slot,
+            taken.version,
+            self._previous,
         )
         buckets = [bucket for rank in by_rank for bucket in rank]
         manifest = Manifest(
@@ -212,14 +218,18 @@ class Publisher:
         # one.
         await self._coordinator.call(LearnerCalls.published, taken.version)
         await self._weights.publish(manifest, [bucket.handle for bucket in buckets])
-        previous, self._previous = self._previous, taken.version
-        offered = (previous, taken.version)
-        own = taken.version.incarnation
+        self._previous = taken.version
+        # The weight store offers the newest two versions, and with `weights.delta` their links name earlier ones.
+        links = {link.version for bucket in manifest.buckets for link in bucket.links}
+        before, self._used = self._used, {taken.version, *links}
+        used, own = before | self._used, taken.version.incarnation
         await asyncio.to_thread(
-            self._transport.delete, lambda version: version not in offered and version.incarnation <= own
+            self._transport.delete, lambda version: version not in used and version.incarnation <= own
         )
         seconds = {"snapshot": taken.snapshot_s, "deliver": time.monotonic() - started_s}
-        self._metrics.published(bytes=manifest.sent_bytes, phase_seconds=seconds)
+        sent, whole = manifest.sent_bytes, sum(bucket.nbytes for bucket in manifest.buckets)
+        logger.info("weights %s are delivered: %d of %d bytes were sent", taken.version, sent, whole)
+        self._metrics.published(bytes=sent, whole_bytes=whole, phase_seconds=seconds)
         self._metrics.weight_delivery(outcome="delivered")
         self._delivered(manifest)
 

@@ -353,7 +353,12 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             "was taken before the delivery began.",
             {"outcome": ("delivered", "failed", "replaced")},
         ),
-        counter(LEARNER, "asyncrl_weight_bytes_total", "Bytes of weights published."),
+        counter(LEARNER, "asyncrl_weight_bytes_total", "Bytes of weights that were sent."),
+        gauge(
+            LEARNER,
+            "asyncrl_weight_sent_ratio",
+            "Bytes sent for the last version, divided by the bytes of all weights. With `weights.delta` below 1.",
+        ),
         gauge(
             LEARNER | GENERATOR,
             "asyncrl_weight_parity_nats",

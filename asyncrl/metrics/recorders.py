@@ -196,9 +196,10 @@ class LearnerMetrics(ProcessMetrics):
         self._instruments.set("asyncrl_learner_policy_version", learner)
         self._instruments.set("asyncrl_published_policy_version", published)
 
-    def published(self, *, bytes: int, phase_seconds: Mapping[str, float]) -> None:
-        """Records a publication: its size and the duration of each phase."""
+    def published(self, *, bytes: int, whole_bytes: int, phase_seconds: Mapping[str, float]) -> None:
+        """Records a publication: the bytes that were sent, those of all weights, and the duration of each phase."""
         self._instruments.add("asyncrl_weight_bytes_total", bytes)
+        self._instruments.set("asyncrl_weight_sent_ratio", bytes / whole_bytes if whole_bytes else 1.0)
         for phase, seconds in phase_seconds.items():
             self._instruments.observe("asyncrl_weight_publish_seconds", seconds, phase=phase)
 

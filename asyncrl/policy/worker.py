@@ -35,6 +35,7 @@ from asyncrl.ranks.packed import ATTENTION
 from asyncrl.ranks.placement import HOST, MODEL, move_model
 from asyncrl.ranks.plan import PlannedUpdate
 from asyncrl.ranks.worker import RankWorker
+from asyncrl.weights.delta import DeltaSender
 from asyncrl.weights.manifest import ParameterSpec, Probe, TensorEntry, layout
 from asyncrl.weights.parity import ParityLimits
 from asyncrl.weights.publisher import DeliveredBucket, Snapshot, deliver, snapshot_of
@@ -53,6 +54,8 @@ class PolicyWorker(RankWorker[LossFunction]):
     def __init__(self, *, model_path: str, config: Config, rank: int, world_size: int, store: Store) -> None:
         super().__init__(model_path=model_path, config=config, rank=rank, world_size=world_size, store=store)
         self._snapshots: dict[int, Snapshot] = {}
+        weights = config.weights
+        self._deltas = DeltaSender(anchor_every=weights.anchor_every) if weights.delta else None
         self._broadcasts = Broadcasts(rank)
         self._shared = SharedWeights(world_size=world_size, device=self._device)
         self._on_policy = OnPolicy(
@@ -220,10 +223,14 @@ class PolicyWorker(RankWorker[LossFunction]):
         )
         return logprobs
 
-    def deliver(self, transport: Transport, slot: int, version: Version) -> list[DeliveredBucket]:
-        """Sends this rank's buckets of the snapshot in `slot`, which has the weights of `version`. Not a
-        collective."""
-        return deliver(self._snapshots[slot], transport, version)
+    def deliver(
+        self, transport: Transport, slot: int, version: Version, previous: Version | None
+    ) -> list[DeliveredBucket]:
+        """Sends this rank's buckets of the snapshot in `slot`, which has the weights of `version`. `previous` is the
+        newest version that the weight store has. Not a collective."""
+        if self._deltas is None:
+            return deliver(self._snapshots[slot], transport, version)
+        return self._deltas.deliver(self._snapshots[slot], transport, version, previous=previous)
 
     def init_collective(self, rendezvous: Rendezvous) -> None:
         """Calls `Broadcasts.join`."""

@@ -58,11 +58,23 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
 
 
+class Link(msgspec.Struct, frozen=True, array_like=True):
+    """A step on the way to the bytes of a bucket: the version that it makes, the checksum of the whole bucket after it,
+    and the number of bytes that travel for it. They are a delta to the link before, or the whole bucket."""
+
+    version: Version
+    checksum: str
+    nbytes: int
+    delta: bool
+
+
 class Bucket(msgspec.Struct, frozen=True, kw_only=True):
-    """The pieces whose bytes a bucket has, one after the other, and the xxh3-128 checksum of these bytes in hex."""
+    """The pieces whose bytes a bucket has, one after the other, and the xxh3-128 checksum of these bytes in hex. With
+    `weights.delta` it has links, and its handle is a tuple with one handle for each link. The first one is whole."""
 
     pieces: tuple[Piece, ...]
     checksum: str
+    links: tuple[Link, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -112,8 +124,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of all buckets."""
-        return sum(bucket.nbytes for bucket in self.buckets)
+        """Bytes that travel for this version: all of them, or those of the last links."""
+        return sum(bucket.links[-1].nbytes if bucket.links else bucket.nbytes for bucket in self.buckets)
 
 
 def layout(parameters: Iterable[ParameterSpec]) -> tuple[TensorEntry, ...]:
@@ -169,8 +181,14 @@ def checksum(parts: Iterable[Bytes]) -> str:
 
 
 def check_layout(manifest: Manifest) -> None:
-    """Raises ManifestMismatch unless the buckets have every byte of every tensor, and no byte twice."""
+    """Raises ManifestMismatch unless the buckets have every byte of every tensor, and no byte twice, and the links of
+    each lead to its bytes."""
     refused = f"weights {manifest.version}: "
+    for index, bucket in enumerate(manifest.buckets):
+        if bucket.links and (bucket.links[0].delta or bucket.links[-1].checksum != bucket.checksum):
+            raise ManifestMismatch(
+                f"{refused}the links of bucket {index} do not lead to its bytes; nothing was applied"
+            )
     pieces = sorted((piece for bucket in manifest.buckets for piece in bucket.pieces), key=lambda piece: piece.offset)
     for piece, after in pairwise(pieces):
         if piece.offset + piece.nbytes > after.offset:
@@ -192,12 +210,15 @@ def check_layout(manifest: Manifest) -> None:
             )
 
 
-def put_bucket(manifest: Manifest, index: int, data: Bytes, *, flat: Bytes) -> None:
-    """Puts the bytes of bucket `index` into their places in the flat buffer, and verifies them there.
+def put_bucket(manifest: Manifest, index: int, data: Bytes, *, flat: Bytes, link: Link | None = None) -> None:
+    """Puts the bytes of bucket `index` into their places in the flat buffer, and verifies them there. `link`: they are
+    those after this link of the bucket.
 
     Raises WeightsDamaged unless `data` has the size and the checksum that the manifest says.
     """
     refused, bucket = f"weights {manifest.version}: bucket {index}", manifest.buckets[index]
+    if link is not None:
+        refused += f" as of {link.version}"
     if data.nbytes != bucket.nbytes:
         raise WeightsDamaged(
             f"{refused} has {data.nbytes} bytes, but the manifest says {bucket.nbytes}; nothing was applied"
@@ -207,7 +228,8 @@ def put_bucket(manifest: Manifest, index: int, data: Bytes, *, flat: Bytes) -> N
         flat[piece.offset : piece.offset + piece.nbytes] = data[start : start + piece.nbytes]
         start += piece.nbytes
     found = checksum(flat[piece.offset : piece.offset + piece.nbytes] for piece in bucket.pieces)
-    if found != bucket.checksum:
+    expected = bucket.checksum if link is None else link.checksum
+    if found != expected:
         ranges = [(piece.offset, piece.offset + piece.nbytes) for piece in bucket.pieces]
         names = [
             entry.name
@@ -216,7 +238,7 @@ def put_bucket(manifest: Manifest, index: int, data: Bytes, *, flat: Bytes) -> N
         ]
         raise WeightsDamaged(
             f"{refused} (with {', '.join(names[:3])}) has the checksum {found}, but the manifest says "
-            f"{bucket.checksum}, so its bytes are damaged; nothing was applied"
+            f"{expected}, so its bytes are damaged; nothing was applied"
         )
 
 

@@ -12,11 +12,15 @@ import msgspec
 import torch
 
 from asyncrl.common.version import Version
-from asyncrl.weights.manifest import Bucket, Bytes, Piece, Probe, TensorEntry, checksum, into_buckets
+from asyncrl.weights.manifest import Bucket, Bytes, Piece, Probe, TensorEntry, checksum, flat_bytes, into_buckets
 from asyncrl.weights.memory_file import MemoryFile
 
 if TYPE_CHECKING:
     from asyncrl.weights.transports.interfaces import Transport
+
+MOST_BUCKETS = 256
+"""About the most buckets of a version. Each one has a reference that the store keeps and every node fetches, so larger
+models have larger buckets."""
 
 OwnShard = tuple[str, int, torch.Tensor]
 """A rank's shard of a parameter: the parameter's name, the index of its first element, and the elements."""
@@ -92,7 +96,7 @@ def snapshot_of(
         torch.cuda.current_stream().synchronize()
     return Snapshot(
         entries=tuple(entries),
-        pieces=tuple(into_buckets(pieces, bucket_bytes)),
+        pieces=tuple(into_buckets(pieces, max(bucket_bytes, flat_bytes(entries) // MOST_BUCKETS))),
         memory=memory,
         probe=probe,
         shared=file,
@@ -102,7 +106,7 @@ def snapshot_of(
 def deliver(snapshot: Snapshot, transport: "Transport", version: Version) -> list[DeliveredBucket]:
     """Computes checksums of this rank's buckets, and sends the buckets."""
     described = snapshot.described()
-    handles = transport.send(snapshot, described, version)
+    handles = transport.send(snapshot.buckets, described, version, shared=snapshot.shared)
     return [DeliveredBucket(bucket=bucket, handle=handle) for bucket, handle in zip(described, handles, strict=True)]
 
 

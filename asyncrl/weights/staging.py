@@ -4,18 +4,32 @@ The engine's workers map the buffer by its path, so all of them use the same byt
 next version of the same size.
 """
 
-from asyncrl.errors import FetchFailed
-from asyncrl.weights.manifest import Bytes, Manifest, put_bucket
+from typing import NamedTuple
+
+import numpy as np
+
+from asyncrl.errors import FetchFailed, WeightsDamaged
+from asyncrl.weights.delta import decode
+from asyncrl.weights.manifest import Bytes, Link, Manifest, Piece, put_bucket
 from asyncrl.weights.memory_file import MemoryFile
 
 
+class Part(NamedTuple):
+    """Bytes that a replica lacks: a whole bucket, or one link of it."""
+
+    bucket: int
+    link: int | None
+
+
 class StagedWeights:
-    """Memory for the flat buffer of one version at a time. Call `begin` first, and `put` for each `missing` bucket."""
+    """Memory for the flat buffer of one version at a time. Call `begin` first, and `put` for each `missing` part, in
+    order."""
 
     def __init__(self) -> None:
         self._file: MemoryFile | None = None
         self._manifest: Manifest | None = None
-        self._verified: set[int] = set()
+        self._held: dict[tuple[Piece, ...], str] = {}
+        """The checksum of the verified bytes that stand in the places of a bucket."""
 
     @property
     def path(self) -> str:
@@ -30,20 +44,33 @@ class StagedWeights:
         return self._file.data
 
     @property
-    def missing(self) -> list[int]:
-        """The buckets that are not verified in the buffer yet."""
+    def missing(self) -> list[Part]:
+        """What is not verified in the buffer yet."""
         assert self._manifest is not None, "call begin() first"
-        return [index for index in range(len(self._manifest.buckets)) if index not in self._verified]
+        parts = []
+        for index, bucket in enumerate(self._manifest.buckets):
+            held = self._held.get(bucket.pieces)
+            if held == bucket.checksum:
+                continue
+            if not bucket.links:
+                parts.append(Part(index, None))
+                continue
+            known = [number for number, link in enumerate(bucket.links) if link.checksum == held]
+            first = known[-1] + 1 if known else 0
+            parts += [Part(index, number) for number in range(first, len(bucket.links))]
+        return parts
 
     def begin(self, manifest: Manifest) -> None:
-        """Provides memory for a version. What an earlier attempt has staged of the same version stays. Raises
-        FetchFailed if there is no memory."""
+        """Provides memory for a version. What an earlier attempt has staged of the same version stays, and so do bytes
+        to which the version's deltas can be applied. Raises FetchFailed if there is no memory."""
         if manifest != self._manifest:
-            self._manifest, self._verified = manifest, set()
+            linked = {bucket.pieces for bucket in manifest.buckets if bucket.links}
+            self._held = {pieces: checksum for pieces, checksum in self._held.items() if pieces in linked}
+        self._manifest = manifest
         if self._file is not None and self._file.data.nbytes == manifest.flat_bytes:
             return
         self.close()
-        self._verified.clear()
+        self._held.clear()
         try:
             self._file = MemoryFile(manifest.flat_bytes)
         except OSError as error:
@@ -52,11 +79,26 @@ class StagedWeights:
                 f"({error}); a replica needs this much besides its engine"
             ) from error
 
-    def put(self, index: int, data: Bytes) -> None:
-        """Puts the bytes of bucket `index` into their places, and verifies them there. Raises WeightsDamaged."""
+    def put(self, part: Part, data: Bytes) -> None:
+        """Puts the bytes of a bucket into their places, or changes those that stand there by a delta, and verifies them
+        there. Raises WeightsDamaged. Then nothing of the bucket is verified any more."""
         assert self._manifest is not None, "call begin() first"
-        put_bucket(self._manifest, index, data, flat=self.flat)
-        self._verified.add(index)
+        bucket = self._manifest.buckets[part.bucket]
+        link = None if part.link is None else bucket.links[part.link]
+        self._held.pop(bucket.pieces, None)
+        if link is not None and link.delta:
+            data = self._changed(bucket.pieces, data, link)
+        put_bucket(self._manifest, part.bucket, data, flat=self.flat, link=link)
+        self._held[bucket.pieces] = bucket.checksum if link is None else link.checksum
+
+    def _changed(self, pieces: tuple[Piece, ...], delta: Bytes, link: Link) -> Bytes:
+        before = np.concatenate([self.flat[piece.offset : piece.offset + piece.nbytes] for piece in pieces])
+        try:
+            return decode(before, delta)
+        except ValueError as error:
+            raise WeightsDamaged(
+                f"the delta to weights {link.version} is damaged: {error}; the replica fetches the whole bucket again"
+            ) from error
 
     def close(self) -> None:
         """Frees the memory. It may be called again."""

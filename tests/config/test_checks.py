@@ -95,6 +95,17 @@ _LIMITS = [
         ["weights.kv_cache=keep", "weights.on_parity_failure=alarm"],
         "set weights.on_parity_failure to alarm",
     ),
+    (["weights.delta=true"], ["weights.delta=true", "model.dtype=bfloat16"], "set model.dtype to bfloat16"),
+    (
+        ["weights.delta=true", "model.dtype=bfloat16", "weights.transport=ipc"],
+        ["weights.delta=true", "model.dtype=bfloat16", "weights.transport=filesystem"],
+        "no bytes travel",
+    ),
+    (
+        ["weights.delta=true", "model.dtype=bfloat16", "weights.bucket_bytes=1001"],
+        ["weights.delta=true", "model.dtype=bfloat16", "weights.bucket_bytes=1002"],
+        "must be even",
+    ),
     (["weights.folder=w"], ["weights.folder=w", "weights.transport=filesystem"], "leave weights.folder unset"),
     (["critic.ranks=3"], ["critic.ranks=2"], "critic.ranks × learner.updates_per_step = 3 × 1 = 3"),
     (["critic.optimizer.warmup_steps=201"], ["critic.optimizer.warmup_steps=200"], "learner.total_steps = 200"),

@@ -16,7 +16,7 @@ from asyncrl.cli.main import app
 from asyncrl.cli.plan import specs_of
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
-from asyncrl.deployment.memory_plan import GIB, Hardware, Memory, Plan, largest_shard, plan
+from asyncrl.deployment.memory_plan import GIB, PAUSE_S, Hardware, Memory, Plan, largest_shard, plan
 from asyncrl.ranks.gather import own_shards, parameter_specs
 from asyncrl.weights.manifest import Manifest, ParameterSpec, Probe, layout
 from asyncrl.weights.publisher import snapshot_of
@@ -122,7 +122,8 @@ def test_large_models_are_planned_without_their_weights(size: str, tmp_path: Pat
     assert found.published_bytes == 2 * parameters
     [of_rank] = [line for line in found.sums if line.place == "GPU of a rank of the learner"]
     assert of_rank.nbytes == pytest.approx(16 * parameters / 64, rel=0.01), "weights, gradients and two moments"
-    assert dict(found.times)["an engine pauses"] == pytest.approx(2 * parameters / 8 / (10 * GIB), rel=0.1)
+    copied_s = 2 * parameters / 8 / NODE.gpu_copy_speed
+    assert dict(found.times)["an engine pauses"] == pytest.approx(PAUSE_S + copied_s)
 
 
 def test_what_does_not_fit_is_named_with_both_numbers(tmp_path: Path) -> None:

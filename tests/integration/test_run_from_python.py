@@ -1,4 +1,5 @@
-"""`asyncrl.run` with real Ray, vLLM and FSDP2: the example of docs/python.md, and an interrupt, in one process."""
+"""`asyncrl.run` with real Ray, vLLM and FSDP2: the example of docs/python.md, and an interrupt, in one process. The
+engine computes in bfloat16, and only changed weights are sent."""
 
 import json
 import re
@@ -41,10 +42,11 @@ def test_the_example_trains_and_a_second_run_ends_in_order_when_it_is_interrupte
     """Both runs are in one process, beside an event loop."""
     overrides = {
         "run": {"name": "first", "dir": str(tmp_path), "shutdown_grace_s": 60.0},
-        "model": {"path": model_path, "max_length": 64, "tiny": None},
+        "model": {"path": model_path, "max_length": 64, "tiny": None, "dtype": "bfloat16"},
         "learner": {"total_steps": STEPS, "groups_per_step": 4, "group_size": 4, "optimizer": {"warmup_steps": 0}},
         "generator": {"max_concurrent_groups": 8, "max_completion_tokens": 10},
         "eval.prompts": 16,
+        "weights.delta": True,
         "staleness.max_versions": 2,
     }
     text, changed = re.subn(r"^OVERRIDES = .*$", f"OVERRIDES = {overrides!r}", EXAMPLE.read_text(), flags=re.MULTILINE)
@@ -67,6 +69,8 @@ def test_the_example_trains_and_a_second_run_ends_in_order_when_it_is_interrupte
     assert "SIGTERM" not in done.stderr, "Ray's warning about the thread is not for the user"
     first, second = [json.loads((tmp_path / name / "run.json").read_bytes()) for name in ("first", "second")]
     assert (first["state"], second["state"]) == ("finished", "stopped")
+    summary = json.loads((tmp_path / "first" / "summary.json").read_bytes())
+    assert 1e-4 < summary["parity_max_nats"] < 1, "engine and learner round differently in bfloat16"
     assert re.search(r"after step \d+ of 100000", second["exit_reason"])
     assert list((tmp_path / "second" / "checkpoints").glob("step-*/hf")), "the weights must be saved"
     assert (tmp_path / "first" / "report.html").exists()

@@ -163,7 +163,7 @@ def test_a_run_that_is_killed_again_and_again_trains_what_an_uninterrupted_run_t
     command = run_command(*up(model_path, run), **IMPORTS)
 
     def has_trained(steps: int) -> bool:
-        return len(records(run, "steps")) >= steps
+        return len(records(run, "steps")) >= steps and any((run / "checkpoints").glob(f"step-*/{COMPLETE}"))
 
     def has_restarted(times: int) -> bool:
         return len(resumptions(run)) == times

@@ -300,7 +300,7 @@ def test_a_critic_learns_beside_a_policy_that_waits_for_it(run_command: Run, mod
     run = run_up(
         run_command, model_path, tmp_path,
         ENDLESS, DENSE, "critic.warmup_steps=4", "learner.batching=padded", "learner.micro_batch_size=1",
-        f"metrics.learner_port={port}",
+        "weights.transport=ipc", f"metrics.learner_port={port}",
         config=PPO, while_it_runs=seen,
     )  # fmt: skip
     summary = summary_of(run)
@@ -359,6 +359,7 @@ def test_stragglers_do_not_stop_the_learner_and_the_audit_passes(
         "staleness.on_deadline=mask", "staleness.max_versions=1", "buffer.max_attempts=3",
         "learner.total_steps=8", "learner.group_size=2", "eval.prompts=0",
         "environment.reward=dense_reward:late_for_some_prompts", "environment.score_workers=16",
+        "weights.transport=filesystem",
         **IMPORTS,
     )  # fmt: skip
     assert command.wait(600) == 0, command.output()[-4000:]
@@ -366,6 +367,7 @@ def test_stragglers_do_not_stop_the_learner_and_the_audit_passes(
     assert (summary["steps"], summary["ledger_closed"], summary["groups_discarded"]) == (8, True, 0)
     assert summary["max_token_staleness"] <= 1
     assert summary["groups_failed"] == {}
+    assert not list((run / "weights").iterdir()), "the files of the weights are left"
     attempts = [group.attempt for step in read_history(run).steps for group in step.groups]
     assert max(attempts) == 0, "no attempt is ended"
     masked = sum(step["diagnostics"]["stale_tokens"] for step in steps)

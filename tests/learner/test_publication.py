@@ -15,13 +15,13 @@ from asyncrl.errors import ActorGone, StallError
 from asyncrl.learner import publication
 from asyncrl.learner.publication import Publisher
 from asyncrl.learner.recording import described_metrics
-from asyncrl.weights.manifest import Bucket, Manifest
+from asyncrl.weights.manifest import Bucket, Link, Manifest
 from asyncrl.weights.publisher import DeliveredBucket
 
 
 class Ranks:
     """One rank. A slot of its memory has the number of the snapshot in it. Each delivery first runs the next of
-    `answers`, which may wait or raise."""
+    `answers`, which may wait or raise. `links` are the steps of the links of a version, by its step."""
 
     def __init__(self) -> None:
         self.slots: dict[int, int] = {}
@@ -29,6 +29,8 @@ class Ranks:
         self.taken = 0
         self.answers: list[Callable[[], None]] = []
         self.sending: set[int] = set()
+        self.previous: list[Version | None] = []
+        self.links: dict[int, list[int]] = {}
 
     def on_ranks(self, function: Any, entries: Any, probe_tokens: Any, slot: int) -> list[list[list[float]]]:
         assert slot not in self.sending, "a snapshot that is being sent must not change"
@@ -38,12 +40,16 @@ class Ranks:
         self.taken += 1
         return [[]]
 
-    def send_beside(self, method: Any, transport: Any, slot: int, version: Version) -> list[list[DeliveredBucket]]:
+    def send_beside(
+        self, method: Any, transport: Any, slot: int, version: Version, previous: Version | None
+    ) -> list[list[DeliveredBucket]]:
         self.sending.add(slot)
+        self.previous.append(previous)
         try:
             if self.answers:
                 self.answers.pop(0)()
-            bucket = Bucket(pieces=(), checksum=str(self.slots[slot]))
+            links = tuple(Link(Version(1, step), "", 1, True) for step in self.links.get(version.step, []))
+            bucket = Bucket(pieces=(), checksum=str(self.slots[slot]), links=links)
             return [[DeliveredBucket(bucket=bucket, handle="handle")]]
         finally:
             self.sending.discard(slot)
@@ -125,6 +131,31 @@ async def test_versions_are_delivered_in_order_each_with_its_own_snapshot() -> N
     assert scene.publisher.published == Version(1, 3)
     assert scene.deleted == [0, 1, 4, 5, 6, 7, 8, 9], "the transport keeps what the weight store offers"
     assert scene.ranks.used == [0, 1, 0, 1], "the snapshot before stays whole, because replicas may still read it"
+    assert scene.ranks.previous == [manifest.previous for manifest in scene.stored]
+
+
+@pytest.mark.asyncio
+async def test_the_transport_keeps_the_versions_that_deltas_build_on() -> None:
+    scene = Scene()
+    scene.ranks.links = {1: [0, 1], 2: [0, 1, 2], 3: [3]}
+    kept = []
+    for step in range(5):
+        await scene.publish_steps(step)
+        await scene.publisher.settle()
+        kept.append({*range(10)} - {*scene.deleted})
+    assert kept == [{0}, {0, 1}, {0, 1, 2}, {0, 1, 2, 3}, {3, 4}]
+
+
+@pytest.mark.asyncio
+async def test_after_a_failed_delivery_the_ranks_hear_which_version_the_store_has() -> None:
+    scene = Scene()
+    await scene.publish_steps(0)
+    await scene.publisher.settle()
+    scene.ranks.answers = [fails(OSError("the object store is full"))]
+    await scene.publish_steps(1)
+    await scene.publisher.settle()
+    assert scene.versions == [0, 1]
+    assert scene.ranks.previous == [None, Version(1, 0), Version(1, 0)]
 
 
 @pytest.mark.asyncio

@@ -59,6 +59,7 @@ async def test_a_trained_step_is_recorded_with_what_it_trained() -> None:
 
 
 NOT_OF_A_STEP = {
+    "weight_sent_ratio",
     *("run_info", "stall_timeout_seconds", "weight_sync_timeout_seconds", "weight_lag_limit_versions"),
     *("weight_parity_ratio", "weight_parity_nats", "rows_outstanding", "learner_heldout_reward_mean"),
     *("checkpoint_interval_versions", "checkpoint_policy_version", "checkpoint_last_success_timestamp_seconds"),

@@ -41,7 +41,7 @@ def learner() -> LearnerMetrics:
     metrics.parity(3e-6, ratio=0.03)
     metrics.versions(learner=12, published=11)
     metrics.weight_delivery(outcome="failed")
-    metrics.published(bytes=2_400_000, phase_seconds={"snapshot": 0.02, "deliver": 0.1})
+    metrics.published(bytes=1_200_000, whole_bytes=2_400_000, phase_seconds={"snapshot": 0.02, "deliver": 0.1})
     return metrics
 
 

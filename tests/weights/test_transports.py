@@ -18,7 +18,7 @@ from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, FetchFailed, ManifestVoid, WeightError, WeightsDamaged
 from asyncrl.weights.manifest import Manifest, ParameterSpec, Probe, check_layout, layout, put_bucket
-from asyncrl.weights.publisher import DeliveredBucket, Snapshot, deliver, snapshot_of
+from asyncrl.weights.publisher import MOST_BUCKETS, DeliveredBucket, Snapshot, deliver, snapshot_of
 from asyncrl.weights.tensor_views import view_of
 from asyncrl.weights.transports import filesystem, object_store, shared_snapshot
 from asyncrl.weights.transports.filesystem import FilesystemTransport
@@ -279,3 +279,17 @@ def test_a_snapshot_reuses_the_memory_of_another_one(shared: bool) -> None:
     assert again.shared is first.shared
     assert (first.shared is not None) is shared
     assert again.memory[:24].view(np.float32).tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+
+
+def test_a_large_model_has_larger_buckets_instead_of_more() -> None:
+    """Each bucket has a reference that every node fetches (D45)."""
+    specs = [ParameterSpec("a", (2, 64_000), "float32", 512_000)]
+    rows = torch.zeros(2, 64_000)
+    for shards in ([rows], [rows[:1], rows[1:]]):
+        taken = [
+            snapshot_of([("a", index * 64_000, shard)], layout(specs), probe=PROBE, bucket_bytes=100)
+            for index, shard in enumerate(shards)
+        ]
+        buckets = [bucket for snapshot in taken for bucket in snapshot.buckets]
+        assert len(buckets) <= MOST_BUCKETS + len(shards)
+        assert sum(bucket.nbytes for bucket in buckets) == 512_000

@@ -7,7 +7,7 @@ bucket's checksum. The learner deletes the files of a version that the weight st
 import asyncio
 import contextlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from asyncrl.common.version import Version
 from asyncrl.errors import FetchFailed, ManifestVoid
 from asyncrl.weights.manifest import Bucket, Bytes
-from asyncrl.weights.publisher import Snapshot
+from asyncrl.weights.memory_file import MemoryFile
 
 _BYTES = "bytes"
 _READABLE = 0o644  # safetensors makes its files readable only for their owner
@@ -29,14 +29,16 @@ class FilesystemTransport:
     def __init__(self, folder: Path) -> None:
         self._folder = folder.absolute()
 
-    def send(self, snapshot: Snapshot, described: tuple[Bucket, ...], version: Version) -> list[Any]:
+    def send(
+        self, parts: Sequence[Bytes], described: Sequence[Bucket], version: Version, *, shared: MemoryFile | None
+    ) -> list[Any]:
         folder = self._folder / str(version)
         folder.mkdir(parents=True, exist_ok=True)
         # Equal bytes of two ranks have other places, so no two files have one name.
         paths = [folder / f"{bucket.pieces[0].offset}-{bucket.checksum}.safetensors" for bucket in described]
-        for path, data in zip(paths, snapshot.buckets, strict=True):
+        for path, part in zip(paths, parts, strict=True):
             unfinished = path.with_suffix(".unfinished")
-            save_file({_BYTES: data}, unfinished)
+            save_file({_BYTES: part}, unfinished)
             unfinished.chmod(_READABLE)
             unfinished.replace(path)
         return [str(path) for path in paths]

@@ -1,7 +1,7 @@
 """Sends weights through Ray's object store: each rank puts its buckets once, and each node fetches them once."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
@@ -10,14 +10,16 @@ from ray.exceptions import GetTimeoutError, ObjectLostError
 from asyncrl.common.version import Version
 from asyncrl.errors import FetchFailed, ManifestVoid
 from asyncrl.weights.manifest import Bucket, Bytes
-from asyncrl.weights.publisher import Snapshot
+from asyncrl.weights.memory_file import MemoryFile
 
 
 class ObjectStoreTransport:
     """Implements `Transport`. A bucket exists as long as the rank that has put it."""
 
-    def send(self, snapshot: Snapshot, described: tuple[Bucket, ...], version: Version) -> list[Any]:
-        return [ray.put(data) for data in snapshot.buckets]
+    def send(
+        self, parts: Sequence[Bytes], described: Sequence[Bucket], version: Version, *, shared: MemoryFile | None
+    ) -> list[Any]:
+        return [ray.put(part) for part in parts]
 
     def delete(self, which: Callable[[Version], bool]) -> None: ...
 

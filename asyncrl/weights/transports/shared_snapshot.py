@@ -6,7 +6,7 @@ read. The bytes then do not have the manifest's checksum, and the replica fetche
 
 import asyncio
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -15,7 +15,7 @@ import numpy as np
 from asyncrl.common.version import Version
 from asyncrl.errors import FetchFailed, ManifestVoid, WeightError
 from asyncrl.weights.manifest import Bucket, Bytes
-from asyncrl.weights.publisher import Snapshot
+from asyncrl.weights.memory_file import MemoryFile
 
 
 class SharedBytes(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,14 +30,14 @@ class SharedBytes(msgspec.Struct, frozen=True, kw_only=True):
 class SharedSnapshotTransport:
     """Implements `Transport`. Learner ranks and generators must be on one node."""
 
-    def send(self, snapshot: Snapshot, described: tuple[Bucket, ...], version: Version) -> list[Any]:
-        assert snapshot.shared is not None, "take the snapshot in shared memory"
+    def send(
+        self, parts: Sequence[Bytes], described: Sequence[Bucket], version: Version, *, shared: MemoryFile | None
+    ) -> list[Any]:
+        assert shared is not None, "take the snapshot in shared memory"
         handles, start = [], 0
-        for bucket in described:
-            handles.append(
-                SharedBytes(node=platform.node(), path=snapshot.shared.path, start=start, nbytes=bucket.nbytes)
-            )
-            start += bucket.nbytes
+        for part in parts:
+            handles.append(SharedBytes(node=platform.node(), path=shared.path, start=start, nbytes=part.nbytes))
+            start += part.nbytes
         return handles
 
     def delete(self, which: Callable[[Version], bool]) -> None: ...

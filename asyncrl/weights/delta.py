@@ -1,0 +1,156 @@
+"""Differences between two versions of a rank's weights, for `weights.delta`.
+
+In bfloat16 most weights do not change in a step, because a change of the float32 master weights is smaller than the
+distance to the next bfloat16 number (PULSE, arXiv:2602.03839). A delta of a bucket has the elements that changed: for
+each, the number of equal elements before it and its new bits.
+
+Each bucket has a chain of links: the whole bucket, and then deltas. A replica applies the links that it lacks, and
+verifies the bucket after each one. So a replica that left versions out, or has just started, needs nothing but the
+newest manifest and its handles.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from asyncrl.common.version import Version
+from asyncrl.weights.manifest import Bytes, Link
+
+if TYPE_CHECKING:
+    from asyncrl.weights.publisher import DeliveredBucket, Snapshot
+    from asyncrl.weights.transports.interfaces import Transport
+
+SKIP = 255
+"""A count of this value stands for as many equal elements, without a changed one after them."""
+ELEMENT = np.dtype(np.uint16)
+"""The bits of an element: weights that travel as deltas are in bfloat16."""
+
+
+def encode(base: Bytes, new: Bytes) -> Bytes:
+    """Returns the delta from `base` to `new`: the number of changed elements, their new bits, and the counts.
+
+    >>> base = np.zeros(8, dtype=np.uint8)
+    >>> new = base.copy()
+    >>> new[4] = 7
+    >>> decode(base, encode(base, new)).tolist()
+    [0, 0, 0, 0, 7, 0, 0, 0]
+    """
+    before, after = base.view(ELEMENT), new.view(ELEMENT)
+    changed = np.flatnonzero(before != after)
+    gaps = np.diff(changed, prepend=-1) - 1
+    skips, rests = np.divmod(gaps, SKIP)
+    counts = np.full(len(changed) + int(skips.sum()), SKIP, dtype=np.uint8)
+    counts[np.cumsum(skips + 1) - 1] = rests
+    length = np.array([len(changed)], dtype=np.uint64)
+    return np.concatenate([length.view(np.uint8), after[changed].view(np.uint8), counts])
+
+
+def decode(base: Bytes, delta: Bytes) -> Bytes:
+    """Returns the new bytes. Raises ValueError if the delta does not fit to the base."""
+    if delta.nbytes < 8:
+        raise ValueError(f"a delta has at least 8 bytes, not {delta.nbytes}")
+    length = int(delta[:8].view(np.uint64)[0])
+    end = 8 + length * ELEMENT.itemsize
+    if end > delta.nbytes:
+        raise ValueError(f"a delta of {delta.nbytes} bytes cannot have {length} elements")
+    counts = delta[end:]
+    is_element = counts != SKIP
+    if int(is_element.sum()) != length:
+        raise ValueError(f"a delta of {length} elements has {int(is_element.sum())} counts")
+    steps = counts.astype(np.int64) + is_element
+    positions = np.cumsum(steps)[is_element] - 1
+    new = base.copy()
+    if length and positions[-1] >= len(new.view(ELEMENT)):
+        raise ValueError("a delta has an element beyond the end of its bucket")
+    new.view(ELEMENT)[positions] = delta[8:end].copy().view(ELEMENT)
+    return new
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chain:
+    """The links of a bucket and their handles, in order."""
+
+    links: tuple[Link, ...] = ()
+    handles: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Delivery:
+    """What was sent of a version that the weight store may have: the bytes, and the chains with them."""
+
+    version: Version
+    parts: tuple[Bytes, ...]
+    chains: tuple[_Chain, ...]
+    delivered: "list[DeliveredBucket]"
+
+
+class DeltaSender:
+    """Sends a rank's snapshots as deltas to the last version that the weight store has. Keeps one copy of its bytes.
+
+    A bucket travels whole at first, after `anchor_every` links, and when its delta would not be smaller.
+    """
+
+    def __init__(self, *, anchor_every: int) -> None:
+        self._anchor_every = anchor_every
+        self._base: list[Bytes] = []
+        self._chains: tuple[_Chain, ...] = ()
+        self._last: _Delivery | None = None
+
+    def deliver(
+        self, snapshot: "Snapshot", transport: "Transport", version: Version, *, previous: Version | None
+    ) -> "list[DeliveredBucket]":
+        """Sends a snapshot. `previous` is the newest version that the weight store has. A version that was sent before
+        is not sent again."""
+        from asyncrl.weights.publisher import DeliveredBucket
+
+        if self._last is not None and self._last.version == version:
+            return self._last.delivered
+        self._settle(previous)
+        described = snapshot.described()
+        if [len(data) for data in self._base] != [bucket.nbytes for bucket in described]:
+            self._base, self._chains = [], (_Chain(),) * len(described)
+        parts, deltas = self._parts(snapshot.buckets)
+        links = [
+            Link(version, bucket.checksum, part.nbytes, delta)
+            for bucket, part, delta in zip(described, parts, deltas, strict=True)
+        ]
+        handles = transport.send(parts, described, version, shared=None)
+        chains = tuple(
+            _Chain(links=(*chain.links, link), handles=(*chain.handles, handle))
+            if link.delta
+            else _Chain(links=(link,), handles=(handle,))
+            for chain, link, handle in zip(self._chains, links, handles, strict=True)
+        )
+        delivered = [
+            DeliveredBucket(bucket=msgspec.structs.replace(bucket, links=chain.links), handle=chain.handles)
+            for bucket, chain in zip(described, chains, strict=True)
+        ]
+        # The memory of the snapshot is used again, so parts of it are copied.
+        kept = tuple(part if delta else part.copy() for part, delta in zip(parts, deltas, strict=True))
+        self._last = _Delivery(version=version, parts=kept, chains=chains, delivered=delivered)
+        return delivered
+
+    def _settle(self, previous: Version | None) -> None:
+        """Makes what was sent last the base, if the weight store has it."""
+        last, self._last = self._last, None
+        if last is None or last.version != previous:
+            return
+        self._base = [
+            decode(self._base[index], part) if chain.links[-1].delta else part
+            for index, (part, chain) in enumerate(zip(last.parts, last.chains, strict=True))
+        ]
+        self._chains = last.chains
+
+    def _parts(self, buckets: Sequence[Bytes]) -> tuple[list[Bytes], list[bool]]:
+        """Returns what travels of each bucket, and whether it is a delta."""
+        parts, deltas = [], []
+        for index, data in enumerate(buckets):
+            links = self._chains[index].links
+            delta = encode(self._base[index], data) if links and len(links) < self._anchor_every else None
+            smaller = delta is not None and delta.nbytes < data.nbytes
+            parts.append(delta if delta is not None and smaller else data)
+            deltas.append(smaller)
+        return parts, deltas
