@@ -13,8 +13,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist=loadfile
 train: $(STAMP)
 	$(BIN)/asyncrl up -c configs/quickstart.yaml $(ARGS)
 
-# Three workers, each of which runs one test file at a time: the long tests wait for processes in a third of their time,
-# so two workers leave cores idle. The files run in the order of their names, which puts the long ones into the middle.
+# Three workers, each of which runs one test file at a time: the long tests often wait for processes, so two workers would
+# leave cores idle. The files run in the order of their names, which puts the long ones into the middle.
 test: $(STAMP)
 	$(PYTEST) --numprocesses=3 --no-loadscope-reorder $(ARGS)
 

@@ -101,8 +101,8 @@ async def engines_part(config: Config, model: Path, *, rounds: int) -> Measured:
             )
             started_s = time.perf_counter()
             staged.begin(manifest)
-            for index, data in enumerate(snapshot.buckets):
-                await asyncio.to_thread(staged.put, index, data)
+            for part, data in zip(staged.missing, snapshot.buckets, strict=True):
+                await asyncio.to_thread(staged.put, part, data)
             stage_s = time.perf_counter() - started_s
             copy = snapshot.memory.copy()
             copy_s = timed(lambda to=copy, of=snapshot: np.copyto(to, of.memory))  # type: ignore[misc]

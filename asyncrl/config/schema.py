@@ -462,7 +462,8 @@ class WeightsSection(Section):
     `folder`. `ipc`: through the memory of the learner's ranks, which must be on the node of the generators."""
     folder: Path | None = None
     """Folder for `transport: filesystem`, which the learner and all generators must share. It has the newest three
-    versions, and is empty after the run. Unset: the folder `weights` of the run's directory."""
+    versions, with `delta` also what they build on, and is empty after the run. Unset: the folder `weights` of the run's
+    directory."""
     publish_every_steps: PositiveInt = 1
     """Steps between two published versions, at most η + 1. A version is published earlier if every generator waits for
     it."""
@@ -488,7 +489,7 @@ class WeightsSection(Section):
     delta: bool = False
     """Send only the weights that have changed. In bfloat16 most weights are equal after a step, because learning rates
     are small. Needs `model.dtype: bfloat16`, and `transport: object_store` or `filesystem`. Each learner rank keeps one
-    more copy of what it sends."""
+    more copy of what it sends, and a second one for a moment."""
     anchor_every: PositiveInt = 20
     """With `delta`, number of publications after which the weights are sent whole again. A replica that starts fetches
     the last whole weights and all changes since then, which the transport keeps until then."""

@@ -1,7 +1,8 @@
 """What a configuration needs: memory at each place, the bytes of a weight publication, and how long it makes both pools
 wait. All of it is arithmetic over the shapes of the model's parameters, so nothing is loaded and no run is started.
 
-Left out are the activations of training, which depend on the batches, and memory that libraries use for a moment.
+Left out are the activations of training, which depend on the batches, and memory that libraries use for a moment. With
+HSDP (`learner.shards`), the ranks of further copies of the model send nothing and need less than planned.
 """
 
 import math
@@ -11,12 +12,15 @@ from enum import StrEnum
 
 from asyncrl.config.schema import Config, CriticSection, LearnerSection
 from asyncrl.weights.manifest import ParameterSpec, aligned
+from asyncrl.weights.publisher import MOST_BUCKETS
 
 GIB = 2**30
 MASTER_BYTES = 4
 """Weights, gradients, and each of AdamW's two moments are float32."""
 STORED_VERSIONS = 3
 """Versions of the weights that the store keeps: two, and the one that is being published."""
+EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight", "wte.weight", "embed_in.weight")
+"""Ends of the names of embeddings and heads."""
 ENGINE_PROCESSES_BYTES = 1.8 * GIB
 """Memory of an engine's processes without weights and KV cache: Python, torch, vLLM and the rollout loop."""
 ENGINE = "process of an engine"
@@ -120,7 +124,7 @@ def _lines(
                 yield Line(place=rank, what="reference weights", nbytes=MASTER_BYTES * shard, memory=device)
             yield Line(place=rank, what="two snapshots to publish", nbytes=2 * sent, memory=Memory.NODE)
             if config.weights.delta:
-                yield Line(place=rank, what="last sent version, for deltas", nbytes=sent, memory=Memory.NODE)
+                yield Line(place=rank, what="sent versions, for deltas", nbytes=2 * sent, memory=Memory.NODE)
             if config.weights.transport == "object_store":
                 kept = STORED_VERSIONS * sent
                 yield Line(place=rank, what="versions in the object store", nbytes=kept, memory=Memory.NODE)
@@ -136,11 +140,15 @@ def _lines(
             memory=Memory.GPU,
         )
     else:
-        yield Line(place="replica", what="packed weights, live and new", nbytes=2 * published, memory=Memory.NODE)
+        # Embeddings are packed too, because they may be heads, and their plain form stays.
+        embeddings = sum(spec.nbytes for spec in own if spec.name.endswith(EMBEDDINGS))
+        packed = 2 * (published + embeddings)
+        yield Line(place="replica", what="packed weights, live and new", nbytes=packed, memory=Memory.NODE)
         kv = generator.kv_cache_gib * GIB * generator.tensor_parallel_size
         yield Line(place="replica", what="KV cache", nbytes=kv, memory=Memory.NODE)
     yield Line(place="replica", what="staged weights", nbytes=flat, memory=Memory.NODE)
-    yield Line(place="replica", what="buckets on their way", nbytes=2 * config.weights.bucket_bytes, memory=Memory.NODE)
+    buckets = 2 * max(config.weights.bucket_bytes, flat // MOST_BUCKETS)
+    yield Line(place="replica", what="buckets on their way", nbytes=buckets, memory=Memory.NODE)
     yield Line(place="replica", what="processes", nbytes=ENGINE_PROCESSES_BYTES, memory=Memory.NODE)
 
 

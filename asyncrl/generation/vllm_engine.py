@@ -255,6 +255,7 @@ class VLLMEngine:
         for process in alive:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
+        self.weights.close()
         sweep_shared_memory(self.processes.shared_memory)
 
     @contextmanager

@@ -10,6 +10,7 @@ stays paused, has no version, and waits for a whole update.
 
 import asyncio
 import os
+import struct
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,9 @@ ANSWER_S = 3.0
 DEATH_CHECK_S = 0.5
 """Seconds between two checks of whether the engine's process is alive, while a call is open."""
 
+PREPARED = "<Q"
+"""Format of a message of a worker that has prepared an update: the number of the preparation."""
+
 Answer = TypeVar("Answer")
 
 
@@ -45,12 +49,22 @@ class VLLMWeights:
         self._loading: Version | None = None
         self._applied: list[str] = []
         self._timeout_s = 0.0
+        # The workers write into the pipe at the end of a preparation. It stays open as long as the engine, because a
+        # late worker must not meet another file under its number.
+        self._pipe: tuple[int, int] | None = None
+        self._preparations = 0
         self.version: Version | None = None
         """The version that was loaded whole last; None while the engine is torn."""
         self.loads = 0
         """Number of updates that have begun."""
         self.is_whole = True
         """False from the beginning of an update until all of it is applied."""
+
+    def close(self) -> None:
+        """Closes the pipe. Call it when the engine's processes have ended."""
+        for end in self._pipe or ():
+            os.close(end)
+        self._pipe = None
 
     async def name(self, version: Version) -> None:
         """Labels the weights that the engine started with."""
@@ -65,7 +79,12 @@ class VLLMWeights:
         """Applies a whole version from the flat buffer `staged`, which the caller has verified."""
         names = [entry.name for entry in manifest.tensors]
         tensors = msgspec.to_builtins(manifest.tensors)
-        update = {"path": staged.path, "nbytes": staged.flat.nbytes, "tensors": tensors}
+        update = {
+            "path": staged.path,
+            "nbytes": staged.flat.nbytes,
+            "tensors": tensors,
+            "version": str(manifest.version),
+        }
         await self._prepare(update)
         started_s = time.monotonic()
         paused_s = await self.begin(manifest.version, on_paused=on_paused)
@@ -76,25 +95,24 @@ class VLLMWeights:
 
     async def _prepare(self, update: dict[str, Any]) -> None:
         """Lets the engine's workers make an update ready, each in a thread, while they decode."""
-        reader, writer = os.pipe()
-        ended = asyncio.Semaphore(0)
-        loop = asyncio.get_running_loop()
+        if self._pipe is None:
+            self._pipe = os.pipe()
+        reader, writer = self._pipe
+        self._preparations += 1
+        own, ended, loop = self._preparations, asyncio.Semaphore(0), asyncio.get_running_loop()
 
-        def count() -> None:
-            for _ in os.read(reader, 64):
-                ended.release()
+        def read() -> None:
+            for (number,) in struct.iter_unpack(PREPARED, os.read(reader, 4096)):
+                if number == own:  # otherwise it is of an update that was given up
+                    ended.release()
 
-        loop.add_reader(reader, count)
+        loop.add_reader(reader, read)
         try:
-            workers = await self._llm.collective_rpc(
-                "prepare_weights", args=(update, f"/proc/{os.getpid()}/fd/{writer}")
-            )
-            for _ in workers:
+            arguments = (update, f"/proc/{os.getpid()}/fd/{writer}", struct.pack(PREPARED, own))
+            for _ in await self._llm.collective_rpc("prepare_weights", args=arguments):
                 await ended.acquire()
         finally:
             loop.remove_reader(reader)
-            os.close(reader)
-            os.close(writer)
 
     # -- bytes from a process group with the learner's ranks ---------------------------------------------------------
 
@@ -202,7 +220,7 @@ class VLLMWeights:
     async def begin(self, version: Version, *, on_paused: Callable[[], None] | None = None) -> float:
         """Pauses generation between two decoding steps, and opens an update to `version`. Returns when (monotonic
         seconds) generation had paused."""
-        # `pause_generation` of AsyncLLM does the same, and then sleeps for 20 ms, so that the outputs of earlier steps
+        # `pause_generation` of AsyncLLM does this too, and then sleeps for 20 ms, so that the outputs of earlier steps
         # are processed first. Each output has its own version, so their order is of no importance here.
         await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._clear_cache)
         paused_s = time.monotonic()

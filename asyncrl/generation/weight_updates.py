@@ -188,11 +188,15 @@ class WeightUpdates:
         started_s = self._clock()
         await self._stage(publication)
         seconds["fetch"] = self._clock() - started_s
-        # From here until the probe has passed, groups that these weights may have produced are not committed.
-        self._verified.clear()
+
+        def paused() -> None:
+            # From here until the probe has passed, groups that these weights may have produced are not committed.
+            self._verified.clear()
+            replica.show_loading(True)
+
         try:
             async with self._limited(manifest, doing="loading"):
-                times = await self._engine.load(manifest, self._staged, on_paused=lambda: replica.show_loading(True))
+                times = await self._engine.load(manifest, self._staged, on_paused=paused)
         finally:
             replica.show_loading(False)
         seconds |= {"pause": times.pause_s, "load": times.load_s, "resume": times.resume_s}

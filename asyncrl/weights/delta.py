@@ -90,7 +90,8 @@ class _Delivery:
 class DeltaSender:
     """Sends a rank's snapshots as deltas to the last version that the weight store has. Keeps one copy of its bytes.
 
-    A bucket travels whole at first, after `anchor_every` links, and when its delta would not be smaller.
+    A bucket travels whole at first, after `anchor_every` links, and when the deltas of its chain would be as large as
+    the bucket.
     """
 
     def __init__(self, *, anchor_every: int) -> None:
@@ -150,7 +151,8 @@ class DeltaSender:
         for index, data in enumerate(buckets):
             links = self._chains[index].links
             delta = encode(self._base[index], data) if links and len(links) < self._anchor_every else None
-            smaller = delta is not None and delta.nbytes < data.nbytes
-            parts.append(delta if delta is not None and smaller else data)
-            deltas.append(smaller)
+            # All deltas of a chain are kept, and a replica that starts fetches them.
+            small = delta is not None and delta.nbytes + sum(link.nbytes for link in links if link.delta) < data.nbytes
+            parts.append(delta if delta is not None and small else data)
+            deltas.append(small)
         return parts, deltas

@@ -12,7 +12,17 @@ import msgspec
 import torch
 
 from asyncrl.common.version import Version
-from asyncrl.weights.manifest import Bucket, Bytes, Piece, Probe, TensorEntry, checksum, flat_bytes, into_buckets
+from asyncrl.weights.manifest import (
+    Bucket,
+    Bytes,
+    Piece,
+    Probe,
+    TensorEntry,
+    aligned,
+    checksum,
+    flat_bytes,
+    into_buckets,
+)
 from asyncrl.weights.memory_file import MemoryFile
 
 if TYPE_CHECKING:
@@ -96,7 +106,7 @@ def snapshot_of(
         torch.cuda.current_stream().synchronize()
     return Snapshot(
         entries=tuple(entries),
-        pieces=tuple(into_buckets(pieces, max(bucket_bytes, flat_bytes(entries) // MOST_BUCKETS))),
+        pieces=tuple(into_buckets(pieces, max(bucket_bytes, aligned(flat_bytes(entries) // MOST_BUCKETS)))),
         memory=memory,
         probe=probe,
         shared=file,

@@ -12,6 +12,7 @@ one of three ways:
 """
 
 import contextlib
+import logging
 import multiprocessing
 import threading
 from collections.abc import Iterator
@@ -33,6 +34,8 @@ from asyncrl.weights.transports.collective import Received, receive_snapshot
 from asyncrl.weights.transports.ipc import SharedGroup, device_key, open_group
 from asyncrl.weights.transports.peers import Peers, Rendezvous
 from asyncrl.weights.vllm_swap import WeightSwap
+
+logger = logging.getLogger(__name__)
 
 BACKEND = "asyncrl"
 WORKER_EXTENSION = f"{__name__}.WorkerExtension"
@@ -89,13 +92,12 @@ class AsyncRLWeightTransferEngine(WeightTransferEngine[InitInfo, Any]):
             self._received = receive_snapshot(self._peers, expected=self._expected)
         return msgspec.msgpack.encode(self._received.manifest)
 
-    def prepare(self, update_info: dict[str, Any], done: str) -> None:
+    def prepare(self, update_info: dict[str, Any], pipe: str, message: bytes) -> None:
         """Begins to prepare a mapped update in a thread. It is then applied by `update_weights` with the same
-        `update_info`. Writes one byte to the file `done` at its end, also if it fails, or if there is nothing to
-        prepare."""
+        `update_info`. Writes `message` to `pipe` at its end, also if it fails, or if there is nothing to prepare."""
         if self._preparing is not None:
             self._preparing.join()  # of an update that was given up
-        self._preparing = Preparing(update_info, None if self._reloading else self._swap, done)
+        self._preparing = Preparing(update_info, None if self._reloading else self._swap, pipe, message)
 
     def start_weight_update(self) -> None:
         if self._reloading:
@@ -118,8 +120,11 @@ class AsyncRLWeightTransferEngine(WeightTransferEngine[InitInfo, Any]):
         """
         preparing, self._preparing = self._preparing, None
         if preparing is not None and preparing.join() and preparing.is_of(update_info):
-            preparing.apply()
-            return
+            if preparing.failed is None:
+                preparing.apply()
+                return
+            logger.error("weights could not be prepared beside decoding, so engines pause longer: %s", preparing.failed)
+            self._swap, self._may_learn = None, False
         match update_info:
             case {"path": _, "nbytes": _, "tensors": _}:
                 weights = mapped_weights(update_info)
@@ -134,7 +139,8 @@ class AsyncRLWeightTransferEngine(WeightTransferEngine[InitInfo, Any]):
         # The layerwise loaders keep each tensor until its layer is complete, and a tensor keeps its memory alive.
         with torch.device(self.device):
             if not self._reloading:
-                self._reloading = True
+                # The layerwise reload wraps the loaders that a swap would use.
+                self._reloading, self._swap, self._may_learn = True, None, False
                 initialize_layerwise_reload(self.model)
             self.model.load_weights(iter(weights))  # type: ignore[operator]
 
@@ -186,11 +192,11 @@ class AsyncRLWeightTransferEngine(WeightTransferEngine[InitInfo, Any]):
 class Preparing:
     """An update that a thread prepares, with `swap` if there is one."""
 
-    def __init__(self, update_info: dict[str, Any], swap: WeightSwap | None, done: str) -> None:
+    def __init__(self, update_info: dict[str, Any], swap: WeightSwap | None, pipe: str, message: bytes) -> None:
         self._update_info = update_info
         self._swap = swap
-        self._failed: Exception | None = None
-        self._thread = threading.Thread(target=self._run, args=(done,), daemon=True)
+        self.failed: Exception | None = None
+        self._thread = threading.Thread(target=self._run, args=(pipe, message), daemon=True)
         self._thread.start()
 
     def join(self) -> bool:
@@ -203,20 +209,18 @@ class Preparing:
         return update_info == self._update_info
 
     def apply(self) -> None:
-        """Makes the prepared weights the live ones. Raises what the thread has raised."""
+        """Makes the prepared weights the live ones."""
         assert self._swap is not None, "join() comes first"
-        if self._failed is not None:
-            raise self._failed
         self._swap.apply()
 
-    def _run(self, done: str) -> None:
+    def _run(self, pipe: str, message: bytes) -> None:
         try:
             if self._swap is not None:
                 self._swap.prepare(mapped_weights(self._update_info))
         except Exception as error:
-            self._failed = error
-        with contextlib.suppress(OSError), open(done, "wb", buffering=0) as file:  # the generator may have given up
-            file.write(b"1")
+            self.failed = error
+        with contextlib.suppress(OSError), open(pipe, "wb", buffering=0) as file:  # the generator may have ended
+            file.write(message)
 
 
 def mapped_weights(update_info: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
@@ -230,9 +234,9 @@ class WorkerExtension:
 
     weight_transfer_engine: AsyncRLWeightTransferEngine
 
-    def prepare_weights(self, update_info: dict[str, Any], done: str) -> None:
+    def prepare_weights(self, update_info: dict[str, Any], pipe: str, message: bytes) -> None:
         """Begins to prepare an update, and returns at once."""
-        self.weight_transfer_engine.prepare(update_info, done)
+        self.weight_transfer_engine.prepare(update_info, pipe, message)
 
     def receive_weights(self) -> bytes:
         """Receives a version without applying it. Returns its manifest as MessagePack."""

@@ -12,10 +12,12 @@ Invariant: until `apply`, a forward pass reads nothing that `prepare` writes.
 
 import copy
 import functools
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -24,7 +26,7 @@ from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-Weights = Iterable[tuple[str, torch.Tensor]]
+Weights = Sequence[tuple[str, torch.Tensor]]
 """Tensors under their Hugging Face names."""
 
 
@@ -42,10 +44,16 @@ class WeightSwap:
 
     @staticmethod
     def suits(model: torch.nn.Module, device: torch.device) -> bool:
-        """Returns True if packing is all that vLLM does with the weights after loading."""
+        """Returns True if packing matrices is all that vLLM does with the weights after loading."""
         unquantized = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
-        methods = filter(None, map(_method_of, model.modules()))
-        return device.type == "cpu" and all(type(method) in unquantized for method in methods)
+        if device.type != "cpu" or hasattr(model, "process_weights_after_loading"):
+            return False
+        layers: list[Any] = list(model.modules())
+        if any(isinstance(layer, MLAAttention) for layer in layers):
+            return False  # derives further weights
+        methods = [(layer, method) for layer in layers if (method := _method_of(layer)) is not None]
+        # A weight of more than two dimensions is that of a convolution.
+        return all(type(method) in unquantized and layer.weight.ndim <= 2 for layer, method in methods)
 
     @torch.no_grad()
     def learn(self, weights: Weights) -> bool:
@@ -54,17 +62,32 @@ class WeightSwap:
         for layer in self._packed.values():
             layer.weight = _unpacked(layer)
         known, seen = True, set[int]()
+        try:
+            for name, tensor in weights:
+                if tensor.data_ptr() in seen:
+                    continue  # a tied parameter comes under each of its names, and vLLM refuses the second one alone
+                seen.add(tensor.data_ptr())
+                loaded = self._model.load_weights([(name, tensor)])
+                known = known and isinstance(loaded, set) and len(loaded) == 1 and loaded <= self._parameters.keys()
+                if known:
+                    [self._targets[name]] = loaded
+        finally:
+            for layer in self._layers:
+                _pack(layer)
+        return known and set(self._targets.values()) == self._parameters.keys() and self._loads_alone(weights)
+
+    def _loads_alone(self, weights: Weights) -> bool:
+        """Returns True if the loaders of single parameters give what the model's loader gave: some models change a
+        tensor before they load it."""
+        counts = Counter(self._targets.values())
         for name, tensor in weights:
-            if tensor.data_ptr() in seen:
-                continue  # a tied parameter comes under each of its names, and vLLM refuses the second one alone
-            seen.add(tensor.data_ptr())
-            loaded = self._model.load_weights([(name, tensor)])
-            known = known and isinstance(loaded, set) and len(loaded) == 1 and loaded <= self._parameters.keys()
-            if known:
-                [self._targets[name]] = loaded
-        for layer in self._layers:
-            _pack(layer)
-        return known and set(self._targets.values()) == self._parameters.keys()
+            target = self._targets.get(name)
+            if target is None or target in self._packed or counts[target] > 1:
+                continue
+            fresh, _ = _replacement(self._parameters[target], tensor)
+            if not torch.equal(fresh, self._parameters[target]):
+                return False
+        return True
 
     @torch.no_grad()
     def prepare(self, weights: Weights) -> None:
@@ -78,11 +101,7 @@ class WeightSwap:
         users = self._users()
         for target, tensors in by_target.items():
             if target in self._packed:
-                layer = self._packed[target]
-                layer.weight = _unpacked(layer)  # a forward pass reads the packed weight alone
-                self._model.load_weights(tensors)
-                prepared.append(_repacked(layer, layer.weight))
-                layer.weight = torch.nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
+                prepared.append(self._repacked_from(self._packed[target], tensors))
             elif len(tensors) == 1:
                 [(_, tensor)] = tensors
                 fresh, exchange = _replacement(self._parameters[target], tensor)
@@ -97,6 +116,15 @@ class WeightSwap:
         for exchange in self._prepared:
             exchange()
         self._prepared = []
+
+    def _repacked_from(self, layer: Any, tensors: Weights) -> Callable[[], None]:
+        freed = layer.weight
+        layer.weight = _unpacked(layer)  # a forward pass reads the packed weight alone
+        try:
+            self._model.load_weights(tensors)
+            return _repacked(layer, layer.weight)
+        finally:
+            layer.weight = freed
 
     def _layers_by_weight(self) -> dict[str, Any]:
         names = {layer: name for name, layer in self._model.named_modules()}
@@ -146,8 +174,9 @@ def _repacked(layer: torch.nn.Module, weight: torch.Tensor) -> Callable[[], None
     stand_in = copy.copy(layer)
     stand_in._parameters = {**layer._parameters, "weight": weight}  # type: ignore[dict-item]
     _pack(stand_in)
+    packed = stand_in.cpu_linear
 
     def exchange() -> None:
-        layer.cpu_linear = stand_in.cpu_linear
+        layer.cpu_linear = packed
 
     return exchange

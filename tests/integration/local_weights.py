@@ -17,6 +17,6 @@ def staged(snapshot: Snapshot, version: Version) -> tuple[Manifest, StagedWeight
     )
     weights = StagedWeights()
     weights.begin(manifest)
-    for index, data in enumerate(snapshot.buckets):
-        weights.put(index, data)
+    for part, data in zip(weights.missing, snapshot.buckets, strict=True):
+        weights.put(part, data)
     return manifest, weights

@@ -283,7 +283,7 @@ def test_a_snapshot_reuses_the_memory_of_another_one(shared: bool) -> None:
 
 def test_a_large_model_has_larger_buckets_instead_of_more() -> None:
     """Each bucket has a reference that every node fetches (D45)."""
-    specs = [ParameterSpec("a", (2, 64_000), "float32", 512_000)]
+    specs = [ParameterSpec("a", (2, 64_000), "float32", 512_000), ParameterSpec("b", (700,), "float32", 2_800)]
     rows = torch.zeros(2, 64_000)
     for shards in ([rows], [rows[:1], rows[1:]]):
         taken = [
@@ -291,5 +291,6 @@ def test_a_large_model_has_larger_buckets_instead_of_more() -> None:
             for index, shard in enumerate(shards)
         ]
         buckets = [bucket for snapshot in taken for bucket in snapshot.buckets]
+        assert {bucket.nbytes % 2 for bucket in buckets} == {0}, "deltas count elements of two bytes"
         assert len(buckets) <= MOST_BUCKETS + len(shards)
         assert sum(bucket.nbytes for bucket in buckets) == 512_000

@@ -175,3 +175,29 @@ def test_only_unquantized_models_on_cpus_are_suited() -> None:
 
     model.fused.quant_method = Quantized()
     assert not WeightSwap.suits(model, torch.device("cpu"))
+    model.fused.quant_method = UnquantizedLinearMethod()
+    assert WeightSwap.suits(model, torch.device("cpu"))
+    model.fused.weight = torch.nn.Parameter(torch.empty(WIDTH, 1, 4), requires_grad=False)
+    assert not WeightSwap.suits(model, torch.device("cpu")), "a convolution"
+
+
+def test_a_model_that_changes_a_tensor_before_it_loads_it_is_not_learned() -> None:
+    class Changing(Model):
+        """Stores a norm as the difference to 1."""
+
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
+            return super().load_weights((name, tensor - 1 if name == "norm" else tensor) for name, tensor in weights)
+
+    assert not WeightSwap(Changing()).learn(version(0))
+
+
+def test_after_a_first_version_that_failed_a_whole_one_is_learned() -> None:
+    model = Model()
+    damaged = [(name, tensor[:-1] if name == "second.weight" else tensor) for name, tensor in version(0)]
+    with pytest.raises(RuntimeError):
+        WeightSwap(model).learn(damaged)
+    swap = WeightSwap(model)
+    assert swap.learn(version(0))
+    swap.prepare(version(1))
+    swap.apply()
+    assert gives(model, version(1))
