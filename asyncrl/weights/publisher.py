@@ -106,7 +106,7 @@ def snapshot_of(
         torch.cuda.current_stream().synchronize()
     return Snapshot(
         entries=tuple(entries),
-        pieces=tuple(into_buckets(pieces, max(bucket_bytes, aligned(flat_bytes(entries) // MOST_BUCKETS)))),
+        pieces=tuple(into_buckets(pieces, _bucket_bytes(entries, least=bucket_bytes))),
         memory=memory,
         probe=probe,
         shared=file,
@@ -118,6 +118,12 @@ def deliver(snapshot: Snapshot, transport: "Transport", version: Version) -> lis
     described = snapshot.described()
     handles = transport.send(snapshot.buckets, described, version, shared=snapshot.shared)
     return [DeliveredBucket(bucket=bucket, handle=handle) for bucket, handle in zip(described, handles, strict=True)]
+
+
+def _bucket_bytes(entries: Sequence[TensorEntry], *, least: int) -> int:
+    """Returns the size of a bucket: `least`, or more if a version would have more than `MOST_BUCKETS`."""
+    needed = flat_bytes(entries) // MOST_BUCKETS
+    return aligned(needed) if needed > least else least
 
 
 def _dtype(entry: TensorEntry) -> torch.dtype:

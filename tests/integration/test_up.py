@@ -107,6 +107,7 @@ def watched(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             f"learner.total_steps={STEPS}", "staleness.max_versions=2", "learner.groups_logged=4",
             "learner.logprobs_logged=true",
             f"checkpoint.every_steps={STEPS // 4}", "checkpoint.keep=2",
+            "generator.max_concurrent_groups=2",  # the learner waits, so weights arrive in the middle of sequences
             DENSE,
         ],
         log=folder / "command.log", environment=IMPORTS,
