@@ -172,13 +172,8 @@ class Generator:
         while not self._draining.is_set():
             await self._running.more_ends(wait_s=reserved_s + RESERVE_EVERY_S - self._clock())
             version = await self._weights.startable()
-            # A slot is free again when its group is generated. As many groups may be scored as generated: more would
-            # only wait for a scoring process, and that counts for `rollout_timeout_s`.
-            free = min(
-                self._slots - self._running.generating,
-                2 * self._slots - len(self._running),
-                HELD_PER_SLOT * self._slots - len(self._held),
-            )
+            # A slot is free again when its group is generated.
+            free = min(self._slots - self._running.generating, HELD_PER_SLOT * self._slots - len(self._held))
             if free <= 0:
                 await self._running.next_end()
                 continue

@@ -198,7 +198,7 @@ async def test_groups_that_are_only_scored_take_no_slot() -> None:
             return await score(*arguments)
 
         pool.scorer.score = slow  # type: ignore[method-assign]
-        await until(lambda: len(generator._running) == 2 * generator._slots)
+        await until(lambda: len(generator._running) == HELD_PER_SLOT * generator._slots)
         await everything_else_runs()
         assert (engine.running, generator._running.generating) == (0, 0)
         await generator.report()
