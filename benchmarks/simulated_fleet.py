@@ -41,17 +41,10 @@ from typing import Any, NamedTuple
 
 from report_page import busy_percent, provenance, write_section
 
+from asyncrl.buffer.failure_records import Failure
 from asyncrl.buffer.fleet import Cause, ReplicaState, actor_of
 from asyncrl.buffer.ledger import Event, Fate
-from asyncrl.buffer.records import (
-    CommitOutcome,
-    Failure,
-    GroupMeta,
-    HeldReport,
-    Lease,
-    Refusal,
-    Ticket,
-)
+from asyncrl.buffer.records import CommitOutcome, GroupMeta, HeldReport, Lease, Refusal, Ticket
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.staleness import Limits
 from asyncrl.common.version import Version

@@ -6,7 +6,7 @@ Memory is bounded, because the set of reasons is bounded and texts are cut (`Fai
 
 import msgspec
 
-from asyncrl.buffer.records import Failure, FailureCount, FailureStreak
+from asyncrl.buffer.failure_records import Failure, FailureCount, FailureStreak
 from asyncrl.errors import FailureClass
 
 

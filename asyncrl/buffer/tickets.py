@@ -6,11 +6,11 @@ import msgspec
 
 from asyncrl.buffer.attempts import parsed_key
 from asyncrl.buffer.commit_check import check_commit
+from asyncrl.buffer.failure_records import Failure, cut_text
 from asyncrl.buffer.fleet import NO_HEARTBEAT, Life
 from asyncrl.buffer.ledger import Event
 from asyncrl.buffer.records import (
     CommitOutcome,
-    Failure,
     GroupMeta,
     HeldReport,
     Prefix,
@@ -18,7 +18,6 @@ from asyncrl.buffer.records import (
     Renewal,
     Reservation,
     Ticket,
-    cut_text,
     oldest_step,
 )
 from asyncrl.buffer.slots import Slot

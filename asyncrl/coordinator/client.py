@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
+from asyncrl.coordinator.attachments import Attachments
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.failures import FailureReports
 from asyncrl.coordinator.learner_calls import LearnerCalls
@@ -22,12 +23,12 @@ from asyncrl.data_plane.calls import finished, patiently
 
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
-Door = TypeVar("Door", Coordinator, LearnerCalls, Registry, FailureReports)
+Door = TypeVar("Door", Coordinator, Attachments, LearnerCalls, Registry, FailureReports)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a method of a door (`Coordinator`, `LearnerCalls`, `Registry` or `FailureReports`), as it is sent.
+    """A call of a method of a door (`Coordinator`, or one of its parts that `perform` names), as it is sent.
 
     `id` is the same for all repetitions of a call that must be performed once; "" for the others."""
 
@@ -40,7 +41,13 @@ class Call:
 
 async def perform(coordinator: Coordinator, call: Call) -> Any:
     """Performs a call in the process of the coordinator, and returns the answer."""
-    callable_parts = (coordinator, coordinator.learner, coordinator.registry, coordinator.failures)
+    callable_parts = (
+        coordinator,
+        coordinator.attachments,
+        coordinator.learner,
+        coordinator.registry,
+        coordinator.failures,
+    )
     doors = {type(door).__name__: door for door in callable_parts}
     answer = getattr(doors[call.door], call.method)(*call.arguments, **call.options)
     return await answer if inspect.isawaitable(answer) else answer

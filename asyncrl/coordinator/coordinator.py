@@ -15,37 +15,29 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 import msgspec
 
+from asyncrl.buffer.failure_records import FailedTicket
 from asyncrl.buffer.fleet import Cause, Life, replica_of
 from asyncrl.buffer.ledger import TOKEN_EVENTS, Event
-from asyncrl.buffer.records import (
-    CommitOutcome,
-    FailedTicket,
-    GroupMeta,
-    HeldReport,
-    Refusal,
-    Renewal,
-    Reservation,
-)
+from asyncrl.buffer.records import CommitOutcome, GroupMeta, HeldReport, Refusal, Renewal, Reservation
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.staleness import limits_of
-from asyncrl.common.lineage import Lineage
 from asyncrl.common.names import COORDINATOR
-from asyncrl.common.roles import Role, RunState
+from asyncrl.common.roles import Role
 from asyncrl.common.version import Version
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
+from asyncrl.coordinator.attachments import Attachments
 from asyncrl.coordinator.clearing import Clearing
 from asyncrl.coordinator.endpoints import EndpointChanges
 from asyncrl.coordinator.failures import FailureReports
 from asyncrl.coordinator.learner_calls import LearnerCalls
-from asyncrl.coordinator.registry import OVER, Deployment, Registry
+from asyncrl.coordinator.registry import Registry
 from asyncrl.coordinator.replicas import ReplicaReport, Replicas, ReplicaView
-from asyncrl.coordinator.snapshot import Restored, RunSnapshot
+from asyncrl.coordinator.snapshot import RunSnapshot
 from asyncrl.coordinator.status import BriefStatus, OwnReplicas, RunStatus
 from asyncrl.coordinator.waiting import Waiting
-from asyncrl.data.prompts import PromptData, PromptSource, Task
+from asyncrl.data.prompts import PromptSource, Task
 from asyncrl.data_plane.clients import GroupRows
-from asyncrl.errors import LearnerNotRestored
 from asyncrl.metrics.catalogue import BUFFER_WAITS
 from asyncrl.metrics.recorders import BufferMetrics
 from asyncrl.metrics.server import MetricsServer
@@ -65,7 +57,8 @@ class Coordinator:
     groups that have rows; without it, rows that a dead replica left are not found. `prefixes` are the partial
     generations of groups; None if the replicas store none. The seconds of the states count from
     `started_s` (monotonic); if it is left out, from the start of the process. `learner` answers the calls of the
-    learner, `registry` has the deployments and the state of the run, `failures` the failed rollouts.
+    learner, `attachments` admits deployments, `registry` has them and the state of the run, `failures` the failed
+    rollouts.
     """
 
     def __init__(
@@ -114,7 +107,7 @@ class Coordinator:
             clock=clock,
         )
         self.failures = FailureReports(self._buffer.failures, waiting=self._waiting)
-        self._metrics = BufferMetrics()
+        self._metrics = self._described_metrics()
         self.learner = LearnerCalls(
             self._buffer,
             registry=self.registry,
@@ -125,18 +118,31 @@ class Coordinator:
             snapshot=self.snapshot,
             clock=clock,
         )
-        self._metrics.states_from(self._states.seconds)
-        self._metrics.run_info(config)
-        self._metrics.limits(
-            max_staleness_versions=self._limits.max_staleness_versions,
-            capacity_groups=self._limits.capacity_groups,
-            capacity_bytes=self._limits.capacity_bytes,
+        self.attachments = Attachments(
+            self._buffer,
+            run=config.run.name,
+            prompts=self._prompts,
+            registry=self.registry,
+            waiting=self._waiting,
+            replicas=self._replicas,
+            clearing=self._clearing,
         )
         self._server: MetricsServer | None = None
         self._tick_s = min(1.0, timeout_s / 5)
         self._ticked_s: float | None = None
         self._stalled = False
         self._expiry: asyncio.Task[None] | None = None
+
+    def _described_metrics(self) -> BufferMetrics:
+        metrics = BufferMetrics()
+        metrics.states_from(self._states.seconds)
+        metrics.run_info(self._config)
+        metrics.limits(
+            max_staleness_versions=self._limits.max_staleness_versions,
+            capacity_groups=self._limits.capacity_groups,
+            capacity_bytes=self._limits.capacity_bytes,
+        )
+        return metrics
 
     async def start(self) -> None:
         """Starts the expiry clock and the metrics endpoint. A second call does nothing."""
@@ -213,114 +219,11 @@ class Coordinator:
         """Returns the metrics endpoints that changed since the answer with the serial number `since`; all for 0."""
         return self.registry.endpoints.since(since)
 
-    # --- deployments --------------------------------------------------------------------------------------------
-
     def snapshot(self) -> RunSnapshot:
         """Returns the present state of the groups and the prompts, for a checkpoint."""
         if (recount := self._buffer.recount()) != (account := self._buffer.account):
             logger.error("the ledger has %s, but its groups add up to %s: this is a bug of asyncrl", account, recount)
         return RunSnapshot(buffer=self._buffer.snapshot(), prompts=self._prompts.state())
-
-    def check(self, deployment: Deployment, *, shared: Mapping[str, object], restores: bool = False) -> None:
-        """Raises an error if the deployment may not attach, and changes nothing. `restores` says whether a learner
-        restores a checkpoint of the run.
-
-        Raises the errors of `Registry.check`. Raises LearnerNotRestored for a learner that would continue a run which
-        has ended, or whose trained weights it does not restore: it would train other weights under their numbers. Its
-        checkpoint may be of another run.
-        """
-        self.registry.check(deployment, shared=shared)
-        if deployment.role is not Role.LEARNER or deployment == self.registry.learner:
-            return
-        name, step, state = self._config.run.name, self._buffer.version.step, self.registry.state
-        again = f"end the run with `asyncrl down {name}`, then start it again"
-        if state in OVER or (state is RunState.CLOSING and not restores):
-            why = f": {self.registry.message}" if self.registry.message else ""
-            raise LearnerNotRestored(f"run {name!r} is {state}{why}; {again}")
-        if restores and (before := self.registry.learner) is not None and before.nonce != deployment.nonce:
-            raise LearnerNotRestored(
-                f"the run {name!r} on this cluster has the nonce {before.nonce!r} in its run.json, but the checkpoint "
-                f"is of another run with this name, which has the nonce {deployment.nonce!r}; set run.dir to the "
-                f"directory of the first learner, or {again}"
-            )
-        if step and not restores:
-            raise LearnerNotRestored(
-                f"run {name!r} has trained {step} steps, and their weights ended with its learner; this learner would "
-                f"begin again with the weights of model.path; {again}. Set model.path to saved weights, e.g. in the "
-                "folder checkpoints/ of the run's directory, to begin with these"
-            )
-
-    async def attach(
-        self,
-        deployment: Deployment,
-        *,
-        shared: Mapping[str, object],
-        prompts: PromptData | None = None,
-        restored: Restored | None = None,
-    ) -> Lineage:
-        """Admits a deployment. Returns the run's lineage. Raises the errors of `check`, and RunMismatch if the
-        deployment has other `prompts` than the run.
-
-        A learner that replaces another one gets a new incarnation: the live one of the lineage. All of a learner's
-        calls carry its incarnation. Those of a replaced learner raise Fenced.
-
-        The buffer continues from what a learner `restored`, also if it is ahead of it. What the generators have made
-        with surviving weights stays. The learner puts the rows of the groups that were ready at its checkpoint into the
-        data plane before its first lease. Raises LearnerNotRestored for a checkpoint of another run.
-        """
-        self.check(deployment, shared=shared, restores=restored is not None)
-        if prompts is not None:
-            self._prompts.check_same(prompts)
-        replaced, repeated = self.registry.learner, deployment == self.registry.learner
-        lived_on = not self._untouched
-        if restored is not None and not repeated:
-            self._check_same_run(restored)
-            self._prompts.restore(restored.snapshot.prompts)
-        self.registry.attach(deployment, shared=shared)
-        if restored is not None and not repeated:
-            self._restore(restored, lived_on=lived_on)
-            self._waiting.groups_changed()
-        elif deployment.role is Role.LEARNER and replaced is not None and not repeated:
-            incarnation = self._buffer.leases.succeed()
-            logger.warning("learner %s replaces %s as incarnation %d", deployment.id, replaced.id, incarnation)
-            self._waiting.groups_changed()
-        return self._buffer.lineage
-
-    def _check_same_run(self, restored: Restored) -> None:
-        """Raises LearnerNotRestored if the lineage of a restored checkpoint does not continue that of this run.
-
-        The same if the checkpoint is of an incarnation that did not train here, but on another cluster: the numbers of
-        its attempts may be those of other attempts that generators of this cluster still make.
-        """
-        known = restored.snapshot.version.incarnation <= self._buffer.lineage.incarnation
-        if self._untouched or (known and restored.lineage.continues(self._buffer.lineage)):
-            return
-        raise LearnerNotRestored(
-            f"run {self._config.run.name!r} has trained {self._buffer.version.words}, but the checkpoint is of another "
-            "run with this name, or of a learner on another cluster; set run.dir to the directory of this run, "
-            f"or end the run with `asyncrl down {self._config.run.name}`, then start it again"
-        )
-
-    def _restore(self, restored: Restored, *, lived_on: bool) -> None:
-        """Brings the buffer to the state of a checkpoint. If groups were issued since, keeps those that only surviving
-        weights made, and the generators go on with their tickets."""
-        left = self._buffer.version
-        split_tokens = self._buffer.restore(
-            restored.snapshot.buffer, lineage=restored.lineage, loaded=self._replicas.loaded_versions()
-        )
-        self._clearing.rows_without_slot()  # the data plane may be older than this buffer
-        if not lived_on:
-            return
-        self.registry.set_state(RunState.STARTING)
-        kept = self._buffer.account.issued.tokens
-        logger.warning(
-            "the learner goes back from %s to %s: %d tokens of finished groups stay, and %d tokens of groups that lost "
-            "weights finished can be continued, if they were stored (generator.persist_every_tokens)",
-            left,
-            restored.snapshot.version,
-            kept - restored.snapshot.buffer.ledger.issued.tokens,
-            split_tokens,
-        )
 
     # --- generators ---------------------------------------------------------------------------------------------
 
@@ -429,11 +332,6 @@ class Coordinator:
         self._waiting.failures.ring()
 
     # --- private ------------------------------------------------------------------------------------------------
-
-    @property
-    def _untouched(self) -> bool:
-        """Whether no group was ever issued, and no learner has attached."""
-        return self.registry.learner is None and self._buffer.account.issued.groups == 0
 
     async def _expire_regularly(self) -> None:
         while True:

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from asyncrl.buffer.failure_records import Failure, FailureCount
 from asyncrl.buffer.failures import FailureLog
-from asyncrl.buffer.records import Failure, FailureCount
 from asyncrl.coordinator.waiting import Waiting
 
 

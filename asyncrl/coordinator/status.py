@@ -2,8 +2,9 @@
 
 import msgspec
 
+from asyncrl.buffer.failure_records import FailureCount, FailureStreak
 from asyncrl.buffer.ledger import OPEN_FATES, Account, Fate
-from asyncrl.buffer.records import Counts, FailureCount, FailureStreak
+from asyncrl.buffer.records import Counts
 from asyncrl.common.roles import RunState
 from asyncrl.common.version import Version
 from asyncrl.coordinator.registry import Deployment

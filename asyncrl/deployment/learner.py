@@ -207,7 +207,6 @@ class LearnerDeployment:
         if critic is not None:
             self._display.enter("starting the critic's ranks")
             await unless_stopped(stop, asyncio.to_thread(critic.start))
-
         packages = provenance()
         parts = RunParts(
             config=config,
@@ -247,7 +246,6 @@ class LearnerDeployment:
         resumed, before = self._run_dir.resumed, self._log.before
         # The time of a resumed run continues from its last record.
         started_s = self._screen.started_s - (before.wall_s if before else 0.0)
-
         log = RunLog(
             append_step=self._log.append_step,
             append_eval=self._log.append_eval,

@@ -15,27 +15,25 @@ import contextlib
 import logging
 import secrets
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
 
-from asyncrl.buffer.fleet import Cause, ReplicaState, actor_of
+from asyncrl.buffer.fleet import Cause, ReplicaState
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.registry import Registry
 from asyncrl.coordinator.replicas import ReplicaView
 from asyncrl.coordinator.status import OwnReplicas
-from asyncrl.data_plane.calls import finished, reason_of_death
+from asyncrl.data_plane.calls import finished
 from asyncrl.deployment.cluster import placed
+from asyncrl.deployment.replica import Replica
 from asyncrl.deployment.run_dir import reward_log_path
 from asyncrl.environments.secrets import Secrets
 from asyncrl.errors import (
     ActorGone,
-    AsyncRLError,
     ConfigError,
     GeneratorPoolExhausted,
     HandshakeError,
@@ -59,40 +57,6 @@ _ASKED = (ReplicaState.SUSPECT, ReplicaState.QUARANTINED)
 """States of a replica whose process is asked whether it lives."""
 NOT_MENDED = (ConfigError, HandshakeError, ManifestMismatch)
 """Errors with which every start of a replica would end."""
-
-
-class Replica:
-    """One replica: its present actor, and what its deployment knows of it."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.start = 0
-        """Number of the present start, counted from 1."""
-        self.handle: Any = None
-        self.begun = False
-        """Whether the call that starts the engine was sent. Before that call, the actor only imports vLLM."""
-        self.processes: EngineProcesses | None = None
-        self.running: asyncio.Task[None] | None = None
-        """The call of the actor that generates. None while the replica starts."""
-        self.work: asyncio.Task[None] | None = None
-        """Starts the replica, or asks it whether it lives. None if neither is needed."""
-        self.restarted_s: deque[float] = deque()
-        self.samples = 0
-        """Samples of all starts, by the last status."""
-        self.samples_before = 0
-        """Samples of the earlier starts."""
-        self.error: BaseException | None = None
-        """Why the replica was lost for the last time."""
-        self.fruitless = 0
-        """Number of starts in a row that committed no group."""
-
-    @property
-    def actor(self) -> str:
-        return actor_of(self.name, self.start)
-
-    @property
-    def generates(self) -> bool:
-        return self.running is not None and not self.running.done()
 
 
 class ReplicaPool:
@@ -174,8 +138,7 @@ class ReplicaPool:
         """Begins to replace a replica that has failed, or to ask one that is silent."""
         assert replica.running is not None
         if replica.running.done():
-            error = _error_of(replica.running)
-            self._begin(replica, self._replace(replica, error, coordinator))
+            self._begin(replica, self._replace(replica, replica.ended_with, coordinator))
         elif view is not None and view.actor == replica.actor and view.state in _ASKED:
             self._begin(replica, self._ask(replica, view, coordinator))
 
@@ -400,13 +363,3 @@ class ReplicaPool:
                 ray.kill(replica.handle, no_restart=True)
             if (left := replica.processes) is not None:
                 await asyncio.to_thread(reap, left, timeout_s=EXIT_S)
-
-
-def _error_of(running: "asyncio.Task[None]") -> BaseException:
-    """Returns the error with which the call that generates has ended."""
-    error = None if running.cancelled() else running.exception()
-    if isinstance(error, RayTaskError) and isinstance(error.cause, AsyncRLError):
-        return error.cause  # without the traceback of the actor, which Ray puts into the text of its own error
-    if isinstance(error, RayActorError):
-        return ActorGone(reason_of_death(error))
-    return error or RunError("its rollout loop returned without an error")

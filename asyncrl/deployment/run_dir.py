@@ -37,7 +37,7 @@ from typing import Any, Literal
 import msgspec
 
 from asyncrl.atomic_write import write_atomically
-from asyncrl.buffer.records import FailureCount
+from asyncrl.buffer.failure_records import FailureCount
 from asyncrl.checkpoints.directory import CHECKPOINTS
 from asyncrl.common.lineage import Lineage
 from asyncrl.config.load import dump_config

@@ -22,6 +22,7 @@ from asyncrl.common.roles import Role, RunState
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.actor import CoordinatorActor
+from asyncrl.coordinator.attachments import Attachments
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.registry import Deployment, Registry
@@ -87,7 +88,7 @@ async def check_admission(config: Config, *, role: Role, restores: str | None = 
     shared = shared_config(config)
     while True:
         try:
-            await coordinator.call(Coordinator.check, deployment, shared=shared, restores=restores is not None)
+            await coordinator.call(Attachments.check, deployment, shared=shared, restores=restores is not None)
             return
         except RunLocked:
             if time.monotonic() >= deadline_s:
@@ -118,7 +119,7 @@ async def enter_run(
     await coordinator.call(Coordinator.start)
     try:
         lineage = await coordinator.call(
-            Coordinator.attach, deployment, shared=shared_config(config), prompts=prompts, restored=restored
+            Attachments.attach, deployment, shared=shared_config(config), prompts=prompts, restored=restored
         )
     except BaseException:  # also a cancellation
         # The coordinator may have admitted it before the error. It would then wait for its heartbeats, and refuse the
@@ -147,7 +148,7 @@ async def open_data_plane(config: Config, *, deployment: Deployment, restores: b
 
     If the index has died and the buffer has not, the buffer's groups have lost their rows, and the generators can store
     no others. A learner that `restores` a checkpoint then ends the run's shared actors, and begins with the buffer of
-    its checkpoint. The generators end, as when the buffer dies. Raises the errors of `Coordinator.check` if the run
+    its checkpoint. The generators end, as when the buffer dies. Raises the errors of `Attachments.check` if the run
     would refuse the learner.
     """
     client = await asyncio.to_thread(open_client, config)
@@ -173,7 +174,7 @@ async def _has_partition(config: Config, learner: Deployment, client: DataPlaneC
     except ValueError:
         return True
     coordinator = await _coordinator(handle, config)
-    await coordinator.call(Coordinator.check, learner, shared=shared_config(config), restores=True)
+    await coordinator.call(Attachments.check, learner, shared=shared_config(config), restores=True)
     if (await coordinator.call(Coordinator.brief_status)).published is None:
         return True
     try:

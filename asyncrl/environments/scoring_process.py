@@ -4,32 +4,22 @@ The code blocks and is used by one thread. `scoring.py` gives it an asynchronous
 other end of the socket. Every wait ends at a deadline, or when the process ends.
 """
 
-import contextlib
 import logging
 import os
-import select
-import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-
-import msgspec
-import psutil
 
 from asyncrl.config.schema import EnvironmentSection
 from asyncrl.environments.group_scoring import CANCEL_GRACE_S
-from asyncrl.environments.output import OutputReader
 from asyncrl.environments.reward_function import Form, subject
 from asyncrl.environments.scores import Score, Scores
+from asyncrl.environments.scoring_child import Died, Late, ScoringChild
 from asyncrl.environments.scoring_messages import (
-    MAX_MESSAGE_BYTES,
     Failure,
     Group,
-    Message,
     Progress,
     Reply,
     Request,
@@ -41,9 +31,6 @@ from asyncrl.environments.scoring_messages import (
 from asyncrl.environments.secrets import Secrets
 from asyncrl.errors import ConfigError, DataError, InfraError
 
-_WORKER_MODULE = "asyncrl.environments.scoring_worker"
-_REAP_TIMEOUT_S = 10.0
-"""Seconds in which a killed process must end, before that is logged as an error."""
 _MAX_LEFT_BEHIND = 32
 """Descendants that reward code may leave running. A scoring process with more is replaced."""
 GIVEN_UP_AFTER = 3
@@ -60,14 +47,6 @@ _KEPT_ENVIRONMENT = frozenset(
 """Variables that a scoring process inherits. All others are withheld, because they may be tokens or keys."""
 
 _log = logging.getLogger(__name__)
-
-
-class _Died(Exception):
-    """The process has ended, or sent an unexpected message."""
-
-
-class _Late(Exception):
-    """The deadline has passed."""
 
 
 class ScoringProcess:
@@ -88,7 +67,7 @@ class ScoringProcess:
         self._start_timeout_s = start_timeout_s
         self._closing = closing
         self._lock = threading.Lock()  # keeps a process from being started or reaped while another thread kills it
-        self._child: _Child | None = None
+        self._child: ScoringChild | None = None
         self._requests = 0
         self._fruitless = 0  # processes in a row that the reward has ended at the first completion of a request
         self.form = Form()
@@ -109,7 +88,7 @@ class ScoringProcess:
         try:
             child.send(encode(start), deadline_s=deadline_s)
             started = child.receive(Started, deadline=lambda: deadline_s)
-        except (_Died, _Late) as error:
+        except (Died, Late) as error:
             status = self.discard()
             raise InfraError(
                 f"a scoring process was not ready within {self._start_timeout_s:g} s: it {error} ({status}); look for "
@@ -181,8 +160,8 @@ class ScoringProcess:
             while not reply.last:
                 reply = self._reply(child, scores, deadline=deadline)
             if scores.open and not reply.retire:
-                raise _Died("sent no reward for some completions")
-        except _Late:
+                raise Died("sent no reward for some completions")
+        except Late:
             failed = self._being_scored(scores, child.progress)
             self._replace("exceeded its time limit")
             count = len(failed) if self.form.batched else 1
@@ -190,7 +169,7 @@ class ScoringProcess:
             blocked = "; it blocked its event loop: use `await` for calls that take time, or remove `async`"
             self._fail(scores, failed, RewardFailure.TIMEOUT, what + (blocked if self.form.asynchronous else ""))
             return failed[0] if failed else 0
-        except _Died as error:
+        except Died as error:
             failed = self._being_scored(scores, child.progress)
             status = self._replace("died")
             if self._closing.is_set():
@@ -201,15 +180,15 @@ class ScoringProcess:
         if reply.retire:
             self._replace(reply.retire)
             return scores.left[0] - 1 if scores.open else 0
-        if len(_descendants(child.process.pid)) > _MAX_LEFT_BEHIND:
+        if len(child.descendants()) > _MAX_LEFT_BEHIND:
             self._replace(f"left more than {_MAX_LEFT_BEHIND} processes behind")
         return None
 
-    def _reply(self, child: "_Child", scores: Scores, *, deadline: Callable[[], float]) -> Reply:
+    def _reply(self, child: ScoringChild, scores: Scores, *, deadline: Callable[[], float]) -> Reply:
         """Receives the next reply to the last request, and keeps its scores."""
         reply = child.receive(Reply, deadline=deadline)
         if reply.id != self._requests or not scores.take(reply.outcomes):
-            raise _Died("sent a reply that does not belong to the request")
+            raise Died("sent a reply that does not belong to the request")
         return reply
 
     def _being_scored(self, scores: Scores, progress: Progress) -> Sequence[int]:
@@ -247,7 +226,7 @@ class ScoringProcess:
         """Ends the process and its descendants. The thread that uses the process then finds it dead."""
         with self._lock:
             if self._child is not None:
-                _kill_tree(self._child.process)
+                self._child.kill()
 
     def discard(self) -> str:
         """Kills the process and closes its socket, pipe and shared memory. Returns how it ended."""
@@ -256,7 +235,7 @@ class ScoringProcess:
         if child is None:
             return "not started"
         child.close()
-        return _ending(child.process)
+        return child.ending()
 
     def _replace(self, why: str) -> str:
         status = self.discard()
@@ -264,11 +243,11 @@ class ScoringProcess:
             _log.warning("a scoring process is replaced, because it %s (%s)", why, status)
         return status
 
-    def _spawned(self) -> "_Child":
+    def _spawned(self) -> ScoringChild:
         with self._lock:
             if self._closing.is_set():
                 raise closed()
-            self._child = _Child(environment=self._environment(), secrets=self._secrets, output=self._output)
+            self._child = ScoringChild(environment=self._environment(), secrets=self._secrets, output=self._output)
             return self._child
 
     def _environment(self) -> dict[str, str]:
@@ -280,131 +259,6 @@ class ScoringProcess:
         return kept | threads | self._secrets.environment | {"PYTHONPATH": search_path, "PYTHONHASHSEED": "0"}
 
 
-class _Child:
-    """A process of reward code, with its socket, the shared memory of its progress, and the reader of its output."""
-
-    def __init__(self, *, environment: Mapping[str, str], secrets: Secrets, output: Callable[[str], None]) -> None:
-        self._socket, theirs = socket.socketpair()
-        progress = os.memfd_create("asyncrl scoring progress")
-        os.ftruncate(progress, Progress.BYTES)
-        printed, prints = os.pipe()
-        try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", _WORKER_MODULE, str(theirs.fileno()), str(os.getpid()), str(progress)],
-                stdin=subprocess.DEVNULL,
-                stdout=prints,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno(), progress],
-                env=environment,
-                start_new_session=True,  # a process group of its own, so that one kill also reaches forked processes
-            )
-            self.progress = Progress(progress)
-        finally:
-            theirs.close()
-            os.close(progress)
-            os.close(prints)
-        self._received = bytearray()  # what was received after the last message
-        self._death = os.pidfd_open(self.process.pid)
-        self._reader = OutputReader(printed, pid=self.process.pid, secrets=secrets, output=output)
-
-    def close(self) -> None:
-        """Closes everything. Call it after the process has ended."""
-        self._socket.close()
-        self._reader.join()
-        self.progress.close()
-        os.close(self._death)
-
-    def alive(self) -> bool:
-        """Checks without reaping: until a dead process is reaped, no other process can get its id or group."""
-        try:
-            return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-        except ChildProcessError:
-            return False
-
-    def send(self, message: bytes, *, deadline_s: float) -> None:
-        self._socket.settimeout(max(0.001, deadline_s - time.monotonic()))
-        try:
-            self._socket.sendall(message)
-        except TimeoutError as error:
-            raise _Late("does not read its requests") from error
-        except OSError as error:
-            raise _Died("closed its connection") from error
-
-    def receive(self, kind: type[Message], *, deadline: Callable[[], float]) -> Message:
-        """Receives one message. Watches the process as well as the socket, because a forked child may keep the socket
-        open after the process has died."""
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        poll.register(self._death, select.POLLIN)
-        searched = 0
-        while (end := self._received.find(b"\n", searched)) < 0:
-            searched = len(self._received)
-            left_s = deadline() - time.monotonic()
-            if left_s <= 0:
-                raise _Late("does not answer")
-            events = dict(poll.poll(left_s * 1000))
-            if self._socket.fileno() in events:  # check this first: a dead process may have left replies
-                self._received += self._read()
-            elif events:
-                raise _Died("ended")
-            if len(self._received) > MAX_MESSAGE_BYTES:
-                raise _Died(f"sent a message beyond the limit of {MAX_MESSAGE_BYTES} bytes")
-        line, self._received = bytes(self._received[:end]), self._received[end + 1 :]
-        try:
-            return msgspec.json.decode(line, type=kind)
-        except msgspec.DecodeError as error:
-            raise _Died(f"sent a malformed message, {error}") from error
-
-    def _read(self) -> bytes:
-        with contextlib.suppress(ConnectionError):
-            if data := self._socket.recv(2**20):
-                return data
-        raise _Died("closed its connection")
-
-
 def closed() -> InfraError:
     """Returns the error of every score after `Scorer.close`."""
     return InfraError("the scorer has been closed and scores no more groups", reason="scorer_closed")
-
-
-def _kill_tree(process: subprocess.Popen[bytes]) -> None:
-    """Kills and reaps the process, its process group, and descendants that have left the group."""
-    if process.returncode is not None:
-        return  # already reaped, so its id may belong to another process
-    descendants: list[psutil.Process] = []
-    for pid in _descendants(process.pid):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            descendants.append(psutil.Process(pid))
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    for descendant in descendants:
-        with contextlib.suppress(psutil.Error):  # psutil kills no other process that got the same pid meanwhile
-            descendant.kill()
-    try:
-        process.wait(timeout=_REAP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        _log.error("the scoring process %d has not ended after SIGKILL", process.pid)
-
-
-def _descendants(pid: int) -> list[int]:
-    """Returns all descendants of `pid` that /proc lists, nearest first."""
-    found = _children(pid)
-    for child in found:
-        found.extend(_children(child))
-    return found
-
-
-def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    for listing in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # the thread has just ended
-            found.extend(map(int, listing.read_text().split()))
-    return found
-
-
-def _ending(process: subprocess.Popen[bytes]) -> str:
-    if process.returncode is None:
-        return "still running"
-    if process.returncode < 0:
-        return f"signal {signal.Signals(-process.returncode).name}"
-    return f"exit status {process.returncode}"

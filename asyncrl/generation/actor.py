@@ -12,7 +12,7 @@ from pathlib import Path
 
 import ray
 
-from asyncrl.buffer.records import Failure
+from asyncrl.buffer.failure_records import Failure
 from asyncrl.common.names import COORDINATOR, WEIGHTS
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config

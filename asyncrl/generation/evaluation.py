@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from asyncrl.buffer.records import Failure
+from asyncrl.buffer.failure_records import Failure
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.failures import FailureReports
 from asyncrl.data.prompts import Task

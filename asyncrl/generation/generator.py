@@ -1,8 +1,7 @@
 """One replica of the generator pool: runs rollouts, reports to the coordinator, and updates its weights.
 
-Six loops run at once: admission (reserves tickets and starts rollouts), delivery (stores rows, then commits their
-groups), heartbeat, weight updates (`weight_updates.py`), and two that wait for the engine's death and look for tokens
-of the engine. Invariants:
+Six loops run at once: admission (reserves tickets and starts rollouts), delivery (`delivery.py`), heartbeat, weight
+updates (`weight_updates.py`), and two that wait for the engine's death and look for tokens of the engine. Invariants:
 
 - No ticket is reserved before a version is loaded.
 - A commit waits until the parity probe of the last weight update has passed.
@@ -12,29 +11,27 @@ of the engine. Invariants:
 import asyncio
 import contextlib
 import functools
-import itertools
 import logging
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
 
-import msgspec
 from asyncio_throttle.throttler import Throttler
 
 from asyncrl.buffer.fleet import Cause
-from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, GroupMeta, Refusal, Ticket
+from asyncrl.buffer.records import Refusal, Ticket
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.replicas import ReplicaReport
 from asyncrl.data_plane.clients import GroupRows
-from asyncrl.errors import DataError, EngineDied, EngineStuck, InfraError, Quarantined, RolloutError, RunError
+from asyncrl.errors import DataError, EngineDied, EngineStuck, InfraError, Quarantined, RolloutError
+from asyncrl.generation.delivery import Delivery
 from asyncrl.generation.held_tickets import HeldTickets
 from asyncrl.generation.interfaces import PartialCompletion, Sampled
 from asyncrl.generation.prefix_keeper import PrefixKeeper
-from asyncrl.generation.reward_errors import report_failures
-from asyncrl.generation.rollout import FinishedGroup, Rollouts
+from asyncrl.generation.rollout import Rollouts
 from asyncrl.generation.running import RunningRollouts
 from asyncrl.generation.weight_updates import UpdateHooks, WeightUpdates
 from asyncrl.metrics.catalogue import GENERATOR_STATES
@@ -51,11 +48,9 @@ REFUSED_STATE = {
 }
 RESERVE_WAIT_S = 20.0
 """Seconds that a reserve waits in the buffer for a ticket, after a first one was refused."""
-DELIVER_EVERY_S = 0.05
-"""Least time between two deliveries while rollouts run. Short groups are delivered together, because a delivery takes
-three calls to other processes."""
 RESERVE_EVERY_S = 0.02
-"""Least time between two reserves while rollouts run. It is shorter, because a free slot waits for it."""
+"""Least time between two reserves while rollouts run. It is shorter than that of deliveries, because a free slot waits
+for it."""
 HELD_PER_SLOT = 3
 """Most tickets that a replica holds, for each of its slots: of groups that are generated, scored, or wait for their
 delivery. On a busy machine the last two take as long as the generation of short groups, and the engine must not wait
@@ -94,7 +89,6 @@ class Generator:
         self._deployment = deployment
         self._rollouts = rollouts
         self._coordinator = coordinator
-        self._rows = rows
         self._weights = weights
         self._held = HeldTickets(first_number=time.time_ns())
         self._prefixes = PrefixKeeper(
@@ -118,11 +112,18 @@ class Generator:
         self._free_state = "idle"
         self._loading = False
         self._running = RunningRollouts()
-        self._finished: list[FinishedGroup | FailedTicket] = []  # in the order in which the rollouts ended
-        self._something_finished = asyncio.Event()
+        self._delivery = Delivery(
+            coordinator=coordinator,
+            rows=rows,
+            held=self._held,
+            running=self._running,
+            verdict=weights.verdict,
+            metrics=metrics,
+            group_size=config.learner.group_size,
+            clock=clock,
+        )
         self._spoiled: dict[str, InfraError] = {}
         self._draining = asyncio.Event()
-        self._samples = self._tokens = 0
         self._last_token_s = clock()
         self._metrics_address = metrics_address
 
@@ -136,7 +137,7 @@ class Generator:
         hooks = UpdateHooks(show_loading=self._show_loading, fail_unverified=self._fail_unverified, report=self.report)
         loops = {
             "admission": self._admit(),
-            "delivery": self._deliver(),
+            "delivery": self._delivery.run(),
             "weights": self._weights.run(hooks),
             "heartbeat": self._heartbeat(),
             "engine": self._engine_died(),
@@ -236,11 +237,9 @@ class Generator:
                 completion_tokens=group.meta.completion_tokens,
             )
             self._metrics.scored(duration_s=group.scoring_s)
-            self._finished.append(group)
-            self._something_finished.set()
+            self._delivery.add(group)
         except RolloutError as error:
-            self._finished.append(self._failed(ticket.key, ticket.version.incarnation, error))
-            self._something_finished.set()
+            self._delivery.add_failed(ticket.key, ticket.version.incarnation, error)
         finally:
             self._running.ended(ticket.key)
             self._spoiled.pop(ticket.key, None)
@@ -268,98 +267,6 @@ class Generator:
                 self._metrics.samples(self._config.learner.group_size, outcome="cancelled")
             self._held.settle(key)
 
-    def _failed(self, key: str, incarnation: int, error: RolloutError) -> FailedTicket:
-        logger.warning("group %s failed (%s, %s): %s", key, error.failure_class, error.reason, error)
-        self._metrics.rollout_failed(failure_class=error.failure_class, reason=error.reason)
-        group_size = self._config.learner.group_size
-        self._metrics.samples(group_size, outcome="failed")
-        if error.reason.startswith("reward_"):
-            self._metrics.reward_failed(reason=error.reason, samples=group_size)
-        return FailedTicket(key=key, incarnation=incarnation, failure=Failure.of(error))
-
-    async def _fail(self, tickets: Sequence[FailedTicket]) -> None:
-        keys = [ticket.key for ticket in tickets]
-        if not keys:
-            return
-        try:
-            await self._coordinator.call(Coordinator.fail, list(tickets))
-        except (RunError, TimeoutError) as lost:
-            logger.warning("could not report that groups %s failed, so their tickets will expire: %s", keys, lost)
-            for key in keys:
-                self._held.give_up(key)
-        else:
-            for key in keys:
-                self._held.settle(key)
-
-    # --- delivery -----------------------------------------------------------------------------------------------
-
-    async def _deliver(self) -> None:
-        delivered_s = -math.inf
-        while True:
-            await self._something_finished.wait()
-            await self._running.more_ends(wait_s=delivered_s + DELIVER_EVERY_S - self._clock())
-            # Groups stay in `_finished` until the verdict: `_fail_unverified` fails what it finds there.
-            await self._weights.verdict()
-            delivered_s, ended = self._clock(), self._take_finished()
-            groups = [each for each in ended if isinstance(each, FinishedGroup)]
-            stored = True
-            if groups:
-                try:
-                    await self._rows.put({group.meta.key: group.rows for group in groups})
-                except (RunError, TimeoutError) as error:
-                    lost = InfraError(f"could not store the rows of finished groups: {error}", reason="row_store")
-                    ended = [self._as_failed(each, lost) for each in ended]
-                    stored = False
-            # In the order in which they ended: storing rows takes time, and the buffer counts failures in a row.
-            for failed, part in itertools.groupby(ended, key=lambda each: isinstance(each, FailedTicket)):
-                if failed:
-                    await self._fail([each for each in part if isinstance(each, FailedTicket)])
-                else:
-                    await self._commit([each for each in part if isinstance(each, FinishedGroup)])
-            self._running.wake()  # admission may wait until fewer groups are held
-            if not stored:
-                await self._clear([group.meta.key for group in groups])
-
-    def _with_stored(self, meta: GroupMeta) -> GroupMeta:
-        return msgspec.structs.replace(meta, stored=self._held.prefix_of(meta.key))
-
-    async def _clear(self, keys: Sequence[str]) -> None:
-        """Clears the rows of a put that failed, because it may have stored them before its answer was lost."""
-        try:
-            await self._rows.clear(keys)
-        except (RunError, TimeoutError) as error:
-            logger.warning("rows of groups %s may be left, and the buffer clears them later: %s", keys, error)
-
-    async def _commit(self, groups: Sequence[FinishedGroup]) -> None:
-        outcomes = await self._coordinator.call(Coordinator.commit, [self._with_stored(group.meta) for group in groups])
-        refused, failures = list[str](), list[Failure]()
-        for group, outcome in zip(groups, outcomes, strict=True):
-            self._held.settle(group.meta.key)
-            self._metrics.samples(len(group.meta.rewards), outcome=outcome)
-            if outcome is CommitOutcome.ACCEPTED:
-                self._samples += len(group.meta.rewards)
-                self._tokens += group.meta.generated_tokens
-                self._metrics.rewards(group.meta.known_rewards)
-                failures += group.failures
-            elif outcome is not CommitOutcome.DUPLICATE:
-                refused.append(group.meta.key)
-        for failure in failures:
-            self._metrics.reward_failed(reason=failure.reason, samples=1)
-        await report_failures(failures, self._coordinator)
-        if refused:
-            await self._rows.clear(refused)
-
-    def _take_finished(self) -> list[FinishedGroup | FailedTicket]:
-        ended, self._finished = self._finished, []
-        self._something_finished.clear()
-        return ended
-
-    def _as_failed(self, ended: FinishedGroup | FailedTicket, error: InfraError) -> FailedTicket:
-        """Turns a finished group that cannot be used into a failure. Leaves a failure as it is."""
-        if isinstance(ended, FailedTicket):
-            return ended
-        return self._failed(ended.meta.key, ended.meta.incarnation, error)
-
     # --- calls of a weight update ---------------------------------------------------------------------------------
 
     def _show_loading(self, loading: bool) -> None:
@@ -370,7 +277,7 @@ class Generator:
         self._spoiled |= dict.fromkeys(self._running, error)
         for key in self._running:
             self._prefixes.ended(key)
-        await self._fail([self._as_failed(each, error) for each in self._take_finished()])
+        await self._delivery.fail_finished(error)
 
     async def report(self) -> None:
         # Count as the buffer does: a slot is taken from the reserve on, also while the rollout waits for the throttle.
@@ -382,8 +289,8 @@ class Generator:
             state_seconds=self._states.seconds(),
             slots=self._slots,
             running_groups=self._running.generating,
-            samples=self._samples,
-            completion_tokens=self._tokens,
+            samples=self._delivery.samples,
+            completion_tokens=self._delivery.tokens,
             weight_updates=self._weights.updates,
             parity_max_nats=self._weights.parity_max_nats,
         )

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from asyncrl.algorithms.presets import compares_groups
-from asyncrl.buffer.records import Failure, FailureCount
+from asyncrl.buffer.failure_records import Failure, FailureCount
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.failures import FailureReports

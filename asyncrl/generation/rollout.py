@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from asyncrl.buffer.records import Failure, GroupMeta, Ticket, VersionSpan
+from asyncrl.buffer.failure_records import Failure
+from asyncrl.buffer.records import GroupMeta, Ticket, VersionSpan
 from asyncrl.common.version import Version
 from asyncrl.config.checks import BYTES_PER_ROW, BYTES_PER_TOKEN
 from asyncrl.config.schema import Config

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from asyncrl.buffer.records import FailureCount
+from asyncrl.buffer.failure_records import FailureCount
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.failures import FailureReports
 from asyncrl.errors import RunError

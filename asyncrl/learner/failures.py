@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from asyncrl.buffer.records import FailureCount
+from asyncrl.buffer.failure_records import FailureCount
 
 
 def first_failure(count: FailureCount) -> str:

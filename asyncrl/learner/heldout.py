@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import ray
 
-from asyncrl.buffer.records import Failure
+from asyncrl.buffer.failure_records import Failure
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient

@@ -7,7 +7,9 @@
 It takes the size of the model for every step. So it is for small models, and off by default (`audit.keep_weights`).
 """
 
-from collections.abc import Sequence
+import asyncio
+import logging
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -20,6 +22,8 @@ from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.row_checksums import ROW_COLUMNS
 from asyncrl.learner.audit_records import AUDIT
 from asyncrl.policy.lm_policy import Policy
+
+logger = logging.getLogger(__name__)
 
 ADDED_COLUMNS = ("advantages", "sample_mask")
 """Columns that the learner adds to the rows of every step."""
@@ -47,7 +51,24 @@ class KeptSteps:
         """Writes the present weights of the ranks as those of `version`."""
         policy.save_checkpoint(self.weights_path(version))
 
-    def keep_batch(self, lease: Lease, rows: BatchedDataDict) -> None:
+    async def keep_batch(self, lease: Lease, reading: Awaitable[BatchedDataDict]) -> None:
+        """Writes the lease of a step, and its rows, which `reading` gets.
+
+        Rows that cannot be read are logged and not raised. The audit then finds that the batch is missing.
+        """
+        try:
+            rows = await reading
+        except Exception as error:
+            logger.error(
+                "the batch of step %d is not kept for the audit, because its rows cannot be read: %s: %s",
+                lease.step,
+                type(error).__name__,
+                error,
+            )
+        else:
+            await asyncio.to_thread(self.write_batch, lease, rows)
+
+    def write_batch(self, lease: Lease, rows: BatchedDataDict) -> None:
         """Writes the lease and the rows of a step."""
         self._batches.mkdir(parents=True, exist_ok=True)
         lease_path, rows_path = self._paths(Version(lease.incarnation, lease.step))

@@ -286,24 +286,10 @@ class LearnerLoop:
         return Version(lease.incarnation, lease.step)
 
     async def _keep_batch(self, lease: Lease, meta: KVBatchMeta) -> None:
-        """Keeps the rows of a trained step, for `audit.keep_weights: all`.
-
-        Rows that cannot be read are logged and not raised. The audit then finds that the batch
-        is missing.
-        """
-        if self._kept is None:
-            return
-        try:
-            rows = await self._rows.read(meta, kept_columns(with_logprobs=self._stages.writes_logprobs))
-        except Exception as error:
-            logger.error(
-                "the batch of step %d is not kept for the audit, because its rows cannot be read: %s: %s",
-                lease.step,
-                type(error).__name__,
-                error,
-            )
-            return
-        await asyncio.to_thread(self._kept.keep_batch, lease, rows)
+        """Keeps the rows of a trained step, for `audit.keep_weights: all`."""
+        if self._kept is not None:
+            columns = kept_columns(with_logprobs=self._stages.writes_logprobs)
+            await self._kept.keep_batch(lease, self._rows.read(meta, columns))
 
     async def _keep_weights(self, version: Version) -> None:
         """Keeps the weights of a version, for `audit.keep_weights: all`."""

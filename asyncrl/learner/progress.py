@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from asyncrl.buffer.records import FailureCount, FailureStreak, LeaseWait
+from asyncrl.buffer.failure_records import FailureCount, FailureStreak
+from asyncrl.buffer.records import LeaseWait
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.status import BriefStatus, RunStatus
 from asyncrl.errors import RunError, StallError

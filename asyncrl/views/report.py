@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.atomic_write import write_atomically
-from asyncrl.buffer.records import FailureCount
+from asyncrl.buffer.failure_records import FailureCount
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError

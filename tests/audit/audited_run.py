@@ -12,7 +12,8 @@ from learner_scenes import FakeTrainer, Scene, ids_of, meta_of, rows_of, skipped
 from safetensors.torch import load_file, save_file
 
 from asyncrl.algorithms.interfaces import LossFunction
-from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure
+from asyncrl.buffer.failure_records import FailedTicket, Failure
+from asyncrl.buffer.records import CommitOutcome
 from asyncrl.checkpoints.run import RunParts, read_snapshot
 from asyncrl.common.roles import Role
 from asyncrl.common.version import Version
@@ -150,7 +151,9 @@ class AuditedRun(Scene):
         if resumed is not None:
             restored = Restored(snapshot=read_snapshot(resumed.path), lineage=self.run_dir.lineage)
             before = read_lines(self.run_dir.path / "steps.jsonl", StepRecord)[-1]
-        lineage = await self.coordinator.attach(learner, shared=shared_config(self.config), restored=restored)
+        lineage = await self.coordinator.attachments.attach(
+            learner, shared=shared_config(self.config), restored=restored
+        )
         assert lineage == self.run_dir.lineage
         if resumed is not None:
             self.parts.load(resumed.path)

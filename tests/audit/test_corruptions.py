@@ -154,7 +154,7 @@ def edit_batch(column: str, change: Callable[[torch.Tensor], None]) -> Callable[
         assert batch is not None
         lease, rows = batch
         change(rows[column])
-        kept.keep_batch(lease, rows)
+        kept.write_batch(lease, rows)
 
     return edit
 

@@ -15,10 +15,10 @@ import msgspec
 from buffer_scenes import Clock, NumberedPrompts, finished, limits, stored_by
 from straggler_model import Straggler, treated
 
+from asyncrl.buffer.failure_records import Failure
 from asyncrl.buffer.ledger import Amount, Event, Fate
 from asyncrl.buffer.records import (
     CommitOutcome,
-    Failure,
     GroupMeta,
     HeldReport,
     Lease,

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from asyncrl.buffer import attempts
 from asyncrl.buffer.attempts import seed_of_group
+from asyncrl.buffer.failure_records import Failure
 from asyncrl.buffer.ledger import Amount, Event, Fate
-from asyncrl.buffer.records import CommitOutcome, Failure, HeldReport, LeaseWait, Refusal, Renewal
+from asyncrl.buffer.records import CommitOutcome, HeldReport, LeaseWait, Refusal, Renewal
 from asyncrl.common.version import Version
 from asyncrl.errors import DataError, FailureClass, StalenessViolation
 

@@ -11,12 +11,14 @@ import ray
 from buffer_scenes import finished
 from local_ray import end_actor, local_ray
 
-from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, Lease, LeaseWait
+from asyncrl.buffer.failure_records import FailedTicket, Failure
+from asyncrl.buffer.records import CommitOutcome, Lease, LeaseWait
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.actor import CoordinatorActor
+from asyncrl.coordinator.attachments import Attachments
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.failures import FailureReports
@@ -91,9 +93,9 @@ async def test_each_door_answers_and_its_errors_arrive_unchanged(opened: Opened)
     first, second = (Deployment(id=name, role=Role.LEARNER, host="h", pid=7) for name in ("first", "second"))
     failure = Failure(failure_class=FailureClass.DATA, reason="x")
     async with opened() as client:
-        await client.call(Coordinator.attach, first, shared=shared)
+        await client.call(Attachments.attach, first, shared=shared)
         with pytest.raises(RunLocked, match="pid 7 on h"):
-            await client.call(Coordinator.check, second, shared=shared)
+            await client.call(Attachments.check, second, shared=shared)
         assert await client.call(Registry.keep, first.id)
         await client.call(LearnerCalls.set_state, 1, RunState.CLOSING, "why")
         [ticket] = (await client.call(Coordinator.reserve, "a", NOW, 1, wait_s=0.0)).tickets

@@ -12,19 +12,9 @@ import msgspec
 import pytest
 from buffer_scenes import finished, progress_of
 
+from asyncrl.buffer.failure_records import FailedTicket, Failure, FailureCount
 from asyncrl.buffer.ledger import Event
-from asyncrl.buffer.records import (
-    NO_TASK,
-    CommitOutcome,
-    FailedTicket,
-    Failure,
-    FailureCount,
-    Lease,
-    LeaseWait,
-    Refusal,
-    Renewal,
-    Reservation,
-)
+from asyncrl.buffer.records import NO_TASK, CommitOutcome, Lease, LeaseWait, Refusal, Renewal, Reservation
 from asyncrl.common.lineage import Lineage
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
@@ -293,10 +283,10 @@ async def test_who_asks_whether_it_may_join_has_not_joined() -> None:
     shared = shared_config(Config.model_validate(CONFIG))
     learners = [Deployment(id=name, role=Role.LEARNER, host="h", pid=7) for name in ("first", "second")]
     for learner in learners:
-        coordinator.check(learner, shared=shared)
-    await coordinator.attach(learners[0], shared=shared)
+        coordinator.attachments.check(learner, shared=shared)
+    await coordinator.attachments.attach(learners[0], shared=shared)
     with pytest.raises(RunLocked):
-        coordinator.check(learners[1], shared=shared)
+        coordinator.attachments.check(learners[1], shared=shared)
 
 
 @pytest.mark.asyncio
@@ -304,7 +294,7 @@ async def test_the_status_has_the_learners_seconds_by_state_of_its_last_heartbea
     coordinator = made(ClearedRows())
     generator = Deployment(id="g", role=Role.GENERATOR, host="h", pid=8)
     for each in (FIRST, generator):
-        await coordinator.attach(each, shared=SHARED)
+        await coordinator.attachments.attach(each, shared=SHARED)
     assert coordinator.status().learner_state_seconds == {}
     coordinator.registry.keep(FIRST.id, state_seconds={"optimizer": 2.0})
     coordinator.registry.keep(generator.id)
@@ -487,7 +477,7 @@ async def test_a_deployment_is_told_of_its_own_replicas_only() -> None:
     shared = shared_config(coordinator._config)
     for name, replicas in (("d", 2), ("e", 1)):
         generators = Deployment(id=name, role=Role.GENERATOR, host="h", pid=1, replicas=replicas)
-        await coordinator.attach(generators, shared=shared)
+        await coordinator.attachments.attach(generators, shared=shared)
     for replica in ("own", "other"):
         await coordinator.heartbeat(replica, NOW, 2, progress_of(), report_of(replica))
     told = coordinator.own_replicas("d", ["own", "not started yet"])
@@ -566,9 +556,9 @@ async def test_a_deployment_with_other_prompts_is_refused_and_the_error_names_wh
     source = "data.path = rows.jsonl on h"
     message = r"rows\.jsonl on h has 4 training prompts, .*: they differ from number 3 on, which is '2' in the run"
     with pytest.raises(RunMismatch, match=message):
-        await coordinator.attach(deployment, shared=SHARED, prompts=prompt_data(other, source=source))
+        await coordinator.attachments.attach(deployment, shared=SHARED, prompts=prompt_data(other, source=source))
     assert coordinator.registry.live() == [], "it is not admitted"
-    await coordinator.attach(deployment, shared=SHARED, prompts=prompt_data(own, source=source))
+    await coordinator.attachments.attach(deployment, shared=SHARED, prompts=prompt_data(own, source=source))
     assert coordinator.registry.live() == [deployment]
 
 
@@ -577,14 +567,16 @@ async def test_a_deployment_with_other_prompts_is_refused_and_the_error_names_wh
 async def test_every_call_of_a_learner_that_was_replaced_is_refused_and_changes_nothing() -> None:
     now_s = 0.0
     coordinator = made(ClearedRows(), clock=lambda: now_s)
-    assert (await coordinator.attach(FIRST, shared=SHARED)).incarnation == 1
-    assert (await coordinator.attach(FIRST, shared=SHARED)).incarnation == 1, "a repeated call starts no incarnation"
+    assert (await coordinator.attachments.attach(FIRST, shared=SHARED)).incarnation == 1
+    assert (await coordinator.attachments.attach(FIRST, shared=SHARED)).incarnation == 1, (
+        "a repeated call starts no incarnation"
+    )
     tickets = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
     await coordinator.commit([finished(ticket) for ticket in tickets])
     lease = await coordinator.learner.lease(1, wait_s=0.0)
     assert isinstance(lease, Lease)
     now_s = SILENT_S
-    assert (await coordinator.attach(SECOND, shared=SHARED)).incarnation == 2
+    assert (await coordinator.attachments.attach(SECOND, shared=SHARED)).incarnation == 2
     before = coordinator.status()
     calls: list[Callable[[], Any]] = [
         lambda: coordinator.learner.lease(1, wait_s=0.0),
@@ -622,12 +614,12 @@ async def test_every_call_of_a_learner_that_was_replaced_is_refused_and_changes_
 async def test_a_lease_call_that_waits_is_refused_when_another_learner_takes_over(restores: bool) -> None:
     now_s = 0.0
     coordinator = made(ClearedRows(), clock=lambda: now_s)
-    await coordinator.attach(FIRST, shared=SHARED)
+    await coordinator.attachments.attach(FIRST, shared=SHARED)
     restored = Restored(snapshot=coordinator.snapshot(), lineage=Lineage((NOW,))) if restores else None
     waiting = asyncio.create_task(coordinator.learner.lease(1, wait_s=FAR_S))
     await asyncio.sleep(0)
     now_s = SILENT_S
-    await coordinator.attach(SECOND, shared=SHARED, restored=restored)
+    await coordinator.attachments.attach(SECOND, shared=SHARED, restored=restored)
     with pytest.raises(Fenced):
         await soon(waiting)
 
@@ -637,19 +629,21 @@ async def test_a_lease_call_that_waits_is_refused_when_another_learner_takes_ove
 async def test_a_learner_without_the_trained_weights_is_refused_with_what_to_do() -> None:
     now_s = 0.0
     coordinator = made(ClearedRows(), clock=lambda: now_s)
-    await coordinator.attach(FIRST, shared=SHARED)
+    await coordinator.attachments.attach(FIRST, shared=SHARED)
     tickets = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
     await coordinator.commit([finished(ticket) for ticket in tickets])
     await coordinator.learner.lease(1, wait_s=0.0)
     await coordinator.learner.ack(1, 0)
     with pytest.raises(RunLocked):
-        coordinator.check(SECOND, shared=SHARED)
+        coordinator.attachments.check(SECOND, shared=SHARED)
     now_s = SILENT_S
-    for refused in (coordinator.check, coordinator.attach):
+    for refused in (coordinator.attachments.check, coordinator.attachments.attach):
         with pytest.raises(LearnerNotRestored, match=r"has trained 1 steps.*asyncrl down"):
             await performed(functools.partial(refused, SECOND, shared=SHARED))
     assert coordinator.status().version == Version(1, 1)
-    assert (await coordinator.attach(FIRST, shared=SHARED)).incarnation == 1, "the learner itself has the weights"
+    assert (await coordinator.attachments.attach(FIRST, shared=SHARED)).incarnation == 1, (
+        "the learner itself has the weights"
+    )
 
 
 @pytest.mark.asyncio
@@ -657,17 +651,17 @@ async def test_a_learner_without_the_trained_weights_is_refused_with_what_to_do(
 async def test_no_learner_takes_over_a_run_that_is_over(state: RunState) -> None:
     now_s = 0.0
     coordinator = made(ClearedRows(), clock=lambda: now_s)
-    await coordinator.attach(FIRST, shared=SHARED)
+    await coordinator.attachments.attach(FIRST, shared=SHARED)
     generator = Deployment(id="g", role=Role.GENERATOR, host="h", pid=8)
-    await coordinator.attach(generator, shared=SHARED)
+    await coordinator.attachments.attach(generator, shared=SHARED)
     coordinator.learner.set_state(1, state, "rank 1 died")
     coordinator.registry.detach(FIRST.id)
     with pytest.raises(LearnerNotRestored, match=f"is {state}: rank 1 died"):
-        await coordinator.attach(SECOND, shared=SHARED)
-    restores = functools.partial(coordinator.check, SECOND, shared=SHARED, restores=True)
+        await coordinator.attachments.attach(SECOND, shared=SHARED)
+    restores = functools.partial(coordinator.attachments.check, SECOND, shared=SHARED, restores=True)
     with contextlib.nullcontext() if state is RunState.CLOSING else pytest.raises(LearnerNotRestored):
         restores()  # a learner that was killed while it closed the run may go on
-    assert (await coordinator.attach(generator, shared=SHARED)).incarnation == 1
+    assert (await coordinator.attachments.attach(generator, shared=SHARED)).incarnation == 1
 
 
 @pytest.mark.asyncio
@@ -689,7 +683,7 @@ async def trained_once(
     coordinator: Coordinator, *, shared: Mapping[str, object] = SHARED, learner: Deployment = FIRST
 ) -> RunSnapshot:
     """Trains the first step of a run. Returns the snapshot of its ack."""
-    await coordinator.attach(learner, shared=shared)
+    await coordinator.attachments.attach(learner, shared=shared)
     tickets = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
     await coordinator.commit([finished(ticket) for ticket in tickets])
     await coordinator.learner.lease(1, wait_s=0.0)
@@ -704,7 +698,7 @@ async def test_a_learner_that_restored_a_checkpoint_continues_with_the_next_prom
     snapshot = await trained_once(made(ClearedRows()))
     again, whole = made(ClearedRows()), made(ClearedRows())
     restored = Restored(snapshot=snapshot, lineage=Lineage((snapshot.version,)))
-    assert (await again.attach(SECOND, shared=SHARED, restored=restored)).incarnation == 2
+    assert (await again.attachments.attach(SECOND, shared=SHARED, restored=restored)).incarnation == 2
     assert again.status().version == Version(2, 1)
     assert again.status().account.closed
     assert (await again.reserve("a", Version(1, 0), 2, wait_s=0.0)).refusal is Refusal.STALENESS
@@ -733,7 +727,7 @@ async def test_a_learner_goes_back_to_its_checkpoint_and_the_generators_go_on() 
     assert (await coordinator.learner.ack(1, 1)).over == (), "their rows stay for a learner that goes back"
     now_s = SILENT_S
     restored = Restored(snapshot=snapshot, lineage=Lineage((snapshot.version,)))
-    lineage = await coordinator.attach(SECOND, shared=shared, restored=restored)
+    lineage = await coordinator.attachments.attach(SECOND, shared=shared, restored=restored)
     assert (lineage.incarnation, coordinator.status().version) == (2, Version(2, 1))
     assert coordinator.status().state is RunState.STARTING, "generators do not take the restart for a stall"
     with pytest.raises(Fenced):
@@ -755,12 +749,14 @@ async def test_a_checkpoint_of_another_run_is_refused_and_changes_nothing() -> N
     coordinator = made(ClearedRows(), clock=lambda: now_s)
     snapshot = await trained_once(coordinator)
     now_s = SILENT_S
-    await coordinator.attach(SECOND, shared=SHARED, restored=Restored(snapshot=snapshot, lineage=Lineage((NOW,))))
+    await coordinator.attachments.attach(
+        SECOND, shared=SHARED, restored=Restored(snapshot=snapshot, lineage=Lineage((NOW,)))
+    )
     now_s = 2 * SILENT_S
     before = coordinator.snapshot()
     for branches in ((), (Version(1, 1), Version(2, 1)), (NOW,)):
         with pytest.raises(LearnerNotRestored, match="of another run with this name"):
-            await coordinator.attach(
+            await coordinator.attachments.attach(
                 FIRST, shared=SHARED, restored=Restored(snapshot=snapshot, lineage=Lineage(branches))
             )
     assert coordinator.snapshot() == before
@@ -775,15 +771,15 @@ async def test_a_checkpoint_that_the_run_made_on_another_cluster_is_refused_wher
     here, there = made(ClearedRows(), clock=lambda: now_s), made(ClearedRows())
     snapshot = await trained_once(here)
     second = Lineage((snapshot.version,))
-    await there.attach(SECOND, shared=SHARED, restored=Restored(snapshot=snapshot, lineage=second))
+    await there.attachments.attach(SECOND, shared=SHARED, restored=Restored(snapshot=snapshot, lineage=second))
     elsewhere = there.snapshot()
     third = msgspec.structs.replace(SECOND, id="third")
     restored = Restored(snapshot=elsewhere, lineage=second.child(elsewhere.version))
     now_s = SILENT_S
     with pytest.raises(LearnerNotRestored, match="of a learner on another cluster"):
-        await here.attach(third, shared=SHARED, restored=restored)
+        await here.attachments.attach(third, shared=SHARED, restored=restored)
     here_again = Restored(snapshot=snapshot, lineage=second.child(snapshot.version))
-    assert (await here.attach(third, shared=SHARED, restored=here_again)).incarnation == 3
+    assert (await here.attachments.attach(third, shared=SHARED, restored=here_again)).incarnation == 3
 
 
 @pytest.mark.asyncio
@@ -793,9 +789,9 @@ async def test_only_a_buffer_that_lived_on_says_that_the_learner_goes_back(caplo
     snapshot = await trained_once(lived)
     now_s = SILENT_S
     restored = Restored(snapshot=snapshot, lineage=Lineage((snapshot.version,)))
-    await new.attach(SECOND, shared=SHARED, restored=restored)
+    await new.attachments.attach(SECOND, shared=SHARED, restored=restored)
     assert "goes back" not in caplog.text
-    await lived.attach(SECOND, shared=SHARED, restored=restored)
+    await lived.attachments.attach(SECOND, shared=SHARED, restored=restored)
     assert "the learner goes back from 1.1 to 1.1" in caplog.text
 
 
@@ -812,15 +808,15 @@ async def test_a_learner_in_the_directory_of_another_run_of_this_name_is_refused
     now_s = SILENT_S
     before = coordinator.snapshot()
     for refused in (
-        functools.partial(coordinator.attach, other, restored=restored),
-        functools.partial(coordinator.check, other, restores=True),
+        functools.partial(coordinator.attachments.attach, other, restored=restored),
+        functools.partial(coordinator.attachments.check, other, restores=True),
     ):
         with pytest.raises(
             LearnerNotRestored, match=r"has the nonce 'n1'.* another run .*the nonce 'n0'; set run\.dir"
         ):
             await performed(functools.partial(refused, shared=SHARED))
     assert coordinator.snapshot() == before
-    assert (await coordinator.attach(second, shared=SHARED, restored=restored)).incarnation == 2
+    assert (await coordinator.attachments.attach(second, shared=SHARED, restored=restored)).incarnation == 2
 
 
 @pytest.mark.asyncio
@@ -828,7 +824,7 @@ async def test_a_snapshot_of_other_prompts_is_refused() -> None:
     snapshot = await trained_once(made(ClearedRows(), tasks=19))
     restored = Restored(snapshot=snapshot, lineage=Lineage((snapshot.version,)))
     with pytest.raises(DatasetError, match="are not those of this dataset"):
-        await made(ClearedRows()).attach(SECOND, shared=SHARED, restored=restored)
+        await made(ClearedRows()).attachments.attach(SECOND, shared=SHARED, restored=restored)
 
 
 def asked_of(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -935,7 +931,7 @@ async def test_the_brief_status_agrees_with_the_whole_one_and_does_not_grow_with
     for replicas in (1, 200):
         for number in range(replicas):
             name = f"replica-{number}"
-            await coordinator.attach(
+            await coordinator.attachments.attach(
                 Deployment(id=name, role=Role.GENERATOR, host="h", pid=number),
                 shared=shared_config(coordinator._config),
             )
@@ -972,7 +968,7 @@ async def test_a_lease_has_the_tasks_of_the_logged_groups_only_and_a_snapshot_ha
     snapshot = coordinator.snapshot()
     assert [group.ticket.task for group in snapshot.buffer.open] == [NO_TASK, NO_TASK]
     again = made(ClearedRows())
-    await again.attach(FIRST, shared=SHARED, restored=Restored(snapshot=snapshot, lineage=Lineage((NOW,))))
+    await again.attachments.attach(FIRST, shared=SHARED, restored=Restored(snapshot=snapshot, lineage=Lineage((NOW,))))
     released = await again.learner.lease(2, wait_s=0.0)
     assert isinstance(released, Lease)
     assert released.logged_tasks == lease.logged_tasks

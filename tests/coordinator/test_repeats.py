@@ -6,13 +6,15 @@ from typing import Any
 import pytest
 from buffer_scenes import finished
 
+from asyncrl.buffer.failure_records import FailedTicket, Failure, FailureCount
 from asyncrl.buffer.ledger import Event
-from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, FailureCount, Lease
+from asyncrl.buffer.records import CommitOutcome, Lease
 from asyncrl.common.roles import Role
 from asyncrl.common.version import Version
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.coordinator import repeats
+from asyncrl.coordinator.attachments import Attachments
 from asyncrl.coordinator.client import Call, CoordinatorClient, perform
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.failures import FailureReports
@@ -79,7 +81,7 @@ async def test_the_path_of_a_group_counts_once_and_the_ledger_names_its_groups()
 async def test_the_last_deployment_that_leaves_hears_that_it_was_the_last_one() -> None:
     scene = Late()
     only = Deployment(id="d", role=Role.LEARNER, host="h", pid=7)
-    await scene.client.call(Coordinator.attach, only, shared=shared_config(CONFIG))
+    await scene.client.call(Attachments.attach, only, shared=shared_config(CONFIG))
     assert await scene.client.call(Registry.detach, only.id), "otherwise no process ends the run's actors"
 
 

@@ -18,7 +18,7 @@ from made_up_run import TOTALS, make_step
 from prometheus_client import CollectorRegistry
 
 from asyncrl import shown_text
-from asyncrl.buffer.records import Failure, FailureCount
+from asyncrl.buffer.failure_records import Failure, FailureCount
 from asyncrl.common.lineage import Lineage
 from asyncrl.common.roles import RunState
 from asyncrl.common.version import Version

@@ -9,8 +9,9 @@ import pytest
 from pool import TASKS, empty_pool, everything_else_runs, started_pool, until
 
 from asyncrl import __version__
+from asyncrl.buffer.failure_records import Failure
 from asyncrl.buffer.ledger import Event, Fate
-from asyncrl.buffer.records import Failure, Refusal
+from asyncrl.buffer.records import Refusal
 from asyncrl.common.version import Version
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator

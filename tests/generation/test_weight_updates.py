@@ -192,7 +192,7 @@ async def test_tickets_that_arrive_while_the_replica_is_torn_wait_for_a_whole_up
         await everything_else_runs()
         assert generator._held
         assert not generator._running, "a torn replica starts no rollout"
-        assert not generator._finished
+        assert not generator._delivery._ended
         may_mend.set()
         await until(lambda: pool.counts.ready >= 4)
         assert generator.version == Version(1, 1)

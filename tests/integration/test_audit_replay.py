@@ -99,7 +99,7 @@ def recorded_steps(policy: TQPolicy, config: Config, kept: KeptSteps) -> list[Tr
         columns = kept_columns(with_logprobs=stages.writes_logprobs)
         rows = policy.read_from_dataplane(meta.subset(range(meta.size)), select_fields=columns)
         record = trained_step(lease, samples=samples, report=report, ledger=NO_LEDGER)
-        kept.keep_batch(lease, rows)
+        kept.write_batch(lease, rows)
         kept.keep_weights(policy, record.made)
         policy.finish_step(meta)
         steps.append(record)

@@ -15,16 +15,8 @@ from memory_client import MemoryClient
 
 from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
 from asyncrl.algorithms.token_estimators import OUTCOME, TokenEstimator
-from asyncrl.buffer.records import (
-    CommitOutcome,
-    FailedTicket,
-    Failure,
-    GroupMeta,
-    HeldReport,
-    Lease,
-    LeaseWait,
-    Ticket,
-)
+from asyncrl.buffer.failure_records import FailedTicket, Failure
+from asyncrl.buffer.records import CommitOutcome, GroupMeta, HeldReport, Lease, LeaseWait, Ticket
 from asyncrl.common.version import Version
 from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.schema import Config

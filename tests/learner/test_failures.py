@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.buffer.records import Failure, FailureCount
+from asyncrl.buffer.failure_records import Failure, FailureCount
 from asyncrl.coordinator.client import Call, CoordinatorClient
 from asyncrl.errors import FailureClass, RunError
 from asyncrl.learner.failure_watch import COUNTS_EVERY_S, FailureWatch

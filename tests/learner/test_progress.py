@@ -3,7 +3,8 @@
 import pytest
 from made_up_run import make_status
 
-from asyncrl.buffer.records import Failure, FailureCount, FailureStreak, LeaseWait
+from asyncrl.buffer.failure_records import Failure, FailureCount, FailureStreak
+from asyncrl.buffer.records import LeaseWait
 from asyncrl.config.schema import Config
 from asyncrl.errors import FailureClass, RunError, StallError
 from asyncrl.learner.progress import check_progress

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 from learner_scenes import Scene, decoded, judged, skipped, trained
 
+from asyncrl.buffer.failure_records import FailedTicket, Failure
 from asyncrl.buffer.ledger import Fate
-from asyncrl.buffer.records import FailedTicket, Failure
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.replicas import ReplicaReport, mean_states

@@ -14,7 +14,7 @@ from made_up_run import TOTALS, make_step
 from typer.testing import CliRunner
 from written_runs import HOSTILE, lively_step, write_run
 
-from asyncrl.buffer.records import Failure, FailureCount
+from asyncrl.buffer.failure_records import Failure, FailureCount
 from asyncrl.cli.main import app
 from asyncrl.config.schema import Config
 from asyncrl.deployment.run_dir import RunDir

@@ -1,0 +1,104 @@
+"""Records of failures that the buffer and its callers exchange. They are frozen msgspec structs, like `records.py`."""
+
+import msgspec
+
+from asyncrl.errors import FailureClass, RolloutError
+
+MAX_FAILURE_CHARS = 1000
+"""Maximum length of each text of a failure (message, prompt, completion). Longer texts are cut."""
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """The failure of one rollout. Texts have at most `MAX_FAILURE_CHARS` characters.
+
+    `prompt` is empty if the failure does not belong to one prompt. `completion` is empty if it does not belong to one
+    completion.
+    """
+
+    failure_class: FailureClass
+    reason: str
+    message: str = ""
+    prompt: str = ""
+    completion: str = ""
+
+    @classmethod
+    def of(cls, error: RolloutError, *, prompt: str = "") -> "Failure":
+        """Returns the failure of a rollout of `prompt` that raised `error`."""
+        return cls(
+            failure_class=error.failure_class,
+            reason=error.reason,
+            message=cut_text(str(error)),
+            prompt=cut_text(prompt),
+            completion=cut_text(error.completion),
+        )
+
+    @property
+    def label(self) -> str:
+        """`<class>/<reason>`, from a bounded set."""
+        return f"{self.failure_class.value}/{self.reason}"
+
+    @property
+    def of_reward(self) -> bool:
+        """Whether the reward failed; otherwise the generation failed."""
+        return self.reason.startswith("reward_")
+
+    @property
+    def words(self) -> str:
+        """The cause in one line.
+
+        >>> Failure(failure_class=FailureClass.DATA, reason="reward_raised", message="reward = tasks:judge raised "
+        ...     "KeyError: 'KEY' (tasks.py:30)", prompt="0+3=", completion="4").words
+        "reward = tasks:judge raised KeyError: 'KEY' (tasks.py:30) for prompt '0+3=' and completion '4'"
+        """
+        cause = self.message or self.label
+        if self.prompt:
+            cause += f" for prompt {self.prompt!r}"
+        return cause + (f" and completion {self.completion!r}" if self.completion else "")
+
+
+class FailedTicket(msgspec.Struct, frozen=True, kw_only=True):
+    """A ticket whose rollout failed, and the failure."""
+
+    key: str
+    incarnation: int
+    failure: Failure
+
+
+class FailureCount(msgspec.Struct, frozen=True, kw_only=True):
+    """Failures of one class and reason.
+
+    `rollouts` is the number of failed rollouts, with those of held-out evaluations. `groups` is the number of groups
+    that ended with such a failure. The two differ because a group is tried again after an INFRA failure, and because
+    rollouts of held-out evaluations belong to no group. `samples` is the number of completions whose reward failed, but
+    whose group was committed (`environment.on_error`).
+    """
+
+    rollouts: int = 0
+    groups: int = 0
+    samples: int = 0
+    first: Failure
+
+    @property
+    def failures(self) -> int:
+        """The number of failures: rollouts, and single completions."""
+        return self.rollouts + self.samples
+
+
+class FailureStreak(msgspec.Struct, frozen=True, kw_only=True):
+    """The DATA failures since the last group that was committed: the number of groups, the first and the last one."""
+
+    groups: int
+    first: Failure
+    last: Failure
+
+
+def cut_text(text: str) -> str:
+    """Returns at most `MAX_FAILURE_CHARS` characters of `text`, with `…` if it was cut.
+
+    Lone surrogates are replaced, because they cannot be encoded as UTF-8.
+
+    >>> cut_text("x" * 1001) == "x" * 1000 + "…", cut_text("a\\ud800")
+    (True, 'a?')
+    """
+    text = text.encode("utf-8", "replace").decode()
+    return text if len(text) <= MAX_FAILURE_CHARS else f"{text[:MAX_FAILURE_CHARS]}…"
