@@ -43,7 +43,14 @@ from asyncrl.coordinator.learner_calls import LearnerCalls
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.clients import PREFIX_PARTITION, TRAIN_PARTITION, GroupRows
 from asyncrl.deployment.cluster import patiently
-from asyncrl.deployment.shared_actors import enter_run, keep_attached, leave_run, new_deployment, open_data_plane
+from asyncrl.deployment.shared_actors import (
+    RunHandles,
+    enter_run,
+    keep_attached,
+    leave_run,
+    new_deployment,
+    open_data_plane,
+)
 from asyncrl.generation.interfaces import Completion, LoadTimes
 from asyncrl.weights.manifest import Bucket, Manifest, ParameterSpec, Piece, Probe, checksum, layout
 from asyncrl.weights.staging import StagedWeights
@@ -303,16 +310,6 @@ class Measured:
 
 async def measure(setting: Setting, *, steps: int, folder: Path) -> Measured:
     """Runs the pools for `WARM_UP_STEPS` and `steps` more steps, and measures the latter."""
-    # imported here, because replicas do not need them
-    from asyncrl.learner.checkpoint import Checkpoints
-    from asyncrl.learner.heldout import HeldoutEvaluation, ReplicaClient
-    from asyncrl.learner.loop import LearnerLoop
-    from asyncrl.learner.recording import described_metrics
-    from asyncrl.learner.records import StepRecord
-    from asyncrl.learner.run_log import RunLog
-    from asyncrl.metrics.catalogue import LEARNER_STATES
-    from asyncrl.metrics.states import StateClock
-
     config = setting.config(folder=folder, steps=WARM_UP_STEPS + steps + LEFT_STEPS)
     deployment = new_deployment(Role.LEARNER, nonce="simulated")
     client = await open_data_plane(config, deployment=deployment, restores=False)
@@ -323,24 +320,55 @@ async def measure(setting: Setting, *, steps: int, folder: Path) -> Measured:
     async with asyncio.timeout(START_S):
         await asyncio.gather(*[replica.__ray_ready__.remote() for replica in replicas])
     running = [replica.run.remote() for replica in replicas]
-    records: list[StepRecord] = []
+    records: list[Any] = []
     cpu_s: list[float] = []
     stop = asyncio.Event()
 
-    def append_step(record: StepRecord) -> None:
+    def append_step(record: Any) -> None:
         records.append(record)
         if len(records) in (WARM_UP_STEPS, WARM_UP_STEPS + steps):
             cpu_s.append(sum(_cpu_s(process) for process in _family()))
         if len(records) == WARM_UP_STEPS + steps:
             stop.set()
 
+    await _loop(config, handles, SleepingRanks(client, step_s=setting.step_s), append_step, folder).run(stop)
+    memory = [process.memory_full_info().pss for process in _family() if "SleepingReplica" in _name(process)]
+    await asyncio.gather(*[replica.drain.remote() for replica in replicas])
+    await asyncio.gather(*running)
+    for replica in replicas:
+        ray.kill(replica)
+    attached.cancel()
+    await leave_run(handles, namespace=config.run.name)
+    before, after = records[WARM_UP_STEPS - 1], records[WARM_UP_STEPS + steps - 1]
+    seconds, groups = after.wall_s - before.wall_s, steps * setting.groups_per_step
+    learner, generator = _spent(before, after, "learner"), _spent(before, after, "generator")
+    return Measured(
+        groups_per_s=groups / seconds,
+        generating=generator["generating"] / sum(generator.values()),
+        training=learner["forward_backward"] / seconds,
+        cpu_ms_a_group=(cpu_s[1] - cpu_s[0]) / groups * 1e3,
+        cores=(cpu_s[1] - cpu_s[0]) / seconds,
+        replica_mib=sum(memory) / max(1, len(memory)) / 2**20,
+    )
+
+
+def _loop(config: Config, handles: RunHandles, ranks: Any, append_step: Callable[[Any], None], folder: Path) -> Any:
+    """Returns the learner's loop of a run, over ranks that sleep."""
+    # imported here, because replicas do not need them
+    from asyncrl.learner.checkpoint import Checkpoints
+    from asyncrl.learner.heldout import HeldoutEvaluation, ReplicaClient
+    from asyncrl.learner.loop import LearnerLoop
+    from asyncrl.learner.recording import described_metrics
+    from asyncrl.learner.run_log import RunLog
+    from asyncrl.metrics.catalogue import LEARNER_STATES
+    from asyncrl.metrics.states import StateClock
+
     def nothing(*_: Any) -> None: ...
 
     metrics = described_metrics(config)
     log = RunLog(append_step=append_step, append_eval=nothing, write_samples=nothing, append_audit=nothing)
-    ranks: Any = SleepingRanks(client, step_s=setting.step_s)
     publisher: Any = TinyPublisher(handles.coordinator, handles.weights)
-    loop = LearnerLoop(
+    return LearnerLoop(
         config=config,
         incarnation=handles.lineage.incarnation,
         policy=ranks,
@@ -363,25 +391,6 @@ async def measure(setting: Setting, *, steps: int, folder: Path) -> Measured:
         states=StateClock(states=LEARNER_STATES, initial="starting", started_s=time.monotonic()),
         decode=lambda ids, special: "",
         started_s=time.monotonic(),
-    )
-    await loop.run(stop)
-    memory = [process.memory_full_info().pss for process in _family() if "SleepingReplica" in _name(process)]
-    await asyncio.gather(*[replica.drain.remote() for replica in replicas])
-    await asyncio.gather(*running)
-    for replica in replicas:
-        ray.kill(replica)
-    attached.cancel()
-    await leave_run(handles, namespace=config.run.name)
-    before, after = records[WARM_UP_STEPS - 1], records[WARM_UP_STEPS + steps - 1]
-    seconds, groups = after.wall_s - before.wall_s, steps * setting.groups_per_step
-    learner, generator = _spent(before, after, "learner"), _spent(before, after, "generator")
-    return Measured(
-        groups_per_s=groups / seconds,
-        generating=generator["generating"] / sum(generator.values()),
-        training=learner["forward_backward"] / seconds,
-        cpu_ms_a_group=(cpu_s[1] - cpu_s[0]) / groups * 1e3,
-        cores=(cpu_s[1] - cpu_s[0]) / seconds,
-        replica_mib=sum(memory) / max(1, len(memory)) / 2**20,
     )
 
 

@@ -72,26 +72,16 @@ class Coordinator:
         started_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config = config
-        self._clock = clock
+        self._config, self._clock = config, clock
         self._limits = limits_of(config)
         data, timeout_s = config.data, config.buffer.heartbeat_timeout_s
         self._prompts = PromptSource(tasks, seed=config.run.seed, shuffle=data.shuffle, epochs=data.epochs)
-        self._buffer = ReplayBuffer(
-            limits=self._limits,
-            next_prompt=self._prompts.next,
-            task_of=self._prompts.task,
-            clock=clock,
-            seed=config.run.seed,
-            drop_last=data.drop_last,
-            on_deadline=config.staleness.on_deadline,
-            groups_logged=config.learner.groups_logged,
-        )
+        self._buffer = self._empty_buffer()
         self._clearing = Clearing(
             self._buffer.unneeded, clear_rows=clear_rows, stored_keys=stored_keys, prefixes=prefixes, now_s=clock()
         )
         self.registry = Registry(shared=shared_config(config), timeout_s=timeout_s, clock=clock)
-        fleet = self._buffer.fleet
+        tickets, fleet = self._buffer.tickets, self._buffer.fleet
         self._replicas = Replicas(may_come_back=lambda replica: fleet.life(replica) is not None, clock=clock)
         self._states = StateClock(
             states=BUFFER_WAITS,
@@ -99,7 +89,6 @@ class Coordinator:
             started_s=monotonic_at_process_start() if started_s is None else started_s,
             clock=clock,
         )
-        tickets = self._buffer.tickets
         self._waiting = Waiting(
             states=self._states,
             may_get=lambda version: tickets.refusal(version) is None,
@@ -132,6 +121,19 @@ class Coordinator:
         self._ticked_s: float | None = None
         self._stalled = False
         self._expiry: asyncio.Task[None] | None = None
+
+    def _empty_buffer(self) -> ReplayBuffer:
+        config = self._config
+        return ReplayBuffer(
+            limits=self._limits,
+            next_prompt=self._prompts.next,
+            task_of=self._prompts.task,
+            clock=self._clock,
+            seed=config.run.seed,
+            drop_last=config.data.drop_last,
+            on_deadline=config.staleness.on_deadline,
+            groups_logged=config.learner.groups_logged,
+        )
 
     def _described_metrics(self) -> BufferMetrics:
         metrics = BufferMetrics()
