@@ -25,6 +25,13 @@ ROWS = {
             Query(now("asyncrl_learner_heldout_reward_mean", RUN), "held out"),
             unit="none",
         ),
+        lines(
+            "Reward by component",
+            "Mean of each component of the rewards of a step (environment.rewards), without its weight. Empty if the "
+            "reward has one number only.",
+            Query(now("asyncrl_learner_reward_component_mean", RUN, by="component"), "{{component}}"),
+            unit="none",
+        ),
         heat(
             "Rewards",
             "Distribution of the rewards of samples.",

@@ -137,11 +137,10 @@ def _outcome(config: Config, advantage: Outcome) -> Iterator[str]:
     """Refuses estimators that read columns which a run does not have, or that cannot take the run's rewards or
     groups."""
     named, group_size = f"algorithm.advantage = {baseline_of(config.algorithm)}", config.learner.group_size
-    if advantage.rewards == "components":
+    if advantage.rewards == "components" and not config.environment.rewards:
         yield (
-            f"{named} reads several rewards of a sample, but a run's environment gives one reward; set "
-            "algorithm.advantage to an estimator of one reward such as group_norm, or write your own loop and call "
-            "`compute_advantages` with `Samples(components=...)`"
+            f"{named} reads several rewards of a sample, but this configuration gives one reward; name the rewards in "
+            "environment.rewards, or set algorithm.advantage to an estimator of one reward such as group_norm"
         )
     if advantage.baseline == "greedy":
         yield (
@@ -199,11 +198,11 @@ def _filters(config: Config) -> Iterator[str]:
             f"algorithm.overlong_buffer_tokens = {section.overlong_buffer_tokens}: it must be at most "
             f"generator.max_completion_tokens = {limit}, or every completion would be penalised; lower it"
         )
-    if section.zero_variance == "mask" and config.learner.group_size < 2:
+    if section.zero_variance != "keep" and config.learner.group_size < 2:
         yield (
-            f"algorithm.zero_variance = mask: with learner.group_size = {config.learner.group_size}, no group has "
-            "different rewards, so every sample would be masked and nothing would be trained; set "
-            "algorithm.zero_variance to keep"
+            f"algorithm.zero_variance = {section.zero_variance}: with learner.group_size = "
+            f"{config.learner.group_size}, no group has different rewards, so none "
+            "would be trained; set algorithm.zero_variance to keep"
         )
 
 

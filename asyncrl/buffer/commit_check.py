@@ -22,7 +22,7 @@ def check_commit(meta: GroupMeta, ticket: Ticket, *, limits: Limits, step: int) 
             f"group {meta.key} has tokens of steps {meta.oldest} to {meta.newest}, but the learner is at step {step}"
         )
     size = limits.group_size
-    lengths = {len(meta.completion_tokens), len(meta.rewards), len(meta.truncated)}
+    lengths = {len(meta.completion_tokens), len(meta.rewards), len(meta.truncated), *map(len, meta.components.values())}
     if lengths != {size}:
         raise ValueError(f"group {meta.key} has {sorted(lengths)} samples, but learner.group_size is {size}")
     if not meta.known_rewards or not all(map(math.isfinite, meta.known_rewards)):

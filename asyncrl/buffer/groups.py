@@ -112,6 +112,16 @@ class Groups:
         self.prefixes.settle(slot, continued_tokens=meta.continued_tokens, split=self.retained.splits(meta))
         self.ledger.generated(meta.generated_tokens)
 
+    def filter(self, slot: Slot, meta: GroupMeta, *, step: int) -> None:
+        """Ends a reserved group that was generated, but is not trained. Another prompt may take its slot."""
+        self._store(slot, meta)
+        self.table.commit(slot, meta, step=step)
+        self.table.leave_ready([slot])
+        slot.meta = None  # it does not count as committed: its rows are cleared
+        self.prefixes.settle(slot, continued_tokens=meta.continued_tokens, split=False)
+        self.ledger.generated(meta.generated_tokens)
+        self._end(slot, Fate.FILTERED, tokens=meta.generated_tokens)
+
     def retry(self, slot: Slot) -> bool:
         """Ends an attempt at a reserved group without a result, and puts the prompt at the front.
 

@@ -75,6 +75,8 @@ class Leases:
         if not self._holds_lease(incarnation, step):
             self._state.ledger.count(Event.LEASE_CALL_REFUSED)
             return False
+        assert self._state.lease is not None
+        self._state.filtered[:0] = self._state.lease.filtered
         self._state.lease = None
         self._state.groups.table.return_leased()
         self._state.ledger.count(Event.LEASE_GIVEN_BACK)
@@ -108,6 +110,7 @@ class Leases:
         """Forgets the lease and the keys that were not taken yet, because the buffer continues from a snapshot."""
         self._state.lease = self._last_end = self.wait = None
         self.dropped, self.cancelled = [], []
+        self._state.filtered = []
 
     def _start_lease(self) -> Lease | LeaseWait:
         """Starts a lease, or returns the reason why it cannot start now."""
@@ -143,10 +146,12 @@ class Leases:
             return LeaseWait.STRAGGLER
         self._act_on(blocking)
         leased = table.lease(share)
+        filtered, state.filtered = tuple(state.filtered), []
         state.lease = Lease(
             incarnation=state.lineage.incarnation,
             step=state.step,
             groups=tuple(slot.as_leased() for slot in leased),
+            filtered=filtered,
             logged_tasks=tuple(slot.ticket.task for slot in leased[: self._groups_logged]),
         )
         return state.lease

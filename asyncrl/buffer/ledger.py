@@ -45,9 +45,10 @@ OPEN_FATES = frozenset({Fate.RESERVED, Fate.READY, Fate.LEASED})
 class Event(StrEnum):
     """Events that are counted but are not fates of groups. A refused call changed nothing.
 
-    PREFIX_CONTINUED: a group was committed whose attempt began with the stored tokens of an earlier one.
-    PREFIX_DROPPED: stored tokens of an attempt were not continued by a later one. TOKENS_CONTINUED and TOKENS_DROPPED
-    count the tokens of these prefixes.
+    FILTER_LIMIT: a group with equal rewards was kept, because enough were filtered before this step. PREFIX_CONTINUED:
+    a group was committed whose attempt began with the stored tokens of an earlier one. PREFIX_DROPPED: stored tokens of
+    an attempt were not continued by a later one. TOKENS_CONTINUED and TOKENS_DROPPED count the tokens of these
+    prefixes.
     """
 
     ATTEMPT = "attempt"
@@ -65,6 +66,7 @@ class Event(StrEnum):
     LEASE_CALL_REFUSED = "lease_call_refused"
     LEARNER_FENCED = "learner_fenced"
     ROWS_LOST_REFUSED = "rows_lost_refused"
+    FILTER_LIMIT = "filter_limit"
     STRAGGLER_REQUEUED = "straggler_requeued"
     STRAGGLER_DROPPED = "straggler_dropped"
     STRAGGLER_MASKED = "straggler_masked"

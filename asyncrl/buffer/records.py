@@ -181,9 +181,10 @@ class GroupMeta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     `oldest` and `newest` are the steps of the oldest and newest version that generated a token of the group. Tuples
     have one entry for each sample; a reward is None if it failed and its sample is left out. `version_spans` has runs
     of completion tokens with equal versions, in order. `row_bytes` is the size of the group's rows in the data plane,
-    bytes. `continued_tokens` is the number of completion tokens that the attempt took from the prefix of its ticket.
-    `stored` is the last partial generation that the attempt has stored. `row_checksums` identify the rows for the audit
-    (`asyncrl.data.row_checksums`).
+    bytes. `components` has the components of the rewards by name, None for a reward that failed; it is empty if the
+    rewards have none. `continued_tokens` is the number of completion tokens that the attempt took from the prefix of
+    its ticket. `stored` is the last partial generation that the attempt has stored. `row_checksums` identify the rows
+    for the audit (`asyncrl.data.row_checksums`).
     """
 
     group: int
@@ -194,6 +195,7 @@ class GroupMeta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prompt_tokens: int
     completion_tokens: tuple[int, ...]
     rewards: tuple[float | None, ...]
+    components: dict[str, tuple[float | None, ...]] = {}
     truncated: tuple[bool, ...]
     oldest: int
     newest: int
@@ -244,14 +246,16 @@ class OpenGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CommitOutcome(StrEnum):
-    """The result of a commit. Only ACCEPTED changes the buffer; the other results are counted.
+    """The result of a commit. Only ACCEPTED and FILTERED change the buffer; the other results are counted.
 
-    LATE: the ticket has ended before, for example by expiry. UNKNOWN: there was no such ticket. OLD_INCARNATION: the
-    ticket is of another incarnation of the learner. For these three the caller must clear the rows that it stored.
-    DUPLICATE: this attempt is committed already; its rows must stay.
+    FILTERED: all rewards of the group are equal, so it is not trained, and another prompt takes its slot
+    (`algorithm.zero_variance: resample`). LATE: the ticket has ended before, for example by expiry. UNKNOWN: there was
+    no such ticket. OLD_INCARNATION: the ticket is of another incarnation of the learner. For these four the caller must
+    clear the rows that it stored. DUPLICATE: this attempt is committed already; its rows must stay.
     """
 
     ACCEPTED = "accepted"
+    FILTERED = "filtered"
     DUPLICATE = "duplicate"
     LATE = "late"
     UNKNOWN = "unknown"
@@ -285,8 +289,17 @@ class LeasedGroup(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return tuple(sum(span.tokens for span in spans if span.step < oldest) for spans in self.meta.version_spans)
 
 
+class FilteredGroup(msgspec.Struct, frozen=True, array_like=True):
+    """A group that was not trained because all rewards of its samples are `reward`. `samples` is their number."""
+
+    reward: float
+    samples: int
+
+
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
     """The groups of one step, earliest deadline first, ties in prompt order.
+
+    `filtered` are the groups that were filtered since the lease before: their rewards count in the step's mean reward.
 
     A lease ends by ack, skip or give-back. It never ends by time. `logged_tasks` are the tasks of the first groups, for
     the log of samples (`learner.groups_logged`). The tasks of the other groups are left out, because a long prompt
@@ -296,6 +309,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int
     step: int
     groups: tuple[LeasedGroup, ...]
+    filtered: tuple[FilteredGroup, ...] = ()
     logged_tasks: tuple[Task, ...] = ()
 
 

@@ -45,7 +45,8 @@ class ReplayBuffer:
 
     `next_prompt` returns the next new prompt, or None when there are no more. `task_of` returns the task of an issued
     group: group n has the n-th prompt. `clock` returns monotonic seconds. `step` is the learner's version v at the
-    start. A lease has the tasks of its first `groups_logged` groups. The order of the prompts and their seeds depend
+    start. A lease has the tasks of its first `groups_logged` groups. Before each lease, up to `most_filtered` groups
+    whose rewards are all equal are filtered. The order of the prompts and their seeds depend
     only on their source and `seed`, so that a run with η = 0 trains the same batches as a sequential loop.
 
     Attributes for the owner of the buffer:
@@ -70,6 +71,7 @@ class ReplayBuffer:
         drop_last: bool = False,
         on_deadline: OnDeadline = "wait",
         groups_logged: int = 0,
+        most_filtered: int = 0,
     ) -> None:
         self.ledger = Ledger()
         self.failures = FailureLog(max_streak=limits.max_data_failures)
@@ -93,6 +95,7 @@ class ReplayBuffer:
             groups=self._new_groups(),
             fleet=self.fleet,
             step=step,
+            most_filtered=most_filtered,
         )
         self.tickets = Tickets(self._state)
         self.leases = Leases(self._state, drop_last=drop_last, on_deadline=on_deadline, groups_logged=groups_logged)

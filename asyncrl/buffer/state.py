@@ -7,7 +7,7 @@ from asyncrl.buffer.failures import FailureLog
 from asyncrl.buffer.fleet import Fleet
 from asyncrl.buffer.groups import Groups
 from asyncrl.buffer.ledger import Ledger
-from asyncrl.buffer.records import Lease
+from asyncrl.buffer.records import FilteredGroup, Lease
 from asyncrl.buffer.staleness import Limits
 from asyncrl.common.lineage import Lineage
 from asyncrl.common.version import Version
@@ -18,6 +18,7 @@ class BufferState:
     """The state of a `ReplayBuffer`.
 
     `step` is the number of acked steps, and `lease` the lease that the learner holds. A restore replaces `groups`.
+    `filtered` are the groups that were filtered since the last lease, at most `most_filtered`.
     """
 
     limits: Limits
@@ -29,6 +30,8 @@ class BufferState:
     step: int
     lineage: Lineage = field(default_factory=Lineage)
     lease: Lease | None = None
+    most_filtered: int = 0
+    filtered: list[FilteredGroup] = field(default_factory=list)
 
     @property
     def version(self) -> Version:

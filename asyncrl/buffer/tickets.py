@@ -11,6 +11,7 @@ from asyncrl.buffer.fleet import NO_HEARTBEAT, Life
 from asyncrl.buffer.ledger import Event
 from asyncrl.buffer.records import (
     CommitOutcome,
+    FilteredGroup,
     GroupMeta,
     HeldReport,
     Prefix,
@@ -116,7 +117,7 @@ class Tickets:
         return Reservation(tickets=tuple(tickets), refusal=refusal if len(tickets) < count else None)
 
     def commit(self, meta: GroupMeta) -> CommitOutcome:
-        """Makes a group ready. The caller has generated and scored the group and has stored its rows.
+        """Makes a group ready, or filters it. The caller has generated and scored the group and has stored its rows.
 
         Raises an error if the metadata contradicts the ticket, which is a bug in asyncrl: StalenessViolation for a
         token that is older than the ticket, ValueError for anything else. The ticket then stays reserved.
@@ -131,9 +132,12 @@ class Tickets:
             self._state.ledger.count(Event.COMMIT_OLD_INCARNATION)
             return CommitOutcome.OLD_INCARNATION
         check_commit(meta, slot.ticket, limits=self._state.limits, step=self._state.step)
-        self._state.groups.commit(slot, meta, step=self._state.step)
         self._state.failures.succeeded()
         self._state.fleet.succeeded(slot.ticket.replica)
+        if self._is_filtered(meta):
+            self._state.groups.filter(slot, meta, step=self._state.step)
+            return CommitOutcome.FILTERED
+        self._state.groups.commit(slot, meta, step=self._state.step)
         return CommitOutcome.ACCEPTED
 
     def fail(self, key: str, *, incarnation: int, failure: Failure) -> bool:
@@ -213,6 +217,17 @@ class Tickets:
             learner_step=self._state.step,
             replica_step=version.step,
         )
+
+    def _is_filtered(self, meta: GroupMeta) -> bool:
+        """Returns whether a group is not trained because all of its rewards are equal, and records its reward."""
+        rewards, state = meta.known_rewards, self._state
+        if not state.most_filtered or len(set(rewards)) > 1:
+            return False
+        if len(state.filtered) >= state.most_filtered:
+            state.ledger.count(Event.FILTER_LIMIT)
+            return False
+        state.filtered.append(FilteredGroup(rewards[0], len(rewards)))
+        return True
 
     def _may_continue(self, prefix: Prefix, version: Version) -> bool:
         """Returns whether a replica at `version` may continue a prefix: its tokens are of ancestors of the learner's

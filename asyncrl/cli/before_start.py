@@ -22,7 +22,8 @@ from asyncrl.common.roles import Role
 from asyncrl.config.import_path import is_import_path
 from asyncrl.config.load import Layer
 from asyncrl.config.schema import Config
-from asyncrl.data.prompts import FIRST_ROWS, Task
+from asyncrl.data.prompts import Task
+from asyncrl.data.rows import FIRST_ROWS
 from asyncrl.deployment.known_runs import has_checkpoint
 from asyncrl.deployment.ray_token import use_ray_token
 from asyncrl.errors import ConfigError, InfraError, RunError
@@ -98,7 +99,8 @@ def _trials(config: Config, roles: Collection[Role]) -> list[Callable[[Config], 
     """Returns the trials that create the user's own callables in the same way as a run does."""
     trials: list[Callable[[Config], None]] = []
     environment = config.environment
-    if Role.GENERATOR in roles and (is_import_path(environment.reward or environment.name) or environment.secrets):
+    own_reward = bool(environment.rewards) or is_import_path(environment.reward or environment.name)
+    if Role.GENERATOR in roles and (own_reward or environment.secrets):
         trials.append(_try_scoring)
     if Role.LEARNER in roles and is_own_loss(config.algorithm):
         trials.append(_try_loss)
@@ -108,6 +110,7 @@ def _trials(config: Config, roles: Collection[Role]) -> list[Callable[[Config], 
 
 
 def _try_scoring(config: Config) -> None:
+    from asyncrl.environments.reward_function import subject
     from asyncrl.environments.scoring import START_TIMEOUT_S
     from asyncrl.environments.scoring_process import ScoringProcess
     from asyncrl.environments.secrets import read_secrets
@@ -122,10 +125,8 @@ def _try_scoring(config: Config) -> None:
     try:
         process.start()
     except InfraError as error:
-        key = "environment.reward" if config.environment.reward else "environment.name"
-        raise ConfigError(
-            f"{key} = {config.environment.reward or config.environment.name}: {error}", key=key
-        ) from error
+        named = subject(config.environment)
+        raise ConfigError(f"{named}: {error}", key=named.partition(" ")[0]) from error
     finally:
         process.discard()
 
@@ -143,8 +144,10 @@ def _try_advantage(config: Config) -> None:
 
 
 def _has_own_rows(config: Config) -> bool:
-    """Returns whether the prompts come from a file or from the user's code."""
+    """Returns whether the prompts come from files or from the user's code. No request is sent to the Hub."""
     dataset = config.data.dataset
+    if dataset == "hf":
+        return config.data.path is not None and config.data.path.exists()
     source = config.environment.name if dataset == "environment" else dataset
     return source == "jsonl" or is_import_path(source)
 
@@ -177,13 +180,13 @@ def _try_prompts(config: Config, tasks: Sequence[Task]) -> None:
     from asyncrl.environments.prompt_lengths import fitting
     from asyncrl.policy.model_directory import read_model
 
-    tokenizer = light_tokenizer(path, chat=config.data.chat)
+    tokenizer = light_tokenizer(path, chat=config.data.chat, chat_options=config.data.chat_options)
     if tokenizer is None:
         return
     if config.data.on_bad_row == "refuse":
         fitting(tasks[:FIRST_PROMPTS], config=config, tokenizer=tokenizer)
     vocabulary = read_model(path).vocabulary
-    token = tokenizer.largest(tasks[0].prompt)
+    token = tokenizer.largest(tasks[0].input)
     if vocabulary is not None and token is not None and token.id >= vocabulary:
         raise ConfigError(
             f"model.path = {config.model.path}: the first prompt contains the token {token.text!r} with the id "

@@ -130,7 +130,7 @@ def _facts(
         data=data,
         reward=reward,
         prompts=prompts,
-        longest_prompt=max(map(len, encode_prompts(tokenizer, [task.question for task in tasks]))),
+        longest_prompt=max(map(len, encode_prompts(tokenizer, [task.input for task in tasks]))),
         longest_answer=1 + max(map(len, answers)),  # 1 for the end-of-sequence token
         completion_tokens=completion,
         longest_model=_positions(model),

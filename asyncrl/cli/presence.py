@@ -55,7 +55,7 @@ def check_model(config: Config) -> None:
 
 def builds_environment(config: Config, roles: Collection[Role]) -> bool:
     """Returns whether deployments of `roles` build the environment: for its tasks, or in generators for its rewards."""
-    scores = Role.GENERATOR in roles and config.environment.reward is None
+    scores = Role.GENERATOR in roles and config.environment.reward is None and not config.environment.rewards
     return scores or config.data.dataset == "environment"
 
 
@@ -77,7 +77,7 @@ def model_directory(config: Config) -> Path | None:
 
 def _file(config: Config) -> Iterator[str]:
     path = config.data.path
-    if path is not None and not path.is_file():
+    if config.data.dataset == "jsonl" and path is not None and not path.is_file():
         yield f"data.path = {path}: there is no such file; name a file with one JSON object in each line"
 
 
@@ -174,6 +174,7 @@ def user_modules(config: Config, roles: Collection[Role]) -> dict[str, str]:
         named["environment.name"] = config.environment.name
     if Role.GENERATOR in roles:
         named["environment.reward"] = config.environment.reward
+        named |= {f"environment.rewards.{term.name}.fn": term.fn for term in config.environment.rewards}
     if Role.LEARNER in roles:
         named["algorithm.loss"] = config.algorithm.loss
         named["algorithm.advantage"] = baseline_of(config.algorithm)

@@ -255,18 +255,29 @@ def _generator(config: Config) -> Iterator[str]:
 
 
 def _data(config: Config) -> Iterator[str]:
-    if config.data.dataset == "jsonl" and config.data.path is None:
+    data = config.data
+    if data.dataset == "jsonl" and data.path is None:
         yield "data.dataset = jsonl: needs data.path, the file to read; set data.path"
-    if config.data.dataset != "jsonl" and config.data.path is not None:
+    if data.dataset == "hf" and data.path is None:
+        yield "data.dataset = hf: needs data.path, a dataset's name on the Hub, a file or a folder; set data.path"
+    if data.dataset not in ("jsonl", "hf") and data.path is not None:
         yield (
-            f"data.path = {config.data.path}: is read only with data.dataset = jsonl; set data.dataset: jsonl, or "
-            "remove data.path"
+            f"data.path = {data.path}: is read only with data.dataset = jsonl or hf; set data.dataset, or remove "
+            "data.path"
         )
-    if config.data.options and not is_import_path(config.data.dataset):
+    if data.options and data.dataset != "hf" and not is_import_path(data.dataset):
         yield (
-            "data.options: is only for a dataset given by import path; move options of the environment to "
-            "environment.options, or remove data.options"
+            "data.options: is only for data.dataset = hf, and for a dataset given by import path; move options of the "
+            "environment to environment.options, or remove data.options"
         )
+    for key, default in (("subset", None), ("split", "train")):
+        if data.dataset != "hf" and getattr(data, key) != default:
+            yield f"data.{key} = {getattr(data, key)}: is only for data.dataset = hf; remove it"
+    if data.columns and data.dataset == "environment":
+        yield "data.columns: has no effect, because the environment itself makes the tasks; remove it"
+    for key in ("system_prompt", "few_shot", "chat_options"):
+        if data.chat == "off" and getattr(data, key):
+            yield f"data.{key}: needs the model's chat template, which data.chat: off removes; remove one of the two"
     if config.eval.prompts > 0 and config.data.heldout_fraction == 0:
         yield (
             f"eval.prompts = {config.eval.prompts}: needs held-out questions, but data.heldout_fraction = 0 holds out "
@@ -295,12 +306,25 @@ def _prompt_template(template: str) -> Iterator[str]:
 def _names(config: Config) -> Iterator[str]:
     for key in BUILT_IN_NAMES:
         name = _value(config, key)
-        if name is not None and (problem := malformed(name, key=key)):
+        if isinstance(name, str) and (problem := malformed(name, key=key)):
             yield problem
+
+
+def _rewards(config: Config) -> Iterator[str]:
+    rewards = config.environment.rewards
+    if rewards and config.environment.reward is not None:
+        yield "environment.reward: has no effect with environment.rewards; add it there, or remove one of the two"
+    for term in rewards:
+        if problem := malformed(term.fn, key="environment.rewards"):
+            yield f"environment.rewards.{term.name}.fn{problem.removeprefix('environment.rewards')}"
+    names = [term.name for term in rewards]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"environment.rewards: has {names.count(name)} rewards with the name {name}; give each its own name"
 
 
 _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _names,
+    _rewards,
     _staleness,
     _on_deadline,
     _persistence,

@@ -47,7 +47,9 @@ def page() -> str:
         lines += ["", f"## {key}", "", schema["description"] + unset, ""]
         lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
         fields = schema["properties"].items()
-        lines += [_row(f"{key}.{name}", field) for name, field in fields if (*path, name) not in found]
+        lines += [
+            _row(f"{key}.{name}", field) for name, field in fields if (*path, name) not in found or _is_list(field)
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -68,12 +70,20 @@ def main(arguments: Sequence[str]) -> int:
 
 def _row(key: str, field: Mapping[str, Any]) -> str:
     meaning = " ".join(field["description"].split())
-    default = "unset" if field["default"] is None else f"`{json.dumps(field['default'], ensure_ascii=False)}`"
+    default = "required"
+    if "default" in field:
+        default = "unset" if field["default"] is None else f"`{json.dumps(field['default'], ensure_ascii=False)}`"
     cells = (f"`{key}`{' ★' if is_own(key) else ''}", _type(field), default, meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
+def _is_list(field: Mapping[str, Any]) -> bool:
+    return field.get("type") == "array"
+
+
 def _type(field: Mapping[str, Any]) -> str:
+    if "$ref" in field:
+        return "mappings with the keys below"
     if "anyOf" in field:
         return " or ".join("unset" if option == {"type": "null"} else _type(option) for option in field["anyOf"])
     if "enum" in field:

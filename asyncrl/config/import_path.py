@@ -17,9 +17,10 @@ from asyncrl.errors import ConfigError
 from asyncrl.user_code import describe_error
 
 BUILT_IN_NAMES: Mapping[str, Sequence[str]] = {
-    "data.dataset": ("environment", "jsonl"),
+    "data.dataset": ("environment", "jsonl", "hf"),
     "environment.name": ("reasoning_gym", "math"),
     "environment.reward": ("exact_match", "math_verify"),
+    "environment.rewards": ("exact_match", "math_verify", "regex", "length", "judge"),
 }
 """Built-in names that a key accepts instead of an import path."""
 

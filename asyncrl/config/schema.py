@@ -71,7 +71,7 @@ class RunSection(Section):
 
 
 class TinyModelSection(Section):
-    """A tiny Qwen3 model with a character tokenizer. It is built and warmed up if `model.path` does not exist yet, and
+    """A tiny Qwen3 model. It is built and warmed up if `model.path` does not exist yet, and
     again if asyncrl built the model there and this section, `model.max_length` or the training prompts have changed.
     The warm-up is supervised training on solved examples of the environment, before reinforcement learning starts."""
 
@@ -85,6 +85,9 @@ class TinyModelSection(Section):
     """Number of attention heads and of key-value heads."""
     head_dim: Annotated[int, Field(ge=32)] = 32
     """Size of an attention head. vLLM on the CPU needs at least 32."""
+    chat: bool = False
+    """A chat model: with a byte-level BPE tokenizer of 512 tokens, and a chat template with turns and tools. Otherwise
+    each character is a token, and there is no template."""
     warmup_steps: NonNegativeInt = 150
     """Maximum number of warm-up steps. 0 turns the warm-up off."""
     warmup_accuracy: Fraction = 0.13
@@ -123,23 +126,50 @@ class ModelSection(Section):
     of a run."""
 
 
+class Example(Section):
+    """A solved example for `data.few_shot`."""
+
+    prompt: str
+    """The user's message."""
+    answer: str
+    """The assistant's message."""
+
+
 class DataSection(Section):
     """The dataset of prompts."""
 
     dataset: str = "environment"
-    """`environment` (the tasks of the environment), `jsonl` (the file `data.path`), or an import path
-    `package.module:callable`. The callable returns or yields tasks, or dicts with the strings `prompt` and `answer`;
-    other keys of a dict become the task's metadata."""
+    """`environment` (the tasks of the environment), `jsonl` (the file `data.path`), `hf` (a dataset of the Hugging Face
+    Hub, or files of parquet, JSON, CSV or arrow, with the extra `hf`), or an import path `package.module:callable`. The
+    callable returns or yields tasks, or dicts. A row is an object with a `prompt` (a text or a list of messages) or
+    `messages`, and an `answer`; its other keys become the task's metadata (docs/tasks.md)."""
     path: Annotated[Path, AfterValidator(Path.expanduser)] | None = None
-    """File of the `jsonl` dataset. Each line is a JSON object with `prompt` and `answer`."""
+    """File of the `jsonl` dataset, one JSON object a line. For `hf`: the name of a dataset on the Hub (`owner/name`), a
+    file, a folder of files, or a folder that `save_to_disk` of the library `datasets` has written."""
+    subset: str | None = None
+    """Name of the subset of a dataset on the Hub, which the Hub also calls its configuration. For `hf`."""
+    split: str = "train"
+    """Split of the dataset, or a part of it, such as `train[:1000]`. For `hf`."""
+    columns: dict[Literal["prompt", "messages", "answer"], str | None] = {}
+    """The dataset's own names of `prompt`, `messages` and `answer`, e.g. `{prompt: question}`. Dots lead into nested
+    objects (`{answer: reward_model.ground_truth}`). `{answer: null}`: the rows have no answer."""
     options: dict[str, Any] = {}
-    """Keyword arguments of the callable, for a dataset given by import path."""
+    """Keyword arguments of the callable, for a dataset given by import path. For `hf`: those of
+    `datasets.load_dataset`, such as `revision`."""
     prompt_template: str = "{question}"
-    """Python format string that makes the prompt. Its fields are `question` and the keys of the task's metadata."""
+    """Python format string that makes the prompt. Its fields are `question` and the keys of the task's metadata. Rows
+    with messages need the default."""
+    system_prompt: str | None = None
+    """Message of the system at the beginning of each conversation. Needs a chat template."""
+    few_shot: list[Example] = []
+    """Solved examples before each question, as messages of the user and the assistant. Needs a chat template."""
     chat: Annotated[Literal["auto", "off"], BeforeValidator(off)] = "auto"
     """`auto`: if the tokenizer has a chat template, the prompt is put into the template as a user message, and the
     model writes the answer that follows. `off`: the model gets the prompt unchanged and continues it. Many base models
-    have a chat template too. The run prints its first prompt exactly as the model gets it."""
+    have a chat template too. The run prints its first prompt exactly as the model gets it; `asyncrl data show` prints
+    several."""
+    chat_options: dict[str, Any] = {}
+    """Variables of the model's chat template, e.g. `{enable_thinking: false}`."""
     on_bad_row: Literal["refuse", "skip"] = "refuse"
     """`refuse`: a bad row stops the start of the run. `skip`: bad rows are skipped and counted. A row is bad if it is
     blank, malformed, larger than 1 MiB, a duplicate, or has too many tokens."""
@@ -157,6 +187,19 @@ class DataSection(Section):
     step."""
 
 
+class RewardTerm(Section):
+    """One of several rewards."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
+    """Name of the reward in records, curves and metrics."""
+    fn: str
+    """A reward as in `environment.reward`."""
+    weight: float = 1.0
+    """Factor of this reward in the sum. It may be negative."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of the function, e.g. `{pattern: "<answer>.*</answer>"}` for `regex`."""
+
+
 class EnvironmentSection(Section):
     """The environment, which scores completions and may provide the tasks."""
 
@@ -165,9 +208,13 @@ class EnvironmentSection(Section):
     options: dict[str, Any] = {}
     """Keyword arguments of the environment, e.g. `task: spell_backward`."""
     reward: str | None = None
-    """Reward function that replaces the scoring of the environment: `exact_match`, `math_verify`, or an import path
-    `package.module:callable`. The function takes (task, completion), or (task, completions) for a whole group, and may
-    be async (docs/rewards.md)."""
+    """Reward function that replaces the scoring of the environment: `exact_match`, `math_verify`, `regex`, `length`,
+    `judge`, or an import path `package.module:callable`. The function takes (task, completion), or (task, completions)
+    for a whole group, and may be async (docs/rewards.md). It returns a number, or a dict with a number for each
+    component of the reward, whose sum is the reward."""
+    rewards: list[RewardTerm] = []
+    """Several rewards instead of `reward`. The reward of a completion is their weighted sum. Each is a curve of its own
+    in the report, in trackers and in Prometheus, and is written with the samples."""
     on_error: Literal["mask", "zero", "fail"] = "mask"
     """What happens to a completion whose reward raises an error, takes too long, ends its process, or does not return a
     finite number. `mask`: it is left out of the loss and of the baseline of its group. `zero`: its reward is 0. `fail`:
@@ -395,9 +442,14 @@ class AlgorithmSection(Section):
     `reinforce_pp_baseline`, `gae` and `vtrace` can put a KL to the reference inside the reward. The first two also have
     a discount: `{name: reinforce_pp, kl: {beta: 0.01, kind: k1}, gamma: 1.0}`. Unset: the estimator that the preset
     was published with, else `group_norm`."""
-    zero_variance: Literal["keep", "mask"] = "keep"
+    zero_variance: Literal["keep", "mask", "resample"] = "keep"
     """Groups whose rewards are all equal. `keep`: they are trained. With a group baseline their advantage is 0, and
-    they count in the denominators of the loss. `mask`: they are masked out of the loss."""
+    they count in the denominators of the loss. `mask`: they are masked out of the loss. `resample`: they are not
+    trained, and other prompts take their places, so that every group of a step teaches something (dynamic sampling of
+    DAPO). They count in the mean reward. What counts are the rewards before penalties."""
+    max_resamples_per_step: PositiveInt | None = None
+    """Most groups that `zero_variance: resample` leaves out for one step. Further ones are kept, and counted as
+    `filter_limit`. Unset: four times `learner.groups_per_step`."""
     overlong: Literal["keep", "mask", "penalise"] = "keep"
     """Samples that were cut at their length limit. `keep`: they are trained. `mask`: they are masked out of the loss.
     `penalise`: 1 is subtracted from their reward. From the reward of a completion that ends within the last
@@ -615,6 +667,13 @@ class Config(Section):
     def seeds_samples(self) -> bool:
         """Whether each sample has a seed of its own (`generator.seeded`)."""
         return self.staleness.max_versions == 0 if self.generator.seeded is None else self.generator.seeded
+
+    @property
+    def most_resamples(self) -> int:
+        """The most groups that `algorithm.zero_variance: resample` leaves out for one step; 0 without it."""
+        if self.algorithm.zero_variance != "resample":
+            return 0
+        return self.algorithm.max_resamples_per_step or 4 * self.learner.groups_per_step
 
     def rank_pools(self) -> dict[str, LearnerSection | CriticSection]:
         """Returns the sections of the pools that have ranks, by name: `learner`, and `critic` if the run has one."""

@@ -133,6 +133,7 @@ class Coordinator:
             drop_last=config.data.drop_last,
             on_deadline=config.staleness.on_deadline,
             groups_logged=config.learner.groups_logged,
+            most_filtered=config.most_resamples,
         )
 
     def _described_metrics(self) -> BufferMetrics:
@@ -315,9 +316,9 @@ class Coordinator:
         return reservation
 
     async def commit(self, metas: Sequence[GroupMeta]) -> list[CommitOutcome]:
-        """Makes generated groups ready, whose rows are stored. Returns one outcome for each."""
+        """Makes generated groups ready, whose rows are stored, or filters them. Returns one outcome for each."""
         outcomes = [self._buffer.tickets.commit(meta) for meta in metas]
-        if CommitOutcome.ACCEPTED in outcomes:
+        if not {CommitOutcome.ACCEPTED, CommitOutcome.FILTERED}.isdisjoint(outcomes):
             self.registry.progressed()
         self._waiting.groups_changed()
         return outcomes

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from asyncrl.data.tokenizer import encode_prompts
+from asyncrl.data.tokenizer import Input, encode_prompts, with_options
 
 MOST_SPECIAL_TOKENS = 2
 """Special tokens that transformers may add to a prompt without a chat template although tokenizer.json does not: one at
@@ -40,7 +40,7 @@ class LightTokenizer:
         encoded = self._core.encode_batch(list(texts), add_special_tokens=False)
         return {"input_ids": [each.ids for each in encoded]}
 
-    def largest(self, prompt: str) -> "Token | None":
+    def largest(self, prompt: Input) -> "Token | None":
         """Returns the token with the largest id in a prompt; None for a prompt without tokens."""
         [ids] = encode_prompts(self, [prompt])
         return Token(id=max(ids), text=str(self._core.id_to_token(max(ids)))) if ids else None
@@ -54,7 +54,9 @@ class LightTokenizer:
         return self(texts, add_special_tokens=False)["input_ids"]
 
 
-def light_tokenizer(path: Path, *, chat: Literal["auto", "off"]) -> LightTokenizer | None:
+def light_tokenizer(
+    path: Path, *, chat: Literal["auto", "off"], chat_options: Mapping[str, Any] = {}
+) -> LightTokenizer | None:
     """Loads the tokenizer of the model in the directory `path`. Returns None if only transformers can load it."""
     from tokenizers import Tokenizer
 
@@ -71,7 +73,7 @@ def light_tokenizer(path: Path, *, chat: Literal["auto", "off"]) -> LightTokeniz
     if not source or chat == "off":
         return LightTokenizer(core, template=None, names=names)
     try:
-        tokenizer = LightTokenizer(core, template=_compiled(source), names=names)
+        tokenizer = LightTokenizer(core, template=_compiled(with_options(source, chat_options)), names=names)
         tokenizer.apply_chat_template([[{"role": "user", "content": "x"}]])
     except Exception:  # only transformers can render a template that needs more than these names
         return None

@@ -1,45 +1,41 @@
-"""Prompts: reads them, issues them in a shuffled order, and holds some of them out.
+"""Prompts: makes them of questions, issues them in a shuffled order, and holds some of them out.
 
-A dataset is a sequence of `Task`s. `PromptSource` issues the training tasks epoch after epoch, in an order that only
-the seed determines. Held-out tasks are chosen by a hash of the question, so that another draw of the same question
-never leaks into training. A row that cannot be used is refused with its file and number, or it is skipped and counted
-by reason. It is never skipped silently.
+A dataset is a sequence of `Task`s, which `rows.py` reads. `PromptSource` issues the training tasks epoch after epoch,
+in an order that only the seed determines. Held-out tasks are chosen by a hash of the question, so that another draw of
+the same question never leaks into training.
 """
 
 import difflib
 import string
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
-from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 import xxhash
 
+from asyncrl.data.conversation import Message, as_text
 from asyncrl.errors import ConfigError, DatasetError, RunMismatch
-
-OnBadRow = Literal["refuse", "skip"]
-
-MAX_ROW_BYTES = 2**20
-"""Longest line of a dataset file. A longer line means a broken file, not a prompt."""
-
-FIRST_ROWS = 100
-"""Rows that are checked first. If all of them are bad, the dataset has another format, so it is refused."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
     """One question. `prompt` is the text for the model, `answer` the reference, `metadata` the other data for scoring.
 
-    A dataset leaves `prompt` empty: `data.prompt_template` makes it from question and metadata. `row` is the task's
-    number in its dataset, from 1, which errors name. It is 0 for a task that is not from a dataset.
+    A dataset leaves `prompt` empty: `data.prompt_template` makes it from question and metadata. If there are
+    `messages`, the model gets them in its chat template instead, and `prompt` shows them as one text. `row` is the
+    task's number in its dataset, from 1, which errors name. It is 0 for a task that is not from a dataset.
     """
 
     question: str
     prompt: str = ""
+    messages: tuple[Message, ...] = ()
     answer: str
     metadata: dict[str, Any] = {}
     row: int = 0
+
+    @property
+    def input(self) -> "str | tuple[Message, ...]":
+        """What the model gets: the messages if there are any, else the text."""
+        return self.messages or self.prompt
 
 
 class PromptCursor(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,163 +65,6 @@ def prompt_data(tasks: Sequence[Task], *, source: str) -> PromptData:
     """Returns what identifies the prompts `tasks`."""
     hashes = (xxhash.xxh3_64_digest(f"{task.prompt}\0{task.answer}".encode())[:ROW_BYTES] for task in tasks)
     return PromptData(source=source, fingerprint=fingerprint(tasks), rows=b"".join(hashes))
-
-
-class BadRow(Exception):
-    """A row that cannot become a task. Rows are counted by `reason`."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
-
-Row = Task | Mapping[str, Any] | BadRow
-
-
-def read_jsonl(
-    path: Path, *, on_bad_row: OnBadRow = "refuse", max_row_bytes: int = MAX_ROW_BYTES, first: int | None = None
-) -> tuple[list[Task], Counter[str]]:
-    """Reads the tasks of a file with one JSON object a line. Returns them, and the number of skipped rows by reason.
-
-    In addition to the bad rows of `read_rows`, a row is bad if it is `too_large`, `bad_json` (also for bad UTF-8) or
-    `duplicate` (its prompt occurred before). `first` limits how many rows are read. Raises DatasetError, which names
-    the file and the row (from 1).
-    """
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise DatasetError(
-            f"{path}: the dataset file cannot be read ({error.strerror}); set data.path to a file that exists"
-        ) from error
-    with file:
-        rows = _lines(file, max_row_bytes=max_row_bytes)
-        return read_rows(islice(rows, first), source=str(path), on_bad_row=on_bad_row)
-
-
-def read_rows(rows: Iterable[Row], *, source: str, on_bad_row: OnBadRow) -> tuple[list[Task], Counter[str]]:
-    """Converts rows to tasks. Returns them, and the number of skipped rows by reason. A row is a task, or an object
-    with the texts `prompt` and `answer`; its other keys become metadata.
-
-    A row is bad if it is `blank`, `not_an_object`, `missing_key`, `wrong_type` or `messages`. Raises DatasetError,
-    which names `source` and the row (from 1). A dataset whose first `FIRST_ROWS` rows are all bad is refused even if
-    `on_bad_row` is `skip`, because it has another format and all rows would be skipped.
-    """
-    tasks: list[Task] = []
-    skipped: Counter[str] = Counter()
-    made = (_task(row, number=number) for number, row in enumerate(rows, start=1))
-    head = list(islice(made, FIRST_ROWS))
-    bad = next((found for found in head if isinstance(found, BadRow)), None)
-    if bad is not None and not any(isinstance(found, Task) for found in head):
-        which = f"none of its first {len(head)} rows can be used" if len(head) > 1 else "its only row cannot be used"
-        advice = _RENAME if bad.reason == "missing_key" else ""
-        raise DatasetError(f"{source}: {which}; row 1 {bad}{advice}")
-    for number, found in enumerate(chain(head, made), start=1):
-        if isinstance(found, Task):
-            tasks.append(found)
-        elif on_bad_row == "refuse":
-            raise DatasetError(
-                f"{source}, row {number}: {found}; correct the row, or set data.on_bad_row: skip ({found.reason})"
-            )
-        else:
-            skipped[found.reason] += 1
-    return tasks, skipped
-
-
-def _task(row: Row, *, number: int) -> Task | BadRow:
-    """Returns the task of a row, or the BadRow that says why there is none."""
-    try:
-        match row:
-            case BadRow():
-                return row
-            case Task():
-                for name in ("question", "prompt", "answer"):
-                    _check_text(getattr(row, name), name=name)
-                _check_metadata(row.metadata)
-                return row if row.row else msgspec.structs.replace(row, row=number)
-            case Mapping():
-                return _task_of(row, number=number)
-            case _:
-                raise BadRow("not_an_object", f"is a {type(row).__name__}, not an object")
-    except BadRow as bad:
-        return bad
-
-
-def _task_of(row: Mapping[str, Any], *, number: int) -> Task:
-    if "messages" in row and "prompt" not in row:
-        raise BadRow("messages", f"has 'messages' instead of 'prompt': {_ONE_TURN}")
-    for key in ("prompt", "answer"):
-        if key not in row:
-            raise BadRow("missing_key", f"has no key {key!r}, but only {sorted(map(str, row))[:8]}")
-        _check_text(row[key], name=key)
-    if not row["prompt"].strip():
-        raise BadRow("blank", "has a blank prompt")
-    metadata = {key: value for key, value in row.items() if key not in ("prompt", "answer")}
-    _check_metadata(metadata)
-    return Task(question=row["prompt"], prompt=row["prompt"], answer=row["answer"], metadata=metadata, row=number)
-
-
-_ONE_TURN = (
-    "a prompt is the text of one turn. Write the text of the user's message as 'prompt'; the model's chat template is "
-    "applied to it (data.chat: auto)"
-)
-_RENAME = (
-    ". Rows need the texts 'prompt' and 'answer': rename the keys in the dataset, or set data.dataset to your own "
-    "function, which yields {'prompt': …, 'answer': …} for each row"
-)
-
-
-def _check_metadata(metadata: object) -> None:
-    """Raises BadRow if the metadata is not a dict that JSON can encode: scoring processes get tasks as JSON."""
-    if not isinstance(metadata, dict):
-        raise BadRow("wrong_type", f"has 'metadata' of type {type(metadata).__name__}, not a dict")
-    try:
-        msgspec.json.encode(metadata)
-    except (TypeError, ValueError) as error:
-        raise BadRow(
-            "wrong_type",
-            f"has keys besides 'prompt' and 'answer' that are not JSON ({error}), and the reward gets them as JSON; "
-            "convert them, or leave them out",
-        ) from None
-
-
-def _check_text(value: object, *, name: str) -> None:
-    if isinstance(value, str):
-        return
-    if name != "answer" and isinstance(value, list | dict):
-        raise BadRow("messages", f"has {name!r} of type {type(value).__name__}, not a string: {_ONE_TURN}")
-    raise BadRow("wrong_type", f"has {name!r} of type {type(value).__name__}, not a string")
-
-
-def _lines(file: BinaryIO, *, max_row_bytes: int) -> Iterator[Mapping[str, Any] | BadRow]:
-    seen: set[str] = set()
-    for line in iter(lambda: file.readline(max_row_bytes + 2), b""):
-        try:
-            row = _decoded(line, max_row_bytes=max_row_bytes)
-            prompt = row.get("prompt")
-            if isinstance(prompt, str) and prompt in seen:
-                raise BadRow("duplicate", "has the prompt of an earlier row")
-            if isinstance(prompt, str) and isinstance(row.get("answer"), str):
-                seen.add(prompt)
-            yield row
-        except BadRow as bad:
-            yield bad
-            rest = line
-            while not rest.endswith(b"\n") and (rest := file.readline(max_row_bytes)):
-                pass  # reads the rest of a row that is too large, in pieces, because it may not fit into memory
-
-
-def _decoded(line: bytes, *, max_row_bytes: int) -> dict[str, Any]:
-    if len(line.rstrip(b"\r\n")) > max_row_bytes:
-        raise BadRow("too_large", f"is longer than {max_row_bytes} bytes")
-    if not line.strip():
-        raise BadRow("blank", "is blank")
-    try:
-        row = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRow("bad_json", f"is not JSON ({error})") from None
-    if not isinstance(row, dict):
-        raise BadRow("not_an_object", f"is a {type(row).__name__}, not an object")
-    return row
 
 
 def format_prompt(template: str, task: Task) -> str:
@@ -258,8 +97,41 @@ def format_prompt(template: str, task: Task) -> str:
 
 
 def apply_template(template: str, tasks: Sequence[Task]) -> list[Task]:
-    """Returns the same tasks, with their prompts made by `format_prompt`."""
-    return [msgspec.structs.replace(task, prompt=format_prompt(template, task)) for task in tasks]
+    """Returns the same tasks, with their prompts made by `format_prompt`. Raises ConfigError for a template with other
+    text than the question, if a task has messages."""
+    if template != "{question}" and (chat := next((task for task in tasks if task.messages), None)) is not None:
+        key = "data.prompt_template"
+        raise ConfigError(
+            f"{key}: {template!r} cannot be applied to row {chat.row}, which has messages; put the text into "
+            "data.system_prompt or data.few_shot, and leave the template out",
+            key=key,
+        )
+    return [
+        task if task.messages else msgspec.structs.replace(task, prompt=format_prompt(template, task)) for task in tasks
+    ]
+
+
+def in_conversation(
+    tasks: Sequence[Task], *, system_prompt: str | None, examples: Sequence[Mapping[str, str]]
+) -> list[Task]:
+    """Returns the tasks with the system's message and the solved `examples` (`prompt` and `answer`) before their own
+    messages. A text becomes the message of the user."""
+    before: list[Message] = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    for example in examples:
+        before.append({"role": "user", "content": example["prompt"]})
+        before.append({"role": "assistant", "content": example["answer"]})
+    if not before:
+        return list(tasks)
+    placed = []
+    for task in tasks:
+        own = task.messages or ({"role": "user", "content": task.prompt},)
+        if system_prompt is not None and own[0]["role"] == "system":
+            raise DatasetError(
+                f"row {task.row} has a message of the system, and data.system_prompt would be a second one; unset it"
+            )
+        messages = (*before, *own)
+        placed.append(msgspec.structs.replace(task, messages=messages, prompt=as_text(messages)))
+    return placed
 
 
 def split(tasks: Sequence[Task], heldout_fraction: float) -> tuple[list[Task], list[Task]]:

@@ -1,5 +1,5 @@
-"""A tiny Qwen3 with a character tokenizer, trained for a short time on solved examples. The quickstart and the tests
-use it.
+"""A tiny Qwen3, trained for a short time on solved examples. The quickstart and the tests use it. Its tokenizer has one
+token for each character, or it is a chat model (`chat_tokenizer.py`).
 
 It is an ordinary Hugging Face directory (safetensors, fast tokenizer, generation config) that vLLM can serve and
 `AutoTokenizer` can read. Equal recipes give equal weights, because the warm-up uses one thread and one seed.
@@ -31,6 +31,8 @@ from transformers.utils import logging as transformers_logging
 
 from asyncrl.config.schema import Config, TinyModelSection
 from asyncrl.data.prompts import Task, fingerprint
+from asyncrl.data.tokenizer import encode_prompt
+from asyncrl.demo.chat_tokenizer import build_chat_tokenizer
 from asyncrl.demo.directory import TINY_RECIPE, is_tiny
 from asyncrl.environments.interfaces import build_tasks
 from asyncrl.errors import DatasetError
@@ -73,10 +75,10 @@ def ensure_model(
         return config.model.path
     if was.get("fingerprint", was.get(_REPLACED)):
         report("tiny model: the recipe has changed, so the model is built again")
-    _check([*train, *heldout], max_length=max_length)
-    tokenizer = build_tokenizer(max_length=max_length)
+    _check([*train, *heldout], tokenizer=_tokenizer(section, max_length=max_length), max_length=max_length)
+    tokenizer = _tokenizer(section, max_length=max_length)
     described = _model_config(section, tokenizer=tokenizer, max_length=max_length)
-    recipe["description"] = _hash(described.to_dict())
+    recipe["description"] = _description(described, tokenizer)
     with _deterministic(section.seed):
         model = Qwen3ForCausalLM(described)  # type: ignore[no-untyped-call]
         report(f"tiny model: {model.num_parameters() / 1e6:.2f}M parameters, {len(train)} training tasks")
@@ -93,9 +95,9 @@ def ensure_description(config: Config) -> str:
     if section is None or _is_foreign(path):
         return config.model.path
     max_length = config.model.max_length
-    tokenizer = build_tokenizer(max_length=max_length)
+    tokenizer = _tokenizer(section, max_length=max_length)
     described = _model_config(section, tokenizer=tokenizer, max_length=max_length)
-    recipe = {"description": _hash(described.to_dict())}
+    recipe = {"description": _description(described, tokenizer)}
     was = _recipe_of(path)
     if was.get("description") != recipe["description"]:
         if "fingerprint" in was:
@@ -122,6 +124,14 @@ def build_tokenizer(*, max_length: int) -> PreTrainedTokenizerFast:
         padding_side="right",
         clean_up_tokenization_spaces=False,
     )
+
+
+def _tokenizer(section: TinyModelSection, *, max_length: int) -> PreTrainedTokenizerFast:
+    return build_chat_tokenizer(max_length=max_length) if section.chat else build_tokenizer(max_length=max_length)
+
+
+def _description(described: Qwen3Config, tokenizer: PreTrainedTokenizerFast) -> str:
+    return _hash([described.to_dict(), tokenizer.chat_template])
 
 
 def recipe_fingerprint(section: TinyModelSection, *, tasks: Sequence[Task], max_length: int) -> str:
@@ -223,16 +233,16 @@ Example = tuple[list[int], list[int]]
 """Token ids of a prompt, and of its answer with the end-of-sequence token."""
 
 
-def _check(tasks: Sequence[Task], *, max_length: int) -> None:
-    """Raises DatasetError for a task that the tokenizer cannot encode or that is too long. A token is a character."""
+def _check(tasks: Sequence[Task], *, tokenizer: PreTrainedTokenizerFast, max_length: int) -> None:
+    """Raises DatasetError for a task that the tokenizer cannot encode or that is too long."""
     for task in tasks:
         unknown = sorted(set(task.prompt + task.answer) - set(CHARACTERS))
-        if unknown:
+        if unknown and not tokenizer.chat_template:
             raise DatasetError(
                 f"task {task.question[:80]!r} has characters that the tiny model's tokenizer lacks: {unknown[:8]}; "
-                "remove them from the task"
+                "remove them from the task, or set model.tiny.chat"
             )
-        tokens = len(task.prompt) + len(task.answer) + 1
+        tokens = sum(map(len, _encode(tokenizer, task)))
         if tokens > max_length:
             raise DatasetError(
                 f"task {task.question[:80]!r} has {tokens} tokens with its answer and the end-of-sequence token, "
@@ -247,7 +257,7 @@ def _shown(task: Task, draw: random.Random, *, section: TinyModelSection) -> Tas
 
 
 def _encode(tokenizer: PreTrainedTokenizerFast, task: Task) -> Example:
-    return tokenizer.encode(task.prompt), [*tokenizer.encode(task.answer), tokenizer.eos_token_id]
+    return encode_prompt(tokenizer, task.input), [*tokenizer.encode(task.answer), tokenizer.eos_token_id]
 
 
 def _batch(examples: Sequence[Example], *, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -93,10 +93,11 @@ def _fitting(prompts: Prompts, *, config: Config, model: str) -> Prompts:
     """Returns the prompts that fit `data.max_prompt_tokens`. `model` is the path of a folder, or a name of the Hub."""
     if not any(prompts):
         return prompts
-    exact = cache(partial(load_tokenizer, model, chat=config.data.chat))
+    chat, options = config.data.chat, config.data.chat_options
+    exact = cache(partial(load_tokenizer, model, chat=chat, chat_options=options))
     files = Path(model) if os.path.isdir(model) else cached_files(model)
     # The real tokenizer needs transformers, whose import takes seconds in which other processes start.
-    light = None if files is None else light_tokenizer(files, chat=config.data.chat)
+    light = None if files is None else light_tokenizer(files, chat=chat, chat_options=options)
     if light is None:
         fit = partial(fitting, config=config, tokenizer=exact())
     else:

@@ -197,11 +197,11 @@ class LearnerDeployment:
     ) -> RunTotals:
         config = self._config
         self._display.enter("loading the tokenizer")
-        tokenizer = load_tokenizer(model_path, chat=config.data.chat)
+        tokenizer = load_tokenizer(model_path, chat=config.data.chat, chat_options=config.data.chat_options)
         fingerprint = tokenizer_fingerprint(tokenizer)
         await handles.coordinator.call(Registry.handshake, who="the learner", fingerprint=fingerprint)
         for task in prompts.train[:1]:
-            self._screen.report(shown_prompt(tokenizer, task.prompt))
+            self._screen.report(shown_prompt(tokenizer, task.input))
         self._display.enter("starting the learner's ranks")
         await unless_stopped(stop, asyncio.to_thread(policy.start))
         if critic is not None:

@@ -138,7 +138,7 @@ def _source(config: Config) -> str:
     data = config.data
     if data.dataset == "environment":
         return f"environment.name = {config.environment.name}"
-    return f"data.path = {data.path}" if data.dataset == "jsonl" else f"data.dataset = {data.dataset}"
+    return f"data.path = {data.path}" if data.path is not None else f"data.dataset = {data.dataset}"
 
 
 async def open_data_plane(config: Config, *, deployment: Deployment, restores: bool) -> DataPlaneClient:

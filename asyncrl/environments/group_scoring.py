@@ -1,20 +1,20 @@
 """Scores groups in the scoring process, with a reward function of any form.
 
-Unless the function ends the process, each completion gets an outcome: one finite float, or one failure. The failure of
-one completion does not end the scoring of the others.
+Unless the function ends the process, each completion gets an outcome: one finite float, the components of its reward,
+or one failure. The failure of one completion does not end the scoring of the others.
 """
 
 import asyncio
-import math
-import numbers
 import time
-from collections.abc import Callable, Collection, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from asyncrl.config.schema import EnvironmentSection
 from asyncrl.data.prompts import Task
 from asyncrl.environments.reward_function import RewardFunction, subject
+from asyncrl.environments.reward_terms import TermFailed
+from asyncrl.environments.reward_values import Unusable, components, listed, number
 from asyncrl.environments.scoring_messages import (
     NO_COMPLETION,
     Failure,
@@ -64,6 +64,7 @@ class GroupScoring:
     ) -> None:
         self._function = reward.function
         self._form = reward.form
+        self._weights = reward.weights
         self._section = section
         self._subject = subject(section)
         self._send = send
@@ -132,7 +133,7 @@ class GroupScoring:
             _, stubborn = await asyncio.wait([made], timeout=CANCEL_GRACE_S)
             if stubborn:
                 self._retire = "has a reward call that did not end when it was cancelled"
-            overran = _Unusable(RewardFailure.TIMEOUT, self._form.overran(timeout_s, count))
+            overran = Unusable(RewardFailure.TIMEOUT, self._form.overran(timeout_s, count))
             outcomes = self._failed(call, overran)
         self._end(call, outcomes)
 
@@ -157,30 +158,35 @@ class GroupScoring:
             self._unsent, self._sent_s = [], now_s
 
     def _outcomes(self, call: _Call, value: object) -> list[Outcome]:
-        """Returns the outcomes of the completions of a call that returned `value`. Raises _Unusable if it is not a list
+        """Returns the outcomes of the completions of a call that returned `value`. Raises Unusable if it is not a list
         of the right length."""
         if not self._form.batched:
             return [self._outcome(value)]
-        values = _listed(value, len(call.completions))
+        values = listed(value, len(call.completions))
         return [self._outcome(each, at=f" at index {index}") for index, each in enumerate(values)]
 
     def _outcome(self, value: object, *, at: str = "") -> Outcome:
         try:
-            return _number(value, at=at)
-        except _Unusable as unusable:
+            if isinstance(value, Mapping):
+                return components(value, weights=self._weights, at=at)
+            return number(value, at=at)
+        except Unusable as unusable:
             return Failure(reason=unusable.reason, message=f"{self._subject} {unusable}")
 
     def _failed(self, call: _Call, error: BaseException) -> list[Outcome]:
         """Returns the outcomes of a call that failed as a whole."""
+        who = self._subject
+        if isinstance(error, TermFailed):
+            who, error = error.who, error.cause
         if isinstance(error, MemoryError):
             self._retire = _OUT_OF_MEMORY
-        if isinstance(error, _Unusable):
+        if isinstance(error, Unusable):
             reason, what = error.reason, str(error)
         else:
             reason = RewardFailure.RAISED
             what = f"raised {describe_error(error)}{self._hint(error)}"
         count = len(call.completions)
-        return [Failure(reason=reason, message=f"{self._subject} {what}", of_call=count > 1)] * count
+        return [Failure(reason=reason, message=f"{who} {what}", of_call=count > 1)] * count
 
     def _hint(self, error: BaseException) -> str:
         if isinstance(error, MemoryError):
@@ -220,59 +226,3 @@ class _Steps(Coroutine[Any, Any, list[Outcome]]):
 
     def __await__(self) -> Generator[Any, Any, list[Outcome]]:
         return self._coroutine.__await__()
-
-
-class _Unusable(Exception):
-    """A call gave no usable reward."""
-
-    def __init__(self, reason: RewardFailure, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
-
-def _number(value: object, *, at: str) -> float:
-    if not isinstance(value, numbers.Real):
-        raise _Unusable(RewardFailure.WRONG_TYPE, f"returned {_kind(value)}{at}; {_wanted(value)}")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise _Unusable(RewardFailure.NOT_FINITE, f"returned {number}{at}; a reward is a finite number")
-    return number
-
-
-def _listed(value: object, count: int) -> list[object]:
-    """Returns the rewards that a batched call returned for `count` completions as a list."""
-    if hasattr(value, "tolist"):  # a NumPy array or a torch tensor
-        value = value.tolist()
-    unordered = isinstance(value, str | bytes | Mapping | set)
-    if unordered or not isinstance(value, Iterable) or not isinstance(value, Sized):
-        raise _Unusable(
-            RewardFailure.WRONG_TYPE,
-            f"returned {_kind(value)} for {count} completions; a reward with the parameter `completions` returns a "
-            "list with one number for each",
-        )
-    rewards = list(value)
-    if len(rewards) != count:
-        raise _Unusable(
-            RewardFailure.WRONG_TYPE,
-            f"returned {len(rewards)} rewards for {count} completions; return one number for each",
-        )
-    return rewards
-
-
-def _kind(value: object) -> str:
-    if value is None:
-        return "None"
-    name = type(value).__name__
-    return f"an {name}" if name[:1].lower() in "aeiou" else f"a {name}"
-
-
-def _wanted(value: object) -> str:
-    if asyncio.iscoroutine(value):
-        value.close()  # otherwise Python warns that it was never awaited
-        return "declare the function with `async def`"
-    if isinstance(value, list | tuple):
-        return "name the second parameter `completions` to score a group in one call"
-    return "a reward is a number"

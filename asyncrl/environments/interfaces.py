@@ -5,15 +5,20 @@ The rest of the system uses an environment only through `Environment`, and finds
 every process. Reward code is the user's code: it runs in the processes of `scoring.py`, not in the generator.
 """
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
-from asyncrl.config.import_path import call_with_options, resolve
-from asyncrl.config.schema import Config, EnvironmentSection
-from asyncrl.data.prompts import Row, Task, apply_template, read_jsonl, read_rows, split
+from asyncrl.config.import_path import BUILT_IN_NAMES, call_with_options, resolve
+from asyncrl.config.schema import Config, EnvironmentSection, RewardTerm
+from asyncrl.data.hugging_face import hugging_face_rows
+from asyncrl.data.prompts import Task, apply_template, in_conversation, split
+from asyncrl.data.rows import Row, read_jsonl, read_rows
 from asyncrl.environments.reward_function import RewardFunction, reward_function
+from asyncrl.environments.reward_terms import combined
 from asyncrl.errors import AsyncRLError, ConfigError, DatasetError
 from asyncrl.user_code import describe_error
 
@@ -57,22 +62,41 @@ def build_environment(section: EnvironmentSection) -> Environment:
 
 
 def build_reward(section: EnvironmentSection) -> RewardFunction:
-    """Returns the function of `environment.reward`, or the environment's own `score` if that is not set.
+    """Returns the function of `environment.rewards` or `environment.reward`, or the environment's own `score`.
 
-    With `environment.reward` the environment is not built. Raises ConfigError when the function does not exist or
+    With a reward the environment is not built. Raises ConfigError when the function does not exist or
     cannot be called as a reward.
     """
-    function: Callable[..., Any]
-    match section.reward:
-        case None:
-            function = build_environment(section).score
-        case "exact_match":
-            from asyncrl.environments.verifiers import exact_match as function
-        case "math_verify":
-            from asyncrl.environments.verifiers import math_verify as function
-        case path:
-            function = resolve(path, key="environment.reward")
-    return reward_function(function, section)
+    if section.rewards:
+        weights = {term.name: term.weight for term in section.rewards}
+        return combined({term.name: _term(term) for term in section.rewards}, weights=weights)
+    if section.reward is None:
+        return reward_function(build_environment(section).score, named=f"environment.name = {section.name}")
+    function = _named_reward(section.reward, key="environment.reward")
+    return reward_function(function, named=f"environment.reward = {section.reward}")
+
+
+def _term(term: RewardTerm) -> RewardFunction:
+    key = f"environment.rewards.{term.name}"
+    function = _named_reward(term.fn, key=f"{key}.fn")
+    if not term.options:
+        return reward_function(function, named=f"{key}.fn = {term.fn}")
+    made = partial(function, **term.options)
+    try:
+        inspect.signature(function).bind_partial(None, None, **term.options)
+    except TypeError as error:
+        raise ConfigError(f"{key}.options: {term.fn} cannot take them ({error}); correct them", key=key) from None
+    return reward_function(made, named=f"{key}.fn = {term.fn}")
+
+
+def _named_reward(name: str, *, key: str) -> Callable[..., Any]:
+    """Returns the built-in reward `name`, or the function at the import path `name`."""
+    if name in BUILT_IN_NAMES["environment.rewards"]:
+        from asyncrl.environments import verifiers
+
+        function: Callable[..., Any] = getattr(verifiers, name)
+        return function
+    return resolve(name, key=key)
 
 
 def build_tasks(config: Config) -> tuple[list[Task], list[Task]]:
@@ -108,22 +132,28 @@ def read_tasks(config: Config, *, first: int | None = None) -> list[Task]:
     Skipped rows are logged with their counts. Raises ConfigError or DatasetError; an error that the user's code raises
     becomes a DatasetError.
     """
-    data = config.data
+    data, columns = config.data, {str(name): key for name, key in config.data.columns.items()}
     if data.dataset == "jsonl":
         if data.path is None:
             raise ConfigError(
                 "data.path: must be set for data.dataset = jsonl; give the path of the file", key="data.path"
             )
-        tasks, skipped = read_jsonl(data.path, on_bad_row=data.on_bad_row, first=first)
+        tasks, skipped = read_jsonl(data.path, columns=columns, on_bad_row=data.on_bad_row, first=first)
+    elif data.dataset == "hf":
+        rows = hugging_face_rows(str(data.path), subset=data.subset, split=data.split, options=data.options)
+        source = f"{data.path} ({data.split})"
+        tasks, skipped = read_rows(islice(rows, first), source=source, columns=columns, on_bad_row=data.on_bad_row)
     else:
         own = data.dataset == "environment"
         key, source = ("environment.name", config.environment.name) if own else ("data.dataset", data.dataset)
-        rows = _rows_of_code(config, key=key, source=source, first=first)
-        tasks, skipped = read_rows(rows, source=source, on_bad_row=data.on_bad_row)
+        own_rows = _rows_of_code(config, key=key, source=source, first=first)
+        tasks, skipped = read_rows(own_rows, source=source, columns=columns, on_bad_row=data.on_bad_row)
     if skipped:
         counts = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
         _log.warning("%s: skipped %d rows (%s)", data.path or data.dataset, sum(skipped.values()), counts)
-    return apply_template(data.prompt_template, tasks)
+    examples = [{"prompt": example.prompt, "answer": example.answer} for example in data.few_shot]
+    tasks = apply_template(data.prompt_template, tasks)
+    return in_conversation(tasks, system_prompt=data.system_prompt, examples=examples)
 
 
 def _rows_of_code(config: Config, *, key: str, source: str, first: int | None) -> Iterator[Row]:

@@ -26,7 +26,7 @@ def longest_prompt_tokens(config: Config) -> int:
 
 def counted(tokenizer: Any, task: Task, ids: Sequence[int]) -> str:
     """Says in words how many tokens a prompt has, and how many of them the chat template adds."""
-    added = template_tokens(tokenizer, task.prompt)
+    added = template_tokens(tokenizer, task.input)
     of_template = f" ({added} of them from the model's chat template, which data.chat: off leaves out)"
     return f"{len(ids)} tokens{of_template if added else ''}"
 
@@ -47,11 +47,11 @@ def fitting(
     first_misfit = ""
     for start in range(0, len(tasks), ENCODED_AT_ONCE):
         chunk = tasks[start : start + ENCODED_AT_ONCE]
-        encoded = encode_prompts(tokenizer, [task.prompt for task in chunk])
+        encoded = encode_prompts(tokenizer, [task.input for task in chunk])
         if exact is not None:
             added = tokenizer.added_at_most
             doubtful = [place for place, ids in enumerate(encoded) if not ids or len(ids) <= longest < len(ids) + added]
-            again = encode_prompts(exact(), [chunk[place].prompt for place in doubtful]) if doubtful else []
+            again = encode_prompts(exact(), [chunk[place].input for place in doubtful]) if doubtful else []
             for place, ids in zip(doubtful, again, strict=True):
                 encoded[place] = ids
         for task, ids in zip(chunk, encoded, strict=True):
@@ -62,7 +62,7 @@ def fitting(
     misfits = len(tasks) - len(fit)
     if not misfits:
         return fit
-    source = config.data.path if config.data.dataset == "jsonl" else config.data.dataset
+    source = config.data.path or config.data.dataset
     finding = (
         f"{source}, {first_misfit}, but must have 1 to {longest} (data.max_prompt_tokens = "
         f"{config.data.max_prompt_tokens}, model.max_length = {config.model.max_length}); it is the first of {misfits} "

@@ -11,8 +11,8 @@ arguments is refused before any scoring.
 """
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -45,21 +45,27 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFunction:
-    """A function and the form in which it is called."""
+    """A function and the form in which it is called. `weights` are those of the components that it returns."""
 
     function: Callable[..., Any]
     form: Form
+    weights: Mapping[str, float] = field(default_factory=dict)
 
 
 def subject(section: EnvironmentSection) -> str:
     """Returns the setting that names the reward code. Every error of reward code begins with it."""
+    if section.rewards:
+        return f"environment.rewards ({', '.join(term.name for term in section.rewards)})"
     if section.reward is None:
         return f"environment.name = {section.name}"
     return f"environment.reward = {section.reward}"
 
 
-def reward_function(function: Callable[..., Any], section: EnvironmentSection) -> RewardFunction:
-    """Returns `function` with its form. Raises ConfigError if it cannot be called with a task and a completion."""
+def reward_function(function: Callable[..., Any], *, named: str) -> RewardFunction:
+    """Returns `function` with its form. `named` is the setting that names it, `key = value`.
+
+    Raises ConfigError if it cannot be called with a task and a completion.
+    """
     asynchronous = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(type(function), "__call__", None)  # noqa: B004 - an instance whose class defines `async def __call__`
     )
@@ -68,14 +74,14 @@ def reward_function(function: Callable[..., Any], section: EnvironmentSection) -
     except (TypeError, ValueError):  # some callables written in C have no signature
         return RewardFunction(function=function, form=Form(asynchronous=asynchronous))
     parameters = list(signature.parameters.values())
-    key = "environment.name" if section.reward is None else "environment.reward"
+    key, _, path = named.partition(" = ")
     if _is_trl(parameters):
-        raise ConfigError(_trl_message(section, signature, asynchronous=asynchronous), key=key)
+        raise ConfigError(_trl_message(key, path, signature, asynchronous=asynchronous), key=key)
     try:
         signature.bind("task", "completion")
     except TypeError as error:
         raise ConfigError(
-            f"{subject(section)} has the parameters {signature} and cannot be called with two arguments ({error}); a "
+            f"{named} has the parameters {signature} and cannot be called with two arguments ({error}); a "
             f"reward takes {_TAKEN}",
             key=key,
         ) from None
@@ -90,18 +96,18 @@ def _is_trl(parameters: list[inspect.Parameter]) -> bool:
     return "prompts" in names or names[:1] == ["completions"]
 
 
-def _trl_message(section: EnvironmentSection, signature: inspect.Signature, *, asynchronous: bool) -> str:
+def _trl_message(key: str, path: str, signature: inspect.Signature, *, asynchronous: bool) -> str:
     refused = (
-        f"{subject(section)} has the parameters {signature}, like a reward for TRL; a reward for asyncrl takes {_TAKEN}"
+        f"{key} = {path} has the parameters {signature}, like a reward for TRL; a reward for asyncrl takes {_TAKEN}"
     )
-    if section.reward is None:
+    if key == "environment.name":
         return refused
-    module, _, name = section.reward.partition(":")
+    module, _, name = path.partition(":")
     adapter = f"{name.replace('.', '_')}_of_task"
     arguments = ", ".join(f"{key}={value}" for key, value in _trl_arguments(signature).items())
     define, call = ("async def", "await ") if asynchronous else ("def", "")
     return (
-        f"{refused}. Add these three lines to module {module} and set environment.reward: {module}:{adapter}\n"
+        f"{refused}. Add these three lines to module {module} and set {key}: {module}:{adapter}\n"
         f"    {define} {adapter}(task, completions):\n"
         f"        n = len(completions)\n"
         f"        return {call}{name}({arguments})"

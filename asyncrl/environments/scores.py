@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from asyncrl.environments.scoring_messages import Failure, Group, Outcome
+from asyncrl.environments.scoring_messages import Components, Failure, Group, Outcome
 from asyncrl.errors import DataError
 
-Score = float | DataError
+Score = float | Components | DataError
 """The reward of a completion, or why it has none. The `reason` of the error is a RewardFailure, its message says what
 happened, and its `completion` is the text of the completion. The text is empty if a call for several completions
 failed, or if the completion was not scored because the reward had failed too often."""

@@ -54,7 +54,15 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[Group, ...]
 
 
-class Failure(msgspec.Struct, frozen=True, kw_only=True):
+class Components(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The reward of a completion that is a sum of components: `total` is their weighted sum, `parts` has each by its
+    name, without its weight."""
+
+    total: float
+    parts: dict[str, float]
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Why a completion has no reward. If `of_call` is True, a call for several completions failed as a whole."""
 
     reason: RewardFailure
@@ -62,7 +70,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     of_call: bool = False
 
 
-Outcome = float | Failure
+Outcome = float | Components | Failure
 """The reward of a completion, or why it has none."""
 
 

@@ -1,5 +1,7 @@
-"""Built-in rewards. They compare a completion with the task's reference answer and return 1.0 or 0.0."""
+"""Built-in rewards."""
 
+import os
+import re
 from functools import lru_cache
 from typing import Any
 
@@ -35,3 +37,77 @@ def _parsed_answer(answer: str) -> tuple[Any, ...]:
 
     delimited = any(mark in answer for mark in ("$", "\\(", "\\[", "\\boxed"))
     return tuple(parse(answer if delimited else f"${answer}$", parsing_timeout=None))
+
+
+def regex(task: Task, completion: str, *, pattern: str, whole: bool = False) -> float:
+    """Returns 1.0 if the regular expression `pattern` matches somewhere in the completion, or with `whole` all of it.
+    The dot matches newlines too."""
+    compiled = re.compile(pattern, re.DOTALL)
+    return float((compiled.fullmatch if whole else compiled.search)(completion) is not None)
+
+
+def length(task: Task, completion: str, *, free_chars: int, buffer_chars: int) -> float:
+    """Returns 0.0 for a completion of at most `free_chars` characters. Over the next `buffer_chars` it falls linearly
+    to −1.0, and is −1.0 for longer ones. DAPO (arXiv:2503.14476) does this with tokens: "soft overlong punishment"."""
+    over = len(completion) - free_chars
+    return -min(1.0, max(0.0, over / max(1, buffer_chars)))
+
+
+JUDGE_PROMPT = """\
+Question:
+{question}
+
+Reference answer:
+{answer}
+
+Answer of a student:
+{completion}
+
+Is the student's answer right? Think briefly. End with one line: a number from 0 (wrong) to 1 (right)."""
+
+
+async def judge(
+    task: Task,
+    completion: str,
+    *,
+    url: str,
+    model: str,
+    prompt: str = JUDGE_PROMPT,
+    key_variable: str = "",
+    max_tokens: int = 512,
+    most_per_s: float = 10.0,
+    retries: int = 3,
+) -> float:
+    """Asks a model behind an OpenAI-compatible `url` (`http://host:8000/v1`), and returns the last number from 0 to 1
+    in its answer.
+
+    `prompt` has the fields `{question}`, `{answer}` and `{completion}`. `key_variable` names the environment variable
+    with the key, which `environment.secrets` must list. A scoring process sends at most `most_per_s` requests a second.
+    Requests that fail for a passing reason are repeated `retries` times. Raises ValueError if the answer has no such
+    number, and the errors of the package `openai`.
+    """
+    client, throttle = _judge_client(url, key_variable, most_per_s, retries)
+    fields = {"question": task.prompt, "answer": task.answer, "completion": completion}
+    # not str.format: a completion may contain braces, and a prompt may contain JSON
+    text = re.sub(r"\{(question|answer|completion)\}", lambda found: fields[found[1]], prompt)
+    async with throttle:
+        reply = await client.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": text}], max_tokens=max_tokens, temperature=0.0
+        )
+    answer = reply.choices[0].message.content or ""
+    numbers = [float(found) for found in re.findall(r"(?<![\d.])(?:0(?:\.\d+)?|1(?:\.0+)?)(?![\d.]*\d)", answer)]
+    if not numbers:
+        raise ValueError(f"the judge's answer has no number from 0 to 1: {answer[-200:]!r}")
+    return numbers[-1]
+
+
+@lru_cache(maxsize=8)
+def _judge_client(url: str, key_variable: str, most_per_s: float, retries: int) -> tuple[Any, Any]:
+    """Returns the client of a judge, and what paces its calls. Both live as long as the scoring process."""
+    from asyncio_throttle.throttler import Throttler
+    from openai import AsyncOpenAI
+
+    key = os.environ[key_variable] if key_variable else "none"
+    burst = max(1, round(most_per_s))
+    client = AsyncOpenAI(base_url=url, api_key=key, max_retries=retries)
+    return client, Throttler(rate_limit=burst, period=burst / most_per_s)

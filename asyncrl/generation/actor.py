@@ -66,7 +66,7 @@ class GeneratorActor:
         self._started.push_async_callback(scorer.close)
         scorer_started = asyncio.create_task(scorer.start())
         await asyncio.sleep(0)  # lets the scorer start its processes before the engine's start blocks the event loop
-        tokenizer = load_tokenizer(model_path, chat=config.data.chat)
+        tokenizer = load_tokenizer(model_path, chat=config.data.chat, chat_options=config.data.chat_options)
         handle = ray.get_actor(COORDINATOR, namespace=namespace)
         coordinator = CoordinatorClient.over_ray(handle, timeout_s=timeout_s, patience_s=patience_s)
         fingerprint = tokenizer_fingerprint(tokenizer)

@@ -10,6 +10,7 @@ from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.failures import FailureReports
 from asyncrl.environments.scores import Score
+from asyncrl.environments.scoring_messages import Components
 from asyncrl.errors import DataError, RunError
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ def rewards_of(scores: Sequence[Score], *, config: Config) -> tuple[float | None
     """
     errors, on_error = [score for score in scores if isinstance(score, DataError)], config.environment.on_error
     if not errors:
-        return tuple(score for score in scores if not isinstance(score, DataError))
+        return tuple(total(score) for score in scores if not isinstance(score, DataError))
     first = next((error for error in errors if error.completion), errors[0])
     if on_error == "fail":
         raise first
@@ -43,7 +44,19 @@ def rewards_of(scores: Sequence[Score], *, config: Config) -> tuple[float | None
         few = f"; {len(errors)} of {len(scores)} completions of the group have no reward" if len(scores) > 1 else ""
         raise DataError(f"{first}{few}", reason=first.reason, completion=first.completion)
     substitute = 0.0 if on_error == "zero" else None
-    return tuple(substitute if isinstance(score, DataError) else score for score in scores)
+    return tuple(substitute if isinstance(score, DataError) else total(score) for score in scores)
+
+
+def total(score: float | Components) -> float:
+    """Returns the reward of a score."""
+    return score.total if isinstance(score, Components) else score
+
+
+def components_of(scores: Sequence[Score]) -> dict[str, tuple[float | None, ...]]:
+    """Returns the components of the rewards by name, one entry for each score; None if the reward failed or lacks the
+    component. Returns an empty dict if no reward has components."""
+    parts = [score.parts if isinstance(score, Components) else {} for score in scores]
+    return {name: tuple(each.get(name) for each in parts) for name in dict.fromkeys(n for each in parts for n in each)}
 
 
 def failures_of(scores: Sequence[Score], *, prompt: str) -> tuple[Failure, ...]:

@@ -6,7 +6,7 @@ stops the run (after `generator.max_data_failures` in a row) instead of being re
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -31,7 +31,7 @@ from asyncrl.environments.scoring import Scorer
 from asyncrl.errors import DataError, HandshakeError
 from asyncrl.generation.interfaces import Completion, InferenceEngine, PartialCompletion, Sampled
 from asyncrl.generation.long_work import beside_loop
-from asyncrl.generation.reward_errors import failures_of, rewards_of
+from asyncrl.generation.reward_errors import components_of, failures_of, rewards_of, total
 
 GENERATED_FIELDS = ("input_ids", "input_lengths", "generation_logprobs", "weight_versions", "token_mask")
 """Columns of a finished group's rows. Later columns of the same samples are stored under the same keys."""
@@ -114,6 +114,7 @@ class Rollouts:
             prompt_ids=prompt_ids,
             completions=completions,
             rewards=rewards_of(scores, config=self._config),
+            components=components_of(scores),
             replica=self._replica,
             scoring_s=scoring_s,
             failures=failures_of(scores, prompt=ticket.task.prompt),
@@ -129,10 +130,10 @@ class Rollouts:
         [score] = await self._scorer.score(task, [completion.text])
         if isinstance(score, DataError):
             raise score
-        return score
+        return total(score)
 
     def _prompt(self, task: Task) -> tuple[list[int], int]:
-        ids = encode_prompt(self._tokenizer, task.prompt)
+        ids = encode_prompt(self._tokenizer, task.input)
         limit = longest_prompt_tokens(self._config)
         if not 0 < len(ids) <= limit:
             raise DataError(
@@ -159,6 +160,7 @@ def finished_group(
     prompt_ids: Sequence[int],
     completions: Sequence[Completion],
     rewards: Sequence[float | None],
+    components: Mapping[str, tuple[float | None, ...]] = {},
     replica: str,
     scoring_s: float,
     failures: tuple[Failure, ...] = (),
@@ -179,6 +181,7 @@ def finished_group(
         prompt_tokens=len(prompt_ids),
         completion_tokens=tuple(lengths),
         rewards=tuple(rewards),
+        components=dict(components),
         truncated=tuple(c.truncated for c in completions),
         oldest=min(steps, default=ticket.version.step),
         newest=max(steps, default=ticket.version.step),

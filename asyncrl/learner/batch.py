@@ -115,7 +115,12 @@ def judge_samples(lease: Lease, *, estimator: Estimator | None, filters: SampleF
         completion_tokens_N=tokens_N[scored_N],
     )
     check_rewards(shaped_K)
-    samples = Samples(rewards_N=shaped_K, group_ids_N=ids_N[scored_N], completion_tokens_N=tokens_N[scored_N])
+    samples = Samples(
+        rewards_N=shaped_K,
+        group_ids_N=ids_N[scored_N],
+        completion_tokens_N=tokens_N[scored_N],
+        components=_components(groups, scored_N),
+    )
     rewards_N = torch.zeros(len(rewards)).masked_scatter(scored_N, shaped_K)
     advantages_N = None
     if estimator is not None:
@@ -140,6 +145,21 @@ def judge_samples(lease: Lease, *, estimator: Estimator | None, filters: SampleF
         stale_tokens=int(stale_N.sum()),
         stale_samples=int(((stale_N > 0) & (stale_N == tokens_N)).sum()),
     )
+
+
+def _components(groups: Sequence[LeasedGroup], scored_N: torch.Tensor) -> dict[str, torch.Tensor] | None:
+    """Returns the components of the rewards by name, float32 [K]; None if the rewards have none. A component that a
+    sample lacks counts as 0: its reward failed, with `environment.on_error: zero`."""
+    names = dict.fromkeys(name for group in groups for name in group.meta.components)
+    if not names:
+        return None
+    found = {
+        name: [
+            value for group in groups for value in group.meta.components.get(name, (None,) * len(group.meta.rewards))
+        ]
+        for name in names
+    }
+    return {name: torch.tensor([value or 0.0 for value in values])[scored_N] for name, values in found.items()}
 
 
 def sample_ids(group: LeasedGroup) -> list[str]:
@@ -211,8 +231,10 @@ def sample_record(
         prompt=task.prompt,
         rendered_prompt=decode(rows["input_ids"][row, :prompt].tolist(), True),
         completion=decode(rows["input_ids"][row, cut].tolist(), False),
+        tokens=tuple(decode([token], True) for token in rows["input_ids"][row, cut].tolist()),
         answer=task.answer,
         reward=leased.meta.rewards[sample],
+        components={name: values[sample] for name, values in leased.meta.components.items()},
         advantage=float(advantage),
         version_spans=spans,
         staleness_versions=step - spans[0][0] if spans else 0,

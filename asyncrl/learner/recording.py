@@ -126,6 +126,7 @@ class StepRecorder:
             in_buffer=histograms["in_buffer"],
         )
         self.metrics.numbers(_diagnostics(step) | _measured(step))
+        self.metrics.reward_components(_components(step))
 
     # --- records ------------------------------------------------------------------------------------------------
 
@@ -156,6 +157,7 @@ class StepRecorder:
             oldest_replica_version=status.oldest_replica_step,
             weight_updates=self._weight_updates(status),
             mid_sequence_updates=self._mid_sequence_updates,
+            reward_components=_components(step),
             diagnostics=measured | {name: _finite(value) for name, value in _diagnostics(step).items()},
         )
 
@@ -214,6 +216,7 @@ def _measured(step: EndedStep) -> dict[str, float]:
     report, samples = step.report, step.samples
     metas = [group.meta for group in step.lease.groups]
     rewards = [reward for meta in metas for reward in meta.known_rewards]
+    rewards += [group.reward for group in step.lease.filtered for _ in range(group.samples)]
     tokens = [count for meta in metas for count in meta.completion_tokens]
     return {
         "reward_mean": sum(rewards) / len(rewards),
@@ -237,6 +240,15 @@ def _measured(step: EndedStep) -> dict[str, float]:
     }
 
 
+def _components(step: EndedStep) -> dict[str, float]:
+    """Returns the mean of each component of the rewards over the samples that have it."""
+    values: dict[str, list[float]] = {}
+    for group in step.lease.groups:
+        for name, found in group.meta.components.items():
+            values.setdefault(name, []).extend(value for value in found if value is not None)
+    return {name: statistics.fmean(found) for name, found in values.items() if found}
+
+
 def _diagnostics(step: EndedStep) -> dict[str, float]:
     """Returns the record's `diagnostics`: the numbers whose names depend on the objective, the critic and the loss."""
     return {
@@ -249,6 +261,7 @@ def _diagnostics(step: EndedStep) -> dict[str, float]:
         "failed_samples_ratio": step.samples.failed_ratio,
         "stale_tokens": step.samples.stale_tokens,
         "stale_samples": step.samples.stale_samples,
+        "filtered_groups": len(step.lease.filtered),
         "all_right_ratio": step.samples.all_right_ratio,
         "all_wrong_ratio": step.samples.all_wrong_ratio,
     }

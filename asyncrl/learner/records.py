@@ -77,6 +77,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     its number of groups. `diagnostics` has, by name, the diagnostics of the step report, the loss's own metrics, the
     critic's numbers and the shares of groups whose rewards are all right or all wrong.
 
+    `reward_components` has the mean of each component of the rewards, without its weight, if the rewards have
+    components.
+
     `asyncrl.metrics.numbers` declares the other numbers: their units, their meanings, and where they are shown.
     """
 
@@ -115,6 +118,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     weight_updates: int
     mid_sequence_updates: int
     diagnostics: dict[str, float | None]
+    reward_components: dict[str, float] = {}
 
     @property
     def version_after(self) -> int:
@@ -132,6 +136,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
         return {
             "staleness/max_versions": max(ages, default=None),
             **{tracker: getattr(self, name) for name, tracker in TRACKERS.items() if name in own},
+            **{f"reward/component_{name}": value for name, value in self.reward_components.items()},
             **({} if before is None else self._since(before)),
             # a user's loss may have a metric with the name of a field
             **{
@@ -178,7 +183,8 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
 class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One rollout in full, as it was trained at `step`.
 
-    `rendered_prompt` is the prompt as the model got it, with special tokens and the chat template. `version_spans` has
+    `rendered_prompt` is the prompt as the model got it, with special tokens and the chat template. `components` has the
+    components of the reward by name, if it has any. `tokens` has the text of each completion token. `version_spans` has
     pairs (step of the weights, number of completion tokens that these weights generated), ordered by step.
     `staleness_versions` is the staleness of the oldest token at `step`. With `learner.logprobs_logged`,
     `generation_logprobs` has the engine's log-prob of each completion token, in nats. `prev_logprobs` then has the
@@ -190,8 +196,10 @@ class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str
     rendered_prompt: str
     completion: str
+    tokens: tuple[str, ...] = ()
     answer: str
     reward: float | None
+    components: dict[str, float | None] = {}
     advantage: float | None
     version_spans: tuple[tuple[int, int], ...]
     staleness_versions: int

@@ -410,6 +410,13 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         ),
         gauge(
             LEARNER,
+            "asyncrl_learner_reward_component_mean",
+            "Mean of a component of the rewards of a step (environment.rewards), without its weight.",
+            {"component": None},
+            own_unit="reward",
+        ),
+        gauge(
+            LEARNER,
             "asyncrl_learner_heldout_reward_mean",
             "Mean reward of the last held-out evaluation.",
             own_unit="reward",

@@ -363,6 +363,14 @@ NUMBERS: tuple[Number, ...] = (
         panel=(MASKED, "whole samples"),
     ),
     Number(
+        "filtered_groups",
+        "groups",
+        "Groups that were left out since the step before because all of their rewards are equal "
+        "(algorithm.zero_variance: resample). Other prompts took their places.",
+        "reward",
+        panel=(Panel(LEARNS, "Filtered groups", unit="suffix: groups"), "groups"),
+    ),
+    Number(
         "nonfinite_tokens",
         "tokens",
         "Tokens of the last step that were left out because a log-prob or an advantage was not finite.",

@@ -143,6 +143,11 @@ class LearnerMetrics(ProcessMetrics):
         for name, gauge in GAUGES.items():
             self._instruments.set(gauge, values.get(name, math.nan))
 
+    def reward_components(self, means: Mapping[str, float]) -> None:
+        """Records the mean of each component of a step's rewards, by name."""
+        for name, value in means.items():
+            self._instruments.set("asyncrl_learner_reward_component_mean", value, component=name)
+
     def staleness(
         self,
         *,

@@ -5,6 +5,7 @@ Long runs are drawn as means over bins, because a chart is too narrow to show mo
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import cycle
 
 from asyncrl.learner.records import EvalRecord, Resumption, StepRecord, mean, state_shares
 from asyncrl.metrics import state_colors
@@ -13,6 +14,8 @@ from asyncrl.metrics.state_colors import Color
 from asyncrl.views.charts import Mark, Series, line_chart, share_chart
 
 CURVE_POINTS = 300
+COLORS = ("blue", "green", "amber", "violet", "red")
+"""Colours of the lines of a chart whose lines have the user's own names."""
 SHARE_POINTS = 60
 
 Steps = Sequence[StepRecord]
@@ -40,6 +43,11 @@ def learning(steps: Steps, evals: Sequence[EvalRecord], *, marks: Sequence[Mark]
     if evals:
         reward_lines.append(Series(name="held out", ys=_at_versions(evals, xs), color="amber", style="dots"))
     figures = [draw("Reward", xs, reward_lines)]
+    names = dict.fromkeys(name for record in steps for name in record.reward_components)
+    if names:
+        colored = zip(names, cycle(COLORS), strict=False)
+        parts = [curve(name, color, bins, partial(_component, name)) for name, color in colored]
+        figures.append(draw("Reward by component", xs, parts))
     recorded = {*StepRecord.__struct_fields__, *(name for record in steps for name in record.diagnostics)}
     for chart, lines in charts().items():
         series = [
@@ -50,6 +58,10 @@ def learning(steps: Steps, evals: Sequence[EvalRecord], *, marks: Sequence[Mark]
         if series:
             figures.append(draw(chart.title, xs, series, unit=chart.unit, include=chart.include))
     return figures
+
+
+def _component(name: str, chunk: Steps) -> float | None:
+    return mean([record.reward_components.get(name) for record in chunk])
 
 
 def flow(steps: Steps, *, marks: Sequence[Mark] = ()) -> Sequence[str]:

@@ -114,7 +114,8 @@ def test_a_penalty_buffer_longer_than_a_completion_is_refused_where_it_matters()
 @pytest.mark.fault("F28")
 def test_masking_zero_variance_is_refused_where_no_group_has_any() -> None:
     alone = ("learner.group_size=1", "algorithm.advantage=reinforce_pp")
-    assert "nothing would be trained" in violations("algorithm.zero_variance=mask", *alone)[0]
+    for filters in ("mask", "resample"):
+        assert "none would be trained" in violations(f"algorithm.zero_variance={filters}", *alone)[0]
     warnings(*alone)
 
 
@@ -195,7 +196,8 @@ def test_an_advantage_with_options_is_checked_like_a_name() -> None:
 @pytest.mark.fault("F28")
 def test_what_a_run_does_not_have_is_refused_with_the_reason() -> None:
     for advantage in ("gdpo", "{name: group_norm, rewards: components}"):
-        assert "a run's environment gives one" in violations(f"algorithm.advantage={advantage}")[0]
+        assert "this configuration gives one reward" in violations(f"algorithm.advantage={advantage}")[0]
+        warnings(f"algorithm.advantage={advantage}", "environment.rewards=[{name: right, fn: exact_match}]")
     assert "reads the reward of a greedy completion" in violations("algorithm.advantage=remax")[0]
     assert "reads several rewards" in violations("algorithm.loss=gdpo", "staleness.max_versions=0")[0]
     for name in ("maxrl", "gr3"):

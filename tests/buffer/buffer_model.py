@@ -19,6 +19,7 @@ from asyncrl.buffer.failure_records import Failure
 from asyncrl.buffer.ledger import Amount, Event, Fate
 from asyncrl.buffer.records import (
     CommitOutcome,
+    FilteredGroup,
     GroupMeta,
     HeldReport,
     Lease,
@@ -57,7 +58,11 @@ class BufferModel:
         total_steps: int,
         drop_last: bool,
         on_deadline: OnDeadline = "wait",
+        most_filtered: int = 0,
     ) -> None:
+        self.most_filtered = most_filtered
+        self.filtered = 0  # groups since the last lease
+        self.filtered_keys: set[str] = set()
         self.limits = limits(
             eta=eta,
             per_step=per_step,
@@ -119,6 +124,7 @@ class BufferModel:
             clock=self.clock.read,
             drop_last=self.drop_last,
             on_deadline=self.on_deadline,
+            most_filtered=self.most_filtered,
         )
 
     # The state of the model.
@@ -236,8 +242,8 @@ class BufferModel:
                 break
             held.name_all()
         assert not renewal.name_all
-        # The answer to a commit is still under way if the replica holds a ticket that was committed.
-        assert not [key for key in held if self.has_ended(key) and key not in self.committed]
+        # The answer to a commit is still under way if the replica holds a ticket that was committed or filtered.
+        assert not [key for key in held if self.has_ended(key) and key not in self.committed | self.filtered_keys]
 
     def heartbeat_without_answer(self, replica: str, pick: int) -> None:
         """A heartbeat whose answer is lost, or that is lost itself."""
@@ -384,13 +390,24 @@ class BufferModel:
         stored = self.store(key, 1, newest=max(self.versions[key])) if stores else None
         if stored is not None and self.state[key] == "reserved":
             self.record_prefix(key, stored)
-        meta = finished(ticket, versions=self.versions[key], row_bytes=row_bytes)
+        equal = row_bytes % 2 == 0
+        rewards = (1.0, 1.0) if equal else (0.0, 1.0)
+        meta = finished(ticket, versions=self.versions[key], row_bytes=row_bytes, rewards=rewards)
         outcome = self.buffer.tickets.commit(msgspec.structs.replace(meta, stored=stored))
         if self.state[key] == "reserved" and not all(map(self.lineage.has, self.versions[key])):
             assert outcome is CommitOutcome.OLD_INCARNATION
             self.over(key)
             self.waiting.add(ticket.group)
             self.keep_surviving(ticket.group, self.prefixes.pop(ticket.group, None))
+        elif self.state[key] == "reserved" and equal and self.filtered < self.most_filtered:
+            assert outcome is CommitOutcome.FILTERED
+            self.filtered += 1
+            self.filtered_keys.add(key)
+            self.over(key, Fate.FILTERED)
+            prefix, own = self.prefixes.pop(ticket.group, None), ticket.prefix
+            self.continued += 0 if own is None else own.tokens
+            if prefix is not None and prefix.attempt != ticket.attempt:
+                assert prefix == own
         elif self.state[key] == "reserved":
             assert outcome is CommitOutcome.ACCEPTED
             self.state[key] = "ready"
@@ -481,7 +498,8 @@ class BufferModel:
             assert leased.extended or leased.meta.oldest >= self.v - leased.max_staleness_versions
         for key in keys:
             self.state[key] = "leased"
-        self.lease = answer
+        assert answer.filtered == (FilteredGroup(1.0, 2),) * self.filtered
+        self.lease, self.filtered = answer, 0
 
     def in_order(self, *states: str) -> list[str]:
         return sorted(self.having(*states), key=lambda key: (self.deadline[key], self.tickets[key].group))
@@ -554,6 +572,7 @@ class BufferModel:
             else:
                 self.over(key, Fate.TRAINED if end == "ack" else Fate.SKIPPED)
         self.v += end == "ack"
+        self.filtered += len(self.lease.filtered) if end == "give_back" else 0
         self.lease = None
 
     def end_another_step(self, pick: int) -> None:
@@ -568,6 +587,7 @@ class BufferModel:
         self.incarnation += 1
         self.lineage = self.lineage.child(Version(self.incarnation - 1, self.v))
         assert self.buffer.leases.succeed() == self.incarnation
+        self.filtered += 0 if self.lease is None else len(self.lease.filtered)
         for key in self.having("leased"):
             self.state[key] = "ready"
         self.lease = None
@@ -620,7 +640,7 @@ class BufferModel:
         self.replica_heard_at_s, self.quarantined = {}, set()
         self.buffer.restore(snapshot, lineage=self.lineage)
         self.dropped += sum(prefix.tokens for prefix in self.prefixes.values())
-        self.prefixes, self.split = {}, {}
+        self.prefixes, self.split, self.filtered = {}, {}, 0
         for key in self.having("reserved"):
             self.over(key)
             self.waiting.add(self.tickets[key].group)
@@ -668,7 +688,7 @@ class BufferModel:
         self.go_on(before, living)
         # The rows of groups without a slot are cleared.
         self.cleared = set(self.tickets) - set(self.having("reserved")) - (rows & set(self.having("ready")))
-        self.lease, self.retained, self.taken = None, {}, self.saved
+        self.lease, self.retained, self.taken, self.filtered = None, {}, self.saved, 0
         self.publish()
 
     def go_on(self, before: dict[str, Any], living: list[str]) -> None:
@@ -789,7 +809,7 @@ class BufferModel:
         counts = self.buffer.counts()
         assert account.fates[Fate.READY].groups == counts.ready
         assert account.fates[Fate.LEASED].groups == counts.leased
-        for fate in (Fate.TRAINED, Fate.SKIPPED, Fate.DROPPED, Fate.FAILED, Fate.ROWS_LOST):
+        for fate in (Fate.TRAINED, Fate.FILTERED, Fate.SKIPPED, Fate.DROPPED, Fate.FAILED, Fate.ROWS_LOST):
             tokens = 0 if fate is Fate.FAILED else 3 * self.fates[fate]  # `finished` gives 1 + 2 tokens
             tokens += self.dropped_tokens if fate is Fate.DROPPED else 0
             assert account.fates[fate] == Amount(self.fates[fate], 2 * self.fates[fate], tokens)
@@ -826,7 +846,10 @@ class BufferModel:
                     continue
             ticket = held.pop()
             outcome = buffer.tickets.commit(finished(ticket, newest=self.v))
-            assert outcome is (CommitOutcome.LATE if ticket.key in buffer.leases.cancelled else CommitOutcome.ACCEPTED)
+            if ticket.key in buffer.leases.cancelled:
+                assert outcome is CommitOutcome.LATE
+            else:
+                assert outcome in (CommitOutcome.ACCEPTED, CommitOutcome.FILTERED)
         raise AssertionError("no step after 60 commits")
 
 

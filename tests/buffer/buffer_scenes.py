@@ -64,6 +64,7 @@ def finished(
     newest: int | None = None,
     row_bytes: int = 10,
     versions: Collection[Version] = (),
+    rewards: tuple[float, ...] | None = None,
 ) -> GroupMeta:
     """Returns the metadata of a group that was generated without a failure, by the versions of its ticket and then by
     `versions`. Sample i has i + 1 tokens."""
@@ -77,7 +78,7 @@ def finished(
         row_bytes=row_bytes,
         prompt_tokens=3,
         completion_tokens=tuple(range(1, group_size + 1)),
-        rewards=(1.0,) * group_size,
+        rewards=(1.0,) * group_size if rewards is None else rewards,
         truncated=(False,) * group_size,
         oldest=ticket.oldest,
         newest=newest,

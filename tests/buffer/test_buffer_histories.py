@@ -38,6 +38,7 @@ class BufferHistories(RuleBasedStateMachine):
         total_steps=st.sampled_from([50, 5, 2]),
         drop_last=st.booleans(),
         on_deadline=st.sampled_from(["wait", "requeue", "drop", "mask"]),
+        most_filtered=st.sampled_from([0, 1, 5]),
     )
     def start(self, **drawn: int | str | None) -> None:
         self.model = BufferModel(**drawn)  # type: ignore[arg-type]

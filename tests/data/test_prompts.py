@@ -1,20 +1,16 @@
-from pathlib import Path
-
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.data.prompts import (
-    FIRST_ROWS,
-    OnBadRow,
     PromptCursor,
     PromptSource,
     Task,
     apply_template,
     format_prompt,
+    in_conversation,
     prompt_data,
-    read_jsonl,
     split,
 )
 from asyncrl.errors import ConfigError, DatasetError, RunMismatch
@@ -22,133 +18,6 @@ from asyncrl.errors import ConfigError, DatasetError, RunMismatch
 
 def make_tasks(count: int) -> list[Task]:
     return [Task(question=f"q{i}", prompt=f"q{i}", answer=f"a{i}") for i in range(count)]
-
-
-def write(tmp_path: Path, *lines: bytes) -> Path:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b"\n".join(lines) + b"\n")
-    return path
-
-
-GOOD = b'{"prompt": "1+1", "answer": "2", "level": 3}'
-BAD_ROWS = {
-    "blank": b"   ",
-    "bad_json": b'{"prompt": "x", "answer": ',
-    "not_an_object": b'["x", "y"]',
-    "missing_key": b'{"prompt": "x"}',
-    "wrong_type": b'{"prompt": "x", "answer": 2}',
-    "duplicate": b'{"prompt": "1+1", "answer": "two"}',
-    "too_large": b'{"prompt": "x", "answer": "' + b"y" * 5000 + b'"}',
-}
-
-
-def test_jsonl_rows_become_tasks_with_their_other_keys_as_metadata(tmp_path: Path) -> None:
-    tasks, skipped = read_jsonl(write(tmp_path, GOOD))
-    assert tasks == [Task(question="1+1", prompt="1+1", answer="2", metadata={"level": 3}, row=1)]
-    assert not skipped
-
-
-@pytest.mark.parametrize("reason", BAD_ROWS)
-@pytest.mark.fault("F33")
-def test_a_bad_row_is_refused_with_file_row_and_knob(tmp_path: Path, reason: str) -> None:
-    path = write(tmp_path, GOOD, BAD_ROWS[reason], b'{"prompt": "2+2", "answer": "4"}')
-    with pytest.raises(DatasetError, match=rf"rows\.jsonl, row 2: .*data\.on_bad_row.*\({reason}\)"):
-        read_jsonl(path, on_bad_row="refuse", max_row_bytes=1000)
-
-
-@pytest.mark.parametrize("reason", BAD_ROWS)
-@pytest.mark.fault("F33")
-def test_a_bad_row_is_skipped_and_counted_and_the_rows_after_it_are_read(tmp_path: Path, reason: str) -> None:
-    path = write(tmp_path, GOOD, BAD_ROWS[reason], b'{"prompt": "2+2", "answer": "4"}')
-    tasks, skipped = read_jsonl(path, on_bad_row="skip", max_row_bytes=1000)
-    assert [(task.answer, task.row) for task in tasks] == [("2", 1), ("4", 3)], "`row` is the number in the file"
-    assert skipped == {reason: 1}
-
-
-@pytest.mark.fault("F33")
-def test_bad_utf8_and_deep_nesting_are_bad_json(tmp_path: Path) -> None:
-    path = write(tmp_path, GOOD, b'{"prompt": "\xff", "answer": "2"}', b"[" * 100_000)
-    tasks, skipped = read_jsonl(path, on_bad_row="skip")
-    assert [task.row for task in tasks] == [1]
-    assert skipped == {"bad_json": 2}
-
-
-@pytest.mark.parametrize("on_bad_row", ["refuse", "skip"])
-@pytest.mark.fault("F33")
-def test_a_file_with_other_keys_is_refused_with_its_keys_and_how_to_rename_them_and_never_told_to_skip(
-    tmp_path: Path, on_bad_row: OnBadRow
-) -> None:
-    path = write(tmp_path, *[b'{"question": "%d", "answer": "2"}' % number for number in range(FIRST_ROWS + 1)])
-    with pytest.raises(DatasetError) as caught:
-        read_jsonl(path, on_bad_row=on_bad_row)
-    message = str(caught.value)
-    assert f"none of its first {FIRST_ROWS} rows can be used; row 1 has no key 'prompt'" in message
-    assert "['answer', 'question']" in message
-    assert "rename the keys" in message
-    assert "skip" not in message
-
-
-@pytest.mark.fault("F33")
-def test_rows_that_lack_a_key_beside_good_ones_are_skipped_however_many_come_first(tmp_path: Path) -> None:
-    path = write(tmp_path, *[b'{"prompt": "x"}'] * (FIRST_ROWS - 1), GOOD)
-    tasks, skipped = read_jsonl(path, on_bad_row="skip")
-    assert ([task.row for task in tasks], skipped) == ([FIRST_ROWS], {"missing_key": FIRST_ROWS - 1})
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        b'{"messages": [{"role": "user", "content": "x"}], "answer": "2"}',
-        b'{"prompt": [{"content": "x"}], "answer": "2"}',
-    ],
-)
-@pytest.mark.fault("F33")
-def test_a_conversation_is_refused_with_how_to_write_it_as_a_prompt(tmp_path: Path, row: bytes) -> None:
-    with pytest.raises(DatasetError, match=r"the text of one turn\. Write the text of the user's message as 'prompt'"):
-        read_jsonl(write(tmp_path, GOOD, row))
-
-
-def test_only_the_first_rows_of_a_file_are_read_where_no_more_are_wanted(tmp_path: Path) -> None:
-    path = write(tmp_path, GOOD, b'{"prompt": "2+2", "answer": "4"}', b"nonsense")
-    assert [task.row for task in read_jsonl(path, first=2)[0]] == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        (b"", "blank"),
-        (b"\r", "blank"),
-        (b'{"prompt": " \\n ", "answer": "2"}', "blank"),
-        (b'{"prompt": "\\ud800", "answer": "2"}', "bad_json"),
-        (b'{"prompt": "x", "answer": "2", "level": NaN}', "bad_json"),
-        (b'{"prompt": "x", "answer": "2", "level": ' + b"9" * 5000 + b"}", "bad_json"),
-        (b'{"prompt": "x", "answer": "2"} {}', "bad_json"),
-        (b"null", "not_an_object"),
-        (b'{"prompt": null, "answer": "2"}', "wrong_type"),
-        (b'{"answer": "two", "level": 4, "prompt": "1\\u002b1"}', "duplicate"),
-    ],
-)
-@pytest.mark.fault("F33")
-def test_a_row_that_is_bad_in_a_subtler_way_is_refused_with_its_number_too(
-    tmp_path: Path, row: bytes, reason: str
-) -> None:
-    with pytest.raises(DatasetError, match=rf"row 3: .*\({reason}\)"):
-        read_jsonl(write(tmp_path, GOOD, b'{"prompt": "2+2", "answer": "4"}', row))
-
-
-@pytest.mark.fault("F33")
-def test_a_row_at_the_limit_passes_and_the_last_row_needs_no_newline(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(GOOD)
-    assert len(read_jsonl(path, max_row_bytes=len(GOOD))[0]) == 1
-    with pytest.raises(DatasetError, match="row 1"):
-        read_jsonl(path, max_row_bytes=len(GOOD) - 1)
-
-
-@pytest.mark.fault("F33")
-def test_a_missing_file_names_the_file_and_the_knob(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match=r"absent\.jsonl.*data\.path"):
-        read_jsonl(tmp_path / "absent.jsonl")
 
 
 def test_template_sees_the_question_and_scalar_metadata() -> None:
@@ -290,3 +159,40 @@ def test_other_prompts_are_refused_with_what_differs(others: list[Task], message
 def test_an_empty_dataset_is_refused_naming_its_knobs() -> None:
     with pytest.raises(DatasetError, match=r"data\.dataset.*data\.heldout_fraction"):
         PromptSource([], seed=0)
+
+
+def test_the_systems_message_and_the_examples_come_before_a_question() -> None:
+    [task] = in_conversation(
+        [Task(question="2+2=", prompt="2+2=", answer="4")],
+        system_prompt="Be brief.",
+        examples=[{"prompt": "1+1=", "answer": "2"}],
+    )
+    assert [(each["role"], each["content"]) for each in task.messages] == [
+        ("system", "Be brief."),
+        ("user", "1+1="),
+        ("assistant", "2"),
+        ("user", "2+2="),
+    ]
+    assert task.input == task.messages
+    assert task.question == "2+2=", "the same question is held out with any system prompt"
+    assert task.prompt == "system: Be brief.\nuser: 1+1=\nassistant: 2\nuser: 2+2="
+
+
+def test_without_them_a_text_stays_a_text() -> None:
+    tasks = make_tasks(1)
+    assert in_conversation(tasks, system_prompt=None, examples=[]) == tasks
+    assert tasks[0].input == "q0"
+
+
+def test_a_second_message_of_the_system_is_refused() -> None:
+    messages = ({"role": "system", "content": "x"}, {"role": "user", "content": "y"})
+    task = Task(question="y", messages=messages, answer="z", row=7)
+    with pytest.raises(DatasetError, match=r"row 7 has a message of the system"):
+        in_conversation([task], system_prompt="Be brief.", examples=[])
+
+
+def test_a_template_is_refused_for_messages() -> None:
+    task = Task(question="y", messages=({"role": "user", "content": "y"},), answer="z", row=7)
+    assert apply_template("{question}", [task]) == [task]
+    with pytest.raises(ConfigError, match=r"row 7, which has messages; put the text into data\.system_prompt"):
+        apply_template("{question} Think.", [task])

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import Config, EnvironmentSection
-from asyncrl.data.prompts import Task, read_rows
+from asyncrl.data.prompts import Task
+from asyncrl.data.rows import read_rows
 from asyncrl.environments.interfaces import build_environment, build_reward, build_tasks, read_tasks
 from asyncrl.errors import ConfigError, DatasetError
 
@@ -155,7 +156,7 @@ def test_a_function_may_yield_tasks_without_prompts_and_dicts_whose_other_keys_a
     ("function", "message"),
     [
         ("not_tasks", r"row 3: is a int, not an object; correct the row, or set data\.on_bad_row: skip"),
-        ("conversations", r"row 1 has 'question' of type list, not a string: a prompt is the text of one turn"),
+        ("conversations", r"row 1 has 'question' of type list, not a string"),
         (
             "other_columns",
             r"none of its first 100 rows can be used; row 1 has no key 'prompt', but only \['answer', 'question",

@@ -16,7 +16,7 @@ from asyncrl.config.schema import EnvironmentSection
 from asyncrl.data.prompts import Task
 from asyncrl.environments import group_scoring
 from asyncrl.environments.group_scoring import GroupScoring
-from asyncrl.environments.reward_function import reward_function
+from asyncrl.environments.reward_function import reward_function, subject
 from asyncrl.environments.scoring_messages import (
     NO_COMPLETION,
     Failure,
@@ -42,7 +42,8 @@ def replies(
     """Returns the replies to a request, only the last of which is marked as such."""
     section = EnvironmentSection(reward="tasks:judge", score_timeout_s=timeout_s)
     sent: list[Reply] = []
-    GroupScoring(reward_function(function, section), section, send=sent.append, **options).score(request(*groups))
+    reward = reward_function(function, named=subject(section))
+    GroupScoring(reward, section, send=sent.append, **options).score(request(*groups))
     assert {reply.id for reply in sent} == {7}
     assert [reply.last for reply in sent] == [False] * (len(sent) - 1) + [True]
     return sent
@@ -136,7 +137,8 @@ def test_outcomes_are_sent_before_the_end_if_the_scoring_takes_long(monkeypatch:
 
 def test_an_own_score_is_named_by_the_environment() -> None:
     section, sent = EnvironmentSection(name="tasks:Riddles"), list[Reply]()
-    GroupScoring(reward_function(misbehave, section), section, send=sent.append).score(request(("none",)))
+    reward = reward_function(misbehave, named=subject(section))
+    GroupScoring(reward, section, send=sent.append).score(request(("none",)))
     [failure] = outcomes_of(sent)
     assert isinstance(failure, Failure)
     assert failure.message.startswith("environment.name = tasks:Riddles returned None")
@@ -191,7 +193,7 @@ def test_a_batched_reward_may_return_an_array() -> None:
         ("abc", RewardFailure.WRONG_TYPE, None, "returned a str for 3 completions"),
         ({"a": 1, "b": 2, "c": 3}, RewardFailure.WRONG_TYPE, None, "returned a dict for 3 completions"),
         ([1.0, None, 2.0], RewardFailure.WRONG_TYPE, 1, "returned None at index 1; a reward is a number"),
-        ([1.0, 2.0, {}], RewardFailure.WRONG_TYPE, 2, "returned a dict at index 2; a reward is a number"),
+        ([1.0, 2.0, {}], RewardFailure.WRONG_TYPE, 2, "returned an empty dict at index 2; name each component"),
         ([math.nan, 2.0, 3.0], RewardFailure.NOT_FINITE, 0, "returned nan at index 0; a reward is a finite number"),
     ],
 )
@@ -271,7 +273,7 @@ def test_an_async_reward_runs_in_the_same_event_loop_for_all_groups() -> None:
         return 1.0
 
     section, sent = EnvironmentSection(reward="tasks:judge"), list[Reply]()
-    scoring = GroupScoring(reward_function(judge, section), section, send=sent.append)
+    scoring = GroupScoring(reward_function(judge, named=subject(section)), section, send=sent.append)
     for _ in range(3):
         sent.clear()
         scoring.score(request(("a", "b")))

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.config.schema import EnvironmentSection
 from asyncrl.environments.interfaces import build_reward
-from asyncrl.environments.reward_function import Form, reward_function
+from asyncrl.environments.reward_function import Form, reward_function, subject
 from asyncrl.errors import ConfigError
 
 HERE = "test_reward_function"
@@ -66,7 +66,7 @@ def wrapped(*arguments: Any) -> Any:
     ],
 )
 def test_the_form_of_a_reward_is_read_from_its_signature(function: Callable[..., Any], form: Form) -> None:
-    assert reward_function(function, SECTION).form == form
+    assert reward_function(function, named=subject(SECTION)).form == form
 
 
 def test_the_score_of_an_environment_has_the_same_forms() -> None:
@@ -138,7 +138,7 @@ def test_a_reward_for_trl_is_refused_with_an_adapter_that_works(function: Callab
     assert len(adapter) == 3
     names: dict[str, Any] = {name: function}
     exec("\n".join(line.removeprefix("    ") for line in adapter), names)
-    adapted = reward_function(names[f"{name}_of_task"], SECTION)
+    adapted = reward_function(names[f"{name}_of_task"], named=subject(SECTION))
     assert adapted.form == Form(batched=True, asynchronous=name == "for_trl_async")
     rewards = adapted.function(Task(question="3+4", prompt="3+4=", answer="7", metadata={"level": 2}), ("7", "8"))
     assert (asyncio.run(rewards) if adapted.form.asynchronous else rewards) == [1.0, 0.0]

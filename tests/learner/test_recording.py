@@ -15,6 +15,7 @@ from learner_scenes import Scene, decoded, judged, skipped, trained
 
 from asyncrl.buffer.failure_records import FailedTicket, Failure
 from asyncrl.buffer.ledger import Fate
+from asyncrl.buffer.records import FilteredGroup
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.replicas import ReplicaReport, mean_states
@@ -61,6 +62,7 @@ async def test_a_trained_step_is_recorded_with_what_it_trained() -> None:
 NOT_OF_A_STEP = {
     "weight_sent_ratio",
     *("run_info", "stall_timeout_seconds", "weight_sync_timeout_seconds", "weight_lag_limit_versions"),
+    "learner_reward_component_mean",  # only if rewards have components
     *("weight_parity_ratio", "weight_parity_nats", "rows_outstanding", "learner_heldout_reward_mean"),
     *("checkpoint_interval_versions", "checkpoint_policy_version", "checkpoint_last_success_timestamp_seconds"),
     *("heartbeat_timestamp_seconds", "deadline_seconds"),
@@ -107,8 +109,15 @@ async def test_every_gauge_of_a_trained_step_shows_the_number_that_bears_its_nam
     of_samples |= {"stale_tokens": 111, "stale_samples": 112}
     ratios = {"overlong_ratio": overlong, "masked_ratio": masked, "failed_ratio": failed}
     samples = dataclasses.replace(step.samples, **of_samples, **ratios)
+    filtered = (FilteredGroup(reward=0.5, samples=4), FilteredGroup(reward=0.5, samples=4))
+    lease = msgspec.structs.replace(step.lease, filtered=filtered)
     step = dataclasses.replace(
-        step, report=report, samples=samples, critic_report=judged(loss=value_loss), published=Version(1, 40)
+        step,
+        lease=lease,
+        report=report,
+        samples=samples,
+        critic_report=judged(loss=value_loss),
+        published=Version(1, 40),
     )
     metrics = LearnerMetrics()
     recorder = StepRecorder(
@@ -124,6 +133,7 @@ async def test_every_gauge_of_a_trained_step_shows_the_number_that_bears_its_nam
         "peak_flops_per_second": peak,
         "parity_mean_nats": parity,
     }
+    expected["filtered_groups"] = 2
     expected |= {"explained_variance": 0.75, "value_clipped_ratio": 0.1, "policy_version": step.status.version.step}
     shown = {f"asyncrl_learner_{name}": value for name, value in expected.items()} | {
         "asyncrl_published_policy_version": 40,

@@ -1,0 +1,40 @@
+"""`asyncrl samples RUN`: shows trained samples of a run, with their rewards and the age of each token."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from asyncrl.deployment.known_runs import check_there, named_run
+from asyncrl.views.samples import ColorBy, legend, samples_of, shown_sample
+
+
+def samples(
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="Directory of a run, or the name of a run in runs/, such as quickstart."),
+    ],
+    step: Annotated[
+        int | None, typer.Option(metavar="N", help="Step whose samples are shown. Default: the last one.")
+    ] = None,
+    worst: Annotated[bool, typer.Option("--worst", help="Show the samples with the lowest rewards first.")] = False,
+    most: Annotated[int, typer.Option("-n", metavar="N", min=1, help="Number of samples.")] = 8,
+    color: Annotated[
+        ColorBy,
+        typer.Option(help="Colour tokens by their age in versions, or by engine's minus policy's log-prob."),
+    ] = "age",
+) -> None:
+    """Show samples that a run has trained: prompt, completion token by token, rewards by component, advantage, and the
+    versions of the weights that generated the tokens. The run may still be running.
+
+    The run writes the samples of `learner.groups_logged` groups of each step.
+    """
+    directory = named_run(run)
+    check_there(directory)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(legend(color))
+    for sample in samples_of(directory, step=step, worst=worst)[:most]:
+        console.print()
+        for line in shown_sample(sample, by=color):
+            console.print(line)

@@ -1,0 +1,257 @@
+"""Reads the rows of datasets, and makes tasks of them.
+
+A row that cannot be used is refused with its file and number, or it is skipped and counted by reason. It is never
+skipped silently.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import msgspec
+
+from asyncrl.data.conversation import Message, as_text, checked_messages
+from asyncrl.data.prompts import Task
+from asyncrl.errors import DatasetError
+
+OnBadRow = Literal["refuse", "skip"]
+
+MAX_ROW_BYTES = 2**20
+"""Longest line of a dataset file. A longer line means a broken file, not a prompt."""
+
+FIRST_ROWS = 100
+"""Rows that are checked first. If all of them are bad, the dataset has another format, so it is refused."""
+
+READ = ("prompt", "messages", "answer")
+"""The names under which a row is read. `data.columns` maps them to the names in a dataset."""
+
+_RENAME = (
+    ". Rows need a `prompt` (a text) or `messages` (a conversation), and an `answer`. If a dataset has other names, set"
+    " them in data.columns, e.g. {prompt: question, answer: solution}, or {answer: null} if it has no answers"
+)
+
+
+_ABSENT = object()
+"""Stands for the value of a key that a row does not have."""
+
+
+class BadRow(Exception):
+    """A row that cannot become a task. Rows are counted by `reason`."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+Row = Task | Mapping[str, Any] | BadRow
+
+
+def read_jsonl(
+    path: Path,
+    *,
+    columns: Mapping[str, str | None] = {},
+    on_bad_row: OnBadRow = "refuse",
+    max_row_bytes: int = MAX_ROW_BYTES,
+    first: int | None = None,
+) -> tuple[list[Task], Counter[str]]:
+    """Reads the tasks of a file with one JSON object a line. Returns them, and the number of skipped rows by reason.
+
+    In addition to the bad rows of `read_rows`, a row is bad if it is `too_large` or `bad_json` (also for bad UTF-8).
+    `first` limits how many rows are read. Raises DatasetError, which names the file and the row (from 1).
+    """
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise DatasetError(
+            f"{path}: the dataset file cannot be read ({error.strerror}); set data.path to a file that exists"
+        ) from error
+    with file:
+        rows = _lines(file, max_row_bytes=max_row_bytes)
+        return read_rows(
+            islice(rows, first), source=str(path), columns=columns, on_bad_row=on_bad_row, refuse_repeated=True
+        )
+
+
+def read_rows(
+    rows: Iterable[Row],
+    *,
+    source: str,
+    on_bad_row: OnBadRow,
+    columns: Mapping[str, str | None] = {},
+    refuse_repeated: bool = False,
+) -> tuple[list[Task], Counter[str]]:
+    """Converts rows to tasks. Returns them, and the number of skipped rows by reason.
+
+    A row is a task, or an object with a `prompt` (a text or a list of messages) or `messages`, and an `answer` (a text
+    or an integer). If its messages end with one of the assistant, this one is not part of the prompt, and it is the
+    answer unless the row has another one. `columns` has other names for these three, with dots between the names of
+    nested objects. All other keys become metadata.
+
+    A row is bad if it is `blank`, `not_an_object`, `missing_key`, `wrong_type`, `messages`, or with `refuse_repeated`
+    a `duplicate` (its prompt occurred before). Raises DatasetError, which names `source` and the row (from 1). A
+    dataset whose first `FIRST_ROWS` rows are all bad is refused even if `on_bad_row` is `skip`, because it has another
+    format and all rows would be skipped.
+    """
+    tasks: list[Task] = []
+    skipped: Counter[str] = Counter()
+    made: Iterator[Task | BadRow] = (_task(row, number=n, columns=columns) for n, row in enumerate(rows, start=1))
+    if refuse_repeated:
+        made = _once(made)
+    head = list(islice(made, FIRST_ROWS))
+    bad = next((found for found in head if isinstance(found, BadRow)), None)
+    if bad is not None and not any(isinstance(found, Task) for found in head):
+        which = f"none of its first {len(head)} rows can be used" if len(head) > 1 else "its only row cannot be used"
+        advice = _RENAME if bad.reason == "missing_key" else ""
+        raise DatasetError(f"{source}: {which}; row 1 {bad}{advice}")
+    for number, found in enumerate(chain(head, made), start=1):
+        if isinstance(found, Task):
+            tasks.append(found)
+        elif on_bad_row == "refuse":
+            raise DatasetError(
+                f"{source}, row {number}: {found}; correct the row, or set data.on_bad_row: skip ({found.reason})"
+            )
+        else:
+            skipped[found.reason] += 1
+    return tasks, skipped
+
+
+def _once(made: Iterable[Task | BadRow]) -> Iterator[Task | BadRow]:
+    seen: set[str] = set()
+    for found in made:
+        if isinstance(found, Task) and found.prompt in seen:
+            yield BadRow("duplicate", "has the prompt of an earlier row")
+            continue
+        if isinstance(found, Task):
+            seen.add(found.prompt)
+        yield found
+
+
+def _task(row: Row, *, number: int, columns: Mapping[str, str | None]) -> Task | BadRow:
+    """Returns the task of a row, or the BadRow that says why there is none."""
+    try:
+        match row:
+            case BadRow():
+                return row
+            case Task():
+                return _of_code(row, number=number)
+            case Mapping():
+                return _of_row(row, number=number, columns=columns)
+            case _:
+                raise BadRow("not_an_object", f"is a {type(row).__name__}, not an object")
+    except BadRow as bad:
+        return bad
+
+
+def _of_code(task: Task, *, number: int) -> Task:
+    """Returns a task that the user's code made, with what the code may leave out."""
+    for name in ("question", "prompt", "answer"):
+        if not isinstance(value := getattr(task, name), str):
+            raise BadRow("wrong_type", f"has {name!r} of type {type(value).__name__}, not a string")
+    _check_metadata(task.metadata)
+    messages = _messages(task.messages, name="messages") if task.messages else ()
+    if messages and not task.prompt:
+        task = msgspec.structs.replace(task, question=task.question or as_text(messages), prompt=as_text(messages))
+    return msgspec.structs.replace(task, messages=messages, row=task.row or number)
+
+
+def _of_row(row: Mapping[str, Any], *, number: int, columns: Mapping[str, str | None]) -> Task:
+    names = {name: columns.get(name, name) for name in READ}
+    asked = names["prompt"] if _value(row, names["prompt"]) is not _ABSENT else names["messages"]
+    prompt, answer = _value(row, asked), _value(row, names["answer"])
+    if prompt is _ABSENT:
+        raise BadRow("missing_key", f"has no key {names['prompt']!r}, but only {sorted(map(str, row))[:8]}")
+    messages: tuple[Message, ...] = ()
+    if not isinstance(prompt, str):
+        messages = _messages(prompt, name=asked)
+        if messages[-1]["role"] == "assistant":
+            answer = messages[-1]["content"] if answer is _ABSENT else answer
+            messages = messages[:-1]
+    question = prompt if isinstance(prompt, str) else as_text(messages)
+    if not question.strip():
+        raise BadRow("blank", "has a blank prompt")
+    metadata = {key: value for key, value in row.items() if key not in (asked, names["answer"])}
+    _check_metadata(metadata)
+    return Task(
+        question=question,
+        prompt=question,
+        messages=messages,
+        answer=_answer(answer, row, key=names["answer"]),
+        metadata=metadata,
+        row=number,
+    )
+
+
+def _value(row: Mapping[str, Any], key: str | None) -> Any:
+    """Returns the value of a key, which may lead into nested objects (`reward_model.ground_truth`), or `_ABSENT`."""
+    if key is None:
+        return _ABSENT
+    if key in row:
+        return row[key]
+    first, _, rest = key.partition(".")
+    inner = row.get(first) if rest else None
+    return _value(inner, rest) if isinstance(inner, Mapping) else _ABSENT
+
+
+def _answer(answer: object, row: Mapping[str, Any], *, key: str | None) -> str:
+    if key is None:
+        return ""
+    if answer is _ABSENT:
+        raise BadRow("missing_key", f"has no key {key!r}, but only {sorted(map(str, row))[:8]}")
+    if isinstance(answer, str):
+        return answer
+    if isinstance(answer, int) and not isinstance(answer, bool):
+        return str(answer)
+    raise BadRow("wrong_type", f"has {key!r} of type {type(answer).__name__}, not a string or an integer")
+
+
+def _messages(value: object, *, name: str | None) -> tuple[Message, ...]:
+    if isinstance(value, bytes | Mapping) or not isinstance(value, Iterable):
+        raise BadRow("wrong_type", f"has {name!r} of type {type(value).__name__}, not a string or a list of messages")
+    try:
+        messages = checked_messages(value)
+    except ValueError as error:
+        raise BadRow("messages", f"has {name!r}, which {error}") from None
+    if all(message["role"] != "user" for message in messages):
+        raise BadRow("messages", f"has {name!r} without a message of the user")
+    return messages
+
+
+def _check_metadata(metadata: object) -> None:
+    """Raises BadRow if the metadata is not a dict that JSON can encode: scoring processes get tasks as JSON."""
+    if not isinstance(metadata, dict):
+        raise BadRow("wrong_type", f"has 'metadata' of type {type(metadata).__name__}, not a dict")
+    try:
+        msgspec.json.encode(metadata)
+    except (TypeError, ValueError) as error:
+        raise BadRow(
+            "wrong_type",
+            f"has keys besides its prompt and its answer that are not JSON ({error}), and the reward gets them as "
+            "JSON; convert them, or leave them out",
+        ) from None
+
+
+def _lines(file: BinaryIO, *, max_row_bytes: int) -> Iterator[Mapping[str, Any] | BadRow]:
+    for line in iter(lambda: file.readline(max_row_bytes + 2), b""):
+        try:
+            yield _decoded(line, max_row_bytes=max_row_bytes)
+        except BadRow as bad:
+            yield bad
+            rest = line
+            while not rest.endswith(b"\n") and (rest := file.readline(max_row_bytes)):
+                pass  # reads the rest of a row that is too large, in pieces, because it may not fit into memory
+
+
+def _decoded(line: bytes, *, max_row_bytes: int) -> dict[str, Any]:
+    if len(line.rstrip(b"\r\n")) > max_row_bytes:
+        raise BadRow("too_large", f"is longer than {max_row_bytes} bytes")
+    if not line.strip():
+        raise BadRow("blank", "is blank")
+    try:
+        row = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRow("bad_json", f"is not JSON ({error})") from None
+    if not isinstance(row, dict):
+        raise BadRow("not_an_object", f"is a {type(row).__name__}, not an object")
+    return row

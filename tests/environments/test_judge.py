@@ -1,0 +1,129 @@
+"""The built-in judge asks an OpenAI-compatible server. The server of these tests is a real one, in this process."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from asyncrl.config.schema import EnvironmentSection
+from asyncrl.data.prompts import Task
+from asyncrl.environments.scoring import Scorer
+from asyncrl.environments.scoring_messages import Components
+from asyncrl.environments.secrets import Secrets
+from asyncrl.environments.verifiers import judge
+from asyncrl.errors import DataError
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+TASK = Task(question="2+2=", prompt="2+2=", answer="4", metadata={})
+
+
+class Server(ThreadingHTTPServer):
+    """Answers with `answers`, one after the other; a number is the status of a failed request."""
+
+    answers: list[str | int]
+    seen: list[dict[str, Any]]
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.seen.append(body | {"key": self.headers["Authorization"]})
+        answer = self.server.answers.pop(0) if len(self.server.answers) > 1 else self.server.answers[0]
+        message = {"role": "assistant", "content": answer}
+        reply = {
+            "id": "1",
+            "object": "chat.completion",
+            "created": 0,
+            "model": "m",
+            "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+        }
+        self.send_response(answer if isinstance(answer, int) else 200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps(reply).encode())
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server(("127.0.0.1", 0), Handler)
+    made.answers, made.seen = ["It is right.\n1"], []
+    thread = threading.Thread(target=made.serve_forever, daemon=True)
+    thread.start()
+    yield made
+    made.shutdown()
+    made.server_close()
+
+
+def asked(server: Server, completion: str = "4", **options: Any) -> float:
+    url = f"http://127.0.0.1:{server.server_port}/v1"
+    return asyncio.run(judge(TASK, completion, url=url, model="m", **options))
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        ("It is right.\n1", 1.0),
+        ("Step 2 of 3 is wrong: 0.25", 0.25),
+        ("0", 0.0),
+        ("1.0.", 1.0),
+        ("First I thought 1, but no.\n0", 0.0),
+    ],
+)
+def test_the_reward_is_the_last_number_from_0_to_1(answer: str, reward: float, server: Server) -> None:
+    server.answers = [answer]
+    assert asked(server) == reward
+
+
+def test_the_question_the_answer_and_the_completion_are_in_the_request_also_with_braces(server: Server) -> None:
+    asked(server, completion="a {completion} with {braces}", prompt="{question}|{answer}|{completion}|{other}")
+    [request] = server.seen
+    assert request["messages"] == [{"role": "user", "content": "2+2=|4|a {completion} with {braces}|{other}"}]
+    assert request["model"] == "m"
+
+
+def test_an_answer_without_a_number_and_a_refused_request_are_errors_of_the_reward(server: Server) -> None:
+    server.answers = ["I cannot say: 17 of 20"]
+    with pytest.raises(ValueError, match="has no number from 0 to 1"):
+        asked(server)
+    server.answers = [401]
+    with pytest.raises(Exception, match="401"):
+        asked(server)
+
+
+def test_a_request_that_fails_for_a_passing_reason_is_repeated(server: Server) -> None:
+    server.answers = [503, 503, "1"]
+    assert asked(server) == 1.0
+    assert len(server.seen) == 3
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F19")
+async def test_a_judge_beside_another_reward_scores_a_group_in_a_scoring_process_with_its_key(server: Server) -> None:
+    url = f"http://127.0.0.1:{server.server_port}/v1"
+    options = {"url": url, "model": "m", "key_variable": "JUDGE_KEY", "retries": 0}
+    rewards = [{"name": "judge", "fn": "judge", "options": options}, {"name": "right", "fn": "exact_match"}]
+    section = EnvironmentSection.model_validate({"rewards": rewards, "secrets": ["JUDGE_KEY"]})
+    scorer = Scorer(section, secrets=Secrets({"JUDGE_KEY": "hunter2"}))
+    try:
+        scores = await scorer.score(TASK, ["4", "5"])
+        assert scores == [
+            Components(total=2.0, parts={"judge": 1.0, "right": 1.0}),
+            Components(total=1.0, parts={"judge": 1.0, "right": 0.0}),
+        ]
+        assert {request["key"] for request in server.seen} == {"Bearer hunter2"}
+        server.answers = [500]
+        [score] = await scorer.score(TASK, ["4"])
+        assert isinstance(score, DataError)
+        assert "environment.rewards: judge raised" in str(score)
+        assert "hunter2" not in str(score)
+    finally:
+        await scorer.close()

@@ -1,0 +1,108 @@
+"""A run of a tiny chat model on a parquet file of conversations, with two rewards: real Ray, vLLM and FSDP2."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from conftest import REPOSITORY, Command
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from asyncrl.config.load import load_config
+from asyncrl.learner.record_lines import read_lines
+from asyncrl.learner.records import SampleRecord, StepRecord
+
+datasets = pytest.importorskip("datasets")
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+RECIPE = REPOSITORY / "configs" / "tiny_chat.yaml"
+STEPS = 3
+
+
+def conversations(path: Path) -> None:
+    """Writes solved conversations, whose last message is the answer."""
+    rows = []
+    for first in range(20):
+        for second in range(20):
+            question = {"role": "user", "content": f"Which is larger, {first} or {second}?"}
+            rows.append({"messages": [question, {"role": "assistant", "content": str(max(first, second))}]})
+    datasets.Dataset.from_list(rows).to_parquet(path)
+
+
+def tiny_llama(path: Path) -> None:
+    """A random Llama with the tokenizer of the tiny chat model."""
+    from asyncrl.demo.chat_tokenizer import build_chat_tokenizer
+
+    tokenizer = build_chat_tokenizer(max_length=64)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+def test_a_chat_model_trains_on_conversations_with_two_rewards(tmp_path: Path) -> None:
+    conversations(tmp_path / "chat.parquet")
+    tiny_llama(tmp_path / "llama")
+    overrides = [
+        f"run.dir={tmp_path}",
+        f"model.path={tmp_path / 'llama'}",
+        "model.tiny=null",
+        f"data.path={tmp_path / 'chat.parquet'}",
+        "data.columns={}",
+        "data.few_shot=[{prompt: '1 or 2?', answer: '2'}]",
+        "data.max_prompt_tokens=58",
+        "generator.max_completion_tokens=4",
+        "generator.max_concurrent_groups=8",
+        "algorithm.zero_variance=resample",
+        "algorithm.max_resamples_per_step=2",
+        "algorithm.advantage={name: group_norm, rewards: components}",
+        "staleness.max_versions=2",
+        f"learner.total_steps={STEPS}",
+        "learner.groups_per_step=4",
+        "learner.group_size=4",
+        "learner.optimizer.warmup_steps=0",
+        "eval.prompts=8",
+    ]
+    load_config([RECIPE], overrides)
+    command = Command(["up", "-c", str(RECIPE), *overrides], log=tmp_path / "log", environment={})
+    assert command.wait(500) == 0, command.output()[-4000:]
+    run = tmp_path / "tiny-chat"
+    steps = read_lines(run / "steps.jsonl", StepRecord)
+    assert [step.step for step in steps] == [*range(STEPS)]
+    for step in steps:
+        assert step.reward_components.keys() == {"right", "number"}
+        assert step.parity_nats is None or step.parity_nats < 1e-4
+        assert 0 <= (step.diagnostics["filtered_groups"] or 0) <= 2
+        assert step.trained_samples == 16, "no step is short"
+    for number in range(STEPS):
+        for sample in read_lines(run / "samples" / f"step-{number}.jsonl", SampleRecord):
+            shown = sample.rendered_prompt
+            assert shown.startswith(
+                "<|im_start|>system\nAnswer with a number only.<|im_end|>\n<|im_start|>user\n1 or 2?"
+            )
+            assert shown.endswith("?<|im_end|>\n<|im_start|>assistant\n"), "the prompt ends before the model's turn"
+            assert shown.count("<|im_end|>") == 4
+            assert sum(count for _, count in sample.version_spans) == len(sample.tokens)
+            assert sample.truncated or sample.tokens[-1] == "<|im_end|>", "the sampled end of the turn is trained"
+            assert sample.reward == pytest.approx(
+                (sample.components["right"] or 0) + 0.1 * (sample.components["number"] or 0)
+            )
+    ledger = steps[-1].ledger_groups
+    assert ledger["filtered"] >= 1, "a random model gives most groups equal rewards"
+    summary = json.loads((run / "summary.json").read_bytes())
+    assert summary["ledger_closed"]
+    assert msgspec.json.decode((run / "evals.jsonl").read_bytes().splitlines()[0])["prompts"] == 8
+    audit = Command(["audit", str(run)], log=tmp_path / "audit.log", environment={})
+    assert audit.wait(120) == 0, audit.output()

@@ -1,0 +1,103 @@
+"""`asyncrl samples` shows each token with its age, the rewards by component, and hostile text harmlessly."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from rich.text import Text
+from typer.testing import CliRunner
+from written_runs import lively_step, write_run
+
+from asyncrl.cli.main import app
+from asyncrl.errors import RunError
+from asyncrl.learner.records import SampleRecord
+from asyncrl.views.samples import legend, samples_of, shown_sample
+
+SAMPLE = SampleRecord(
+    step=7,
+    group=3,
+    prompt="2+2=",
+    rendered_prompt="<user>2+2=<bot>",
+    completion="four",
+    tokens=("fo", "u", "r", "<end>"),
+    answer="4",
+    reward=0.75,
+    components={"right": 1.0, "style": None},
+    advantage=-0.5,
+    version_spans=((5, 1), (7, 3)),
+    staleness_versions=2,
+    truncated=True,
+    generation_logprobs=(-0.5, -0.5, -0.5, -0.5),
+    prev_logprobs=(-0.55, -0.9, -1.2, -3.0),
+)
+
+
+def lines(sample: SampleRecord, **options: Any) -> list[Text]:
+    return list(shown_sample(sample, **({"by": "age"} | options)))
+
+
+def colors(text: Text) -> list[str]:
+    return [str(span.style) for span in text.spans][1:]  # the first one is the label's
+
+
+def test_a_sample_is_shown_with_its_rewards_its_prompt_and_the_versions_of_its_tokens() -> None:
+    head, prompt, completion, answer, tokens = (line.plain for line in lines(SAMPLE))
+    assert head == "step 7, group 3, reward 0.75, right 1, style none, advantage -0.5, truncated"
+    assert prompt.endswith("<user>2+2=<bot>")
+    assert completion.endswith("four<end>")
+    assert answer.endswith("4")
+    assert tokens.endswith("1 of version 5 (age 2), 3 of version 7 (age 0)")
+    without = msgspec.structs.replace(SAMPLE, reward=None, components={}, advantage=None, truncated=False, answer="")
+    head, *_, tokens = (line.plain for line in lines(without))
+    assert head == "step 7, group 3, no reward, no advantage"
+
+
+def test_tokens_are_coloured_by_their_age_or_by_the_difference_of_log_probs() -> None:
+    assert colors(lines(SAMPLE)[2]) == ["dark_orange", "green", "green", "green"]
+    assert colors(lines(SAMPLE, by="difference")[2]) == ["green", "yellow", "dark_orange", "red"]
+    old = msgspec.structs.replace(SAMPLE, version_spans=((1, 4),))
+    assert colors(lines(old)[2]) == ["red"] * 4
+    assert "age 0" in legend("age").plain
+    assert "below 0.1" in legend("difference").plain
+
+
+def test_a_difference_needs_the_log_probs() -> None:
+    with pytest.raises(RunError, match=r"set learner\.logprobs_logged"):
+        lines(msgspec.structs.replace(SAMPLE, prev_logprobs=None), by="difference")
+
+
+def written(folder: Path) -> Path:
+    path = write_run(folder, [lively_step(step) for step in range(3)])
+    low = [msgspec.structs.replace(SAMPLE, reward=reward) for reward in (1.0, None, 0.25)]
+    with (path / "samples" / "step-2.jsonl").open("ab") as file:
+        file.writelines(msgspec.json.encode(sample) + b"\n" for sample in low)
+    return path
+
+
+def test_the_last_step_is_shown_and_the_worst_come_first_if_asked(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    assert [sample.reward for sample in samples_of(path, step=None, worst=False)] == [1.0, 1.0, None, 0.25]
+    assert [sample.reward for sample in samples_of(path, step=2, worst=True)] == [None, 0.25, 1.0, 1.0]
+    assert [sample.step for sample in samples_of(path, step=0, worst=False)] == [0]
+    with pytest.raises(RunError, match="no samples of step 9; it has them of the steps 0 to 2"):
+        samples_of(path, step=9, worst=False)
+
+
+def test_the_command_prints_samples_and_no_control_characters_of_the_model(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    result = CliRunner().invoke(app, ["samples", str(path), "--worst", "-n", "1"])
+    assert result.exit_code == 0, result.output
+    assert "reward" in result.output
+    assert result.output.count("group 3") == 1
+    hostile = msgspec.structs.replace(SAMPLE, tokens=("\x1b]0;owned\x07", "b", "c", "d"))
+    (path / "samples" / "step-9.jsonl").write_bytes(msgspec.json.encode(hostile) + b"\n")
+    result = CliRunner().invoke(app, ["samples", str(path)])
+    assert "owned" in result.output
+    assert "\x1b" not in result.output
+    assert CliRunner().invoke(app, ["samples", str(path), "--color", "blue"]).exit_code == 2
+
+
+def test_a_run_without_samples_says_why(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"learner\.groups_logged was 0"):
+        samples_of(tmp_path, step=None, worst=False)
