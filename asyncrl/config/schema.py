@@ -344,7 +344,7 @@ class LearnerSection(Section):
     """G: samples of one prompt."""
     updates_per_step: PositiveInt = 1
     """Optimizer updates in a step. Each update takes an equal share of the step's groups."""
-    batching: Literal["padded", "dynamic", "packed"] = "padded"
+    batching: Literal["padded", "dynamic", "packed"] = "packed"
     """How a rank fills one forward and backward pass. `padded`: `micro_batch_size` sequences, padded to the longest.
     `dynamic`: sequences of similar length, up to `micro_batch_tokens` tokens with padding. `packed`: sequences end to
     end without padding, up to `micro_batch_tokens` tokens. If packed sequences of one pass begin with the same

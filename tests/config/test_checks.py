@@ -67,7 +67,11 @@ _LIMITS = [
         ["learner.batching=packed", "learner.micro_batch_tokens=64"],
         "model.max_length = 64",
     ),
-    (["learner.batching=dynamic", "learner.micro_batch_tokens=1"], ["learner.micro_batch_tokens=1"], "raise it"),
+    (
+        ["learner.batching=dynamic", "learner.micro_batch_tokens=1"],
+        ["learner.batching=padded", "learner.micro_batch_tokens=1"],
+        "raise it",
+    ),
     (
         ["learner.ranks=4", "learner.updates_per_step=8"],
         ["learner.ranks=2", "learner.updates_per_step=8"],

@@ -30,7 +30,7 @@ def test_each_stage_s_packing_arguments_are_copies_of_its_own() -> None:
             found["max_tokens_per_microbatch"] = 1
             again: Any = policy._packing_args(stage)[place]
             assert again["max_tokens_per_microbatch"] == 32
-    padded = TQPolicy(settings(), dp_cfg=settings().data_plane)
+    padded = TQPolicy(settings(batching="padded"), dp_cfg=settings().data_plane)
     assert padded._packing_args("train_mb_tokens") == (None, None)
     with pytest.raises(ValueError, match="is 'mb_tokens'; it must be one of logprob_mb_tokens, train_mb_tokens"):
         padded._packing_args("mb_tokens")
