@@ -49,21 +49,23 @@ def _numerics(size: AttentionSize, *, device: torch.device) -> Iterator[Row]:
         f"{len(expected_M)} log-probs of {len(tokens_BS)} rows are compared; {GROUP_SIZE} rows each share a prompt",
     )
     for label, dtype in PRECISIONS.items():
-        model = copy.deepcopy(reference).to(device)
+        model = copy.deepcopy(reference).to(device)  # type: ignore[arg-type]
         cast_weights(model, dtype)
-        means = {}
+        means, gradients = {}, {}
         for way in ("padded", "packed"):
             model.zero_grad()
             found_M = _forward_backward(model, tokens_BS, lengths_B, packed=way == "packed")
             apart_M = (found_M.cpu() - expected_M).abs()
             means[way] = float(apart_M.mean())
-            gradient = float((_gradient(model) - expected_gradient).norm() / expected_gradient.norm())
+            gradients[way] = float((_gradient(model) - expected_gradient).norm() / expected_gradient.norm())
             yield Row(
                 f"{way}, {label}, against padded rows in float32 on the CPU",
                 f"log-probs differ by at most {float(apart_M.max()):.1e} nats, by {means[way]:.1e} on average; "
-                f"the gradient by {gradient:.1e} of its norm",
+                f"the gradient by {gradients[way]:.1e} of its norm",
             )
         check(means["packed"], at_most=2 * means["padded"] + 1e-5, what=f"the mean difference of packed rows, {label},")
+        limit = 2 * gradients["padded"] + 1e-5
+        check(gradients["packed"], at_most=limit, what=f"the difference of the gradient of packed rows, {label},")
 
 
 def _grouped_rows(size: AttentionSize) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,6 +20,6 @@ def machine(size: Size) -> Iterator[Row]:
     else:
         found = torch.cuda.get_device_properties(0)
         yield Row("device", f"{found.name}, {found.total_memory / GIB:.0f} GiB")
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         versions += f", CUDA {torch.version.cuda}, NCCL {nccl}"
     yield Row("libraries", versions)

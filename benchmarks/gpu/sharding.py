@@ -30,7 +30,8 @@ ROUNDING = 1e-5
 def one_rank(device: torch.device) -> Iterator[None]:
     """A process group of this process alone, with the backends of the learner's ranks."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timedelta(seconds=60))
     try:
         yield
     finally:
