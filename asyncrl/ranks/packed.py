@@ -190,7 +190,7 @@ def _by_kernel(
     if any(part.shared for part in segments.alike):
         keys_MKD, values_MKD = keys_MKD[segments.places_M], values_MKD[segments.places_M]
     # torch 2.11, with which benchmarks/gpu also runs, does not know this argument
-    grouped = {} if len(query_HND) == len(key_KND) else {"enable_gqa": True}
+    grouped: dict[str, Any] = {} if len(query_HND) == len(key_KND) else {"enable_gqa": True}
     out_NHD = varlen_attn(
         query_HND.transpose(0, 1),
         keys_MKD,

@@ -127,8 +127,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.write and (arguments.size != "gpu" or arguments.part):
         parser.error("--write needs --size gpu and all parts: docs/gpu.md has one table, of one GPU")
-    on_gpu = arguments.size == "gpu"
-    head = [] if not on_gpu else _provenance(arguments.commit)
+    head = _provenance(arguments.commit) if arguments.write else []
     multiprocessing.get_context("forkserver").set_forkserver_preload(SLOW_IMPORTS)
     chosen = [part for part in PARTS if not arguments.part or part.name in arguments.part]
     table = ["| part | measured | figure |", "|---|---|---|"]

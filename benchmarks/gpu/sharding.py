@@ -4,7 +4,7 @@ With one rank, FSDP2 copies shards instead of gathering them (torch 2.13). So th
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -58,7 +58,7 @@ def sharding(size: Size) -> Iterator[Row]:
 def _collectives(size: Size, *, device: torch.device) -> Iterator[Row]:
     sent = torch.arange(size.shared_bytes // 4, dtype=torch.float32, device=device)
     received = torch.empty_like(sent)
-    works = {
+    works: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: dist.all_reduce(received.copy_(sent)),
         "all_gather": lambda: dist.all_gather_into_tensor(received, sent),
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(received, sent),

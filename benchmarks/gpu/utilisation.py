@@ -28,13 +28,14 @@ def utilisation(size: Size) -> Iterator[Row]:
         yield _row(model, shape, size=size, way="weights and AdamW in bfloat16, not sharded", attention="sdpa")
         del model
     with one_rank(device):
-        for shape in size.trained:
-            model = random_model(shape, device=device)
-            shard(model, device=device, compute=torch.bfloat16)
-            for attention, rows in (("sdpa", "padded"), (ATTENTION, "packed")):
-                way = f"{rows} rows, float32 master weights and AdamW, fully_shard, computes in bfloat16"
+        # first all rows without packing, so that they are measured even if packing fails
+        for attention, rows in (("sdpa", "padded"), (ATTENTION, "packed")):
+            way = f"{rows} rows, float32 master weights and AdamW, fully_shard, computes in bfloat16"
+            for shape in size.trained:
+                model = random_model(shape, device=device)
+                shard(model, device=device, compute=torch.bfloat16)
                 yield _row(model, shape, size=size, way=way, attention=attention)
-            del model
+                del model
 
 
 def _row(model: Qwen2ForCausalLM, shape: ModelShape, *, size: Size, way: str, attention: str) -> Row:

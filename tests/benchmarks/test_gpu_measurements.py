@@ -50,6 +50,16 @@ def test_a_cpu_check_is_never_written_as_a_measurement() -> None:
     assert "--write needs --size gpu" in done.stderr
 
 
+def test_the_command_ends_with_1_if_a_part_fails() -> None:
+    done = subprocess.run(
+        [sys.executable, "benchmarks/gpu/measure.py", "--size", "gpu", "--part", "machine"],
+        cwd=REPOSITORY, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "| machine | **failed** | RuntimeError: torch finds no CUDA device" in done.stdout
+
+
 def wrong(size: object) -> Iterator[tuple[str, str]]:
     yield "before", "1"
     raise ValueError("two | three")
