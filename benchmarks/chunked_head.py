@@ -32,6 +32,36 @@ def full_logprobs(hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: t
     return logits_NV.gather(1, targets_N.unsqueeze(1)).squeeze(1) - logits_NV.logsumexp(dim=1)
 
 
+def random_inputs(
+    *, dtype: torch.dtype, tokens: int, width: int, vocabulary: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns hidden states [N, D] and the head's weight [V, D], both of which require gradients, and targets [N]."""
+    torch.manual_seed(0)
+    hidden_ND = torch.randn(tokens, width, device=device).to(dtype).requires_grad_()
+    # The weight is drawn in pieces, because float32 values for a whole bfloat16 weight would be the peak.
+    weight_VD = torch.empty(vocabulary, width, dtype=dtype, device=device)
+    for rows in weight_VD.split(1024):
+        rows.copy_(torch.randn(rows.shape, device=device) / width**0.5)
+    return hidden_ND, weight_VD.requires_grad_(), torch.randint(vocabulary, (tokens,), device=device)
+
+
+def logprobs_by(
+    path: str, hidden_ND: torch.Tensor, weight_VD: torch.Tensor, *, targets_N: torch.Tensor, chunk_logits: int
+) -> torch.Tensor:
+    """Returns the log-probs [N] by one of the paths `full`, `chunked` and `entropy`."""
+    if path == "full":
+        return full_logprobs(hidden_ND, weight_VD, targets_N)
+    logprobs_N, _ = chunked_logprobs(
+        hidden_ND,
+        weight_VD,
+        targets_N=targets_N,
+        temperature=TEMPERATURE,
+        with_entropy=path == "entropy",
+        chunk_logits=chunk_logits,
+    )
+    return logprobs_N
+
+
 def peak_bytes() -> int:
     """Returns the peak memory of this process. ru_maxrss would include the parent's memory at the time of the fork."""
     status = Path("/proc/self/status").read_text()
@@ -41,28 +71,9 @@ def peak_bytes() -> int:
 def measure(path: str, *, dtype: torch.dtype, tokens: int, width: int, vocabulary: int, chunk_logits: int) -> None:
     """Measures one path and prints a JSON line with the peak bytes, the seconds of forward and backward, and the
     processor seconds of both."""
-    torch.manual_seed(0)
-    hidden_ND = torch.randn(tokens, width).to(dtype).requires_grad_()
-    # The weight is drawn in pieces, because float32 values for a whole bfloat16 weight would be the peak.
-    weight_VD = torch.empty(vocabulary, width, dtype=dtype)
-    for rows in weight_VD.split(1024):
-        rows.copy_(torch.randn(rows.shape) / width**0.5)
-    weight_VD.requires_grad_()
-    targets_N = torch.randint(vocabulary, (tokens,))
-
-    def logprobs(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        if path == "full":
-            return full_logprobs(hidden, weight_VD, targets)
-        logprobs_N, _ = chunked_logprobs(
-            hidden,
-            weight_VD,
-            targets_N=targets,
-            temperature=TEMPERATURE,
-            with_entropy=path == "entropy",
-            chunk_logits=chunk_logits,
-        )
-        return logprobs_N
-
+    hidden_ND, weight_VD, targets_N = random_inputs(
+        dtype=dtype, tokens=tokens, width=width, vocabulary=vocabulary, device=torch.device("cpu")
+    )
     # This warm-up makes libraries allocate their buffers, so that these are part of every process's memory.
     small_V = torch.randn(512, width, dtype=dtype, requires_grad=True)
     full_logprobs(hidden_ND[:64], small_V, targets_N[:64] % 512).sum().backward()
@@ -73,7 +84,7 @@ def measure(path: str, *, dtype: torch.dtype, tokens: int, width: int, vocabular
     else:
         upstream_N = torch.randn(tokens)
         started, started_processor = time.perf_counter(), time.process_time()
-        logprobs_N = logprobs(hidden_ND, targets_N)
+        logprobs_N = logprobs_by(path, hidden_ND, weight_VD, targets_N=targets_N, chunk_logits=chunk_logits)
         between = time.perf_counter()
         logprobs_N.backward(upstream_N)
         seconds = [between - started, time.perf_counter() - between, time.process_time() - started_processor]

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from row_lengths import long_tailed
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl.config.schema import LearnerSection
@@ -24,13 +25,6 @@ from asyncrl.ranks.packed import ATTENTION
 from asyncrl.ranks.plan import BatchingPlan
 
 VOCABULARY = 4096
-
-
-def long_tailed(rows: int, *, longest: int) -> torch.Tensor:
-    """Returns lognormal lengths: the median is 1/16 of `longest`, and about one row in fifty has the length
-    `longest`."""
-    draw = torch.randn(rows, generator=torch.Generator().manual_seed(0))
-    return (longest / 16 * (1.35 * draw).exp()).long().clamp(8, longest)
 
 
 def ways(batch: BatchedDataDict, *, budget: int, longest: int) -> dict[str, list[BatchedDataDict]]:

@@ -1,4 +1,5 @@
-"""Writes the result of a benchmark into docs/benchmarks.md, between the two marks of the benchmark."""
+"""Writes the result of a benchmark into a page, by default docs/benchmarks.md, between the two marks of the
+benchmark."""
 
 import subprocess
 import sys
@@ -27,20 +28,24 @@ def write_section(benchmark: str, lines: Sequence[str], *, page: Path = PAGE) ->
     page.write_text("\n".join([f"{before}{begin}\n", *lines, f"\n{end}{after}"]))
 
 
-def provenance(benchmark: str, *, busy_percent: float, also: str = "") -> str:
-    """Returns the line above a result: command, commit, date and machine, and `also`.
+def provenance(benchmark: str, *, busy_percent: float, also: str = "", commit: str | None = None) -> str:
+    """Returns the line above a result: command, commit (by default that of this directory), date, machine, and `also`.
 
     `busy_percent` is the share of the machine's cores that other work used before the first measurement.
     """
-    commit = subprocess.check_output(["git", "describe", "--always"], cwd=REPOSITORY, text=True).strip()
-    others = ["git", "status", "--porcelain", "--untracked-files=no", "--", f":!{PAGE.relative_to(REPOSITORY)}"]
-    commit += " with changes" if subprocess.check_output(others, cwd=REPOSITORY) else ""
     models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     processor = models[0].partition(": ")[2] if models else "an unknown processor"
     return (
-        f"`{' '.join([benchmark, *sys.argv[1:]])}`: commit {commit}, {datetime.now(UTC):%Y-%m-%d}, {len(models)} cores "
-        f"of {processor} ({busy_percent:.0f} % busy before the first run){also}."
+        f"`{' '.join([benchmark, *sys.argv[1:]])}`: commit {commit or commit_of_tree()}, {datetime.now(UTC):%Y-%m-%d}, "
+        f"{len(models)} cores of {processor} ({busy_percent:.0f} % busy before the first run){also}."
     )
+
+
+def commit_of_tree(page: Path = PAGE) -> str:
+    """Returns the commit of this directory, and says whether a tracked file other than `page` has changes."""
+    commit = subprocess.check_output(["git", "describe", "--always"], cwd=REPOSITORY, text=True).strip()
+    others = ["git", "status", "--porcelain", "--untracked-files=no", "--", f":!{page.relative_to(REPOSITORY)}"]
+    return commit + (" with changes" if subprocess.check_output(others, cwd=REPOSITORY) else "")
 
 
 def busy_percent() -> float:

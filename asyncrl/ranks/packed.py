@@ -189,6 +189,8 @@ def _by_kernel(
     keys_MKD, values_MKD = key_KND.transpose(0, 1), value_KND.transpose(0, 1)
     if any(part.shared for part in segments.alike):
         keys_MKD, values_MKD = keys_MKD[segments.places_M], values_MKD[segments.places_M]
+    # torch 2.11, with which benchmarks/gpu also runs, does not know this argument
+    grouped: dict[str, Any] = {} if len(query_HND) == len(key_KND) else {"enable_gqa": True}
     out_NHD = varlen_attn(
         query_HND.transpose(0, 1),
         keys_MKD,
@@ -199,7 +201,7 @@ def _by_kernel(
         max(part.shared + part.own for part in segments.alike),
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=len(query_HND) != len(key_KND),
+        **grouped,
     )
     assert isinstance(out_NHD, torch.Tensor)
     return out_NHD

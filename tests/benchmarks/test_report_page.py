@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from report_page import PAGE, marks, write_section
+from report_page import PAGE, REPOSITORY, marks, write_section
 
 BENCHMARKS = (
     "against_trl.py",
@@ -31,3 +31,8 @@ def test_only_the_text_between_the_marks_is_replaced(tmp_path: Path) -> None:
 def test_the_page_has_the_marks(benchmark: str) -> None:
     text = PAGE.read_text()
     assert [text.count(mark) for mark in marks(benchmark)] == [1, 1]
+
+
+def test_the_page_of_the_gpu_has_its_marks() -> None:
+    text = (REPOSITORY / "docs" / "gpu.md").read_text()
+    assert [text.count(mark) for mark in marks("gpu/measure.py")] == [1, 1]
