@@ -149,6 +149,7 @@ def _check_line(step: TrainedStep, line: StepRecord | None, *, trained: int) -> 
     if line is None:
         raise Counterexample(f"steps.jsonl has no line of step {step.step}, which was trained")
     rewards = [sample.reward for group in step.groups for sample in group.samples if sample.reward is not None]
+    rewards += [group.reward for group in step.filtered for _ in range(group.samples)]
     own = {
         "reward_mean": sum(rewards) / len(rewards),
         "reward_std": statistics.pstdev(rewards),

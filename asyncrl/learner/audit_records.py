@@ -17,7 +17,7 @@ import msgspec
 import xxhash
 
 from asyncrl.buffer.ledger import LedgerEntry
-from asyncrl.buffer.records import VersionSpan
+from asyncrl.buffer.records import FilteredGroup, VersionSpan
 from asyncrl.common.lineage import Lineage
 from asyncrl.common.version import Version
 from asyncrl.weights.manifest import Manifest
@@ -78,7 +78,8 @@ class TrainedStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
 
     `before` and `after` are the digests of the weights, as the ranks measured them at the start and at the end of the
     step (`asyncrl.ranks.digest`). `token_staleness` is the ranks' count of trained tokens by age: entry s counts the
-    tokens that are s versions old. `ledger` is of the moment of the ack.
+    tokens that are s versions old. `ledger` is of the moment of the ack. `filtered` are the groups that were left out
+    since the step before (`algorithm.zero_variance: resample`).
     """
 
     incarnation: int
@@ -90,6 +91,7 @@ class TrainedStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     token_staleness: tuple[int, ...]
     groups: tuple[TrainedGroup, ...]
     ledger: LedgerEntry
+    filtered: tuple[FilteredGroup, ...] = ()
 
     @property
     def made(self) -> Version:

@@ -22,6 +22,7 @@ def trained_step(lease: Lease, *, samples: StepSamples, report: StepReport, ledg
         token_staleness=report.token_staleness,
         groups=tuple(_group(group, masks=masks) for group in lease.groups),
         ledger=ledger,
+        filtered=lease.filtered,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import torch
-from learner_scenes import FakeTrainer, Scene, ids_of, meta_of, rows_of, skipped, trained
+from learner_scenes import BufferRows, FakeTrainer, Scene, ids_of, meta_of, rows_of, skipped, trained
 from safetensors.torch import load_file, save_file
 
 from asyncrl.algorithms.interfaces import LossFunction
@@ -112,7 +112,13 @@ class AuditedRun(Scene):
     """One start of the run `audited` in `folder`: a new one, or one that is resumed."""
 
     def __init__(
-        self, folder: Path, *, max_staleness: int = 1, keep_weights: bool = False, on_deadline: OnDeadline = "wait"
+        self,
+        folder: Path,
+        *,
+        max_staleness: int = 1,
+        keep_weights: bool = False,
+        on_deadline: OnDeadline = "wait",
+        resample: bool = False,
     ) -> None:
         run = {"dir": str(folder), "name": "audited"}
         learner = {"total_steps": 6, "groups_logged": 0}
@@ -123,6 +129,7 @@ class AuditedRun(Scene):
             eval={"prompts": 0},
             staleness={"max_versions": max_staleness, "on_deadline": on_deadline},
             audit={"keep_weights": "all" if keep_weights else "none"},
+            algorithm={"zero_variance": "resample" if resample else "keep"},
         )
         self.trainer: AuditedTrainer = AuditedTrainer(self)
         self.run_dir = RunDir.create(self.config)
@@ -212,7 +219,11 @@ class AuditedRun(Scene):
             meta = meta_of(ticket)
             if ticket.group == MASKED_GROUP:
                 meta = msgspec.structs.replace(meta, rewards=(None, *meta.rewards[1:]))
-            assert await self.coordinator.commit([meta]) == [CommitOutcome.ACCEPTED]
+            filtered = len(set(meta.known_rewards)) == 1 and self.config.most_resamples > 0
+            outcome = CommitOutcome.FILTERED if filtered else CommitOutcome.ACCEPTED
+            assert await self.coordinator.commit([meta]) == [outcome]
+            if filtered:
+                await BufferRows(self.trainer.client).clear([ticket.key])
 
 
 async def record(
@@ -222,9 +233,10 @@ async def record(
     skips_at: int | None = None,
     max_staleness: int = 1,
     keep_weights: bool = False,
+    resample: bool = False,
 ) -> Path:
     """Runs or resumes the run in `folder`, until its last step or until `killed_at`. Returns its directory."""
-    run = AuditedRun(folder, max_staleness=max_staleness, keep_weights=keep_weights)
+    run = AuditedRun(folder, max_staleness=max_staleness, keep_weights=keep_weights, resample=resample)
     run.trainer.killed_at, run.trainer.skips_at = killed_at, skips_at
     await run.start()
     with contextlib.suppress(Killed), run.run_dir:

@@ -28,6 +28,8 @@ from asyncrl.errors import RunError
 from asyncrl.generation.interfaces import Completion
 from asyncrl.generation.rollout import sample_rows, version_spans
 from asyncrl.learner.audit_records import TrainedStep, records_path
+from asyncrl.learner.record_lines import read_lines
+from asyncrl.learner.records import StepRecord
 
 
 def verdicts(directory: Path) -> set[Verdict]:
@@ -52,6 +54,20 @@ async def test_a_run_that_was_killed_and_resumed_passes_and_its_lost_steps_do_no
     )
     assert "1 lost steps" in outcomes[0].detail
     assert "8 publications and 3 checkpoints" in outcomes[3].detail
+
+
+@pytest.mark.asyncio
+async def test_a_run_that_filters_groups_passes_and_their_rewards_count_in_the_mean(tmp_path: Path) -> None:
+    directory = await record(tmp_path, resample=True)
+    history = read_history(directory)
+    [step] = [step for step in history.steps if step.filtered]
+    assert [(group.reward, group.samples) for group in step.filtered] == [(1.0, 1)]
+    trained = [sample.reward for group in step.groups for sample in group.samples if sample.reward is not None]
+    [line] = [line for line in read_lines(directory / "steps.jsonl", StepRecord) if line.step == step.step]
+    assert line.reward_mean == (sum(trained) + 1.0) / (len(trained) + 1)
+    ended = {each.group: each.fate for step in history.steps for each in step.ledger.ended}
+    assert ended[MASKED_GROUP] is Fate.FILTERED
+    assert verdicts(directory) <= {Verdict.PASSED, Verdict.NOT_POSSIBLE}
 
 
 @pytest.mark.asyncio
