@@ -587,11 +587,24 @@ class AuditSection(Section):
 
 
 class EvalSection(Section):
-    """Held-out evaluation: greedy completions of prompts that are never trained. No new groups are admitted while it
-    runs, and its completions are not in the ledger."""
+    """Held-out evaluation: completions of prompts that are never trained. They are not in the ledger. One replica keeps
+    its weights for an evaluation, so that all of its tokens are of one version."""
 
     prompts: NonNegativeInt = 128
     """Number of held-out prompts that are evaluated with the first and with the last version. 0 turns it off."""
+    every_steps: NonNegativeInt = 0
+    """Steps between two evaluations while the run trains. 0: only the first and the last version are evaluated. The
+    learner and the other replicas go on meanwhile. An evaluation that is due while the last one runs is left out."""
+    samples: PositiveInt = 1
+    """Completions of each prompt. 1: a greedy one. With more, they are sampled with `temperature`, and pass@k is
+    recorded for k = 1, 2, 4, … up to this number."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature of evaluations with several `samples`."""
+    pass_reward: float = 1.0
+    """Reward from which on a completion counts as right, for pass@k."""
+    share: Annotated[float, Field(gt=0, le=1)] = 0.25
+    """Share of the replica's slots for an evaluation while the run trains. It adds requests to those of the slots, so
+    the engine decodes more sequences at once for some time."""
     timeout_s: Annotated[PositiveFloat, WATCHED_DEADLINE] = 120.0
     """Maximum time for one evaluation, seconds."""
 

@@ -208,11 +208,13 @@ class Coordinator:
         tickets = self._buffer.tickets
         return self._replicas.views(lives, reserved_groups=tickets.by_replica(), refusal_at=tickets.refusal)
 
-    async def replica_at(self, version: Version, *, other_than: Collection[str], wait_s: float) -> str | None:
-        """Waits up to `wait_s` seconds for a live replica that has loaded `version`. Returns the name of its actor, or
-        None. Leaves out the actors `other_than`."""
+    async def replica_at(
+        self, version: Version, *, or_newer: bool = False, other_than: Collection[str], wait_s: float
+    ) -> str | None:
+        """Waits up to `wait_s` seconds for a live replica that has loaded `version`, or a newer one if that will do.
+        Returns the name of its actor, or None. Leaves out the actors `other_than`."""
         return await self._waiting.answer(
-            lambda: self._replicas.actor_at(version, other_than=other_than),
+            lambda: self._replicas.actor_at(version, or_newer=or_newer, other_than=other_than),
             final=lambda actor: actor is not None,
             enter=self._waiting.loads.enter,
             wait_s=wait_s,

@@ -329,10 +329,14 @@ class Replicas:
                 states["generating" if life.actor in holding else "waiting"] += 1
         return states
 
-    def actor_at(self, version: Version, *, other_than: Collection[str]) -> str | None:
-        """Returns the actor of a replica that has loaded `version`, the first one by name; None if there is none.
-        Leaves out the actors `other_than`."""
-        found = (name for name, replica in self._by_name.items() if replica.version == version)
+    def actor_at(self, version: Version, *, or_newer: bool = False, other_than: Collection[str]) -> str | None:
+        """Returns the actor of a replica that has loaded `version`, or a newer one if that will do, the first one by
+        name; None if there is none. Leaves out the actors `other_than`."""
+        found = (
+            name
+            for name, replica in self._by_name.items()
+            if replica.version == version or (or_newer and replica.version is not None and replica.version > version)
+        )
         return min((name for name in found if name not in other_than), default=None)
 
     def _refusals(self, refusal_at: RefusalAt) -> dict[Version | None, Refusal | None]:

@@ -56,7 +56,10 @@ class LearnerLog:
     def append_eval(self, record: EvalRecord) -> None:
         self.evals.append(record)
         self._run_dir.append_eval(record)
-        self._trackers.log(record.version, {"reward/heldout_mean": record.reward_mean})
+        numbers = {"reward/heldout_mean": record.reward_mean, "reward/heldout_version": record.version}
+        numbers |= {f"reward/heldout_pass_at_{k}": value for k, value in record.pass_at.items()}
+        # trackers want growing steps, and the run may have trained further meanwhile
+        self._trackers.log(max(record.version, self.trained_steps), numbers)
 
     def write_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
         self._run_dir.write_samples(step, samples)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import ray
 
-from asyncrl.buffer.failure_records import Failure
 from asyncrl.common.names import COORDINATOR, WEIGHTS
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
@@ -23,7 +22,7 @@ from asyncrl.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from asyncrl.data_plane.clients import PREFIX_PARTITION, GroupRows
 from asyncrl.environments.scoring import Scorer
 from asyncrl.environments.secrets import Secrets, hide_secrets
-from asyncrl.generation.evaluation import evaluate
+from asyncrl.generation.evaluation import Answer, evaluate
 from asyncrl.generation.generator import Generator
 from asyncrl.generation.model_parameters import expected_parameters
 from asyncrl.generation.reward_log import RewardLog
@@ -51,7 +50,8 @@ class GeneratorActor:
         self._deployment = deployment
         self._started = AsyncExitStack()
         self._generator: Generator | None = None
-        self._evaluate: Callable[[Sequence[Task]], Awaitable[list[float | Failure]]]
+        self._updates: WeightUpdates | None = None
+        self._evaluate: Callable[..., Awaitable[list[Answer]]]
 
     async def start(self, model_path: str, *, secrets: Secrets, reward_log: Path) -> EngineProcesses:
         """Starts the engine, compares the tokenizer with the run's, and connects to the run's actors.
@@ -91,8 +91,8 @@ class GeneratorActor:
             metrics=metrics,
         )
         rollouts = Rollouts(config=config, engine=engine, tokenizer=tokenizer, scorer=scorer, replica=self._name)
-        slots = config.generator.max_concurrent_groups * config.learner.group_size
-        self._evaluate = partial(evaluate, rollouts=rollouts, coordinator=coordinator, at_once=slots)
+        self._updates = updates
+        self._evaluate = partial(evaluate, rollouts=rollouts, coordinator=coordinator)
         self._generator = Generator(
             config=config,
             name=self._name,
@@ -121,14 +121,21 @@ class GeneratorActor:
         if self._generator is not None:
             self._generator.drain()
 
-    async def evaluate(self, tasks: Sequence[Task]) -> tuple[Version | None, list[float | Failure]]:
-        """Answers each task greedily.
+    async def evaluate(self, tasks: Sequence[Task], *, share: float = 1.0) -> tuple[Version | None, list[Answer]]:
+        """Answers each task with the version that is loaded, and keeps this version meanwhile. `share` is the share of
+        the slots that it may take.
 
-        Returns the version that is loaded at the end, and for each task its reward, or the failure of its rollout.
+        Returns the version, and for each task the rewards of its samples, or the failure of its rollout. Without a
+        version there are no answers. Raises TimeoutError after `eval.timeout_s`.
         """
-        assert self._generator is not None, "call start() first"
-        rewards = await self._evaluate(tasks)
-        return self._generator.version, rewards
+        assert self._updates is not None, "call start() first"
+        slots = self._config.generator.max_concurrent_groups * self._config.learner.group_size
+        at_once = max(1, int(share * slots) // self._config.eval.samples)
+        async with self._updates.held() as version:
+            if version is None:
+                return None, []
+            async with asyncio.timeout(self._config.eval.timeout_s):  # or the learner may wait for these weights
+                return version, await self._evaluate(tasks, at_once=at_once)
 
     async def shutdown(self) -> None:
         """Ends the engine's processes and the scoring processes. It may be called at any time, and more than once."""

@@ -1,4 +1,4 @@
-"""Greedy answers of a replica to held-out questions. They are not counted in the ledger."""
+"""Answers of a replica to held-out questions. They are not counted in the ledger."""
 
 import asyncio
 import logging
@@ -13,20 +13,23 @@ from asyncrl.generation.rollout import Rollouts
 
 logger = logging.getLogger(__name__)
 
+Answer = tuple[float, ...] | Failure
+"""The rewards of the samples of a held-out question, or the failure of its rollout."""
+
 
 async def evaluate(
     tasks: Sequence[Task], *, rollouts: Rollouts, coordinator: CoordinatorClient, at_once: int
-) -> list[float | Failure]:
-    """Returns the greedy reward of each task. At most `at_once` tasks run at a time.
+) -> list[Answer]:
+    """Returns the answer to each task. At most `at_once` tasks run at a time.
 
     If a rollout fails, its entry is the failure, and the other rollouts go on.
     """
     limit = asyncio.Semaphore(at_once)
 
-    async def one(task: Task) -> float | Failure:
+    async def one(task: Task) -> Answer:
         async with limit:
             try:
-                return await rollouts.answer(task)
+                return await rollouts.answers(task)
             except RolloutError as error:
                 logger.warning("held-out question %.40r failed (%s): %s", task.question, error.reason, error)
                 return await _reported(Failure.of(error, prompt=task.prompt), coordinator)

@@ -122,15 +122,23 @@ class Rollouts:
         )
         return await beside_loop(build, tokens=sum(len(completion.token_ids) for completion in completions))
 
-    async def answer(self, task: Task) -> float:
-        """Generates one greedy completion that belongs to no group, and returns its reward. Raises DataError if the
-        reward fails."""
+    async def answers(self, task: Task) -> tuple[float, ...]:
+        """Generates the `eval.samples` completions of a held-out task, which belong to no group, and returns their
+        rewards. One completion is greedy. Raises DataError if a reward fails."""
         prompt_ids, budget = self._prompt(task)
-        [completion] = await self.engine.generate(prompt_ids, n=1, seed=None, temperature=0.0, max_tokens=budget)
-        [score] = await self._scorer.score(task, [completion.text])
-        if isinstance(score, DataError):
-            raise score
-        return total(score)
+        samples, temperature = self._config.eval.samples, self._config.eval.temperature
+        completions = await self.engine.generate(
+            prompt_ids,
+            n=samples,
+            seed=None,
+            temperature=temperature if samples > 1 else 0.0,
+            max_tokens=budget,
+        )
+        scores = await self._scorer.score(task, [completion.text for completion in completions])
+        for score in scores:
+            if isinstance(score, DataError):
+                raise score
+        return tuple(total(score) for score in scores if not isinstance(score, DataError))
 
     def _prompt(self, task: Task) -> tuple[list[int], int]:
         ids = encode_prompt(self._tokenizer, task.input)

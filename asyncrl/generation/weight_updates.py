@@ -99,6 +99,14 @@ class WeightUpdates:
         self._staged = StagedWeights()
         self._may_start = asyncio.Event()
         self._verified = asyncio.Event()
+        self._held = asyncio.Lock()
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[Version | None]:
+        """Keeps the loaded version in the block, and yields it; None while the replica has none. New versions are
+        fetched meanwhile, and loaded afterwards."""
+        async with self._held:
+            yield self.version
 
     async def startable(self) -> Version:
         """Waits until rollouts may start. Returns the version that they start with."""
@@ -188,6 +196,11 @@ class WeightUpdates:
         started_s = self._clock()
         await self._stage(publication)
         seconds["fetch"] = self._clock() - started_s
+        async with self._held:
+            await self._load(manifest, replica, seconds)
+
+    async def _load(self, manifest: Manifest, replica: UpdateHooks, seconds: dict[str, float]) -> None:
+        """Loads the staged version and verifies it. `seconds` has the time of each phase so far."""
 
         def paused() -> None:
             # From here until the probe has passed, groups that these weights may have produced are not committed.

@@ -1,8 +1,8 @@
-"""Held-out evaluation: the reward of one version, with greedy sampling, on questions that are never used for training.
+"""Held-out evaluation: the reward of one version on questions that are never used for training.
 
-Any live replica that has loaded the version can run the evaluation. The caller pauses admission first, so that the
-replica does not load newer weights meanwhile. The rewards count only if the replica is still at that version
-afterwards.
+Any live replica that has loaded the version can run the evaluation, and keeps its weights meanwhile. For the first and
+the last version of a run, the caller pauses admission. While the run trains, evaluations run beside it: the replica
+generates groups too, and the learner goes on. Such an evaluation is of the version that the replica has.
 
 If every rollout of the first evaluation of a new run fails, training would fail in the same way. The run then ends
 with the cause. A later evaluation that fails is left out: the run has trained weights by then.
@@ -23,6 +23,8 @@ from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.calls import finished
 from asyncrl.errors import ActorGone, ActorUnreachable, FailureClass, RunError, StallError
+from asyncrl.generation.evaluation import Answer
+from asyncrl.learner.eval_numbers import mean_and_error, pass_at
 from asyncrl.learner.progress import replicas_in_words
 from asyncrl.learner.records import EvalRecord
 from asyncrl.learner.run_log import RunLog
@@ -44,18 +46,21 @@ class ReplicaClient:
         self._namespace = namespace
         self._timeout_s = timeout_s
 
-    async def evaluate(self, actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[float | Failure]]:
-        """Generates a completion for each task with greedy sampling on the replica `actor`, and scores it.
+    async def evaluate(
+        self, actor: str, tasks: Sequence[Task], *, share: float = 1.0
+    ) -> tuple[Version | None, list[Answer]]:
+        """Generates the `eval.samples` completions of each task on the replica `actor`, on a share of its slots, and
+        scores them.
 
-        Returns the version that the replica has loaded afterwards, and for each task the reward or the failure of its
-        rollout. Raises ActorGone when the replica's process has ended.
+        Returns the version of the replica, and for each task the rewards or the failure of its rollout. Raises
+        ActorGone when the replica's process has ended.
         """
         try:
             handle = ray.get_actor(actor, namespace=self._namespace)
         except ValueError as error:
             raise ActorGone(f"replica {actor} has ended") from error
-        answer: tuple[Version | None, list[float | Failure]] = await finished(
-            handle.evaluate.remote(list(tasks)), timeout_s=self._timeout_s, what="held-out evaluation"
+        answer: tuple[Version | None, list[Answer]] = await finished(
+            handle.evaluate.remote(list(tasks), share=share), timeout_s=self._timeout_s, what="held-out evaluation"
         )
         return answer
 
@@ -80,10 +85,13 @@ class HeldoutEvaluation:
         self._replicas = replicas
         self._log = log
         self._metrics = metrics
+        self._section = config.eval
         self._timeout_s = config.eval.timeout_s
         self._stall_timeout_s = config.run.stall_timeout_s
         self._started_s = started_s
         self._clock = clock
+        self._total_steps = config.learner.total_steps
+        self._beside: asyncio.Task[None] | None = None
         self._gone: set[str] = set()
         self._evaluated = False
 
@@ -137,18 +145,68 @@ class HeldoutEvaluation:
                 f"replica {actor} evaluated {evaluated} instead of {version.words}: it changed its weights although "
                 "admission was paused. This is a bug of asyncrl: report it with the run's directory"
             )
+        first_one, self._evaluated = self._may_end_run(version), True
+        self._record(version, answers, may_end_run=first_one)
+
+    def begin_beside(self, version: Version) -> None:
+        """Begins an evaluation of `version` that runs beside training, if one is due (`eval.every_steps`) and none
+        runs. The last version of the run is evaluated by `evaluate`."""
+        every = self._section.every_steps
+        if not (every and self.wanted) or version.step % every or version.step >= self._total_steps:
+            return
+        if self._beside is not None and not self._beside.done():
+            logger.warning("held-out evaluation of %s is left out, because the last one still runs", version.words)
+            return
+        self._beside = asyncio.create_task(self.evaluate_beside(version), name=f"evaluation of {version}")
+
+    async def beside_ended(self) -> None:
+        """Waits for the evaluation that runs beside training."""
+        if self._beside is not None:
+            await self._beside
+
+    async def end_beside(self) -> None:
+        """Cancels the evaluation that runs beside training."""
+        if self._beside is not None:
+            self._beside.cancel()
+            await asyncio.gather(self._beside, return_exceptions=True)
+
+    async def evaluate_beside(self, version: Version) -> None:
+        """Evaluates `version`, or the newer one that a replica has loaded by then, while the run trains. An error is
+        logged, and the evaluation is left out: the run goes on."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                actor = None
+                while actor is None:
+                    actor = await self._coordinator.call(
+                        Coordinator.replica_at,
+                        version,
+                        or_newer=True,
+                        other_than=(*self._gone,),
+                        wait_s=REPLICA_WAIT_S,
+                    )
+                at, answers = await self._replicas.evaluate(actor, self._tasks, share=self._section.share)
+        except (RunError, TimeoutError) as error:
+            logger.error("held-out evaluation of %s is left out: %s", version.words, error or "it took too long")
+            return
+        if at is None:
+            logger.error("held-out evaluation of %s is left out: replica %s has no weights", version.words, actor)
+        else:
+            self._record(at, answers, may_end_run=False)
+
+    def _record(self, version: Version, answers: Sequence[Answer], *, may_end_run: bool) -> None:
+        """Records the rewards of `version`. Raises RunError if there are none and `may_end_run` is set."""
         rewards = [answer for answer in answers if not isinstance(answer, Failure)]
         failures = [answer for answer in answers if isinstance(answer, Failure)]
-        first_one, self._evaluated = self._may_end_run(version), True
         if failures:
             what = f"held-out evaluation of {version.words}: {len(failures)} of {len(answers)} prompts got no reward"
-            if first_one and not rewards:
+            if may_end_run and not rewards:
                 raise RunError(
                     f"{what}, so training did not start. The first cause: {failures[0].words}. Fix the cause and start "
                     "again."
                 )
             logger.warning("%s. The first cause: %s", what, failures[0].words)
-        mean = sum(rewards) / len(rewards) if rewards else None
+        mean, error = mean_and_error(rewards)
+        several = self._section.samples > 1
         self._log.append_eval(
             EvalRecord(
                 version=version.step,
@@ -156,6 +214,9 @@ class HeldoutEvaluation:
                 prompts=len(rewards),
                 failed=len(failures),
                 reward_mean=mean,
+                reward_stderr=error,
+                samples=self._section.samples,
+                pass_at=pass_at(rewards, pass_reward=self._section.pass_reward) if several else {},
             )
         )
         if mean is not None:
@@ -164,7 +225,7 @@ class HeldoutEvaluation:
                 "held-out reward of %s: %.3f (%d of %d prompts)", version.words, mean, len(rewards), len(answers)
             )
 
-    async def _answers(self, version: Version, *, actor: str) -> tuple[str, Version | None, list[float | Failure]]:
+    async def _answers(self, version: Version, *, actor: str) -> tuple[str, Version | None, list[Answer]]:
         """Returns the replica that has answered, the version that it has loaded, and its answers.
 
         Begins with the replica `actor`. Asks again if a replica ends, or if rollouts fail as INFRA, at most

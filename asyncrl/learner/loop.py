@@ -134,6 +134,7 @@ class LearnerLoop:
         try:
             return await self._run(stop)
         finally:
+            await self._heldout.end_beside()
             await self._publisher.stop()
 
     async def _run(self, stop: asyncio.Event) -> RunTotals:
@@ -157,6 +158,7 @@ class LearnerLoop:
         try:
             while (lease := await self._lease(stop)) is not None:
                 version = await self._step_or_give_back(lease)
+                self._heldout.begin_beside(version)
                 if self._due is not None:
                     await self._save(self._due)
                     self._due = None
@@ -164,6 +166,8 @@ class LearnerLoop:
             await self._end.settle_after_error()
             raise
         await self._end.settle()
+        if not stop.is_set():
+            await self._heldout.beside_ended()
         self.phase = "closing"
         self._states.enter("other")
         await self._coordinator.call(LearnerCalls.set_state, self._incarnation, RunState.CLOSING)
@@ -336,7 +340,7 @@ class LearnerLoop:
         self.phase = before
 
     async def _publish(self, version: Version) -> None:
-        """Publishes `version` and counts the time until its snapshot is taken as `publish`."""
+        """Publishes `version`. The time until its snapshot is taken counts as `publish`."""
         with self._states.within("publish"):
             await self._publisher.publish(version)
 
@@ -362,10 +366,8 @@ class LearnerLoop:
         self._unpublished = self._publisher.published != status.version
 
     async def _evaluate(self, version: Version, stop: asyncio.Event) -> None:
-        """Evaluates `version` on held-out tasks, and cancels the evaluation at `stop`.
-
-        At `stop` the generators may be shutting down too, so the evaluation might never end.
-        """
+        """Evaluates `version` on held-out tasks, and cancels the evaluation at `stop`: the generators may be shutting
+        down too, so the evaluation might never end."""
         await self._publisher.settle()
         if not self._heldout.wanted:
             return

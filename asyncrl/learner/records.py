@@ -170,7 +170,8 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One held-out evaluation. `version` is the number of steps behind the evaluated weights.
 
     `prompts` is the number of prompts with a reward, `failed` the number of prompts whose rollout failed. `reward_mean`
-    is the mean over the former; it is null when all rollouts failed.
+    is the mean over the former; it is null when all rollouts failed. `reward_stderr` is its standard error over the
+    prompts. With several `samples` of a prompt, `pass_at` has the mean pass@k over the prompts, by k.
     """
 
     version: int
@@ -178,6 +179,9 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
     prompts: int
     failed: int = 0
     reward_mean: float | None
+    reward_stderr: float | None = None
+    samples: int = 1
+    pass_at: dict[int, float] = {}
 
 
 class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -185,7 +185,8 @@ def _progress(view: LiveView) -> RenderableType:
 def _heldout(view: LiveView) -> Text:
     if not view.heldout:
         return Text()
-    values = " → ".join(f"{value:.2f}" for value in view.heldout)
+    ends = [view.heldout[0], view.heldout[-1]] if len(view.heldout) > 1 else view.heldout
+    values = " → ".join(f"{value:.2f}" for value in ends)
     return Text(f"  held out {values}{' at the start' if len(view.heldout) == 1 else ''}")
 
 

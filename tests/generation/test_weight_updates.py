@@ -28,6 +28,22 @@ def _no_pause_before_a_retry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl.generation.weight_updates.REFETCH_PAUSE_S", 0.001)
 
 
+@pytest.mark.asyncio
+async def test_a_version_that_is_held_stays_and_the_next_one_is_loaded_afterwards() -> None:
+    async with started_pool() as (pool, engine):
+        await pool.step()
+        await until(lambda: engine.version == Version(1, 1))
+        updates = pool.generators["a"]._weights
+        async with updates.held() as version:
+            assert version == Version(1, 1)
+            loads = len(engine.loads)
+            await pool.train()
+            await pool.publish(2)
+            await everything_else_runs()
+            assert (engine.version, len(engine.loads)) == (version, loads)
+        await until(lambda: engine.version == Version(1, 2))
+
+
 # --- in a pool ----------------------------------------------------------------------------------------------------
 
 

@@ -3,14 +3,13 @@
 import json
 from pathlib import Path
 
-import msgspec
 import pytest
 from conftest import REPOSITORY, Command
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl.config.load import load_config
 from asyncrl.learner.record_lines import read_lines
-from asyncrl.learner.records import SampleRecord, StepRecord
+from asyncrl.learner.records import EvalRecord, SampleRecord, StepRecord
 
 datasets = pytest.importorskip("datasets")
 
@@ -74,6 +73,8 @@ def test_a_chat_model_trains_on_conversations_with_two_rewards(tmp_path: Path) -
         "learner.group_size=4",
         "learner.optimizer.warmup_steps=0",
         "eval.prompts=8",
+        "eval.every_steps=1",
+        "eval.samples=2",
     ]
     load_config([RECIPE], overrides)
     command = Command(["up", "-c", str(RECIPE), *overrides], log=tmp_path / "log", environment={})
@@ -103,6 +104,10 @@ def test_a_chat_model_trains_on_conversations_with_two_rewards(tmp_path: Path) -
     assert ledger["filtered"] >= 1, "a random model gives most groups equal rewards"
     summary = json.loads((run / "summary.json").read_bytes())
     assert summary["ledger_closed"]
-    assert msgspec.json.decode((run / "evals.jsonl").read_bytes().splitlines()[0])["prompts"] == 8
+    evaluations = read_lines(run / "evals.jsonl", EvalRecord)
+    assert len(evaluations) >= 3, "one at each end, and at least one beside training"
+    assert (evaluations[0].version, evaluations[-1].version) == (0, STEPS)
+    for evaluation in evaluations:
+        assert (evaluation.prompts, evaluation.samples, evaluation.pass_at.keys()) == (8, 2, {1, 2})
     audit = Command(["audit", str(run)], log=tmp_path / "audit.log", environment={})
     assert audit.wait(120) == 0, audit.output()

@@ -32,6 +32,7 @@ from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.sample_ids import group_of, samples_of
 from asyncrl.errors import ActorGone, CheckpointError, FailureClass
+from asyncrl.generation.evaluation import Answer as HeldoutAnswer
 from asyncrl.generation.interfaces import Completion
 from asyncrl.generation.rollout import sample_rows, version_spans
 from asyncrl.learner.audit_records import Record
@@ -422,12 +423,14 @@ class Scene:
         self.loaded = version
         await self._heartbeat(replica)
 
-    async def evaluate(self, actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[float | Failure]]:
+    async def evaluate(
+        self, actor: str, tasks: Sequence[Task], *, share: float = 1.0
+    ) -> tuple[Version | None, list[HeldoutAnswer]]:
         if actor in self.ended:
             raise ActorGone(f"replica {actor} has ended")
         assert actor in ("a", "b")
         self.asked.append((self.loaded, len(tasks)))
-        return self.loaded, [0.25] * len(tasks)
+        return self.loaded, [(0.25,)] * len(tasks)
 
     async def generate(self, wait_s: float) -> None:
         """Commits one group for each ticket that the buffer grants."""

@@ -9,6 +9,7 @@ from asyncrl.buffer.failure_records import Failure
 from asyncrl.common.version import Version
 from asyncrl.data.prompts import Task
 from asyncrl.errors import ActorUnreachable, CallTimeout, FailureClass, RunError, StallError
+from asyncrl.generation.evaluation import Answer
 from asyncrl.learner.heldout import EVALUATIONS
 
 
@@ -85,11 +86,11 @@ async def test_an_evaluation_is_repeated_on_another_replica_than_the_one_that_fa
     for replica in ("a", "b"):
         await scene.deliver(Version(1, 0), replica=replica)
 
-    async def evaluate(actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[float | Failure]]:
+    async def evaluate(actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[Answer]]:
         asked.append(actor)
         if len(asked) == 2:
             raise ActorUnreachable("the replica cannot be reached at the moment")
-        return Version(1, 0), [ENGINE if actor == "a" else 1.0]
+        return Version(1, 0), [ENGINE if actor == "a" else (1.0,)]
 
     scene.evaluate = evaluate  # type: ignore[method-assign]
     await scene.heldout.evaluate(Version(1, 0), actor="a")
@@ -122,8 +123,8 @@ async def scene_with(*answers: list[float | Failure]) -> Scene:
     scene, left = Scene(), list(answers)
     await scene.deliver(Version(1, 0))
 
-    async def evaluate(actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[float | Failure]]:
-        return Version(1, 0), left.pop(0)
+    async def evaluate(actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[Answer]]:
+        return Version(1, 0), [each if isinstance(each, Failure) else (each,) for each in left.pop(0)]
 
     scene.evaluate = evaluate  # type: ignore[method-assign]
     return scene
@@ -165,7 +166,7 @@ async def test_a_first_evaluation_that_takes_too_long_ends_the_run_and_a_later_o
     scene = await scene_with([1.0, 1.0])
     evaluate = scene.evaluate
 
-    async def late(actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[float | Failure]]:
+    async def late(actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[Answer]]:
         raise CallTimeout("held-out evaluation took longer than 120 s")
 
     scene.evaluate = late  # type: ignore[method-assign]
@@ -191,7 +192,7 @@ async def test_the_first_evaluation_of_a_resumed_run_does_not_end_it(
 ) -> None:
     scene = Scene()
 
-    async def evaluate(actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[float | Failure]]:
+    async def evaluate(actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[Answer]]:
         if answer == "late":
             raise CallTimeout("held-out evaluation took longer than 120 s")
         return Version(1, 5), [FAILURE] * 4
