@@ -1,13 +1,13 @@
 """Exports the policy's weights as a Hugging Face directory, which vLLM and transformers can load.
 
-`save_hf` gathers the live weights on rank 0. `convert_to_hf` reads them from a checkpoint, and can run beside training.
+The weights are those of a checkpoint, so an export can run beside training, and needs no whole model in a process.
 """
 
 import copy
 import json
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -16,48 +16,16 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer, PreTrainedModel
 
 from asyncrl import complete_directory
+from asyncrl.atomic_write import sync
 from asyncrl.errors import CheckpointError
-from asyncrl.ranks.collectives import on_first_rank
-from asyncrl.ranks.gather import gather_weights
+from asyncrl.ranks.collectives import on_all_ranks, on_first_rank
 from asyncrl.ranks.shard_files import SavedTensors
 from asyncrl.weights.manifest import ParameterSpec
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 FILE_BYTES = 2**30
-"""`convert_to_hf` begins another file when one has this size, and holds one file in memory."""
-
-
-def save_hf(
-    model: PreTrainedModel, *, tokenizer_path: str, path: Path, dtype: torch.dtype, group: dist.ProcessGroup
-) -> None:
-    """Writes safetensors, config and tokenizer from rank 0. An earlier export at `path` is replaced after the new one
-    is complete.
-
-    This is a collective. Raises CheckpointError on all ranks if the export cannot be written, or if something else is
-    at `path`.
-    """
-    on_first_rank(lambda: complete_directory.prepare(path), group=group)
-    weights: dict[str, torch.Tensor] = {}
-    pointers: set[int] = set()
-    for name, tensor in gather_weights(model, dtype=dtype):
-        # safetensors refuses tensors that share memory, so a tied weight is written under its first name only
-        if dist.get_rank(group) == 0 and tensor.data_ptr() not in pointers:
-            pointers.add(tensor.data_ptr())
-            weights[name] = tensor
-
-    def write() -> None:
-        unfinished = complete_directory.unfinished(path)
-        try:
-            save_file(weights, unfinished / _WEIGHTS, metadata={"format": "pt"})
-            _write_rest(model, tokenizer_path=tokenizer_path, path=unfinished, dtype=dtype)
-            complete_directory.finish(path, save_id=uuid.uuid4().hex)
-            complete_directory.publish(path)
-        except Exception as error:
-            shutil.rmtree(unfinished, ignore_errors=True)  # frees its space: a full disk may be the cause
-            raise CheckpointError(f"cannot write {path}: {type(error).__name__}: {error}") from error
-
-    on_first_rank(write, group=group)
+"""Largest size of a file, unless one tensor alone is larger."""
 
 
 def convert_to_hf(
@@ -68,45 +36,67 @@ def convert_to_hf(
     tokenizer_path: str,
     path: Path,
     dtype: torch.dtype,
+    group: dist.ProcessGroup,
 ) -> None:
-    """Writes the same directory as `save_hf`, with the weights that `ShardedState.write` wrote to `weights_path`. Not a
-    collective. Of `model`, whose weights may change meanwhile, only the configuration is read.
+    """Writes safetensors, config and tokenizer, with the weights that `ShardedState.write` wrote to `weights_path`. An
+    earlier export at `path` is replaced after the new one is complete.
 
-    `specs` are the model's parameters in the precision `dtype`. Above `FILE_BYTES`, the weights are in several files
-    with an index, as transformers writes them.
+    `specs` are the model's parameters in the precision `dtype`. Of `model`, whose weights may change meanwhile, only
+    the configuration is read. Above `FILE_BYTES`, the weights are in several files with an index, as transformers
+    writes them. The ranks write the files in turn, and each holds one file in memory. All must see both paths.
+
+    This is a collective, and may run in a thread of its own if `group` has no other traffic. Raises CheckpointError on
+    all ranks if the export cannot be written, or if something else is at `path`.
     """
-    complete_directory.prepare(path)
-    unfinished = complete_directory.unfinished(path)
-    saved = SavedTensors(weights_path)
-    files = list(_by_file([spec for spec in specs if spec.name in saved]))  # a tied weight is saved under one name
-    names = [_WEIGHTS] if len(files) == 1 else [_part_name(at, of=len(files)) for at in range(1, len(files) + 1)]
-    for name, parameters in zip(names, files, strict=True):
-        weights = {spec.name: saved.read(spec.name).to(dtype) for spec in parameters}
-        save_file(weights, unfinished / name, metadata={"format": "pt"})
-    if len(files) > 1:
-        index = {
-            "metadata": {"total_size": sum(spec.nbytes for parameters in files for spec in parameters)},
-            "weight_map": {spec.name: name for name, file in zip(names, files, strict=True) for spec in file},
-        }
-        (unfinished / _INDEX).write_text(json.dumps(index, indent=2))
-    _write_rest(model, tokenizer_path=tokenizer_path, path=unfinished, dtype=dtype)
-    complete_directory.finish(path, save_id=uuid.uuid4().hex)
-    complete_directory.publish(path)
+    rank, unfinished = dist.get_rank(group), complete_directory.unfinished(path)
+    on_first_rank(lambda: complete_directory.prepare(path), group=group)
+
+    def write_weights() -> None:
+        saved = SavedTensors(weights_path)
+        files = _by_file([spec for spec in specs if spec.name in saved])  # a tied weight is saved under one name
+        for name in list(files)[rank :: dist.get_world_size(group)]:
+            # no variable for the tensors: it would keep them while those of the next file are read
+            save_file(
+                {spec.name: saved.read(spec.name, dtype=dtype) for spec in files[name]},
+                unfinished / name,
+                metadata={"format": "pt"},
+            )
+            sync(unfinished / name)
+        if rank == 0 and len(files) > 1:
+            _write_index(unfinished / _INDEX, files)
+
+    def write_rest() -> None:
+        _write_rest(model, tokenizer_path=tokenizer_path, path=unfinished, dtype=dtype)
+        complete_directory.finish(path, save_id=uuid.uuid4().hex)
+        complete_directory.publish(path)
+
+    try:
+        on_all_ranks(write_weights, group=group)
+        on_first_rank(write_rest, group=group)
+    except Exception as error:
+        if rank == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)  # frees its space: a full disk may be the cause
+        raise CheckpointError(f"cannot write {path}: {error}") from error
 
 
-def _part_name(at: int, *, of: int) -> str:
-    return f"model-{at:05d}-of-{of:05d}.safetensors"
-
-
-def _by_file(specs: Sequence[ParameterSpec]) -> Iterator[list[ParameterSpec]]:
-    """Divides parameters into files of at most `FILE_BYTES`. A larger parameter has a file of its own."""
-    file: list[ParameterSpec] = []
+def _by_file(specs: Sequence[ParameterSpec]) -> dict[str, list[ParameterSpec]]:
+    """Divides parameters into files of at most `FILE_BYTES`, by name. A larger parameter has a file of its own."""
+    files: list[list[ParameterSpec]] = [[]]
     for spec in specs:
-        if file and sum(each.nbytes for each in file) + spec.nbytes > FILE_BYTES:
-            yield file
-            file = []
-        file.append(spec)
-    yield file
+        if files[-1] and sum(each.nbytes for each in files[-1]) + spec.nbytes > FILE_BYTES:
+            files.append([])
+        files[-1].append(spec)
+    if len(files) == 1:
+        return {_WEIGHTS: files[0]}
+    return {f"model-{at:05d}-of-{len(files):05d}.safetensors": file for at, file in enumerate(files, start=1)}
+
+
+def _write_index(path: Path, files: Mapping[str, Sequence[ParameterSpec]]) -> None:
+    index = {
+        "metadata": {"total_size": sum(spec.nbytes for file in files.values() for spec in file)},
+        "weight_map": {spec.name: name for name, file in files.items() for spec in file},
+    }
+    path.write_text(json.dumps(index, indent=2))
 
 
 def _write_rest(model: PreTrainedModel, *, tokenizer_path: str, path: Path, dtype: torch.dtype) -> None:

@@ -56,10 +56,14 @@ class Policy(RankDriver[PolicyWorker], ColocatablePolicyInterface):
         self._ranks.call(PolicyWorker.prepare_for_training)
 
     def save_hf(self, path: Path) -> None:
-        """Writes a Hugging Face directory that vLLM can serve, on rank 0's node. A reader sees the complete directory
-        or none. Raises CheckpointError if it cannot be written, or if something other than an export is at `path`; the
-        ranks stay usable."""
-        self._ranks.call(PolicyWorker.save_hf, path.absolute())
+        """Writes a Hugging Face directory that vLLM can serve, to a path that all ranks share. A reader sees the
+        complete directory or none. Meanwhile there are also files beside it, with the float32 weights.
+
+        Raises CheckpointError if it cannot be written within `checkpoint.timeout_s`, or if something other than an
+        export is at `path`; the ranks stay usable.
+        """
+        self._ranks.call(PolicyWorker.stage_checkpoint, False)
+        self._ranks.save_beside(PolicyWorker.write_hf, None, path.absolute())
 
     def write_hf(self, weights_path: Path, path: Path) -> None:
         """Writes the directory of `save_hf` with the weights that `write_checkpoint` wrote to `weights_path`.

@@ -4,6 +4,7 @@ Legend: B rows, S tokens, T = S − 1 next tokens, V vocabulary.
 """
 
 import copy
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
@@ -19,16 +20,18 @@ from asyncrl.algorithms.interfaces import LossFunction
 from asyncrl.algorithms.loss import ObjectiveLoss, build_loss
 from asyncrl.algorithms.presets import advantage_of
 from asyncrl.common.version import Version
+from asyncrl.complete_directory import prepare, unfinished
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import WeightError
-from asyncrl.policy.export import convert_to_hf, save_hf
+from asyncrl.policy.export import convert_to_hf
 from asyncrl.policy.flops import forward_cost, peak_flops_per_s
 from asyncrl.policy.logprobs import model_logprobs
 from asyncrl.policy.micro_batch import OnPolicy, loss_of
 from asyncrl.policy.step_loss import add_update_shares, calibrated_loss, needs_reference
 from asyncrl.ranks.accelerator import compute_dtype, frozen
 from asyncrl.ranks.batching import token_batch, without_nonfinite
+from asyncrl.ranks.collectives import on_first_rank
 from asyncrl.ranks.gather import gather_weights, own_shards, parameter_specs
 from asyncrl.ranks.loss_pass import MicroBatchOutcome, UpdateContext, aligned
 from asyncrl.ranks.packed import ATTENTION
@@ -177,20 +180,14 @@ class PolicyWorker(RankWorker[LossFunction]):
         self._placement.check(MODEL)
         return gather_weights(self._model, dtype=self._engine_dtype)
 
-    def save_hf(self, path: Path) -> None:
-        """Writes a Hugging Face directory that vLLM can serve, from rank 0. See `export.save_hf`."""
-        save_hf(
-            self._model,
-            tokenizer_path=self._model_path,
-            path=path,
-            dtype=self._engine_dtype,
-            group=self._checkpoints,
-        )
+    def write_hf(self, weights_path: Path | None, path: Path) -> None:
+        """Writes a Hugging Face directory that vLLM can serve, with the weights of the checkpoint at `weights_path`, or
+        with those that `stage_checkpoint` copied. It may run in a second thread, like `write_checkpoint`.
 
-    def write_hf(self, weights_path: Path, path: Path) -> None:
-        """Writes the directory of `save_hf` with the weights of the checkpoint at `weights_path`, on rank 0. It may run
-        in a second thread, like `write_checkpoint`."""
-        if self.rank == 0:
+        See `convert_to_hf` for the errors. The copies are first written to files beside `path`, because no rank has
+        whole tensors.
+        """
+        if weights_path is not None:
             convert_to_hf(
                 self._model,
                 self._specs,
@@ -198,7 +195,18 @@ class PolicyWorker(RankWorker[LossFunction]):
                 tokenizer_path=self._model_path,
                 path=path,
                 dtype=self._engine_dtype,
+                group=self._saving,
             )
+            return
+        on_first_rank(lambda: prepare(path), group=self._saving)  # refuses a wrong path before anything is written
+        shards = path.with_name(f"{path.name}.shards")
+        try:
+            self.write_checkpoint(shards)
+            self.write_hf(shards, path)
+        finally:
+            if self.rank == 0:
+                for folder in (shards, unfinished(shards)):
+                    shutil.rmtree(folder, ignore_errors=True)
 
     # -- sending weights -----------------------------------------------------------------------------------------
 

@@ -160,7 +160,9 @@ class RankDriver(Generic[WorkerT]):
     ) -> None:
         ignore_arguments("save_checkpoint", args, kwargs)
         optimizer, tokenizer = (None if path is None else _absolute(path) for path in (optimizer_path, tokenizer_path))
-        self._ranks.call(self._worker.save_checkpoint, _absolute(weights_path), optimizer, tokenizer)
+        weights = _absolute(weights_path)
+        self._ranks.call(self._worker.stage_checkpoint, optimizer is not None)
+        self._ranks.save_beside(self._worker.write_checkpoint, weights, optimizer, tokenizer)
 
     def check_folder(self, folder: Path) -> None:
         """Raises CheckpointError unless this process and all ranks can write to `folder` and see each other's files

@@ -107,11 +107,12 @@ class SavedTensors:
     def __contains__(self, name: str) -> bool:
         return name in self._parts
 
-    def read(self, name: str) -> torch.Tensor:
-        """Returns a tensor, put together from the parts of all ranks."""
+    def read(self, name: str, *, dtype: torch.dtype) -> torch.Tensor:
+        """Returns a tensor in the precision `dtype`, put together from the parts of all ranks. The parts stay on the
+        disk: safetensors maps their files."""
         parts = [(file.get_tensor(name), offsets) for file, offsets in self._parts[name]]
         ends = [[at + length for at, length in zip(offsets, part.shape, strict=True)] for part, offsets in parts]
-        whole = torch.empty([max(lengths) for lengths in zip(*ends, strict=True)], dtype=parts[0][0].dtype)
+        whole = torch.empty([max(lengths) for lengths in zip(*ends, strict=True)], dtype=dtype)
         for part, offsets in parts:
             whole[tuple(slice(at, at + length) for at, length in zip(offsets, part.shape, strict=True))] = part
         return whole

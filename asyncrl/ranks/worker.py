@@ -76,7 +76,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         # DCP aborts the process if its group has other traffic. Loading a checkpoint may take longer than a collective
         self._checkpoints = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.run.stall_timeout_s))
         # for a thread that writes beside the steps
-        saving = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.checkpoint.timeout_s))
+        self._saving = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.checkpoint.timeout_s))
         # master weights are float32 for every engine precision: bfloat16 loses updates below 2⁻⁸ of a weight
         model = self._loaded(model_path)
         self._vocabulary = len(model.get_input_embeddings().weight)
@@ -84,7 +84,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         model.train(False)
         self._model, self._optimizer = self._accelerator.prepare(model, adamw(model, learner.optimizer))
         self._placement = Placement(self._model, self._optimizer.optimizer, device=self._device)
-        self._state = ShardedState(self._model, self._optimizer.optimizer, group=self._checkpoints, saving=saving)
+        self._state = ShardedState(self._model, self._optimizer.optimizer, group=self._checkpoints, saving=self._saving)
         self._calls = 0  # number of `train` calls, which the learning-rate schedule counts
         self._updates = 0  # number of updates that the optimizer has applied
         self._trained_step: int | None = None
@@ -330,33 +330,31 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
-    def save_checkpoint(
-        self, weights_path: Path, optimizer_path: Path | None = None, tokenizer_path: Path | None = None
-    ) -> None:
-        """Writes the state from which training can continue on any number of ranks: the weights, and the optimizer and
-        the tokenizer if they have a path. Each goes to its own directory, which all ranks must share. Raises
-        CheckpointError if it cannot be written."""
-        self._state.stage(train_calls=self._calls, optimizer=optimizer_path is not None)
-        self.write_checkpoint(weights_path, optimizer_path)
-        if tokenizer_path is not None:
-            save_tokenizer(self._model_path, tokenizer_path, group=self._checkpoints)
-
     def write_probe(self, folder: Path) -> None:
         """Writes a file with the rank's number in `folder`. Raises CheckpointError, on all ranks, if a rank cannot."""
         on_all_ranks(lambda: (folder / str(self.rank)).write_bytes(b"asyncrl"), group=self._checkpoints)
 
-    def stage_checkpoint(self) -> None:
-        """Copies this rank's part of the weights and of the optimizer, for `write_checkpoint`. Raises CheckpointError
-        if the last copies are still being written, or if there is no memory for them."""
-        self._state.stage(train_calls=self._calls, optimizer=True)
+    def stage_checkpoint(self, optimizer: bool = True) -> None:
+        """Copies this rank's part of the weights, and of the optimizer if it is wanted, for `write_checkpoint`. Raises
+        CheckpointError if the last copies are still being written, or if there is no memory for them."""
+        self._state.stage(train_calls=self._calls, optimizer=optimizer)
 
-    def write_checkpoint(self, weights_path: Path, optimizer_path: Path | None = None) -> None:
-        """Writes what `stage_checkpoint` copied, with the result and the errors of `save_checkpoint`. It may run in a
-        second thread beside other calls; among themselves, its calls must have the same order on all ranks."""
+    def write_checkpoint(
+        self, weights_path: Path, optimizer_path: Path | None = None, tokenizer_path: Path | None = None
+    ) -> None:
+        """Writes the state from which training can continue on any number of ranks: the weights that `stage_checkpoint`
+        copied, and the optimizer and the tokenizer if they have a path. Each goes to its own directory, which all ranks
+        must share. Raises CheckpointError if it cannot be written.
+
+        It may run in a second thread beside other calls; among themselves, its calls must have the same order on all
+        ranks.
+        """
         self._state.write(weights_path=weights_path, optimizer_path=optimizer_path)
+        if tokenizer_path is not None:
+            save_tokenizer(self._model_path, tokenizer_path, group=self._saving)
 
     def load_checkpoint(self, weights_path: Path, optimizer_path: Path | None = None) -> None:
-        """Loads the weights of `save_checkpoint`. With `optimizer_path`, also loads the optimizer, its position in the
+        """Loads the weights of `write_checkpoint`. With `optimizer_path`, also loads the optimizer, its position in the
         learning-rate schedule of `train`, and the random generators.
 
         Raises CheckpointError if it cannot; then nothing has changed. The reference stays the model with which the

@@ -74,8 +74,9 @@ def _save_policy(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     policy = _worker(rank, world_size, folder, name="save")
     path = folder / f"policy-{world_size}"
     before = _train(policy, rank, world_size, steps=2)
-    policy.save_checkpoint(path / "weights", path / "optimizer", path / "tokenizer")
-    policy.save_hf(path / "gathered")
+    policy.stage_checkpoint()
+    policy.write_checkpoint(path / "weights", path / "optimizer", path / "tokenizer")
+    policy.write_hf(None, path / "live")
     found = {"before": before, "after": _train(policy, rank, world_size, steps=2)}
     policy.write_hf(path / "weights", path / "converted")
     dist.barrier()

@@ -345,7 +345,8 @@ def _weights_scenario(policy: PolicyWorker, saved: Path, *, rank: int) -> dict[s
     found["trained"] = train_step(policy, make_batch())
     found["snapshot_unchanged"] = all(torch.equal(before[name], kept[name]) for name in kept)
     found["moved"] = any(not torch.equal(tensor, kept[name]) for name, tensor in policy.gather_weights())
-    policy.save_hf(saved)
+    policy.stage_checkpoint(optimizer=False)
+    policy.write_hf(None, saved)
     found["saved"] = {name: tensor.numpy() for name, tensor in policy.gather_weights()}
     policy.close()
     return found

@@ -112,7 +112,8 @@ def _hand_on(rank: int, folder: Path) -> dict[str, Any]:
         first = _worker(f"save {saver}", saver, rank, folder)
         train_step(first, make_batch())
         path = folder / f"checkpoint {saver}"
-        first.save_checkpoint(path / "weights", path / "optimizer")
+        first.stage_checkpoint()
+        first.write_checkpoint(path / "weights", path / "optimizer")
         saved = _state(first)
         first.close()
         second = _worker(f"load {saver}", loader, rank, folder)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_scenarios import LEARNER, WORLDS, run_loader, run_saver
+from checkpoint_scenarios import LEARNER, WORLDS, group_of, run_loader, run_saver
 from rounding import GRADIENT, LOSS, UNIT, assert_reordered, assert_within, weight_spread
 from tiny_groups import make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -127,12 +127,12 @@ def test_weights_for_other_programs_are_the_same_from_a_checkpoint_as_from_the_r
     folder: Path, saved_by: int
 ) -> None:
     """The ranks have trained two more steps when they convert the checkpoint."""
-    gathered, converted = (
+    live, converted = (
         {path.name: path.read_bytes() for path in (folder / f"policy-{saved_by}" / kind).iterdir()}
-        for kind in ("gathered", "converted")
+        for kind in ("live", "converted")
     )
-    assert gathered.pop("COMPLETE") != converted.pop("COMPLETE"), "each directory has an id"
-    assert converted == gathered
+    assert live.pop("COMPLETE") != converted.pop("COMPLETE"), "each directory has an id"
+    assert converted == live
 
 
 @pytest.mark.parametrize("file_bytes", [2**30, 2**15])
@@ -143,14 +143,16 @@ def test_weights_for_other_programs_are_rounded_to_the_engine_s_precision_and_ma
     monkeypatch.setattr(export, "FILE_BYTES", file_bytes)
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     specs = parameter_specs(model, dtype=torch.bfloat16)
-    export.convert_to_hf(
-        model,
-        specs,
-        weights_path=folder / f"policy-{saved_by}/weights",
-        tokenizer_path=str(folder / "model"),
-        path=tmp_path / "hf",
-        dtype=torch.bfloat16,
-    )
+    with group_of(0, 1, tmp_path / "store") as group:
+        export.convert_to_hf(
+            model,
+            specs,
+            weights_path=folder / f"policy-{saved_by}/weights",
+            tokenizer_path=str(folder / "model"),
+            path=tmp_path / "hf",
+            dtype=torch.bfloat16,
+            group=group,
+        )
     files = list((tmp_path / "hf").glob("*.safetensors"))
     sizes = [spec.nbytes for spec in specs if spec.name != "lm_head.weight"]  # it is tied to the embedding
     assert (len(files) == 1) == (sum(sizes) <= file_bytes)

@@ -1,4 +1,6 @@
-"""vLLM can serve a model that training exported: from the Hugging Face directory, its log-probs agree to 1e-4 nats."""
+"""vLLM can serve a model that training exported: from the Hugging Face directory, its log-probs agree to 1e-4 nats.
+
+The directory has several files of weights, which the ranks share."""
 
 import asyncio
 import json
@@ -34,6 +36,7 @@ PARITY_NATS = 1e-4
 TRAIN_STEPS = 3
 ENGINE_S = 600.0
 WORLDS = (1, 2)
+FILE_BYTES = 2**19
 SEQUENCES = [[40, 41, 42, 43, 44, 45, 46], [50, 41, 40], [7 * i % 50 for i in range(1, 40)]]
 
 
@@ -44,6 +47,7 @@ def train_and_export(rank: int, world_size: int, folder: Path, config: Config) -
     config = config.model_copy(update={"learner": config.learner.model_copy(update={"optimizer": optimizer})})
     store = FileStore(str(folder / f"store-{world_size}"), world_size)
     policy = PolicyWorker(model_path=config.model.path, config=config, rank=rank, world_size=world_size, store=store)
+    export.FILE_BYTES = FILE_BYTES
     before = policy.probe(SEQUENCES)
     shard = make_batch().shard_by_batch_size(world_size)[rank]
     for _ in range(TRAIN_STEPS):
@@ -53,34 +57,50 @@ def train_and_export(rank: int, world_size: int, folder: Path, config: Config) -
     found: dict[str, Any] = {"left": []}
     for what in ("unwritten", "unfinished"):
         found[what] = error_of(policy, path, last_file=what == "unfinished")
-        if rank == 0:  # only rank 0 writes the export
+        if rank == 0:  # it removes the files of both
             found["left"] += [left.name for left in folder.glob(f"{path.name}*")]
-    policy.save_hf(path)
+    save_hf(policy, path)
     first = complete(path)[1].save_id
-    policy.save_hf(path)
+    with mock.patch.object(export, "save_file", wraps=export.save_file) as written:
+        save_hf(policy, path)
+    found["files"] = [call.args[1].name for call in written.call_args_list]
     found |= {"replaced": complete(path)[1].save_id != first, "unwritten again": error_of(policy, path)}
     foreign = folder / f"foreign-{world_size}"
     foreign.mkdir(exist_ok=True)
     (foreign / "thesis.txt").touch()
     with pytest.raises(CheckpointError, match=r"exists, but it is not a checkpoint, because it has no file COMPLETE"):
-        policy.save_hf(foreign)
+        save_hf(policy, foreign)
     found |= {"before": before, "after": policy.probe(SEQUENCES)}
     (folder / f"probe-{world_size}-{rank}.pkl").write_bytes(pickle.dumps(found))
     policy.close()
 
 
+def save_hf(policy: PolicyWorker, path: Path) -> None:
+    policy.stage_checkpoint(optimizer=False)
+    policy.write_hf(None, path)
+
+
 def error_of(policy: PolicyWorker, path: Path, *, last_file: bool = False) -> str:
-    """Returns the error of every rank if rank 0 has no disk space for the tensors, or for the file that is written
+    """Returns the error of every rank if there is no disk space for the tensors, or for the file that is written
     last."""
+    write_atomically = complete_directory.write_atomically
 
     def disk_full(what: object, file: Any, **options: Any) -> None:
-        if not last_file:
-            file.write_bytes(b"half of it")
+        file.write_bytes(b"half of it")
         raise OSError(28, "No space left on device")
 
-    write = (complete_directory, "write_atomically") if last_file else (export, "save_file")
-    with mock.patch.object(*write, disk_full), pytest.raises(CheckpointError) as raised:
-        policy.save_hf(path)
+    def full_at_the_end(file: Path, data: bytes) -> None:
+        if file.parent == complete_directory.unfinished(path):
+            raise OSError(28, "No space left on device")
+        write_atomically(file, data)
+
+    broken = (
+        mock.patch.object(complete_directory, "write_atomically", full_at_the_end)
+        if last_file
+        else mock.patch.object(export, "save_file", disk_full)
+    )
+    with broken, pytest.raises(CheckpointError) as raised:
+        save_hf(policy, path)
     return str(raised.value)
 
 
@@ -152,7 +172,8 @@ def test_an_export_that_cannot_be_written_fails_on_all_ranks_which_go_on_and_lea
 ) -> None:
     for found in probes(folder, world_size):
         errors = {found["unwritten"], found["unfinished"], found["unwritten again"]}
-        assert errors == {f"cannot write {folder / f'hf-{world_size}'}: OSError: [Errno 28] No space left on device"}
+        reason = "rank 0: OSError: [Errno 28] No space left on device"
+        assert errors == {f"cannot write {folder / f'hf-{world_size}'}: {reason}"}
         assert found["replaced"]
     assert probes(folder, world_size)[0]["left"] == [], "a failed export must leave no files"
     path, _ = complete(folder / f"hf-{world_size}")
@@ -177,13 +198,21 @@ def test_one_rank_and_two_export_the_same_files_and_tensors(folder: Path) -> Non
     one, two = (folder / f"hf-{world}" for world in WORLDS)
     names = sorted(path.name for path in one.iterdir())
     assert names == sorted(path.name for path in two.iterdir())
-    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= {*names}
+    index = "model.safetensors.index.json"
+    assert {"config.json", "generation_config.json", index, "tokenizer.json"} <= {*names}
     configs = [json.loads((path / "config.json").read_text()) for path in (one, two)]
     assert configs[0] == configs[1]
-    with safe_open(one / "model.safetensors", "pt") as first, safe_open(two / "model.safetensors", "pt") as second:
-        assert sorted(first.keys()) == sorted(second.keys())
-        for name in first.keys():  # noqa: SIM118 - it is not a dictionary
-            # The learning rate is a tenth of that in `rounding`. The sums of this model have less than four times as
-            # many terms, and the bound grows with the square root of the number.
-            bound = 0.1 * 2 * weight_spread(TRAIN_STEPS)
+    assert (one / index).read_text() == (two / index).read_text()
+    # The learning rate is a tenth of that in `rounding`. The sums of this model have less than four times as many
+    # terms, and the bound grows with the square root of the number.
+    bound = 0.1 * 2 * weight_spread(TRAIN_STEPS)
+    for name, file in json.loads((one / index).read_text())["weight_map"].items():
+        with safe_open(one / file, "pt") as first, safe_open(two / file, "pt") as second:
             assert_within(second.get_tensor(name), first.get_tensor(name), bound=bound, name=name)
+
+
+def test_two_ranks_write_every_second_file_each(folder: Path) -> None:
+    files = sorted(path.name for path in (folder / "hf-2").glob("*.safetensors"))
+    assert len(files) > 2
+    assert [sorted(found["files"]) for found in probes(folder, 2)] == [files[::2], files[1::2]]
+    assert sorted(probes(folder, 1)[0]["files"]) == files
