@@ -70,7 +70,7 @@ def specs_of(config: Config) -> tuple[ParameterSpec, ...]:
 
 def _described(config: Config, found: Plan) -> list[str]:
     learner, generator = config.learner, config.generator
-    rows = [(line.place, line.what, _gib(line.nbytes), line.memory) for line in found.lines]
+    rows = [(line.place, _what(line), _gib(line.nbytes), line.memory) for line in found.lines]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return [
         f"{found.parameters / 1e9:,.4g} billion parameters, {learner.ranks} ranks, {generator.replicas} replicas of "
@@ -81,12 +81,16 @@ def _described(config: Config, found: Plan) -> list[str]:
         "memory of each process:",
         *(f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d}" for a, b, c, d in rows),
         "",
-        "together, without the activations of training:",
+        "together, at most, without the activations of training:",
         *(f"  {line.place}: {_gib(line.nbytes)} of its {_where(line)}" for line in found.sums),
         "",
         *(f"{what} for {seconds * 1e3:,.4g} ms at each publication" for what, seconds in found.times),
         "",
     ]
+
+
+def _what(line: Line) -> str:
+    return line.what if line.processes is None else f"{line.what} ({line.processes} of the ranks)"
 
 
 def _where(line: Line) -> str:

@@ -1,16 +1,19 @@
 """What a configuration needs: memory at each place, the bytes of a weight publication, and how long it makes both pools
 wait. All of it is arithmetic over the shapes of the model's parameters, so nothing is loaded and no run is started.
 
-Left out are the activations of training, which depend on the batches, and memory that libraries use for a moment. With
-HSDP (`learner.shards`), the ranks of further copies of the model send nothing and need less than planned.
+The memory of a process is what it needs at most during a run. Left out are the activations of training, which depend on
+the batches, and memory that libraries use for a moment.
 """
 
 import math
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from asyncrl.config.schema import Config, CriticSection, LearnerSection
+from asyncrl.ranks.accelerator import compute_dtype
 from asyncrl.weights.manifest import ParameterSpec, aligned
 from asyncrl.weights.publisher import MOST_BUCKETS
 
@@ -19,6 +22,11 @@ MASTER_BYTES = 4
 """Weights, gradients, and each of AdamW's two moments are float32."""
 STORED_VERSIONS = 3
 """Versions of the weights that the store keeps: two, and the one that is being published."""
+STORED_WITH_DELTAS = 4
+"""The same with `weights.delta`, in sizes of a version: the chain of the oldest version is less than two, and the next
+two versions may both be sent whole."""
+_LAYER = re.compile(r".*?\.\d+\.")
+"""Matches the beginning of the name of a layer's parameter."""
 EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight", "wte.weight", "embed_in.weight")
 """Ends of the names of embeddings and heads."""
 ENGINE_PROCESSES_BYTES = 1.8 * GIB
@@ -56,12 +64,14 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """Bytes that one process of a kind needs, and the memory in which it needs them."""
+    """Bytes that one process of a kind needs, and the memory in which it needs them. With `processes`, only so many
+    processes of the kind need them."""
 
     place: str
     what: str
     nbytes: float
     memory: Memory
+    processes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +96,20 @@ def largest_shard(parameters: Iterable[ParameterSpec], shards: int) -> int:
         for spec in parameters
         if not spec.tied_to
     )
+
+
+def gathered(parameters: Iterable[ParameterSpec]) -> int:
+    """Returns how many parameters a rank holds whole during a pass: those outside of layers, and two layers, because
+    FSDP2 gathers the next layer while it computes one. A tied parameter counts once."""
+    layers, outside = Counter[str](), 0
+    for spec in parameters:
+        if spec.tied_to:
+            continue
+        if layer := _LAYER.match(spec.name):
+            layers[layer[0]] += math.prod(spec.shape)
+        else:
+            outside += math.prod(spec.shape)
+    return outside + sum(sorted(layers.values())[-2:])
 
 
 def plan(config: Config, parameters: Sequence[ParameterSpec], hardware: Hardware, *, reference: bool) -> Plan:
@@ -114,22 +138,23 @@ def _lines(
     for name, pool in config.rank_pools().items():
         rank, device = f"rank of the {name}", Memory.GPU if pool.gpus else Memory.NODE
         shard = largest_shard(own, _shards(pool))
+        # With HSDP only the ranks of the first copy send, and all ranks write parts of a checkpoint.
+        copies = pool.ranks // _shards(pool)
+        senders = _shards(pool) if copies > 1 else None
         yield Line(place=rank, what="weights, float32", nbytes=MASTER_BYTES * shard, memory=device)
         yield Line(
             place=rank, what="gradients", nbytes=MASTER_BYTES * _gradients(config, pool, own, shard), memory=device
         )
         yield Line(place=rank, what="AdamW's moments", nbytes=2 * MASTER_BYTES * shard, memory=device)
+        whole = compute_dtype(config).itemsize * gathered(own)
+        yield Line(place=rank, what="whole layers in a pass", nbytes=whole, memory=device)
         if name == "learner":
             if reference:
                 yield Line(place=rank, what="reference weights", nbytes=MASTER_BYTES * shard, memory=device)
-            yield Line(place=rank, what="two snapshots to publish", nbytes=2 * sent, memory=Memory.NODE)
-            if config.weights.delta:
-                yield Line(place=rank, what="sent versions, for deltas", nbytes=2 * sent, memory=Memory.NODE)
-            if config.weights.transport == "object_store":
-                kept = STORED_VERSIONS * sent
-                yield Line(place=rank, what="versions in the object store", nbytes=kept, memory=Memory.NODE)
-        if config.checkpoint.every_steps or config.checkpoint.every_minutes:
-            yield Line(place=rank, what="copy for a checkpoint", nbytes=3 * MASTER_BYTES * shard, memory=Memory.NODE)
+            for what, nbytes in _sending(config, sent):
+                yield Line(place=rank, what=what, nbytes=nbytes, memory=Memory.NODE, processes=senders)
+        saved = 3 * MASTER_BYTES * shard / copies  # also without `checkpoint.every_steps`: a run ends with a checkpoint
+        yield Line(place=rank, what="copy for a checkpoint", nbytes=saved, memory=Memory.NODE)
         yield Line(place=rank, what="process", nbytes=RANK_PROCESS_BYTES, memory=Memory.NODE)
     generator = config.generator
     if generator.gpus:
@@ -150,6 +175,20 @@ def _lines(
     buckets = 2 * max(config.weights.bucket_bytes, flat // MOST_BUCKETS)
     yield Line(place="replica", what="buckets on their way", nbytes=buckets, memory=Memory.NODE)
     yield Line(place="replica", what="processes", nbytes=ENGINE_PROCESSES_BYTES, memory=Memory.NODE)
+
+
+def _sending(config: Config, sent: int) -> Iterator[tuple[str, float]]:
+    """Yields what a rank that sends `sent` bytes of weights keeps of them."""
+    yield "two snapshots to publish", 2 * sent
+    if config.weights.delta:
+        yield "sent versions, for deltas", 2 * sent
+    if config.weights.transport == "object_store":
+        yield "versions in the object store", stored_versions(config) * sent
+
+
+def stored_versions(config: Config) -> int:
+    """Returns how many sizes of a version the object store keeps."""
+    return STORED_WITH_DELTAS if config.weights.delta else STORED_VERSIONS
 
 
 def _shards(pool: LearnerSection | CriticSection) -> int:
@@ -173,8 +212,9 @@ def _sums(config: Config, lines: Sequence[Line], hardware: Hardware) -> Iterator
     """Yields what a GPU of each pool needs, and a node of each pool. Pools share a node if they have no GPUs, or if one
     node has enough GPUs for all."""
 
-    def needs(place: str, memory: Memory) -> float:
-        return sum(line.nbytes for line in lines if line.place == place and line.memory is memory)
+    def needs(place: str, memory: Memory, count: int = 1) -> float:
+        found = [line for line in lines if line.place == place and line.memory is memory]
+        return sum(line.nbytes * min(count, line.processes or count) for line in found)
 
     generator = config.generator
     pools = {f"rank of the {name}": (name, pool.ranks, pool.gpus) for name, pool in config.rank_pools().items()}
@@ -182,7 +222,7 @@ def _sums(config: Config, lines: Sequence[Line], hardware: Hardware) -> Iterator
     one_node = sum(count * gpus for _, count, gpus in pools.values()) <= hardware.gpus_per_node
     apart, together = [], {}
     for place, (name, count, gpus) in pools.items():
-        on_node = on_a_node(count, gpus, hardware.gpus_per_node) * needs(place, Memory.NODE)
+        on_node = needs(place, Memory.NODE, on_a_node(count, gpus, hardware.gpus_per_node))
         if gpus:
             user = ENGINE if place == "replica" else place
             yield Line(place=f"GPU of a {user}", what="", nbytes=needs(user, Memory.GPU), memory=Memory.GPU)
@@ -214,10 +254,11 @@ def _problems(config: Config, sums: Sequence[Line], hardware: Hardware, *, publi
             room = hardware.gpu_bytes * (config.generator.gpu_memory_utilization if engine else 1)
         if line.nbytes > room:
             yield (f"a {line.place} needs {line.nbytes / GIB:.1f} GiB and has {room / GIB:.1f}; {_advice(line.place)}")
-    needed, has = STORED_VERSIONS * published, config.ray.object_store_mb * 2**20
+    versions = stored_versions(config)
+    needed, has = versions * published, config.ray.object_store_mb * 2**20
     if config.weights.transport == "object_store" and config.ray.address is None and needed > has:
         yield (
-            f"ray.object_store_mb = {config.ray.object_store_mb} does not hold {STORED_VERSIONS} versions of the "
+            f"ray.object_store_mb = {config.ray.object_store_mb} does not hold {versions} versions of the "
             f"weights; set it to {math.ceil(needed / 2**20) + 200}"
         )
 

@@ -9,6 +9,7 @@ BENCHMARKS = (
     "against_trl.py",
     "coordinator.py",
     "overlap.py",
+    "plan_check.py",
     "profile_run.py",
     "simulated_fleet.py",
     "simulated_pools.py",

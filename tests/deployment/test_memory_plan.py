@@ -16,7 +16,7 @@ from asyncrl.cli.main import app
 from asyncrl.cli.plan import specs_of
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
-from asyncrl.deployment.memory_plan import GIB, PAUSE_S, Hardware, Memory, Plan, largest_shard, plan
+from asyncrl.deployment.memory_plan import GIB, PAUSE_S, Hardware, Line, Memory, Plan, gathered, largest_shard, plan
 from asyncrl.ranks.gather import own_shards, parameter_specs
 from asyncrl.weights.manifest import Manifest, ParameterSpec, Probe, layout
 from asyncrl.weights.publisher import snapshot_of
@@ -74,6 +74,10 @@ def planned(described: PretrainedConfig, folder: Path, *, hardware: Hardware = N
     return plan(config, specs_of(config), hardware, reference=False)
 
 
+def lines_of(found: Plan, what: str) -> list[Line]:
+    return [line for line in found.lines if line.what == what]
+
+
 def spec(name: str, *shape: int, tied_to: str = "") -> ParameterSpec:
     return ParameterSpec(name=name, shape=shape, dtype="bfloat16", nbytes=2 * math.prod(shape), tied_to=tied_to)
 
@@ -107,7 +111,33 @@ def test_bytes_are_those_of_a_real_snapshot_and_its_flat_buffer(tied: bool, tmp_
     assert (found.published_bytes, found.sent_bytes) == (manifest.sent_bytes, snapshot.memory.nbytes)
     [staged] = [line.nbytes for line in found.lines if line.what == "staged weights"]
     assert 0 <= staged - manifest.flat_bytes < 64
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    assert lines_of(found, "whole layers in a pass")[0].nbytes == 2 * whole, "the model has two layers"
     assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+@given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 9))
+def test_a_rank_gathers_what_is_outside_of_layers_and_two_layers(layers: int, outside: int, inside: int) -> None:
+    own = [spec("model.embed_tokens.weight", outside), spec("lm_head.weight", outside, tied_to="model.embed_tokens")]
+    own += [spec(f"model.layers.{i}.experts.{j}.weight", inside) for i in range(layers) for j in range(3)]
+    assert gathered(own) == outside + min(layers, 2) * 3 * inside
+
+
+def test_with_hsdp_only_the_first_copy_sends_and_all_ranks_share_the_checkpoint(tmp_path: Path) -> None:
+    described, parameters = LARGE["7B"]
+    learner = {"ranks": 4, "groups_per_step": 16}
+    two_copies = planned(described, tmp_path, learner={**learner, "shards": 2})
+    one_copy = planned(described, tmp_path, learner=learner)
+    [snapshots], [of_one] = (lines_of(found, "two snapshots to publish") for found in (two_copies, one_copy))
+    assert (snapshots.processes, of_one.processes) == (2, None)
+    assert snapshots.nbytes == pytest.approx(2 * of_one.nbytes, rel=0.01)
+    saved = [lines_of(found, "copy for a checkpoint")[0].nbytes for found in (two_copies, one_copy)]
+    assert saved == pytest.approx([12 * parameters / 4] * 2, rel=0.01)
+    sending = [line for line in two_copies.lines if line.processes is not None]
+    everything = sum(line.nbytes for line in two_copies.lines if line.place == "rank of the learner")
+    replica = sum(line.nbytes for line in two_copies.lines if line.place == "replica")
+    [node] = two_copies.sums
+    assert node.nbytes == pytest.approx(4 * everything + replica + GIB - 2 * sum(line.nbytes for line in sending))
 
 
 @pytest.mark.parametrize("size", LARGE)
@@ -121,7 +151,9 @@ def test_large_models_are_planned_without_their_weights(size: str, tmp_path: Pat
     assert found.parameters == parameters
     assert found.published_bytes == 2 * parameters
     [of_rank] = [line for line in found.sums if line.place == "GPU of a rank of the learner"]
-    assert of_rank.nbytes == pytest.approx(16 * parameters / 64, rel=0.01), "weights, gradients and two moments"
+    whole = lines_of(found, "whole layers in a pass")[0].nbytes
+    assert of_rank.nbytes - whole == pytest.approx(16 * parameters / 64, rel=0.01), "weights, gradients, two moments"
+    assert 0 < whole < 0.3 * found.published_bytes
     copied_s = 2 * parameters / 8 / NODE.gpu_copy_speed
     assert dict(found.times)["an engine pauses"] == pytest.approx(PAUSE_S + copied_s)
 
@@ -131,7 +163,7 @@ def test_what_does_not_fit_is_named_with_both_numbers(tmp_path: Path) -> None:
     gpus = {"learner": {"gpus": 1.0}, "generator": {"gpus": 1.0}, "ray": {"object_store_mb": 2**20}}
     problems = planned(described, tmp_path, **gpus).problems
     assert problems == (
-        "a GPU of a rank of the learner needs 113.5 GiB and has 80.0; raise `ranks`, or set gradient_sync: micro_batch",
+        "a GPU of a rank of the learner needs 116.4 GiB and has 80.0; raise `ranks`, or set gradient_sync: micro_batch",
     )
     gpus["generator"]["gpu_memory_utilization"] = 0.1
     gpus["ray"]["object_store_mb"] = 20000

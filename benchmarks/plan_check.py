@@ -1,0 +1,242 @@
+"""Compares the memory that `asyncrl doctor --plan` computes with that of real runs.
+
+    python benchmarks/plan_check.py --write
+    python benchmarks/plan_check.py --size 30M
+
+For each size of model the script starts a short run of `asyncrl up` on CPUs, with two ranks and one engine, and reads
+the memory of each process twice a second until the run has ended. It takes the largest values. The memory of a process
+is its PSS: memory that several processes map counts in parts. Ray's object store is counted apart.
+
+A process needs much memory without any model. So the script also makes a run with a model of a few thousand
+parameters. `growth` is the difference to that run: what the model itself needs. `--write` puts the table into
+docs/benchmarks.md.
+"""
+
+import argparse
+import json
+import tempfile
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+from measured_run import REPOSITORY, MeasuredRun
+from report_page import busy_percent, provenance, write_section
+
+from asyncrl.cli.plan import specs_of
+from asyncrl.config.load import load_config
+from asyncrl.demo.tiny_model import build_tokenizer
+from asyncrl.deployment.memory_plan import GIB, Hardware, plan
+
+BENCHMARK = "plan_check.py"
+CONFIG = "quickstart.yaml"
+MIB = 2**20
+BASELINE = "nothing"
+MAX_LENGTH = 16
+STEPS = 4
+RUN_S = 420.0
+EVERY_S = 0.5
+OVERRIDES = [
+    f"model.max_length={MAX_LENGTH}",
+    "environment.reward=rewards:by_checksum",
+    "learner.ranks=2",
+    "learner.groups_per_step=4",
+    "learner.group_size=4",
+    "learner.batching=padded",
+    "learner.micro_batch_size=4",  # two micro-batches in an update, so that gradients are kept between them
+    "learner.micro_batch_tokens=null",
+    "generator.max_concurrent_groups=4",
+    "generator.kv_cache_gib=0.25",
+    "staleness.max_versions=1",
+    "checkpoint.every_steps=2",
+    "eval.prompts=0",
+    "ray.object_store_mb=2000",
+]
+OBJECT_STORE = "versions in the object store"
+PLACES = {"rank of the learner": ("rank",), "replica": ("engine", "generator", "scoring")}
+"""The roles of processes at each place of the plan."""
+
+
+class Size(NamedTuple):
+    """The shape of a Qwen3."""
+
+    vocabulary: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+SIZES = {
+    BASELINE: Size(98, 32, 32, 1, 1, 1, 32),
+    "0.6M": Size(98, 128, 512, 2, 4, 4, 32),
+    "30M": Size(98, 640, 640, 10, 10, 10, 64),
+    "95M": Size(32_000, 768, 2304, 10, 12, 6, 64),
+}
+
+
+def make_model(size: Size, path: Path) -> int:
+    """Writes a model with random weights, whose tokenizer is that of the quickstart. Returns its parameters."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = build_tokenizer(max_length=MAX_LENGTH)
+    described = Qwen3Config(
+        vocab_size=size.vocabulary,
+        hidden_size=size.hidden,
+        intermediate_size=size.intermediate,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        head_dim=size.head_dim,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    model = Qwen3ForCausalLM(described)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def pss(process: psutil.Process) -> tuple[int, int]:
+    """Returns the PSS of a process in bytes without Ray's object store, and its part of the object store."""
+    own = store = 0
+    in_store = False
+    for line in Path(f"/proc/{process.pid}/smaps").read_text().splitlines():
+        name, _, rest = line.partition(" ")
+        if name == "Pss:":
+            if in_store:
+                store += int(rest.split()[0])
+            else:
+                own += int(rest.split()[0])
+        elif not name.endswith(":"):
+            in_store = "plasma" in line
+    return 1024 * own, 1024 * store
+
+
+def sampled(run: MeasuredRun) -> dict[str, float]:
+    """Returns the memory of each place, and of the object store, in bytes. Of a place with several processes of one
+    role that the plan counts one by one, it is that of the largest one."""
+    by_role: dict[str, list[int]] = defaultdict(list)
+    store = 0
+    for process, role in run.processes():
+        try:
+            own, part = pss(process)
+        except (OSError, psutil.Error):
+            continue
+        by_role[role].append(own)
+        store += part
+    return {
+        "rank of the learner": max(by_role["rank"], default=0),
+        "replica": sum(sum(by_role[role]) for role in PLACES["replica"]),
+        "object store": store,
+    }
+
+
+def measured(folder: Path, model: Path, extra: list[str]) -> dict[str, float]:
+    """Returns the largest memory of each place during a run, from its start until it has ended."""
+    largest: dict[str, float] = defaultdict(float)
+    over = threading.Event()
+    run = MeasuredRun(CONFIG, [*OVERRIDES, f"model.path={model}", *extra], folder=folder, pinned=False)
+
+    def sample() -> None:
+        while not over.wait(EVERY_S):
+            for place, nbytes in sampled(run).items():
+                largest[place] = max(largest[place], nbytes)
+
+    sampling = threading.Thread(target=sample)
+    sampling.start()
+    try:
+        run.wait(STEPS, timeout_s=RUN_S)
+    finally:
+        run.end()  # with a last checkpoint
+        over.set()
+        sampling.join()
+    return dict(largest)
+
+
+def planned(model: Path, extra: list[str]) -> dict[str, float]:
+    """Returns the plan of the same run: the bytes of each place without the process itself, and of each process."""
+    config = load_config([REPOSITORY / "configs" / CONFIG], [*OVERRIDES, f"model.path={model}", *extra])
+    hardware = Hardware(node_bytes=GIB, gpu_bytes=GIB, gpus_per_node=1, copy_speed=GIB, gpu_copy_speed=GIB)
+    lines = plan(config, specs_of(config), hardware, reference=False).lines
+    stored = [line.nbytes * config.learner.ranks for line in lines if line.what == OBJECT_STORE]
+    found = {
+        place: sum(line.nbytes for line in lines if line.place == place and line.what != OBJECT_STORE)
+        for place in PLACES
+    }
+    return found | {"object store": sum(stored)}
+
+
+def measure(name: str, extra: list[str]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="plan-check-") as folder:
+        model = Path(folder) / "model"
+        parameters = make_model(SIZES[name], model)
+        result = {
+            "parameters": parameters,
+            "planned": planned(model, extra),
+            "measured": measured(Path(folder), model, extra),
+        }
+    print(f"{name}: {json.dumps(result)}", flush=True)
+    return result
+
+
+COLUMNS = ["model", "place", "planned", "measured", "planned / measured", "planned growth", "measured growth", "ratio"]
+
+
+def rows(name: str, found: dict[str, Any], baseline: dict[str, Any]) -> Iterator[str]:
+    for place, plan_bytes in found["planned"].items():
+        real = found["measured"][place]
+        growth = plan_bytes - baseline["planned"][place], real - baseline["measured"][place]
+        cells = [
+            f"{name}, {found['parameters'] / 1e6:.2f} million",
+            place,
+            f"{plan_bytes / MIB:,.0f}",
+            f"{real / MIB:,.0f}",
+            f"{plan_bytes / real:.2f}",
+            f"{growth[0] / MIB:,.0f}",
+            f"{growth[1] / MIB:,.0f}",
+            f"{growth[0] / growth[1]:.2f}" if growth[1] > 0 else "",
+        ]
+        yield f"| {' | '.join(cells)} |"
+
+
+LEGEND = """\
+Memory in MiB. A *rank* is one of two ranks of the learner, *replica* all processes of one replica with the weights that
+it has staged. *Growth* is the difference to a run of the same kind with a model of a few thousand parameters."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=[size for size in SIZES if size != BASELINE], action="append")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/benchmarks.md")
+    parser.add_argument("--results", type=Path, help="file that keeps the measurements, so that sizes can be added")
+    parser.add_argument("overrides", nargs="*", help="section.key=value, for all runs")
+    arguments = parser.parse_args()
+    busy = busy_percent()
+    kept = arguments.results
+    found: dict[str, Any] = json.loads(kept.read_text()) if kept is not None and kept.exists() else {}
+    sizes = arguments.size or [size for size in SIZES if size != BASELINE]
+    for name in [BASELINE, *sizes]:
+        if name not in found:
+            found[name] = measure(name, arguments.overrides)
+        if kept is not None:
+            kept.write_text(json.dumps(found))
+    table = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+    for name in sizes:
+        table += rows(name, found[name], found[BASELINE])
+    lines = [provenance(BENCHMARK, busy_percent=busy), "", LEGEND, "", *table]
+    print("\n".join(lines))
+    if arguments.write:
+        write_section(BENCHMARK, lines)
+
+
+if __name__ == "__main__":
+    main()
