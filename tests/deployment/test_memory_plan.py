@@ -2,9 +2,11 @@
 named."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -16,10 +18,23 @@ from asyncrl.cli.main import app
 from asyncrl.cli.plan import specs_of
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
-from asyncrl.deployment.memory_plan import GIB, PAUSE_S, Hardware, Line, Memory, Plan, gathered, largest_shard, plan
+from asyncrl.deployment.memory_plan import (
+    GIB,
+    PAUSE_S,
+    Hardware,
+    Line,
+    Memory,
+    Plan,
+    gathered,
+    largest_shard,
+    plan,
+    stored_versions,
+)
 from asyncrl.ranks.gather import own_shards, parameter_specs
-from asyncrl.weights.manifest import Manifest, ParameterSpec, Probe, layout
-from asyncrl.weights.publisher import snapshot_of
+from asyncrl.weights.delta import DeltaSender
+from asyncrl.weights.manifest import Bytes, Manifest, ParameterSpec, Piece, Probe, layout
+from asyncrl.weights.publisher import Snapshot, deliver, snapshot_of
+from asyncrl.weights.store import KEPT_VERSIONS
 
 pytestmark = pytest.mark.slow  # imports transformers
 
@@ -138,6 +153,41 @@ def test_with_hsdp_only_the_first_copy_sends_and_all_ranks_share_the_checkpoint(
     replica = sum(line.nbytes for line in two_copies.lines if line.place == "replica")
     [node] = two_copies.sums
     assert node.nbytes == pytest.approx(4 * everything + replica + GIB - 2 * sum(line.nbytes for line in sending))
+
+
+class Kept:
+    """A transport that notes the size of each handle."""
+
+    def __init__(self) -> None:
+        self.nbytes: dict[int, int] = {}
+
+    def send(self, parts: Sequence[Bytes], *_: Any, **__: Any) -> list[int]:
+        handles = [len(self.nbytes) + number for number in range(len(parts))]
+        self.nbytes |= {handle: part.nbytes for handle, part in zip(handles, parts, strict=True)}
+        return handles
+
+
+@pytest.mark.parametrize("delta", [True, False])
+def test_the_object_store_holds_the_newest_two_versions_and_the_next_one_in_the_planned_bytes(delta: bool) -> None:
+    """The worst case: a chain that is nearly as large as two buckets, and two buckets that are sent whole after it."""
+    config = Config.model_validate({"model": {"dtype": "bfloat16"}, "weights": {"delta": delta}})
+    transport, elements = Kept(), 1000
+    sender = DeltaSender(anchor_every=20) if delta else None
+    memory, kept, most = np.zeros(2 * elements, dtype=np.uint8), [], 0
+    for step, changed in enumerate((elements, 650, 650, elements, 650, 10)):
+        memory = memory.copy()
+        memory.view(np.uint16)[:changed] += 1
+        pieces = ((Piece(0, memory.nbytes),),)
+        snapshot = Snapshot(entries=(), pieces=pieces, memory=memory, probe=Probe(tokens=(), logprobs=()))
+        version, previous = Version(1, step), Version(1, step - 1) if step else None
+        if sender is None:
+            [sent] = deliver(snapshot, transport, version)
+        else:
+            [sent] = sender.deliver(snapshot, transport, version, previous=previous)
+        kept = [*kept, {sent.handle} if sender is None else {*sent.handle}][-KEPT_VERSIONS - 1 :]
+        most = max(most, sum(transport.nbytes[handle] for handle in set().union(*kept)))
+    planned_bytes = stored_versions(config) * memory.nbytes
+    assert 0.95 * planned_bytes < most <= planned_bytes
 
 
 @pytest.mark.parametrize("size", LARGE)
