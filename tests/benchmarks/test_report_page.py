@@ -28,9 +28,11 @@ def test_only_the_text_between_the_marks_is_replaced(tmp_path: Path) -> None:
     assert page.read_text() == "no marks"
 
 
-@pytest.mark.parametrize("benchmark", BENCHMARKS)
-def test_the_page_has_the_marks(benchmark: str) -> None:
-    text = PAGE.read_text()
+@pytest.mark.parametrize(
+    ("benchmark", "page"), [*((name, PAGE) for name in BENCHMARKS), ("kv_cache.py", PAGE.with_name("weights.md"))]
+)
+def test_the_page_has_the_marks(benchmark: str, page: Path) -> None:
+    text = page.read_text()
     assert [text.count(mark) for mark in marks(benchmark)] == [1, 1]
 
 
