@@ -28,7 +28,7 @@ from report_page import busy_percent, provenance, write_section
 from asyncrl.cli.plan import specs_of
 from asyncrl.config.load import load_config
 from asyncrl.demo.tiny_model import build_tokenizer
-from asyncrl.deployment.memory_plan import GIB, Hardware, plan
+from asyncrl.deployment.memory_plan import GIB, RAY_BYTES, Hardware, plan
 
 BENCHMARK = "plan_check.py"
 CONFIG = "quickstart.yaml"
@@ -52,7 +52,8 @@ OVERRIDES = [
     "eval.prompts=0",
     "ray.object_store_mb=2000",
 ]
-OBJECT_STORE = "versions in the object store"
+STORED = "versions in the object store"
+OBJECT_STORE, OTHERS = "object store", "other processes"
 PLACES = {"rank of the learner": ("rank",), "replica": ("engine", "generator", "scoring")}
 """The roles of processes at each place of the plan."""
 
@@ -134,7 +135,8 @@ def sampled(run: MeasuredRun) -> dict[str, float]:
     return {
         "rank of the learner": max(by_role["rank"], default=0),
         "replica": sum(sum(by_role[role]) for role in PLACES["replica"]),
-        "object store": store,
+        OBJECT_STORE: store,
+        OTHERS: sum(sum(found) for role, found in by_role.items() if not any(role in each for each in PLACES.values())),
     }
 
 
@@ -165,22 +167,21 @@ def planned(model: Path, extra: list[str]) -> dict[str, float]:
     config = load_config([REPOSITORY / "configs" / CONFIG], [*OVERRIDES, f"model.path={model}", *extra])
     hardware = Hardware(node_bytes=GIB, gpu_bytes=GIB, gpus_per_node=1, copy_speed=GIB, gpu_copy_speed=GIB)
     lines = plan(config, specs_of(config), hardware, reference=False).lines
-    stored = [line.nbytes * config.learner.ranks for line in lines if line.what == OBJECT_STORE]
+    stored = [line.nbytes * config.learner.ranks for line in lines if line.what == STORED]
     found = {
-        place: sum(line.nbytes for line in lines if line.place == place and line.what != OBJECT_STORE)
-        for place in PLACES
+        place: sum(line.nbytes for line in lines if line.place == place and line.what != STORED) for place in PLACES
     }
-    return found | {"object store": sum(stored)}
+    return found | {OBJECT_STORE: sum(stored), OTHERS: RAY_BYTES}
 
 
-def measure(name: str, extra: list[str]) -> dict[str, Any]:
+def measure(name: str, extra: list[str], *, known: dict[str, float] | None) -> dict[str, Any]:
+    """Returns the plan of a size and its measurement, unless that is `known`."""
     with tempfile.TemporaryDirectory(prefix="plan-check-") as folder:
         model = Path(folder) / "model"
-        parameters = make_model(SIZES[name], model)
         result = {
-            "parameters": parameters,
+            "parameters": make_model(SIZES[name], model),
             "planned": planned(model, extra),
-            "measured": measured(Path(folder), model, extra),
+            "measured": known or measured(Path(folder), model, extra),
         }
     print(f"{name}: {json.dumps(result)}", flush=True)
     return result
@@ -208,7 +209,8 @@ def rows(name: str, found: dict[str, Any], baseline: dict[str, Any]) -> Iterator
 
 LEGEND = """\
 Memory in MiB. A *rank* is one of two ranks of the learner, *replica* all processes of one replica with the weights that
-it has staged. *Growth* is the difference to a run of the same kind with a model of a few thousand parameters."""
+it has staged, *other processes* the command, Ray's daemons, the coordinator and the stores of rows and
+weights. *Growth* is the difference to a run of the same kind with a model of a few thousand parameters."""
 
 
 def main() -> None:
@@ -223,8 +225,7 @@ def main() -> None:
     found: dict[str, Any] = json.loads(kept.read_text()) if kept is not None and kept.exists() else {}
     sizes = arguments.size or [size for size in SIZES if size != BASELINE]
     for name in [BASELINE, *sizes]:
-        if name not in found:
-            found[name] = measure(name, arguments.overrides)
+        found[name] = measure(name, arguments.overrides, known=found.get(name, {}).get("measured"))
         if kept is not None:
             kept.write_text(json.dumps(found))
     table = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]

@@ -29,12 +29,15 @@ _LAYER = re.compile(r".*?\.\d+\.")
 """Matches the beginning of the name of a layer's parameter."""
 EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight", "wte.weight", "embed_in.weight")
 """Ends of the names of embeddings and heads."""
-ENGINE_PROCESSES_BYTES = 1.8 * GIB
-"""Memory of an engine's processes without weights and KV cache: Python, torch, vLLM and the rollout loop."""
+ENGINE_PROCESSES_BYTES = 1.0 * GIB
+"""Memory of a replica's processes without weights and KV cache: Python, torch, vLLM and the rollout loop. Measured on
+CPUs (benchmarks/plan_check.py), like the next two."""
 ENGINE = "process of an engine"
 ENGINE_GPU = f"GPU of a {ENGINE}"
-RANK_PROCESS_BYTES = 0.6 * GIB
+RANK_PROCESS_BYTES = 0.35 * GIB
 """The same of a rank."""
+CUDA_BYTES = 1.0 * GIB
+"""Memory of the host that a process needs more if it uses a GPU: CUDA's libraries and its context. An estimate."""
 RAY_BYTES = 1.0 * GIB
 """Ray's daemons, coordinator, stores and the command, without the object store."""
 PAUSE_S = 0.022
@@ -155,7 +158,8 @@ def _lines(
                 yield Line(place=rank, what=what, nbytes=nbytes, memory=Memory.NODE, processes=senders)
         saved = 3 * MASTER_BYTES * shard / copies  # also without `checkpoint.every_steps`: a run ends with a checkpoint
         yield Line(place=rank, what="copy for a checkpoint", nbytes=saved, memory=Memory.NODE)
-        yield Line(place=rank, what="process", nbytes=RANK_PROCESS_BYTES, memory=Memory.NODE)
+        process = RANK_PROCESS_BYTES + (CUDA_BYTES if pool.gpus else 0)
+        yield Line(place=rank, what="process", nbytes=process, memory=Memory.NODE)
     generator = config.generator
     if generator.gpus:
         yield Line(
@@ -172,9 +176,10 @@ def _lines(
         kv = generator.kv_cache_gib * GIB * generator.tensor_parallel_size
         yield Line(place="replica", what="KV cache", nbytes=kv, memory=Memory.NODE)
     yield Line(place="replica", what="staged weights", nbytes=flat, memory=Memory.NODE)
-    buckets = 2 * max(config.weights.bucket_bytes, flat // MOST_BUCKETS)
+    buckets = 2 * min(flat, max(config.weights.bucket_bytes, flat // MOST_BUCKETS))
     yield Line(place="replica", what="buckets on their way", nbytes=buckets, memory=Memory.NODE)
-    yield Line(place="replica", what="processes", nbytes=ENGINE_PROCESSES_BYTES, memory=Memory.NODE)
+    processes = ENGINE_PROCESSES_BYTES + (CUDA_BYTES * generator.tensor_parallel_size if generator.gpus else 0)
+    yield Line(place="replica", what="processes", nbytes=processes, memory=Memory.NODE)
 
 
 def _sending(config: Config, sent: int) -> Iterator[tuple[str, float]]:
