@@ -13,13 +13,15 @@ docs/benchmarks.md.
 """
 
 import argparse
+import ctypes
 import json
+import multiprocessing
 import tempfile
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import psutil
 from measured_run import REPOSITORY, MeasuredRun
@@ -53,7 +55,7 @@ OVERRIDES = [
     "ray.object_store_mb=2000",
 ]
 STORED = "versions in the object store"
-OBJECT_STORE, OTHERS = "object store", "other processes"
+OBJECT_STORE, OTHERS, LIVE = "object store", "other processes", "rank, allocated"
 PLACES = {"rank of the learner": ("rank",), "replica": ("engine", "generator", "scoring")}
 """The roles of processes at each place of the plan."""
 
@@ -162,6 +164,100 @@ def measured(folder: Path, model: Path, extra: list[str]) -> dict[str, float]:
     return dict(largest)
 
 
+class Malloc(ctypes.Structure):
+    """The result of glibc's `mallinfo2`."""
+
+    _fields_: ClassVar = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "used_mapped",
+            "usmblks",
+            "fsmblks",
+            "used",
+            "free",
+            "keepcost",
+        )
+    ]
+
+
+def live_rank(rank: int, folder: str, overrides: list[str]) -> None:
+    """Runs one rank of a learner through the parts of a run. Writes the bytes that it has allocated at most to a file,
+    without those of the imports."""
+    import torch
+    from torch.distributed import FileStore
+
+    from asyncrl.algorithms.loss import build_loss
+    from asyncrl.data.batched_data_dict import BatchedDataDict
+    from asyncrl.policy.worker import PolicyWorker
+    from asyncrl.weights.manifest import layout
+
+    libc = ctypes.CDLL("libc.so.6")
+    libc.mallinfo2.restype = Malloc
+    most, over = 0, threading.Event()
+
+    def allocated() -> int:
+        found = libc.mallinfo2()
+        return int(found.used + found.used_mapped)
+
+    def sample() -> None:
+        nonlocal most
+        while not over.wait(0.002):
+            most = max(most, allocated())
+
+    before = allocated()
+    sampling = threading.Thread(target=sample)
+    sampling.start()
+    config = load_config([REPOSITORY / "configs" / CONFIG], overrides)
+    store = FileStore(f"{folder}/ranks", config.learner.ranks)
+    worker = PolicyWorker(
+        model_path=config.model.path, config=config, rank=rank, world_size=config.learner.ranks, store=store
+    )
+    rows, tokens = 8, 12
+    mask_BS = torch.ones(rows, tokens)
+    mask_BS[:, 0] = 0.0
+    data = BatchedDataDict(
+        input_ids=torch.randint(98, (rows, tokens), generator=torch.manual_seed(rank)),
+        input_lengths=torch.full((rows,), tokens),
+        token_mask=mask_BS,
+        sample_mask=torch.ones(rows),
+        generation_logprobs=-4.6 * mask_BS,
+        prev_logprobs=-4.6 * mask_BS,
+        advantages=torch.randn(rows, 1).expand(rows, tokens).contiguous() * mask_BS,
+        weight_versions=torch.zeros(rows, tokens, dtype=torch.int64),
+    )
+    loss, path = build_loss(config), Path(folder) / "saved"
+    for step in range(2):
+        worker.train(data, loss, rows_per_update=rows, step=0)
+        worker.take_snapshot(layout(worker.weights_metadata()), [], step)
+    worker.stage_checkpoint()
+    worker.write_checkpoint(path / "weights", path / "optimizer")
+    exporting = threading.Thread(target=worker.write_hf, args=(path / "weights", path / "hf"))
+    exporting.start()
+    worker.train(data, loss, rows_per_update=rows, step=0)
+    exporting.join()
+    over.set()
+    sampling.join()
+    worker.close()
+    Path(folder, f"live-{rank}").write_text(str(most - before))
+
+
+def live_bytes(folder: Path, model: Path, extra: list[str]) -> float:
+    """Returns the bytes that a rank of the learner has allocated at most."""
+    overrides = [*OVERRIDES, f"model.path={model}", *extra]
+    ranks = load_config([REPOSITORY / "configs" / CONFIG], overrides).learner.ranks
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=live_rank, args=(rank, str(folder), overrides)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return float(max(int((folder / f"live-{rank}").read_text()) for rank in range(ranks)))
+
+
 def planned(model: Path, extra: list[str]) -> dict[str, float]:
     """Returns the plan of the same run: the bytes of each place without the process itself, and of each process."""
     config = load_config([REPOSITORY / "configs" / CONFIG], [*OVERRIDES, f"model.path={model}", *extra])
@@ -171,7 +267,9 @@ def planned(model: Path, extra: list[str]) -> dict[str, float]:
     found = {
         place: sum(line.nbytes for line in lines if line.place == place and line.what != STORED) for place in PLACES
     }
-    return found | {OBJECT_STORE: sum(stored), OTHERS: RAY_BYTES}
+    processes = sum(line.nbytes for line in lines if line.place == "rank of the learner" and line.what == "process")
+    live = found["rank of the learner"] - processes
+    return found | {OBJECT_STORE: sum(stored), OTHERS: RAY_BYTES, LIVE: live}
 
 
 def measure(name: str, extra: list[str], *, known: dict[str, float] | None) -> dict[str, Any]:
@@ -181,7 +279,7 @@ def measure(name: str, extra: list[str], *, known: dict[str, float] | None) -> d
         result = {
             "parameters": make_model(SIZES[name], model),
             "planned": planned(model, extra),
-            "measured": known or measured(Path(folder), model, extra),
+            "measured": known or {LIVE: live_bytes(Path(folder), model, extra)} | measured(Path(folder), model, extra),
         }
     print(f"{name}: {json.dumps(result)}", flush=True)
     return result

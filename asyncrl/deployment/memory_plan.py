@@ -1,8 +1,9 @@
 """What a configuration needs: memory at each place, the bytes of a weight publication, and how long it makes both pools
 wait. All of it is arithmetic over the shapes of the model's parameters, so nothing is loaded and no run is started.
 
-The memory of a process is what it needs at most during a run. Left out are the activations of training, which depend on
-the batches, and memory that libraries use for a moment.
+The memory of a process is what it uses at most during a run. Left out are the activations of training, which depend on
+the batches, memory that libraries use for a moment, and memory that the process has freed and keeps: on CPUs, a rank
+keeps about as much as it uses (benchmarks/plan_check.py).
 """
 
 import math
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from asyncrl.config.schema import Config, CriticSection, LearnerSection
+from asyncrl.policy.export import FILE_BYTES
 from asyncrl.ranks.accelerator import compute_dtype
 from asyncrl.weights.manifest import ParameterSpec, aligned
 from asyncrl.weights.publisher import MOST_BUCKETS
@@ -38,7 +40,7 @@ RANK_PROCESS_BYTES = 0.35 * GIB
 """The same of a rank."""
 CUDA_BYTES = 1.0 * GIB
 """Memory of the host that a process needs more if it uses a GPU: CUDA's libraries and its context. An estimate."""
-RAY_BYTES = 1.0 * GIB
+RAY_BYTES = 1.7 * GIB
 """Ray's daemons, coordinator, stores and the command, without the object store."""
 PAUSE_S = 0.022
 """Pause of an engine on a CPU, seconds, as measured with 95 million parameters. It exchanges pointers only."""
@@ -158,6 +160,9 @@ def _lines(
                 yield Line(place=rank, what=what, nbytes=nbytes, memory=Memory.NODE, processes=senders)
         saved = 3 * MASTER_BYTES * shard / copies  # also without `checkpoint.every_steps`: a run ends with a checkpoint
         yield Line(place=rank, what="copy for a checkpoint", nbytes=saved, memory=Memory.NODE)
+        if name == "learner":
+            file = min(FILE_BYTES, sum(spec.nbytes for spec in own))
+            yield Line(place=rank, what="a file of an export", nbytes=file, memory=Memory.NODE)
         process = RANK_PROCESS_BYTES + (CUDA_BYTES if pool.gpus else 0)
         yield Line(place=rank, what="process", nbytes=process, memory=Memory.NODE)
     generator = config.generator

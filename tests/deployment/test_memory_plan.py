@@ -21,6 +21,7 @@ from asyncrl.config.schema import Config
 from asyncrl.deployment.memory_plan import (
     GIB,
     PAUSE_S,
+    RAY_BYTES,
     Hardware,
     Line,
     Memory,
@@ -152,7 +153,7 @@ def test_with_hsdp_only_the_first_copy_sends_and_all_ranks_share_the_checkpoint(
     everything = sum(line.nbytes for line in two_copies.lines if line.place == "rank of the learner")
     replica = sum(line.nbytes for line in two_copies.lines if line.place == "replica")
     [node] = two_copies.sums
-    assert node.nbytes == pytest.approx(4 * everything + replica + GIB - 2 * sum(line.nbytes for line in sending))
+    assert node.nbytes == pytest.approx(4 * everything + replica + RAY_BYTES - 2 * sum(line.nbytes for line in sending))
 
 
 class Kept:
