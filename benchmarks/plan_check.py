@@ -30,7 +30,7 @@ from report_page import busy_percent, provenance, write_section
 from asyncrl.cli.plan import specs_of
 from asyncrl.config.load import load_config
 from asyncrl.demo.tiny_model import build_tokenizer
-from asyncrl.deployment.memory_plan import GIB, RAY_BYTES, Hardware, plan
+from asyncrl.deployment.memory_plan import GIB, KEPT, PROCESS, RAY_BYTES, STORED, Hardware, plan
 
 BENCHMARK = "plan_check.py"
 CONFIG = "quickstart.yaml"
@@ -54,7 +54,6 @@ OVERRIDES = [
     "eval.prompts=0",
     "ray.object_store_mb=2000",
 ]
-STORED = "versions in the object store"
 OBJECT_STORE, OTHERS, LIVE = "object store", "other processes", "rank, allocated"
 PLACES = {"rank of the learner": ("rank",), "replica": ("engine", "generator", "scoring")}
 """The roles of processes at each place of the plan."""
@@ -267,8 +266,9 @@ def planned(model: Path, extra: list[str]) -> dict[str, float]:
     found = {
         place: sum(line.nbytes for line in lines if line.place == place and line.what != STORED) for place in PLACES
     }
-    processes = sum(line.nbytes for line in lines if line.place == "rank of the learner" and line.what == "process")
-    live = found["rank of the learner"] - processes
+    left_out = (PROCESS, KEPT)
+    rest = sum(line.nbytes for line in lines if line.place == "rank of the learner" and line.what in left_out)
+    live = found["rank of the learner"] - rest
     return found | {OBJECT_STORE: sum(stored), OTHERS: RAY_BYTES, LIVE: live}
 
 
@@ -308,7 +308,9 @@ def rows(name: str, found: dict[str, Any], baseline: dict[str, Any]) -> Iterator
 LEGEND = """\
 Memory in MiB. A *rank* is one of two ranks of the learner, *replica* all processes of one replica with the weights that
 it has staged, *other processes* the command, Ray's daemons, the coordinator and the stores of rows and
-weights. *Growth* is the difference to a run of the same kind with a model of a few thousand parameters."""
+weights. *Growth* is the difference to a run of the same kind with a model of a few thousand parameters. *Allocated* are the bytes that a rank has allocated at most,
+without those that it has freed and keeps. These are computed. What a process needs without a model, and what it keeps, are
+constants of the plan that were measured in such runs, so their rows show how well one constant fits all sizes."""
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
 """What a configuration needs: memory at each place, the bytes of a weight publication, and how long it makes both pools
 wait. All of it is arithmetic over the shapes of the model's parameters, so nothing is loaded and no run is started.
 
-The memory of a process is what it uses at most during a run. Left out are the activations of training, which depend on
-the batches, memory that libraries use for a moment, and memory that the process has freed and keeps: on CPUs, a rank
-keeps about as much as it uses (benchmarks/plan_check.py).
+The memory of a process is what it uses at most during a run, and on CPUs also what it has freed and keeps. Left out are
+the activations of training, which depend on the batches, and memory that libraries use for a moment. Memory that cannot
+be computed is as measured on CPUs (benchmarks/plan_check.py).
 """
 
 import math
@@ -27,13 +27,21 @@ STORED_VERSIONS = 3
 STORED_WITH_DELTAS = 4
 """The same with `weights.delta`, in sizes of a version: the chain of the oldest version is less than two, and the next
 two versions may both be sent whole."""
+FREED_VERSIONS = 1
+"""Versions that the object store has freed and whose memory it keeps. Measured: 0.5 and 1.5."""
+KEPT_BY_RANKS = 0.75
+"""Memory that a rank on a CPU has freed and keeps, as a share of what it uses. Measured: 0.65 and 0.87."""
+KEPT_BY_ENGINES = 1.0
+"""The same of an engine, as a share of its packed weights. Measured: 0.8 and 1.3."""
+STORED, PROCESS, PACKED = "versions in the object store", "process", "packed weights, live and new"
+KEPT = "freed memory that it keeps"
 _LAYER = re.compile(r".*?\.\d+\.")
 """Matches the beginning of the name of a layer's parameter."""
 EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight", "wte.weight", "embed_in.weight")
 """Ends of the names of embeddings and heads."""
 ENGINE_PROCESSES_BYTES = 1.0 * GIB
 """Memory of a replica's processes without weights and KV cache: Python, torch, vLLM and the rollout loop. Measured on
-CPUs (benchmarks/plan_check.py), like the next two."""
+CPUs, like the next one and that of Ray."""
 ENGINE = "process of an engine"
 ENGINE_GPU = f"GPU of a {ENGINE}"
 RANK_PROCESS_BYTES = 0.35 * GIB
@@ -125,6 +133,7 @@ def plan(config: Config, parameters: Sequence[ParameterSpec], hardware: Hardware
     itemsize = published // max(1, sum(math.prod(spec.shape) for spec in own))
     sent = largest_shard(own, _shards(config.learner)) * itemsize
     lines = list(_lines(config, own, published=published, flat=flat, sent=sent, reference=reference))
+    lines += list(_kept(config, lines))
     sums = list(_sums(config, lines, hardware))
     return Plan(
         parameters=sum(math.prod(spec.shape) for spec in own),
@@ -164,7 +173,7 @@ def _lines(
             file = min(FILE_BYTES, sum(spec.nbytes for spec in own))
             yield Line(place=rank, what="a file of an export", nbytes=file, memory=Memory.NODE)
         process = RANK_PROCESS_BYTES + (CUDA_BYTES if pool.gpus else 0)
-        yield Line(place=rank, what="process", nbytes=process, memory=Memory.NODE)
+        yield Line(place=rank, what=PROCESS, nbytes=process, memory=Memory.NODE)
     generator = config.generator
     if generator.gpus:
         yield Line(
@@ -177,7 +186,7 @@ def _lines(
         # Embeddings are packed too, because they may be heads, and their plain form stays.
         embeddings = sum(spec.nbytes for spec in own if spec.name.endswith(EMBEDDINGS))
         packed = 2 * (published + embeddings)
-        yield Line(place="replica", what="packed weights, live and new", nbytes=packed, memory=Memory.NODE)
+        yield Line(place="replica", what=PACKED, nbytes=packed, memory=Memory.NODE)
         kv = generator.kv_cache_gib * GIB * generator.tensor_parallel_size
         yield Line(place="replica", what="KV cache", nbytes=kv, memory=Memory.NODE)
     yield Line(place="replica", what="staged weights", nbytes=flat, memory=Memory.NODE)
@@ -193,12 +202,24 @@ def _sending(config: Config, sent: int) -> Iterator[tuple[str, float]]:
     if config.weights.delta:
         yield "sent versions, for deltas", 2 * sent
     if config.weights.transport == "object_store":
-        yield "versions in the object store", stored_versions(config) * sent
+        yield STORED, stored_versions(config) * sent
 
 
 def stored_versions(config: Config) -> int:
-    """Returns how many sizes of a version the object store keeps."""
-    return STORED_WITH_DELTAS if config.weights.delta else STORED_VERSIONS
+    """Returns how many sizes of a version the object store needs."""
+    return FREED_VERSIONS + (STORED_WITH_DELTAS if config.weights.delta else STORED_VERSIONS)
+
+
+def _kept(config: Config, lines: Sequence[Line]) -> Iterator[Line]:
+    """Yields the freed memory that processes on CPUs keep, beside the other `lines`."""
+    for name, pool in config.rank_pools().items():
+        place = f"rank of the {name}"
+        used = sum(line.nbytes for line in lines if line.place == place and line.what not in (STORED, PROCESS))
+        if not pool.gpus:
+            yield Line(place=place, what=KEPT, nbytes=KEPT_BY_RANKS * used, memory=Memory.NODE)
+    for line in lines:
+        if line.what == PACKED:
+            yield Line(place="replica", what=KEPT, nbytes=KEPT_BY_ENGINES * line.nbytes, memory=Memory.NODE)
 
 
 def _shards(pool: LearnerSection | CriticSection) -> int:
