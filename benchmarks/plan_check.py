@@ -306,12 +306,12 @@ def rows(name: str, found: dict[str, Any], baseline: dict[str, Any]) -> Iterator
 
 
 LEGEND = """\
-Memory in MiB. A *rank* is one of two ranks of the learner, *replica* all processes of one replica with the weights that
-it has staged, *other processes* the command, Ray's daemons, the coordinator and the stores of rows and weights. *Growth*
-is the difference to a run of the same kind with a model of a few thousand parameters. *Allocated* are the bytes that a
-rank has allocated at most, without those that it has freed and keeps. These are computed. What a process needs without a
-model, and what it keeps, are constants of the plan that were measured in such runs, so their rows show how well one
-constant fits all sizes."""
+Memory in MiB. A *rank* is one of two ranks of the learner, *replica* all processes of one replica with the weights
+that it has staged, *other processes* the command, Ray's daemons, the coordinator and the stores of rows and weights.
+*Growth* is the difference to a run of the same kind with a model of a few thousand parameters. *Allocated* are the
+bytes that a rank has allocated at most, without those that it has freed and keeps. These are computed. What a process
+needs without a model, and what it keeps, are constants of the plan that were measured in such runs, so their rows
+show how well one constant fits all sizes."""
 
 
 def main() -> None:
