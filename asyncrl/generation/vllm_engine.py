@@ -162,7 +162,9 @@ class VLLMEngine:
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         enable_envs_cache()  # as vLLM does in the engine's process: each request reads its environment variables
-        adapters = lora and VLLMAdapters(llm, make_request=LoRARequest, lora=lora, base=model_path)
+        if lora is None:
+            return cls(llm, config=config)
+        adapters = VLLMAdapters(llm, make_request=LoRARequest, lora=lora, base=model_path)
         return cls(llm, config=config, adapters=adapters)
 
     async def generate(
@@ -334,9 +336,9 @@ class VLLMEngine:
         final = None
         try:
             with self._adapter() as adapter:
+                version, lora = (None, None) if adapter is None else (adapter.version, adapter.request)
                 for child in children:
-                    child.request_id, child.version = request_id, adapter and adapter.version
-                lora = adapter and adapter.request
+                    child.request_id, child.version = request_id, version
                 async for output in self._llm.generate(prompt, parameters, request_id, lora_request=lora):
                     final = output
         except ValueError as error:

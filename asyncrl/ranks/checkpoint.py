@@ -185,7 +185,7 @@ class ShardedState:
             if fresh:
                 self._optimizer.state.clear()
             raise
-        named = {name: weights[first] for name, first in _names(self._model).items()}
+        named: dict[str, Any] = {name: weights[first] for name, first in _names(self._model).items()}
         set_model_state_dict(self._model, named, options=_IN_PART)
         if found.training is None:
             return None
