@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors import safe_open
 from tiny_groups import make_model
 from transformers import AutoModelForCausalLM
 
@@ -99,6 +100,9 @@ def test_peft_reads_the_files_and_computes_the_same(path: str, tmp_path: Path) -
     disturb(model)
     trained = {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}
     write_adapter(tmp_path, trained, LoraSection(rank=4, alpha=8, target_modules=["q_proj", "down_proj"]), base=path)
+    with safe_open(tmp_path / "adapter_model.safetensors", framework="pt") as file:
+        ends = {name.rpartition("lora_")[2] for name in file.keys()}  # noqa: SIM118 - it is not a dict
+    assert ends == {"A.weight", "B.weight"}, "vLLM accepts no other names"
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     loaded = PeftModel.from_pretrained(base, str(tmp_path)).eval()
     assert torch.allclose(logits(loaded), logits(model), atol=1e-6)
