@@ -25,7 +25,9 @@ def test_the_gpus_of_both_pools_add_up(name: str, generator_gpus: float, learner
     assert config.learner.ranks * config.learner.gpus == learner_gpus
 
 
-@pytest.mark.parametrize("name", ["quickstart", "ppo", "one_gpu", "eight_gpus", "two_nodes", "chat", "tiny_chat", "lora"])
+@pytest.mark.parametrize(
+    "name", ["quickstart", "ppo", "one_gpu", "eight_gpus", "two_nodes", "chat", "tiny_chat", "lora"]
+)
 def test_every_slot_can_be_filled_while_a_step_is_trained(name: str) -> None:
     """At most (η + 1) · B slots exist, and the step that is being trained holds B of them."""
     config = recipe(name)
@@ -34,7 +36,9 @@ def test_every_slot_can_be_filled_while_a_step_is_trained(name: str) -> None:
     assert in_flight + step <= (config.staleness.max_versions + 1) * step
 
 
-@pytest.mark.parametrize("name", ["quickstart", "ppo", "one_gpu", "eight_gpus", "two_nodes", "chat", "tiny_chat", "lora"])
+@pytest.mark.parametrize(
+    "name", ["quickstart", "ppo", "one_gpu", "eight_gpus", "two_nodes", "chat", "tiny_chat", "lora"]
+)
 def test_the_buffer_holds_all_that_the_staleness_limit_admits(name: str) -> None:
     config = recipe(name)
     groups = (config.staleness.max_versions + 1) * config.learner.groups_per_step
