@@ -32,15 +32,14 @@ def logits(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("ranks", [2])
-def test_a_run_with_an_adapter(run_command: Run, model_path: str, tmp_path: Path, ranks: int) -> None:
+def test_a_run_with_an_adapter(run_command: Run, model_path: str, tmp_path: Path) -> None:
     run = tmp_path / NAME
     overrides = [
         *small_overrides(model_path),
         f"run.name={NAME}",
         f"run.dir={tmp_path}",
         f"model.lora={{rank: {RANK}, alpha: 8}}",
-        f"learner.ranks={ranks}",
+        "learner.ranks=2",
         "learner.batching=packed",
         "learner.optimizer.learning_rate=1e-3",
         "learner.total_steps=4",
@@ -51,6 +50,9 @@ def test_a_run_with_an_adapter(run_command: Run, model_path: str, tmp_path: Path
     first = run_command("up", "-c", str(QUICKSTART), *overrides)
     assert first.wait(300) == 0, first.output()[-4000:]
     assert len(steps_of(run)) == 4
+    replayed = run_command("audit", str(run))
+    assert replayed.wait(300) == 0, replayed.output()
+    assert "4 steps computed again" in replayed.output()
     resumed = run_command("resume", str(run), "learner.total_steps=6")
     assert resumed.wait(300) == 0, resumed.output()[-4000:]
     steps = steps_of(run)
@@ -67,7 +69,7 @@ def test_a_run_with_an_adapter(run_command: Run, model_path: str, tmp_path: Path
 
     audit = run_command("audit", str(run))
     assert audit.wait(300) == 0, audit.output()
-    assert "6 steps computed again" in audit.output()
+    assert "6 steps follow each other" in audit.output()
 
     refused = run_command("resume", str(run), "learner.total_steps=8", "model.lora.alpha=16")
     assert refused.wait(120) == 2
