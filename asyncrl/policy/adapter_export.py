@@ -59,6 +59,8 @@ def merge_adapter(adapter: Path, path: Path, *, base: str, dtype: torch.dtype) -
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().to(dtype)
     merged.save_pretrained(unfinished)
+    for weights in unfinished.glob("*.safetensors"):
+        weights.chmod((unfinished / "config.json").stat().st_mode)  # it would be readable only for the owner
     AutoTokenizer.from_pretrained(base).save_pretrained(unfinished)
     _finish(path)
 

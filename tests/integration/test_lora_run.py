@@ -83,6 +83,7 @@ def test_a_run_with_an_adapter(run_command: Run, model_path: str, tmp_path: Path
         names = [*file.keys()]
         assert sum(file.get_tensor(name).numel() for name in names) == values
     assert not (tmp_path / "whole.adapter").exists()
+    assert len({file.stat().st_mode for file in whole.iterdir()}) == 1, "the files have different permissions"
     plain = logits(base)
     adapted = logits(PeftModel.from_pretrained(base, str(adapter)))
     assert not torch.allclose(adapted, plain, atol=1e-3), "the run has trained nothing"
