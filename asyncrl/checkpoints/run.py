@@ -64,11 +64,11 @@ class RunParts:
             size = self.config.learner.group_size
             save_rows(self.policy.dp_client, ready, folder / ROWS, group_size=size)
             (folder / BUFFER).write_bytes(msgspec.msgpack.encode(snapshot))
-            self.policy.write_checkpoint(*_parts(folder / POLICY))
+            self.policy.write_checkpoint(*parts_of(folder / POLICY))
             if self.critic is not None:
-                self.critic.write_checkpoint(*_parts(folder / CRITIC))
+                self.critic.write_checkpoint(*parts_of(folder / CRITIC))
             if hf:
-                self.policy.write_hf(_parts(folder / POLICY)[0], folder / HF)
+                self.policy.write_hf(parts_of(folder / POLICY)[0], folder / HF)
 
         directory.write(path, manifest, fill=fill)
 
@@ -76,9 +76,9 @@ class RunParts:
         """Loads weights, optimizers and rows of the checkpoint at `path`. The ranks have started."""
         learner = self.config.learner
         self.policy.prepare_step(learner.groups_per_step * learner.group_size, learner.group_size)
-        self.policy.load_checkpoint(*_parts(path / POLICY))
+        self.policy.load_checkpoint(*parts_of(path / POLICY))
         if self.critic is not None:
-            self.critic.load_checkpoint(*_parts(path / CRITIC))
+            self.critic.load_checkpoint(*parts_of(path / CRITIC))
         load_rows(self.policy.dp_client, path / ROWS)
 
 
@@ -90,6 +90,6 @@ def read_snapshot(path: Path) -> RunSnapshot:
         raise CheckpointDamaged(f"{path / BUFFER} cannot be read ({error})") from error
 
 
-def _parts(folder: Path) -> tuple[Path, Path]:
+def parts_of(folder: Path) -> tuple[Path, Path]:
     """Returns the directories of weights and optimizer."""
     return folder / "weights", folder / "optimizer"

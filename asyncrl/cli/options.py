@@ -249,7 +249,7 @@ def print_outcome(summary: "Summary | None", run_dir: Path, *, config: Config, a
         finished = summary.steps >= config.learner.total_steps
         searched = os.environ.get("PYTHONPATH") if user_modules(config, tuple(Role)) else None
         going_on = lines_to_go_on(weights, finished=finished, config=config, again=again, pythonpath=searched)
-        say("\n".join([*weights_lines(weights), *going_on]))
+        say("\n".join([*weights_lines(weights, config=config), *going_on]))
 
 
 def print_headline(run_dir: Path) -> None:

@@ -38,7 +38,13 @@ def show_plan(config: Config, *, node_gib: float | None, gpu_gib: float, gpus_pe
         gpu_copy_speed=GPU_COPY_SPEED,
     )
     kl = reward_kl(advantage_of(config.algorithm)) is not None
-    found = plan(config, specs_of(config), hardware, reference=kl or needs_reference(build_loss(config)))
+    found = plan(
+        config,
+        specs_of(config),
+        hardware,
+        reference=kl or needs_reference(build_loss(config)),
+        adapter=() if config.model.lora is None else specs_of(config, adapter=True),
+    )
     for line in _described(config, found):
         say(line)
     for line in _assumptions(hardware, has_gpus=has_gpus):
@@ -48,8 +54,9 @@ def show_plan(config: Config, *, node_gib: float | None, gpu_gib: float, gpus_pe
     say("everything fits")
 
 
-def specs_of(config: Config) -> tuple[ParameterSpec, ...]:
-    """Returns the parameters of the model, from its config.json alone. Raises ConfigError if it cannot be read."""
+def specs_of(config: Config, *, adapter: bool = False) -> tuple[ParameterSpec, ...]:
+    """Returns the parameters of the model, or of its adapter, from its config.json alone. Raises ConfigError if it
+    cannot be read, or if the model lacks layers that `model.lora` names."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -63,6 +70,10 @@ def specs_of(config: Config) -> tuple[ParameterSpec, ...]:
         described = AutoConfig.from_pretrained(config.model.path)
         with torch.device("meta"):
             model = build(described)
+            if adapter and config.model.lora is not None:
+                from asyncrl.policy.adapter import with_adapter
+
+                with_adapter(model, config.model.lora, seed=0)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path = {config.model.path}: its config.json cannot be read ({error})") from None
     return parameter_specs(model, dtype=getattr(torch, config.model.dtype))
@@ -71,10 +82,11 @@ def specs_of(config: Config) -> tuple[ParameterSpec, ...]:
 def _described(config: Config, found: Plan) -> list[str]:
     learner, generator = config.learner, config.generator
     rows = [(line.place, _what(line), _gib(line.nbytes), line.memory) for line in found.lines]
+    trained = "" if config.model.lora is None else f" and an adapter of {found.trained / 1e6:,.4g} million"
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return [
-        f"{found.parameters / 1e9:,.4g} billion parameters, {learner.ranks} ranks, {generator.replicas} replicas of "
-        f"{generator.tensor_parallel_size} processes",
+        f"{found.parameters / 1e9:,.4g} billion parameters{trained}, {learner.ranks} ranks, {generator.replicas} "
+        f"replicas of {generator.tensor_parallel_size} processes",
         f"a publication: {_gib(found.published_bytes)} in {config.model.dtype}; a rank copies and sends "
         f"{_gib(found.sent_bytes)}, a replica stages all of it",
         "",

@@ -115,7 +115,7 @@ def _model(config: Config, roles: Collection[Role], origins: Mapping[KeyPath, st
         return [f"{named}: {reason}" for reason in _no_directory(path, config, origins)], []
     if not path.is_dir():
         return [f"{named}: is a file; name the model's directory"], []
-    if missing := missing_parts(path, weights=Role.LEARNER in roles):
+    if missing := missing_parts(path, weights=Role.LEARNER in roles or config.model.lora is not None):
         return [
             f"{named}: the directory is not a complete Hugging Face model, it lacks {' and '.join(missing)}; name the "
             "directory of a complete model"

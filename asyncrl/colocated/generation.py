@@ -22,7 +22,7 @@ from asyncrl.colocated.engine_actor import EngineActor
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data_plane.calls import answers, finished, room, start
-from asyncrl.errors import CollectiveError, PlacementError, RunError, WeightError
+from asyncrl.errors import CollectiveError, ConfigError, PlacementError, RunError, WeightError
 from asyncrl.generation.interfaces import GenerationInterface, all_succeeded, verify_right_padding
 from asyncrl.generation.shared_memory import EngineProcesses, reap
 from asyncrl.weights.transports.ipc import SharedGroup
@@ -68,8 +68,14 @@ class VLLMGeneration(GenerationInterface):
             raise RunError(
                 "cannot place engines because Ray is not initialized; call ray.init() first (docs/own-loop.md)"
             )
-        self._begun = True
         config = self._config
+        if config.model.lora is not None:
+            raise ConfigError(
+                "model.lora: the engines of a synchronous loop take whole weights only; remove model.lora, or train "
+                "the adapter with `asyncrl up` or asyncrl.run",
+                key="model.lora",
+            )
+        self._begun = True
         actor = ray.remote(EngineActor).options(
             num_cpus=config.generator.cpus,
             num_gpus=config.generator.gpus,

@@ -9,6 +9,9 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "model.path": ("model_name_or_path", "model_name", "model_id", "pretrained_model_name_or_path"),
     "model.max_length": ("max_model_len", "max_seq_len", "max_seq_length", "seq_len", "context_length"),
     "model.dtype": ("bf16", "fp16", "torch_dtype"),
+    "model.lora.rank": ("lora_rank", "lora_r"),
+    "model.lora.alpha": ("lora_alpha",),
+    "model.lora.target_modules": ("lora_target_modules",),
     "data.path": ("train_files", "train_file", "dataset_path"),
     "data.dataset": ("dataset_name", "train_dataset"),
     "data.epochs": ("num_epochs", "num_train_epochs", "total_epochs"),
@@ -53,11 +56,12 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 REMARKS: Mapping[str, str] = {"algorithm.overrides": _PENALTY, "learner.groups_per_step": _GROUPS}
 """Maps a key of asyncrl to a remark that a user of another library needs to set it."""
 
-NOT_SUPPORTED: Mapping[str, str] = dict.fromkeys(
-    ("lora", "qlora", "peft", "peft_config", "use_peft", "lora_config", "lora_rank", "lora_r", "lora_alpha"),
-    "LoRA is not supported yet, all weights are trained; remove the key",
-)
-"""Maps names of features that asyncrl does not have to the message for them."""
+_LORA = "use the section model.lora, which has rank, alpha and target_modules; another kind of adapter is not supported"
+NOT_SUPPORTED: Mapping[str, str] = {
+    **dict.fromkeys(("peft", "peft_config", "use_peft", "lora_config"), _LORA),
+    "qlora": "weights are not quantized; model.lora trains an adapter of the weights in model.dtype",
+}
+"""Maps names of features that asyncrl does not have, or has in another form, to the message for them."""
 
 
 def known_elsewhere(path: Sequence[str], value: object) -> str | None:

@@ -206,6 +206,26 @@ def _weights(config: Config) -> Iterator[str]:
         )
 
 
+def _lora(config: Config) -> Iterator[str]:
+    if config.model.lora is None:
+        return
+    if config.weights.delta:
+        yield (
+            "weights.delta = true with model.lora: each step changes every weight of an adapter, so nothing would be "
+            "saved; set weights.delta to false"
+        )
+    if config.weights.kv_cache == "keep":
+        yield (
+            "weights.kv_cache = keep with model.lora: has no effect, because running sequences keep their adapter; set "
+            "weights.kv_cache to recompute"
+        )
+    if config.staleness.on_deadline == "mask":
+        yield (
+            "staleness.on_deadline = mask with model.lora: a sample keeps its adapter, so all tokens of a late group "
+            "would be masked; set staleness.on_deadline to wait, requeue or drop"
+        )
+
+
 def _model(config: Config) -> Iterator[str]:
     path = config.model.path
     if config.model.tiny is not None and _HUB_ID.fullmatch(path):
@@ -333,6 +353,7 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _sharding,
     _limits,
     _weights,
+    _lora,
     _model,
     _audit,
     _generator,

@@ -106,6 +106,20 @@ class TinyModelSection(Section):
     `warmup_decay_steps`."""
 
 
+class LoraSection(Section):
+    """A LoRA adapter of the policy: two small matrices beside each chosen linear layer (Hu et al. 2021). Only the
+    adapter is trained, published and saved. The model at `model.path` stays as it is, and every learner and generator
+    reads it there. docs/lora.md has the details."""
+
+    rank: Annotated[int, Field(ge=1, le=512)] = 16
+    """Rank of the adapter: the width of its matrices. vLLM supports at most 512."""
+    alpha: PositiveInt = 32
+    """The adapter's output is multiplied by `alpha` ÷ `rank`."""
+    target_modules: Literal["all-linear"] | list[str] = "all-linear"
+    """The linear layers that have an adapter. `all-linear`: all of them without the output head. A list has ends of
+    their names, such as `[q_proj, v_proj]`."""
+
+
 class ModelSection(Section):
     """The model of the policy."""
 
@@ -118,6 +132,8 @@ class ModelSection(Section):
     """Precision of the weights in the engine and of the computation in the learner. Use float32 on CPUs."""
     max_length: PositiveInt = 64
     """Maximum length of a sequence (prompt and completion together), tokens."""
+    lora: LoraSection | None = None
+    """A LoRA adapter. With it, only the adapter is trained. Unset: all weights are trained."""
     tiny: TinyModelSection | None = None
     """A tiny model, which is built at `model.path` if that directory does not exist (`asyncrl model`). A tiny model
     that asyncrl built there earlier is built again if this section, `model.max_length` or the training prompts have

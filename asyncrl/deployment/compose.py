@@ -26,7 +26,7 @@ async def run_generators(config: Config, stop: asyncio.Event, *, prompts: Prompt
     """Runs a generator deployment on the cluster that this process has joined. `prompts` are the prompts if they are
     loaded already."""
     async with Inputs(config, loaded=prompts) as inputs:
-        await GeneratorDeployment(config, model_path=inputs.engine_model, prompts=inputs.prompts).run(stop)
+        await GeneratorDeployment(config, model_path=inputs.generator_model, prompts=inputs.prompts).run(stop)
 
 
 async def run_learner(
@@ -83,7 +83,7 @@ async def _run_both(
         pool = config.generator.model_copy(update={"cpus": 0.0} if config.ray.address is None else {})
         generator_deployment = GeneratorDeployment(
             config.model_copy(update={"generator": pool}),
-            model_path=inputs.engine_model,
+            model_path=inputs.generator_model,
             prompts=inputs.prompts,
             started=lambda engine: run_dir.uses_shared_memory(engine.shared_memory if engine.here else []),
         )
@@ -108,7 +108,7 @@ async def _loaded(inputs: Inputs) -> None:
     The threads of these tasks import libraries that the learner imports too. Of two threads that import a library at
     the same time, one may see half of it.
     """
-    await asyncio.wait([inputs.prompts, inputs.engine_model])
+    await asyncio.wait([inputs.prompts, inputs.generator_model])
 
 
 def _learner(

@@ -41,6 +41,11 @@ class Inputs:
         """The tasks of the config whose prompts fit, which are the same in every deployment of a run. The task raises
         DatasetError for a prompt that does not fit, unless `data.on_bad_row` is `skip`."""
 
+    @property
+    def generator_model(self) -> "asyncio.Task[str]":
+        """Path of the model for the engines of this config: with an adapter they read the weights there."""
+        return self.engine_model if self._config.model.lora is None else self.learner_model
+
     @cached_property
     def learner_model(self) -> "asyncio.Task[str]":
         """Path of the model with its weights, for ranks. The demo model is built from the first use on."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from asyncrl.config.schema import Config, CriticSection, LearnerSection
+from asyncrl.generation.vllm_adapters import slots, vllm_rank
 from asyncrl.policy.export import FILE_BYTES
 from asyncrl.ranks.accelerator import compute_dtype
 from asyncrl.weights.manifest import ParameterSpec, aligned
@@ -90,9 +91,10 @@ class Line:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The lines of all kinds of processes, the sums of each node and GPU, the times of a publication in seconds, and
-    what does not fit."""
+    what does not fit. `trained` is the number of parameters that are trained."""
 
     parameters: int
+    trained: int
     published_bytes: int
     sent_bytes: int
     lines: tuple[Line, ...]
@@ -125,18 +127,30 @@ def gathered(parameters: Iterable[ParameterSpec]) -> int:
     return outside + sum(sorted(layers.values())[-2:])
 
 
-def plan(config: Config, parameters: Sequence[ParameterSpec], hardware: Hardware, *, reference: bool) -> Plan:
+def plan(
+    config: Config,
+    parameters: Sequence[ParameterSpec],
+    hardware: Hardware,
+    *,
+    reference: bool,
+    adapter: Sequence[ParameterSpec] = (),
+) -> Plan:
     """Plans a run of a model with these parameters, whose dtype is that of the engines. `reference`: the objective uses
-    the initial weights too."""
+    the initial weights too. `adapter` has the parameters of the adapter if `model.lora` is set."""
     own = [spec for spec in parameters if not spec.tied_to]
-    published, flat = sum(spec.nbytes for spec in own), sum(aligned(spec.nbytes) for spec in own)
-    itemsize = published // max(1, sum(math.prod(spec.shape) for spec in own))
-    sent = largest_shard(own, _shards(config.learner)) * itemsize
-    lines = list(_lines(config, own, published=published, flat=flat, sent=sent, reference=reference))
+    trained = list(adapter) or own
+    published, flat = sum(spec.nbytes for spec in trained), sum(aligned(spec.nbytes) for spec in trained)
+    itemsize = published // max(1, sum(math.prod(spec.shape) for spec in trained))
+    sent = largest_shard(trained, _shards(config.learner)) * itemsize
+    lines = [
+        *_rank_lines(config, own, trained, sent=sent, reference=reference and not adapter),
+        *_replica_lines(config, own, adapter, flat=flat),
+    ]
     lines += list(_kept(config, lines))
     sums = list(_sums(config, lines, hardware))
     return Plan(
         parameters=sum(math.prod(spec.shape) for spec in own),
+        trained=sum(math.prod(spec.shape) for spec in trained),
         published_bytes=published,
         sent_bytes=sent,
         lines=tuple(lines),
@@ -146,19 +160,24 @@ def plan(config: Config, parameters: Sequence[ParameterSpec], hardware: Hardware
     )
 
 
-def _lines(
-    config: Config, own: Sequence[ParameterSpec], *, published: int, flat: int, sent: int, reference: bool
+def _rank_lines(
+    config: Config, own: Sequence[ParameterSpec], trained: Sequence[ParameterSpec], *, sent: int, reference: bool
 ) -> Iterator[Line]:
     for name, pool in config.rank_pools().items():
         rank, device = f"rank of the {name}", Memory.GPU if pool.gpus else Memory.NODE
-        shard = largest_shard(own, _shards(pool))
+        adapted = name == "learner" and config.model.lora is not None
+        changed = trained if adapted else own
+        shard = largest_shard(changed, _shards(pool))
         # With HSDP only the ranks of the first copy send, and all ranks write parts of a checkpoint.
         copies = pool.ranks // _shards(pool)
         senders = _shards(pool) if copies > 1 else None
-        yield Line(place=rank, what="weights, float32", nbytes=MASTER_BYTES * shard, memory=device)
-        yield Line(
-            place=rank, what="gradients", nbytes=MASTER_BYTES * _gradients(config, pool, own, shard), memory=device
-        )
+        if adapted:
+            frozen = compute_dtype(config).itemsize * largest_shard(own, _shards(pool))
+            yield Line(place=rank, what="frozen weights", nbytes=frozen, memory=device)
+        what = "adapter, float32" if adapted else "weights, float32"
+        yield Line(place=rank, what=what, nbytes=MASTER_BYTES * shard, memory=device)
+        gradients = MASTER_BYTES * _gradients(config, pool, changed, shard)
+        yield Line(place=rank, what="gradients", nbytes=gradients, memory=device)
         yield Line(place=rank, what="AdamW's moments", nbytes=2 * MASTER_BYTES * shard, memory=device)
         whole = compute_dtype(config).itemsize * gathered(own)
         yield Line(place=rank, what="whole layers in a pass", nbytes=whole, memory=device)
@@ -170,25 +189,35 @@ def _lines(
         saved = 3 * MASTER_BYTES * shard / copies  # also without `checkpoint.every_steps`: a run ends with a checkpoint
         yield Line(place=rank, what="copy for a checkpoint", nbytes=saved, memory=Memory.NODE)
         if name == "learner":
-            file = min(FILE_BYTES, sum(spec.nbytes for spec in own))
+            file = min(FILE_BYTES, sum(spec.nbytes for spec in changed))
             yield Line(place=rank, what="a file of an export", nbytes=file, memory=Memory.NODE)
         process = RANK_PROCESS_BYTES + (CUDA_BYTES if pool.gpus else 0)
         yield Line(place=rank, what=PROCESS, nbytes=process, memory=Memory.NODE)
+
+
+def _replica_lines(
+    config: Config, own: Sequence[ParameterSpec], adapter: Sequence[ParameterSpec], *, flat: int
+) -> Iterator[Line]:
     generator = config.generator
+    whole = sum(spec.nbytes for spec in own)
     if generator.gpus:
-        yield Line(
-            place=ENGINE,
-            what="weights",
-            nbytes=published / generator.tensor_parallel_size,
-            memory=Memory.GPU,
-        )
+        yield Line(place=ENGINE, what="weights", nbytes=whole / generator.tensor_parallel_size, memory=Memory.GPU)
     else:
         # Embeddings are packed too, because they may be heads, and their plain form stays.
-        embeddings = sum(spec.nbytes for spec in own if spec.name.endswith(EMBEDDINGS))
-        packed = 2 * (published + embeddings)
-        yield Line(place="replica", what=PACKED, nbytes=packed, memory=Memory.NODE)
+        packed = whole + sum(spec.nbytes for spec in own if spec.name.endswith(EMBEDDINGS))
+        # with an adapter, the packed weights never change
+        what, forms = ("packed weights", 1) if adapter else (PACKED, 2)
+        yield Line(place="replica", what=what, nbytes=forms * packed, memory=Memory.NODE)
         kv = generator.kv_cache_gib * GIB * generator.tensor_parallel_size
         yield Line(place="replica", what="KV cache", nbytes=kv, memory=Memory.NODE)
+    if config.model.lora is not None and adapter:
+        adapters = slots(config) * sum(spec.nbytes for spec in adapter)
+        padded = adapters * vllm_rank(config.model.lora) / config.model.lora.rank
+        if generator.gpus:
+            yield Line(place=ENGINE, what="adapters", nbytes=padded, memory=Memory.GPU)
+        else:
+            yield Line(place="replica", what="adapters", nbytes=padded, memory=Memory.NODE)
+        yield Line(place="replica", what="files of adapters", nbytes=2 * adapters, memory=Memory.NODE)
     yield Line(place="replica", what="staged weights", nbytes=flat, memory=Memory.NODE)
     buckets = 2 * min(flat, max(config.weights.bucket_bytes, flat // MOST_BUCKETS))
     yield Line(place="replica", what="buckets on their way", nbytes=buckets, memory=Memory.NODE)
@@ -272,6 +301,8 @@ def _times(config: Config, hardware: Hardware, *, published: int, sent: int) -> 
         yield "training waits for a snapshot", sent / hardware.gpu_copy_speed
     else:
         yield "training waits for a snapshot", COPIES_OF_A_SNAPSHOT * sent / hardware.copy_speed
+    if config.model.lora is not None:
+        return  # engines do not pause for an adapter
     # On a GPU, the pause also copies the weights to it.
     copied = published / generator.tensor_parallel_size if generator.gpus else 0
     yield "an engine pauses", PAUSE_S + copied / hardware.gpu_copy_speed

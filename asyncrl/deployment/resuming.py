@@ -37,7 +37,15 @@ SAMPLES = "samples"
 """Folder of the samples in a run's directory."""
 LINEAGE = "lineage.json"
 """File of the run's incarnations in its directory."""
-FIXED = ("learner.groups_per_step", "learner.group_size", "run.seed", "data.shuffle")
+FIXED = (
+    "learner.groups_per_step",
+    "learner.group_size",
+    "run.seed",
+    "data.shuffle",
+    "model.lora.rank",
+    "model.lora.alpha",
+    "model.lora.target_modules",
+)
 """Settings that a resumed run keeps. The prompts and the shapes of the model must be equal too, which is checked where
 they are read."""
 _STEP = re.compile(r"step-(\d+)")
@@ -109,7 +117,7 @@ def chosen_checkpoint(directory: Path, config: Config, *, step: int | None) -> R
         raise RunError(
             f"{directory / 'run.json'} cannot be read: it is damaged, or another version of asyncrl wrote it"
         )
-    resumed = _checked(Resumed(*_found(directory, step), info), directory, config)
+    resumed = _checked(Resumed(*found_checkpoint(directory, step), info), directory, config)
     if resumed.step >= config.learner.total_steps:
         raise ConfigError(
             f"the checkpoint {resumed.path} is of step {resumed.step}, and learner.total_steps = "
@@ -184,7 +192,7 @@ def _info(directory: Path) -> RunInfo | None:
         return None
 
 
-def _found(directory: Path, step: int | None) -> tuple[Path, RunManifest]:
+def found_checkpoint(directory: Path, step: int | None) -> tuple[Path, RunManifest]:
     """Returns the checkpoint after `step` steps, or the newest undamaged one if `step` is None, with its manifest."""
     checkpoints = directory / CHECKPOINTS
     if step is None:

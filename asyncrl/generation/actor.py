@@ -72,7 +72,7 @@ class GeneratorActor:
         fingerprint = tokenizer_fingerprint(tokenizer)
         await coordinator.call(Registry.handshake, who=f"generator {self._name}", fingerprint=fingerprint)
         # The replica generates nothing before the learner has sent its first weights, so the engine does not read the
-        # weights on the disk.
+        # weights on the disk, except those to which adapters belong.
         engine = await VLLMEngine.start(config, model_path=model_path, name=self._name, load_weights=False)
         self._started.push_async_callback(engine.shutdown)
         await scorer_started
@@ -87,7 +87,7 @@ class GeneratorActor:
                 ray.get_actor(WEIGHTS, namespace=namespace), timeout_s=timeout_s, patience_s=patience_s
             ),
             transport=transport_of(config),
-            parameters=expected_parameters(model_path, dtype=config.model.dtype),
+            parameters=expected_parameters(model_path, dtype=config.model.dtype, lora=config.model.lora),
             metrics=metrics,
         )
         rollouts = Rollouts(config=config, engine=engine, tokenizer=tokenizer, scorer=scorer, replica=self._name)

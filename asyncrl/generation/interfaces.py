@@ -122,10 +122,12 @@ class InferenceEngine(Protocol):
         self, manifest: Manifest, staged: StagedWeights, *, on_paused: Callable[[], None] | None = None
     ) -> LoadTimes:
         """Applies a whole version, which is staged and verified, between two decoding steps, and labels every later
-        token with it.
+        token with it. If the version is an adapter (`model.lora`), generation does not pause: running requests keep
+        their adapter and its label, and later ones have the new one.
 
-        Calls `on_paused` when the current decoding step has ended and generation has paused. Raises TornReplica when
-        the update fails after it has begun: then the engine stays paused until a later `load` succeeds.
+        Calls `on_paused` when the current decoding step has ended and generation has paused, or before the first
+        request may begin with a new adapter. Raises TornReplica when the update fails after it has begun: then the
+        engine stays paused until a later `load` succeeds.
         """
         ...
 

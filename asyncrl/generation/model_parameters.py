@@ -2,18 +2,36 @@
 
 from typing import Any
 
+from asyncrl.config.schema import LoraSection
 
-def expected_parameters(model_path: str, *, dtype: str) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Returns (shape, dtype) of every Hugging Face parameter by name, from the model's config, without allocating it.
+
+def expected_parameters(
+    model_path: str, *, dtype: str, lora: LoraSection | None = None
+) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Returns (shape, dtype) of every parameter by its Hugging Face name, or with `lora` of every parameter of the
+    adapter, from the model's config, without allocating it.
 
     Manifests are checked against these names because vLLM's own parameters are fused (`qkv_proj`, `gate_up_proj`).
     Tied parameters appear under each of their names: on CPUs vLLM packs a tied head separately.
     """
-
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     build: Any = AutoModelForCausalLM.from_config
     with torch.device("meta"):
         model = build(AutoConfig.from_pretrained(model_path))
-    return {name: (tuple(value.shape), dtype) for name, value in model.named_parameters(remove_duplicate=False)}
+        if lora is not None:
+            from asyncrl.policy.adapter import with_adapter
+
+            with_adapter(model, lora, seed=0)
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: (tuple(value.shape), dtype) for name, value in named if value.requires_grad}
+
+
+def adapted_modules(model_path: str, lora: LoraSection | None) -> list[str]:
+    """Returns the last parts of the names of the layers that have an adapter, each once."""
+    if lora is None:
+        return []
+    from asyncrl.policy.adapter import module_of
+
+    return sorted({module_of(name) for name in expected_parameters(model_path, dtype="", lora=lora)})

@@ -6,6 +6,7 @@ again after its process has ended. So a process is known by its node, its pid an
 
 import contextlib
 import os
+import shutil
 import socket
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class EngineProcesses(msgspec.Struct, frozen=True, kw_only=True):
-    """The processes of an engine, and the names of their segments in /dev/shm.
+    """The processes of an engine, and the names of their segments and folders in /dev/shm.
 
     `node` is the `node_id` of the engine. `started` maps the pid of each process to its start, in clock ticks since the
     boot of the machine. A change of the wall clock does not change these.
@@ -29,12 +30,13 @@ class EngineProcesses(msgspec.Struct, frozen=True, kw_only=True):
     shared_memory: list[str]
 
     @classmethod
-    def of(cls, processes: Sequence[psutil.Process]) -> "EngineProcesses":
-        """Returns the description of living processes of this node."""
+    def of(cls, processes: Sequence[psutil.Process], *, also: Sequence[str] = ()) -> "EngineProcesses":
+        """Returns the description of living processes of this node. `also` are names in /dev/shm that they will use
+        later."""
         return cls(
             node=node_id(),
             started={process.pid: _start_of(process.pid) for process in processes},
-            shared_memory=segments_of(processes),
+            shared_memory=[*segments_of(processes), *also],
         )
 
     @property
@@ -64,9 +66,13 @@ def segments_of(processes: Iterable[psutil.Process]) -> list[str]:
 
 
 def sweep_shared_memory(names: Iterable[str]) -> None:
-    """Removes segments by name. Ignores names that no longer exist."""
+    """Removes segments and folders by name. Ignores names that no longer exist."""
     for name in names:
-        (SHARED_MEMORY / name).unlink(missing_ok=True)
+        path = SHARED_MEMORY / name
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def reap(engine: EngineProcesses, *, timeout_s: float) -> None:

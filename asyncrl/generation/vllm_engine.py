@@ -10,7 +10,7 @@ import gc
 import itertools
 import os
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,10 @@ from asyncrl.errors import DataError, InfraError
 from asyncrl.generation.engine_start import cause_of_death, children_begin_with, engine_starts, first_end
 from asyncrl.generation.interfaces import Completion, LoadTimes, PartialCompletion, Sampled
 from asyncrl.generation.long_work import beside_loop
+from asyncrl.generation.model_parameters import adapted_modules
 from asyncrl.generation.prefixes import engine_seed, seed_of
 from asyncrl.generation.shared_memory import EngineProcesses, sweep_shared_memory
+from asyncrl.generation.vllm_adapters import Adapter, VLLMAdapters, engine_arguments
 from asyncrl.generation.vllm_sampled import NOTHING, Child, SampledByVLLM, before_stop, check_end, joined, until_stop
 from asyncrl.generation.vllm_weights import VLLMWeights
 from asyncrl.weights.manifest import Manifest
@@ -81,15 +83,17 @@ def _runs_the_engine(child: psutil.Process) -> bool:
 class VLLMEngine:
     """Implements `InferenceEngine`. Create it with `start`."""
 
-    def __init__(self, llm: Any, *, config: Config) -> None:
+    def __init__(self, llm: Any, *, config: Config, adapters: VLLMAdapters | None = None) -> None:
         self._llm = llm
         self._stop = config.generator.stop
         stored = config.generator.persist_every_tokens > 0
         self._progress_every_s = STORED_PROGRESS_EVERY_S if stored else PROGRESS_EVERY_S
         self.weights = VLLMWeights(llm, clear_cache=config.weights.kv_cache == "recompute")
+        self._adapters = adapters
         children = psutil.Process().children(recursive=True)
         self._children = [child for child in children if _runs_the_engine(child)]
-        self.processes = EngineProcesses.of(self._children)
+        folders = [] if adapters is None else [adapters.folder.name]
+        self.processes = EngineProcesses.of(self._children, also=folders)
         """The supervisor makes sure that these processes and segments are gone, also after the engine was killed."""
         self._requests = itertools.count()
         self._running: set[str] = set()
@@ -106,18 +110,20 @@ class VLLMEngine:
         engines with different names draw different samples.
 
         Raises RunError with the reason when vLLM does not start. With `load_weights=False` the weights are random until
-        `load`, and the directory needs only a config and a tokenizer. `sleep_mode` enables `sleep`, on GPUs only.
+        `load`, and the directory needs only a config and a tokenizer. `sleep_mode` enables `sleep`, on GPUs only. With
+        `model.lora`, the engine reads the weights at `model_path`, and `load` loads an adapter to them.
         """
         from vllm import AsyncEngineArgs
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
         from vllm.envs import enable_envs_cache
+        from vllm.lora.request import LoRARequest
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from asyncrl.weights import vllm_plugin
 
         vllm_plugin.register()
-        generator = config.generator
+        generator, lora = config.generator, config.model.lora
         on_cpu = generator.gpus == 0
         sequences = generator.max_concurrent_groups * config.learner.group_size
         arguments: dict[str, Any] = {
@@ -131,8 +137,9 @@ class VLLMEngine:
             "weight_transfer_config": WeightTransferConfig(backend=vllm_plugin.BACKEND),
             "worker_extension_cls": vllm_plugin.WORKER_EXTENSION,
             "seed": engine_seed(config.run.seed, name),
-            "load_format": "auto" if load_weights else "dummy",
+            "load_format": "auto" if load_weights or lora is not None else "dummy",
             "enable_sleep_mode": sleep_mode,
+            **engine_arguments(config, adapted_modules(model_path, lora)),
         }
         if config.model.dtype == "bfloat16":
             # In bfloat16 the logits themselves would be rounded, which alone changes log-probs by up to 0.06 nats.
@@ -155,7 +162,10 @@ class VLLMEngine:
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         enable_envs_cache()  # as vLLM does in the engine's process: each request reads its environment variables
-        return cls(llm, config=config)
+        if lora is None:
+            return cls(llm, config=config)
+        adapters = VLLMAdapters(llm, make_request=LoRARequest, lora=lora, base=model_path)
+        return cls(llm, config=config, adapters=adapters)
 
     async def generate(
         self,
@@ -207,7 +217,7 @@ class VLLMEngine:
     async def load(
         self, manifest: Manifest, staged: StagedWeights, *, on_paused: Callable[[], None] | None = None
     ) -> LoadTimes:
-        return await self.weights.load(manifest, staged, on_paused=on_paused)
+        return await (self._adapters or self.weights).load(manifest, staged, on_paused=on_paused)
 
     async def abort(self) -> None:
         self._aborts += 1
@@ -288,7 +298,7 @@ class VLLMEngine:
             text: str = self._llm.tokenizer.decode(token_ids, skip_special_tokens=True)
             return text
 
-        sample = child.prefix if child.output is None else joined(child.prefix, child.output)
+        sample = child.prefix if child.output is None else joined(child.prefix, child.output, version=child.version)
         if stops and not child.prefix.token_ids:
             text = child.output.text
         else:
@@ -303,6 +313,10 @@ class VLLMEngine:
             truncated=sample.truncated,
         )
 
+    def _adapter(self) -> AbstractContextManager[Adapter | None]:
+        """Returns the adapter for a new request, which it must hold until its end; None without `model.lora`."""
+        return nullcontext() if self._adapters is None else self._adapters.used()
+
     async def _request(self, tokens: Sequence[int], children: Sequence[Child], **sampling: Any) -> Any:
         """Runs one request of vLLM with these fields of its `SamplingParams`, whose completions are `children`. Returns
         its output."""
@@ -313,18 +327,20 @@ class VLLMEngine:
         parameters = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **sampling)
         request_id = f"asyncrl-{next(self._requests)}"
         # The salt keeps a new request from using a cached prefix that other weights have computed, also those of a
-        # version that was loaded again because it had not been whole.
+        # version that was loaded again because it had not been whole. vLLM itself tells the prefixes of adapters apart.
         salt = f"{self.weights.version} {self.weights.loads}"
         # vLLM would render a prompt of another kind, in a thread of its own.
         prompt = tokens_input(list(tokens), cache_salt=salt)
         self._running.add(request_id)
         aborts = self._aborts
         final = None
-        for child in children:
-            child.request_id = request_id
         try:
-            async for output in self._llm.generate(prompt, parameters, request_id):
-                final = output
+            with self._adapter() as adapter:
+                version, lora = (None, None) if adapter is None else (adapter.version, adapter.request)
+                for child in children:
+                    child.request_id, child.version = request_id, version
+                async for output in self._llm.generate(prompt, parameters, request_id, lora_request=lora):
+                    final = output
         except ValueError as error:
             raise DataError(f"vLLM refused the prompt: {error}", reason="prompt_refused") from error
         except asyncio.CancelledError:

@@ -24,13 +24,15 @@ _ENDS = ("stop", "length")
 class Child:
     """One completion: the prefix with which it began, its request with the child's index in it, and the request's
     output for it when the request has ended. `sampled` is the number of tokens that its request had at the last look. A
-    completion that was finished before has no request."""
+    completion that was finished before has no request. `version` is that of the request's adapter: with an adapter, all
+    tokens of a request have one version, and vLLM's labels are not of it."""
 
     prefix: PartialCompletion
     request_id: str = ""
     index: int = 0
     output: Any = None
     sampled: int = 0
+    version: Version | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +63,12 @@ class SampledByVLLM:
             if child.prefix.finished:
                 samples.append(child.prefix)
             elif output is not None:
-                samples.append(joined(child.prefix, output))
+                samples.append(joined(child.prefix, output, version=child.version))
             elif state is not None:
                 starts = state.weight_version_starts
                 tokens, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
-                samples.append(_joined(child.prefix, tokens, logprobs, _versions(starts, len(tokens))))
+                versions = _versions(starts, len(tokens), version=child.version)
+                samples.append(_joined(child.prefix, tokens, logprobs, versions))
             else:
                 return None
         return samples
@@ -104,8 +107,9 @@ def check_end(finish_reason: str | None) -> None:
         )
 
 
-def joined(prefix: PartialCompletion, output: Any) -> PartialCompletion:
-    """Returns a completion that has ended: its prefix, and the final output of vLLM for the rest.
+def joined(prefix: PartialCompletion, output: Any, *, version: Version | None = None) -> PartialCompletion:
+    """Returns a completion that has ended: its prefix, and the final output of vLLM for the rest. `version` is that of
+    the request's adapter, if it has one.
 
     Its `finished` is False if it did not end in order, so that another attempt continues it. Raises DataError if a
     token lacks its log-prob or its version.
@@ -115,7 +119,7 @@ def joined(prefix: PartialCompletion, output: Any) -> PartialCompletion:
         prefix,
         output.token_ids,
         output.logprobs,
-        _versions(starts, len(output.token_ids)),
+        _versions(starts, len(output.token_ids), version=version),
         finished=output.finish_reason in _ENDS,
         truncated=output.finish_reason == "length",
     )
@@ -142,8 +146,11 @@ def _joined(
     )
 
 
-def _versions(starts: Sequence[tuple[str, int]], tokens: int) -> list[Version]:
-    """Returns the version of each token. `starts` are (version, first token) of the spans."""
+def _versions(starts: Sequence[tuple[str, int]], tokens: int, *, version: Version | None) -> list[Version]:
+    """Returns the version of each token. `starts` are (version, first token) of the spans. With an adapter it is the
+    adapter's `version`."""
+    if version is not None:
+        return [version] * tokens
     if tokens and (not starts or starts[0][1] != 0):
         raise DataError(
             f"vLLM did not label the first of {tokens} tokens with a weight version", reason="version_spans"

@@ -21,7 +21,8 @@ _INDEX = "model.safetensors.index.json"
 def missing_parts(path: Path, *, weights: bool) -> list[str]:
     """Returns the parts of a Hugging Face model that the directory lacks. `weights` says whether weights are needed.
 
-    The engines get their weights from the learner, so a generator's machine needs only config and tokenizer.
+    The engines get their weights from the learner, so a generator's machine needs only config and tokenizer, unless
+    the learner sends adapters.
     """
     missing = [] if (path / "config.json").is_file() else ["config.json"]
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):

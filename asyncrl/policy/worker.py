@@ -6,6 +6,7 @@ Legend: B rows, S tokens, T = S − 1 next tokens, V vocabulary.
 import copy
 import shutil
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -50,7 +51,7 @@ from asyncrl.weights.transports.peers import Rendezvous
 
 class PolicyWorker(RankWorker[LossFunction]):
     """A rank of the policy at `model_path`. It also holds the frozen initial weights if the objective or the advantages
-    read them."""
+    read them. With `model.lora` these are the policy's own weights without its adapter, so nothing more is held."""
 
     section = "learner"
 
@@ -68,16 +69,26 @@ class PolicyWorker(RankWorker[LossFunction]):
         self._engine_dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
         self._specs = parameter_specs(self._model, dtype=self._engine_dtype)
         self._first_weights: torch.nn.Module | None = None
-        if needs_reference(build_loss(config)) or reward_kl(advantage_of(config.algorithm)) is not None:
+        self._lora = config.model.lora
+        reads_first = needs_reference(build_loss(config)) or reward_kl(advantage_of(config.algorithm)) is not None
+        if reads_first and self._lora is None:
             self._reference()  # loaded at the start, so that a lack of memory shows at once
 
     def _loaded(self, model_path: str) -> PreTrainedModel:
-        return cast(
+        lora = self._config.model.lora
+        # Frozen weights need no more precision than the passes compute in.
+        dtype = torch.float32 if lora is None else compute_dtype(self._config)
+        model = cast(
             PreTrainedModel,
             AutoModelForCausalLM.from_pretrained(
-                model_path, dtype=torch.float32, attn_implementation=ATTENTION if self._packed else "sdpa"
+                model_path, dtype=dtype, attn_implementation=ATTENTION if self._packed else "sdpa"
             ),
         )
+        if lora is None:
+            return model
+        from asyncrl.policy.adapter import with_adapter  # imports peft, which other runs do not need
+
+        return with_adapter(model, lora, seed=self._config.run.seed)
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -112,7 +123,8 @@ class PolicyWorker(RankWorker[LossFunction]):
         self._shared.void()
 
     def _model_flops(self, lengths: Sequence[int], *, backward: bool) -> int | None:
-        cost = forward_cost(self._model.config)
+        # The backward pass of a frozen layer has fewer products, which `forward_cost` does not count.
+        cost = None if self._lora is not None else forward_cost(self._model.config)
         return None if cost is None else cost.flops(lengths, backward=backward)
 
     def _peak_flops_per_s(self) -> float | None:
@@ -132,7 +144,13 @@ class PolicyWorker(RankWorker[LossFunction]):
         self, data: BatchedDataDict, *, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
         """Returns `reference_logprobs` [B, S]: the same under the initial weights. The live weights are not changed."""
-        scored_BS = self._scored_logprobs(data, model=self._reference(), micro_batch_size=micro_batch_size)
+        if self._lora is None:
+            scored_BS = self._scored_logprobs(data, model=self._reference(), micro_batch_size=micro_batch_size)
+        else:
+            from asyncrl.policy.adapter import adapter_off
+
+            with adapter_off(self._model):
+                scored_BS = self._scored_logprobs(data, model=self._model, micro_batch_size=micro_batch_size)
         return BatchedDataDict(reference_logprobs=scored_BS)
 
     def probe(self, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
@@ -182,11 +200,26 @@ class PolicyWorker(RankWorker[LossFunction]):
 
     def write_hf(self, weights_path: Path | None, path: Path) -> None:
         """Writes a Hugging Face directory that vLLM can serve, with the weights of the checkpoint at `weights_path`, or
-        with those that `stage_checkpoint` copied. It may run in a second thread, like `write_checkpoint`.
+        with those that `stage_checkpoint` copied. With `model.lora` it is that of the adapter. It may run in a second
+        thread, like `write_checkpoint`.
 
         See `convert_to_hf` for the errors. The copies are first written to files beside `path`, because no rank has
         whole tensors.
         """
+        if weights_path is not None and self._lora is not None:
+            from asyncrl.policy.adapter_export import convert_adapter  # imports peft, which other runs do not need
+
+            export = partial(
+                convert_adapter,
+                [spec.name for spec in self._specs],
+                self._lora,
+                weights_path=weights_path,
+                base=self._model_path,
+                path=path,
+                dtype=self._engine_dtype,
+            )
+            on_first_rank(export, group=self._saving)
+            return
         if weights_path is not None:
             convert_to_hf(
                 self._model,

@@ -43,11 +43,14 @@ from asyncrl import complete_directory
 from asyncrl.atomic_write import write_atomically
 from asyncrl.errors import AsyncRLError, CheckpointError, CheckpointMismatch
 from asyncrl.ranks.collectives import gather_objects, on_all_ranks, on_first_rank
-from asyncrl.ranks.gather import reshard
+from asyncrl.ranks.gather import reshard, trained_state
 from asyncrl.ranks.shard_files import STATE, HostCopies, Tensors
 
 _TRAINING = "training.json"
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_TRAINED = StateDictOptions(ignore_frozen_params=True)
+_IN_PART = StateDictOptions(strict=False)
+"""Frozen parameters are not in a checkpoint. `_ExactPlanner` compares the names of the others."""
 _MOMENTS = "state."
 """Prefix of the optimizer's tensors in its flat state dict. The other entries are hyperparameters."""
 
@@ -182,7 +185,8 @@ class ShardedState:
             if fresh:
                 self._optimizer.state.clear()
             raise
-        set_model_state_dict(self._model, {name: weights[first] for name, first in _names(self._model).items()})
+        named: dict[str, Any] = {name: weights[first] for name, first in _names(self._model).items()}
+        set_model_state_dict(self._model, named, options=_IN_PART)
         if found.training is None:
             return None
         if moments is None:
@@ -195,8 +199,8 @@ class ShardedState:
         return found.training.train_calls
 
     def _weights(self) -> Tensors:
-        """Returns this rank's shards of the weights. A tied tensor appears once."""
-        tensors: dict[str, Any] = get_model_state_dict(self._model)
+        """Returns this rank's shards of the trained weights. A tied tensor appears once."""
+        tensors: dict[str, Any] = get_model_state_dict(self._model, options=_TRAINED)
         return {first: tensors[first] for first in _names(self._model).values()}
 
     def _moments(self) -> Tensors:
@@ -319,9 +323,9 @@ def first_mismatch(saved: Layout, wanted: Layout) -> str | None:
 
 
 def _names(model: torch.nn.Module) -> dict[str, str]:
-    """Maps every name in the model's state dict to the first name of its tensor. A tied tensor has several names."""
+    """Maps every name of a trained tensor to the first name of this tensor. A tied tensor has several names."""
     first: dict[int, str] = {}
-    return {name: first.setdefault(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in trained_state(model).items()}
 
 
 def _generators() -> _Generators:

@@ -1,4 +1,4 @@
-"""The digest of a sharded model's weights: 64 bits that do not depend on the number of ranks.
+"""The digest of a sharded model's trained weights: 64 bits that do not depend on the number of ranks.
 
 The digest is a sum over the rows of all tensors, modulo 2⁶⁴. The summand of a row is the xxh3 hash of its bytes, with a
 seed for the name of the tensor and the number of the row. FSDP2 cuts tensors between rows (dimension 0), so the ranks
@@ -13,7 +13,7 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from asyncrl.ranks.gather import reshard
+from asyncrl.ranks.gather import reshard, trained_state
 
 _MODULUS = 2**64
 _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -27,7 +27,7 @@ def model_digest(model: torch.nn.Module, *, rank: int) -> int:
     A tied tensor counts once, under its first name. A replicated shard counts on the first rank that holds it.
     """
     reshard(model)
-    first = {id(tensor): (name, tensor) for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
+    first = {id(tensor): (name, tensor) for name, tensor in reversed(trained_state(model).items())}
     return combined(_part(name, tensor, rank=rank) for name, tensor in first.values())
 
 

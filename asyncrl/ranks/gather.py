@@ -1,4 +1,4 @@
-"""Yields the weights of a sharded model: each rank's own shards, or whole tensors.
+"""Yields the trained weights of a sharded model: each rank's own shards, or whole tensors. Frozen weights are left out.
 
 A function that returns full tensors is a collective: all ranks must call it in the same order and exhaust its iterator,
 with no other communication in between.
@@ -18,8 +18,8 @@ from asyncrl.weights.manifest import ParameterSpec
 
 
 def parameter_specs(model: torch.nn.Module, *, dtype: torch.dtype) -> tuple[ParameterSpec, ...]:
-    """Returns every parameter in the order of `gather_weights`. A tied parameter appears under each of its names:
-    otherwise an engine that stores `lm_head.weight` separately would keep the old one."""
+    """Returns every trained parameter in the order of `gather_weights`. A tied parameter appears under each of its
+    names: otherwise an engine that stores `lm_head.weight` separately would keep the old one."""
     label = str(dtype).removeprefix("torch.")
     first_names: dict[int, str] = {}
     specs = []
@@ -38,9 +38,22 @@ def parameter_specs(model: torch.nn.Module, *, dtype: torch.dtype) -> tuple[Para
 
 
 def _named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yields parameters under the names of the loaded model. Activation checkpointing adds a prefix to the names."""
+    """Yields trained parameters under the names of the loaded model. Activation checkpointing adds a prefix to the
+    names."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        yield name.replace(_CHECKPOINT_PREFIX, ""), parameter
+        if parameter.requires_grad:
+            yield name.replace(_CHECKPOINT_PREFIX, ""), parameter
+
+
+def trained_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the live tensors of the model's state dict by name, without frozen parameters. A tied tensor has several
+    names."""
+    state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    return {
+        name: tensor
+        for name, tensor in state.items()
+        if tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter)
+    }
 
 
 def reshard(model: torch.nn.Module) -> None:

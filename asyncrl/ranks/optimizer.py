@@ -9,9 +9,9 @@ from asyncrl.config.schema import OptimizerSection
 
 
 def adamw(model: torch.nn.Module, section: OptimizerSection) -> torch.optim.AdamW:
-    """Returns AdamW for all parameters of the model, with the settings of the section."""
+    """Returns AdamW for the parameters of the model that are trained, with the settings of the section."""
     return torch.optim.AdamW(
-        model.parameters(),
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
         lr=section.learning_rate,
         betas=section.betas,
         eps=section.eps,

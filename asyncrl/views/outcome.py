@@ -55,8 +55,15 @@ def dropped_in_words(summary: Summary) -> str:
     return f"{words}; {closed}"
 
 
-def weights_lines(weights: Path) -> list[str]:
+def weights_lines(weights: Path, *, config: Config) -> list[str]:
     """Returns lines that say where the newest weights of a run are, and how to use them."""
+    if config.model.lora is not None:
+        run = config.run.dir / config.run.name
+        return [
+            f"adapter: {weights}",
+            f"  use it: {_command(['export', str(run), f'{config.run.name}-model', '--merge'], pythonpath=None)}",
+            f'      or  peft.AutoPeftModelForCausalLM.from_pretrained("{weights}")',
+        ]
     return [
         f"weights: {weights}",
         f"  use them: vllm serve {weights}",
@@ -67,13 +74,21 @@ def weights_lines(weights: Path) -> list[str]:
 def lines_to_go_on(
     weights: Path, *, finished: bool, config: Config, again: Sequence[str], pythonpath: str | None = None
 ) -> list[str]:
-    """Returns lines with the command that resumes the run, or, if it has finished, continues training in a new run.
+    """Returns lines with the command that resumes the run, or, if it has finished, continues training in a new run. An
+    adapter is trained further in the same run, because a new run would begin with a new adapter.
 
     `again` is the command that started the run, without `asyncrl`. `pythonpath` is the value of PYTHONPATH if the run
     needs it for the user's code.
     """
     if not finished:
         return [f"resume the run: {_command(again, pythonpath=pythonpath)}"]
+    if config.model.lora is not None:
+        more = [
+            "resume",
+            str(config.run.dir / config.run.name),
+            f"learner.total_steps={2 * config.learner.total_steps}",
+        ]
+        return [f"train it further: {_command(more, pythonpath=pythonpath)}"]
     return [
         "  continue training from them in a new run, with a new optimizer and step count:",
         f"    {command_to_go_on(again, config=config, weights=weights, pythonpath=pythonpath)}",

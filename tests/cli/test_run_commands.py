@@ -17,7 +17,7 @@ from asyncrl.cli.main import app
 from asyncrl.cli.options import again, print_outcome, print_previous, weights_named
 from asyncrl.cli.status import status
 from asyncrl.complete_directory import COMPLETE
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import Config, LoraSection
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.deployment import cluster, shared_actors
 from asyncrl.deployment.run_dir import RunDir
@@ -68,6 +68,19 @@ def test_the_last_lines_of_a_stopped_run_say_where_its_weights_are_and_how_to_go
     assert f"weights: {weights}" in lines
     assert f"  use them: vllm serve {weights}" in lines
     assert lines[-1] == "resume the run: asyncrl up -c a.yaml --allow-public run.name=quick run.seed=7"
+
+
+def test_the_last_lines_of_a_run_with_an_adapter_say_how_to_merge_it_and_how_to_train_it_further(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, path, summary = ended(tmp_path, steps=9)
+    lora = config.model.model_copy(update={"lora": LoraSection()})
+    print_outcome(summary, path, config=config.model_copy(update={"model": lora}), again=again("up", [], []))
+    lines = capsys.readouterr().out.splitlines()
+    assert f"adapter: {path}/checkpoints/step-9/hf" in lines
+    assert f"  use it: asyncrl export {path} quick-model --merge" in lines
+    assert lines[-1] == f"train it further: asyncrl resume {path} learner.total_steps=18"
+    assert not any("vllm serve" in line for line in lines), "vLLM cannot serve an adapter without its model"
 
 
 def test_the_last_lines_of_a_finished_run_say_how_to_continue_its_training_in_a_new_run(

@@ -4,10 +4,9 @@ import pytest
 
 from asyncrl.config.aliases import ALIASES, NOT_SUPPORTED, REMARKS
 from asyncrl.config.load import flat_config, load_config
-from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 
-FIELDS = {*flat_config(Config()), "algorithm.overrides"}
+FIELDS = {*flat_config(load_config([], ["model.lora={}"])), "algorithm.overrides"}
 
 
 def refusal(override: str) -> str:
@@ -49,8 +48,9 @@ def test_no_key_of_ours_is_answered_with_another() -> None:
         ("num_gpus=2", "use generator.gpus or learner.gpus instead of num_gpus"),
         ("learner.num_gpus=2", "use learner.gpus instead of num_gpus"),
         ("model.model_name_or_path=gpt2", "use model.path instead of model_name_or_path"),
-        ("learner.lora.rank=8", "LoRA is not supported yet"),
-        ("peft={lora_rank: 8}", "LoRA is not supported yet"),
+        ("learner.lora_rank=8", "use model.lora.rank instead of lora_rank"),
+        ("peft={lora_rank: 8}", "use the section model.lora"),
+        ("model.qlora=true", "weights are not quantized"),
         (
             "trainer={lr: 1e-5, max_steps: 3}",
             "use learner.optimizer.learning_rate instead of lr; use learner.total_ste",

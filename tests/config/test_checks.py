@@ -101,6 +101,21 @@ _LIMITS = [
     ),
     (["weights.delta=true"], ["weights.delta=true", "model.dtype=bfloat16"], "set model.dtype to bfloat16"),
     (
+        ["model.lora={}", "weights.delta=true", "model.dtype=bfloat16"],
+        ["model.lora={}", "model.dtype=bfloat16"],
+        "changes every weight of an adapter",
+    ),
+    (
+        ["model.lora={}", "weights.kv_cache=keep", "weights.on_parity_failure=alarm"],
+        ["weights.kv_cache=keep", "weights.on_parity_failure=alarm"],
+        "running sequences keep their adapter",
+    ),
+    (
+        ["model.lora={}", "staleness.on_deadline=mask"],
+        ["model.lora={}", "staleness.on_deadline=drop"],
+        "all tokens of a late group would be masked",
+    ),
+    (
         ["weights.delta=true", "model.dtype=bfloat16", "weights.transport=ipc"],
         ["weights.delta=true", "model.dtype=bfloat16", "weights.transport=filesystem"],
         "no bytes travel",

@@ -17,7 +17,7 @@ def recipe(name: str) -> Config:
 
 @pytest.mark.parametrize(("name", "generator_gpus", "learner_gpus"), [
     ("quickstart", 0, 0), ("ppo", 0, 0), ("one_gpu", 0.5, 0.5), ("eight_gpus", 6, 2), ("two_nodes", 8, 8),
-    ("chat", 1, 1), ("tiny_chat", 0, 0),
+    ("chat", 1, 1), ("tiny_chat", 0, 0), ("lora", 0, 0),
 ])  # fmt: skip
 def test_the_gpus_of_both_pools_add_up(name: str, generator_gpus: float, learner_gpus: float) -> None:
     config = recipe(name)
@@ -25,7 +25,9 @@ def test_the_gpus_of_both_pools_add_up(name: str, generator_gpus: float, learner
     assert config.learner.ranks * config.learner.gpus == learner_gpus
 
 
-@pytest.mark.parametrize("name", ["quickstart", "ppo", "one_gpu", "eight_gpus", "two_nodes", "chat", "tiny_chat"])
+@pytest.mark.parametrize(
+    "name", ["quickstart", "ppo", "one_gpu", "eight_gpus", "two_nodes", "chat", "tiny_chat", "lora"]
+)
 def test_every_slot_can_be_filled_while_a_step_is_trained(name: str) -> None:
     """At most (η + 1) · B slots exist, and the step that is being trained holds B of them."""
     config = recipe(name)
@@ -34,7 +36,9 @@ def test_every_slot_can_be_filled_while_a_step_is_trained(name: str) -> None:
     assert in_flight + step <= (config.staleness.max_versions + 1) * step
 
 
-@pytest.mark.parametrize("name", ["quickstart", "ppo", "one_gpu", "eight_gpus", "two_nodes", "chat", "tiny_chat"])
+@pytest.mark.parametrize(
+    "name", ["quickstart", "ppo", "one_gpu", "eight_gpus", "two_nodes", "chat", "tiny_chat", "lora"]
+)
 def test_the_buffer_holds_all_that_the_staleness_limit_admits(name: str) -> None:
     config = recipe(name)
     groups = (config.staleness.max_versions + 1) * config.learner.groups_per_step
@@ -62,3 +66,14 @@ def test_weights_and_optimizer_leave_room_on_their_gpus(name: str) -> None:
     assert learner < 0.7 * shares * memory
     engine = config.generator.gpu_memory_utilization * memory
     assert 2 * weights / config.generator.tensor_parallel_size < 0.5 * engine
+
+
+def test_the_adapter_is_trained_on_the_model_and_the_task_of_the_quickstart() -> None:
+    """Their runs can be compared, and they share the model's directory without building it again."""
+    lora, quickstart = recipe("lora"), recipe("quickstart")
+    assert lora.model.model_copy(update={"lora": None}) == quickstart.model
+    assert (lora.data, lora.environment, lora.generator) == (
+        quickstart.data,
+        quickstart.environment,
+        quickstart.generator,
+    )

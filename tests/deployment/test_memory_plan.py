@@ -32,6 +32,7 @@ from asyncrl.deployment.memory_plan import (
     plan,
     stored_versions,
 )
+from asyncrl.errors import ConfigError
 from asyncrl.ranks.gather import own_shards, parameter_specs
 from asyncrl.weights.delta import DeltaSender
 from asyncrl.weights.manifest import Bytes, Manifest, ParameterSpec, Piece, Probe, layout
@@ -84,11 +85,20 @@ LARGE = {
 """Configurations of published models, and the number of parameters that their authors state or their files have."""
 
 
-def planned(described: PretrainedConfig, folder: Path, *, hardware: Hardware = NODE, **sections: Any) -> Plan:
+def planned(
+    described: PretrainedConfig,
+    folder: Path,
+    *,
+    hardware: Hardware = NODE,
+    reference: bool = False,
+    lora: dict[str, Any] | None = None,
+    **sections: Any,
+) -> Plan:
     described.save_pretrained(folder)
-    model = {"path": str(folder), "dtype": "bfloat16"}
+    model = {"path": str(folder), "dtype": "bfloat16", "lora": lora}
     config = Config.model_validate({"model": model, **sections})
-    return plan(config, specs_of(config), hardware, reference=False)
+    adapter = specs_of(config, adapter=True) if config.model.lora is not None else ()
+    return plan(config, specs_of(config), hardware, reference=reference, adapter=adapter)
 
 
 def lines_of(found: Plan, what: str) -> list[Line]:
@@ -250,3 +260,28 @@ def test_the_command_prints_the_plan_and_fails_if_something_does_not_fit(tmp_pat
     fits = CliRunner().invoke(app, [*command, "ray.object_store_mb=60000", "--node-gib", "1000"])
     assert fits.exit_code == 0, fits.output
     assert "everything fits" in fits.output
+
+
+def test_with_an_adapter_only_its_bytes_are_sent_and_only_it_has_an_optimizer(tmp_path: Path) -> None:
+    described, parameters = LARGE["7B"]
+    learner = {"ranks": 2, "gpus": 1, "groups_per_step": 16}
+    found = planned(described, tmp_path, reference=True, lora={"rank": 16}, learner=learner, generator={"gpus": 1})
+    wide, inner, keys = 3584, 18944, 4 * 128
+    layers = 2 * (wide + wide) + 2 * (wide + keys) + 3 * (wide + inner)  # q and o, k and v, the three of the MLP
+    adapter = 16 * 28 * layers
+    assert (found.parameters, found.trained, found.published_bytes) == (parameters, adapter, 2 * adapter)
+    rank = {line.what: line.nbytes for line in found.lines if line.place == "rank of the learner"}
+    assert rank["frozen weights"] == pytest.approx(2 * parameters / 2, rel=1e-3), "bfloat16, on two ranks"
+    assert rank["adapter, float32"] == 4 * adapter / 2
+    assert rank["AdamW's moments"] == 8 * adapter / 2
+    assert rank["two snapshots to publish"] == 2 * found.sent_bytes == 2 * adapter * 2 / 2
+    assert rank["copy for a checkpoint"] == 12 * adapter / 2
+    assert "reference weights" not in rank
+    engine = {line.what: line.nbytes for line in found.lines if line.place == "process of an engine"}
+    assert engine == {"weights": 2 * parameters, "adapters": 4 * 2 * adapter}
+    assert [what for what, _ in found.times] == ["training waits for a snapshot"]
+
+
+def test_the_plan_names_the_layers_of_the_model_if_the_adapter_s_do_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no linear layer c_attn; choose from q_proj, k_proj"):
+        planned(LARGE["7B"][0], tmp_path, lora={"target_modules": ["c_attn"]})

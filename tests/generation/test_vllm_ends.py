@@ -34,7 +34,7 @@ class EndedLLM:
         self._outputs = [output_of(reason) for reason in finish_reasons]
         self.tokenizer = SimpleNamespace(decode=lambda token_ids, **_: "ab")
 
-    async def generate(self, *_: Any) -> AsyncIterator[SimpleNamespace]:
+    async def generate(self, *_: Any, **_options: Any) -> AsyncIterator[SimpleNamespace]:
         yield SimpleNamespace(finished=True, outputs=self._outputs, prompt_logprobs=[None])
 
 

@@ -45,7 +45,7 @@ def make_model(path: Path) -> Path:
 def make_config(*, loss: str | dict[str, Any] = "decoupled_icepop", **learner: Any) -> Config:
     return Config.model_validate(
         {
-            "learner": {"total_steps": 10, "collective_timeout_s": 240.0, **learner},
+            "learner": {"total_steps": 10, "batching": "padded", "collective_timeout_s": 240.0, **learner},
             "generator": {"temperature": TEMPERATURE},
             "model": {"max_length": 32},
             "algorithm": {"loss": loss},

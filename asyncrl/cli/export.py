@@ -1,0 +1,111 @@
+"""`asyncrl export RUN FOLDER`: writes the trained weights of a run as other programs load them."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from asyncrl.cli.presence import model_directory
+from asyncrl.cli.terminal import say
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import Config
+from asyncrl.deployment.known_runs import check_there, named_run
+from asyncrl.deployment.resuming import found_checkpoint, step_of
+from asyncrl.errors import ConfigError, RunError
+
+
+def export(
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="Directory of a run, or the name of a run in runs/, such as quickstart."),
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to write. An earlier export is replaced.")],
+    at: Annotated[
+        str | None,
+        typer.Option(
+            "--at",
+            metavar="CHECKPOINT",
+            show_default=False,
+            help="Checkpoint to export, such as step-140. Default: the newest one that is undamaged.",
+        ),
+    ] = None,
+    merge: Annotated[
+        bool,
+        typer.Option("--merge", help="Add the adapter to the model's weights, and write the whole model."),
+    ] = False,
+) -> None:
+    """Write the trained weights of a checkpoint as a Hugging Face directory, which vLLM and transformers load.
+
+    A run with model.lora has trained an adapter. Its directory has the adapter only, and names the model to which it
+    belongs, for peft and vLLM. With --merge, the directory has the whole model, and needs neither. Merging loads the
+    model in float32 into the memory of this process.
+
+    \b
+      asyncrl export quickstart speller                 the weights, or the adapter
+      asyncrl export lora speller --merge               the model with the adapter in it
+      asyncrl export lora speller --at step-100
+    """
+    directory = named_run(run)
+    check_there(directory)
+    saved = directory / "config.yaml"
+    if not saved.is_file():
+        raise RunError(f"{directory} is not the directory of a run: it has no config.yaml")
+    config = load_config([saved], [])
+    checkpoint, _ = found_checkpoint(directory, None if at is None else step_of(at))
+    if config.model.lora is not None:
+        _export_adapter(config, checkpoint, folder, merge=merge)
+    elif merge:
+        raise ConfigError(
+            f"--merge: the run in {directory} has no adapter, but has trained whole weights; leave it out"
+        )
+    else:
+        _copy_weights(checkpoint, folder)
+    say(str(folder))
+
+
+def _export_adapter(config: Config, checkpoint: Path, folder: Path, *, merge: bool) -> None:
+    """Writes the adapter of a checkpoint to `folder`, or the model with the adapter in it."""
+    import torch  # takes seconds
+
+    from asyncrl.checkpoints.run import POLICY, parts_of
+    from asyncrl.complete_directory import discard
+    from asyncrl.generation.model_parameters import expected_parameters
+    from asyncrl.policy.adapter_export import convert_adapter, merge_adapter
+
+    lora, model = config.model.lora, config.model
+    assert lora is not None, "the caller has checked it"
+    local = model_directory(config)
+    if local is not None and not local.is_dir():
+        raise ConfigError(
+            f"model.path = {model.path}: the adapter belongs to this model, which is not there; put it back, or run "
+            "the command in the directory in which the run was started",
+            key="model.path",
+        )
+    base = os.path.abspath(model.path) if os.path.isdir(model.path) else model.path
+    names = list(expected_parameters(base, dtype=model.dtype, lora=lora))
+    adapter = folder.with_name(f"{folder.name}.adapter") if merge else folder
+    dtype: torch.dtype = getattr(torch, model.dtype)
+    weights, _ = parts_of(checkpoint / POLICY)
+    convert_adapter(names, lora, weights_path=weights, base=base, path=adapter, dtype=torch.float32 if merge else dtype)
+    if merge:
+        try:
+            merge_adapter(adapter, folder, base=base, dtype=dtype)
+        finally:
+            discard(adapter)
+
+
+def _copy_weights(checkpoint: Path, folder: Path) -> None:
+    from asyncrl.checkpoints.directory import HF
+    from asyncrl.complete_directory import COMPLETE, finish, prepare, publish, unfinished
+
+    if not (checkpoint / HF).is_dir():
+        raise ConfigError(
+            f"{checkpoint} has no folder {HF}/, because checkpoint.hf is false; export the checkpoint at the end of "
+            "the run, which has it"
+        )
+    prepare(folder)
+    shutil.copytree(checkpoint / HF, unfinished(folder), dirs_exist_ok=True, ignore=shutil.ignore_patterns(COMPLETE))
+    finish(folder, save_id=checkpoint.name)
+    publish(folder)

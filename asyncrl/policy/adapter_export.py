@@ -1,0 +1,59 @@
+"""Exports the adapter of a policy (`model.lora`) as a directory that peft, transformers and vLLM load, and merges it.
+
+adapter_model.safetensors  adapter_config.json  tokenizer.json …  COMPLETE
+"""
+
+import shutil
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from asyncrl import complete_directory
+from asyncrl.config.schema import LoraSection
+from asyncrl.errors import CheckpointError
+from asyncrl.policy.adapter import write_adapter
+from asyncrl.ranks.shard_files import SavedTensors
+
+
+def convert_adapter(
+    names: Sequence[str], lora: LoraSection, *, weights_path: Path, base: str, path: Path, dtype: torch.dtype
+) -> None:
+    """Writes the adapter that `ShardedState.write` wrote to `weights_path`. `names` are those of its parameters. Not a
+    collective. Raises CheckpointError if it cannot be written."""
+    complete_directory.prepare(path)
+    saved = SavedTensors(weights_path)
+    _write(path, {name: saved.read(name, dtype=dtype) for name in names}, lora, base=base)
+
+
+def merge_adapter(adapter: Path, path: Path, *, base: str, dtype: torch.dtype) -> None:
+    """Writes the model at `base` with the adapter in the directory `adapter` added to its weights, as a Hugging Face
+    directory at `path`. It computes the sums in float32, in the memory of this process."""
+    complete_directory.prepare(path)
+    unfinished = complete_directory.unfinished(path)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().to(dtype)
+    merged.save_pretrained(unfinished)
+    for weights in unfinished.glob("*.safetensors"):
+        weights.chmod((unfinished / "config.json").stat().st_mode)  # it would be readable only for the owner
+    AutoTokenizer.from_pretrained(base).save_pretrained(unfinished)
+    _finish(path)
+
+
+def _write(path: Path, weights: Mapping[str, torch.Tensor], lora: LoraSection, *, base: str) -> None:
+    unfinished = complete_directory.unfinished(path)
+    try:
+        write_adapter(unfinished, weights, lora, base=base)
+        AutoTokenizer.from_pretrained(base).save_pretrained(unfinished)
+        _finish(path)
+    except Exception as error:
+        shutil.rmtree(unfinished, ignore_errors=True)  # frees its space: a full disk may be the cause
+        raise CheckpointError(f"cannot write {path}: {type(error).__name__}: {error}") from error
+
+
+def _finish(path: Path) -> None:
+    complete_directory.finish(path, save_id=uuid.uuid4().hex)
+    complete_directory.publish(path)
