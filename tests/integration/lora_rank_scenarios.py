@@ -86,8 +86,9 @@ def _train(way: str, rank: int, world: int, folder: Path) -> dict[str, Any]:
     found["sent_bytes"] = sum(policy.gather(policy._snapshots[0].memory.nbytes))
     if way == "padded":
         path = folder / f"saved-{world}"
-        policy.save_checkpoint(path / "weights", path / "optimizer")
-        policy.save_hf(path / "gathered")
+        policy.stage_checkpoint(optimizer=True)
+        policy.write_checkpoint(path / "weights", path / "optimizer")
+        policy.write_hf(None, path / "gathered")
         more = [train_step(policy, make_batch()) for _ in range(2)]
         policy.write_hf(path / "weights", path / "converted")
         found["more"] = more, {name: tensor.numpy() for name, tensor in policy.gather_weights()}
