@@ -145,16 +145,7 @@ class VLLMEngine:
             # In bfloat16 the logits themselves would be rounded, which alone changes log-probs by up to 0.06 nats.
             arguments["hf_overrides"] = {"head_dtype": "float32"}
         if on_cpu:
-            arguments["kv_cache_memory_bytes"] = int(generator.kv_cache_gib * GIB)
-            # vLLM's CPU worker dies when the prefill of a seeded request is split in two ("CPU Generator does not use
-            # offset"). An update that recomputes all running sequences at once would split many.
-            arguments["enable_chunked_prefill"] = False
-            # Without a worker process of its own, start-up saves 20 s (one import of vLLM less) and every decoding step
-            # saves a message. The full class name is needed because vLLM replaces "uni" on CPUs, where that executor
-            # cannot bind threads. No binding is needed here (VLLM_CPU_OMP_THREADS_BIND=nobind).
-            alone = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-            arguments["distributed_executor_backend"] = alone if generator.tensor_parallel_size == 1 else "mp"
-            arguments["max_num_batched_tokens"] = max(MIN_BATCHED_TOKENS, config.model.max_length, sequences)
+            arguments |= _cpu_arguments(config, sequences=sequences)
         else:
             arguments["gpu_memory_utilization"] = generator.gpu_memory_utilization
         knob = "kv_cache_gib" if on_cpu else "gpu_memory_utilization"
@@ -376,3 +367,20 @@ async def _all_or_none(requests: Iterable[Coroutine[Any, Any, Any]]) -> None:
                 group.create_task(request)
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from failures.exceptions[0].__cause__
+
+
+def _cpu_arguments(config: Config, *, sequences: int) -> dict[str, Any]:
+    """Returns vLLM's arguments for an engine on CPUs that decodes up to `sequences` sequences at once."""
+    generator = config.generator
+    alone = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+    return {
+        "kv_cache_memory_bytes": int(generator.kv_cache_gib * GIB),
+        # vLLM's CPU worker dies when the prefill of a seeded request is split in two ("CPU Generator does not use
+        # offset"). An update that recomputes all running sequences at once would split many.
+        "enable_chunked_prefill": False,
+        # Without a worker process of its own, start-up saves 20 s (one import of vLLM less) and every decoding step
+        # saves a message. The full class name is needed because vLLM replaces "uni" on CPUs, where that executor
+        # cannot bind threads. No binding is needed here (VLLM_CPU_OMP_THREADS_BIND=nobind).
+        "distributed_executor_backend": alone if generator.tensor_parallel_size == 1 else "mp",
+        "max_num_batched_tokens": max(MIN_BATCHED_TOKENS, config.model.max_length, sequences),
+    }

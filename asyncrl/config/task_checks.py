@@ -1,0 +1,68 @@
+"""Rules that involve several fields of `data`, `environment` and `eval`: see `checks.py`."""
+
+import string
+from collections.abc import Iterator
+
+from asyncrl.config.import_path import is_import_path, malformed
+from asyncrl.config.schema import Config
+
+
+def data_violations(config: Config) -> Iterator[str]:
+    data = config.data
+    if data.dataset == "jsonl" and data.path is None:
+        yield "data.dataset = jsonl: needs data.path, the file to read; set data.path"
+    if data.dataset == "hf" and data.path is None:
+        yield "data.dataset = hf: needs data.path, a dataset's name on the Hub, a file or a folder; set data.path"
+    if data.dataset not in ("jsonl", "hf") and data.path is not None:
+        yield (
+            f"data.path = {data.path}: is read only with data.dataset = jsonl or hf; set data.dataset, or remove "
+            "data.path"
+        )
+    if data.options and data.dataset != "hf" and not is_import_path(data.dataset):
+        yield (
+            "data.options: is only for data.dataset = hf, and for a dataset given by import path; move options of the "
+            "environment to environment.options, or remove data.options"
+        )
+    for key, default in (("subset", None), ("split", "train")):
+        if data.dataset != "hf" and getattr(data, key) != default:
+            yield f"data.{key} = {getattr(data, key)}: is only for data.dataset = hf; remove it"
+    if data.columns and data.dataset == "environment":
+        yield "data.columns: has no effect, because the environment itself makes the tasks; remove it"
+    for key in ("system_prompt", "few_shot", "chat_options"):
+        if data.chat == "off" and getattr(data, key):
+            yield f"data.{key}: needs the model's chat template, which data.chat: off removes; remove one of the two"
+    if config.eval.prompts > 0 and config.data.heldout_fraction == 0:
+        yield (
+            f"eval.prompts = {config.eval.prompts}: needs held-out questions, but data.heldout_fraction = 0 holds out "
+            "none; raise data.heldout_fraction, or set eval.prompts to 0"
+        )
+    yield from _prompt_template(config.data.prompt_template)
+
+
+def _prompt_template(template: str) -> Iterator[str]:
+    shown = f"data.prompt_template = {template!r}"
+    try:
+        fields = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        yield f"{shown}: is not a valid format string ({error}); write {{{{ and }}}} for literal braces"
+        return
+    unnamed = [name for name in fields if not name.isidentifier()]
+    if unnamed:
+        yield (
+            f"{shown}: {{{unnamed[0]}}} is not the name of a field of a task; write a plain name without dots and "
+            "brackets, e.g. {question}"
+        )
+    elif not fields:
+        yield f"{shown}: has no field, so every prompt would be the same; add a field, e.g. {{question}}"
+
+
+def rewards_violations(config: Config) -> Iterator[str]:
+    rewards = config.environment.rewards
+    if rewards and config.environment.reward is not None:
+        yield "environment.reward: has no effect with environment.rewards; add it there, or remove one of the two"
+    for term in rewards:
+        if problem := malformed(term.fn, key="environment.rewards"):
+            yield f"environment.rewards.{term.name}.fn{problem.removeprefix('environment.rewards')}"
+    names = [term.name for term in rewards]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"environment.rewards: has {names.count(name)} rewards with the name {name}; give each its own name"
