@@ -3,7 +3,9 @@ their own type."""
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,10 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, FetchFailed, ManifestVoid, WeightError, WeightsDamaged
 from asyncrl.weights.manifest import Manifest, ParameterSpec, Probe, check_layout, layout, put_bucket
 from asyncrl.weights.publisher import MOST_BUCKETS, DeliveredBucket, Snapshot, deliver, snapshot_of
+from asyncrl.weights.store import WeightStore
 from asyncrl.weights.tensor_views import view_of
 from asyncrl.weights.transports import filesystem, object_store, shared_snapshot
+from asyncrl.weights.transports.broadcast import CollectiveTransport
 from asyncrl.weights.transports.filesystem import FilesystemTransport
 from asyncrl.weights.transports.interfaces import Transport
 from asyncrl.weights.transports.object_store import ObjectStoreTransport
@@ -54,10 +58,11 @@ def snapshots(*, shared: bool, change: float = 0.0, last: Sequence[Snapshot | No
 
 
 class Sending:
-    """The learner's ranks with one transport."""
+    """The learner's ranks with one transport. The weight store `store` offers what they publish, if there is one."""
 
-    def __init__(self, transport: Transport, *, shared: bool) -> None:
-        self.transport, self.shared = transport, shared
+    def __init__(self, transport: Transport, *, shared: bool, store: Any = None) -> None:
+        self.transport, self.shared, self.store = transport, shared, store
+        self.senders = [transport.sender(rank, RANKS) for rank in range(RANKS)]
         self.kept: list[Snapshot] = []
         self.before: Sequence[Snapshot | None] = (None, None)
 
@@ -65,7 +70,9 @@ class Sending:
         last, self.before = self.before, self.kept or (None, None)
         self.kept = snapshots(shared=self.shared, change=change, last=last)
         version = Version(1, step)
-        sent: list[DeliveredBucket] = [b for each in self.kept for b in deliver(each, self.transport, version)]
+        with ThreadPoolExecutor(RANKS) as ranks:
+            by_rank = ranks.map(lambda rank: deliver(self.kept[rank], self.senders[rank], version), range(RANKS))
+            sent: list[DeliveredBucket] = [bucket for buckets in by_rank for bucket in buckets]
         manifest = Manifest(
             version=version,
             previous=None,
@@ -73,7 +80,30 @@ class Sending:
             buckets=tuple(each.bucket for each in sent),
             probe=PROBE,
         )
-        return manifest, [each.handle for each in sent]
+        handles = [each.handle for each in sent]
+        if self.store is not None:
+            ray.get(self.store.publish.remote(manifest, handles))
+        return manifest, handles
+
+    @asynccontextmanager
+    async def replica(self, *, takes_part: bool) -> AsyncIterator[None]:
+        """A replica that `takes_part` in broadcasts, if the transport has any."""
+        if self.store is None or not takes_part:
+            yield
+            return
+        taking_part = asyncio.create_task(self.transport.take_part("replica"))
+        while not await self.store.present.remote((), 1.0):
+            await asyncio.sleep(0.01)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(self.transport, "_fetched", None)  # all bytes must arrive by broadcast
+            yield
+        taking_part.cancel()
+        await asyncio.gather(taking_part, return_exceptions=True)
+
+
+def collective_sending() -> Sending:
+    store = ray.remote(WeightStore).options(num_cpus=0, max_concurrency=100).remote()
+    return Sending(CollectiveTransport(lambda: store, timeout_s=30.0, call_timeout_s=30.0), shared=False, store=store)
 
 
 async def received(transport: Transport, manifest: Manifest, handles: list[Any]) -> dict[str, torch.Tensor]:
@@ -95,27 +125,36 @@ MAKERS: dict[str, Callable[[Path], Sending]] = {
     "object_store": lambda folder: Sending(ObjectStoreTransport(), shared=False),
     "filesystem": lambda folder: Sending(FilesystemTransport(folder / "weights"), shared=False),
     "ipc": lambda folder: Sending(SharedSnapshotTransport(), shared=True),
+    "collective": lambda folder: collective_sending(),
 }
+OVER_RAY = ("object_store", "collective")
 
 
 @pytest.fixture(params=list(MAKERS))
-def sending(request: pytest.FixtureRequest, tmp_path: Path) -> Sending:
-    if request.param == "object_store":
+def sending(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Sending]:
+    if request.param in OVER_RAY:
         request.getfixturevalue("own_ray")
-    return MAKERS[request.param](tmp_path)
+    sending = MAKERS[request.param](tmp_path)
+    yield sending
+    for sender in sending.senders:
+        sender.close()
+    if sending.store is not None:
+        ray.kill(sending.store)
 
 
 @pytest.mark.asyncio
-async def test_the_shards_of_all_ranks_arrive_as_whole_weights(sending: Sending) -> None:
-    for step in range(4):
-        manifest, handles = sending.publish(step, change=float(step))
-        handles = [
-            handle if sending.transport.__class__ is ObjectStoreTransport else _over_a_wire(handle)
-            for handle in handles
-        ]
-        found = await received(sending.transport, manifest, handles)
-        for name, tensor in WEIGHTS.items():
-            assert torch.equal(found[name], tensor + step), name
+@pytest.mark.parametrize("takes_part", [True, False])
+async def test_the_shards_of_all_ranks_arrive_as_whole_weights(sending: Sending, takes_part: bool) -> None:
+    async with sending.replica(takes_part=takes_part):
+        for step in range(4):
+            manifest, handles = await asyncio.to_thread(sending.publish, step, change=float(step))
+            handles = [
+                handle if sending.transport.__class__ is ObjectStoreTransport else _over_a_wire(handle)
+                for handle in handles
+            ]
+            found = await received(sending.transport, manifest, handles)
+            for name, tensor in WEIGHTS.items():
+                assert torch.equal(found[name], tensor + step), name
     assert sending.kept[0].memory is not sending.before[0].memory  # type: ignore[union-attr]
     sending.transport.delete(lambda version: True)
 
@@ -128,7 +167,7 @@ def _over_a_wire(handle: Any) -> Any:
 @pytest.mark.asyncio
 @pytest.mark.fault("F12")
 async def test_bytes_that_change_on_their_way_are_refused(sending: Sending, monkeypatch: pytest.MonkeyPatch) -> None:
-    manifest, handles = sending.publish(0)
+    manifest, handles = await asyncio.to_thread(sending.publish, 0)
     receive = sending.transport.receive
 
     async def flipped(handle: Any, *, timeout_s: float) -> Any:
@@ -152,6 +191,7 @@ def test_the_configuration_names_the_transport(tmp_path: Path) -> None:
 
     assert isinstance(chosen(), ObjectStoreTransport)
     assert isinstance(chosen(transport="ipc"), SharedSnapshotTransport)
+    assert isinstance(chosen(transport="collective"), CollectiveTransport)
     ours, users = chosen(transport="filesystem"), chosen(transport="filesystem", folder=str(tmp_path / "shared"))
     assert isinstance(ours, FilesystemTransport)
     assert isinstance(users, FilesystemTransport)

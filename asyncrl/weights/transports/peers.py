@@ -1,4 +1,4 @@
-"""The process group for weights: the learner's ranks first, then the engines' workers.
+"""The process group for weights: the learner's ranks first, then the replicas, or the engines' workers.
 
 It is separate from the learner's own group. Messages use gloo. Bytes use gloo on CPUs and NCCL on GPUs. Invariant:
 every wait ends. A rank closes the group when its exchange fails or exceeds the deadline. The waits of the other ranks
@@ -30,7 +30,7 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     """Where the ranks meet. Ranks 0 to train_world_size − 1 train, the others serve; rank 0 listens at host:port.
 
     `timeout_s` is `weights.load_timeout_s` of the config. It limits joining, and each exchange as a whole. Every group
-    needs its own port.
+    needs its own port, or a socket that listens at it already.
     """
 
     host: str
@@ -61,9 +61,11 @@ class Peers:
             self._sent = backends.ProcessGroupNCCL(PrefixStore("sent", store), rank, self.world_size, options._timeout)
 
     @classmethod
-    def join(cls, rendezvous: Rendezvous, *, rank: int, device: torch.device) -> "Peers":
-        """Joins the group and returns when all ranks have joined. Raises CollectiveError, which names the missing
-        ranks, after `timeout_s`."""
+    def join(
+        cls, rendezvous: Rendezvous, *, rank: int, device: torch.device, listener: socket.socket | None = None
+    ) -> "Peers":
+        """Joins the group and returns when all ranks have joined. Rank 0 may give the socket that listens. Raises
+        CollectiveError, which names the missing ranks, after `timeout_s`."""
         if rank >= rendezvous.world_size:
             raise CollectiveError(
                 f"rank {rank} cannot join the weights' process group at {rendezvous.host}:{rendezvous.port}, because "
@@ -71,14 +73,16 @@ class Peers:
             )
         return _within(
             rendezvous.timeout_s,
-            lambda: cls._joined(rendezvous, rank=rank, device=device),
+            lambda: cls._joined(rendezvous, rank=rank, device=device, listener=listener),
             what=f"joining the weights' process group at {rendezvous.host}:{rendezvous.port} as rank {rank}",
         )
 
     @classmethod
-    def _joined(cls, rendezvous: Rendezvous, *, rank: int, device: torch.device) -> "Peers":
+    def _joined(
+        cls, rendezvous: Rendezvous, *, rank: int, device: torch.device, listener: socket.socket | None
+    ) -> "Peers":
         deadline_s = time.monotonic() + KNOWING_WHO_IS_MISSING * rendezvous.timeout_s
-        store = _open_store(rendezvous, is_master=rank == 0)
+        store = _open_store(rendezvous, is_master=rank == 0, listener=listener)
         keys = [f"joined/{peer}" for peer in range(rendezvous.world_size)]
         store.set(keys[rank], "")
         try:
@@ -178,12 +182,12 @@ def _within(timeout_s: float, function: Callable[[], Answer], *, what: str) -> A
         ) from error
 
 
-def _open_store(rendezvous: Rendezvous, *, is_master: bool) -> Any:
+def _open_store(rendezvous: Rendezvous, *, is_master: bool, listener: socket.socket | None) -> Any:
     host, port, timeout = rendezvous.host, rendezvous.port, timedelta(seconds=rendezvous.timeout_s)
     if not is_master:
         return TCPStore(host, port, is_master=False, timeout=timeout)
     # Our own socket listens on this address only; the store's own one would listen on all addresses.
-    listener = socket.create_server((host, port))
+    listener = listener or socket.create_server((host, port))
     return TCPStore(
         host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
     )
