@@ -2,7 +2,7 @@
 
 A replica is killed in the middle of long answers: the other one continues them by tokens. The engine of the other one
 is frozen. Both are started again. Then the pool is scaled in. The audit scores every continued token again under the
-weights of its version.
+weights of its version. Weights are broadcast: each replica that fails leaves, and joins again.
 """
 
 import json
@@ -36,6 +36,7 @@ LONG_ANSWERS = [
     "generator.replicas=2",
     "generator.max_concurrent_groups=4",  # the learner waits for groups, so each replica has answers at any time
     "generator.stall_timeout_s=8",
+    "weights.transport=collective",
     "weights.load_timeout_s=15",  # the engine may be frozen while it loads weights
     "learner.groups_per_step=8",
     "learner.group_size=4",

@@ -6,11 +6,11 @@ Ranks and replicas are processes, over Ray, with real connections between them.
 import asyncio
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import ray
@@ -34,13 +34,6 @@ LATE_S = 6.0
 FAR_S = 60.0
 RANK_BYTES = BUCKETS * BUCKET_BYTES
 ENTRY = TensorEntry(name="a", shape=(RANKS * RANK_BYTES,), dtype="uint8", offset=0, nbytes=RANKS * RANK_BYTES)
-
-
-class Outcome(msgspec.Struct, kw_only=True):
-    """What a replica holds of a version, and how many of its buckets it had to fetch."""
-
-    digest: str
-    fetched: int
 
 
 def transport(store: Any) -> CollectiveTransport:
@@ -90,8 +83,8 @@ class Replica:
     async def take_part(self) -> None:
         await self.transport.take_part("replica")
 
-    async def fetch(self, manifest: Manifest, handles: list[Any]) -> Outcome:
-        """Stages a version, as `WeightUpdates` does."""
+    async def fetch(self, manifest: Manifest, handles: list[Any]) -> tuple[str, int]:
+        """Stages a version, as `WeightUpdates` does. Returns its digest, and how many buckets had to be fetched."""
         fetched = 0
         over_the_store = self.transport._fetched
 
@@ -106,7 +99,7 @@ class Replica:
             data = await self.transport.receive(handles[part.bucket], timeout_s=FAR_S)
             await asyncio.to_thread(self.staged.put, part, data)
         self.transport._fetched = over_the_store  # type: ignore[method-assign]
-        return Outcome(digest=checksum([self.staged.flat]), fetched=fetched)
+        return checksum([self.staged.flat]), fetched
 
     async def pid(self) -> int:
         return os.getpid()
@@ -181,9 +174,11 @@ class World:
     def fetched(self, published: tuple[Manifest, list[Any]], *replicas: Any) -> list[int]:
         """Lets replicas stage a version. Returns how many buckets each of them had to fetch."""
         manifest, handles = published
-        outcomes: list[Outcome] = ray.get([each.fetch.remote(manifest, handles) for each in replicas], timeout=FAR_S)
-        assert {each.digest for each in outcomes} == {checksum([bytes_of(manifest.version)])}, "the learner's bytes"
-        return [each.fetched for each in outcomes]
+        outcomes: list[tuple[str, int]] = ray.get(
+            [each.fetch.remote(manifest, handles) for each in replicas], timeout=FAR_S
+        )
+        assert {digest for digest, _ in outcomes} == {checksum([bytes_of(manifest.version)])}, "the learner's bytes"
+        return [fetched for _, fetched in outcomes]
 
     def epoch(self) -> int:
         """Returns the number of the membership, in which two replicas must be."""
@@ -195,6 +190,7 @@ class World:
 
 @pytest.fixture(scope="module")
 def running_world() -> Iterator[World]:
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors cannot import a test module
     with local_ray(cpus=2, object_store_mb=300):
         yield World()
 
