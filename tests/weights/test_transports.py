@@ -5,7 +5,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,12 @@ class Sending:
             ray.get(self.store.publish.remote(manifest, handles))
         return manifest, handles
 
+    def close(self) -> None:
+        for sender in self.senders:
+            sender.close()
+        if self.store is not None:
+            ray.kill(self.store)
+
     @asynccontextmanager
     async def replica(self, *, takes_part: bool) -> AsyncIterator[None]:
         """A replica that `takes_part` in broadcasts, if the transport has any."""
@@ -134,12 +140,8 @@ OVER_RAY = ("object_store", "collective")
 def sending(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Sending]:
     if request.param in OVER_RAY:
         request.getfixturevalue("own_ray")
-    sending = MAKERS[request.param](tmp_path)
-    yield sending
-    for sender in sending.senders:
-        sender.close()
-    if sending.store is not None:
-        ray.kill(sending.store)
+    with closing(MAKERS[request.param](tmp_path)) as sending:
+        yield sending
 
 
 @pytest.mark.asyncio
@@ -302,6 +304,17 @@ async def test_shared_memory_that_a_newer_snapshot_overwrites_is_no_whole_versio
     sending.kept[1].memory[:4] ^= 1
     with pytest.raises(WeightsDamaged):
         await received(sending.transport, manifest, handles)
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F12")
+async def test_a_rank_stores_no_bytes_of_a_snapshot_that_a_newer_one_overwrites(own_ray: None) -> None:
+    with closing(collective_sending()) as sending:
+        _, handles = sending.publish(0)
+        sending.kept[0].memory[:4] ^= 1
+        with pytest.raises(FetchFailed, match=r"learner rank 0 did not put its bytes of weights 1\.0"):
+            await sending.transport.receive(handles[0], timeout_s=1.0)
+        assert len(await sending.transport.receive(handles[-1], timeout_s=30.0))
 
 
 @pytest.mark.parametrize("shared", [False, True])
