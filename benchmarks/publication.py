@@ -33,6 +33,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -251,12 +252,12 @@ def main() -> None:
         ray.init(num_cpus=arguments.ranks, include_dashboard=False, log_to_driver=False)
         try:
             if arguments.slow_replicas:
-                for transport in ("object_store", "collective"):
+                for transport, replicas in product(("object_store", "collective"), (0, 1, 2)):
                     weights = config.weights.model_copy(update={"transport": transport})
-                    chosen = config.model_copy(update={"weights": weights})
-                    for replicas in (0, 1, 2):
-                        measured = slow_replicas_part(chosen, model, rounds=arguments.rounds, replicas=replicas)
-                        show(f"{transport}, {replicas} slow replicas", measured)
+                    run = config.run.model_copy(update={"name": f"{transport}-{replicas}"})
+                    chosen = config.model_copy(update={"weights": weights, "run": run})
+                    measured = slow_replicas_part(chosen, model, rounds=arguments.rounds, replicas=replicas)
+                    show(f"{transport}, {replicas} slow replicas", measured)
                 return
             learner = show("learner", learners_part(config, model, rounds=arguments.rounds))
         finally:

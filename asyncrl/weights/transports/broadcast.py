@@ -328,12 +328,15 @@ class CollectiveTransport:
                 rank = broadcast.ranks + broadcast.members.index(own)
                 try:
                     await asyncio.to_thread(self._take, broadcast, rank)
-                except UpdateRefused:
-                    pass  # another replica got damaged bytes, and this one has all of them
                 except WeightError as error:
                     logger.warning("replica %s: %s; it gets the weights through the object store", replica, error)
                     self._group.leave()
                     await self._until_whole(broadcast.version)
+                else:
+                    epoch = broadcast.epoch
+                    logger.info(
+                        "replica %s: weights %s came by broadcast, membership %d", replica, broadcast.version, epoch
+                    )
         except ActorGone:
             return  # the weight store has ended, and the replica finds out by itself
         finally:
@@ -371,7 +374,8 @@ class CollectiveTransport:
                     )
             peers.agree(damaged, what=f"the bytes of weights {version}")
 
-        self._group.exchange(take, broadcast, rank=rank)
+        with contextlib.suppress(UpdateRefused):  # another replica got damaged bytes, and this one has all of them
+            self._group.exchange(take, broadcast, rank=rank)
 
     async def _until_whole(self, version: Version) -> None:
         """Waits until the replica has taken all buckets of this version, or of a newer one."""
