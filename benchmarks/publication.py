@@ -28,6 +28,7 @@ import argparse
 import asyncio
 import contextlib
 import os
+import random
 import statistics
 import tempfile
 import time
@@ -61,6 +62,8 @@ MIB = 2**20
 PROBE = [list(range(1, 21)) for _ in range(4)]
 BUCKET_S = 0.5
 """Seconds that a slow replica needs for each bucket."""
+SNAPSHOTS = 4
+"""Snapshots for each delivery to slow replicas."""
 Measured = dict[str, list[float]]
 
 
@@ -162,13 +165,15 @@ def slow_replicas_part(config: Config, model: Path, *, rounds: int, replicas: in
         with ThreadPoolExecutor(1) as beside:
             for number in range(rounds + 1):
                 delivery = beside.submit(deliver, number)
-                time.sleep(BUCKET_S)  # the delivery is under way, or the replicas fetch
-                snapshot_s = timed(
-                    lambda at=1 - number % 2: policy.on_ranks(PolicyWorker.take_snapshot, entries, [], at)  # type: ignore[misc]
-                )
+                snapshots_s = []
+                for _ in range(SNAPSHOTS):
+                    time.sleep(random.uniform(0.5, 1.5) * BUCKET_S)  # at any moment of a delivery to slow replicas
+                    snapshots_s.append(
+                        timed(lambda at=1 - number % 2: policy.on_ranks(PolicyWorker.take_snapshot, entries, [], at))  # type: ignore[misc]
+                    )
                 delivery_s = delivery.result()
                 if number:  # the first delivery opens the group
-                    measured["snapshot"].append(snapshot_s)
+                    measured["snapshot"] += snapshots_s
                     measured["delivery"].append(delivery_s)
     finally:
         policy.shutdown()

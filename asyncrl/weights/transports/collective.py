@@ -98,12 +98,15 @@ def descriptions(
 
 
 def send_buckets(peers: Peers, by_rank: Sequence[Sequence[Bucket]], parts: Sequence[Bytes]) -> None:
-    """Broadcasts this train rank's `parts`, and takes part in the broadcasts of the others."""
+    """Broadcasts this train rank's `parts`, and takes part in the broadcasts of the others if the group needs it."""
     for rank, buckets in enumerate(by_rank):
+        if not peers.receives(rank):
+            continue
         for index, bucket in enumerate(buckets):
-            message = torch.empty(bucket.nbytes, dtype=torch.uint8, device=peers.device)
             if rank == peers.rank:
-                message.copy_(torch.from_numpy(parts[index]))
+                message = torch.from_numpy(parts[index]).to(peers.device)
+            else:
+                message = torch.empty(bucket.nbytes, dtype=torch.uint8, device=peers.device)
             peers.broadcast(message, root=rank)
 
 

@@ -1,7 +1,7 @@
 """The process group for weights: the learner's ranks first, then the replicas, or the engines' workers.
 
-It is separate from the learner's own group. Messages use gloo. Bytes use gloo on CPUs and NCCL on GPUs. Invariant:
-every wait ends. A rank closes the group when its exchange fails or exceeds the deadline. The waits of the other ranks
+It is separate from the learner's own group. Messages use gloo. Bytes use gloo on CPUs, where a learner rank gets no
+bytes of another one, and NCCL on GPUs. Invariant: every wait ends. A rank closes the group when its exchange fails or exceeds the deadline. The waits of the other ranks
 then end with a broken connection. To continue, all ranks join a new group.
 """
 
@@ -48,17 +48,28 @@ class Peers:
         self.world_size, self.train_world_size = rendezvous.world_size, rendezvous.train_world_size
         self._timeout_s = rendezvous.timeout_s
         self._store = store  # keep it: the store of rank 0 serves the other ranks
-        backends: Any = dist
-        gloo = backends.ProcessGroupGloo
-        options = gloo._Options()
-        options._timeout = timedelta(seconds=rendezvous.timeout_s)
-        options._devices = [gloo.create_device(hostname=_own_address(rendezvous.host, rendezvous.port))]
-        self._said = gloo(PrefixStore("said", store), rank, self.world_size, options)
-        self._sent = self._said
-        if device.type != "cpu":
+        self._said = self._gloo("said", rank, self.world_size, rendezvous)
+        trainers = rendezvous.train_world_size
+        if device.type == "cpu":
+            # Each train rank has a group with those that serve, so that train ranks do not get each other's bytes.
+            own = [rank] if rank < trainers else range(trainers)
+            place, size = max(0, rank - trainers + 1), 1 + self.world_size - trainers
+            self._sent = {root: self._gloo(f"sent/{root}", place, size, rendezvous) for root in own}
+        else:
             # vLLM's own NCCL engine is not used: it sends from rank 0 only, has no checksum and no deadline, and
             # applies weights while it receives them, so that the death of one peer would tear every replica.
-            self._sent = backends.ProcessGroupNCCL(PrefixStore("sent", store), rank, self.world_size, options._timeout)
+            backends: Any = dist
+            timeout = timedelta(seconds=rendezvous.timeout_s)
+            nccl = backends.ProcessGroupNCCL(PrefixStore("sent", store), rank, self.world_size, timeout)
+            self._sent = dict.fromkeys(range(trainers), nccl)
+
+    def _gloo(self, name: str, rank: int, size: int, rendezvous: Rendezvous) -> Any:
+        backends: Any = dist
+        options = backends.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=rendezvous.timeout_s)
+        hostname = _own_address(rendezvous.host, rendezvous.port)
+        options._devices = [backends.ProcessGroupGloo.create_device(hostname=hostname)]
+        return backends.ProcessGroupGloo(PrefixStore(name, self._store), rank, size, options)
 
     @classmethod
     def join(
@@ -112,10 +123,17 @@ class Peers:
                 self.close()
             raise
 
+    def receives(self, root: int) -> bool:
+        """Returns True if this rank takes part in the broadcasts of train rank `root`."""
+        return root in self._sent
+
     def broadcast(self, bytes_: torch.Tensor, *, root: int) -> None:
-        """Broadcasts a tensor on `device` from rank `root` to all ranks. Call it inside an exchange."""
-        _finish(self._sent.broadcast(bytes_, root))
-        if self.device.type != "cpu":
+        """Broadcasts a tensor on `device` from train rank `root`. Call it inside an exchange, on all ranks that take
+        part."""
+        if self.device.type == "cpu":
+            _finish(self._sent[root].broadcast(bytes_, 0))
+        else:
+            _finish(self._sent[root].broadcast(bytes_, root))
             torch.cuda.synchronize(self.device)
 
     def say(self, message: bytes, *, root: int) -> bytes:
@@ -143,10 +161,12 @@ class Peers:
 
     def close(self) -> None:
         """Leaves the group. It may be called more than once."""
-        if self._sent is not self._said:
-            self._sent.abort()
+        if self.device.type != "cpu":
+            for nccl in {*self._sent.values()}:
+                nccl.abort()
         # gloo closes its connections when its last reference is deleted; its own `abort` does nothing
-        self._said = self._sent = self._store = None
+        self._said = self._store = None
+        self._sent = {}
 
 
 def _finish(work: Any) -> None:
