@@ -1,8 +1,9 @@
 """The process group for weights: the learner's ranks first, then the replicas, or the engines' workers.
 
 It is separate from the learner's own group. Messages use gloo. Bytes use gloo on CPUs, where a learner rank gets no
-bytes of another one, and NCCL on GPUs. Invariant: every wait ends. A rank closes the group when its exchange fails or exceeds the deadline. The waits of the other ranks
-then end with a broken connection. To continue, all ranks join a new group.
+bytes of another one, and NCCL on GPUs. Invariant: every wait ends. A rank closes the group when its exchange fails or
+exceeds the deadline. The waits of the other ranks then end with a broken connection. To continue, all ranks join a new
+group.
 """
 
 import socket
