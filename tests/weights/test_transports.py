@@ -3,6 +3,7 @@ their own type."""
 
 import asyncio
 import os
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing
@@ -23,7 +24,7 @@ from asyncrl.weights.manifest import Manifest, ParameterSpec, Probe, check_layou
 from asyncrl.weights.publisher import MOST_BUCKETS, DeliveredBucket, Snapshot, deliver, snapshot_of
 from asyncrl.weights.store import WeightStore
 from asyncrl.weights.tensor_views import view_of
-from asyncrl.weights.transports import filesystem, object_store, shared_snapshot
+from asyncrl.weights.transports import broadcast, filesystem, object_store, shared_snapshot
 from asyncrl.weights.transports.broadcast import CollectiveTransport
 from asyncrl.weights.transports.filesystem import FilesystemTransport
 from asyncrl.weights.transports.interfaces import Transport
@@ -92,8 +93,9 @@ class Sending:
             ray.kill(self.store)
 
     @asynccontextmanager
-    async def replica(self, *, takes_part: bool) -> AsyncIterator[None]:
-        """A replica that `takes_part` in broadcasts, if the transport has any."""
+    async def replica(self, *, takes_part: bool, may_fetch: bool = False) -> AsyncIterator[None]:
+        """A replica that `takes_part` in broadcasts, if the transport has any. It must then get all bytes by broadcast,
+        unless it `may_fetch`."""
         if self.store is None or not takes_part:
             yield
             return
@@ -101,7 +103,8 @@ class Sending:
         while not await self.store.present.remote((), 1.0):
             await asyncio.sleep(0.01)
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(self.transport, "_fetched", None)  # all bytes must arrive by broadcast
+            if not may_fetch:
+                patched.setattr(self.transport, "_fetched", None)
             yield
         taking_part.cancel()
         await asyncio.gather(taking_part, return_exceptions=True)
@@ -315,6 +318,26 @@ async def test_a_rank_stores_no_bytes_of_a_snapshot_that_a_newer_one_overwrites(
         with pytest.raises(FetchFailed, match=r"learner rank 0 did not put its bytes of weights 1\.0"):
             await sending.transport.receive(handles[0], timeout_s=1.0)
         assert len(await sending.transport.receive(handles[-1], timeout_s=30.0))
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F12")
+async def test_a_replica_takes_part_again_although_the_last_rank_sends_nothing(
+    own_ray: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With HSDP, only the ranks of the first copy send."""
+    shards = [[(name, 0, tensor) for name, tensor in WEIGHTS.items()], []]
+    taken = [snapshot_of(each, layout(SPECS), probe=PROBE, bucket_bytes=100) for each in shards]
+    monkeypatch.setattr(sys.modules[__name__], "snapshots", lambda **_: taken)
+    with closing(collective_sending()) as sending:
+        async with sending.replica(takes_part=True, may_fetch=True):
+            with pytest.MonkeyPatch.context() as damaging:
+                damaging.setattr(broadcast, "checksum", lambda parts: "damaged")
+                published = await asyncio.to_thread(sending.publish, 0)
+            for there in (0, 1):
+                found = await sending.store.present.remote(("a replica that never comes",), 1.0)
+                assert len(found) == there
+                await received(sending.transport, *published)
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -65,7 +65,7 @@ CPU = torch.device("cpu")
 
 
 class SentBucket(msgspec.Struct, frozen=True, kw_only=True):
-    """Handle of a bucket: the `index`-th of those that learner rank `rank` has sent. `last`: of all ranks."""
+    """Handle of a bucket: the `index`-th of those that learner rank `rank` has sent. `last`: of this rank."""
 
     version: Version
     rank: int
@@ -168,12 +168,7 @@ class CollectiveSender:
                     broadcast.epoch,
                 )
         return [
-            SentBucket(
-                version=version,
-                rank=self._rank,
-                index=index,
-                last=self._rank == self._ranks - 1 and index == len(parts) - 1,
-            )
+            SentBucket(version=version, rank=self._rank, index=index, last=index == len(parts) - 1)
             for index in range(len(parts))
         ]
 
@@ -269,6 +264,8 @@ class CollectiveTransport:
         self._opened: Any = None
         self._group = Group(timeout_s=timeout_s)
         self._arrived: dict[tuple[Version, int, int], Bytes] = {}  # of the last broadcast, until they are taken
+        self._last_sender = 0
+        """The last rank that sends buckets. With HSDP, not all ranks do."""
         self._whole: Version | None = None
         """The newest version of which the replica has taken the last bucket."""
         self._missing: tuple[Version, asyncio.Future[None]] | None = None
@@ -291,7 +288,7 @@ class CollectiveTransport:
         data = self._arrived.pop((handle.version, handle.rank, handle.index), None)
         if data is None:
             data = await self._fetched(handle, timeout_s=timeout_s)
-        if handle.last:
+        if handle.last and handle.rank >= self._last_sender:
             self._has_whole(handle.version)
         return data
 
@@ -364,6 +361,7 @@ class CollectiveTransport:
             if head != str(version).encode():
                 raise CollectiveError(f"weights {head.decode()} arrived instead of {version}")
             expected = [(rank, index, bucket) for rank, each in enumerate(by_rank) for index, bucket in enumerate(each)]
+            self._last_sender = max((sender for sender, _, _ in expected), default=0)
             damaged: WeightsDamaged | None = None
             for (sender, index, bucket), data in zip(expected, received_buckets(peers, by_rank), strict=True):
                 if checksum([data]) == bucket.checksum:
