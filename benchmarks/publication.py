@@ -1,6 +1,7 @@
 """Measures what a publication of weights costs: the time for which training waits, and the pause of an engine.
 
     python benchmarks/publication.py [--ranks 2] [--rounds 9] [--dtype float32]
+    python benchmarks/publication.py --slow-replicas
 
 The model is a Qwen3 with about 100 million parameters on CPUs. The learner's part runs first, on its ranks:
 
@@ -17,13 +18,23 @@ Then one vLLM engine loads the same weights again and again, while it generates:
 
 The claims are that the median of `snapshot` is at most three times the median of the ranks' `memcpy`, and the median of
 `pause` at most twice the median of the engine's `memcpy` and 40 ms.
+
+With `--slow-replicas`, there is only `snapshot`, for the transports `object_store` and `collective`, while the version
+before is delivered to 0, 1 and 2 replicas that need half a second for each bucket. The claim is that slow replicas do
+not change it. `delivery` is the time of a delivery, for which training does not wait.
 """
 
 import argparse
 import asyncio
+import contextlib
+import os
+import random
 import statistics
 import tempfile
 import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -32,18 +43,27 @@ import torch
 from checkpoint_cost import make_model, timed
 from transformers import AutoModelForCausalLM
 
+from asyncrl.common.names import WEIGHTS
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
+from asyncrl.errors import WeightError
 from asyncrl.generation.vllm_engine import VLLMEngine, prepare_environment
 from asyncrl.policy.lm_policy import Policy
 from asyncrl.policy.worker import PolicyWorker
 from asyncrl.ranks.gather import own_shards, parameter_specs
-from asyncrl.weights.manifest import Manifest, Probe, layout
+from asyncrl.weights.manifest import Bytes, Manifest, Probe, layout
 from asyncrl.weights.publisher import snapshot_of
 from asyncrl.weights.staging import StagedWeights
+from asyncrl.weights.store import WeightStore
+from asyncrl.weights.transports import broadcast
+from asyncrl.weights.transports.of_config import transport_of
 
 MIB = 2**20
 PROBE = [list(range(1, 21)) for _ in range(4)]
+BUCKET_S = 0.5
+"""Seconds that a slow replica needs for each bucket."""
+SNAPSHOTS = 4
+"""Snapshots for each delivery to slow replicas."""
 Measured = dict[str, list[float]]
 
 
@@ -78,6 +98,88 @@ def learners_part(config: Config, model: Path, *, rounds: int) -> Measured:
             measured["probe"].append(timed(lambda: policy.on_ranks(PolicyWorker.probe, PROBE)))
     finally:
         policy.shutdown()
+    return measured
+
+
+class SlowReplica:
+    """Receives every version, and needs `BUCKET_S` for each bucket."""
+
+    def __init__(self, config: Config) -> None:
+        self._transport = transport_of(config)
+        self._store = ray.get_actor(WEIGHTS, namespace=config.run.name)
+        verify = broadcast.checksum
+
+        def slowly(parts: Iterable[Bytes]) -> str:
+            time.sleep(BUCKET_S)
+            return verify(parts)
+
+        broadcast.checksum = slowly  # type: ignore[attr-defined]
+
+    async def run(self, name: str) -> None:
+        receiving = asyncio.create_task(self._transport.take_part(name))
+        version = None
+        while not receiving.done() or receiving.exception() is None:
+            publication = await self._store.newer_than.remote(version, 1.0)
+            if publication is None:
+                continue
+            version = publication.manifest.version
+            for handle in publication.handles:
+                with contextlib.suppress(WeightError):
+                    await self._transport.receive(handle, timeout_s=60.0)
+                    await asyncio.sleep(BUCKET_S)
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+def slow_replicas_part(config: Config, model: Path, *, rounds: int, replicas: int) -> Measured:
+    """Publishes versions to slow replicas."""
+    measured: Measured = {"snapshot": [], "delivery": []}
+    options = {"name": WEIGHTS, "namespace": config.run.name, "num_cpus": 0, "max_concurrency": 100}
+    store = ray.remote(WeightStore).options(**options).remote()
+    slow = [ray.remote(SlowReplica).options(num_cpus=0, max_concurrency=10).remote(config) for _ in range(replicas)]
+    ray.get([replica.pid.remote() for replica in slow])
+    running = [replica.run.remote(f"slow {number}") for number, replica in enumerate(slow)]
+    policy, transport = Policy(config, model_path=str(model)), transport_of(config)
+    try:
+        policy.start()
+        entries = layout(policy.weights_metadata())
+        for slot in (0, 1):
+            policy.on_ranks(PolicyWorker.take_snapshot, entries, PROBE, slot)
+
+        def deliver(number: int) -> float:
+            started_s = time.perf_counter()
+            version = Version(1, number)
+            by_rank = policy.send_beside(PolicyWorker.deliver, transport, number % 2, version, None)
+            sent = [bucket for rank in by_rank for bucket in rank]
+            manifest = Manifest(
+                version=version,
+                previous=None,
+                tensors=entries,
+                buckets=tuple(each.bucket for each in sent),
+                probe=Probe(tokens=(), logprobs=()),
+            )
+            ray.get(store.publish.remote(manifest, [each.handle for each in sent]))
+            return time.perf_counter() - started_s
+
+        with ThreadPoolExecutor(1) as beside:
+            for number in range(rounds + 1):
+                delivery = beside.submit(deliver, number)
+                snapshots_s = []
+                for _ in range(SNAPSHOTS):
+                    time.sleep(random.uniform(0.5, 1.5) * BUCKET_S)  # at any moment of a delivery to slow replicas
+                    snapshots_s.append(
+                        timed(lambda at=1 - number % 2: policy.on_ranks(PolicyWorker.take_snapshot, entries, [], at))  # type: ignore[misc]
+                    )
+                delivery_s = delivery.result()
+                if number:  # the first delivery opens the group
+                    measured["snapshot"] += snapshots_s
+                    measured["delivery"].append(delivery_s)
+    finally:
+        policy.shutdown()
+        for actor in (*slow, store):
+            ray.kill(actor)
+        ray.wait(running, num_returns=len(running), timeout=10.0)
     return measured
 
 
@@ -138,6 +240,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--slow-replicas", action="store_true")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     arguments = parser.parse_args()
     config = Config.model_validate(
@@ -153,6 +256,14 @@ def main() -> None:
         print(f"{make_model(model) / 1e6:.0f} million parameters, {arguments.ranks} ranks, {arguments.dtype}")
         ray.init(num_cpus=arguments.ranks, include_dashboard=False, log_to_driver=False)
         try:
+            if arguments.slow_replicas:
+                for transport, replicas in product(("object_store", "collective"), (0, 1, 2)):
+                    weights = config.weights.model_copy(update={"transport": transport})
+                    run = config.run.model_copy(update={"name": f"{transport}-{replicas}"})
+                    chosen = config.model_copy(update={"weights": weights, "run": run})
+                    measured = slow_replicas_part(chosen, model, rounds=arguments.rounds, replicas=replicas)
+                    show(f"{transport}, {replicas} slow replicas", measured)
+                return
             learner = show("learner", learners_part(config, model, rounds=arguments.rounds))
         finally:
             ray.shutdown()

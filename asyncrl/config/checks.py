@@ -197,6 +197,11 @@ def _weights(config: Config) -> Iterator[str]:
             "weights.delta = true with weights.transport = ipc: replicas read the memory of the ranks, so no bytes "
             "travel; set weights.delta to false, or use object_store or filesystem"
         )
+    if weights.delta and weights.transport == "collective":
+        yield (
+            "weights.delta = true with weights.transport = collective: a broadcast keeps no changes for replicas that "
+            "join later; set weights.delta to false, or use object_store or filesystem"
+        )
     if weights.delta and weights.bucket_bytes % 2:
         yield f"weights.bucket_bytes = {weights.bucket_bytes}: must be even with weights.delta; add one"
     if weights.folder is not None and weights.transport != "filesystem":

@@ -525,9 +525,11 @@ class DataPlaneSection(Section):
 class WeightsSection(Section):
     """Publication of weights to the generators."""
 
-    transport: Literal["object_store", "filesystem", "ipc"] = "object_store"
-    """How the weights are transferred. `object_store`: through Ray's object store. `filesystem`: through files in
-    `folder`. `ipc`: through the memory of the learner's ranks, which must be on the node of the generators."""
+    transport: Literal["object_store", "collective", "filesystem", "ipc"] = "object_store"
+    """How the weights are transferred. `object_store`: through Ray's object store. `collective`: by broadcast from the
+    learner's ranks to the replicas that are there; the others get them through the object store. `filesystem`: through
+    files in `folder`. `ipc`: through the memory of the learner's ranks, which must be on the node of the
+    generators."""
     folder: Path | None = None
     """Folder for `transport: filesystem`, which the learner and all generators must share. It has the newest three
     versions, with `delta` also what they build on, and is empty after the run. Unset: the folder `weights` of the run's
@@ -564,8 +566,8 @@ class WeightsSection(Section):
     bucket_bytes: PositiveInt = 64 * 2**20
     """Size of the pieces in which weights are transferred, bytes. Models of more than 256 pieces have larger ones."""
     load_timeout_s: Annotated[PositiveFloat, WATCHED_DEADLINE] = 60.0
-    """Maximum time for a replica to fetch a version, and to load it, seconds each. Weights that arrive later are
-    fetched again. A replica that takes longer to load them ends its engine."""
+    """Maximum time for a replica to fetch a version, to load it, and for a broadcast, seconds each. Weights that arrive
+    later are fetched again. A replica that takes longer to load them ends its engine."""
 
 
 class CheckpointSection(Section):

@@ -38,6 +38,8 @@ STORED, PROCESS, PACKED = "versions in the object store", "process", "packed wei
 KEPT = "freed memory that it keeps"
 _LAYER = re.compile(r".*?\.\d+\.")
 """Matches the beginning of the name of a layer's parameter."""
+OVER_OBJECT_STORE = ("object_store", "collective")
+"""Transports that put versions into the object store. With `collective`, only while a replica lacks bytes."""
 EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight", "wte.weight", "embed_in.weight")
 """Ends of the names of embeddings and heads."""
 ENGINE_PROCESSES_BYTES = 1.0 * GIB
@@ -219,6 +221,8 @@ def _replica_lines(
             yield Line(place="replica", what="adapters", nbytes=padded, memory=Memory.NODE)
         yield Line(place="replica", what="files of adapters", nbytes=2 * adapters, memory=Memory.NODE)
     yield Line(place="replica", what="staged weights", nbytes=flat, memory=Memory.NODE)
+    if config.weights.transport == "collective":
+        yield Line(place="replica", what="bytes of a broadcast", nbytes=flat, memory=Memory.NODE)
     buckets = 2 * min(flat, max(config.weights.bucket_bytes, flat // MOST_BUCKETS))
     yield Line(place="replica", what="buckets on their way", nbytes=buckets, memory=Memory.NODE)
     processes = ENGINE_PROCESSES_BYTES + (CUDA_BYTES * generator.tensor_parallel_size if generator.gpus else 0)
@@ -230,7 +234,7 @@ def _sending(config: Config, sent: int) -> Iterator[tuple[str, float]]:
     yield "two snapshots to publish", 2 * sent
     if config.weights.delta:
         yield "sent versions, for deltas", 2 * sent
-    if config.weights.transport == "object_store":
+    if config.weights.transport in OVER_OBJECT_STORE:
         yield STORED, stored_versions(config) * sent
 
 
@@ -318,7 +322,7 @@ def _problems(config: Config, sums: Sequence[Line], hardware: Hardware, *, publi
             yield (f"a {line.place} needs {line.nbytes / GIB:.1f} GiB and has {room / GIB:.1f}; {_advice(line.place)}")
     versions = stored_versions(config)
     needed, has = versions * published, config.ray.object_store_mb * 2**20
-    if config.weights.transport == "object_store" and config.ray.address is None and needed > has:
+    if config.weights.transport in OVER_OBJECT_STORE and config.ray.address is None and needed > has:
         yield (
             f"ray.object_store_mb = {config.ray.object_store_mb} does not hold {versions} versions of the "
             f"weights; set it to {math.ceil(needed / 2**20) + 200}"

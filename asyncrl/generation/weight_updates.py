@@ -120,6 +120,14 @@ class WeightUpdates:
 
     async def run(self, replica: UpdateHooks) -> None:
         """Loads each new version into the engine, and calls the hooks of its replica."""
+        receiving = asyncio.create_task(self._transport.take_part(self._name), name="broadcasts of weights")
+        receiving.add_done_callback(_name_error)
+        try:
+            await self._load_all(replica)
+        finally:
+            receiving.cancel()
+
+    async def _load_all(self, replica: UpdateHooks) -> None:
         newest = None
         torn_since_s: float | None = None
         refused: Version | None = None
@@ -278,6 +286,11 @@ class WeightUpdates:
                 "dtype, or raise the limits if the difference is only rounding"
             )
         self.parity_max_nats = max(self.parity_max_nats, found.max_nats)
+
+
+def _name_error(receiving: "asyncio.Task[None]") -> None:
+    if not receiving.cancelled() and (error := receiving.exception()) is not None:
+        logger.error("broadcasts of weights are not received any more, so they are fetched", exc_info=error)
 
 
 async def _beside_loop(work: Callable[[], None], *, nbytes: int) -> None:

@@ -44,7 +44,7 @@ from asyncrl.weights.manifest import ParameterSpec, Probe, TensorEntry, layout
 from asyncrl.weights.parity import ParityLimits
 from asyncrl.weights.publisher import DeliveredBucket, Snapshot, deliver, snapshot_of
 from asyncrl.weights.transports.collective import Broadcasts
-from asyncrl.weights.transports.interfaces import Transport
+from asyncrl.weights.transports.interfaces import Sender, Transport
 from asyncrl.weights.transports.ipc import SharedGroup, SharedWeights
 from asyncrl.weights.transports.peers import Rendezvous
 
@@ -60,6 +60,7 @@ class PolicyWorker(RankWorker[LossFunction]):
         self._snapshots: dict[int, Snapshot] = {}
         weights = config.weights
         self._deltas = DeltaSender(anchor_every=weights.anchor_every) if weights.delta else None
+        self._sender: Sender | None = None
         self._broadcasts = Broadcasts(rank)
         self._shared = SharedWeights(world_size=world_size, device=self._device)
         self._on_policy = OnPolicy(
@@ -268,10 +269,12 @@ class PolicyWorker(RankWorker[LossFunction]):
         self, transport: Transport, slot: int, version: Version, previous: Version | None
     ) -> list[DeliveredBucket]:
         """Sends this rank's buckets of the snapshot in `slot`, which has the weights of `version`. `previous` is the
-        newest version that the weight store has. Not a collective."""
+        newest version that the weight store has. The transport of the first delivery sends all of them."""
+        if self._sender is None:
+            self._sender = transport.sender(self.rank, self.world_size)
         if self._deltas is None:
-            return deliver(self._snapshots[slot], transport, version)
-        return self._deltas.deliver(self._snapshots[slot], transport, version, previous=previous)
+            return deliver(self._snapshots[slot], self._sender, version)
+        return self._deltas.deliver(self._snapshots[slot], self._sender, version, previous=previous)
 
     def init_collective(self, rendezvous: Rendezvous) -> None:
         """Calls `Broadcasts.join`."""
@@ -316,6 +319,8 @@ class PolicyWorker(RankWorker[LossFunction]):
             move_model(self._first_weights, self._device)
 
     def close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
         self._broadcasts.leave()
         self._shared.release()
         super().close()

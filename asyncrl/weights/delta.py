@@ -21,7 +21,7 @@ from asyncrl.weights.manifest import Bytes, Link
 
 if TYPE_CHECKING:
     from asyncrl.weights.publisher import DeliveredBucket, Snapshot
-    from asyncrl.weights.transports.interfaces import Transport
+    from asyncrl.weights.transports.interfaces import Sender
 
 SKIP = 255
 """A count of this value stands for as many equal elements, without a changed one after them."""
@@ -101,7 +101,7 @@ class DeltaSender:
         self._last: _Delivery | None = None
 
     def deliver(
-        self, snapshot: "Snapshot", transport: "Transport", version: Version, *, previous: Version | None
+        self, snapshot: "Snapshot", sender: "Sender", version: Version, *, previous: Version | None
     ) -> "list[DeliveredBucket]":
         """Sends a snapshot. `previous` is the newest version that the weight store has. A version that was sent before
         is not sent again."""
@@ -118,7 +118,7 @@ class DeltaSender:
             Link(version, bucket.checksum, part.nbytes, delta)
             for bucket, part, delta in zip(described, parts, deltas, strict=True)
         ]
-        handles = transport.send(parts, described, version, shared=None)
+        handles = sender.send(parts, described, version, shared=None)
         chains = tuple(
             _Chain(links=(*chain.links, link), handles=(*chain.handles, handle))
             if link.delta

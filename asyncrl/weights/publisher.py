@@ -26,7 +26,7 @@ from asyncrl.weights.manifest import (
 from asyncrl.weights.memory_file import MemoryFile
 
 if TYPE_CHECKING:
-    from asyncrl.weights.transports.interfaces import Transport
+    from asyncrl.weights.transports.interfaces import Sender
 
 MOST_BUCKETS = 256
 """About the most buckets of a version. Each one has a reference that the store keeps and every node fetches, so larger
@@ -113,10 +113,10 @@ def snapshot_of(
     )
 
 
-def deliver(snapshot: Snapshot, transport: "Transport", version: Version) -> list[DeliveredBucket]:
+def deliver(snapshot: Snapshot, sender: "Sender", version: Version) -> list[DeliveredBucket]:
     """Computes checksums of this rank's buckets, and sends the buckets."""
     described = snapshot.described()
-    handles = transport.send(snapshot.buckets, described, version, shared=snapshot.shared)
+    handles = sender.send(snapshot.buckets, described, version, shared=snapshot.shared)
     return [DeliveredBucket(bucket=bucket, handle=handle) for bucket, handle in zip(described, handles, strict=True)]
 
 

@@ -3,7 +3,6 @@
 Body and client of one detached Ray actor. The actor holds handles, never the bytes.
 """
 
-import asyncio
 from typing import Any
 
 import msgspec
@@ -12,6 +11,7 @@ from asyncrl.common.version import Version
 from asyncrl.data_plane.calls import finished, patiently
 from asyncrl.errors import VersionConflict
 from asyncrl.weights.manifest import Manifest, is_news
+from asyncrl.weights.memberships import Memberships
 
 KEPT_VERSIONS = 2
 """Publications that are kept. Dropping an older one also drops the store's references to its bytes."""
@@ -25,13 +25,13 @@ class Publication(msgspec.Struct, frozen=True, kw_only=True):
     handles: list[Any]
 
 
-class WeightStore:
+class WeightStore(Memberships):
     """Body of the weight-store actor."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._publications: list[Publication] = []
         self._serial = 0
-        self._changed = asyncio.Condition()
 
     async def publish(self, manifest: Manifest, handles: list[Any]) -> int:
         """Offers a version and returns its serial number. Ignores a repeated version.
@@ -51,6 +51,7 @@ class WeightStore:
             self._serial += 1
             self._publications.append(Publication(serial=self._serial, manifest=manifest, handles=handles))
             del self._publications[:-KEPT_VERSIONS]
+            self._offers({publication.manifest.version for publication in self._publications})
             self._changed.notify_all()
         return self._serial
 
@@ -66,11 +67,7 @@ class WeightStore:
             return next(reversed(others or newer), None)
 
         async with self._changed:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._changed.wait_for(lambda: newest() is not None)
-            except TimeoutError:
-                return None
+            await self._reached(lambda: newest() is not None, timeout_s)
             return newest()
 
 

@@ -121,6 +121,11 @@ _LIMITS = [
         "no bytes travel",
     ),
     (
+        ["weights.delta=true", "model.dtype=bfloat16", "weights.transport=collective"],
+        ["weights.delta=true", "model.dtype=bfloat16", "weights.transport=object_store"],
+        "a broadcast keeps no changes",
+    ),
+    (
         ["weights.delta=true", "model.dtype=bfloat16", "weights.bucket_bytes=1001"],
         ["weights.delta=true", "model.dtype=bfloat16", "weights.bucket_bytes=1002"],
         "must be even",

@@ -236,6 +236,21 @@ def test_what_does_not_fit_is_named_with_both_numbers(tmp_path: Path) -> None:
     ]
 
 
+def test_a_broadcast_needs_memory_for_another_copy_in_each_replica_and_may_need_the_object_store(
+    tmp_path: Path,
+) -> None:
+    described, parameters = LARGE["7B"]
+
+    def lines(transport: str) -> dict[str, float]:
+        found = planned(described, tmp_path, weights={"transport": transport})
+        return {line.what: line.nbytes for line in found.lines}
+
+    stored, broadcast = lines("object_store"), lines("collective")
+    added = broadcast.keys() - stored.keys()
+    assert {what: broadcast[what] for what in added} == {"bytes of a broadcast": 2 * parameters}
+    assert broadcast["versions in the object store"] == stored["versions in the object store"]
+
+
 def test_pools_without_gpus_share_a_node_and_others_only_if_it_has_enough_gpus(tmp_path: Path) -> None:
     described, _ = LARGE["7B"]
 

@@ -24,6 +24,7 @@ from asyncrl.generation.weight_updates import WeightUpdates
 from asyncrl.metrics.recorders import GeneratorMetrics
 from asyncrl.weights.manifest import Bucket, Bytes, Manifest, ParameterSpec, Piece, Probe, checksum, layout
 from asyncrl.weights.store import Publication, WeightStore
+from asyncrl.weights.transports.interfaces import StoresBytes
 
 PROBE = (5, 6, 7)
 PARAMETERS = {"w": ((2,), "float32")}
@@ -74,7 +75,7 @@ class LocalWeights:
         return await self._store.newer_than(version, wait_s, besides)
 
 
-class Wire:
+class Wire(StoresBytes):
     """A transport whose handles are the bytes themselves. None means that the owner of the bytes has died."""
 
     async def receive(self, handle: Any, *, timeout_s: float) -> Bytes:

@@ -44,6 +44,29 @@ async def test_a_version_that_is_held_stays_and_the_next_one_is_loaded_afterward
         await until(lambda: engine.version == Version(1, 2))
 
 
+@pytest.mark.asyncio
+async def test_a_replica_takes_part_in_broadcasts_until_it_ends() -> None:
+    scene = Scene()
+    await everything_else_runs()
+    assert scene.wire.members == ["a"]
+    scene.running.cancel()
+    await asyncio.gather(scene.running, return_exceptions=True)
+    await everything_else_runs()
+    assert scene.wire.members == []
+
+
+@pytest.mark.asyncio
+async def test_a_replica_that_gets_no_broadcasts_any_more_fetches_weights(caplog: pytest.LogCaptureFixture) -> None:
+    scene = Scene()
+    scene.wire.broken = True
+    scene.source.offer(0, serial=1)
+    await until(lambda: scene.updates.version == Version(1, 0))
+    assert [record.message for record in caplog.records] == [
+        "broadcasts of weights are not received any more, so they are fetched"
+    ]
+    scene.running.cancel()
+
+
 # --- in a pool ----------------------------------------------------------------------------------------------------
 
 

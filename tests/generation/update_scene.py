@@ -35,6 +35,23 @@ class ScriptedSource:
         self.offered.put_nowait(Publication(serial=serial, manifest=manifest_of(step), handles=[handle]))
 
 
+class BroadcastingWire(Wire):
+    """Lists the replicas that take part in broadcasts at the moment. If `broken`, taking part fails."""
+
+    def __init__(self) -> None:
+        self.members: list[str] = []
+        self.broken = False
+
+    async def take_part(self, replica: str) -> None:
+        if self.broken:
+            raise OSError("no route")
+        self.members.append(replica)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.members.remove(replica)
+
+
 class Scene:
     """One `WeightUpdates` with a fake engine whose loads wait at `may_load`, and the replica that it reports to."""
 
@@ -43,6 +60,7 @@ class Scene:
         self.source = ScriptedSource()
         self.clock = Clock()
         self.metrics = GeneratorMetrics(environment="test")
+        self.wire = BroadcastingWire()
         self.loading: list[bool] = []
         self.failed: list[InfraError] = []
         self.reported: list[Version | None] = []
@@ -54,7 +72,7 @@ class Scene:
             name="a",
             engine=self.engine,
             source=self.source,
-            transport=Wire(),
+            transport=self.wire,
             parameters=PARAMETERS,
             metrics=self.metrics,
             clock=self.clock,

@@ -2,7 +2,7 @@
 
 A replica is killed in the middle of long answers: the other one continues them by tokens. The engine of the other one
 is frozen. Both are started again. Then the pool is scaled in. The audit scores every continued token again under the
-weights of its version.
+weights of its version. Weights are broadcast: each replica that fails leaves, and joins again.
 """
 
 import json
@@ -10,13 +10,14 @@ import os
 import re
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from conftest import QUICKSTART, Run, small_overrides
-from kills import kill, name_of, processes_of
+from kills import kill, name_of, processes_of, ray_session
 
 from asyncrl.buffer.records import LeasedGroup
 from asyncrl.common.version import Version
@@ -36,6 +37,7 @@ LONG_ANSWERS = [
     "generator.replicas=2",
     "generator.max_concurrent_groups=4",  # the learner waits for groups, so each replica has answers at any time
     "generator.stall_timeout_s=8",
+    "weights.transport=collective",
     "weights.load_timeout_s=15",  # the engine may be frozen while it loads weights
     "learner.groups_per_step=8",
     "learner.group_size=4",
@@ -70,6 +72,7 @@ def test_replicas_that_fail_are_started_again_and_others_continue_their_answers(
         return command.output().count("has started again")
 
     command.wait_for(lambda: len(steps_of(run)) >= 2, timeout_s=300, what="a second step")
+    session = Path(ray_session(command.process))
     kill(run, "generator")
     command.wait_for(lambda: started_again() == 1, timeout_s=300, what="the restart of a dead replica")
     oldest_engine(command.process).suspend()
@@ -83,6 +86,9 @@ def test_replicas_that_fail_are_started_again_and_others_continue_their_answers(
     command.wait_for(lambda: len(steps_of(run)) > trained, timeout_s=300, what="a step with one replica")
     command.process.send_signal(signal.SIGINT)
     assert command.wait(400) == 0, command.output()[-4000:]
+    memberships = broadcasts_in(session)
+    assert len(memberships) >= 4, "two replicas, without one twice, and one replica after all"
+    assert sum(memberships.values()) > trained / 2, memberships
     summary = json.loads((run / "summary.json").read_bytes())
     assert (summary["ledger_closed"], summary["groups_failed"]) == (True, {})
     assert summary["max_token_staleness"] <= LIMIT
@@ -102,6 +108,12 @@ def test_replicas_that_fail_are_started_again_and_others_continue_their_answers(
     audit = run_command("audit", str(run), **IMPORTS)
     assert audit.wait(300) == 0, audit.output()[-4000:]
     assert "tokens were scored again under the weights of their versions" in audit.output()
+
+
+def broadcasts_in(session: Path) -> Counter[str]:
+    """Returns how many versions the replicas got by broadcast in each membership, from their logs."""
+    logs = [path.read_text(errors="replace") for path in (session / "logs").glob("worker-*.err")]
+    return Counter(re.findall(r"weights \S+ came by broadcast, membership (\d+)", "\n".join(logs)))
 
 
 def oldest_engine(command: psutil.Process) -> psutil.Process:

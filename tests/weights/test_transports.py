@@ -3,7 +3,10 @@ their own type."""
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,10 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, FetchFailed, ManifestVoid, WeightError, WeightsDamaged
 from asyncrl.weights.manifest import Manifest, ParameterSpec, Probe, check_layout, layout, put_bucket
 from asyncrl.weights.publisher import MOST_BUCKETS, DeliveredBucket, Snapshot, deliver, snapshot_of
+from asyncrl.weights.store import WeightStore
 from asyncrl.weights.tensor_views import view_of
-from asyncrl.weights.transports import filesystem, object_store, shared_snapshot
+from asyncrl.weights.transports import broadcast, filesystem, object_store, shared_snapshot
+from asyncrl.weights.transports.broadcast import CollectiveTransport
 from asyncrl.weights.transports.filesystem import FilesystemTransport
 from asyncrl.weights.transports.interfaces import Transport
 from asyncrl.weights.transports.object_store import ObjectStoreTransport
@@ -54,10 +59,11 @@ def snapshots(*, shared: bool, change: float = 0.0, last: Sequence[Snapshot | No
 
 
 class Sending:
-    """The learner's ranks with one transport."""
+    """The learner's ranks with one transport. The weight store `store` offers what they publish, if there is one."""
 
-    def __init__(self, transport: Transport, *, shared: bool) -> None:
-        self.transport, self.shared = transport, shared
+    def __init__(self, transport: Transport, *, shared: bool, store: Any = None) -> None:
+        self.transport, self.shared, self.store = transport, shared, store
+        self.senders = [transport.sender(rank, RANKS) for rank in range(RANKS)]
         self.kept: list[Snapshot] = []
         self.before: Sequence[Snapshot | None] = (None, None)
 
@@ -65,7 +71,9 @@ class Sending:
         last, self.before = self.before, self.kept or (None, None)
         self.kept = snapshots(shared=self.shared, change=change, last=last)
         version = Version(1, step)
-        sent: list[DeliveredBucket] = [b for each in self.kept for b in deliver(each, self.transport, version)]
+        with ThreadPoolExecutor(RANKS) as ranks:
+            by_rank = ranks.map(lambda rank: deliver(self.kept[rank], self.senders[rank], version), range(RANKS))
+            sent: list[DeliveredBucket] = [bucket for buckets in by_rank for bucket in buckets]
         manifest = Manifest(
             version=version,
             previous=None,
@@ -73,7 +81,38 @@ class Sending:
             buckets=tuple(each.bucket for each in sent),
             probe=PROBE,
         )
-        return manifest, [each.handle for each in sent]
+        handles = [each.handle for each in sent]
+        if self.store is not None:
+            ray.get(self.store.publish.remote(manifest, handles))
+        return manifest, handles
+
+    def close(self) -> None:
+        for sender in self.senders:
+            sender.close()
+        if self.store is not None:
+            ray.kill(self.store)
+
+    @asynccontextmanager
+    async def replica(self, *, takes_part: bool, may_fetch: bool = False) -> AsyncIterator[None]:
+        """A replica that `takes_part` in broadcasts, if the transport has any. It must then get all bytes by broadcast,
+        unless it `may_fetch`."""
+        if self.store is None or not takes_part:
+            yield
+            return
+        taking_part = asyncio.create_task(self.transport.take_part("replica"))
+        while not await self.store.present.remote((), 1.0):
+            await asyncio.sleep(0.01)
+        with pytest.MonkeyPatch.context() as patched:
+            if not may_fetch:
+                patched.setattr(self.transport, "_fetched", None)
+            yield
+        taking_part.cancel()
+        await asyncio.gather(taking_part, return_exceptions=True)
+
+
+def collective_sending() -> Sending:
+    store = ray.remote(WeightStore).options(num_cpus=0, max_concurrency=100).remote()
+    return Sending(CollectiveTransport(lambda: store, timeout_s=30.0, call_timeout_s=30.0), shared=False, store=store)
 
 
 async def received(transport: Transport, manifest: Manifest, handles: list[Any]) -> dict[str, torch.Tensor]:
@@ -95,27 +134,32 @@ MAKERS: dict[str, Callable[[Path], Sending]] = {
     "object_store": lambda folder: Sending(ObjectStoreTransport(), shared=False),
     "filesystem": lambda folder: Sending(FilesystemTransport(folder / "weights"), shared=False),
     "ipc": lambda folder: Sending(SharedSnapshotTransport(), shared=True),
+    "collective": lambda folder: collective_sending(),
 }
+OVER_RAY = ("object_store", "collective")
 
 
 @pytest.fixture(params=list(MAKERS))
-def sending(request: pytest.FixtureRequest, tmp_path: Path) -> Sending:
-    if request.param == "object_store":
+def sending(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Sending]:
+    if request.param in OVER_RAY:
         request.getfixturevalue("own_ray")
-    return MAKERS[request.param](tmp_path)
+    with closing(MAKERS[request.param](tmp_path)) as sending:
+        yield sending
 
 
 @pytest.mark.asyncio
-async def test_the_shards_of_all_ranks_arrive_as_whole_weights(sending: Sending) -> None:
-    for step in range(4):
-        manifest, handles = sending.publish(step, change=float(step))
-        handles = [
-            handle if sending.transport.__class__ is ObjectStoreTransport else _over_a_wire(handle)
-            for handle in handles
-        ]
-        found = await received(sending.transport, manifest, handles)
-        for name, tensor in WEIGHTS.items():
-            assert torch.equal(found[name], tensor + step), name
+@pytest.mark.parametrize("takes_part", [True, False])
+async def test_the_shards_of_all_ranks_arrive_as_whole_weights(sending: Sending, takes_part: bool) -> None:
+    async with sending.replica(takes_part=takes_part):
+        for step in range(4):
+            manifest, handles = await asyncio.to_thread(sending.publish, step, change=float(step))
+            handles = [
+                handle if sending.transport.__class__ is ObjectStoreTransport else _over_a_wire(handle)
+                for handle in handles
+            ]
+            found = await received(sending.transport, manifest, handles)
+            for name, tensor in WEIGHTS.items():
+                assert torch.equal(found[name], tensor + step), name
     assert sending.kept[0].memory is not sending.before[0].memory  # type: ignore[union-attr]
     sending.transport.delete(lambda version: True)
 
@@ -128,7 +172,7 @@ def _over_a_wire(handle: Any) -> Any:
 @pytest.mark.asyncio
 @pytest.mark.fault("F12")
 async def test_bytes_that_change_on_their_way_are_refused(sending: Sending, monkeypatch: pytest.MonkeyPatch) -> None:
-    manifest, handles = sending.publish(0)
+    manifest, handles = await asyncio.to_thread(sending.publish, 0)
     receive = sending.transport.receive
 
     async def flipped(handle: Any, *, timeout_s: float) -> Any:
@@ -152,6 +196,7 @@ def test_the_configuration_names_the_transport(tmp_path: Path) -> None:
 
     assert isinstance(chosen(), ObjectStoreTransport)
     assert isinstance(chosen(transport="ipc"), SharedSnapshotTransport)
+    assert isinstance(chosen(transport="collective"), CollectiveTransport)
     ours, users = chosen(transport="filesystem"), chosen(transport="filesystem", folder=str(tmp_path / "shared"))
     assert isinstance(ours, FilesystemTransport)
     assert isinstance(users, FilesystemTransport)
@@ -262,6 +307,37 @@ async def test_shared_memory_that_a_newer_snapshot_overwrites_is_no_whole_versio
     sending.kept[1].memory[:4] ^= 1
     with pytest.raises(WeightsDamaged):
         await received(sending.transport, manifest, handles)
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F12")
+async def test_a_rank_stores_no_bytes_of_a_snapshot_that_a_newer_one_overwrites(own_ray: None) -> None:
+    with closing(collective_sending()) as sending:
+        _, handles = sending.publish(0)
+        sending.kept[0].memory[:4] ^= 1
+        with pytest.raises(FetchFailed, match=r"learner rank 0 did not put its bytes of weights 1\.0"):
+            await sending.transport.receive(handles[0], timeout_s=1.0)
+        assert len(await sending.transport.receive(handles[-1], timeout_s=30.0))
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F12")
+async def test_a_replica_takes_part_again_although_the_last_rank_sends_nothing(
+    own_ray: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With HSDP, only the ranks of the first copy send."""
+    shards = [[(name, 0, tensor) for name, tensor in WEIGHTS.items()], []]
+    taken = [snapshot_of(each, layout(SPECS), probe=PROBE, bucket_bytes=100) for each in shards]
+    monkeypatch.setattr(sys.modules[__name__], "snapshots", lambda **_: taken)
+    with closing(collective_sending()) as sending:
+        async with sending.replica(takes_part=True, may_fetch=True):
+            with pytest.MonkeyPatch.context() as damaging:
+                damaging.setattr(broadcast, "checksum", lambda parts: "damaged")
+                published = await asyncio.to_thread(sending.publish, 0)
+            for there in (0, 1):
+                found = await sending.store.present.remote(("a replica that never comes",), 1.0)
+                assert len(found) == there
+                await received(sending.transport, *published)
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -1,4 +1,5 @@
-"""Sends weights by broadcast in a process group of learner ranks and engine workers.
+"""Sends weights by broadcast in a process group of learner ranks and engine workers, for a synchronous loop.
+`broadcast.py` uses the parts of an exchange in an asynchronous run.
 
 Broadcast uses the fastest links, but the members of the group are fixed. An update is one exchange, in which every rank
 makes the same calls:
@@ -13,7 +14,7 @@ engines hold the whole version, so that a rank's death during the exchange leave
 For this, each worker needs host memory for one copy of the weights until they are applied.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,7 +23,7 @@ import torch
 
 from asyncrl.common.version import Version
 from asyncrl.errors import ManifestMismatch
-from asyncrl.weights.manifest import Bucket, Manifest, Parameters, check_layout, check_parameters, put_bucket
+from asyncrl.weights.manifest import Bucket, Bytes, Manifest, Parameters, check_layout, check_parameters, put_bucket
 from asyncrl.weights.publisher import Snapshot
 from asyncrl.weights.transports.peers import Peers, Rendezvous
 
@@ -76,28 +77,46 @@ class Broadcasts:
 def _send(peers: Peers, snapshot: Snapshot, version: Version) -> None:
     own = snapshot.described()
     empty = Manifest(version=version, previous=None, tensors=snapshot.entries, buckets=(), probe=snapshot.probe)
-    _, by_rank = _described(peers, manifest=empty if peers.rank == 0 else None, own=own)
+    _, by_rank = descriptions(peers, head=msgspec.msgpack.encode(empty), own=own)
     peers.agree(None, what=f"weights {version}")
-    for rank, buckets in enumerate(by_rank):
-        for index, bucket in enumerate(buckets):
-            message = torch.empty(bucket.nbytes, dtype=torch.uint8, device=peers.device)
-            if rank == peers.rank:
-                message.copy_(torch.from_numpy(snapshot.buckets[index]))
-            peers.broadcast(message, root=rank)
+    send_buckets(peers, by_rank, snapshot.buckets)
     peers.agree(None, what=f"the bytes of weights {version}")
 
 
-def _described(
-    peers: Peers, *, manifest: Manifest | None, own: tuple[Bucket, ...]
-) -> tuple[Manifest, list[tuple[Bucket, ...]]]:
-    """Exchanges what is sent. Returns the whole manifest, and the buckets of each train rank."""
-    head = msgspec.msgpack.decode(peers.say(msgspec.msgpack.encode(manifest), root=0), type=Manifest)
-    by_rank = [
+# -- the parts of an exchange, in their order ------------------------------------------------------------------------
+
+
+def descriptions(
+    peers: Peers, *, head: bytes = b"", own: Sequence[Bucket] = ()
+) -> tuple[bytes, list[tuple[Bucket, ...]]]:
+    """Exchanges what is sent. Returns the head that rank 0 gives, and the buckets of each train rank."""
+    head = peers.say(head, root=0)
+    return head, [
         msgspec.msgpack.decode(peers.say(msgspec.msgpack.encode(own), root=rank), type=tuple[Bucket, ...])
         for rank in range(peers.train_world_size)
     ]
-    buckets = tuple(bucket for buckets in by_rank for bucket in buckets)
-    return msgspec.structs.replace(head, buckets=buckets), by_rank
+
+
+def send_buckets(peers: Peers, by_rank: Sequence[Sequence[Bucket]], parts: Sequence[Bytes]) -> None:
+    """Broadcasts this train rank's `parts`, and takes part in the broadcasts of the others if the group needs it."""
+    for rank, buckets in enumerate(by_rank):
+        if not peers.receives(rank):
+            continue
+        for index, bucket in enumerate(buckets):
+            if rank == peers.rank:
+                message = torch.from_numpy(parts[index]).to(peers.device)
+            else:
+                message = torch.empty(bucket.nbytes, dtype=torch.uint8, device=peers.device)
+            peers.broadcast(message, root=rank)
+
+
+def received_buckets(peers: Peers, by_rank: Sequence[Sequence[Bucket]]) -> Iterator[Bytes]:
+    """Yields the bytes of each bucket, in the order in which the train ranks send them."""
+    for rank, buckets in enumerate(by_rank):
+        for bucket in buckets:
+            message = torch.empty(bucket.nbytes, dtype=torch.uint8, device=peers.device)
+            peers.broadcast(message, root=rank)
+            yield message.cpu().numpy()
 
 
 # -- engine workers --------------------------------------------------------------------------------------------------
@@ -115,16 +134,14 @@ def receive_snapshot(peers: Peers, *, expected: Parameters) -> Received:
 
 
 def _receive(peers: Peers, expected: Parameters) -> Received:
-    manifest, by_rank = _described(peers, manifest=None, own=())
+    head, by_rank = descriptions(peers)
+    buckets = tuple(bucket for buckets in by_rank for bucket in buckets)
+    manifest = msgspec.structs.replace(msgspec.msgpack.decode(head, type=Manifest), buckets=buckets)
     peers.agree(_refusal(lambda: _check(manifest, expected)), what=f"weights {manifest.version}")
     flat = torch.empty(manifest.flat_bytes, dtype=torch.uint8)
     damaged: ManifestMismatch | None = None
-    senders = [rank for rank, buckets in enumerate(by_rank) for _ in buckets]
-    for index, sender in enumerate(senders):
-        message = torch.empty(manifest.buckets[index].nbytes, dtype=torch.uint8, device=peers.device)
-        peers.broadcast(message, root=sender)
-        put = partial(put_bucket, manifest, index, message.cpu().numpy(), flat=flat.numpy())
-        damaged = damaged or _refusal(put)
+    for index, data in enumerate(received_buckets(peers, by_rank)):
+        damaged = damaged or _refusal(partial(put_bucket, manifest, index, data, flat=flat.numpy()))
     peers.agree(damaged, what=f"the bytes of weights {manifest.version}")
     return Received(manifest=manifest, flat=flat)
 

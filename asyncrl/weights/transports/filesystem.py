@@ -18,12 +18,13 @@ from asyncrl.common.version import Version
 from asyncrl.errors import FetchFailed, ManifestVoid
 from asyncrl.weights.manifest import Bucket, Bytes
 from asyncrl.weights.memory_file import MemoryFile
+from asyncrl.weights.transports.interfaces import StoresBytes
 
 _BYTES = "bytes"
 _READABLE = 0o644  # safetensors makes its files readable only for their owner
 
 
-class FilesystemTransport:
+class FilesystemTransport(StoresBytes):
     """Implements `Transport`. The handle of a bucket is the path of its file in `folder`, which belongs to one run."""
 
     def __init__(self, folder: Path) -> None:

@@ -1,22 +1,43 @@
-"""The interface of a transport, which moves the bytes of a version from the learner's ranks to the replicas."""
+"""The interface of a transport, which moves the bytes of a version from the learner's ranks to the replicas.
+
+A transport either stores the bytes, and replicas fetch them at any time, or it broadcasts them to the replicas that are
+there when a rank sends.
+"""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from asyncrl.common.version import Version
 from asyncrl.weights.manifest import Bucket, Bytes
 from asyncrl.weights.memory_file import MemoryFile
 
 
-class Transport(Protocol):
-    """`send` runs on a learner's rank, `receive` in a replica. The handles travel between them with the manifest."""
+class Sender(Protocol):
+    """A transport on one of the learner's ranks, for all deliveries of the rank."""
 
     def send(
         self, parts: Sequence[Bytes], described: Sequence[Bucket], version: Version, *, shared: MemoryFile | None
     ) -> list[Any]:
         """Makes what a rank sends of `version` available: the bytes of its buckets, or deltas. Returns a handle for
         each part, in order. `described` are the buckets as the manifest has them. `shared` has the parts, one after the
-        other, if other processes of the node may map them."""
+        other, if other processes of the node may map them. All ranks send at the same time. A replica that is slow or
+        dead fails no call."""
+        ...
+
+    def close(self) -> None:
+        """Ends what the sender does beside its calls."""
+
+
+class Transport(Protocol):
+    """`sender` is called on each of the learner's ranks, `take_part` and `receive` in a replica, and `delete` in the
+    learner's process. The handles travel from rank to replica with the manifest."""
+
+    def sender(self, rank: int, ranks: int) -> Sender:
+        """Returns the sender for learner rank `rank` of `ranks`."""
+        ...
+
+    async def take_part(self, replica: str) -> None:
+        """Receives broadcasts until it is cancelled. Returns at once if this transport only stores bytes."""
         ...
 
     async def receive(self, handle: Any, *, timeout_s: float) -> Bytes:
@@ -26,3 +47,16 @@ class Transport(Protocol):
     def delete(self, which: Callable[[Version], bool]) -> None:
         """Deletes what the transport keeps of these versions outside of the learner's processes."""
         ...
+
+
+class StoresBytes:
+    """Part of each transport that stores bytes: the same object sends on all ranks, and replicas only fetch."""
+
+    def sender(self, rank: int, ranks: int) -> Self:
+        return self
+
+    def close(self) -> None: ...
+
+    async def take_part(self, replica: str) -> None: ...
+
+    def delete(self, which: Callable[[Version], bool]) -> None: ...

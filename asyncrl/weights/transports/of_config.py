@@ -1,9 +1,14 @@
 """Chooses the transport of a run."""
 
+from functools import partial
 from pathlib import Path
 
+import ray
+
+from asyncrl.common.names import WEIGHTS
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
+from asyncrl.weights.transports.broadcast import CollectiveTransport
 from asyncrl.weights.transports.filesystem import FilesystemTransport
 from asyncrl.weights.transports.interfaces import Transport
 from asyncrl.weights.transports.object_store import ObjectStoreTransport
@@ -25,6 +30,12 @@ def transport_of(config: Config, *, nonce: str = "") -> Transport:
             return FilesystemTransport(folder)
         case "ipc":
             return SharedSnapshotTransport()
+        case "collective":
+            return CollectiveTransport(
+                partial(ray.get_actor, WEIGHTS, namespace=config.run.name),
+                timeout_s=config.weights.load_timeout_s,
+                call_timeout_s=config.buffer.call_timeout_s,
+            )
 
 
 def _make(folder: Path) -> None:

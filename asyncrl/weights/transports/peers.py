@@ -1,8 +1,9 @@
-"""The process group for weights: the learner's ranks first, then the engines' workers.
+"""The process group for weights: the learner's ranks first, then the replicas, or the engines' workers.
 
-It is separate from the learner's own group. Messages use gloo. Bytes use gloo on CPUs and NCCL on GPUs. Invariant:
-every wait ends. A rank closes the group when its exchange fails or exceeds the deadline. The waits of the other ranks
-then end with a broken connection. To continue, all ranks join a new group.
+It is separate from the learner's own group. Messages use gloo. Bytes use gloo on CPUs, where a learner rank gets no
+bytes of another one, and NCCL on GPUs. Invariant: every wait ends. A rank closes the group when its exchange fails or
+exceeds the deadline. The waits of the other ranks then end with a broken connection. To continue, all ranks join a new
+group.
 """
 
 import socket
@@ -30,7 +31,7 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     """Where the ranks meet. Ranks 0 to train_world_size − 1 train, the others serve; rank 0 listens at host:port.
 
     `timeout_s` is `weights.load_timeout_s` of the config. It limits joining, and each exchange as a whole. Every group
-    needs its own port.
+    needs its own port, or a socket that listens at it already.
     """
 
     host: str
@@ -48,22 +49,35 @@ class Peers:
         self.world_size, self.train_world_size = rendezvous.world_size, rendezvous.train_world_size
         self._timeout_s = rendezvous.timeout_s
         self._store = store  # keep it: the store of rank 0 serves the other ranks
-        backends: Any = dist
-        gloo = backends.ProcessGroupGloo
-        options = gloo._Options()
-        options._timeout = timedelta(seconds=rendezvous.timeout_s)
-        options._devices = [gloo.create_device(hostname=_own_address(rendezvous.host, rendezvous.port))]
-        self._said = gloo(PrefixStore("said", store), rank, self.world_size, options)
-        self._sent = self._said
-        if device.type != "cpu":
+        self._said = self._gloo("said", rank, self.world_size, rendezvous)
+        trainers = rendezvous.train_world_size
+        if device.type == "cpu":
+            # Each train rank has a group with those that serve, so that train ranks do not get each other's bytes.
+            own = [rank] if rank < trainers else range(trainers)
+            place, size = max(0, rank - trainers + 1), 1 + self.world_size - trainers
+            self._sent = {root: self._gloo(f"sent/{root}", place, size, rendezvous) for root in own}
+        else:
             # vLLM's own NCCL engine is not used: it sends from rank 0 only, has no checksum and no deadline, and
             # applies weights while it receives them, so that the death of one peer would tear every replica.
-            self._sent = backends.ProcessGroupNCCL(PrefixStore("sent", store), rank, self.world_size, options._timeout)
+            backends: Any = dist
+            timeout = timedelta(seconds=rendezvous.timeout_s)
+            nccl = backends.ProcessGroupNCCL(PrefixStore("sent", store), rank, self.world_size, timeout)
+            self._sent = dict.fromkeys(range(trainers), nccl)
+
+    def _gloo(self, name: str, rank: int, size: int, rendezvous: Rendezvous) -> Any:
+        backends: Any = dist
+        options = backends.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=rendezvous.timeout_s)
+        hostname = _own_address(rendezvous.host, rendezvous.port)
+        options._devices = [backends.ProcessGroupGloo.create_device(hostname=hostname)]
+        return backends.ProcessGroupGloo(PrefixStore(name, self._store), rank, size, options)
 
     @classmethod
-    def join(cls, rendezvous: Rendezvous, *, rank: int, device: torch.device) -> "Peers":
-        """Joins the group and returns when all ranks have joined. Raises CollectiveError, which names the missing
-        ranks, after `timeout_s`."""
+    def join(
+        cls, rendezvous: Rendezvous, *, rank: int, device: torch.device, listener: socket.socket | None = None
+    ) -> "Peers":
+        """Joins the group and returns when all ranks have joined. Rank 0 may give the socket that listens. Raises
+        CollectiveError, which names the missing ranks, after `timeout_s`."""
         if rank >= rendezvous.world_size:
             raise CollectiveError(
                 f"rank {rank} cannot join the weights' process group at {rendezvous.host}:{rendezvous.port}, because "
@@ -71,14 +85,16 @@ class Peers:
             )
         return _within(
             rendezvous.timeout_s,
-            lambda: cls._joined(rendezvous, rank=rank, device=device),
+            lambda: cls._joined(rendezvous, rank=rank, device=device, listener=listener),
             what=f"joining the weights' process group at {rendezvous.host}:{rendezvous.port} as rank {rank}",
         )
 
     @classmethod
-    def _joined(cls, rendezvous: Rendezvous, *, rank: int, device: torch.device) -> "Peers":
+    def _joined(
+        cls, rendezvous: Rendezvous, *, rank: int, device: torch.device, listener: socket.socket | None
+    ) -> "Peers":
         deadline_s = time.monotonic() + KNOWING_WHO_IS_MISSING * rendezvous.timeout_s
-        store = _open_store(rendezvous, is_master=rank == 0)
+        store = _open_store(rendezvous, is_master=rank == 0, listener=listener)
         keys = [f"joined/{peer}" for peer in range(rendezvous.world_size)]
         store.set(keys[rank], "")
         try:
@@ -108,10 +124,17 @@ class Peers:
                 self.close()
             raise
 
+    def receives(self, root: int) -> bool:
+        """Returns True if this rank takes part in the broadcasts of train rank `root`."""
+        return root in self._sent
+
     def broadcast(self, bytes_: torch.Tensor, *, root: int) -> None:
-        """Broadcasts a tensor on `device` from rank `root` to all ranks. Call it inside an exchange."""
-        _finish(self._sent.broadcast(bytes_, root))
-        if self.device.type != "cpu":
+        """Broadcasts a tensor on `device` from train rank `root`. Call it inside an exchange, on all ranks that take
+        part."""
+        if self.device.type == "cpu":
+            _finish(self._sent[root].broadcast(bytes_, 0))
+        else:
+            _finish(self._sent[root].broadcast(bytes_, root))
             torch.cuda.synchronize(self.device)
 
     def say(self, message: bytes, *, root: int) -> bytes:
@@ -139,10 +162,12 @@ class Peers:
 
     def close(self) -> None:
         """Leaves the group. It may be called more than once."""
-        if self._sent is not self._said:
-            self._sent.abort()
+        if self.device.type != "cpu":
+            for nccl in {*self._sent.values()}:
+                nccl.abort()
         # gloo closes its connections when its last reference is deleted; its own `abort` does nothing
-        self._said = self._sent = self._store = None
+        self._said = self._store = None
+        self._sent = {}
 
 
 def _finish(work: Any) -> None:
@@ -178,12 +203,12 @@ def _within(timeout_s: float, function: Callable[[], Answer], *, what: str) -> A
         ) from error
 
 
-def _open_store(rendezvous: Rendezvous, *, is_master: bool) -> Any:
+def _open_store(rendezvous: Rendezvous, *, is_master: bool, listener: socket.socket | None) -> Any:
     host, port, timeout = rendezvous.host, rendezvous.port, timedelta(seconds=rendezvous.timeout_s)
     if not is_master:
         return TCPStore(host, port, is_master=False, timeout=timeout)
     # Our own socket listens on this address only; the store's own one would listen on all addresses.
-    listener = socket.create_server((host, port))
+    listener = listener or socket.create_server((host, port))
     return TCPStore(
         host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
     )

@@ -6,7 +6,7 @@ read. The bytes then do not have the manifest's checksum, and the replica fetche
 
 import asyncio
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -16,6 +16,7 @@ from asyncrl.common.version import Version
 from asyncrl.errors import FetchFailed, ManifestVoid, WeightError
 from asyncrl.weights.manifest import Bucket, Bytes
 from asyncrl.weights.memory_file import MemoryFile
+from asyncrl.weights.transports.interfaces import StoresBytes
 
 
 class SharedBytes(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +28,7 @@ class SharedBytes(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int
 
 
-class SharedSnapshotTransport:
+class SharedSnapshotTransport(StoresBytes):
     """Implements `Transport`. Learner ranks and generators must be on one node."""
 
     def send(
@@ -39,8 +40,6 @@ class SharedSnapshotTransport:
             handles.append(SharedBytes(node=platform.node(), path=shared.path, start=start, nbytes=part.nbytes))
             start += part.nbytes
         return handles
-
-    def delete(self, which: Callable[[Version], bool]) -> None: ...
 
     async def receive(self, handle: SharedBytes, *, timeout_s: float) -> Bytes:
         if handle.node != platform.node():

@@ -1,0 +1,388 @@
+"""Sends weights by broadcast to the replicas of a run that are there, for `weights.transport: collective`.
+
+The weight store keeps the membership (`asyncrl/weights/memberships.py`). Learner ranks and replicas of a membership are
+one process group (`peers.py`). For each version:
+
+    rank 0         asks who is there, and announces the broadcast; if the members have changed, in a new group
+    everyone       joins the group, unless it has joined it for an earlier version
+    train ranks    describe their buckets with checksums, and send them
+    replicas       verify and keep the bytes, in a thread
+    everyone       waits until all replicas have verified all bytes
+
+Then the manifest is offered, and a replica finds the bytes in its own memory. It asks for the bytes that it lacks, and
+the ranks put them into the object store. So a replica that has just started, died or was late holds up one broadcast at
+most, until `weights.load_timeout_s`, and no broadcast that fails delays training or loses a version.
+
+A group that has broken is not used again. A replica of it takes part again when it has the whole version of the broken
+broadcast, so a replica that cannot receive in time stays out.
+
+All members send and receive in the memory of their host, with gloo, also where ranks and engines have GPUs.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import ray
+import torch
+
+from asyncrl.common.version import Version
+from asyncrl.data_plane.calls import answer, finished
+from asyncrl.errors import (
+    ActorGone,
+    CallTimeout,
+    CollectiveError,
+    FetchFailed,
+    UpdateRefused,
+    WeightError,
+    WeightsDamaged,
+)
+from asyncrl.weights.manifest import Bucket, Bytes, checksum
+from asyncrl.weights.memberships import Broadcast
+from asyncrl.weights.memory_file import MemoryFile
+from asyncrl.weights.transports.collective import descriptions, received_buckets, send_buckets
+from asyncrl.weights.transports.object_store import ObjectStoreTransport
+from asyncrl.weights.transports.peers import Peers, Rendezvous
+
+logger = logging.getLogger(__name__)
+
+PRESENCE_S = 2.0
+"""Seconds that rank 0 waits for replicas that were there. One that is there answers within milliseconds."""
+WAIT_S = 20.0
+"""Seconds of one wait at the weight store. It is repeated."""
+PAUSE_S = 1.0
+"""Seconds before a call to the weight store that failed is repeated."""
+HELD_VERSIONS = 2
+"""Versions that a rank can still put into the object store: those of its snapshots, until their memory is reused."""
+CPU = torch.device("cpu")
+
+
+class SentBucket(msgspec.Struct, frozen=True, kw_only=True):
+    """Handle of a bucket: the `index`-th of those that learner rank `rank` has sent. `last`: of this rank."""
+
+    version: Version
+    rank: int
+    index: int
+    last: bool
+
+
+class Group:
+    """This process's place in the process group of a membership."""
+
+    def __init__(self, *, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._peers: Peers | None = None
+        self._epoch: int | None = None
+        self.members: tuple[str, ...] = ()
+
+    @property
+    def epoch(self) -> int | None:
+        """The membership whose group this process has joined; None if it is in no group."""
+        return self._epoch
+
+    def exchange(
+        self,
+        function: Callable[[Peers], None],
+        broadcast: Broadcast,
+        *,
+        rank: int,
+        listener: socket.socket | None = None,
+    ) -> None:
+        """Runs `function` in the group of the broadcast. Joins it first if needed. Raises CollectiveError when a peer
+        is dead, missing or late; then this process is in no group."""
+        if broadcast.epoch != self._epoch or self._peers is None:
+            self.leave()
+            if not broadcast.port:
+                raise CollectiveError(
+                    f"this process has left the group of membership {broadcast.epoch}; it joins the next one"
+                )
+            rendezvous = Rendezvous(
+                host=broadcast.host,
+                port=broadcast.port,
+                world_size=broadcast.ranks + len(broadcast.members),
+                train_world_size=broadcast.ranks,
+                timeout_s=self._timeout_s,
+            )
+            self._peers = Peers.join(rendezvous, rank=rank, device=CPU, listener=listener)
+            self._epoch, self.members = broadcast.epoch, broadcast.members
+        try:
+            self._peers.exchange(function, what=f"the broadcast of weights {broadcast.version}")
+        except (UpdateRefused, WeightsDamaged):
+            raise  # all members have ended this exchange
+        except BaseException:
+            self.leave()
+            raise
+
+    def leave(self) -> None:
+        """Leaves the group, if this process is in one."""
+        peers, self._peers, self._epoch, self.members = self._peers, None, None, ()
+        if peers is not None:
+            peers.close()
+
+
+# -- learner ranks ---------------------------------------------------------------------------------------------------
+
+
+class CollectiveSender:
+    """Implements `Sender`. It keeps the group between deliveries. A thread answers replicas that lack bytes."""
+
+    def __init__(self, store: Any, *, rank: int, ranks: int, timeout_s: float, call_timeout_s: float) -> None:
+        self._store = store
+        self._rank, self._ranks = rank, ranks
+        self._timeout_s, self._call_timeout_s = timeout_s, call_timeout_s
+        self._group = Group(timeout_s=timeout_s)
+        self._number = 0  # of the last broadcast
+        self._held: dict[Version, tuple[Sequence[Bytes], Sequence[Bucket]]] = {}
+        self._closed = threading.Event()
+        threading.Thread(target=self._answer_requests, name="requests for weights", daemon=True).start()
+
+    def send(
+        self, parts: Sequence[Bytes], described: Sequence[Bucket], version: Version, *, shared: MemoryFile | None
+    ) -> list[Any]:
+        kept = [each for each in self._held if each != version][1 - HELD_VERSIONS :]
+        self._held = {each: self._held[each] for each in kept} | {version: (parts, described)}
+        started_s = time.monotonic()
+        try:
+            broadcast = self._broadcast(parts, described, version)
+        except WeightError as error:
+            logger.warning(
+                "the broadcast of weights %s did not reach all replicas in whole: %s; replicas that lack bytes get "
+                "them through the object store",
+                version,
+                error,
+            )
+        else:
+            if broadcast is not None:
+                logger.info(
+                    "weights %s were broadcast to %d replicas in %.2f s (membership %d)",
+                    version,
+                    len(broadcast.members),
+                    time.monotonic() - started_s,
+                    broadcast.epoch,
+                )
+        return [
+            SentBucket(version=version, rank=self._rank, index=index, last=index == len(parts) - 1)
+            for index in range(len(parts))
+        ]
+
+    def close(self) -> None:
+        self._closed.set()
+        self._group.leave()
+
+    def _broadcast(self, parts: Sequence[Bytes], described: Sequence[Bucket], version: Version) -> Broadcast | None:
+        """Sends to the members. Returns None if there are none."""
+        broadcast, listener = self._announce(version) if self._rank == 0 else (self._announced(version), None)
+        self._number = broadcast.number
+        if not broadcast.members:
+            self._group.leave()
+            return None
+
+        def send(peers: Peers) -> None:
+            _, by_rank = descriptions(peers, head=str(version).encode(), own=described)
+            send_buckets(peers, by_rank, parts)
+            peers.agree(None, what=f"the bytes of weights {version}")
+
+        self._group.exchange(send, broadcast, rank=self._rank, listener=listener)
+        return broadcast
+
+    def _announce(self, version: Version) -> tuple[Broadcast, socket.socket | None]:
+        """Asks who is there, and announces the broadcast to all. Returns the socket for a new group."""
+        there: dict[str, int | None] = self._asked(
+            self._store.present.remote(self._group.members, PRESENCE_S), PRESENCE_S, "asking which replicas are there"
+        )
+        members = tuple(sorted(there))
+        is_new = members != self._group.members or not {*there.values()} <= {self._group.epoch}
+        host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        listener = socket.create_server((host, 0)) if is_new and members else None
+        port = listener.getsockname()[1] if listener is not None else 0
+        with contextlib.ExitStack() as closed_after_error:
+            if listener is not None:
+                closed_after_error.callback(listener.close)
+            call = self._store.announce.remote(version, members, ranks=self._ranks, host=host, port=port, is_new=is_new)
+            broadcast: Broadcast = self._asked(call, 0.0, "announcing a broadcast of weights")
+            closed_after_error.pop_all()
+        return broadcast, listener
+
+    def _announced(self, version: Version) -> Broadcast:
+        call = self._store.announced.remote(version, self._number, self._timeout_s)
+        broadcast: Broadcast | None = self._asked(call, self._timeout_s, "waiting for a broadcast of weights")
+        if broadcast is None:
+            raise CollectiveError(
+                f"rank 0 did not announce the broadcast of weights {version} to learner rank {self._rank} within "
+                f"weights.load_timeout_s = {self._timeout_s:g} s"
+            )
+        return broadcast
+
+    def _asked(self, ref: Any, wait_s: float, what: str) -> Any:
+        return answer(ref, timeout_s=wait_s + self._call_timeout_s, what=what)
+
+    # -- the thread --------------------------------------------------------------------------------------------------
+
+    def _answer_requests(self) -> None:
+        """Puts versions into the object store for which replicas ask, until the weight store ends."""
+        last = 0
+        while not self._closed.is_set():
+            try:
+                ref = self._store.requests.remote(last, WAIT_S)
+                for number, version in self._asked(ref, WAIT_S, "waiting for requests for weights"):
+                    last = number
+                    self._put(version)
+            except ActorGone:
+                return
+            except Exception as error:
+                if not self._closed.wait(PAUSE_S):
+                    logger.error("weights were not put into the object store (%s: %s)", type(error).__name__, error)
+
+    def _put(self, version: Version) -> None:
+        if version not in self._held:
+            return
+        parts, described = self._held[version]
+        handles = [ray.put(part) for part in parts]
+        if [bucket.checksum for bucket in described] != [checksum([part]) for part in parts]:
+            return  # a newer snapshot has overwritten the memory; the replica gets the newer version
+        self._asked(self._store.store_buckets.remote(version, self._rank, handles), 0.0, "offering stored weights")
+        logger.info("weights %s were put into the object store, because a replica lacks bytes of them", version)
+
+
+# -- replicas --------------------------------------------------------------------------------------------------------
+
+
+class CollectiveTransport:
+    """Implements `Transport`. `store` returns the handle of the weight store. A broadcast, and joining a group for it,
+    take `timeout_s` at most each."""
+
+    def __init__(self, store: Callable[[], Any], *, timeout_s: float, call_timeout_s: float) -> None:
+        self._open_store = store
+        self._timeout_s, self._call_timeout_s = timeout_s, call_timeout_s
+        self._opened: Any = None
+        self._group = Group(timeout_s=timeout_s)
+        self._arrived: dict[tuple[Version, int, int], Bytes] = {}  # of the last broadcast, until they are taken
+        self._last_sender = 0
+        """The last rank that sends buckets. With HSDP, not all ranks do."""
+        self._whole: Version | None = None
+        """The newest version of which the replica has taken the last bucket."""
+        self._missing: tuple[Version, asyncio.Future[None]] | None = None
+
+    @property
+    def _store(self) -> Any:
+        """The handle. Before a run begins, there is no weight store."""
+        if self._opened is None:
+            self._opened = self._open_store()
+        return self._opened
+
+    def sender(self, rank: int, ranks: int) -> CollectiveSender:
+        return CollectiveSender(
+            self._store, rank=rank, ranks=ranks, timeout_s=self._timeout_s, call_timeout_s=self._call_timeout_s
+        )
+
+    def delete(self, which: Callable[[Version], bool]) -> None: ...
+
+    async def receive(self, handle: SentBucket, *, timeout_s: float) -> Bytes:
+        data = self._arrived.pop((handle.version, handle.rank, handle.index), None)
+        if data is None:
+            data = await self._fetched(handle, timeout_s=timeout_s)
+        if handle.last and handle.rank >= self._last_sender:
+            self._has_whole(handle.version)
+        return data
+
+    async def _fetched(self, handle: SentBucket, *, timeout_s: float) -> Bytes:
+        """Returns a bucket that was not broadcast to this replica."""
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            stored: list[Any] | None = await finished(
+                self._store.stored_buckets.remote(handle.version, handle.rank, timeout_s),
+                timeout_s=timeout_s + self._call_timeout_s,
+                what="asking for weights",
+            )
+        except CallTimeout as error:
+            raise FetchFailed(str(error)) from error
+        if stored is None:
+            raise FetchFailed(
+                f"learner rank {handle.rank} did not put its bytes of weights {handle.version}, which were not "
+                f"broadcast to this replica, into the object store within {timeout_s:.0f} s, or newer weights came"
+            )
+        left_s = max(0.0, deadline_s - time.monotonic())
+        return await ObjectStoreTransport().receive(stored[handle.index], timeout_s=left_s)
+
+    async def take_part(self, replica: str) -> None:
+        own, number = f"{replica}-{uuid.uuid4().hex[:8]}", 0
+        try:
+            while True:
+                broadcast = await self._next_broadcast(own, after=number)
+                if broadcast is None:
+                    continue
+                number = broadcast.number
+                if own not in broadcast.members:
+                    self._group.leave()
+                    continue
+                rank = broadcast.ranks + broadcast.members.index(own)
+                try:
+                    await asyncio.to_thread(self._take, broadcast, rank)
+                except WeightError as error:
+                    logger.warning("replica %s: %s; it gets the weights through the object store", replica, error)
+                    self._group.leave()
+                    await self._until_whole(broadcast.version)
+                else:
+                    epoch = broadcast.epoch
+                    logger.info(
+                        "replica %s: weights %s came by broadcast, membership %d", replica, broadcast.version, epoch
+                    )
+        except ActorGone:
+            return  # the weight store has ended, and the replica finds out by itself
+        finally:
+            self._group.leave()
+
+    async def _next_broadcast(self, own: str, *, after: int) -> Broadcast | None:
+        ref = self._store.next_broadcast.remote(own, self._group.epoch, after, WAIT_S)
+        try:
+            broadcast: Broadcast | None = await finished(
+                ref, timeout_s=WAIT_S + self._call_timeout_s, what="waiting for a broadcast of weights"
+            )
+        except CallTimeout as error:
+            logger.warning("%s; it is repeated", error)
+            await asyncio.sleep(PAUSE_S)
+            return None
+        return broadcast
+
+    def _take(self, broadcast: Broadcast, rank: int) -> None:
+        """Receives and verifies a broadcast. The bytes of an earlier one that were not taken are dropped."""
+        version = broadcast.version
+        arrived = self._arrived = {}
+
+        def take(peers: Peers) -> None:
+            head, by_rank = descriptions(peers)
+            if head != str(version).encode():
+                raise CollectiveError(f"weights {head.decode()} arrived instead of {version}")
+            expected = [(rank, index, bucket) for rank, each in enumerate(by_rank) for index, bucket in enumerate(each)]
+            self._last_sender = max((sender for sender, _, _ in expected), default=0)
+            damaged: WeightsDamaged | None = None
+            for (sender, index, bucket), data in zip(expected, received_buckets(peers, by_rank), strict=True):
+                if checksum([data]) == bucket.checksum:
+                    arrived[version, sender, index] = data
+                else:
+                    damaged = WeightsDamaged(
+                        f"bucket {index} of learner rank {sender} of weights {version} arrived damaged by broadcast"
+                    )
+            peers.agree(damaged, what=f"the bytes of weights {version}")
+
+        with contextlib.suppress(UpdateRefused):  # another replica got damaged bytes, and this one has all of them
+            self._group.exchange(take, broadcast, rank=rank)
+
+    async def _until_whole(self, version: Version) -> None:
+        """Waits until the replica has taken all buckets of this version, or of a newer one."""
+        if self._whole is None or self._whole < version:
+            self._missing = version, asyncio.get_running_loop().create_future()
+            await self._missing[1]
+
+    def _has_whole(self, version: Version) -> None:
+        self._whole = version
+        if self._missing is not None and version >= self._missing[0]:
+            self._missing[1].set_result(None)
+            self._missing = None

@@ -1,0 +1,318 @@
+"""Broadcasts of a run when members die, are late or get damaged bytes: the others go on, and the lost one catches up.
+
+Ranks and replicas are processes, over Ray, with real connections between them.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from local_ray import end_actor, local_ray
+
+from asyncrl.common.version import Version
+from asyncrl.weights.manifest import Bucket, Bytes, Manifest, Piece, Probe, TensorEntry, checksum
+from asyncrl.weights.staging import StagedWeights
+from asyncrl.weights.store import WeightStore
+from asyncrl.weights.transports import broadcast
+from asyncrl.weights.transports.broadcast import CollectiveTransport
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+RANKS = 2
+BUCKETS = 8
+"""Buckets of each rank."""
+BUCKET_BYTES = 2**20
+LATE_S = 6.0
+"""Deadline of a broadcast."""
+FAR_S = 60.0
+RANK_BYTES = BUCKETS * BUCKET_BYTES
+ENTRY = TensorEntry(name="a", shape=(RANKS * RANK_BYTES,), dtype="uint8", offset=0, nbytes=RANKS * RANK_BYTES)
+
+
+def transport(store: Any) -> CollectiveTransport:
+    return CollectiveTransport(lambda: store, timeout_s=LATE_S, call_timeout_s=30.0)
+
+
+def bytes_of(version: Version) -> Bytes:
+    """Returns the flat buffer of a version."""
+    return np.random.default_rng([version.incarnation, version.step]).integers(0, 256, RANKS * RANK_BYTES, np.uint8)
+
+
+class Rank:
+    """A learner rank in its own process."""
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self.rank = rank
+        self.sender = transport(store).sender(rank, RANKS)
+
+    def send(self, version: Version) -> tuple[list[Bucket], list[Any]]:
+        start = self.rank * RANK_BYTES
+        own = bytes_of(version)[start : start + RANK_BYTES]
+        parts = [own[at : at + BUCKET_BYTES] for at in range(0, RANK_BYTES, BUCKET_BYTES)]
+        buckets = [
+            Bucket(pieces=(Piece(start + index * BUCKET_BYTES, BUCKET_BYTES),), checksum=checksum([part]))
+            for index, part in enumerate(parts)
+        ]
+        return buckets, self.sender.send(parts, buckets, version, shared=None)
+
+    def die_in_the_next_broadcast(self) -> None:
+        send = broadcast.send_buckets
+
+        def die_half_way(peers: Any, by_rank: Any, parts: Any) -> None:
+            send(peers, [by_rank[0], by_rank[1][: BUCKETS // 2]], parts)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        broadcast.send_buckets = die_half_way
+
+
+class Replica:
+    """A replica's process, without an engine."""
+
+    def __init__(self, store: Any) -> None:
+        self.transport = transport(store)
+        self.staged = StagedWeights()
+        self.number = 0
+
+    async def take_part(self) -> None:
+        await self.transport.take_part("replica")
+
+    async def fetch(self, manifest: Manifest, handles: list[Any]) -> tuple[str, int]:
+        """Stages a version, as `WeightUpdates` does. Returns its digest, and how many buckets had to be fetched."""
+        fetched = 0
+        over_the_store = self.transport._fetched
+
+        async def counted(handle: Any, *, timeout_s: float) -> Bytes:
+            nonlocal fetched
+            fetched += 1
+            return await over_the_store(handle, timeout_s=timeout_s)
+
+        self.transport._fetched = counted  # type: ignore[method-assign]
+        self.staged.begin(manifest)
+        for part in self.staged.missing:
+            data = await self.transport.receive(handles[part.bucket], timeout_s=FAR_S)
+            await asyncio.to_thread(self.staged.put, part, data)
+        self.transport._fetched = over_the_store  # type: ignore[method-assign]
+        return checksum([self.staged.flat]), fetched
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def sabotage(self, what: str) -> None:
+        """The third bucket of the next broadcast arrives damaged, or it kills or stops the process."""
+        verify = broadcast.checksum
+        self.number = 0
+
+        def verify_third(parts: list[Bytes]) -> str:
+            self.number += 1
+            if self.number == 3:
+                broadcast.checksum = verify
+                if what == "damage":
+                    parts[0][5] ^= 1
+                else:
+                    os.kill(os.getpid(), {"die": signal.SIGKILL, "stop": signal.SIGSTOP}[what])
+            return verify(parts)
+
+        broadcast.checksum = verify_third
+
+
+class World:
+    """Two ranks, two replicas and their weight store."""
+
+    def __init__(self) -> None:
+        self.store = ray.remote(WeightStore).options(num_cpus=0, max_concurrency=1000).remote()
+        self.step, self.incarnation = 0, 1
+        self.ranks = [self.new_rank(rank) for rank in range(RANKS)]
+        self.replicas = [self.new_replica() for _ in range(2)]
+
+    def new_rank(self, rank: int) -> Any:
+        return ray.remote(Rank).options(num_cpus=0).remote(self.store, rank)
+
+    def new_replica(self) -> Any:
+        replica = ray.remote(Replica).options(num_cpus=0, max_concurrency=100).remote(self.store)
+        replica.take_part.remote()
+        return replica
+
+    def there(self) -> dict[str, int | None]:
+        found: dict[str, int | None] = ray.get(self.store.present.remote((), 1.0))
+        return found
+
+    def wait_for(self, replicas: int) -> None:
+        """Waits until this many replicas are there."""
+        deadline_s = time.monotonic() + FAR_S
+        while len(self.there()) != replicas:
+            assert time.monotonic() < deadline_s, self.there()
+            time.sleep(0.05)
+
+    def send(self) -> tuple[Version, list[Any]]:
+        """Begins to send the next version. Returns the references of the ranks' answers."""
+        self.step += 1
+        version = Version(self.incarnation, self.step)
+        return version, [rank.send.remote(version) for rank in self.ranks]
+
+    def publish(self) -> tuple[Manifest, list[Any]]:
+        """Sends the next version and offers it."""
+        version, answers = self.send()
+        by_rank = ray.get(answers, timeout=FAR_S)
+        manifest = Manifest(
+            version=version,
+            previous=None,
+            tensors=(ENTRY,),
+            buckets=tuple(bucket for buckets, _ in by_rank for bucket in buckets),
+            probe=Probe(tokens=(), logprobs=()),
+        )
+        handles = [handle for _, each in by_rank for handle in each]
+        ray.get(self.store.publish.remote(manifest, handles))
+        return manifest, handles
+
+    def fetched(self, published: tuple[Manifest, list[Any]], *replicas: Any) -> list[int]:
+        """Lets replicas stage a version. Returns how many buckets each of them had to fetch."""
+        manifest, handles = published
+        outcomes: list[tuple[str, int]] = ray.get(
+            [each.fetch.remote(manifest, handles) for each in replicas], timeout=FAR_S
+        )
+        assert {digest for digest, _ in outcomes} == {checksum([bytes_of(manifest.version)])}, "the learner's bytes"
+        return [fetched for _, fetched in outcomes]
+
+    def epoch(self) -> int:
+        """Returns the number of the membership, in which two replicas must be."""
+        self.wait_for(2)
+        [epoch] = {*self.there().values()}
+        assert epoch is not None
+        return epoch
+
+
+@pytest.fixture(scope="module")
+def running_world() -> Iterator[World]:
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors cannot import a test module
+    with local_ray(cpus=2, object_store_mb=300):
+        yield World()
+
+
+@pytest.fixture
+def world(running_world: World) -> World:
+    """The world, with both replicas in one membership."""
+    running_world.wait_for(2)
+    assert running_world.fetched(running_world.publish(), *running_world.replicas) == [0, 0]
+    return running_world
+
+
+def test_a_broadcast_needs_no_object_store_and_a_membership_stays_as_long_as_its_members(world: World) -> None:
+    epoch = world.epoch()
+    for _ in range(2):
+        assert world.fetched(world.publish(), *world.replicas) == [0, 0]
+    assert world.epoch() == epoch
+    third = world.new_replica()
+    try:
+        world.wait_for(3)
+        assert world.fetched(world.publish(), *world.replicas, third) == [0, 0, 0], "it joins the next membership"
+        assert {*world.there().values()} == {epoch + 1}
+    finally:
+        end_actor(third)
+    assert world.fetched(world.publish(), *world.replicas) == [0, 0]
+    assert world.epoch() == epoch + 2
+
+
+@pytest.mark.fault("F4")
+def test_a_replica_that_starts_after_a_broadcast_gets_its_version_through_the_object_store(world: World) -> None:
+    published = world.publish()
+    newcomer = world.new_replica()
+    try:
+        assert world.fetched(published, newcomer, *world.replicas) == [RANKS * BUCKETS, 0, 0]
+    finally:
+        end_actor(newcomer)
+
+
+@pytest.mark.fault("F11")
+def test_a_replica_that_is_killed_in_a_broadcast_leaves_and_the_others_get_the_version(world: World) -> None:
+    epoch = world.epoch()
+    survivor, dies = world.replicas
+    ray.get(dies.sabotage.remote("die"))
+    started_s = time.monotonic()
+    published = world.publish()
+    assert time.monotonic() - started_s < LATE_S, "its death ends the broadcast before the deadline"
+    assert 0 < world.fetched(published, survivor)[0] < RANKS * BUCKETS, "what had arrived is not fetched"
+    world.wait_for(1)
+    assert world.fetched(world.publish(), survivor) == [0], "a membership without it"
+    world.replicas[1] = world.new_replica()
+    assert world.fetched(published, world.replicas[1]) == [RANKS * BUCKETS]
+    world.wait_for(2)
+    assert world.fetched(world.publish(), *world.replicas) == [0, 0]
+    assert world.epoch() == epoch + 2
+
+
+@pytest.mark.fault("F12")
+def test_a_replica_that_gets_a_damaged_bucket_fetches_only_that_one(world: World) -> None:
+    epoch = world.epoch()
+    ray.get(world.replicas[1].sabotage.remote("damage"))
+    published = world.publish()
+    there = ray.get(world.store.present.remote(("a replica that never comes",), 2.0))
+    assert list(there.values()) == [epoch], "the other one stays, and this one first gets the bytes"
+    assert world.fetched(published, *world.replicas) == [0, 1]
+    world.wait_for(2)
+    assert world.fetched(world.publish(), *world.replicas) == [0, 0]
+    assert world.epoch() == epoch + 1
+
+
+@pytest.mark.fault("F11")
+def test_a_replica_that_is_late_leaves_at_the_deadline_and_joins_again_when_it_has_caught_up(world: World) -> None:
+    epoch = world.epoch()
+    prompt, slow = world.replicas
+    pid = ray.get(slow.pid.remote())
+    ray.get(slow.sabotage.remote("stop"))
+    try:
+        started_s = time.monotonic()
+        published = world.publish()
+        assert time.monotonic() - started_s > LATE_S / 2, "the ranks wait for it"
+        assert 0 < world.fetched(published, prompt)[0] < RANKS * BUCKETS
+        world.wait_for(1)
+        published = world.publish()
+        assert world.fetched(published, prompt) == [0], "a membership without it"
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert world.fetched(published, slow) == [RANKS * BUCKETS]
+    world.wait_for(2)
+    assert world.fetched(world.publish(), *world.replicas) == [0, 0]
+    assert world.epoch() == epoch + 2
+
+
+@pytest.mark.fault("F11")
+def test_a_replica_that_does_not_answer_is_no_member(world: World) -> None:
+    epoch = world.epoch()
+    prompt, stopped = world.replicas
+    pid = ray.get(stopped.pid.remote())
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        started_s = time.monotonic()
+        assert world.fetched(world.publish(), prompt) == [0]
+        assert time.monotonic() - started_s < LATE_S, "the broadcast does not wait for it"
+        assert world.there() == dict.fromkeys(world.there(), epoch + 1)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.fault("F38")
+def test_a_rank_that_is_killed_in_a_broadcast_holds_up_no_replica_and_the_next_ranks_begin_a_membership(
+    world: World,
+) -> None:
+    epoch = world.epoch()
+    ray.get(world.ranks[1].die_in_the_next_broadcast.remote())
+    started_s = time.monotonic()
+    _, [survivor, dead] = world.send()
+    ray.get(survivor, timeout=FAR_S)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(dead, timeout=FAR_S)
+    assert time.monotonic() - started_s < LATE_S, "its death ends the broadcast before the deadline"
+    end_actor(world.ranks[0])
+    world.incarnation += 1
+    world.ranks = [world.new_rank(rank) for rank in range(RANKS)]
+    assert world.fetched(world.publish(), *world.replicas) == [RANKS * BUCKETS] * 2
+    world.wait_for(2)
+    assert world.fetched(world.publish(), *world.replicas) == [0, 0]
+    assert world.epoch() > epoch
