@@ -16,7 +16,7 @@ train: $(STAMP)
 # Three workers, each of which runs one test file at a time: the long tests often wait for processes, so two workers would
 # leave cores idle. The files run in the order of their names, which puts the long ones into the middle.
 test: $(STAMP)
-	$(PYTEST) --numprocesses=3 --no-loadscope-reorder $(ARGS)
+	$(PYTEST) --numprocesses=2 --no-loadscope-reorder $(ARGS)
 
 # Takes half a minute. Leaves out tests that start real processes, train, or import a large library.
 unit: $(STAMP)

@@ -8,6 +8,7 @@ import pytest
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import EnvironmentSection
 from asyncrl.data.prompts import Task
+from asyncrl.environments.interfaces import build_reward
 from asyncrl.environments.scoring import Scorer
 from asyncrl.errors import ConfigError
 
@@ -58,6 +59,12 @@ async def test_the_reward_for_trl_is_refused_with_the_lines_of_the_page(tasks: N
 
 
 def test_the_configuration_with_a_secret_is_one(tmp_path: Path) -> None:
-    [text] = examples("yaml")
-    (tmp_path / "mine.yaml").write_text(text)
-    assert load_config([tmp_path / "mine.yaml"], []).environment.secrets == ["JUDGE_API_KEY"]
+    several, judged, secret = examples("yaml")
+    for name, text in {"several": several, "judged": judged, "secret": secret}.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    assert load_config([tmp_path / "secret.yaml"], []).environment.secrets == ["JUDGE_API_KEY"]
+    names = [term.name for term in load_config([tmp_path / "several.yaml"], []).environment.rewards]
+    assert names == ["right", "format", "brief", "polite"]
+    config = load_config([tmp_path / "judged.yaml"], [])
+    assert config.environment.secrets == [config.environment.rewards[0].options["key_variable"]]
+    build_reward(config.environment)
