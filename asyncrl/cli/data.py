@@ -9,6 +9,7 @@ import typer
 from asyncrl.cli.options import ConfigFiles, Overrides, checked_config, command_app, print_warnings
 from asyncrl.cli.terminal import say
 from asyncrl.config.schema import Config
+from asyncrl.data.conversation import asked
 from asyncrl.data.prompts import Task
 
 app = command_app(help="Look at the prompts of a configuration, without starting anything.")
@@ -76,9 +77,8 @@ def answered(task: Task, prompt_ids: Sequence[int], tokenizer: Any) -> tuple[lis
     plain = [*tokenizer(task.answer, add_special_tokens=False)["input_ids"], end]
     if not getattr(tokenizer, "chat_template", None):
         return plain, []
-    asked = [{"role": "user", "content": task.input}] if isinstance(task.input, str) else list(task.input)
     whole = tokenizer.apply_chat_template(
-        [*asked, {"role": "assistant", "content": task.answer}], tokenize=True, return_dict=False
+        [*asked(task.input), {"role": "assistant", "content": task.answer}], tokenize=True, return_dict=False
     )
     rest = list(whole[len(prompt_ids) :])
     if list(whole[: len(prompt_ids)]) != list(prompt_ids) or end not in rest:

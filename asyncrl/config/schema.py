@@ -209,7 +209,7 @@ class RewardTerm(Section):
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
     """Name of the reward in records, curves and metrics."""
     fn: str
-    """A reward as in `environment.reward`."""
+    """A reward as in `environment.reward`, or one of `regex`, `length` and `judge`, which need `options`."""
     weight: float = 1.0
     """Factor of this reward in the sum. It may be negative."""
     options: dict[str, Any] = {}
@@ -224,10 +224,10 @@ class EnvironmentSection(Section):
     options: dict[str, Any] = {}
     """Keyword arguments of the environment, e.g. `task: spell_backward`."""
     reward: str | None = None
-    """Reward function that replaces the scoring of the environment: `exact_match`, `math_verify`, `regex`, `length`,
-    `judge`, or an import path `package.module:callable`. The function takes (task, completion), or (task, completions)
-    for a whole group, and may be async (docs/rewards.md). It returns a number, or a dict with a number for each
-    component of the reward, whose sum is the reward."""
+    """Reward function that replaces the scoring of the environment: `exact_match`, `math_verify`, or an import path
+    `package.module:callable`. The function takes (task, completion), or (task, completions) for a whole group, and may
+    be async (docs/rewards.md). It returns a number, or a dict with a number for each component of the reward, whose sum
+    is the reward."""
     rewards: list[RewardTerm] = []
     """Several rewards instead of `reward`. The reward of a completion is their weighted sum. Each is a curve of its own
     in the report, in trackers and in Prometheus, and is written with the samples."""

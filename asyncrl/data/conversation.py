@@ -33,6 +33,11 @@ def _checked(message: object, number: int) -> Message:
     return {"role": str(role), "content": content}
 
 
+def asked(prompt: str | Sequence[Message]) -> list[Message]:
+    """Returns the messages of a prompt. A text is a message of the user."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+
+
 def as_text(messages: Sequence[Mapping[str, Any]]) -> str:
     """Returns a conversation for people to read: the user's text alone, or all messages with their roles.
 

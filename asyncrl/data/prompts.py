@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from asyncrl.data.conversation import Message, as_text
+from asyncrl.data.conversation import Message, as_text, asked
 from asyncrl.errors import ConfigError, DatasetError, RunMismatch
 
 
@@ -34,7 +34,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def input(self) -> "str | tuple[Message, ...]":
-        """What the model gets: the messages if there are any, else the text."""
+        """The prompt for the model: the messages if there are any, else the text."""
         return self.messages or self.prompt
 
 
@@ -124,7 +124,7 @@ def in_conversation(
         return list(tasks)
     placed = []
     for task in tasks:
-        own = task.messages or ({"role": "user", "content": task.prompt},)
+        own = asked(task.input)
         if system_prompt is not None and own[0]["role"] == "system":
             raise DatasetError(
                 f"row {task.row} has a message of the system, and data.system_prompt would be a second one; unset it"

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import xxhash
 
-from asyncrl.data.conversation import Message
+from asyncrl.data.conversation import Message, asked
 from asyncrl.errors import DatasetError, RunError
 
 Input = str | Sequence[Message]
@@ -68,7 +68,7 @@ def encode_prompts(tokenizer: Any, prompts: Sequence[Input]) -> list[list[int]]:
         return []
     if getattr(tokenizer, "chat_template", None):
         ids: list[list[int]] = tokenizer.apply_chat_template(
-            [[{"role": "user", "content": each}] if isinstance(each, str) else list(each) for each in prompts],
+            [asked(each) for each in prompts],
             add_generation_prompt=True,
             tokenize=True,
             return_dict=False,
