@@ -43,7 +43,6 @@ from asyncrl.learner.stages import Stages
 from asyncrl.learner.step_checks import StepChecks, names_of
 from asyncrl.learner.step_end import StepEnd
 from asyncrl.learner.step_rows import StepRows
-from asyncrl.learner.trained_step import trained_step
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.metrics.states import StateClock
 from asyncrl.policy.tq_policy import TQPolicy
@@ -121,7 +120,7 @@ class LearnerLoop:
         )
         logprobs = ["generation_logprobs", *(["prev_logprobs"] if self._stages.writes_logprobs else [])]
         logged = ["input_ids", "weight_versions", "advantages", *(logprobs if config.learner.logprobs_logged else [])]
-        self._end = StepEnd(recorder=self._recorder, rows=self._rows, logged_columns=logged)
+        self._end = StepEnd(recorder=self._recorder, log=log, rows=self._rows, logged_columns=logged)
         self._due: RunSnapshot | None = None  # of the step whose checkpoint is due
         self._unpublished = False  # True if the learner has a newer version than the published one
         self.phase = "publishing the first weights"
@@ -263,16 +262,11 @@ class LearnerLoop:
             duration_s=self._clock() - started_s,
             parity_ratio=parity_ratio,
         )
-        if acked is None:
-            self._recorder.skipped(ended)
-        else:
-            self._recorder.trained(ended)
-            record = trained_step(lease, samples=samples, report=report, ledger=acked.ledger)
+        if acked is not None:
             await self._keep_batch(lease, meta)
-            await self._keep_weights(record.made)
-            self._log.append_audit(record)
+            await self._keep_weights(status.version)
+        await self._end.begin(ended, over, meta=meta, ledger=None if acked is None else acked.ledger)
         self._checks.nonfinite([report, critic_report], lease)
-        await self._end.begin(lease, over, logged=None if acked is None else meta)
         return status.version
 
     async def _give_back(self, lease: Lease, lost: RowsLost) -> Version:

@@ -1,14 +1,17 @@
-"""The end of a step: writes its samples and clears its rows, while the next step is leased and trained."""
+"""The end of a step: writes its records and samples and clears its rows, while the next step is leased and trained."""
 
 import asyncio
 import logging
 from collections.abc import Sequence
 
+from asyncrl.buffer.ledger import LedgerEntry
 from asyncrl.buffer.records import Lease
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.learner.batch import sample_ids
-from asyncrl.learner.recording import StepRecorder
+from asyncrl.learner.recording import EndedStep, StepRecorder
+from asyncrl.learner.run_log import RunLog
 from asyncrl.learner.step_rows import StepRows
+from asyncrl.learner.trained_step import trained_step
 
 logger = logging.getLogger(__name__)
 
@@ -16,19 +19,24 @@ logger = logging.getLogger(__name__)
 class StepEnd:
     """Ends the steps of a run in order, one at a time. `logged_columns` are the columns of a logged sample."""
 
-    def __init__(self, *, recorder: StepRecorder, rows: StepRows, logged_columns: Sequence[str]) -> None:
+    def __init__(self, *, recorder: StepRecorder, log: RunLog, rows: StepRows, logged_columns: Sequence[str]) -> None:
         self._recorder = recorder
+        self._log = log
         self._rows = rows
         self._logged_columns = logged_columns
         self._running: asyncio.Task[None] | None = None
 
-    async def begin(self, lease: Lease, over: Sequence[str], *, logged: KVBatchMeta | None) -> None:
-        """Begins the end of a step: writes samples of the rows `logged`, and clears the rows of the groups `over`.
+    async def begin(
+        self, step: EndedStep, over: Sequence[str], *, meta: KVBatchMeta, ledger: LedgerEntry | None
+    ) -> None:
+        """Begins the end of a step: records it, writes samples of its rows `meta`, and clears the rows of the groups
+        `over`. `ledger` is the entry of its ack; None if the step was skipped.
 
         Raises the error of the step before it.
         """
         await self.settle()
-        self._running = asyncio.create_task(self._end(lease, over, logged), name=f"end of step {lease.step}")
+        ending = self._end(step, over, meta, ledger)
+        self._running = asyncio.create_task(ending, name=f"end of step {step.lease.step}")
 
     async def settle(self) -> None:
         """Waits until the step that ends has ended. Raises its error."""
@@ -43,9 +51,14 @@ class StepEnd:
         except Exception as error:
             logger.error("the end of the step before it failed too: %s: %s", type(error).__name__, error)
 
-    async def _end(self, lease: Lease, over: Sequence[str], logged: KVBatchMeta | None) -> None:
-        if logged is not None:
-            await self._write_samples(lease, logged)
+    async def _end(self, step: EndedStep, over: Sequence[str], meta: KVBatchMeta, ledger: LedgerEntry | None) -> None:
+        if ledger is None:
+            self._recorder.skipped(step)
+        else:
+            self._recorder.trained(step)
+            record = trained_step(step.lease, samples=step.samples, report=step.report, ledger=ledger)
+            self._log.append_audit(record)
+            await self._write_samples(step.lease, meta)
         await self._rows.clear(over)
         await self._rows.outstanding()
 

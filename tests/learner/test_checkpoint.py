@@ -467,7 +467,7 @@ async def test_the_records_for_the_audit_are_on_the_disk_before_each_save_also_o
     stage, begun = run.trainer.stage, list[tuple[int, int]]()
 
     async def slow(wait_s: float) -> None:
-        run.clock.now_s += 70.0 if len(run.log.steps) == 2 else 0.0
+        run.clock.now_s += 70.0 if (await run.status()).version.step == 2 else 0.0
         await run.generate(wait_s)
 
     def staged() -> None:
