@@ -22,6 +22,7 @@ from asyncrl.buffer.records import Ticket
 from asyncrl.common.version import Version
 from asyncrl.data.prompts import Task
 from asyncrl.demo.tiny_model import build_tokenizer
+from asyncrl.generation.episodes import single_turn
 from asyncrl.generation.interfaces import Completion
 from asyncrl.generation.long_work import beside_loop
 from asyncrl.generation.rollout import FinishedGroup, finished_group
@@ -59,8 +60,9 @@ def group_of(outputs: Sequence[CompletionOutput], tokenizer: Any) -> FinishedGro
         for sample in samples
     ]  # fmt: skip
     return finished_group(
-        ticket, prompt_ids=[1] * 64, completions=completions, rewards=[0.0] * len(outputs), replica="a", scoring_s=0.0
-    )
+        ticket, episodes=[single_turn([1] * 64, completion) for completion in completions],
+        rewards=[0.0] * len(outputs), replica="a", scoring_s=0.0,
+    )  # fmt: skip
 
 
 async def gaps(work: Callable[[], Awaitable[object]]) -> tuple[float, float, float]:

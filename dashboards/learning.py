@@ -32,6 +32,12 @@ ROWS = {
             Query(now("asyncrl_learner_reward_component_mean", RUN, by="component"), "{{component}}"),
             unit="none",
         ),
+        lines(
+            "Reward by part",
+            "Mean reward of a step's samples of each part of the mixture (data.mixture). Empty without a mixture.",
+            Query(now("asyncrl_learner_reward_part_mean", RUN, by="part"), "{{part}}"),
+            unit="none",
+        ),
         heat(
             "Rewards",
             "Distribution of the rewards of samples.",

@@ -22,7 +22,8 @@ def check_commit(meta: GroupMeta, ticket: Ticket, *, limits: Limits, step: int) 
             f"group {meta.key} has tokens of steps {meta.oldest} to {meta.newest}, but the learner is at step {step}"
         )
     size = limits.group_size
-    lengths = {len(meta.completion_tokens), len(meta.rewards), len(meta.truncated), *map(len, meta.components.values())}
+    columns = [meta.completion_tokens, meta.rewards, meta.truncated, *meta.components.values()]
+    lengths = {len(column) for column in (*columns, *filter(None, [meta.read_tokens]))}
     if lengths != {size}:
         raise ValueError(f"group {meta.key} has {sorted(lengths)} samples, but learner.group_size is {size}")
     if not meta.known_rewards or not all(map(math.isfinite, meta.known_rewards)):

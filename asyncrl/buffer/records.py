@@ -181,10 +181,12 @@ class GroupMeta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     `oldest` and `newest` are the steps of the oldest and newest version that generated a token of the group. Tuples
     have one entry for each sample; a reward is None if it failed and its sample is left out. `version_spans` has runs
     of completion tokens with equal versions, in order. `row_bytes` is the size of the group's rows in the data plane,
-    bytes. `components` has the components of the rewards by name, None for a reward that failed; it is empty if the
-    rewards have none. `continued_tokens` is the number of completion tokens that the attempt took from the prefix of
-    its ticket. `stored` is the last partial generation that the attempt has stored. `row_checksums` identify the rows
-    for the audit (`asyncrl.data.row_checksums`).
+    bytes: of `prompt_tokens` that all samples share, of `completion_tokens` that were sampled, and of `read_tokens`
+    that a sample read in between, such as the output of a tool; these are empty if no sample read any. `components` has
+    the components of the rewards by name, None for a reward that failed; it is empty if the rewards have none. `part`
+    is that of the group's task. `continued_tokens` is the number of completion tokens that the attempt took from the
+    prefix of its ticket. `stored` is the last partial generation that the attempt has stored. `row_checksums` identify
+    the rows for the audit (`asyncrl.data.row_checksums`).
     """
 
     group: int
@@ -194,8 +196,10 @@ class GroupMeta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     row_bytes: int
     prompt_tokens: int
     completion_tokens: tuple[int, ...]
+    read_tokens: tuple[int, ...] = ()
     rewards: tuple[float | None, ...]
     components: dict[str, tuple[float | None, ...]] = {}
+    part: str = ""
     truncated: tuple[bool, ...]
     oldest: int
     newest: int
@@ -212,6 +216,12 @@ class GroupMeta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     @property
     def generated_tokens(self) -> int:
         return sum(self.completion_tokens)
+
+    @property
+    def row_tokens(self) -> list[int]:
+        """The number of tokens of each sample's row."""
+        read = self.read_tokens or (0,) * len(self.completion_tokens)
+        return [self.prompt_tokens + sum(parts) for parts in zip(self.completion_tokens, read, strict=True)]
 
     @property
     def known_rewards(self) -> list[float]:
@@ -290,10 +300,12 @@ class LeasedGroup(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class FilteredGroup(msgspec.Struct, frozen=True, array_like=True):
-    """A group that was not trained because all rewards of its samples are `reward`. `samples` is their number."""
+    """A group that was not trained because all rewards of its samples are `reward`. `samples` is their number, `part`
+    the part of the group's task."""
 
     reward: float
     samples: int
+    part: str = ""
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):

@@ -226,7 +226,7 @@ class Tickets:
         if len(state.filtered) >= state.most_filtered:
             state.ledger.count(Event.FILTER_LIMIT)
             return False
-        state.filtered.append(FilteredGroup(rewards[0], len(rewards)))
+        state.filtered.append(FilteredGroup(rewards[0], len(rewards), meta.part))
         return True
 
     def _may_continue(self, prefix: Prefix, version: Version) -> bool:

@@ -18,7 +18,7 @@ from asyncrl.data_plane.sample_ids import samples_of
 from asyncrl.errors import CheckpointDamaged
 
 GROUP_COLUMNS = ("input_ids", "input_lengths", "weight_versions", "generation_logprobs", "token_mask")
-"""The columns that a generator stores for a group (`asyncrl.generation.rollout.sample_rows`)."""
+"""The columns that a generator stores for a group (`asyncrl.generation.episodes.episode_rows`)."""
 _SUFFIX = ".safetensors"
 
 

@@ -21,7 +21,8 @@ from asyncrl.cli.terminal import outlive_terminal, say
 from asyncrl.common.roles import Role
 from asyncrl.config.import_path import is_import_path
 from asyncrl.config.load import Layer
-from asyncrl.config.schema import Config
+from asyncrl.config.parts import part_configs
+from asyncrl.config.schema import Config, EnvironmentSection
 from asyncrl.data.prompts import Task
 from asyncrl.data.rows import FIRST_ROWS
 from asyncrl.deployment.known_runs import has_checkpoint
@@ -98,10 +99,11 @@ def prepare(config: Config, *, roles: Collection[Role] = tuple(Role)) -> "Prompt
 def _trials(config: Config, roles: Collection[Role]) -> list[Callable[[Config], None]]:
     """Returns the trials that create the user's own callables in the same way as a run does."""
     trials: list[Callable[[Config], None]] = []
-    environment = config.environment
-    own_reward = bool(environment.rewards) or is_import_path(environment.reward or environment.name)
-    if Role.GENERATOR in roles and (own_reward or environment.secrets):
-        trials.append(_try_scoring)
+    for part in part_configs(config).values() if Role.GENERATOR in roles else ():
+        environment = part.environment
+        own_reward = bool(environment.rewards) or is_import_path(environment.reward or environment.name)
+        if own_reward or environment.secrets:
+            trials.append(partial(_try_scoring, environment))
     if Role.LEARNER in roles and is_own_loss(config.algorithm):
         trials.append(_try_loss)
     if Role.LEARNER in roles and isinstance(resolve_advantage(advantage_of(config.algorithm)), OwnEstimator):
@@ -109,23 +111,23 @@ def _trials(config: Config, roles: Collection[Role]) -> list[Callable[[Config], 
     return trials
 
 
-def _try_scoring(config: Config) -> None:
+def _try_scoring(section: EnvironmentSection, _: Config) -> None:
     from asyncrl.environments.reward_function import subject
     from asyncrl.environments.scoring import START_TIMEOUT_S
     from asyncrl.environments.scoring_process import ScoringProcess
     from asyncrl.environments.secrets import read_secrets
 
     process = ScoringProcess(
-        config.environment,
+        section,
         start_timeout_s=START_TIMEOUT_S,
         closing=threading.Event(),
-        secrets=read_secrets(config.environment, os.environ),
+        secrets=read_secrets(section, os.environ),
         output=partial(say, err=True),
     )
     try:
         process.start()
     except InfraError as error:
-        named = subject(config.environment)
+        named = subject(section)
         raise ConfigError(f"{named}: {error}", key=named.partition(" ")[0]) from error
     finally:
         process.discard()
@@ -144,7 +146,11 @@ def _try_advantage(config: Config) -> None:
 
 
 def _has_own_rows(config: Config) -> bool:
-    """Returns whether the prompts come from files or from the user's code. No request is sent to the Hub."""
+    """Returns whether prompts come from files or from the user's code. No request is sent to the Hub."""
+    return any(map(_reads_own_rows, part_configs(config).values()))
+
+
+def _reads_own_rows(config: Config) -> bool:
     dataset = config.data.dataset
     if dataset == "hf":
         return config.data.path is not None and config.data.path.exists()
@@ -154,16 +160,24 @@ def _has_own_rows(config: Config) -> bool:
 
 def _first_rows(config: Config) -> list[str]:
     """Reads the first rows of the user's dataset and returns a note about it; none for a built-in environment."""
-    if not _has_own_rows(config):
-        return []
-    from asyncrl.environments.interfaces import read_tasks, split_tasks
+    notes = []
+    for name, part in part_configs(config).items():
+        if not _reads_own_rows(part):
+            continue
+        from asyncrl.environments.interfaces import check_enough, read_tasks, split_tasks
 
-    tasks = read_tasks(config, first=FIRST_ROWS)
-    _try_prompts(config, tasks)
-    if len(tasks) < FIRST_ROWS:
-        split_tasks(config, tasks)
-    rows = f"the first {FIRST_ROWS} rows were" if len(tasks) >= FIRST_ROWS else "all rows were"
-    return [f"data.dataset = {config.data.dataset}: {rows} read; a run reads all of them before it starts"]
+        tasks = read_tasks(part, first=FIRST_ROWS)
+        _try_prompts(part, tasks)
+        if len(tasks) < FIRST_ROWS:
+            train, _ = split_tasks(part, tasks)
+            if not name:
+                check_enough(config, train)
+        rows = f"the first {FIRST_ROWS} rows were" if len(tasks) >= FIRST_ROWS else "all rows were"
+        where = f"data.mixture.{name}: " if name else ""
+        notes.append(
+            f"{where}data.dataset = {part.data.dataset}: {rows} read; a run reads all of them before it starts"
+        )
+    return notes
 
 
 def _try_prompts(config: Config, tasks: Sequence[Task]) -> None:

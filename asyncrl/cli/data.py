@@ -8,6 +8,7 @@ import typer
 
 from asyncrl.cli.options import ConfigFiles, Overrides, checked_config, command_app, print_warnings
 from asyncrl.cli.terminal import say
+from asyncrl.config.parts import part_configs
 from asyncrl.config.schema import Config
 from asyncrl.data.conversation import asked
 from asyncrl.data.prompts import Task
@@ -24,7 +25,9 @@ def _data() -> None:
 def show(
     files: ConfigFiles,
     overrides: Overrides,
-    prompts: Annotated[int, typer.Option("-n", metavar="N", min=1, help="Number of prompts.")] = 3,
+    prompts: Annotated[
+        int, typer.Option("-n", metavar="N", min=1, help="Number of prompts, of each part of a mixture.")
+    ] = 3,
     heldout: Annotated[
         bool, typer.Option("--heldout", help="Show prompts that are held out for evaluation, not those for training.")
     ] = False,
@@ -43,10 +46,11 @@ def show(
 
     train, kept_back = build_tasks(config)
     chosen = kept_back if heldout else train
+    shown = [task for name in part_configs(config) for task in [t for t in chosen if t.part == name][:prompts]]
     tokenizer = load_tokenizer(_model(config), chat=config.data.chat, chat_options=config.data.chat_options)
-    source = config.data.path or config.data.dataset
+    source = "mixture" if config.data.mixture else config.data.path or config.data.dataset
     say(f"{source}: {len(train)} prompts for training, {len(kept_back)} held out for evaluation")
-    for task in chosen[:prompts]:
+    for task in shown:
         say()
         for line in described(task, tokenizer):
             say(line)
@@ -58,7 +62,8 @@ def described(task: Task, tokenizer: Any) -> Iterator[str]:
 
     ids = encode_prompt(tokenizer, task.input)
     added = template_tokens(tokenizer, task.input)
-    yield f"row {task.row}: {len(ids)} tokens" + (f", {added} of them from the chat template" if added else "")
+    where = f"{task.part}, row {task.row}" if task.part else f"row {task.row}"
+    yield f"{where}: {len(ids)} tokens" + (f", {added} of them from the chat template" if added else "")
     yield f"  read, not trained:  {_tokens(tokenizer, ids)}"
     if task.answer:
         sampled, closing = answered(task, ids, tokenizer)

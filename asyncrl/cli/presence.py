@@ -15,6 +15,7 @@ from pathlib import Path
 from asyncrl.algorithms.presets import baseline_of
 from asyncrl.common.roles import Role
 from asyncrl.config.import_path import is_import_path, missing_module, suggest
+from asyncrl.config.parts import part_configs
 from asyncrl.config.schema import Config, KeyPath
 from asyncrl.demo.directory import is_tiny, why_not_built
 from asyncrl.environments.reasoning_gym_tasks import task_names
@@ -33,10 +34,10 @@ def check_presence(config: Config, *, roles: Collection[Role], origins: Mapping[
     Raises ConfigError with one line for each missing part. `origins` says where each key was set (`config_origins`).
     """
     model, warnings = _model(config, roles, origins)
-    missing = [*_file(config), *model, *_modules(config, roles), *_trackers(config, roles)]
+    missing = [*model, *_modules(config, roles), *_trackers(config, roles)]
+    for name, part in part_configs(config).items():
+        missing += _of_part(part, roles, prefix=f"data.mixture.{name}: " if name else "")
     missing += _run_directory(config) if Role.LEARNER in roles else []
-    if config.environment.name == "reasoning_gym" and builds_environment(config, roles):
-        missing += _reasoning_gym_task(config)
     # GPUs and cores of this machine matter only for a Ray that `asyncrl up` starts. Other clusters may have other
     # nodes.
     here = len(roles) == len(Role) and config.ray.address is None
@@ -44,6 +45,14 @@ def check_presence(config: Config, *, roles: Collection[Role], origins: Mapping[
     if missing:
         raise ConfigError("\n".join(missing))
     return [*warnings, *(_cores(config) if here else [])]
+
+
+def _of_part(config: Config, roles: Collection[Role], *, prefix: str) -> Iterator[str]:
+    """Yields what the dataset and the rewards of `config` need and this machine lacks."""
+    missing = [*_file(config)]
+    if config.environment.name == "reasoning_gym" and builds_environment(config, roles):
+        missing += _reasoning_gym_task(config)
+    yield from (f"{prefix}{each}" for each in missing)
 
 
 def check_model(config: Config) -> None:
@@ -169,16 +178,24 @@ def similar_folder(path: Path) -> Path | None:
 
 def user_modules(config: Config, roles: Collection[Role]) -> dict[str, str]:
     """Returns the import paths of the user's code that deployments of `roles` use, by key."""
+    named: dict[str, object] = {}
+    for name, part in part_configs(config).items():
+        prefix = f"data.mixture.{name}: " if name else ""
+        named |= {f"{prefix}{key}": value for key, value in _named_by_tasks(part, roles).items()}
+    if Role.LEARNER in roles:
+        named["algorithm.loss"] = config.algorithm.loss
+        named["algorithm.advantage"] = baseline_of(config.algorithm)
+    return {key: value for key, value in named.items() if isinstance(value, str) and is_import_path(value)}
+
+
+def _named_by_tasks(config: Config, roles: Collection[Role]) -> dict[str, object]:
     named: dict[str, object] = {"data.dataset": config.data.dataset}
     if builds_environment(config, roles):
         named["environment.name"] = config.environment.name
     if Role.GENERATOR in roles:
         named["environment.reward"] = config.environment.reward
         named |= {f"environment.rewards.{term.name}.fn": term.fn for term in config.environment.rewards}
-    if Role.LEARNER in roles:
-        named["algorithm.loss"] = config.algorithm.loss
-        named["algorithm.advantage"] = baseline_of(config.algorithm)
-    return {key: value for key, value in named.items() if isinstance(value, str) and is_import_path(value)}
+    return named
 
 
 def _modules(config: Config, roles: Collection[Role]) -> Iterator[str]:

@@ -12,8 +12,8 @@ from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.specs import NO_VERSION
 from asyncrl.errors import DataError
+from asyncrl.generation.episodes import episode_rows, single_turn
 from asyncrl.generation.interfaces import InferenceEngine
-from asyncrl.generation.rollout import check_completion, sample_rows
 
 
 async def continue_rows(
@@ -62,8 +62,7 @@ async def _continue_row(
         max_tokens=min(config.generator.max_completion_tokens, room),
         stop=stop or (),
     )
-    check_completion(completion)
-    rows = sample_rows(prompt_ids, [completion])
+    rows = episode_rows([single_turn(prompt_ids, completion)])
     return BatchedDataDict(
         output_ids=rows["input_ids"],
         generation_lengths=rows["input_lengths"] - len(prompt_ids),

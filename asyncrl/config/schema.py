@@ -8,7 +8,7 @@ marks of fields are in `field_types.py`, and the rules that involve several fiel
 import functools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -151,8 +151,8 @@ class Example(Section):
     """The assistant's message."""
 
 
-class DataSection(Section):
-    """The dataset of prompts."""
+class DatasetSection(Section):
+    """A dataset, and how its rows become prompts."""
 
     dataset: str = "environment"
     """`environment` (the tasks of the environment), `jsonl` (the file `data.path`), `hf` (a dataset of the Hugging Face
@@ -179,28 +179,12 @@ class DataSection(Section):
     """Message of the system at the beginning of each conversation. Needs a chat template."""
     few_shot: list[Example] = []
     """Solved examples before each question, as messages of the user and the assistant. Needs a chat template."""
-    chat: Annotated[Literal["auto", "off"], BeforeValidator(off)] = "auto"
-    """`auto`: if the tokenizer has a chat template, the prompt is put into the template as a user message, and the
-    model writes the answer that follows. `off`: the model gets the prompt unchanged and continues it. Many base models
-    have a chat template too. The run prints its first prompt exactly as the model gets it; `asyncrl data show` prints
-    several."""
-    chat_options: dict[str, Any] = {}
-    """Variables of the model's chat template, e.g. `{enable_thinking: false}`."""
     on_bad_row: Literal["refuse", "skip"] = "refuse"
     """`refuse`: a bad row stops the start of the run. `skip`: bad rows are skipped and counted. A row is bad if it is
     blank, malformed, larger than 1 MiB, a duplicate, or has too many tokens."""
-    max_prompt_tokens: PositiveInt = 48
-    """Maximum length of a prompt, tokens. A row with a longer or an empty prompt is a bad row."""
     heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Share of the questions that are held out for evaluation and never trained. A hash of the question selects
     them."""
-    epochs: PositiveInt | None = None
-    """How often each prompt may be issued. Unset: as often as the run needs."""
-    shuffle: bool = True
-    """Shuffle the prompts again in each epoch, with `run.seed`."""
-    drop_last: bool = False
-    """When the prompts run out: drop and count the groups that do not fill a step, instead of training a short
-    step."""
 
 
 class RewardTerm(Section):
@@ -216,8 +200,8 @@ class RewardTerm(Section):
     """Keyword arguments of the function, e.g. `{pattern: "<answer>.*</answer>"}` for `regex`."""
 
 
-class EnvironmentSection(Section):
-    """The environment, which scores completions and may provide the tasks."""
+class ScoringSection(Section):
+    """An environment, which scores completions and may provide the tasks."""
 
     name: str = "reasoning_gym"
     """`reasoning_gym`, `math`, or an import path `package.module:callable` that returns an environment."""
@@ -231,16 +215,6 @@ class EnvironmentSection(Section):
     rewards: list[RewardTerm] = []
     """Several rewards instead of `reward`. The reward of a completion is their weighted sum. Each is a curve of its own
     in the report, in trackers and in Prometheus, and is written with the samples."""
-    on_error: Literal["mask", "zero", "fail"] = "mask"
-    """What happens to a completion whose reward raises an error, takes too long, ends its process, or does not return a
-    finite number. `mask`: it is left out of the loss and of the baseline of its group. `zero`: its reward is 0. `fail`:
-    its group fails. A group also fails if too few of its completions have a reward: with `mask` it needs two, or one if
-    `algorithm.advantage` does not compare the completions of a group; with `zero` it needs one. Another prompt replaces
-    a group that has failed (docs/rewards.md)."""
-    secrets: list[VariableName] = []
-    """Names of environment variables that reward code needs, such as the key of a judge. They must be set for the
-    command that starts the generators. Only their names are in the configuration: one with a value that looks like a
-    secret is refused (docs/security.md). The values are not written to any file or log."""
     score_timeout_s: Annotated[PositiveFloat, WATCHED_DEADLINE] = 10.0
     """Maximum time to score one completion, seconds. A scoring process that takes longer is killed and replaced, and
     the other completions of its group are scored in the new process. A reward function that takes a whole group has
@@ -251,6 +225,60 @@ class EnvironmentSection(Section):
     completion, is not async, and needs longer than a few milliseconds."""
     score_memory_mib: PositiveInt = 2048
     """Maximum memory of reward code in a scoring process, in addition to the memory that its imports took, MiB."""
+
+
+class EnvironmentSection(ScoringSection):
+    """The environment, which scores completions and may provide the tasks."""
+
+    on_error: Literal["mask", "zero", "fail"] = "mask"
+    """What happens to a completion whose reward raises an error, takes too long, ends its process, or does not return a
+    finite number. `mask`: it is left out of the loss and of the baseline of its group. `zero`: its reward is 0. `fail`:
+    its group fails. A group also fails if too few of its completions have a reward: with `mask` it needs two, or one if
+    `algorithm.advantage` does not compare the completions of a group; with `zero` it needs one. Another prompt replaces
+    a group that has failed (docs/rewards.md)."""
+    secrets: list[VariableName] = []
+    """Names of environment variables that reward code needs, such as the key of a judge. They must be set for the
+    command that starts the generators. Only their names are in the configuration: one with a value that looks like a
+    secret is refused (docs/security.md). The values are not written to any file or log."""
+
+
+class MixturePart(Section):
+    """One of several tasks that a run trains together."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
+    """Name of the part in records, curves and metrics."""
+    weight: Annotated[int, Field(ge=1, le=1000)] = 1
+    """The part's share of the prompts is its weight divided by the sum of all weights."""
+    data: DatasetSection | None = None
+    """The dataset of the part, with the keys of `data` from `dataset` to `heldout_fraction`. Unset: that of `data`."""
+    environment: ScoringSection | None = None
+    """The environment and the rewards of the part, with the keys of `environment` from `name` to `score_memory_mib`.
+    Unset: those of `environment`."""
+
+
+class DataSection(DatasetSection):
+    """The dataset of prompts."""
+
+    mixture: list[MixturePart] = []
+    """Several tasks that are trained together, each with its own dataset and rewards. Their prompts are issued in a
+    fixed pattern, so that any part of the run has them in the proportion of the weights (docs/tasks.md)."""
+    chat: Annotated[Literal["auto", "off"], BeforeValidator(off)] = "auto"
+    """`auto`: if the tokenizer has a chat template, the prompt is put into the template as a user message, and the
+    model writes the answer that follows. `off`: the model gets the prompt unchanged and continues it. Many base models
+    have a chat template too. The run prints its first prompt exactly as the model gets it; `asyncrl data show` prints
+    several."""
+    chat_options: dict[str, Any] = {}
+    """Variables of the model's chat template, e.g. `{enable_thinking: false}`."""
+    max_prompt_tokens: PositiveInt = 48
+    """Maximum length of a prompt, tokens. A row with a longer or an empty prompt is a bad row."""
+    epochs: PositiveInt | None = None
+    """How often each prompt may be issued. Unset: as often as the run needs. With a mixture, the prompts run out when
+    those of one part do."""
+    shuffle: bool = True
+    """Shuffle the prompts again in each epoch, with `run.seed`."""
+    drop_last: bool = False
+    """When the prompts run out: drop and count the groups that do not fill a step, instead of training a short
+    step."""
 
 
 class GeneratorSection(Section):
@@ -711,13 +739,18 @@ class Config(Section):
         return {"learner": self.learner} | ({} if self.critic is None else {"critic": self.critic})
 
 
-def sections(section: type[BaseModel] = Config, path: KeyPath = ()) -> Iterator[tuple[KeyPath, type[BaseModel]]]:
-    """Yields each section of the schema with its path, depth first, beginning with the root."""
+def sections(
+    section: type[BaseModel] = Config, path: KeyPath = (), *, of_lists: bool = True
+) -> Iterator[tuple[KeyPath, type[BaseModel]]]:
+    """Yields each section of the schema with its path, depth first, beginning with the root. `of_lists`: also those of
+    which a list has any number."""
     yield path, section
     for name, field in section.model_fields.items():
+        if get_origin(field.annotation) is list and not of_lists:
+            continue
         for option in (field.annotation, *get_args(field.annotation)):
             if isinstance(option, type) and issubclass(option, BaseModel):
-                yield from sections(option, (*path, name))
+                yield from sections(option, (*path, name), of_lists=of_lists)
 
 
 @functools.cache
@@ -725,7 +758,7 @@ def marked(mark: Mark) -> tuple[str, ...]:
     """Returns the dotted keys of the fields and sections that have `mark`, in the order of the schema."""
     return tuple(
         ".".join((*path, name))
-        for path, section in sections()
+        for path, section in sections(of_lists=False)
         for name, field in section.model_fields.items()
         if mark in field.metadata
     )

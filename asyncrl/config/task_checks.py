@@ -4,10 +4,50 @@ import string
 from collections.abc import Iterator
 
 from asyncrl.config.import_path import is_import_path, malformed
-from asyncrl.config.schema import Config
+from asyncrl.config.parts import part_configs
+from asyncrl.config.schema import Config, DatasetSection, ScoringSection
 
 
-def data_violations(config: Config) -> Iterator[str]:
+def task_violations(config: Config) -> Iterator[str]:
+    """Yields the violations of the rules about datasets and rewards; for a mixture, of each part."""
+    names = [part.name for part in config.data.mixture]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"data.mixture: has {names.count(name)} parts with the name {name}; give each its own name"
+    for name, part in part_configs(config).items():
+        for violation in (*_data_violations(part), *_rewards_violations(part)):
+            yield f"data.mixture.{name}: {violation}" if name else violation
+        if name and part.environment.score_timeout_s >= part.generator.rollout_timeout_s:
+            yield (
+                f"data.mixture.{name}: environment.score_timeout_s = {part.environment.score_timeout_s:g} must be "
+                f"below generator.rollout_timeout_s = {part.generator.rollout_timeout_s:g}, which includes scoring; "
+                "lower it, or raise generator.rollout_timeout_s"
+            )
+    yield from _unused(config)
+    if config.eval.prompts > 0 and not any(part.data.heldout_fraction for part in part_configs(config).values()):
+        yield (
+            f"eval.prompts = {config.eval.prompts}: needs held-out questions, but data.heldout_fraction = 0 holds out "
+            "none; raise data.heldout_fraction, or set eval.prompts to 0"
+        )
+
+
+def _unused(config: Config) -> Iterator[str]:
+    """Yields the settings of `data` and `environment` that all parts of a mixture replace."""
+    for section, fields, replaced in (
+        ("data", DatasetSection.model_fields, [part.data for part in config.data.mixture]),
+        ("environment", ScoringSection.model_fields, [part.environment for part in config.data.mixture]),
+    ):
+        if not replaced or None in replaced:
+            continue
+        for name, field in fields.items():
+            value = getattr(getattr(config, section), name)
+            if value != field.get_default(call_default_factory=True):
+                yield (
+                    f"{section}.{name} = {value}: has no effect, because each part of data.mixture has its own "
+                    f"`{section}`; move it into the parts"
+                )
+
+
+def _data_violations(config: Config) -> Iterator[str]:
     data = config.data
     if data.dataset == "jsonl" and data.path is None:
         yield "data.dataset = jsonl: needs data.path, the file to read; set data.path"
@@ -31,11 +71,6 @@ def data_violations(config: Config) -> Iterator[str]:
     for key in ("system_prompt", "few_shot", "chat_options"):
         if data.chat == "off" and getattr(data, key):
             yield f"data.{key}: needs the model's chat template, which data.chat: off removes; remove one of the two"
-    if config.eval.prompts > 0 and config.data.heldout_fraction == 0:
-        yield (
-            f"eval.prompts = {config.eval.prompts}: needs held-out questions, but data.heldout_fraction = 0 holds out "
-            "none; raise data.heldout_fraction, or set eval.prompts to 0"
-        )
     yield from _prompt_template(config.data.prompt_template)
 
 
@@ -56,7 +91,7 @@ def _prompt_template(template: str) -> Iterator[str]:
         yield f"{shown}: has no field, so every prompt would be the same; add a field, e.g. {{question}}"
 
 
-def rewards_violations(config: Config) -> Iterator[str]:
+def _rewards_violations(config: Config) -> Iterator[str]:
     rewards = config.environment.rewards
     if rewards and config.environment.reward is not None:
         yield "environment.reward: has no effect with environment.rewards; add it there, or remove one of the two"

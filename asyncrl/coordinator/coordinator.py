@@ -75,7 +75,10 @@ class Coordinator:
         self._config, self._clock = config, clock
         self._limits = limits_of(config)
         data, timeout_s = config.data, config.buffer.heartbeat_timeout_s
-        self._prompts = PromptSource(tasks, seed=config.run.seed, shuffle=data.shuffle, epochs=data.epochs)
+        weights = {part.name: part.weight for part in data.mixture}
+        self._prompts = PromptSource(
+            tasks, seed=config.run.seed, shuffle=data.shuffle, epochs=data.epochs, weights=weights
+        )
         self._buffer = self._empty_buffer()
         self._clearing = Clearing(
             self._buffer.unneeded, clear_rows=clear_rows, stored_keys=stored_keys, prefixes=prefixes, now_s=clock()

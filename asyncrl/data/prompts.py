@@ -8,6 +8,7 @@ the same question never leaks into training.
 import difflib
 import string
 from collections.abc import Mapping, Sequence
+from itertools import cycle, islice
 from typing import Any
 
 import msgspec
@@ -22,7 +23,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
     A dataset leaves `prompt` empty: `data.prompt_template` makes it from question and metadata. If there are
     `messages`, the model gets them in its chat template instead, and `prompt` shows them as one text. `row` is the
-    task's number in its dataset, from 1, which errors name. It is 0 for a task that is not from a dataset.
+    task's number in its dataset, from 1, which errors name. It is 0 for a task that is not from a dataset. `part` is
+    the name of the task's part of `data.mixture`; empty without a mixture.
     """
 
     question: str
@@ -31,6 +33,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     answer: str
     metadata: dict[str, Any] = {}
     row: int = 0
+    part: str = ""
 
     @property
     def input(self) -> "str | tuple[Message, ...]":
@@ -39,10 +42,9 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptCursor(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a `PromptSource`: it has issued `position` prompts of `epoch` from the dataset `fingerprint`."""
+    """The state of a `PromptSource`: it has issued `issued` prompts of the dataset `fingerprint`."""
 
-    epoch: int
-    position: int
+    issued: int
     fingerprint: str
 
 
@@ -153,6 +155,34 @@ def split(tasks: Sequence[Task], heldout_fraction: float) -> tuple[list[Task], l
     return [task for task in train if task.prompt not in kept_back], heldout
 
 
+def mixture_pattern(weights: Sequence[int]) -> list[int]:
+    """Returns a block of part numbers in which part i occurs as often as its weight says, spread evenly.
+
+    Each place goes to the part that is furthest behind its share (smooth weighted round-robin).
+
+    >>> mixture_pattern([3, 1])
+    [0, 0, 1, 0]
+    """
+    pattern, behind = [], [0] * len(weights)
+    for _ in range(sum(weights)):
+        behind = [have + weight for have, weight in zip(behind, weights, strict=True)]
+        chosen = behind.index(max(behind))
+        behind[chosen] -= sum(weights)
+        pattern.append(chosen)
+    return pattern
+
+
+def interleaved(parts: Sequence[Sequence[Task]], weights: Sequence[int]) -> list[Task]:
+    """Returns all tasks of the parts, in the proportion of their weights as long as each part has any left."""
+    left = [iter(part) for part in parts]
+    mixed: list[Task] = []
+    for number in cycle(mixture_pattern(weights)):
+        if len(mixed) == sum(map(len, parts)):
+            return mixed
+        mixed.extend(islice(left[number], 1))
+    raise DatasetError("a mixture needs at least one part")
+
+
 class PromptSource:
     """Issues each of `tasks` once an epoch, in an order that only the seed determines.
 
@@ -161,61 +191,84 @@ class PromptSource:
     >>> cursor = source.state()             # goes into a checkpoint
     >>> PromptSource(tasks, seed=0, shuffle=True, epochs=None).restore(cursor)   # continues with the next task
 
-    It stores only the list and a cursor. An epoch's order is a keyed permutation, computed for one position at a time.
+    With `weights` by the names of parts, it issues the parts' tasks in the pattern of `mixture_pattern`, each part in
+    its own order and epochs. It ends when one part has ended.
+
+    It stores only the lists and a number. An epoch's order is a keyed permutation, computed for one position at a time.
     """
 
-    def __init__(self, tasks: Sequence[Task], *, seed: int, shuffle: bool = True, epochs: int | None = None) -> None:
-        if not tasks:
-            raise DatasetError("the dataset has no training prompts; check data.dataset and data.heldout_fraction")
-        self._tasks = tasks
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        *,
+        seed: int,
+        shuffle: bool = True,
+        epochs: int | None = None,
+        weights: Mapping[str, int] | None = None,
+    ) -> None:
+        weights = weights or {"": 1}
+        self._tasks, self._names, self._weights = tasks, list(weights), list(weights.values())
+        self._parts = [[task for task in tasks if task.part == name] for name in weights]
+        for name, part in zip(weights, self._parts, strict=True):
+            if not part:
+                raise DatasetError(
+                    f"{f'data.mixture.{name}' if name else 'the dataset'} has no training prompts; check data.dataset "
+                    "and data.heldout_fraction"
+                )
+        pattern = mixture_pattern(self._weights)
+        self._places = [(part, pattern[:place].count(part)) for place, part in enumerate(pattern)]
         self._seed = seed
         self._shuffle = shuffle
-        self._epochs = epochs
-        self._fingerprint = fingerprint(tasks)
-        self._epoch = 0
-        self._position = 0
+        self._end = None if epochs is None else self._end_of(epochs)
+        self._data = fingerprint(tasks)
+        self._fingerprint = self._data if self._names == [""] else _mixed(self._data, weights)
+        self._issued = 0
+
+    def _end_of(self, epochs: int) -> int:
+        """Returns the number of prompts that are issued before a part would begin another epoch."""
+        ends = []
+        for part, tasks in enumerate(self._parts):
+            block, rank = divmod(len(tasks) * epochs, self._weights[part])
+            ends.append(block * len(self._places) + self._places.index((part, rank)))
+        return min(ends)
 
     def next(self) -> Task | None:
         """Returns the next task, or None when all epochs are over."""
-        if self._epochs is not None and self._epoch >= self._epochs:
+        if self._end is not None and self._issued >= self._end:
             return None
-        task = self._at(self._epoch, self._position)
-        self._position += 1
-        if self._position == len(self._tasks):
-            self._epoch, self._position = self._epoch + 1, 0
-        return task
+        self._issued += 1
+        return self.task(self._issued - 1)
 
     def task(self, number: int) -> Task:
         """Returns the task that was or will be issued as number `number`, from 0 on."""
-        return self._at(*divmod(number, len(self._tasks)))
-
-    def _at(self, epoch: int, position: int) -> Task:
+        block, place = divmod(number, len(self._places))
+        part, rank = self._places[place]
+        tasks, name = self._parts[part], self._names[part]
+        epoch, position = divmod(block * self._weights[part] + rank, len(tasks))
         if self._shuffle:
-            position = _permuted(position, size=len(self._tasks), key=f"{self._seed}/{epoch}")
-        return self._tasks[position]
+            key = f"{self._seed}/{name}/{epoch}" if name else f"{self._seed}/{epoch}"
+            position = _permuted(position, size=len(tasks), key=key)
+        return tasks[position]
 
     def state(self) -> PromptCursor:
         """Returns the cursor from which `restore` continues after the last issued task."""
-        return PromptCursor(epoch=self._epoch, position=self._position, fingerprint=self._fingerprint)
+        return PromptCursor(issued=self._issued, fingerprint=self._fingerprint)
 
     def restore(self, cursor: PromptCursor) -> None:
-        """Continues from `cursor`. Raises DatasetError for the cursor of another dataset, whose positions mean other
-        prompts."""
+        """Continues from `cursor`. Raises DatasetError for the cursor of another dataset or mixture, whose numbers mean
+        other prompts."""
         if cursor.fingerprint != self._fingerprint:
             raise DatasetError(
                 f"the checkpoint's prompts ({cursor.fingerprint}) are not those of this dataset ({self._fingerprint}); "
                 "restore the data and the settings data.* and environment.* of the run's start, or start a new run"
             )
-        if cursor.epoch < 0 or not 0 <= cursor.position < len(self._tasks):
-            raise DatasetError(
-                f"cursor {cursor} is outside of a dataset of {len(self._tasks)} prompts; use the data that the run "
-                "started with"
-            )
-        self._epoch, self._position = cursor.epoch, cursor.position
+        if cursor.issued < 0:
+            raise DatasetError(f"cursor {cursor} is negative: the checkpoint is damaged; resume from an earlier one")
+        self._issued = cursor.issued
 
     def check_same(self, others: PromptData) -> None:
         """Raises RunMismatch if `others`, the prompts of another deployment, are not these prompts in this order."""
-        if others.fingerprint == self._fingerprint:
+        if others.fingerprint == self._data:
             return
         own, count = prompt_data(self._tasks, source="").rows, len(others.rows) // ROW_BYTES
         equal = next(
@@ -240,6 +293,11 @@ def fingerprint(tasks: Sequence[Task]) -> str:
             encoded = text.encode()
             digest.update(len(encoded).to_bytes(8, "little") + encoded)
     return digest.hexdigest()
+
+
+def _mixed(data: str, weights: Mapping[str, int]) -> str:
+    """Returns a hash of a mixture: of its tasks' hash and its weights, which determine the order of the prompts."""
+    return xxhash.xxh3_64_hexdigest(f"{data} {sorted(weights.items())}".encode())
 
 
 def _row(rows: bytes, number: int) -> bytes:

@@ -136,6 +136,8 @@ async def enter_run(
 def _source(config: Config) -> str:
     """Returns the setting that names the source of the prompts."""
     data = config.data
+    if data.mixture:
+        return "data.mixture"
     if data.dataset == "environment":
         return f"environment.name = {config.environment.name}"
     return f"data.path = {data.path}" if data.path is not None else f"data.dataset = {data.dataset}"

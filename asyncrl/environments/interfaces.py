@@ -12,10 +12,13 @@ from functools import partial
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
+import msgspec
+
 from asyncrl.config.import_path import BUILT_IN_NAMES, call_with_options, resolve
+from asyncrl.config.parts import part_configs
 from asyncrl.config.schema import Config, EnvironmentSection, RewardTerm
 from asyncrl.data.hugging_face import hugging_face_rows
-from asyncrl.data.prompts import Task, apply_template, in_conversation, split
+from asyncrl.data.prompts import Task, apply_template, in_conversation, interleaved, split
 from asyncrl.data.rows import Row, read_jsonl, read_rows
 from asyncrl.environments.reward_function import RewardFunction, reward_function
 from asyncrl.environments.reward_terms import combined
@@ -100,22 +103,39 @@ def _named_reward(name: str, *, key: str) -> Callable[..., Any]:
 
 
 def build_tasks(config: Config) -> tuple[list[Task], list[Task]]:
-    """Returns (training, held-out) tasks. Their prompts are made with `data.prompt_template`.
+    """Returns (training, held-out) tasks of all parts of the mixture, or of the only dataset. Their prompts are made
+    with `prompt_template`. A prompt that one part holds out is not trained in another part.
 
     Skipped rows are logged with their counts. Raises ConfigError or DatasetError.
     """
-    return split_tasks(config, read_tasks(config))
+    parts = {name: split_tasks(part, read_tasks(part)) for name, part in part_configs(config).items()}
+    train, heldout = [], []
+    for name, (trained, kept_back) in parts.items():
+        train += [msgspec.structs.replace(task, part=name) for task in trained] if name else trained
+        heldout.append([msgspec.structs.replace(task, part=name) for task in kept_back] if name else kept_back)
+    mixed = interleaved(heldout, [part.weight for part in config.data.mixture] or [1])
+    if len(parts) > 1:
+        unseen = {task.prompt for task in mixed}
+        train = [task for task in train if task.prompt not in unseen]
+    check_enough(config, train)
+    return train, mixed
 
 
 def split_tasks(config: Config, tasks: Sequence[Task]) -> tuple[list[Task], list[Task]]:
-    """Returns (training, held-out) tasks. Raises DatasetError if the training tasks are too few for one step."""
-    data, groups = config.data, config.learner.groups_per_step
+    """Returns (training, held-out) tasks of one dataset. Raises DatasetError if none remains for training."""
+    data = config.data
     train, heldout = split(tasks, data.heldout_fraction)
     if not train:
         raise DatasetError(
             f"data.dataset = {data.dataset}: none of its {len(tasks)} tasks remains for training, because "
             f"data.heldout_fraction = {data.heldout_fraction} holds out {len(heldout)} of them; lower it or add tasks"
         )
+    return train, heldout
+
+
+def check_enough(config: Config, train: Sequence[Task]) -> None:
+    """Raises DatasetError if the training tasks are too few for one step."""
+    data, groups = config.data, config.learner.groups_per_step
     if data.drop_last and data.epochs is not None and len(train) * data.epochs < groups:
         raise DatasetError(
             f"data.dataset = {data.dataset}: {len(train)} tasks remain for training, and data.epochs = {data.epochs} "
@@ -123,7 +143,6 @@ def split_tasks(config: Config, tasks: Sequence[Task]) -> tuple[list[Task], list
             "data.drop_last drops a smaller rest, so no step would be trained; lower learner.groups_per_step, raise "
             "data.epochs, or set data.drop_last to false"
         )
-    return train, heldout
 
 
 def read_tasks(config: Config, *, first: int | None = None) -> list[Task]:

@@ -58,11 +58,12 @@ def fitting(
             if 0 < len(ids) <= longest:
                 fit.append(task)
             elif not first_misfit:
-                first_misfit = f"row {task.row}: the prompt {task.prompt[:40]!r} has {counted(tokenizer, task, ids)}"
+                where = f"{task.part} row {task.row}" if task.part else f"row {task.row}"
+                first_misfit = f"{where}: the prompt {task.prompt[:40]!r} has {counted(tokenizer, task, ids)}"
     misfits = len(tasks) - len(fit)
     if not misfits:
         return fit
-    source = config.data.path or config.data.dataset
+    source = "data.mixture" if config.data.mixture else config.data.path or config.data.dataset
     finding = (
         f"{source}, {first_misfit}, but must have 1 to {longest} (data.max_prompt_tokens = "
         f"{config.data.max_prompt_tokens}, model.max_length = {config.model.max_length}); it is the first of {misfits} "

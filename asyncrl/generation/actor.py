@@ -14,13 +14,14 @@ import ray
 
 from asyncrl.common.names import COORDINATOR, WEIGHTS
 from asyncrl.common.version import Version
+from asyncrl.config.parts import environment_name, part_configs
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.registry import Registry
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from asyncrl.data_plane.clients import PREFIX_PARTITION, GroupRows
-from asyncrl.environments.scoring import Scorer
+from asyncrl.environments.part_scorers import PartScorers
 from asyncrl.environments.secrets import Secrets, hide_secrets
 from asyncrl.generation.evaluation import Answer, evaluate
 from asyncrl.generation.generator import Generator
@@ -62,7 +63,7 @@ class GeneratorActor:
         config, namespace = self._config, self._config.run.name
         hide_secrets(config.environment, secrets.environment)
         timeout_s, patience_s = config.buffer.call_timeout_s, config.run.stall_timeout_s
-        scorer = Scorer(config.environment, secrets=secrets, output=RewardLog(reward_log, replica=self._name))
+        scorer = PartScorers(part_configs(config), secrets=secrets, output=RewardLog(reward_log, replica=self._name))
         self._started.push_async_callback(scorer.close)
         scorer_started = asyncio.create_task(scorer.start())
         await asyncio.sleep(0)  # lets the scorer start its processes before the engine's start blocks the event loop
@@ -76,7 +77,7 @@ class GeneratorActor:
         engine = await VLLMEngine.start(config, model_path=model_path, name=self._name, load_weights=False)
         self._started.push_async_callback(engine.shutdown)
         await scorer_started
-        metrics = GeneratorMetrics(environment=config.environment.name)
+        metrics = GeneratorMetrics(environment=environment_name(config))
         server = MetricsServer(metrics.registry, host=config.metrics.host, port=0)
         self._started.callback(server.close)
         updates = WeightUpdates(

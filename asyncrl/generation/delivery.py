@@ -114,7 +114,7 @@ class Delivery:
             if outcome is CommitOutcome.ACCEPTED:
                 self.samples += len(group.meta.rewards)
                 self.tokens += group.meta.generated_tokens
-                self._metrics.rewards(group.meta.known_rewards)
+                self._metrics.rewards(group.meta.known_rewards, part=group.meta.part)
                 failures += group.failures
             elif outcome is not CommitOutcome.DUPLICATE:
                 refused.append(group.meta.key)

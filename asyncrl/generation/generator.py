@@ -235,8 +235,9 @@ class Generator:
                 duration_s=self._clock() - started_s,
                 prompt_tokens=group.meta.prompt_tokens,
                 completion_tokens=group.meta.completion_tokens,
+                part=group.meta.part,
             )
-            self._metrics.scored(duration_s=group.scoring_s)
+            self._metrics.scored(duration_s=group.scoring_s, part=group.meta.part)
             self._delivery.add(group)
         except RolloutError as error:
             self._delivery.add_failed(ticket.key, ticket.version.incarnation, error)

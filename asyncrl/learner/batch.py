@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
@@ -19,6 +20,7 @@ from asyncrl.algorithms.filters import SampleFilters
 from asyncrl.buffer.records import Lease, LeasedGroup
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
+from asyncrl.data.specs import NO_VERSION
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.sample_ids import samples_of
@@ -170,13 +172,13 @@ def sample_ids(group: LeasedGroup) -> list[str]:
 def step_meta(lease: Lease) -> KVBatchMeta:
     """Returns the names of a lease's rows, with each row's length in tokens and the staleness limit of its ticket. The
     rows of extended groups are marked: the ranks mask their tokens beyond the limit."""
-    samples = [(group, i) for group in lease.groups for i in range(len(group.meta.rewards))]
+    samples = [(group, tokens) for group in lease.groups for tokens in group.meta.row_tokens]
     return KVBatchMeta(
         partition_id=TRAIN_PARTITION,
         task_name="train",
         sample_ids=[sample for group in lease.groups for sample in sample_ids(group)],
         fields=list(GENERATED_FIELDS),
-        sequence_lengths=[group.meta.prompt_tokens + group.meta.completion_tokens[i] for group, i in samples],
+        sequence_lengths=[tokens for _, tokens in samples],
         extra_info={STEP: lease.step},
         tags=[
             {LIMIT: group.max_staleness_versions} | ({MASKS_STALE: True} if group.extended else {})
@@ -217,11 +219,12 @@ def sample_record(
     `rows` has these columns.
     """
     prompt, tokens = leased.meta.prompt_tokens, leased.meta.completion_tokens[sample]
-    cut = slice(prompt, prompt + tokens)
+    cut = slice(prompt, leased.meta.row_tokens[sample])
     advantage = rows["advantages"][row]
     if advantage.ndim:
         advantage = advantage[cut].sum() / max(tokens, 1)
-    spans = tuple(sorted(Counter(rows["weight_versions"][row, cut].tolist()).items()))
+    versions = rows["weight_versions"][row, cut].tolist()
+    spans = tuple(sorted(Counter(version for version in versions if version != NO_VERSION).items()))
     logprobs = {
         name: tuple(rows[name][row, cut].tolist()) for name in ("generation_logprobs", "prev_logprobs") if name in rows
     }
@@ -237,7 +240,25 @@ def sample_record(
         components={name: values[sample] for name, values in leased.meta.components.items()},
         advantage=float(advantage),
         version_spans=spans,
+        turns=turns(versions) if leased.meta.read_tokens else (),
         staleness_versions=step - spans[0][0] if spans else 0,
         truncated=leased.meta.truncated[sample],
         **logprobs,
     )
+
+
+def turns(versions: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Returns the turns of an episode after its prompt: pairs of the number of tokens that it read, and the number that
+    the model then sampled. A token that was read has no version.
+
+    >>> turns([3, 3, NO_VERSION, 4])
+    ((0, 2), (1, 1))
+    """
+    found: list[tuple[int, int]] = []
+    for sampled, run in groupby(version != NO_VERSION for version in versions):
+        length = len([*run])
+        if sampled and found and not found[-1][1]:
+            found[-1] = (found[-1][0], length)
+        else:
+            found.append((0, length) if sampled else (length, 0))
+    return tuple(found)

@@ -9,6 +9,7 @@ leased again. The ledger counts the lost groups.
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -127,6 +128,7 @@ class StepRecorder:
         )
         self.metrics.numbers(_diagnostics(step) | _measured(step))
         self.metrics.reward_components(_components(step))
+        self.metrics.reward_parts(_parts(step))
 
     # --- records ------------------------------------------------------------------------------------------------
 
@@ -158,6 +160,8 @@ class StepRecorder:
             weight_updates=self._weight_updates(status),
             mid_sequence_updates=self._mid_sequence_updates,
             reward_components=_components(step),
+            reward_parts=_parts(step),
+            part_groups=_part_groups(step) if trained else {},
             diagnostics=measured | {name: _finite(value) for name, value in _diagnostics(step).items()},
         )
 
@@ -247,6 +251,21 @@ def _components(step: EndedStep) -> dict[str, float]:
         for name, found in group.meta.components.items():
             values.setdefault(name, []).extend(value for value in found if value is not None)
     return {name: statistics.fmean(found) for name, found in values.items() if found}
+
+
+def _parts(step: EndedStep) -> dict[str, float]:
+    """Returns the mean reward of each part of a mixture; empty without a mixture."""
+    rewards: dict[str, list[float]] = {}
+    for group in step.lease.groups:
+        rewards.setdefault(group.meta.part, []).extend(group.meta.known_rewards)
+    for filtered in step.lease.filtered:
+        rewards.setdefault(filtered.part, []).extend([filtered.reward] * filtered.samples)
+    return {name: statistics.fmean(found) for name, found in rewards.items() if name and found}
+
+
+def _part_groups(step: EndedStep) -> dict[str, int]:
+    """Returns the number of trained groups of each part of a mixture; empty without a mixture."""
+    return dict(Counter(group.meta.part for group in step.lease.groups if group.meta.part))
 
 
 def _diagnostics(step: EndedStep) -> dict[str, float]:

@@ -80,6 +80,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     `reward_components` has the mean of each component of the rewards, without its weight, if the rewards have
     components.
 
+    `reward_parts` has the mean reward of each part of a mixture in the step, with that of filtered groups, and
+    `part_groups` the number of trained groups of each part.
+
     `asyncrl.metrics.numbers` declares the other numbers: their units, their meanings, and where they are shown.
     """
 
@@ -119,6 +122,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     mid_sequence_updates: int
     diagnostics: dict[str, float | None]
     reward_components: dict[str, float] = {}
+    reward_parts: dict[str, float] = {}
+    part_groups: dict[str, int] = {}
 
     @property
     def version_after(self) -> int:
@@ -137,6 +142,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
             "staleness/max_versions": max(ages, default=None),
             **{tracker: getattr(self, name) for name, tracker in TRACKERS.items() if name in own},
             **{f"reward/component_{name}": value for name, value in self.reward_components.items()},
+            **{f"reward/part_{name}": value for name, value in self.reward_parts.items()},
             **({} if before is None else self._since(before)),
             # a user's loss may have a metric with the name of a field
             **{
@@ -189,7 +195,8 @@ class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     `rendered_prompt` is the prompt as the model got it, with special tokens and the chat template. `components` has the
     components of the reward by name, if it has any. `tokens` has the text of each completion token. `version_spans` has
-    pairs (step of the weights, number of completion tokens that these weights generated), ordered by step.
+    pairs (step of the weights, number of completion tokens that these weights generated), ordered by step. `turns` has
+    pairs (tokens that were read, tokens that were then sampled) of the completion; empty if all of it was sampled.
     `staleness_versions` is the staleness of the oldest token at `step`. With `learner.logprobs_logged`,
     `generation_logprobs` has the engine's log-prob of each completion token, in nats. `prev_logprobs` then has the
     log-probs of the policy before the step, if the objective reads them.
@@ -206,6 +213,7 @@ class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
     components: dict[str, float | None] = {}
     advantage: float | None
     version_spans: tuple[tuple[int, int], ...]
+    turns: tuple[tuple[int, int], ...] = ()
     staleness_versions: int
     truncated: bool
     generation_logprobs: tuple[float, ...] | None = None

@@ -417,6 +417,13 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         ),
         gauge(
             LEARNER,
+            "asyncrl_learner_reward_part_mean",
+            "Mean reward of a step's samples of one part of the mixture (data.mixture).",
+            {"part": None},
+            own_unit="reward",
+        ),
+        gauge(
+            LEARNER,
             "asyncrl_learner_heldout_reward_mean",
             "Mean reward of the last held-out evaluation.",
             own_unit="reward",

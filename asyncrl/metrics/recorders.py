@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from asyncrl import __version__
 from asyncrl.buffer.fleet import Cause
 from asyncrl.config.load import flat_config
+from asyncrl.config.parts import environment_name
 from asyncrl.config.schema import Config
 from asyncrl.metrics.catalogue import BUFFER_STATES, DEADLINES, REPLICA_STATES, Role
 from asyncrl.metrics.instruments import Instruments, Totals
@@ -85,7 +86,7 @@ class ProcessMetrics:
             run_name=config.run.name,
             version=__version__,
             model=config.model.path,
-            environment=config.environment.name,
+            environment=environment_name(config),
             loss=config.algorithm.loss if isinstance(config.algorithm.loss, str) else "axes",
         )
 
@@ -147,6 +148,11 @@ class LearnerMetrics(ProcessMetrics):
         """Records the mean of each component of a step's rewards, by name."""
         for name, value in means.items():
             self._instruments.set("asyncrl_learner_reward_component_mean", value, component=name)
+
+    def reward_parts(self, means: Mapping[str, float]) -> None:
+        """Records the mean reward of each part of a mixture, by name."""
+        for name, value in means.items():
+            self._instruments.set("asyncrl_learner_reward_part_mean", value, part=name)
 
     def staleness(
         self,
@@ -215,7 +221,8 @@ class LearnerMetrics(ProcessMetrics):
 
 @never_raises
 class GeneratorMetrics(ProcessMetrics):
-    """The metrics of one generator replica. `environment` is the name of the environment that scores its rollouts."""
+    """The metrics of one generator replica. `environment` is the name of the environment that scores its rollouts. With
+    a mixture, the label `environment` has the name of the part instead."""
 
     role = Role.GENERATOR
 
@@ -231,16 +238,19 @@ class GeneratorMetrics(ProcessMetrics):
         """Records the step of a version that was completely loaded."""
         self._instruments.set("asyncrl_generator_policy_version", step)
 
-    def rollout(self, *, duration_s: float, prompt_tokens: int, completion_tokens: Sequence[int]) -> None:
+    def rollout(
+        self, *, duration_s: float, prompt_tokens: int, completion_tokens: Sequence[int], part: str = ""
+    ) -> None:
         """Records a group that was generated and scored.
 
         The prompt's tokens count once, because the samples of a group share the prompt's key-value cache.
         """
         self._instruments.add("asyncrl_generator_tokens_total", prompt_tokens, kind="prompt")
         self._instruments.add("asyncrl_generator_tokens_total", sum(completion_tokens), kind="completion")
-        self._instruments.observe("asyncrl_rollout_duration_seconds", duration_s, environment=self._environment)
+        environment = part or self._environment
+        self._instruments.observe("asyncrl_rollout_duration_seconds", duration_s, environment=environment)
         for length in completion_tokens:
-            self._instruments.observe("asyncrl_completion_tokens", length, environment=self._environment)
+            self._instruments.observe("asyncrl_completion_tokens", length, environment=environment)
 
     def samples(self, count: int, *, outcome: str) -> None:
         """Records the samples of one group with the outcome of its commit, or `failed`."""
@@ -251,14 +261,15 @@ class GeneratorMetrics(ProcessMetrics):
         labels = {"class": failure_class, "reason": reason}
         self._instruments.add("asyncrl_rollout_failures_total", 1, **labels)
 
-    def scored(self, *, duration_s: float) -> None:
+    def scored(self, *, duration_s: float, part: str = "") -> None:
         """Records the time that the scoring of one group took."""
-        self._instruments.observe("asyncrl_reward_duration_seconds", duration_s, environment=self._environment)
+        environment = part or self._environment
+        self._instruments.observe("asyncrl_reward_duration_seconds", duration_s, environment=environment)
 
-    def rewards(self, values: Sequence[float]) -> None:
+    def rewards(self, values: Sequence[float], *, part: str = "") -> None:
         """Records the rewards of a group's samples."""
         for value in values:
-            self._instruments.observe("asyncrl_reward", value, environment=self._environment)
+            self._instruments.observe("asyncrl_reward", value, environment=part or self._environment)
 
     def reward_failed(self, *, reason: str, samples: int) -> None:
         """Records samples whose scoring failed."""

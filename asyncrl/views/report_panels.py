@@ -43,11 +43,12 @@ def learning(steps: Steps, evals: Sequence[EvalRecord], *, marks: Sequence[Mark]
     if evals:
         reward_lines.append(Series(name="held out", ys=_at_versions(evals, xs), color="amber", style="dots"))
     figures = [draw("Reward", xs, reward_lines)]
-    names = dict.fromkeys(name for record in steps for name in record.reward_components)
-    if names:
-        colored = zip(names, cycle(COLORS), strict=False)
-        parts = [curve(name, color, bins, partial(_component, name)) for name, color in colored]
-        figures.append(draw("Reward by component", xs, parts))
+    for title, field in (("Reward by part", "reward_parts"), ("Reward by component", "reward_components")):
+        names = dict.fromkeys(name for record in steps for name in getattr(record, field))
+        if names:
+            colored = zip(names, cycle(COLORS), strict=False)
+            curves = [curve(name, color, bins, partial(_mean_of, field, name)) for name, color in colored]
+            figures.append(draw(title, xs, curves))
     recorded = {*StepRecord.__struct_fields__, *(name for record in steps for name in record.diagnostics)}
     for chart, lines in charts().items():
         series = [
@@ -60,8 +61,8 @@ def learning(steps: Steps, evals: Sequence[EvalRecord], *, marks: Sequence[Mark]
     return figures
 
 
-def _component(name: str, chunk: Steps) -> float | None:
-    return mean([record.reward_components.get(name) for record in chunk])
+def _mean_of(field: str, name: str, chunk: Steps) -> float | None:
+    return mean([getattr(record, field).get(name) for record in chunk])
 
 
 def flow(steps: Steps, *, marks: Sequence[Mark] = ()) -> Sequence[str]:

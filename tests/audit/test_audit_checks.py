@@ -25,8 +25,8 @@ from asyncrl.coordinator.snapshot import RunSnapshot
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.errors import RunError
+from asyncrl.generation.episodes import episode_rows, single_turn, version_spans
 from asyncrl.generation.interfaces import Completion
-from asyncrl.generation.rollout import sample_rows, version_spans
 from asyncrl.learner.audit_records import TrainedStep, records_path
 from asyncrl.learner.record_lines import read_lines
 from asyncrl.learner.records import StepRecord
@@ -219,7 +219,7 @@ class WithStragglers(AuditedRun):
             ]  # fmt: skip
             spans = tuple(version_spans(each) for each in tokens)
             meta = msgspec.structs.replace(meta_of(self.late), newest=2, version_spans=spans)
-            await self.finish(self.late, sample_rows([1, 2, 3], completions), meta)
+            await self.finish(self.late, episode_rows([single_turn([1, 2, 3], each) for each in completions]), meta)
 
     async def finish(self, ticket: Ticket, rows: BatchedDataDict, meta: GroupMeta) -> None:
         self.trainer.client.put_samples(ids_of([ticket.key]), TRAIN_PARTITION, fields=rows)

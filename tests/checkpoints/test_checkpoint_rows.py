@@ -8,12 +8,13 @@ from memory_client import MemoryClient
 
 from asyncrl.checkpoints.rows import GROUP_COLUMNS, load_rows, save_rows
 from asyncrl.common.version import Version
+from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.codec import PAD_VALUES
 from asyncrl.data_plane.sample_ids import samples_of
 from asyncrl.errors import CheckpointDamaged
+from asyncrl.generation.episodes import episode_rows, single_turn
 from asyncrl.generation.interfaces import Completion
-from asyncrl.generation.rollout import sample_rows
 from asyncrl.policy.tq_policy import STEP_FIELDS
 
 
@@ -33,12 +34,16 @@ def completion(*tokens: int) -> Completion:
     )
 
 
+def rows_of(prompt: list[int], *completions: Completion) -> BatchedDataDict:
+    return episode_rows([single_turn(prompt, each) for each in completions])
+
+
 def test_what_was_saved_comes_back_exactly_and_nothing_else(tmp_path: Path) -> None:
     before, after = client(), client()
     groups = {
-        "7.0": sample_rows([5, 6], [completion(1, 2, 3), completion(4)]),
-        "8.1": sample_rows([9], [completion(), completion(2, 2)]),
-        "9.0": sample_rows([9], [completion(1), completion(2)]),
+        "7.0": rows_of([5, 6], completion(1, 2, 3), completion(4)),
+        "8.1": rows_of([9], completion(), completion(2, 2)),
+        "9.0": rows_of([9], completion(1), completion(2)),
     }
     for key, rows in groups.items():
         before.put_samples(samples_of(key, count=2), TRAIN_PARTITION, fields=rows)

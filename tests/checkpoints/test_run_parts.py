@@ -70,7 +70,7 @@ def snapshot(run: RunParts) -> RunSnapshot:
         token_mask=torch.ones(2, 2),
     )
     run.policy.dp_client.put_samples(samples_of(ready.key, count=2), TRAIN_PARTITION, fields=rows)
-    return RunSnapshot(buffer=scene.buffer.snapshot(), prompts=PromptCursor(epoch=0, position=0, fingerprint=""))
+    return RunSnapshot(buffer=scene.buffer.snapshot(), prompts=PromptCursor(issued=0, fingerprint=""))
 
 
 @pytest.mark.parametrize("critic", [False, True])

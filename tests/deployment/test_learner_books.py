@@ -88,7 +88,7 @@ def checkpoints_in(run: RunDir, write: Callable[[Path], None] = lambda path: Non
 def snapshot_after(step: int) -> RunSnapshot:
     """Returns the snapshot of an empty buffer."""
     buffer = msgspec.structs.replace(Scene().buffer.snapshot(), version=Version(1, step))
-    return RunSnapshot(buffer=buffer, prompts=PromptCursor(epoch=0, position=0, fingerprint=""))
+    return RunSnapshot(buffer=buffer, prompts=PromptCursor(issued=0, fingerprint=""))
 
 
 @pytest.mark.asyncio

@@ -23,7 +23,7 @@ async def test_a_replica_hides_the_secrets_before_it_starts_anything(
     monkeypatch.setattr(shown_text, "_redact", str)  # restores it after the test
     monkeypatch.setattr(actor, "prepare_environment", lambda config: None)
     monkeypatch.setattr(actor, "preload", lambda: None)
-    monkeypatch.setattr(actor, "Scorer", no_scorer)
+    monkeypatch.setattr(actor, "PartScorers", no_scorer)
     config = Config.model_validate({"environment": {"secrets": ["JUDGE_API_KEY"]}})
     replica = actor.GeneratorActor(config=config, name="generator-a", deployment="d")
     with pytest.raises(RunError, match="nothing starts"):

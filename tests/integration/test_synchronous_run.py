@@ -27,7 +27,7 @@ from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import PromptSource
 from asyncrl.data.tokenizer import encode_prompt, load_tokenizer
 from asyncrl.environments.interfaces import build_reward, build_tasks
-from asyncrl.generation.rollout import sample_rows
+from asyncrl.generation.episodes import episode_rows, single_turn
 from asyncrl.generation.vllm_engine import VLLMEngine
 from asyncrl.policy.worker import PolicyWorker
 from asyncrl.views.headline import Bound
@@ -145,7 +145,7 @@ def step_rows(groups, estimator) -> BatchedDataDict:  # type: ignore[no-untyped-
     rewards = torch.tensor([reward for *_, rewards in groups for reward in rewards])
     ids = torch.tensor([index for index, *_, rewards in groups for _ in rewards])
     rows = BatchedDataDict.from_batches(
-        [sample_rows(prompt, completions) for _, prompt, completions, _ in groups],
+        [episode_rows([single_turn(prompt, each) for each in completions]) for _, prompt, completions, _ in groups],
         pad_value_dict={"weight_versions": -1},
     )
     rows["advantages"] = compute_advantages(estimator, Samples(rewards_N=rewards, group_ids_N=ids))

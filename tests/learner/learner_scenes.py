@@ -32,9 +32,9 @@ from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.sample_ids import group_of, samples_of
 from asyncrl.errors import ActorGone, CheckpointError, FailureClass
+from asyncrl.generation.episodes import episode_rows, single_turn, version_spans
 from asyncrl.generation.evaluation import Answer as HeldoutAnswer
 from asyncrl.generation.interfaces import Completion
-from asyncrl.generation.rollout import sample_rows, version_spans
 from asyncrl.learner.audit_records import Record
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.heldout import HeldoutEvaluation
@@ -485,7 +485,7 @@ def rows_of(ticket: Ticket) -> BatchedDataDict:
         )
         for i in range(GROUP_SIZE)
     ]  # fmt: skip
-    return sample_rows([1, 2, 3], completions)
+    return episode_rows([single_turn([1, 2, 3], each) for each in completions])
 
 
 def meta_of(ticket: Ticket) -> GroupMeta:

@@ -63,6 +63,7 @@ NOT_OF_A_STEP = {
     "weight_sent_ratio",
     *("run_info", "stall_timeout_seconds", "weight_sync_timeout_seconds", "weight_lag_limit_versions"),
     "learner_reward_component_mean",  # only if rewards have components
+    "learner_reward_part_mean",  # only with a mixture
     *("weight_parity_ratio", "weight_parity_nats", "rows_outstanding", "learner_heldout_reward_mean"),
     *("checkpoint_interval_versions", "checkpoint_policy_version", "checkpoint_last_success_timestamp_seconds"),
     *("heartbeat_timestamp_seconds", "deadline_seconds"),

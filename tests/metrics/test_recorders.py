@@ -31,6 +31,7 @@ def learner() -> LearnerMetrics:
     metrics.step(outcome="trained", duration_s=0.3, tokens=640)
     metrics.utilisation(model_flops=6_000_000, peak_flops_per_s=989e12)
     metrics.reward_components({"right": 0.5})
+    metrics.reward_parts({"sums": 0.25})
     metrics.numbers({number.name: 0.9 for number in NUMBERS})
     metrics.staleness(groups={0: 10, 2: 6}, tokens={0: 500, 1: 100, 2: 40}, in_flight={1: 6}, in_buffer={0: 12, 1: 4})
     metrics.rows_outstanding(3)

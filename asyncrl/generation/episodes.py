@@ -1,0 +1,157 @@
+"""Episodes: the samples of a group, as the engine saw them.
+
+An episode is a sequence of nodes. A node has the tokens that the model sampled in one go, or tokens that it read: the
+prompt, the output of a tool, the text of a template. The tokens of all nodes, one after another, are exactly the
+sequence that the engine saw. Only sampled tokens are trained. An answer to a prompt is the smallest episode: a node
+that is read and a node that is sampled.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from itertools import chain, groupby, takewhile
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from asyncrl.buffer.records import VersionSpan
+from asyncrl.common.version import Version
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data.specs import NO_VERSION
+from asyncrl.errors import HandshakeError
+from asyncrl.generation.interfaces import Completion
+
+
+class Origin(StrEnum):
+    """Where the tokens of a node come from: the model, the environment, or the chat template."""
+
+    SAMPLED = "sampled"
+    ENVIRONMENT = "environment"
+    TEMPLATE = "template"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """Tokens that were added to an episode together. A sampled node has the log-prob (nats, as sampled) and the version
+    of each token; other nodes have neither.
+
+    Raises HandshakeError unless this is so (F25).
+    """
+
+    origin: Origin
+    token_ids: Sequence[int]
+    logprobs: Sequence[float] = ()
+    versions: Sequence[Version] = ()
+
+    def __post_init__(self) -> None:
+        needed = len(self.token_ids) if self.sampled else 0
+        if len(self.logprobs) != needed or len(self.versions) != needed:
+            raise HandshakeError(
+                f"a node of {len(self.token_ids)} tokens ({self.origin}) has {len(self.logprobs)} log-probs and "
+                f"{len(self.versions)} versions; every sampled token needs one log-prob and one version, and no other "
+                "token may have any"
+            )
+
+    @property
+    def sampled(self) -> bool:
+        return self.origin is Origin.SAMPLED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Episode:
+    """One sample of a group. `text` is what is scored. `truncated` is True if a length limit ended it."""
+
+    nodes: tuple[Node, ...]
+    text: str
+    truncated: bool
+
+    @cached_property
+    def tokens(self) -> int:
+        """Number of tokens of the whole sequence."""
+        return sum(len(node.token_ids) for node in self.nodes)
+
+    @cached_property
+    def prompt_tokens(self) -> int:
+        """Number of tokens before the first sampled one."""
+        return sum(len(node.token_ids) for node in takewhile(lambda node: not node.sampled, self.nodes))
+
+    @cached_property
+    def sampled_tokens(self) -> int:
+        return sum(len(node.token_ids) for node in self.sampled_nodes)
+
+    @property
+    def sampled_nodes(self) -> Iterator[Node]:
+        return (node for node in self.nodes if node.sampled)
+
+    @cached_property
+    def version_spans(self) -> tuple[VersionSpan, ...]:
+        """The runs of equal versions of the sampled tokens."""
+        return version_spans(list(chain.from_iterable(node.versions for node in self.sampled_nodes)))
+
+
+def single_turn(prompt_ids: Sequence[int], completion: Completion) -> Episode:
+    """Returns the episode of one answer to a prompt."""
+    return Episode(
+        nodes=(
+            Node(origin=Origin.ENVIRONMENT, token_ids=prompt_ids),
+            Node(
+                origin=Origin.SAMPLED,
+                token_ids=completion.token_ids,
+                logprobs=completion.logprobs,
+                versions=completion.versions,
+            ),
+        ),
+        text=completion.text,
+        truncated=completion.truncated,
+    )
+
+
+def version_spans(versions: Sequence[Version]) -> tuple[VersionSpan, ...]:
+    """Returns the runs of equal versions of sampled tokens.
+
+    >>> version_spans([Version(1, 2), Version(1, 2), Version(1, 3)])
+    (VersionSpan(incarnation=1, step=2, tokens=2), VersionSpan(incarnation=1, step=3, tokens=1))
+    """
+    runs = ((version, len([*tokens])) for version, tokens in groupby(versions))
+    return tuple(VersionSpan(version.incarnation, version.step, tokens) for version, tokens in runs)
+
+
+def episode_rows(episodes: Sequence[Episode]) -> BatchedDataDict:
+    """Returns the rows of G episodes, of shape [G, S]: their tokens, padded on the right.
+
+    Tokens that were not sampled have log-prob 0, version NO_VERSION and mask 0. So has padding.
+    """
+    lengths = np.array([episode.tokens for episode in episodes], dtype=np.int64)
+    positions_S = np.arange(int(lengths.max(initial=0)))
+    # A mask takes the tokens of all rows one after another, so that each column is written at once.
+    within_GS = positions_S < lengths[:, None]
+    nodes = [node for episode in episodes for node in episode.nodes]
+    sampled_GS = np.zeros(within_GS.shape, dtype=bool)
+    sampled_GS[within_GS] = np.repeat([node.sampled for node in nodes], [len(node.token_ids) for node in nodes])
+
+    def column(
+        fill: float, values: npt.NDArray[Any], dtype: npt.DTypeLike, *, places: npt.NDArray[np.bool_] = sampled_GS
+    ) -> torch.Tensor:
+        column_GS = np.full(within_GS.shape, fill, dtype=dtype)
+        column_GS[places] = values
+        return torch.from_numpy(column_GS)
+
+    sampled = [node for node in nodes if node.sampled]
+    spans = [span for episode in episodes for span in episode.version_spans]
+    steps = np.repeat(*np.array([(span.step, span.tokens) for span in spans], dtype=np.int64).reshape(-1, 2).T)
+    token_ids = _flat([node.token_ids for node in nodes], np.int64)
+    return BatchedDataDict(
+        input_ids=column(0, token_ids, np.int64, places=within_GS),
+        weight_versions=column(NO_VERSION, steps, np.int64),
+        generation_logprobs=column(0, _flat([node.logprobs for node in sampled], np.float32), np.float32),
+        token_mask=torch.from_numpy(sampled_GS.astype(np.float32)),
+        input_lengths=torch.from_numpy(lengths),
+    )
+
+
+def _flat(rows: Sequence[Sequence[float]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Returns all numbers of the rows. Each row is converted by itself, so that other threads run in between."""
+    return np.concatenate([np.array(row, dtype=dtype) for row in rows]) if rows else np.empty(0, dtype=dtype)

@@ -1,0 +1,79 @@
+"""Episodes: their rows, and what is trained of them."""
+
+import pytest
+
+from asyncrl.buffer.records import Ticket, VersionSpan
+from asyncrl.common.version import Version
+from asyncrl.data.prompts import Task
+from asyncrl.errors import HandshakeError
+from asyncrl.generation.episodes import Episode, Node, Origin, episode_rows
+from asyncrl.generation.rollout import finished_group
+from asyncrl.learner.batch import turns
+
+TICKET = Ticket(
+    group=3, attempt=0, task=Task(question="q", prompt="q", answer="a", part="games"), seed=0, version=Version(1, 6),
+    max_staleness_versions=2, replica="a",
+)  # fmt: skip
+
+
+def read(*tokens: int, origin: Origin = Origin.ENVIRONMENT) -> Node:
+    return Node(origin=origin, token_ids=tokens)
+
+
+def sampled(*tokens: int, step: int = 6) -> Node:
+    return Node(
+        origin=Origin.SAMPLED,
+        token_ids=tokens,
+        logprobs=[-0.5] * len(tokens),
+        versions=[Version(1, step)] * len(tokens),
+    )
+
+
+def episode(*nodes: Node) -> Episode:
+    return Episode(nodes=nodes, text="", truncated=False)
+
+
+LONG = episode(read(1, 2), sampled(3), read(4, origin=Origin.TEMPLATE), read(5, 6), sampled(7, 8, step=7), read(9))
+SHORT = episode(read(1, 2), sampled(3, 3))
+
+
+def test_rows_have_the_whole_sequence_and_only_sampled_tokens_are_trained() -> None:
+    rows = episode_rows([LONG, SHORT])
+    assert {name: column.tolist() for name, column in rows.items()} == {
+        "input_ids": [[1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 3, 0, 0, 0, 0, 0]],
+        "weight_versions": [[-1, -1, 6, -1, -1, -1, 7, 7, -1], [-1, -1, 6, 6, -1, -1, -1, -1, -1]],
+        "generation_logprobs": [[0, 0, -0.5, 0, 0, 0, -0.5, -0.5, 0], [0, 0, -0.5, -0.5, 0, 0, 0, 0, 0]],
+        "token_mask": [[0, 0, 1, 0, 0, 0, 1, 1, 0], [0, 0, 1, 1, 0, 0, 0, 0, 0]],
+        "input_lengths": [9, 4],
+    }
+
+
+def test_a_group_counts_what_was_sampled_and_what_was_read() -> None:
+    meta = finished_group(TICKET, episodes=[LONG, SHORT], rewards=[1.0, 0.0], replica="a", scoring_s=0.0).meta
+    assert (meta.prompt_tokens, meta.completion_tokens, meta.read_tokens) == (2, (3, 2), (4, 0))
+    assert meta.row_tokens == [9, 4]
+    assert meta.generated_tokens == 5
+    assert (meta.oldest, meta.newest, meta.mid_sequence_updates) == (6, 7, 1)
+    assert meta.version_spans == ((VersionSpan(1, 6, 1), VersionSpan(1, 7, 2)), (VersionSpan(1, 6, 2),))
+    assert meta.part == "games"
+    alone = finished_group(TICKET, episodes=[SHORT], rewards=[1.0], replica="a", scoring_s=0.0).meta
+    assert alone.read_tokens == ()
+    assert alone.row_tokens == [4]
+
+
+def test_the_turns_of_a_row_are_found_by_its_versions() -> None:
+    [row, _] = episode_rows([LONG, SHORT])["weight_versions"].tolist()
+    assert turns(row[2:]) == ((0, 1), (3, 2), (1, 0))
+    assert turns([4, 4, 5]) == ((0, 3),)
+    assert turns([]) == ()
+
+
+@pytest.mark.parametrize("column", ["logprobs", "versions"])
+@pytest.mark.fault("F25")
+def test_a_sampled_token_without_its_log_prob_or_version_is_refused(column: str) -> None:
+    whole = {"logprobs": [-1.0] * 2, "versions": [Version(1, 8)] * 2}
+    Node(origin=Origin.SAMPLED, token_ids=[4, 5], **whole)  # type: ignore[arg-type]
+    with pytest.raises(HandshakeError, match=r"a node of 2 tokens \(sampled\) has"):
+        Node(origin=Origin.SAMPLED, token_ids=[4, 5], **(whole | {column: whole[column][:1]}))  # type: ignore[arg-type]
+    with pytest.raises(HandshakeError, match="no other token may have any"):
+        Node(origin=Origin.TEMPLATE, token_ids=[4, 5], **{column: whole[column]})  # type: ignore[arg-type]
