@@ -18,6 +18,7 @@ from asyncrl.views.samples import (
     differences,
     samples_of_step,
     steps_with_samples,
+    were_read,
 )
 
 STEPS_SHOWN = 12
@@ -36,11 +37,13 @@ OPEN_TOKENS = 1_000
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
     """A token of a completion. `css` has the classes of its bands. `title` is its log-prob difference, unless that is
-    within the first band."""
+    within the first band. `begins` is whether the tokens before it were sampled and it was read, or the other way
+    round."""
 
     text: str
     css: str = ""
     title: str = ""
+    begins: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,20 +153,24 @@ def _sample(sample: SampleRecord, *, most: int, is_open: bool) -> ShownSample:
 
 def _tokens(sample: SampleRecord) -> list[Token]:
     """Returns the tokens of a completion. A class such as `age-2` is the band of a token. Tokens of the first band have
-    no class, because most tokens are in it, and `age-none` means that the sample was recorded without it."""
+    no class, because most tokens are in it, and `age-none` means that the sample was recorded without it. Tokens that
+    were read have the class `read`."""
     if not sample.tokens:
         return [Token(text=shortened(sample.completion), css=" ".join(f"{by}-none" for by in COLOR_BY))]
     bands = {by: bands_of(sample, by) for by in COLOR_BY}
     nats = differences(sample) or [0.0] * len(sample.tokens)
+    read = were_read(sample)
     tokens = []
     for place, text in enumerate(sample.tokens):
-        classes = [
+        classes = ["read"] if read[place] else []
+        classes += [
             f"{by}-{'none' if of_tokens is None else of_tokens[place]}"
             for by, of_tokens in bands.items()
-            if of_tokens is None or of_tokens[place] > 0
+            if of_tokens is None or of_tokens[place]
         ]
-        title = f"{nats[place]:+.2f} nats" if abs(nats[place]) >= DIFFERENCES[0] else ""
-        tokens.append(Token(text=text, css=" ".join(classes), title=title))
+        title = f"{nats[place]:+.2f} nats" if abs(nats[place]) >= DIFFERENCES[0] and not read[place] else ""
+        begins = place > 0 and read[place] != read[place - 1]
+        tokens.append(Token(text=text, css=" ".join(classes), title=title, begins=begins))
     return tokens
 
 

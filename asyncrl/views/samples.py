@@ -37,6 +37,8 @@ TERMINAL_COLORS: Mapping[ColorBy, tuple[str, ...]] = {
     "mask": ("green", "bright_black"),
 }
 """Colours of the bands in a terminal."""
+READ_COLOR = "bright_black"
+"""Colour of tokens that were read, in a terminal."""
 
 
 def steps_with_samples(folder: Path) -> list[int]:
@@ -67,20 +69,31 @@ def samples_of(folder: Path, *, step: int | None, worst: bool) -> list[SampleRec
     return samples
 
 
-def bands_of(sample: SampleRecord, by: ColorBy) -> list[int] | None:
-    """Returns for each completion token the index of its band in `BANDS[by]`. None if the sample was recorded without
-    the numbers that the bands need."""
+def bands_of(sample: SampleRecord, by: ColorBy) -> list[int | None] | None:
+    """Returns for each completion token the index of its band in `BANDS[by]`; None for a token that was read and has no
+    such property. Returns None if the sample was recorded without the numbers that the bands need."""
     match by:
         case "age":
-            # versions only grow along a completion, so the spans in their order are those of its tokens
-            ages = [sample.step - version for version, count in sample.version_spans for _ in range(count)]
-            return [min(age, len(BANDS["age"]) - 1) for age in ages]
+            # versions only grow along an episode, so the spans in their order are those of its sampled tokens
+            ages = iter([sample.step - version for version, count in sample.version_spans for _ in range(count)])
+            return [None if read else min(next(ages), len(BANDS["age"]) - 1) for read in were_read(sample)]
         case "difference":
-            found = differences(sample)
-            return None if found is None else [sum(abs(each) >= bound for bound in DIFFERENCES) for each in found]
+            if (found := differences(sample)) is None:
+                return None
+            bands = [sum(abs(each) >= bound for bound in DIFFERENCES) for each in found]
+            return [None if read else band for read, band in zip(were_read(sample), bands, strict=True)]
         case "mask":
-            masked = [int(not trained) for trained, count in sample.trained_spans for _ in range(count)]
+            masked: list[int | None] = [
+                int(not trained) for trained, count in sample.trained_spans for _ in range(count)
+            ]
             return masked or None
+
+
+def were_read(sample: SampleRecord) -> list[bool]:
+    """Returns for each completion token whether the model read it, for example as the answer of a tool. The other
+    tokens were sampled."""
+    turns = sample.turns or ((0, len(sample.tokens)),)
+    return [was_read for read, sampled in turns for was_read in (*[True] * read, *[False] * sampled)]
 
 
 def differences(sample: SampleRecord) -> list[float] | None:
@@ -95,7 +108,12 @@ def shown_sample(sample: SampleRecord, *, by: ColorBy) -> Iterator[Text]:
     """Yields the lines that show a sample. Raises RunError if it was recorded without what the colours show."""
     yield Text(", ".join([f"step {sample.step}", f"group {sample.group}", *facts(sample)]), style="bold")
     yield Text.assemble(("prompt      ", "dim"), _plain(sample.rendered_prompt))
-    yield Text.assemble(("completion  ", "dim"), *_tokens(sample, by))
+    tokens = _tokens(sample, by)
+    for read, sampled in sample.turns or ((0, len(tokens)),):
+        if read:
+            yield Text.assemble(("read        ", "dim"), *tokens[:read])
+        yield Text.assemble(("completion  ", "dim"), *tokens[read : read + sampled])
+        tokens = tokens[read + sampled :]
     if sample.answer:
         yield Text.assemble(("answer      ", "dim"), _plain(sample.answer))
     yield Text.assemble(("tokens      ", "dim"), ages_in_words(sample))
@@ -132,7 +150,10 @@ def _tokens(sample: SampleRecord, by: ColorBy) -> Sequence[tuple[str, str]]:
         }
         raise RunError(f"the samples have no {lacking[by]}")
     colors = TERMINAL_COLORS[by]
-    return [(_plain(token), colors[band]) for token, band in zip(sample.tokens, bands, strict=True)]
+    return [
+        (_plain(token), READ_COLOR if band is None else colors[band])
+        for token, band in zip(sample.tokens, bands, strict=True)
+    ]
 
 
 def _plain(text: str) -> str:

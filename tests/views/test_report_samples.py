@@ -70,6 +70,19 @@ def test_a_token_has_the_bands_of_its_age_its_difference_and_its_mask() -> None:
     assert (group.prompt, group.answer, step.reward) == ("<user>2+2=<bot>", "4", 0.75)
 
 
+def test_tokens_that_were_read_have_neither_an_age_nor_a_difference() -> None:
+    trained = ((True, 1), (False, 2), (True, 1))
+    episode = msgspec.structs.replace(
+        SAMPLE, turns=((0, 1), (2, 1)), version_spans=((5, 1), (7, 1)), trained_spans=trained
+    )
+    assert shown([episode]).steps[0].groups[0].samples[0].begin == [
+        Token(text="fo", css="age-2"),
+        Token(text="u", css="read mask-1", begins=True),
+        Token(text="r", css="read mask-1"),
+        Token(text="<end>", css="difference-3", title="+2.50 nats", begins=True),
+    ]
+
+
 def test_what_was_not_recorded_cannot_be_chosen() -> None:
     without = msgspec.structs.replace(SAMPLE, prev_logprobs=None, trained_spans=())
     found = shown([without])

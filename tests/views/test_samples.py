@@ -65,6 +65,25 @@ def test_tokens_are_coloured_by_their_age_by_the_difference_of_log_probs_or_by_t
     assert "not trained" in legend("mask").plain
 
 
+def test_an_episode_is_shown_by_turns_and_what_was_read_has_no_age() -> None:
+    turns = ((0, 1), (2, 1))
+    episode = msgspec.structs.replace(SAMPLE, turns=turns, version_spans=((5, 1), (7, 1)))
+    shown = lines(episode)
+    assert [line.plain.split()[0] for line in shown] == [
+        "step",
+        "prompt",
+        "completion",
+        "read",
+        "completion",
+        "answer",
+        "tokens",
+    ]
+    assert [colors(line) for line in shown[2:5]] == [["dark_orange"], ["bright_black"] * 2, ["green"]]
+    assert [line.plain[12:] for line in shown[2:5]] == ["fo", "ur", "<end>"]
+    differing = lines(episode, by="difference")
+    assert [colors(line) for line in differing[2:5]] == [["green"], ["bright_black"] * 2, ["red"]]
+
+
 def test_a_difference_needs_the_log_probs_and_a_mask_needs_its_spans() -> None:
     with pytest.raises(RunError, match="no mask: an earlier version of asyncrl wrote them"):
         lines(msgspec.structs.replace(SAMPLE, trained_spans=()), by="mask")
