@@ -1,11 +1,12 @@
 """`asyncrl init MODEL DATA`: writes a first configuration for the user's model and dataset."""
 
 import math
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,13 +17,44 @@ from asyncrl.cli.terminal import say
 from asyncrl.config.import_path import is_import_path
 from asyncrl.config.schema import Config
 from asyncrl.config.starter import Facts, starter_yaml
-from asyncrl.data.prompts import Task, split
+from asyncrl.data.column_names import NO_ANSWER, columns_for
+from asyncrl.data.hugging_face import FORMATS, hugging_face_rows
+from asyncrl.data.prompts import Task
+from asyncrl.data.prompts import split as hold_out
+from asyncrl.data.rows import first_row
 from asyncrl.environments.interfaces import read_tasks
 from asyncrl.errors import ConfigError
 from asyncrl.policy.model_directory import read_model
 
 LOOKED_AT = 10_000
 """Number of prompts whose lengths are measured. This takes seconds and finds the longest prompt of most datasets."""
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+
+Prompt = Annotated[
+    str | None,
+    typer.Option(
+        metavar="COLUMN", show_default=False, help="Column of the prompts; default: `prompt`, or a likely one."
+    ),
+]
+Answer = Annotated[
+    str | None,
+    typer.Option(
+        metavar="COLUMN",
+        show_default=False,
+        help=f"Column of the answers; default: `answer`, or a likely one. {NO_ANSWER}: there are no answers.",
+    ),
+]
+Subset = Annotated[str | None, typer.Option(metavar="NAME", show_default=False, help="Subset of a dataset on the Hub.")]
+Split = Annotated[str, typer.Option(metavar="SPLIT", help="Split of a dataset on the Hub, or a part of it.")]
+CompletionTokens = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        show_default=False,
+        help="Maximum length of a completion, tokens; default: four times the longest answer.",
+    ),
+]
 
 
 def init(
@@ -31,48 +63,56 @@ def init(
         str,
         typer.Argument(
             metavar="DATA",
-            help="JSONL file with `prompt` and `answer` in each line, or package.module:function that returns tasks.",
+            help="File of questions and answers (.jsonl, .csv, .parquet, .json, .arrow), a folder of such files, a "
+            "dataset of the Hugging Face Hub (owner/name), or package.module:function that returns tasks.",
         ),
     ],
+    prompt: Prompt = None,
+    answer: Answer = None,
+    subset: Subset = None,
+    split: Split = "train",
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="File to write.")] = Path("run.yaml"),
     reward: Annotated[
         str, typer.Option(metavar="REWARD", help="exact_match, math_verify, or package.module:function.")
     ] = "exact_match",
-    completion_tokens: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            show_default=False,
-            help="Maximum length of a completion, tokens; default: four times the longest answer.",
-        ),
-    ] = None,
+    completion_tokens: CompletionTokens = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
     """Write a first configuration, whose numbers fit together and fit your model and your data.
 
-    The command measures prompts and answers with the model's tokenizer, looks for GPUs, and checks the file that it
-    wrote.
+    The command finds the columns of your data, measures prompts and answers with the model's tokenizer, looks for GPUs,
+    and checks the file that it wrote.
 
     \b
       asyncrl init models/my-llama questions.jsonl
+      asyncrl init models/my-llama mine.csv --prompt problem --answer result
+      asyncrl init Qwen/Qwen2.5-1.5B-Instruct agentica-org/DeepScaleR-Preview-Dataset --reward math_verify
       asyncrl up -c run.yaml
     """
     if output.exists() and not force:
         raise ConfigError(f"{output} exists already; name another file with --output, or add --force")
     _check_model(model)
-    section = {"dataset": data} if is_import_path(data) else {"dataset": "jsonl", "path": str(Path(data))}
+    section = _section(data, subset=subset, split=split, prompt=prompt, answer=answer)
+    _write_starter(output, section, model=model, reward=reward, completion=completion_tokens, named=data)
+
+
+def _write_starter(
+    output: Path, section: Mapping[str, Any], *, model: str, reward: str, completion: int | None, named: str
+) -> None:
+    """Measures the data, writes and checks the configuration, and prints what the next commands are."""
     reading = Config.model_validate({"data": section})
     tasks = read_tasks(reading)  # in the same way as a run
     if not tasks:
-        raise ConfigError(f"{data}: has no prompts; name a dataset with at least one")
-    facts = _facts(model, section, tasks[:LOOKED_AT], prompts=len(tasks), reward=reward, completion=completion_tokens)
+        raise ConfigError(f"{named}: has no prompts; name a dataset with at least one")
+    facts = _facts(model, section, tasks[:LOOKED_AT], prompts=len(tasks), reward=reward, completion=completion)
     warnings = _write_checked(output, starter_yaml(facts))
-    _, heldout = split(tasks, reading.data.heldout_fraction)
+    _, heldout = hold_out(tasks, reading.data.heldout_fraction)
     say(
         f"wrote {output}: {facts.prompts} prompts of at most {facts.longest_prompt} tokens, {len(heldout)} of them "
         f"held out for evaluation, {_places(facts.gpus)}"
     )
+    for name, column in section.get("columns", {}).items():
+        say(f"data.columns: {name} is {f'the column {column}' if column else 'left out'}")
     if not heldout:
         warnings.append(
             "the run will have no held-out evaluation, because none of the prompts is held out: a hash of the prompt "
@@ -80,7 +120,46 @@ def init(
             "data.heldout_fraction"
         )
     print_warnings(warnings)
+    say(f"look at the prompts: asyncrl data show -c {output}")
     say(f"start it with: asyncrl up -c {output}")
+
+
+def _section(data: str, *, subset: str | None, split: str, prompt: str | None, answer: str | None) -> dict[str, Any]:
+    """Returns the keys of the section `data` for DATA and the options about it. Raises DatasetError if DATA cannot be
+    read, and ConfigError if its columns are not known."""
+    path, section = Path(data), dict[str, Any]()
+    is_table = path.suffix in FORMATS and path.suffix != ".jsonl"
+    if is_import_path(data):
+        section = {"dataset": data}
+    elif is_table or path.is_dir() or (path.suffix != ".jsonl" and not path.exists() and _HUB_ID.fullmatch(data)):
+        section = {"dataset": "hf", "path": data}
+    else:
+        section = {"dataset": "jsonl", "path": str(path)}
+    section |= {} if subset is None else {"subset": subset}
+    section |= {} if split == "train" else {"split": split}
+    names = _columns_of(Config.model_validate({"data": section}))
+    if names is not None:
+        columns = columns_for(names, prompt=prompt, answer=answer, source=data)
+        section |= {"columns": columns} if columns else {}
+    elif is_import_path(data) and (prompt, answer) != (None, None):
+        raise ConfigError(
+            f"--prompt and --answer: are for files and datasets, not for the function {data}; remove them"
+        )
+    return section
+
+
+def _columns_of(config: Config) -> list[str] | None:
+    """Returns the keys of the first row of a file or of a dataset on the Hub; None if its rows come from code, or if
+    its first row is not an object."""
+    data = config.data
+    if data.dataset not in ("hf", "jsonl"):
+        return None
+    if data.dataset == "hf":
+        rows = hugging_face_rows(str(data.path), subset=data.subset, split=data.split, options=data.options)
+        first: object = next(iter(rows), None)
+    else:
+        first = first_row(Path(str(data.path)))
+    return list(map(str, first)) if isinstance(first, Mapping) else None
 
 
 def _check_model(model: str) -> None:
@@ -116,14 +195,15 @@ def _places(gpus: int) -> str:
 
 
 def _facts(
-    model: str, data: Mapping[str, str], tasks: Sequence[Task], *, prompts: int, reward: str, completion: int | None
+    model: str, data: Mapping[str, Any], tasks: Sequence[Task], *, prompts: int, reward: str, completion: int | None
 ) -> Facts:
     """Measures `tasks` with the model's tokenizer, and collects the facts for `starter_yaml`."""
     from asyncrl.data.tokenizer import encode_prompts, load_tokenizer
 
     tokenizer = load_tokenizer(model, chat="auto")
     answers = tokenizer([task.answer for task in tasks], add_special_tokens=False)["input_ids"]
-    name = Path(data.get("path") or data["dataset"].partition(":")[0]).stem.replace("_", "-")
+    source = Path(data.get("path") or data["dataset"].partition(":")[0]).stem
+    name = re.sub(r"[^a-zA-Z0-9.]+", "-", source)[:64]
     return Facts(
         name=name if name[:1].isalnum() else "run",
         model=model,

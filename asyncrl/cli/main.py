@@ -40,6 +40,7 @@ COMMANDS: dict[str, str] = {
     "samples": "Show samples of a run, token by token.",
     "export": "Write the trained weights of a run for other programs.",
     "report": "Write an HTML page with the curves and totals of a run.",
+    "compare": "Write an HTML page that compares several runs.",
     "data": "Show the prompts of a configuration, token by token.",
     "model": "Build the tiny model that a configuration describes.",
     "losses": "List the published objectives for algorithm.loss.",

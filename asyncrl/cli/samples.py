@@ -22,7 +22,10 @@ def samples(
     most: Annotated[int, typer.Option("-n", metavar="N", min=1, help="Number of samples.")] = 8,
     color: Annotated[
         ColorBy,
-        typer.Option(help="Colour tokens by their age in versions, or by engine's minus policy's log-prob."),
+        typer.Option(
+            help="Colour tokens by their age in versions, by engine's minus policy's log-prob, or by whether they are "
+            "trained."
+        ),
     ] = "age",
 ) -> None:
     """Show samples that a run has trained: prompt, completion token by token, rewards by component, advantage, and the

@@ -5,8 +5,10 @@ nor transformers.
 """
 
 import math
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from asyncrl.config.plain_yaml import dump_yaml
 from asyncrl.config.schema import RaySection
@@ -21,6 +23,9 @@ ROWS_MIB = 256
 """Room for rows in Ray's object store, in addition to the weights, MiB."""
 ANSWER_FACTOR = 4
 """Ratio of the longest completion to the longest reference answer, unless the user gives --completion-tokens."""
+SMALL_MODEL = 20_000_000
+"""Parameters up to which a model is trained with a large learning rate. The quickstart's model has 0.5 million."""
+EVAL_EVERY_STEPS = 20
 SHORTEST_COMPLETION = 16
 """Smallest limit for completions that is chosen without --completion-tokens, tokens. If the model has no room for it,
 the longest answer must have room."""
@@ -31,14 +36,14 @@ class Facts:
     """The facts that `asyncrl init` found about the model and the dataset.
 
     Lengths are in tokens of the model's tokenizer. Prompts are measured with the chat template, if it is applied.
-    `data` are the keys `dataset` and `path` of the section `data`. `completion_tokens` is the user's option
+    `data` are the keys of the section `data` that say what is read. `completion_tokens` is the user's option
     --completion-tokens. `longest_model` is the model's maximum sequence length in tokens, `parameters` its number of
     parameters; both are None if the model's files do not give them.
     """
 
     name: str
     model: str
-    data: Mapping[str, str]
+    data: Mapping[str, Any]
     reward: str
     prompts: int
     longest_prompt: int
@@ -67,8 +72,8 @@ def starter_yaml(facts: Facts) -> str:
         f"  dtype: {'bfloat16' if on_gpu else 'float32'}",
         f"  max_length: {prompt + completion} # prompt and completion: {prompt} + {completion}",
         "data:",
-        *(f"  {key}: {_text(value)}" for key, value in facts.data.items()),
-        '  prompt_template: "{question}" # makes the prompt; the other keys of a JSONL row are fields too',
+        *_block(facts.data),
+        '  prompt_template: "{question}" # makes the prompt; the other columns of a row are fields too',
         f"  max_prompt_tokens: {prompt} # the longest prompt has {facts.longest_prompt}",
         "environment:",
         f"  reward: {_text(facts.reward)} # or your own package.module:function of (task, completion)",
@@ -77,6 +82,8 @@ def starter_yaml(facts: Facts) -> str:
         "staleness:",
         f"  max_versions: {1 if facts.gpus == 1 else 2} # maximum age of training data in versions; 0 is on-policy and "
         "slower",
+        "eval:",
+        f"  every_steps: {EVAL_EVERY_STEPS} # evaluates held-out prompts while the run trains",
         *_ray(facts, bytes_per_parameter=2 if on_gpu else 4),
     ]
     return "\n".join(lines) + "\n"
@@ -132,10 +139,17 @@ def _learner(facts: Facts, *, length: int, groups: int) -> list[str]:
         "  batching: packed # no padding, and the samples of a group share their prompt",
         f"  micro_batch_tokens: {tokens} # in one pass; lower it if memory runs out",
         "  optimizer:",
-        f"    learning_rate: {'2.0e-6' if on_gpu else '1.0e-5'} # raise it if the reward does not change",
+        f"    learning_rate: {_rate(facts)}",
         "    warmup_steps: 10",
         "    schedule: constant",
     ]
+
+
+def _rate(facts: Facts) -> str:
+    """Returns the learning rate with its comment."""
+    if facts.parameters is not None and facts.parameters <= SMALL_MODEL:
+        return f"5.0e-4 # a model of {facts.parameters / 1e6:.1f}M parameters takes a large one"
+    return f"{'2.0e-6' if facts.gpus else '1.0e-5'} # raise it if the reward does not change"
 
 
 def _ray(facts: Facts, *, bytes_per_parameter: int) -> list[str]:
@@ -156,6 +170,11 @@ def _ray(facts: Facts, *, bytes_per_parameter: int) -> list[str]:
 
 def _up_to_multiple(number: int, unit: int) -> int:
     return math.ceil(number / unit) * unit
+
+
+def _block(section: Mapping[str, Any]) -> list[str]:
+    """Returns the lines of a section, indented below its name."""
+    return textwrap.indent(dump_yaml(dict(section)), "  ").splitlines()
 
 
 def _text(value: str) -> str:

@@ -28,7 +28,7 @@ def hugging_face_rows(
     try:
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             return _saved(datasets.load_from_disk(source), split=split)
-        if path.exists():
+        if path.exists() or path.suffix in FORMATS:
             return _of_files(path, split=split, options=options)
         return datasets.load_dataset(source, subset, split=split, **options)  # type: ignore[no-any-return]
     except DatasetError:
@@ -52,6 +52,8 @@ def _of_files(path: Path, *, split: str, options: Mapping[str, Any]) -> Iterable
     """Reads a file, or all files of a folder that have the same known end."""
     import datasets
 
+    if not path.exists():
+        raise DatasetError(f"data.path = {path}: there is no such file; name a file, a folder, or a dataset of the Hub")
     files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.suffix in FORMATS)
     ends = {FORMATS.get(each.suffix) for each in files}
     if not files or len(ends) > 1 or None in ends:

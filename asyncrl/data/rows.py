@@ -74,6 +74,16 @@ def read_jsonl(
         )
 
 
+def first_row(path: Path) -> Mapping[str, Any] | None:
+    """Returns the first row of a file with one JSON object a line; None if there is none. `read_jsonl` says why."""
+    try:
+        with path.open("rb") as file:
+            first = next(_lines(file, max_row_bytes=MAX_ROW_BYTES), None)
+    except OSError:
+        return None
+    return first if isinstance(first, Mapping) else None
+
+
 def read_rows(
     rows: Iterable[Row],
     *,

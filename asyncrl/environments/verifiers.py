@@ -70,8 +70,9 @@ async def judge(
     task: Task,
     completion: str,
     *,
-    url: str,
     model: str,
+    url: str = "",
+    url_variable: str = "",
     prompt: str = JUDGE_PROMPT,
     key_variable: str = "",
     max_tokens: int = 512,
@@ -82,11 +83,16 @@ async def judge(
     in its answer.
 
     `prompt` has the fields `{question}`, `{answer}` and `{completion}`. `key_variable` names the environment variable
-    with the key, which `environment.secrets` must list. A scoring process sends at most `most_per_s` requests a second.
+    with the key, and `url_variable` the one with the URL, if there is no `url`. `environment.secrets` must list them. A
+    scoring process sends at most `most_per_s` requests a second.
     Requests that fail for a passing reason are repeated `retries` times. Raises ValueError if the answer has no such
-    number, and the errors of the package `openai`.
+    number or if there is not one URL, and the errors of the package `openai`.
     """
-    client, throttle = _judge_client(url, key_variable, most_per_s, retries)
+    if bool(url) == bool(url_variable):
+        raise ValueError(
+            f"the options of judge have url = {url!r} and url_variable = {url_variable!r}; set one of them"
+        )
+    client, throttle = _judge_client(url or os.environ[url_variable], key_variable, most_per_s, retries)
     fields = {"question": task.prompt, "answer": task.answer, "completion": completion}
     # not str.format: a completion may contain braces, and a prompt may contain JSON
     text = re.sub(r"\{(question|answer|completion)\}", lambda found: fields[found[1]], prompt)

@@ -32,6 +32,9 @@ from asyncrl.ranks.named_rows import LIMIT, MASKS_STALE, STEP
 Decode = Callable[[Sequence[int], bool], str]
 """Decodes token ids to text. The text contains the special tokens if the second argument is True."""
 
+SAMPLE_COLUMNS = ("input_ids", "weight_versions", "token_mask", "sample_mask", "advantages")
+"""The columns of rows that `sample_record` needs."""
+
 
 def check_staleness(lease: Lease) -> None:
     """Raises StalenessViolation when a leased group is staler than the limit of its ticket, or later than its
@@ -214,8 +217,9 @@ def sample_record(
 ) -> SampleRecord:
     """Returns the full record of sample `sample` of a group with this task. Its data is row `row` of `rows`.
 
-    `rows` needs the columns `input_ids`, `weight_versions` and `advantages`. When there is one advantage per token, the
-    record keeps their mean over the completion. The record contains `generation_logprobs` and `prev_logprobs` when
+    `rows` needs `SAMPLE_COLUMNS`. When there is one advantage per token, the record keeps their mean over the
+    completion. Tokens of an extended group that are older than its limit are not trained: the ranks mask them
+    (`asyncrl.ranks.batching`). The record contains `generation_logprobs` and `prev_logprobs` when
     `rows` has these columns.
     """
     prompt, tokens = leased.meta.prompt_tokens, leased.meta.completion_tokens[sample]
@@ -223,7 +227,11 @@ def sample_record(
     advantage = rows["advantages"][row]
     if advantage.ndim:
         advantage = advantage[cut].sum() / max(tokens, 1)
-    versions = rows["weight_versions"][row, cut].tolist()
+    versions_S = rows["weight_versions"][row, cut]
+    trained_S = (rows["token_mask"][row, cut] > 0) & (rows["sample_mask"][row] > 0)
+    if leased.extended:
+        trained_S &= versions_S >= step - leased.max_staleness_versions
+    versions = versions_S.tolist()
     spans = tuple(sorted(Counter(version for version in versions if version != NO_VERSION).items()))
     logprobs = {
         name: tuple(rows[name][row, cut].tolist()) for name in ("generation_logprobs", "prev_logprobs") if name in rows
@@ -241,6 +249,7 @@ def sample_record(
         advantage=float(advantage),
         version_spans=spans,
         turns=turns(versions) if leased.meta.read_tokens else (),
+        trained_spans=tuple((trained, len([*run])) for trained, run in groupby(trained_S.tolist())),
         staleness_versions=step - spans[0][0] if spans else 0,
         truncated=leased.meta.truncated[sample],
         **logprobs,

@@ -30,7 +30,7 @@ from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.sample_ids import group_of
 from asyncrl.errors import RowsLost, StallError
 from asyncrl.learner.audit_records import Ended
-from asyncrl.learner.batch import Decode, check_staleness, sample_ids, step_meta
+from asyncrl.learner.batch import SAMPLE_COLUMNS, Decode, check_staleness, sample_ids, step_meta
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.heldout import HeldoutEvaluation
 from asyncrl.learner.kept_steps import KeptSteps, kept_columns
@@ -119,7 +119,7 @@ class LearnerLoop:
             clock=clock,
         )
         logprobs = ["generation_logprobs", *(["prev_logprobs"] if self._stages.writes_logprobs else [])]
-        logged = ["input_ids", "weight_versions", "advantages", *(logprobs if config.learner.logprobs_logged else [])]
+        logged = [*SAMPLE_COLUMNS, *(logprobs if config.learner.logprobs_logged else [])]
         self._end = StepEnd(recorder=self._recorder, log=log, rows=self._rows, logged_columns=logged)
         self._due: RunSnapshot | None = None  # of the step whose checkpoint is due
         self._unpublished = False  # True if the learner has a newer version than the published one

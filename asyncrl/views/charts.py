@@ -21,6 +21,8 @@ WIDTH, HEIGHT = 380, 210
 STEP = "step"
 LEFT, RIGHT, TOP, BOTTOM = 54, 16, 12, 30
 """Margins in SVG units, with room for labels. The left margin is wide enough for a label such as -1.25e-4."""
+MARGINS = f"{LEFT} {RIGHT} {TOP} {BOTTOM}"
+"""The margins as the script of the page (`charts.js`) reads them."""
 
 AGE_COLORS = tuple(f"age-{index}" for index in range(7))
 """Colours by age, from the lowest staleness to the highest."""
@@ -35,12 +37,16 @@ VALUE_LABEL_WIDTH = 27
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """One named line. `ys` has one entry per x; None and NaN leave a gap. `faint` lines are drawn behind the others."""
+    """One named line. `ys` has one entry per x; None and NaN leave a gap. `faint` lines are drawn behind the others.
+
+    `xs` are the line's own places on the x axis, in ascending order. None: those of the chart.
+    """
 
     name: str
     ys: Sequence[float | None]
     color: str
     style: Literal["line", "faint", "dots"] = "line"
+    xs: Sequence[float] | None = None
 
 
 class Mark(NamedTuple):
@@ -78,7 +84,9 @@ def line_chart(
     x_name: str = STEP,
     marks: Sequence[Mark] = (),
 ) -> Markup:
-    """Returns a chart with lines over steps, or over the quantity `x_name`.
+    """Returns a chart with lines over steps, or over the quantity `x_name`. `xs` are the places of the lines that have
+    no places of their own. A single line needs no legend, unless it has places of its own: other charts of the page
+    then have other lines too.
 
     The y axis covers all values of `include`. `limit` is the label and value of a horizontal line. `marks` beyond the x
     axis are not drawn. A `log` axis cannot show 0, so 0 is drawn at the bottom, a power of ten below the smallest other
@@ -88,14 +96,16 @@ def line_chart(
     values = [y for ys in drawn for y in ys if y is not None]
     if limit is not None:
         values.append(limit[1])
-    if not xs or not values:
+    places = [xs if one.xs is None else one.xs for one in series]
+    everywhere = sorted({at for own in places for at in own})
+    if not everywhere or not values:
         return _figure(title, unit, empty="nothing recorded")
     low, high, ticks = _y_axis([*values, *include], log=log)
     has_zero = log and 0 in values
     drawn = [[low if log and y == 0 else y for y in ys] for ys in drawn]
-    x, y = _x_scale(xs), _Scale(low, high, HEIGHT - BOTTOM, TOP, log)
+    x, y = _x_scale(everywhere), _Scale(low, high, HEIGHT - BOTTOM, TOP, log)
     legend = [(one.name, one.color) for one in series if one.style != "faint"]
-    faint_first = sorted(zip(series, drawn, strict=True), key=lambda pair: pair[0].style != "faint")
+    faint_first = sorted(zip(series, places, drawn, strict=True), key=lambda each: each[0].style != "faint")
     return _figure(
         title,
         unit,
@@ -105,10 +115,10 @@ def line_chart(
         level=None if limit is None else (limit[0], y(limit[1])),
         marks=_marks(marks, x),
         lines=[
-            _line(one, [(x(at), y(value) if value is not None else None) for at, value in zip(xs, ys, strict=True)])
-            for one, ys in faint_first
+            _line(one, [(x(at), y(value) if value is not None else None) for at, value in zip(own, ys, strict=True)])
+            for one, own, ys in faint_first
         ],
-        legend=legend if len(legend) > 1 else [],
+        legend=legend if len(legend) > 1 or any(one.xs is not None for one in series) else [],
         numbers=_numbers(xs, series, x_name=x_name),
     )
 
@@ -278,12 +288,19 @@ def _join(points: Sequence[tuple[float, float]]) -> str:
 
 def _numbers(xs: Sequence[float], series: Sequence[Series], *, x_name: str, percent: bool = False) -> dict[str, Any]:
     """Returns the numbers for the page's script, rounded to the four digits that it shows."""
-    shown = [(one.name, one.color, _drawable(one.ys, log=False)) for one in series]
+
+    def rounded(places: Sequence[float]) -> list[float | None]:
+        return [_four_digits(at) for at in places] if x_name != STEP else list(places)
+
     return {
         "x": x_name,
-        "xs": [_four_digits(x) for x in xs] if x_name != STEP else list(xs),
+        "xs": rounded(xs),
         "percent": percent,
-        "series": [{"name": name, "color": color, "ys": [_four_digits(y) for y in ys]} for name, color, ys in shown],
+        "series": [
+            {"name": one.name, "color": one.color, "ys": [_four_digits(y) for y in _drawable(one.ys, log=False)]}
+            | ({} if one.xs is None else {"xs": rounded(one.xs)})
+            for one in series
+        ],
     }
 
 

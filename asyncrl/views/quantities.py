@@ -42,3 +42,14 @@ def moment(timestamp: str) -> str:
         return f"{datetime.fromisoformat(timestamp).astimezone(UTC):%Y-%m-%d %H:%M} UTC"
     except ValueError:
         return timestamp
+
+
+def change(first: float | None, last: float | None) -> str:
+    """Returns the first and the last value of a reward as text. None means not known.
+
+    >>> change(0.5, 0.75), change(0.5, None), change(None, None)
+    ('0.50 → 0.75', '0.50 at the start', '–')
+    """
+    if first is None:
+        return "–"
+    return f"{first:.2f} at the start" if last is None else f"{first:.2f} → {last:.2f}"

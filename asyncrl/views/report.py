@@ -1,8 +1,9 @@
 """Makes `report.html`: one self-contained page with a run's curves and totals, from its records only.
 
-The page is a Jinja template (`report.html.j2`), a style sheet and a script, which become one file without external
-files. It can be printed: a print is always on white paper and shows the configuration, which is folded on the screen.
-tests/views/test_report_in_chromium.py checks this in a real browser.
+The page is made of Jinja templates (`report.html.j2` in the frame `page.html.j2`), a style sheet and a script, which
+become one file without external files. It can be printed: a print is always on white paper. It shows the
+configuration, which is folded on the screen, and the samples that are open. tests/views/test_report_in_chromium.py
+checks this in a real browser.
 
 The report can be made at any time, also while the run goes on or after it was killed; it then leaves out what is not
 recorded. All text that comes from a run (samples, names, reasons) is escaped, so that markup in a completion stays
@@ -10,7 +11,7 @@ text.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,18 +37,17 @@ from asyncrl.learner.records import (
 from asyncrl.views import charts
 from asyncrl.views.headline import Headline, headline
 from asyncrl.views.report_panels import flow, learning, restart_marks
+from asyncrl.views.report_samples import shown_samples, some_samples
 from asyncrl.views.report_staleness import limit_to_draw, staleness
 from asyncrl.views.run_facts import Setting, facts_of_steps, setting_at
+from asyncrl.views.samples import BANDS, SUBJECTS, facts
 from asyncrl.views.templates import TEMPLATES
-
-SAMPLE_CHARACTERS = 20_000
-"""Longest text of a sample in the report, so that a browser can open the page. The folder samples/ has the whole
-text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecords:
-    """The records of a run. `lost` are those of lost steps. `samples` has the samples of a few steps."""
+    """The records of a run. `lost` are those of lost steps. `samples` has the samples of a few steps, by step, and
+    `steps_with_samples` is the number of steps that have some."""
 
     info: RunInfo
     config: Config
@@ -57,7 +57,8 @@ class RunRecords:
     lost: Sequence[StepRecord]
     evals: Sequence[EvalRecord]
     summary: Summary | None
-    samples: Sequence[SampleRecord]
+    samples: Mapping[int, Sequence[SampleRecord]]
+    steps_with_samples: int
     failures: Sequence[FailureCount]
 
     @property
@@ -88,6 +89,7 @@ def read_run(path: Path) -> RunRecords:
             "make the report with the version that ran it"
         ) from error
     config_path = path / "config.yaml"
+    samples, steps_with_samples = some_samples(path)
     return RunRecords(
         info=info,
         config=load_config([config_path], []),
@@ -97,17 +99,10 @@ def read_run(path: Path) -> RunRecords:
         lost=read_lines(path / LOST_STEPS, StepRecord),
         evals=read_lines(path / "evals.jsonl", EvalRecord),
         summary=summary,
-        samples=_some_samples(path / "samples"),
+        samples=samples,
+        steps_with_samples=steps_with_samples,
         failures=failures,
     )
-
-
-def _some_samples(folder: Path) -> list[SampleRecord]:
-    """Returns the samples of the first, the middle and the last step with a sample file."""
-    numbers = [path.stem.removeprefix("step-") for path in folder.glob("step-*.jsonl")]
-    steps = sorted(int(text) for text in numbers if text.isdecimal())
-    chosen = sorted({steps[0], steps[len(steps) // 2], steps[-1]}) if steps else []
-    return [sample for step in chosen for sample in read_lines(folder / f"step-{step}.jsonl", SampleRecord)]
 
 
 def write_report(path: Path, *, output: Path | None = None, info: RunInfo | None = None) -> Path:
@@ -125,17 +120,20 @@ def report_html(run: RunRecords) -> str:
     marks = restart_marks(run.info.resumed)
     return TEMPLATES.get_template("report.html.j2").render(
         run=run,
-        summary=run.summary or _summary_so_far(run),
+        summary=run.summary or summary_so_far(run),
         learning=learning(run.steps, run.evals, marks=marks) if run.steps else [],
         flow=flow(run.steps, marks=marks) if run.steps else [],
         staleness=staleness(run.steps, limit=drawn_limit, marks=marks) if run.steps else [],
         drawn_limit=drawn_limit,
-        shortened=_shortened,
-        margins=f"{charts.LEFT} {charts.RIGHT} {charts.TOP} {charts.BOTTOM}",
+        samples=shown_samples(run.samples, recorded_steps=run.steps_with_samples),
+        color_by=SUBJECTS,
+        bands=BANDS,
+        facts=facts,
+        margins=charts.MARGINS,
     )
 
 
-def _summary_so_far(run: RunRecords) -> Summary | None:
+def summary_so_far(run: RunRecords) -> Summary | None:
     """Returns the summary of the records so far, for a run that goes on or failed; None without a trained step."""
     if not any(record.trained for record in run.steps):
         return None
@@ -159,13 +157,3 @@ def _summary_so_far(run: RunRecords) -> Summary | None:
         restarts=len(run.info.resumed),
         lost=run.lost,
     )
-
-
-def _shortened(text: str) -> str:
-    """Returns the first `SAMPLE_CHARACTERS` characters of a text, and how many more there are.
-
-    >>> _shortened("x" * 20_003)[-30:]
-    'xxxxxxxx … (3 more characters)'
-    """
-    more = len(text) - SAMPLE_CHARACTERS
-    return text if more <= 0 else f"{text[:SAMPLE_CHARACTERS]} … ({more:,} more characters)"

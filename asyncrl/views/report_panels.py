@@ -78,11 +78,7 @@ def flow(steps: Steps, *, marks: Sequence[Mark] = ()) -> Sequence[str]:
         return share_chart(title, xs, shares, colors=css, unit="share of time", marks=marks)
 
     def rate(name: str, color: str, read: Callable[[Steps], float]) -> Series:
-        def per_s(window: Steps) -> float | None:
-            span_s = window[-1].wall_s - window[0].wall_s
-            return read(window) / span_s if span_s > 0 else None
-
-        return curve(name, color, windows, per_s)
+        return curve(name, color, windows, lambda window: per_second(window, read))
 
     def means(name: str, color: str, read: Callable[[StepRecord], float]) -> Series:
         return curve(name, color, windows, lambda window: mean([read(record) for record in window[1:]]))
@@ -150,6 +146,12 @@ def windows_of(steps: Steps, most: int) -> list[Steps]:
         windows.append([before, *chunk])
         before = chunk[-1]
     return windows
+
+
+def per_second(window: Steps, amount: Callable[[Steps], float]) -> float | None:
+    """Returns the amount of a window for each second between its first and its last record; None without time."""
+    span_s = window[-1].wall_s - window[0].wall_s
+    return amount(window) / span_s if span_s > 0 else None
 
 
 def last_steps(bins: Sequence[Steps]) -> list[float]:

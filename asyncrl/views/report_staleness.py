@@ -44,6 +44,15 @@ def staleness(steps: Steps, *, limit: int | None, marks: Sequence[Mark] = ()) ->
     ]
 
 
+def clock_of(longest_s: float) -> tuple[float, str]:
+    """Returns the unit of a time axis that ends at `longest_s` seconds: its length in seconds, and its name.
+
+    >>> clock_of(90), clock_of(600)
+    ((1.0, 'seconds'), (60.0, 'minutes'))
+    """
+    return next((unit_s, clock) for longest, unit_s, clock in CLOCKS if longest_s <= longest)
+
+
 def _oldest(steps: Steps) -> int:
     """Returns the largest staleness that was trained; 0 if there is none."""
     return max((age for record in steps for age in (*record.group_staleness, *record.token_staleness)), default=0)
@@ -52,7 +61,7 @@ def _oldest(steps: Steps) -> int:
 def _ages_over_time(steps: Steps, *, limit: int | None) -> str:
     """Returns a chart with the oldest and the mean age of trained tokens. None draws no limit."""
     bins = bins_of(steps, CURVE_POINTS)
-    _, unit_s, clock = next(each for each in CLOCKS if steps[-1].wall_s <= each[0])
+    unit_s, clock = clock_of(steps[-1].wall_s)
     series = [
         curve("oldest", "amber", bins, lambda chunk: largest([age for r in chunk for age in r.token_staleness])),
         curve("mean", "blue", bins, lambda chunk: histogram_mean(added([r.token_staleness for r in chunk]))),

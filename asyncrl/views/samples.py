@@ -1,8 +1,11 @@
-"""Shows trained samples of a run in a terminal: the episode, its rewards, and its tokens coloured by a property."""
+"""Shows trained samples of a run in a terminal: the episode, its rewards, and its tokens coloured by a property.
 
-from collections.abc import Iterator, Sequence
+`report_samples.py` shows them in the report, with the same bands of colours.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from rich.text import Text
 
@@ -11,18 +14,42 @@ from asyncrl.learner.record_lines import read_lines
 from asyncrl.learner.records import SampleRecord
 from asyncrl.shown_text import shown
 
-ColorBy = Literal["age", "difference"]
+ColorBy = Literal["age", "difference", "mask"]
+COLOR_BY: tuple[ColorBy, ...] = get_args(ColorBy)
 
-AGES = ("green", "yellow", "dark_orange", "red")
-"""Colours of tokens that are 0, 1, 2, and 3 or more versions old."""
-DIFFERENCES = ((0.1, "green"), (0.5, "yellow"), (1.0, "dark_orange"), (float("inf"), "red"))
-"""Upper bounds of the difference of two log-probs in nats, and the colour below each."""
+DIFFERENCES = (0.1, 0.5, 1.0)
+"""Upper bounds of the first bands of the difference of two log-probs, nats. The last band has no bound."""
+BANDS: Mapping[ColorBy, tuple[str, ...]] = {
+    "age": ("age 0", "1", "2", "3 or more versions"),
+    "difference": (*(f"below {bound:g}" for bound in DIFFERENCES), "more nats"),
+    "mask": ("trained", "not trained"),
+}
+"""Names of the bands into which tokens are sorted; each band has a colour."""
+SUBJECTS: Mapping[ColorBy, str] = {
+    "age": "age in versions",
+    "difference": "|log-prob of the engine − of the policy before the step|",
+    "mask": "mask of the loss",
+}
+"""The property of a token that the bands show."""
+TERMINAL_COLORS: Mapping[ColorBy, tuple[str, ...]] = {
+    "age": ("green", "yellow", "dark_orange", "red"),
+    "difference": ("green", "yellow", "dark_orange", "red"),
+    "mask": ("green", "bright_black"),
+}
+"""Colours of the bands in a terminal."""
+READ_COLOR = "bright_black"
+"""Colour of tokens that were read, in a terminal."""
 
 
 def steps_with_samples(folder: Path) -> list[int]:
     """Returns the steps of a run directory that have a file of samples, in order."""
     names = [path.stem.removeprefix("step-") for path in (folder / "samples").glob("step-*.jsonl")]
     return sorted(int(name) for name in names if name.isdecimal())
+
+
+def samples_of_step(folder: Path, step: int) -> list[SampleRecord]:
+    """Returns the samples of a step that has a file of samples, in their order."""
+    return read_lines(folder / "samples" / f"step-{step}.jsonl", SampleRecord)
 
 
 def samples_of(folder: Path, *, step: int | None, worst: bool) -> list[SampleRecord]:
@@ -36,64 +63,99 @@ def samples_of(folder: Path, *, step: int | None, worst: bool) -> list[SampleRec
         raise RunError(f"{folder} has no samples: learner.groups_logged was 0, or no step has ended yet")
     if step is not None and step not in steps:
         raise RunError(f"{folder} has no samples of step {step}; it has them of the steps {steps[0]} to {steps[-1]}")
-    samples = read_lines(folder / "samples" / f"step-{steps[-1] if step is None else step}.jsonl", SampleRecord)
+    samples = samples_of_step(folder, steps[-1] if step is None else step)
     if worst:
         samples.sort(key=lambda sample: float("-inf") if sample.reward is None else sample.reward)
     return samples
 
 
+def bands_of(sample: SampleRecord, by: ColorBy) -> list[int | None] | None:
+    """Returns for each completion token the index of its band in `BANDS[by]`; None for a token that was read and has no
+    such property. Returns None if the sample was recorded without the numbers that the bands need."""
+    match by:
+        case "age":
+            # versions only grow along an episode, so the spans in their order are those of its sampled tokens
+            ages = iter([sample.step - version for version, count in sample.version_spans for _ in range(count)])
+            return [None if read else min(next(ages), len(BANDS["age"]) - 1) for read in were_read(sample)]
+        case "difference":
+            if (found := differences(sample)) is None:
+                return None
+            bands = [sum(abs(each) >= bound for bound in DIFFERENCES) for each in found]
+            return [None if read else band for read, band in zip(were_read(sample), bands, strict=True)]
+        case "mask":
+            masked: list[int | None] = [
+                int(not trained) for trained, count in sample.trained_spans for _ in range(count)
+            ]
+            return masked or None
+
+
+def were_read(sample: SampleRecord) -> list[bool]:
+    """Returns for each completion token whether the model read it, for example as the answer of a tool. The other
+    tokens were sampled."""
+    turns = sample.turns or ((0, len(sample.tokens)),)
+    return [was_read for read, sampled in turns for was_read in (*[True] * read, *[False] * sampled)]
+
+
+def differences(sample: SampleRecord) -> list[float] | None:
+    """Returns the engine's log-prob of each completion token minus that of the policy before the step, nats. None if
+    one of them was not recorded."""
+    if sample.generation_logprobs is None or sample.prev_logprobs is None:
+        return None
+    return [ours - theirs for ours, theirs in zip(sample.generation_logprobs, sample.prev_logprobs, strict=True)]
+
+
 def shown_sample(sample: SampleRecord, *, by: ColorBy) -> Iterator[Text]:
-    """Yields the lines that show a sample."""
+    """Yields the lines that show a sample. Raises RunError if it was recorded without what the colours show."""
+    yield Text(", ".join([f"step {sample.step}", f"group {sample.group}", *facts(sample)]), style="bold")
+    yield Text.assemble(("prompt      ", "dim"), _plain(sample.rendered_prompt))
+    tokens = _tokens(sample, by)
+    for read, sampled in sample.turns or ((0, len(tokens)),):
+        if read:
+            yield Text.assemble(("read        ", "dim"), *tokens[:read])
+        yield Text.assemble(("completion  ", "dim"), *tokens[read : read + sampled])
+        tokens = tokens[read + sampled :]
+    if sample.answer:
+        yield Text.assemble(("answer      ", "dim"), _plain(sample.answer))
+    yield Text.assemble(("tokens      ", "dim"), ages_in_words(sample))
+
+
+def facts(sample: SampleRecord) -> list[str]:
+    """Returns the reward of a sample with its components, its advantage, and whether it was truncated, each as text."""
     reward = "no reward" if sample.reward is None else f"reward {sample.reward:.4g}"
     parts = [f"{name} {'none' if value is None else f'{value:.4g}'}" for name, value in sample.components.items()]
     advantage = "no advantage" if sample.advantage is None else f"advantage {sample.advantage:+.4g}"
-    facts = [f"step {sample.step}", f"group {sample.group}", reward, *parts, advantage]
-    if sample.truncated:
-        facts.append("truncated")
-    yield Text(", ".join(facts), style="bold")
-    yield Text.assemble(("prompt      ", "dim"), _plain(sample.rendered_prompt))
-    yield Text.assemble(("completion  ", "dim"), *_tokens(sample, by))
-    if sample.answer:
-        yield Text.assemble(("answer      ", "dim"), _plain(sample.answer))
+    return [reward, *parts, advantage, *(["truncated"] if sample.truncated else [])]
+
+
+def ages_in_words(sample: SampleRecord) -> str:
+    """Returns how many tokens each version of the weights generated, and how old it was at the step."""
     ages = [f"{count} of version {version} (age {sample.step - version})" for version, count in sample.version_spans]
-    yield Text.assemble(("tokens      ", "dim"), ", ".join(ages) or "none")
+    return ", ".join(ages) or "none"
 
 
 def legend(by: ColorBy) -> Text:
     """Returns the line that explains the colours."""
-    if by == "age":
-        names = ["age 0", "1", "2", "3 or more versions"]
-        return Text.assemble(
-            "tokens by age: ", *[(f"{name}  ", color) for name, color in zip(names, AGES, strict=True)]
-        )
-    names = [f"below {bound:g}" for bound, _ in DIFFERENCES[:-1]] + ["more nats"]
-    colored = zip(names, (color for _, color in DIFFERENCES), strict=True)
-    return Text.assemble(
-        "tokens by |log-prob of the engine − of the policy before the step|: ",
-        *[(f"{name}  ", color) for name, color in colored],
-    )
+    named = zip(BANDS[by], TERMINAL_COLORS[by], strict=True)
+    return Text.assemble(f"tokens by {SUBJECTS[by]}: ", *[(f"{name}  ", color) for name, color in named])
 
 
 def _tokens(sample: SampleRecord, by: ColorBy) -> Sequence[tuple[str, str]]:
     if not sample.tokens:
         return [(_plain(sample.completion), "")]
-    return list(zip(map(_plain, sample.tokens), _colors(sample, by), strict=True))
+    bands = bands_of(sample, by)
+    if bands is None:
+        lacking = {
+            "difference": "log-probs of the policy: set learner.logprobs_logged, and use an objective that reads them",
+            "mask": "mask: an earlier version of asyncrl wrote them",
+        }
+        raise RunError(f"the samples have no {lacking[by]}")
+    colors = TERMINAL_COLORS[by]
+    return [
+        (_plain(token), READ_COLOR if band is None else colors[band])
+        for token, band in zip(sample.tokens, bands, strict=True)
+    ]
 
 
 def _plain(text: str) -> str:
     """Returns a text in one line, as a terminal may show it."""
     return shown(repr(text)[1:-1])
-
-
-def _colors(sample: SampleRecord, by: ColorBy) -> list[str]:
-    if by == "age":
-        # versions only grow along a completion, so the spans in their order are those of its tokens
-        ages = [sample.step - version for version, count in sample.version_spans for _ in range(count)]
-        return [AGES[min(age, len(AGES) - 1)] for age in ages]
-    if sample.generation_logprobs is None or sample.prev_logprobs is None:
-        raise RunError(
-            "the samples have no log-probs of the policy: set learner.logprobs_logged, and use an objective that reads "
-            "them"
-        )
-    pairs = zip(sample.generation_logprobs, sample.prev_logprobs, strict=True)
-    return [next(color for bound, color in DIFFERENCES if abs(ours - theirs) < bound) for ours, theirs in pairs]

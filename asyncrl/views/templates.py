@@ -1,8 +1,8 @@
-"""The Jinja environment of the report: it escapes all values, and a name that is missing is an error."""
+"""The Jinja environment of the pages: it escapes all values, and a name that is missing is an error."""
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from asyncrl.views.quantities import duration, moment, number
+from asyncrl.views.quantities import change, duration, moment, number
 
 TEMPLATES = Environment(
     loader=PackageLoader("asyncrl.views", ""),
@@ -18,3 +18,4 @@ TEMPLATES.filters |= {
     "px": "{:.1f}".format,
     "thousands": "{:,}".format,
 }
+TEMPLATES.globals["change"] = change

@@ -7,6 +7,7 @@ from report_page import PAGE, REPOSITORY, marks, write_section
 
 BENCHMARKS = (
     "against_trl.py",
+    "chat_models.py",
     "coordinator.py",
     "overlap.py",
     "plan_check.py",

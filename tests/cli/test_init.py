@@ -143,3 +143,74 @@ def test_a_model_as_short_as_the_quickstarts_is_enough_for_short_answers(
     config = load_config([tmp_path / "run.yaml"], [])
     assert config.model.max_length == 16
     assert config.data.max_prompt_tokens + config.generator.max_completion_tokens == 16
+
+
+def csv_of(path: Path, *, head: str = "question,solution") -> Path:
+    path.write_text(f"{head}\n" + "".join(f"{n}+{n}=,{2 * n}\n" for n in range(120)))
+    return path
+
+
+def test_the_columns_of_a_csv_file_are_found_and_written(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    csv_of(tmp_path / "my sums.csv")
+    result = runner.invoke(app, ["init", "models/small", "my sums.csv"])
+    assert result.exit_code == 0, result.output
+    assert "data.columns: prompt is the column question\ndata.columns: answer is the column solution\n" in result.stdout
+    config = load_config([tmp_path / "run.yaml"], [])
+    assert (config.data.dataset, str(config.data.path), config.run.name) == ("hf", "my sums.csv", "my-sums")
+    assert config.data.columns == {"prompt": "question", "answer": "solution"}
+    assert config.generator.max_completion_tokens == 4 * (len("238") + 1)
+    assert config.eval.every_steps > 0
+    train, _ = build_tasks(config)
+    assert {task.prompt: task.answer for task in train}["7+7="] == "14"
+
+
+def test_columns_may_be_named_and_answers_may_be_left_out(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    csv_of(tmp_path / "sums.csv", head="left,right")
+    unknown = runner.invoke(app, ["init", "models/small", "sums.csv"])
+    assert unknown.exit_code == 2
+    assert "has no column `prompt`, but left, right; name its column with --prompt COLUMN" in unknown.stderr
+    wrong = runner.invoke(app, ["init", "models/small", "sums.csv", "--prompt", "lft"])
+    assert wrong.exit_code == 2
+    named = ["init", "models/small", "sums.csv", "--prompt", "left", "--answer"]
+    assert runner.invoke(app, [*named, "none"]).exit_code == 0
+    assert load_config([tmp_path / "run.yaml"], []).data.columns == {"prompt": "left", "answer": None}
+    assert runner.invoke(app, [*named, "right", "--force"]).exit_code == 0
+    assert load_config([tmp_path / "run.yaml"], []).data.columns == {"prompt": "left", "answer": "right"}
+
+
+def test_a_jsonl_file_and_a_folder_may_have_columns_of_their_own(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    Path("sums").mkdir()
+    rows = [{"problem": f"{n}+{n}=", "answer": str(2 * n)} for n in range(120)]
+    Path("sums/a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for data, dataset in (("sums/a.jsonl", "jsonl"), ("sums", "hf")):
+        result = runner.invoke(app, ["init", "models/small", data, "--force"])
+        assert result.exit_code == 0, result.output
+        config = load_config([tmp_path / "run.yaml"], [])
+        assert (config.data.dataset, config.data.columns) == (dataset, {"prompt": "problem"})
+
+
+def test_data_that_is_not_there_or_has_no_columns_is_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    absent = runner.invoke(app, ["init", "models/small", "absent.csv"])
+    assert absent.exit_code == 1
+    assert "data.path = absent.csv: there is no such file" in absent.stderr
+    code = runner.invoke(app, ["init", "models/small", "tasks:sums", "--prompt", "question"])
+    assert code.exit_code == 2
+    assert "are for files and datasets, not for the function tasks:sums" in code.stderr
+    hub = runner.invoke(app, ["init", "models/small", "sums.jsonl", "--subset", "main"])
+    assert hub.exit_code in (1, 2)
+    assert not Path("run.yaml").exists()

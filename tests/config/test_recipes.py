@@ -7,6 +7,7 @@ import pytest
 from asyncrl.config.checks import check_config, worst_case_group_bytes
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
+from asyncrl.environments.interfaces import build_reward
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -17,7 +18,7 @@ def recipe(name: str) -> Config:
 
 @pytest.mark.parametrize(("name", "generator_gpus", "learner_gpus"), [
     ("quickstart", 0, 0), ("ppo", 0, 0), ("one_gpu", 0.5, 0.5), ("eight_gpus", 6, 2), ("two_nodes", 8, 8),
-    ("chat", 1, 1), ("tiny_chat", 0, 0), ("lora", 0, 0),
+    ("chat", 1, 1), ("tiny_chat", 0, 0), ("lora", 0, 0), ("judge", 1, 1),
 ])  # fmt: skip
 def test_the_gpus_of_both_pools_add_up(name: str, generator_gpus: float, learner_gpus: float) -> None:
     config = recipe(name)
@@ -26,7 +27,7 @@ def test_the_gpus_of_both_pools_add_up(name: str, generator_gpus: float, learner
 
 
 @pytest.mark.parametrize(
-    "name", ["quickstart", "ppo", "one_gpu", "eight_gpus", "two_nodes", "chat", "tiny_chat", "lora"]
+    "name", ["quickstart", "ppo", "one_gpu", "eight_gpus", "two_nodes", "chat", "tiny_chat", "lora", "judge"]
 )
 def test_every_slot_can_be_filled_while_a_step_is_trained(name: str) -> None:
     """At most (η + 1) · B slots exist, and the step that is being trained holds B of them."""
@@ -37,7 +38,7 @@ def test_every_slot_can_be_filled_while_a_step_is_trained(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["quickstart", "ppo", "one_gpu", "eight_gpus", "two_nodes", "chat", "tiny_chat", "lora"]
+    "name", ["quickstart", "ppo", "one_gpu", "eight_gpus", "two_nodes", "chat", "tiny_chat", "lora", "judge"]
 )
 def test_the_buffer_holds_all_that_the_staleness_limit_admits(name: str) -> None:
     config = recipe(name)
@@ -77,3 +78,16 @@ def test_the_adapter_is_trained_on_the_model_and_the_task_of_the_quickstart() ->
         quickstart.environment,
         quickstart.generator,
     )
+
+
+def test_the_judge_can_judge_a_step_while_the_next_one_is_trained() -> None:
+    """Its rewards are built as a scoring process builds them, and the names of its variables are listed."""
+    config = recipe("judge")
+    [judge, _] = config.environment.rewards
+    asks = config.environment.score_workers * judge.options["most_per_s"]
+    assert config.learner.groups_per_step * config.learner.group_size / asks < 10, "seconds for the answers of a step"
+    assert {judge.options["url_variable"], judge.options["key_variable"]} == set(config.environment.secrets)
+    assert config.environment.score_timeout_s * 2 < config.generator.rollout_timeout_s, (
+        "a late answer is asked for again"
+    )
+    build_reward(config.environment)

@@ -91,6 +91,18 @@ def test_names_that_yaml_would_read_as_something_else_are_quoted(model: str) -> 
     assert config_of(model=model).model.path == model
 
 
+def test_columns_are_written_as_they_are() -> None:
+    columns = {"prompt": "a: question, or {so}", "answer": None}
+    data = {"dataset": "hf", "path": "my file.csv", "split": "train[:10]", "columns": columns}
+    config = config_of(data=data)
+    assert (config.data.columns, config.data.split, str(config.data.path)) == (columns, "train[:10]", "my file.csv")
+
+
+def test_only_a_small_model_gets_a_large_learning_rate() -> None:
+    rates = [config_of(parameters=size).learner.optimizer.learning_rate for size in (500_000, 500_000_000, None)]
+    assert rates == [5e-4, 1e-5, 1e-5]
+
+
 def test_a_dataset_of_a_module_has_no_path() -> None:
     config = config_of(data={"dataset": "tasks:questions"})
     assert (config.data.dataset, config.data.path) == ("tasks:questions", None)

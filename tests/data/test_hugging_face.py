@@ -67,7 +67,8 @@ def test_a_conversation_is_read_with_its_messages(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"path": "absent.parquet"}, r"data\.path = absent\.parquet, .*: cannot be read"),
+        ({"path": "absent.parquet"}, r"data\.path = absent\.parquet: there is no such file; name a file"),
+        ({"path": "absent/dataset"}, r"data\.path = absent/dataset, .*: cannot be read"),
         ({"split": "validation", "path": "splits"}, r"data\.split = validation: the dataset has train, test"),
         ({"path": "mixed"}, r"needs files of one format.*found \.csv, \.jsonl"),
         ({"path": "none"}, r"needs files of one format.*found none"),

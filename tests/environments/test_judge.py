@@ -63,9 +63,12 @@ def server() -> Iterator[Server]:
     made.server_close()
 
 
+def url_of(server: Server) -> str:
+    return f"http://127.0.0.1:{server.server_port}/v1"
+
+
 def asked(server: Server, completion: str = "4", **options: Any) -> float:
-    url = f"http://127.0.0.1:{server.server_port}/v1"
-    return asyncio.run(judge(TASK, completion, url=url, model="m", **options))
+    return asyncio.run(judge(TASK, completion, **({"url": url_of(server), "model": "m"} | options)))
 
 
 @pytest.mark.parametrize(
@@ -90,6 +93,14 @@ def test_the_question_the_answer_and_the_completion_are_in_the_request_also_with
     assert request["model"] == "m"
 
 
+def test_the_url_may_come_from_an_environment_variable(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_URL", url_of(server))
+    assert asked(server, url="", url_variable="JUDGE_URL") == 1.0
+    for options in ({"url": ""}, {"url_variable": "JUDGE_URL"}):
+        with pytest.raises(ValueError, match="set one of them"):
+            asked(server, **options)
+
+
 def test_an_answer_without_a_number_and_a_refused_request_are_errors_of_the_reward(server: Server) -> None:
     server.answers = ["I cannot say: 17 of 20"]
     with pytest.raises(ValueError, match="has no number from 0 to 1"):
@@ -108,11 +119,10 @@ def test_a_request_that_fails_for_a_passing_reason_is_repeated(server: Server) -
 @pytest.mark.asyncio
 @pytest.mark.fault("F19")
 async def test_a_judge_beside_another_reward_scores_a_group_in_a_scoring_process_with_its_key(server: Server) -> None:
-    url = f"http://127.0.0.1:{server.server_port}/v1"
-    options = {"url": url, "model": "m", "key_variable": "JUDGE_KEY", "retries": 0}
+    options = {"url_variable": "JUDGE_URL", "model": "m", "key_variable": "JUDGE_KEY", "retries": 0}
     rewards = [{"name": "judge", "fn": "judge", "options": options}, {"name": "right", "fn": "exact_match"}]
-    section = EnvironmentSection.model_validate({"rewards": rewards, "secrets": ["JUDGE_KEY"]})
-    scorer = Scorer(section, secrets=Secrets({"JUDGE_KEY": "hunter2"}))
+    section = EnvironmentSection.model_validate({"rewards": rewards, "secrets": ["JUDGE_URL", "JUDGE_KEY"]})
+    scorer = Scorer(section, secrets=Secrets({"JUDGE_URL": url_of(server), "JUDGE_KEY": "hunter2"}))
     try:
         scores = await scorer.score(TASK, ["4", "5"])
         assert scores == [

@@ -4,14 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+from chat_models import tiny_llama, write_conversations
 from conftest import REPOSITORY, Command
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl.config.load import load_config
 from asyncrl.learner.record_lines import read_lines
 from asyncrl.learner.records import EvalRecord, SampleRecord, StepRecord
 
-datasets = pytest.importorskip("datasets")
+pytest.importorskip("datasets")
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -19,41 +19,12 @@ RECIPE = REPOSITORY / "configs" / "tiny_chat.yaml"
 STEPS = 3
 
 
-def conversations(path: Path) -> None:
-    """Writes solved conversations, whose last message is the answer."""
-    rows = []
-    for first in range(20):
-        for second in range(20):
-            question = {"role": "user", "content": f"Which is larger, {first} or {second}?"}
-            rows.append({"messages": [question, {"role": "assistant", "content": str(max(first, second))}]})
-    datasets.Dataset.from_list(rows).to_parquet(path)
-
-
-def tiny_llama(path: Path) -> None:
-    """A random Llama with the tokenizer of the tiny chat model."""
-    from asyncrl.demo.chat_tokenizer import build_chat_tokenizer
-
-    tokenizer = build_chat_tokenizer(max_length=64)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=64,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-
-
 def test_a_chat_model_trains_on_conversations_with_two_rewards(tmp_path: Path) -> None:
-    conversations(tmp_path / "chat.parquet")
-    tiny_llama(tmp_path / "llama")
+    pairs = [(first, second) for first in range(20) for second in range(20)]
+    rows = [(f"Which is larger, {first} or {second}?", str(max(first, second))) for first, second in pairs]
+    write_conversations(tmp_path / "chat.parquet", rows)
+    for part in tiny_llama(max_length=64, hidden_size=64, layers=2):
+        part.save_pretrained(tmp_path / "llama")
     overrides = [
         f"run.dir={tmp_path}",
         f"model.path={tmp_path / 'llama'}",
@@ -96,6 +67,7 @@ def test_a_chat_model_trains_on_conversations_with_two_rewards(tmp_path: Path) -
             assert shown.endswith("?<|im_end|>\n<|im_start|>assistant\n"), "the prompt ends before the model's turn"
             assert shown.count("<|im_end|>") == 4
             assert sum(count for _, count in sample.version_spans) == len(sample.tokens)
+            assert sample.trained_spans == ((True, len(sample.tokens)),)
             assert sample.truncated or sample.tokens[-1] == "<|im_end|>", "the sampled end of the turn is trained"
             assert sample.reward == pytest.approx(
                 (sample.components["right"] or 0) + 0.1 * (sample.components["number"] or 0)

@@ -179,6 +179,7 @@ async def test_samples_are_those_of_whole_groups_with_step_and_staleness() -> No
         ]
         assert logged[1].version_spans[0] == (step - logged[1].staleness_versions, 2)
         assert logged[1].generation_logprobs is None, "log-probs only where they are asked for"
+        assert logged[1].trained_spans == ((True, 2),)
 
 
 @pytest.mark.asyncio

@@ -17,10 +17,19 @@ from asyncrl.algorithms.filters import build_filters
 from asyncrl.buffer.ledger import Fate
 from asyncrl.buffer.records import GroupMeta, Lease, LeasedGroup, VersionSpan
 from asyncrl.config.schema import Config
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data.prompts import Task
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import StalenessViolation
 from asyncrl.learner import stages
-from asyncrl.learner.batch import StepSamples, check_staleness, counts_by_staleness, judge_samples, step_meta
+from asyncrl.learner.batch import (
+    StepSamples,
+    check_staleness,
+    counts_by_staleness,
+    judge_samples,
+    sample_record,
+    step_meta,
+)
 from asyncrl.ranks.named_rows import LIMIT, MASKS_STALE
 from asyncrl.ranks.report import StepReport
 
@@ -234,6 +243,31 @@ def test_samples_whose_tokens_are_all_too_old_are_masked_but_count_in_their_grou
     assert samples.masked_ratio == pytest.approx(1 / 3)
     fresh = judged([group], step=2)
     assert (masks(fresh, 3), fresh.stale_tokens, fresh.stale_samples) == ([[1.0] * 3], 0, 0)
+
+
+def test_a_sample_s_record_says_which_of_its_tokens_the_loss_includes() -> None:
+    """The last token of the second sample is not sampled, for example a template's end of a turn."""
+    spans = [[(1, 1), (2, 2)], [(1, 1), (2, 2)], [(2, 3)]]
+    group = extended(0, [1.0, 0.0, 0.5], spans=spans)
+    versions = [[-1, -1, *(step for step, tokens in sample for _ in range(tokens))] for sample in spans]
+    rows = BatchedDataDict(
+        input_ids=torch.arange(15).reshape(3, 5),
+        weight_versions=torch.tensor(versions),
+        token_mask=torch.tensor([[0.0, 0, 1, 1, 1], [0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]),
+        sample_mask=torch.tensor([1.0, 1.0, 0.0]),
+        advantages=torch.zeros(3),
+    )
+    task = Task(question="q", prompt="q", answer="a")
+
+    def trained(leased: LeasedGroup, sample: int) -> tuple[tuple[bool, int], ...]:
+        return sample_record(
+            leased, task, rows, step=3, row=sample, sample=sample, decode=lambda ids, _: str(ids)
+        ).trained_spans
+
+    assert trained(group, 0) == ((False, 1), (True, 2)), "a token of step 1 is too old at step 3 with η = 1"
+    assert trained(group, 1) == ((False, 1), (True, 1), (False, 1))
+    assert trained(group, 2) == ((False, 3),), "the whole sample is masked"
+    assert trained(msgspec.structs.replace(group, extended=False), 0) == ((True, 3),)
 
 
 def test_the_age_of_a_group_is_that_of_its_oldest_trained_token() -> None:

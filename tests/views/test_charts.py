@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from asyncrl.views import charts, headline, quantities, report, report_staleness
+from asyncrl.views import charts, headline, quantities, report_samples, report_staleness
 from asyncrl.views.charts import (
     BOTTOM,
     HEIGHT,
@@ -31,7 +31,7 @@ from asyncrl.views.charts import (
 numbers = st.floats(min_value=-1e9, max_value=1e9, allow_nan=False)
 
 
-@pytest.mark.parametrize("module", [charts, headline, quantities, report, report_staleness])
+@pytest.mark.parametrize("module", [charts, headline, quantities, report_samples, report_staleness])
 def test_doctests(module: object) -> None:
     assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
 
@@ -88,6 +88,20 @@ def test_a_line_goes_where_its_values_say_and_breaks_at_gaps() -> None:
     assert first == [(LEFT, HEIGHT - BOTTOM), (LEFT + (WIDTH - LEFT - RIGHT) / 4, TOP)]
     middle = TOP + (HEIGHT - BOTTOM - TOP) / 2
     assert second[0] == (LEFT + (WIDTH - LEFT - RIGHT) * 3 / 4, middle)
+
+
+def test_lines_with_places_of_their_own_share_an_axis_that_covers_all_of_them() -> None:
+    short = Series(name="short", xs=[2, 4], ys=[0.0, 1.0], color="blue")
+    figure = line_chart("x", [], [short, Series(name="long", xs=[0, 1, 10], ys=[1.0, None, 0.0], color="amber")])
+    (run,) = path_points(figure)
+    fifth = (WIDTH - LEFT - RIGHT) / 5
+    assert run == [(LEFT + fifth, HEIGHT - BOTTOM), (LEFT + 2 * fifth, TOP)]
+    assert len(list(parsed(figure).iter("circle"))) == 2, "the points beside the gap"
+    data = re.search(r'<script type="application/json">(.*?)</script>', figure)
+    assert data is not None
+    shown = json.loads(data[1])
+    assert shown["xs"] == []
+    assert [(one["xs"], one["ys"]) for one in shown["series"]] == [([2, 4], [0, 1]), ([0, 1, 10], [1, None, 0])]
 
 
 def test_a_log_axis_is_even_in_decades() -> None:

@@ -5,11 +5,11 @@ import json
 import re
 import tomllib
 from collections.abc import Sequence
-from html.parser import HTMLParser
 from pathlib import Path
 
 import msgspec
 import pytest
+from html_page import Page
 from made_up_run import TOTALS, make_step
 from typer.testing import CliRunner
 from written_runs import HOSTILE, lively_step, write_run
@@ -26,43 +26,6 @@ from asyncrl.views.report import read_run, report_html, write_report
 from asyncrl.views.report_panels import bins_of, restart_marks, smooth, windows_of
 
 pytestmark = pytest.mark.slow
-
-VOID = {"meta", "img", "br", "hr", "link", "input"}
-
-
-class Page(HTMLParser):
-    """Collects the elements of a page and checks that they are closed in order."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.words: list[str] = []
-        self.feed(text)
-        self.close()
-        assert not self.open
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += attrs
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += attrs
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if not self.open or self.open[-1] not in ("script", "style"):
-            self.words.append(data)
-
-    @property
-    def text(self) -> str:
-        return " ".join(self.words)
 
 
 def test_a_finished_run_is_one_well_formed_page_with_all_its_parts(tmp_path: Path) -> None:
@@ -216,7 +179,8 @@ def test_the_files_of_the_page_are_installed_with_the_package() -> None:
     patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["asyncrl"]
     installed = {path for pattern in patterns for path in (root / "asyncrl").glob(pattern)}
     there = {path for path in (root / "asyncrl" / "views").iterdir() if path.is_file() and path.suffix != ".py"}
-    assert {path.name for path in there} == {"report.css", "report.js", "report.html.j2", "chart.html.j2"}
+    templates = {f"{name}.html.j2" for name in ("page", "report", "compare", "samples", "tables", "chart")}
+    assert {path.name for path in there} == {"report.css", "charts.js"} | templates
     assert there <= installed
 
 
@@ -295,7 +259,7 @@ def test_a_sample_that_nobody_reads_to_its_end_is_cut(tmp_path: Path) -> None:
     samples.write_text(samples.read_text().replace("prompt of step 0", "y" * 1_000_000))
     page = report_html(read_run(run))
     assert len(page) < 200_000
-    assert "(980,000 more characters)" in page
+    assert "(980,006 characters left out)" in page
 
 
 def test_a_long_run_is_drawn_with_few_points(tmp_path: Path) -> None:

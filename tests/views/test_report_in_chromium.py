@@ -19,6 +19,7 @@ from made_up_run import make_step
 from playwright.sync_api import Browser, Page, sync_playwright
 from written_runs import HOSTILE, critic_step, far_behind, lively_step, write_run
 
+from asyncrl.views.compare import read_compared, write_compare
 from asyncrl.views.report import write_report
 
 pytestmark = pytest.mark.slow
@@ -51,7 +52,11 @@ SCENES: dict[str, Callable[[Path], Path]] = {
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("runs")
-    return {scene: write_report(write(folder / scene)) for scene, write in SCENES.items()}
+    runs = {scene: write(folder / scene) for scene, write in SCENES.items()}
+    slow = write_run(folder / "slow", [lively_step(step, wall_s=10 + 1.5 * step) for step in range(90)], limit=3)
+    compared = read_compared([runs["finished"], runs["critic"], slow], info_of=lambda _: None)
+    write_compare(compared, folder / "compare.html")
+    return {scene: write_report(run) for scene, run in runs.items()} | {"compared": folder / "compare.html"}
 
 
 @pytest.fixture(scope="module")
@@ -112,13 +117,15 @@ def open_page(only_page: Page) -> Iterator[Callable[[Path, str], Page]]:
     assert said == []
 
 
-@pytest.mark.parametrize(("scene", "view"), list(itertools.product(SCENES, VIEWS)))
+@pytest.mark.parametrize(("scene", "view"), list(itertools.product([*SCENES, "compared"], VIEWS)))
 def test_all_of_it_can_be_seen_and_read(
     open_page: Callable[[Path, str], Page], reports: dict[str, Path], scene: str, view: str
 ) -> None:
     page = open_page(reports[scene], view)
     assert not (problems := page.evaluate(AUDIT)), "\n".join(problems)
-    assert page.locator("figure").count() == {"going on": 0, "critic": 23, "all alike": 20}.get(scene, 21)
+    assert page.locator("figure").count() == {"going on": 0, "critic": 23, "all alike": 20, "compared": 14}.get(
+        scene, 21
+    )
 
 
 def test_each_scheme_has_its_own_paper_and_a_sheet_is_white(
@@ -171,6 +178,46 @@ def test_the_pointer_shows_every_state_in_its_color_and_moments_in_their_unit(
     over_time = page.locator("figure", has_text="Age of tokens over time")
     over_time.locator("svg").hover()
     assert over_time.locator(".tip").inner_text().split("\n")[0].endswith(" seconds")
+
+
+def test_the_pointer_shows_each_run_at_its_own_place(
+    open_page: Callable[[Path, str], Page], reports: dict[str, Path]
+) -> None:
+    """The runs have 60, 40 and 90 steps."""
+    page = open_page(reports["compared"], "light")
+    figure = page.locator("figure", has_text="Entropy").first
+    grid = figure.locator("line.grid").first.bounding_box()
+    assert grid is not None
+    for step, runs in ((0, 3), (39, 3), (50, 2), (80, 1)):
+        page.mouse.move(grid["x"] + grid["width"] * step / 89, grid["y"] - 20)
+        first, *entries = figure.locator(".tip").inner_text().split("\n")
+        assert first == f"step {step}"
+        assert [entry.split()[-1] for entry in entries] == [f"{1 - step / 100:.4g}"] * runs
+
+
+def test_a_reader_opens_a_step_and_chooses_what_colours_its_tokens(
+    open_page: Callable[[Path, str], Page], reports: dict[str, Path]
+) -> None:
+    page = open_page(reports["finished"], "light")
+    steps = page.locator(".samples > details")
+    opened = "all => all.map((one, place) => one.open ? place : -1).filter((place) => place >= 0)"
+    assert steps.count() == 12
+    assert steps.evaluate_all(opened) == [11]
+    steps.first.locator("summary").first.click()
+    assert steps.evaluate_all(opened) == [0], "one step is open at a time"
+    tokens = steps.first.locator(".tokens:not(.prompt) b")
+    colors = {}
+    for by in ("age", "difference", "mask"):
+        page.check(f"input[value={by}]")
+        colors[by] = tokens.evaluate_all("all => all.map((one) => getComputedStyle(one).backgroundColor)")
+        legend = page.locator(f".legend.of-{by}")
+        assert legend.is_visible()
+        assert page.locator(".samples > .legend:visible").count() == 1
+        swatches = legend.locator("i").evaluate_all("all => all.map((one) => getComputedStyle(one).backgroundColor)")
+        assert set(colors[by]) == set(swatches)
+    assert colors["age"] == list(reversed(colors["difference"])), "the oldest token differs least"
+    assert len(set(colors["mask"])) == 2
+    assert colors["mask"][1:] == [colors["mask"][1]] * 3
 
 
 def test_what_a_model_wrote_stays_text(open_page: Callable[[Path, str], Page], reports: dict[str, Path]) -> None:

@@ -26,6 +26,7 @@ SAMPLE = SampleRecord(
     components={"right": 1.0, "style": None},
     advantage=-0.5,
     version_spans=((5, 1), (7, 3)),
+    trained_spans=((False, 1), (True, 3)),
     staleness_versions=2,
     truncated=True,
     generation_logprobs=(-0.5, -0.5, -0.5, -0.5),
@@ -53,16 +54,39 @@ def test_a_sample_is_shown_with_its_rewards_its_prompt_and_the_versions_of_its_t
     assert head == "step 7, group 3, no reward, no advantage"
 
 
-def test_tokens_are_coloured_by_their_age_or_by_the_difference_of_log_probs() -> None:
+def test_tokens_are_coloured_by_their_age_by_the_difference_of_log_probs_or_by_their_mask() -> None:
     assert colors(lines(SAMPLE)[2]) == ["dark_orange", "green", "green", "green"]
     assert colors(lines(SAMPLE, by="difference")[2]) == ["green", "yellow", "dark_orange", "red"]
+    assert colors(lines(SAMPLE, by="mask")[2]) == ["bright_black", "green", "green", "green"]
     old = msgspec.structs.replace(SAMPLE, version_spans=((1, 4),))
     assert colors(lines(old)[2]) == ["red"] * 4
     assert "age 0" in legend("age").plain
     assert "below 0.1" in legend("difference").plain
+    assert "not trained" in legend("mask").plain
 
 
-def test_a_difference_needs_the_log_probs() -> None:
+def test_an_episode_is_shown_by_turns_and_what_was_read_has_no_age() -> None:
+    turns = ((0, 1), (2, 1))
+    episode = msgspec.structs.replace(SAMPLE, turns=turns, version_spans=((5, 1), (7, 1)))
+    shown = lines(episode)
+    assert [line.plain.split()[0] for line in shown] == [
+        "step",
+        "prompt",
+        "completion",
+        "read",
+        "completion",
+        "answer",
+        "tokens",
+    ]
+    assert [colors(line) for line in shown[2:5]] == [["dark_orange"], ["bright_black"] * 2, ["green"]]
+    assert [line.plain[12:] for line in shown[2:5]] == ["fo", "ur", "<end>"]
+    differing = lines(episode, by="difference")
+    assert [colors(line) for line in differing[2:5]] == [["green"], ["bright_black"] * 2, ["red"]]
+
+
+def test_a_difference_needs_the_log_probs_and_a_mask_needs_its_spans() -> None:
+    with pytest.raises(RunError, match="no mask: an earlier version of asyncrl wrote them"):
+        lines(msgspec.structs.replace(SAMPLE, trained_spans=()), by="mask")
     with pytest.raises(RunError, match=r"set learner\.logprobs_logged"):
         lines(msgspec.structs.replace(SAMPLE, prev_logprobs=None), by="difference")
 

@@ -87,12 +87,16 @@ def write_run(
                     prompt=f"prompt of step {record.step}",
                     rendered_prompt=f"<user>prompt of step {record.step}",
                     completion=HOSTILE,
+                    tokens=(HOSTILE[:5], HOSTILE[5:9], HOSTILE[9:20], HOSTILE[20:]),
                     answer="tac",
                     reward=1.0,
                     advantage=None,
-                    version_spans=((record.step, 3),),
-                    staleness_versions=0,
+                    version_spans=((record.step - 3, 1), (record.step - 2, 1), (record.step - 1, 1), (record.step, 1)),
+                    trained_spans=((False, 1), (True, 3)),
+                    staleness_versions=3,
                     truncated=True,
+                    generation_logprobs=(-0.5, -0.5, -0.5, -2.5),
+                    prev_logprobs=(-0.5, -0.75, -1.25, -0.5),
                 )
             ],
         )

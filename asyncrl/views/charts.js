@@ -1,4 +1,4 @@
-// Shows the numbers of the nearest step under the pointer. It sets text by textContent, so that text of a run is never
+// Shows the numbers at the nearest place under the pointer. It sets text by textContent, so that text of a run is never
 // markup.
 for (const figure of document.querySelectorAll("figure")) {
   const source = figure.querySelector("script[type='application/json']");
@@ -6,7 +6,10 @@ for (const figure of document.querySelectorAll("figure")) {
   const data = JSON.parse(source.textContent), svg = figure.querySelector("svg");
   const width = svg.viewBox.baseVal.width, height = svg.viewBox.baseVal.height;
   const [left, right, top, bottom] = document.body.dataset.margins.split(" ").map(Number);
-  const first = data.xs[0], span = (data.xs[data.xs.length - 1] - first) || 1;
+  const placesOf = (series) => series.xs ?? data.xs;
+  const places = [...new Set(data.series.flatMap(placesOf))].sort((one, other) => one - other);
+  const first = places[0], span = (places[places.length - 1] - first) || 1;
+  const nearest = (xs, at) => xs.reduce((best, x, i) => (Math.abs(x - at) < Math.abs(xs[best] - at) ? i : best), 0);
   const cursor = document.createElementNS("http://www.w3.org/2000/svg", "line");
   cursor.setAttribute("class", "cursor");
   cursor.setAttribute("y1", top); cursor.setAttribute("y2", height - bottom);
@@ -15,18 +18,22 @@ for (const figure of document.querySelectorAll("figure")) {
   const text = (v) => data.percent ? (100 * v).toFixed(1) + " %" : Number(v.toPrecision(4));
   const line = (words) => Object.assign(document.createElement("div"), { textContent: words });
   const hide = () => { cursor.remove(); tip.remove(); };
+  // The value of a line at its own place that is nearest to `at`; null before the line begins and after it ends.
+  const valueAt = (series, at) => {
+    const xs = placesOf(series);
+    return at < xs[0] || at > xs[xs.length - 1] ? null : series.ys[nearest(xs, at)];
+  };
   svg.addEventListener("pointerleave", hide);
   svg.addEventListener("pointermove", (event) => {
     const box = svg.getBoundingClientRect();
-    const at = first + ((event.clientX - box.left) / box.width * width - left) / (width - left - right) * span;
-    let nearest = 0;
-    data.xs.forEach((x, i) => { if (Math.abs(x - at) < Math.abs(data.xs[nearest] - at)) nearest = i; });
-    const x = left + (data.xs[nearest] - first) / span * (width - left - right);
+    const pointed = first + ((event.clientX - box.left) / box.width * width - left) / (width - left - right) * span;
+    const at = places[nearest(places, pointed)];
+    const x = left + (at - first) / span * (width - left - right);
     cursor.setAttribute("x1", x); cursor.setAttribute("x2", x);
-    const at_x = data.x === "step" ? "step " + data.xs[nearest] : data.xs[nearest] + " " + data.x;
-    tip.replaceChildren(line(at_x), ...data.series.filter((s) => s.ys[nearest] !== null).map((s) => {
-      const entry = line(s.name + "  " + text(s.ys[nearest])), swatch = document.createElement("i");
-      swatch.style.background = `var(--${s.color})`;
+    const entries = data.series.map((series) => [series, valueAt(series, at)]).filter(([, value]) => value !== null);
+    tip.replaceChildren(line(data.x === "step" ? "step " + at : at + " " + data.x), ...entries.map(([series, value]) => {
+      const entry = line(series.name + "  " + text(value)), swatch = document.createElement("i");
+      swatch.style.background = `var(--${series.color})`;
       entry.prepend(swatch);
       return entry;
     }));

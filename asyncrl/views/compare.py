@@ -1,0 +1,265 @@
+"""Makes the page and the table of `asyncrl compare`: curves, totals and settings of several runs, from their records.
+
+A run keeps its colour in all charts. Each curve is drawn twice: over steps, which compares how much a step teaches, and
+over time, which compares how much an hour teaches.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.table import Table
+from rich.text import Text
+
+from asyncrl.atomic_write import write_atomically
+from asyncrl.config.load import flat_config
+from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError, RunError
+from asyncrl.learner.records import RunInfo, StepRecord, Summary, mean
+from asyncrl.metrics.numbers import charts as charts_of_numbers
+from asyncrl.shown_text import shown
+from asyncrl.views import charts
+from asyncrl.views.charts import STEP, Series, line_chart
+from asyncrl.views.quantities import change, duration, number
+from asyncrl.views.report import RunRecords, read_run, summary_so_far
+from asyncrl.views.report_panels import CURVE_POINTS, SHARE_POINTS, Steps, bins_of, per_second, smooth, windows_of
+from asyncrl.views.report_staleness import added, clock_of, histogram_mean
+from asyncrl.views.templates import TEMPLATES
+
+RUN_COLORS = ("blue", "amber", "green", "violet", "red", "teal", "rose", "gray")
+OWN_KEYS = ("run.name", "run.dir")
+"""Settings that name a run. They always differ, so they are not compared."""
+UNKNOWN = "–"
+
+
+class Point(NamedTuple):
+    """A point of a curve: the step, the seconds since the start of the run, and the value."""
+
+    step: float
+    wall_s: float
+    value: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """A run of a comparison, with its name and its colour there."""
+
+    label: str
+    color: str
+    records: RunRecords
+    summary: Summary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """A curve of every run. Its y axis contains the values `include`."""
+
+    title: str
+    unit: str
+    points: Callable[[RunRecords], Sequence[Point]]
+    include: tuple[float, ...] = ()
+
+
+class Row(NamedTuple):
+    """A line of a table: a name, and a text for each run."""
+
+    name: str
+    values: Sequence[str]
+
+
+def read_compared(paths: Sequence[Path], *, info_of: Callable[[Path], RunInfo | None]) -> list[Compared]:
+    """Returns the runs of these run directories, in this order. `info_of` returns what is shown instead of run.json.
+
+    Raises ConfigError if there are not two to eight different directories. Raises RunError if one is not a run
+    directory, or if its run has trained no step.
+    """
+    if len(paths) < 2 or len(paths) > len(RUN_COLORS):
+        count = f"{len(paths)} run{'s' * (len(paths) != 1)}"
+        raise ConfigError(
+            f"asyncrl compare: got {count}, but it compares 2 to {len(RUN_COLORS)}, each with its own colour; name "
+            "other runs"
+        )
+    resolved = [path.resolve() for path in paths]
+    for index, path in enumerate(resolved):
+        if path in resolved[:index]:
+            raise ConfigError(f"asyncrl compare: {paths[index]} is named twice; name each run once")
+    unique = len({path.name for path in resolved}) == len(paths)
+    return [
+        _read(path, label=path.resolve().name if unique else str(path), color=color, info=info_of(path))
+        for path, color in zip(paths, RUN_COLORS, strict=False)
+    ]
+
+
+def _read(path: Path, *, label: str, color: str, info: RunInfo | None) -> Compared:
+    records = read_run(path)
+    if info is not None:
+        records = dataclasses.replace(records, info=info)
+    summary = records.summary or summary_so_far(records)
+    if summary is None:
+        raise RunError(f"{path} has no trained step to compare; leave this run out, or wait for its first step")
+    return Compared(label=label, color=color, records=records, summary=summary)
+
+
+def compare_html(runs: Sequence[Compared]) -> str:
+    """Returns the page as HTML."""
+    return TEMPLATES.get_template("compare.html.j2").render(
+        runs=runs,
+        by_step=curves(runs, over_time=False),
+        by_time=curves(runs, over_time=True),
+        totals=totals(runs),
+        differences=differences([run.records.config for run in runs]),
+        margins=charts.MARGINS,
+    )
+
+
+def write_compare(runs: Sequence[Compared], output: Path) -> None:
+    """Writes the page. Raises RunError if the file cannot be written."""
+    try:
+        write_atomically(output, compare_html(runs).encode())
+    except OSError as error:
+        raise RunError(
+            f"--output {output}: cannot be written ({error.strerror}); name a file that can be written"
+        ) from None
+
+
+def terminal_table(runs: Sequence[Compared]) -> Table:
+    """Returns the totals as a table for a terminal."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in ("", *(run.label for run in runs)):
+        table.add_column(Text(shown(name)), justify="right" if name else "left", overflow="fold")
+    for row in totals(runs):
+        table.add_row(row.name, *(Text(shown(value)) for value in row.values))
+    return table
+
+
+def curves(runs: Sequence[Compared], *, over_time: bool) -> Sequence[str]:
+    """Returns the charts with a line for each run, over steps or over the time since the start of each run."""
+    unit_s, clock = clock_of(max(run.records.steps[-1].wall_s for run in runs))
+
+    def line(run: Compared, points: Sequence[Point]) -> Series:
+        xs = [point.wall_s / unit_s if over_time else point.step for point in points]
+        return Series(name=run.label, color=run.color, xs=xs, ys=[point.value for point in points])
+
+    figures = []
+    for curve in CURVES:
+        lines = [line(run, points) for run in runs if (points := curve.points(run.records))]
+        if lines:
+            x_name = clock if over_time else STEP
+            figures.append(line_chart(curve.title, [], lines, unit=curve.unit, include=curve.include, x_name=x_name))
+    return figures
+
+
+def totals(runs: Sequence[Compared]) -> list[Row]:
+    """Returns the numbers of each run."""
+
+    def row(name: str, text: Callable[[Summary], str]) -> Row:
+        return Row(name, [text(run.summary) for run in runs])
+
+    def optional(value: float | None) -> str:
+        return UNKNOWN if value is None else number(value)
+
+    rows = [
+        Row("state", [run.records.info.state for run in runs]),
+        row("steps", lambda total: f"{total.steps:,}"),
+        row("time", lambda total: duration(total.wall_s)),
+        row("reward, first to last steps", lambda total: change(total.reward_first, total.reward_last)),
+        row("held-out reward", lambda total: change(total.heldout_first, total.heldout_last)),
+        row("trained samples per second", lambda total: number(total.samples_per_s)),
+        row("trained tokens", lambda total: number(total.trained_tokens)),
+        row("oldest trained token, versions", lambda total: f"{total.max_token_staleness} of {total.staleness_limit}"),
+        row("effective sample size, mean", lambda total: optional(total.ess_ratio_mean)),
+        row("effective sample size, lowest", lambda total: optional(total.ess_ratio_lowest)),
+        row("learner busy", lambda total: f"{total.learner_busy_ratio:.0%}"),
+        row("generators busy", lambda total: f"{total.generator_busy_ratio:.0%}"),
+        row("log-prob parity, nats", lambda total: optional(total.parity_max_nats)),
+        row("restarts", lambda total: f"{total.restarts:,}"),
+    ]
+    return [each for each in rows if {*each.values} not in ({UNKNOWN}, {"0"})]
+
+
+def differences(configs: Sequence[Config]) -> list[Row]:
+    """Returns the settings in which the configurations differ, by dotted key in the order of the schema, each with its
+    value in each of them."""
+    flat = [flat_config(config) for config in configs]
+    missing = object()
+    rows = []
+    for key in dict.fromkeys(key for settings in flat for key in settings):
+        values = [settings.get(key, missing) for settings in flat]
+        if key not in OWN_KEYS and any(value != values[0] for value in values):
+            rows.append(Row(key, [UNKNOWN if value is missing else _as_text(value) for value in values]))
+    return rows
+
+
+def _as_text(value: object) -> str:
+    if value is None:
+        return "unset"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _per_step(run: RunRecords, *, read: Callable[[Steps], float | None], smoothed: bool = False) -> Sequence[Point]:
+    """Returns means over bins of steps, each at the last step of its bin."""
+    bins = bins_of(run.steps, CURVE_POINTS)
+    values = [read(chunk) for chunk in bins]
+    return _at_ends(bins, smooth(values) if smoothed else values)
+
+
+def _speed(run: RunRecords, *, read: Callable[[StepRecord], float]) -> Sequence[Point]:
+    """Returns amounts per second between the records of windows."""
+    windows = windows_of(run.steps, SHARE_POINTS)
+    return _at_ends(windows, [per_second(window, lambda trained: sum(map(read, trained[1:]))) for window in windows])
+
+
+def _at_ends(chunks: Sequence[Steps], values: Sequence[float | None]) -> Sequence[Point]:
+    ends = [chunk[-1] for chunk in chunks]
+    return [Point(end.step, end.wall_s, value) for end, value in zip(ends, values, strict=True)]
+
+
+def _heldout(run: RunRecords) -> Sequence[Point]:
+    return [Point(record.version, record.wall_s, record.reward_mean) for record in run.evals]
+
+
+def _mean_of(name: str) -> Callable[[Steps], float | None]:
+    return lambda chunk: mean([record.number(name) for record in chunk])
+
+
+def _mean_age(chunk: Steps) -> float | None:
+    return histogram_mean(added([record.token_staleness for record in chunk]))
+
+
+def _as_in_report(name: str) -> Curve:
+    """Returns the curve of a number as its chart in the report has it."""
+    chart = next(chart for chart, lines in charts_of_numbers().items() if name in {each.name for each, _ in lines})
+    points = partial(_per_step, read=_mean_of(name))
+    return Curve(title=chart.title, unit=chart.unit, include=chart.include, points=points)
+
+
+CURVES = (
+    Curve(
+        title="Reward", unit="mean of a step", points=partial(_per_step, read=_mean_of("reward_mean"), smoothed=True)
+    ),
+    Curve(title="Held-out reward", unit="", points=_heldout),
+    Curve(
+        title="Trained samples",
+        unit="per second",
+        include=(0,),
+        points=partial(_speed, read=lambda record: record.trained_samples),
+    ),
+    Curve(
+        title="Trained tokens",
+        unit="per second",
+        include=(0,),
+        points=partial(_speed, read=lambda record: record.trained_tokens),
+    ),
+    Curve(
+        title="Age of trained tokens",
+        unit="versions, mean",
+        include=(0,),
+        points=partial(_per_step, read=_mean_age),
+    ),
+    _as_in_report("ess_ratio"),
+    _as_in_report("entropy_nats"),
+)
