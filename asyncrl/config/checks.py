@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from asyncrl.config.engine_args import engine_args_violations
 from asyncrl.config.field_types import WATCHED_DEADLINE
 from asyncrl.config.gpu_shares import share_violations, share_warnings
 from asyncrl.config.import_path import BUILT_IN_NAMES, malformed
@@ -301,6 +302,7 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _model,
     _audit,
     _generator,
+    engine_args_violations,
     share_violations,
 )
 

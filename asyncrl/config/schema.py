@@ -342,6 +342,10 @@ class GeneratorSection(Section):
     pool=gen`. Values use the syntax of Ray's label selectors, such as `in(a,b)` or `!c`."""
     enforce_eager: Annotated[bool, PER_DEPLOYMENT] = True
     """Run the engine without graph capture."""
+    engine_args: Annotated[dict[str, Any], PER_DEPLOYMENT] = {}
+    """Further engine arguments of vLLM, by the names of its `AsyncEngineArgs`, e.g. `{max_num_batched_tokens: 16384}`.
+    Arguments that asyncrl sets itself, or with which a guarantee would not hold, are refused with the reason
+    (docs/tasks.md)."""
 
 
 class OptimizerSection(Section):
