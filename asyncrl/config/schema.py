@@ -296,6 +296,15 @@ class GeneratorSection(Section):
     """Maximum length of a completion, tokens."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature. The learner divides its logits by the same value."""
+    top_k: PositiveInt | None = None
+    """Number of most probable tokens among which each token is sampled. These tokens, its support, are stored with it,
+    4 bytes for each. The learner computes log-probs, entropies and gradients of the distribution over them
+    (docs/tasks.md). Unset: all tokens."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Of the `top_k` tokens, only the most probable ones that together have at least this share of their probability.
+    Needs `top_k`."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Only tokens that are at least this share as probable as the most probable token. Needs `top_k`."""
     seeded: bool | None = None
     """Whether each sample is drawn with a seed of its own, which follows from `run.seed`. An engine then draws the
     samples one by one, which makes short completions slower. Unset: only with `staleness.max_versions: 0`, where equal
@@ -730,6 +739,12 @@ class Config(Section):
     def seeds_samples(self) -> bool:
         """Whether each sample has a seed of its own (`generator.seeded`)."""
         return self.staleness.max_versions == 0 if self.generator.seeded is None else self.generator.seeded
+
+    @property
+    def has_supports(self) -> bool:
+        """Whether the rows have the support of each token: the tokens among which it was sampled
+        (`generator.top_k`)."""
+        return self.generator.top_k is not None
 
     @property
     def most_resamples(self) -> int:

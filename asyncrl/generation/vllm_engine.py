@@ -28,6 +28,7 @@ from asyncrl.generation.shared_memory import EngineProcesses, sweep_shared_memor
 from asyncrl.generation.vllm_adapters import Adapter, VLLMAdapters
 from asyncrl.generation.vllm_arguments import engine_arguments
 from asyncrl.generation.vllm_sampled import NOTHING, Child, SampledByVLLM, before_stop, check_end, joined, until_stop
+from asyncrl.generation.vllm_supports import sampling_parameters
 from asyncrl.generation.vllm_weights import VLLMWeights
 from asyncrl.weights.manifest import Manifest
 from asyncrl.weights.staging import StagedWeights
@@ -83,6 +84,9 @@ class VLLMEngine:
     def __init__(self, llm: Any, *, config: Config, adapters: VLLMAdapters | None = None) -> None:
         self._llm = llm
         self._stop = config.generator.stop
+        self._top_k = config.generator.top_k
+        vocabulary = 0 if self._top_k is None else llm.model_config.get_vocab_size()
+        self._choice = sampling_parameters(config.generator, vocabulary=vocabulary)
         stored = config.generator.persist_every_tokens > 0
         self._progress_every_s = STORED_PROGRESS_EVERY_S if stored else PROGRESS_EVERY_S
         self.weights = VLLMWeights(llm, clear_cache=config.weights.kv_cache == "recompute")
@@ -149,19 +153,21 @@ class VLLMEngine:
         on_progress: Callable[[Sampled], None] | None = None,
     ) -> list[Completion]:
         stops = [*self._stop, *stop]
-        sampling = {
+        sampling: dict[str, Any] = {
             "temperature": temperature,
             "logprobs": 0,
             "flat_logprobs": True,
             "stop": stops or None,
             "detokenize": bool(stops),  # stop strings need text after every token; otherwise we decode once, at the end
+            **(self._choice if temperature > 0 else {}),
         }
+        top_k = self._top_k if temperature > 0 else None
         if not any(sample.token_ids for sample in prefix):
-            children = [Child(NOTHING, index=index) for index in range(n)]
+            children = [Child(NOTHING, index=index, top_k=top_k) for index in range(n)]
             with self._progress(children, on_progress):
                 await self._request(prompt_ids, children, n=n, seed=seed, max_tokens=max_tokens, **sampling)
         else:
-            children = [Child(_ended_at(max_tokens, sample)) for sample in prefix]
+            children = [Child(_ended_at(max_tokens, sample), top_k=top_k) for sample in prefix]
             requests = [
                 self._request(
                     [*prompt_ids, *child.prefix.token_ids],
@@ -267,7 +273,9 @@ class VLLMEngine:
             text: str = self._llm.tokenizer.decode(token_ids, skip_special_tokens=True)
             return text
 
-        sample = child.prefix if child.output is None else joined(child.prefix, child.output, version=child.version)
+        sample = child.prefix
+        if child.output is not None:
+            sample = joined(child.prefix, child.output, version=child.version, top_k=child.top_k)
         if stops and not child.prefix.token_ids:
             text = child.output.text
         else:
@@ -280,6 +288,7 @@ class VLLMEngine:
             versions=sample.versions,
             text=text,
             truncated=sample.truncated,
+            supports=sample.supports,
         )
 
     def _adapter(self) -> AbstractContextManager[Adapter | None]:

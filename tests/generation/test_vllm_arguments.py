@@ -8,7 +8,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.generation.vllm_arguments import engine_arguments
 
 ON_CPUS: list[str] = []
-ON_GPUS = ["generator.gpus=1", "learner.gpus=1", "model.dtype=bfloat16"]
+ON_GPUS = ["generator.gpus=1", "learner.gpus=1", "model.dtype=bfloat16", "generator.top_k=8"]
 MAY_BE_REPLACED = {"max_num_batched_tokens"}
 
 
@@ -21,6 +21,10 @@ def arguments(*overrides: str) -> dict[str, object]:
 def test_the_users_arguments_are_added(place: list[str]) -> None:
     own = "generator.engine_args={max_num_batched_tokens: 9999, block_size: 16}"
     assert arguments(*place, own) == arguments(*place) | {"max_num_batched_tokens": 9999, "block_size": 16}
+
+
+def test_vllm_may_return_the_log_probs_of_a_support() -> None:
+    assert arguments("generator.top_k=50") == arguments() | {"max_logprobs": 50}
 
 
 @pytest.mark.parametrize("place", [ON_CPUS, ON_GPUS], ids=["CPUs", "GPUs"])
