@@ -79,6 +79,7 @@ def test_with_top_k_the_ranks_fetch_the_supports_too(monkeypatch: pytest.MonkeyP
     batch[SUPPORT] = batch["input_ids"].int().unsqueeze(-1)
     meta = stored(client, batch)
     policy.write_to_dataplane(meta, {SUPPORT: batch[SUPPORT]})
+    meta.fields = [name for name in meta.fields or [] if name != SUPPORT]
     policy.train_from_meta(meta, LOSS)
     policy.get_logprobs_from_meta(meta)
     policy.get_reference_policy_logprobs_from_meta(meta)
