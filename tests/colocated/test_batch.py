@@ -121,7 +121,7 @@ async def test_with_top_k_the_output_has_supports_unless_it_is_greedy() -> None:
 async def test_a_token_without_a_log_prob_is_refused() -> None:
     engine = Recorded()
     engine.answer = lambda prompt: completion(3, logprobs=2)
-    with pytest.raises(HandshakeError, match="3 tokens, but 2 log-probs"):
+    with pytest.raises(HandshakeError, match=r"3 tokens \(sampled\) has 2 log-probs"):
         await run(engine)
 
 
