@@ -658,7 +658,8 @@ class EvalSection(Section):
     """Completions of each prompt. 1: a greedy one. With more, they are sampled with `temperature`, and pass@k is
     recorded for k = 1, 2, 4, … up to this number."""
     temperature: PositiveFloat = 1.0
-    """Sampling temperature of evaluations with several `samples`."""
+    """Sampling temperature of evaluations with several `samples`. They also use `generator.top_k`, `top_p` and
+    `min_p`."""
     pass_reward: float = 1.0
     """Reward from which on a completion counts as right, for pass@k."""
     share: Annotated[float, Field(gt=0, le=1)] = 0.25
