@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from asyncrl.policy.logprobs import CHUNK_LOGITS, chunked_logprobs
+from asyncrl.policy.chunked_head import CHUNK_LOGITS, chunked_logprobs
 
 TEMPERATURE = 0.7
 

@@ -15,7 +15,14 @@ from typing import Any
 import msgspec
 import torch
 
-from asyncrl.algorithms.interfaces import LossFunction, LossInputType, LossType, MetricNormalization, masked_mean
+from asyncrl.algorithms.interfaces import (
+    LossFunction,
+    LossInputType,
+    LossType,
+    MetricNormalization,
+    input_type_of,
+    masked_mean,
+)
 from asyncrl.algorithms.objective import Aggregation, Objective
 from asyncrl.algorithms.objective_properties import pooled_sources
 from asyncrl.algorithms.own_loss import load_loss
@@ -289,4 +296,12 @@ def build_loss(config: Config) -> LossFunction:
             f"import path {section.loss!r}, which has no axes: remove algorithm.overrides",
             key="algorithm.overrides",
         )
-    return load_loss(str(section.loss))
+    loss = load_loss(str(section.loss))
+    if config.has_supports and input_type_of(loss) != LossInputType.LOGPROB:
+        raise ConfigError(
+            f"generator.top_k = {config.generator.top_k}: tokens are sampled among the tokens of their supports only, "
+            f"but the loss {section.loss!r} reads the logits of all tokens. Use a loss with the input_type "
+            f"{LossInputType.LOGPROB.value}, or remove generator.top_k",
+            key="generator.top_k",
+        )
+    return loss

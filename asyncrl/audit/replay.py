@@ -22,7 +22,8 @@ from asyncrl.common.version import Version
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.row_checksums import ROW_COLUMNS, row_checksums
+from asyncrl.data.row_checksums import row_checksums
+from asyncrl.data.specs import GENERATED_FIELDS, SUPPORT, with_support
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.codec import PAD_VALUES
 from asyncrl.data_plane.interfaces import KVBatchMeta
@@ -43,7 +44,7 @@ from asyncrl.weights.parity import ParityLimits
 FINE_NATS = 1e-5
 """Differences above this are counted. vLLM's float32 kernels on CPUs differ from torch's by up to about 1.2e-5 nats for
 single tokens of the quickstart, so a limit for every token has to be higher."""
-_DECISIVE = ("learner.", "algorithm.", "model.", "generator.temperature", "data_plane.")
+_DECISIVE = ("learner.", "algorithm.", "model.", "generator.temperature", "generator.top_k", "data_plane.")
 """Settings, or sections, on which the bits of a step depend. A replay needs them to be equal in all incarnations."""
 _PACKAGES = ("torch", "transformers", "accelerate", "numpy")
 """Packages on whose version the bits of a step depend."""
@@ -157,11 +158,11 @@ def _replay(
     states = StateClock(states=LEARNER_STATES, initial="other", started_s=time.monotonic())
     stages = Stages(config=config, policy=policy, critic=None, states=states, clock=time.monotonic)
     for step, (lease, rows) in zip(steps, batches, strict=True):
-        meta, samples = step_meta(lease), stages.judge(lease)
+        support = SUPPORT in rows
+        meta, samples = step_meta(lease, support=support), stages.judge(lease)
         _check_samples(step, samples)
-        policy.dp_client.put_samples(
-            meta.sample_ids, TRAIN_PARTITION, fields=BatchedDataDict({name: rows[name] for name in ROW_COLUMNS})
-        )
+        generated = {name: rows[name] for name in with_support(GENERATED_FIELDS, support=support)}
+        policy.dp_client.put_samples(meta.sample_ids, TRAIN_PARTITION, fields=BatchedDataDict(generated))
         report, _ = asyncio.run(stages.train(meta, samples, step=lease.step))
         results: Mapping[str, tuple[Any, Any]] = {
             "the weights before it": (step.before, report.weights_before),
@@ -239,7 +240,8 @@ def _rescore(
 
 def _spans(step: TrainedStep, rows: BatchedDataDict) -> Iterator[tuple[Version, _Span]]:
     """Yields the spans of the trained samples of a step."""
-    scored = BatchedDataDict({name: rows[name] for name in (*SCORED_COLUMNS, "generation_logprobs")})
+    columns = with_support((*SCORED_COLUMNS, "generation_logprobs"), support=SUPPORT in rows)
+    scored = BatchedDataDict({name: rows[name] for name in columns})
     samples = [(group.group, place, sample) for group in step.groups for place, sample in enumerate(group.samples)]
     for row, (group, place, sample) in enumerate(samples):
         at = int(rows["input_lengths"][row]) - sample.tokens

@@ -1,10 +1,10 @@
 """The rows of ready groups in a checkpoint: one safetensors file for each group, named after the group's key.
 
-The tensors of a file are the columns of the group's samples, [G] or [G, S], in the order of the samples. Only one group
-is in memory at a time.
+The tensors of a file are the columns of the group's samples, [G], [G, S] or [G, S, K], in the order of the samples.
+Only one group is in memory at a time.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -17,19 +17,20 @@ from asyncrl.data_plane.interfaces import DataPlaneClient
 from asyncrl.data_plane.sample_ids import samples_of
 from asyncrl.errors import CheckpointDamaged
 
-GROUP_COLUMNS = ("input_ids", "input_lengths", "weight_versions", "generation_logprobs", "token_mask")
-"""The columns that a generator stores for a group (`asyncrl.generation.episodes.episode_rows`)."""
 _SUFFIX = ".safetensors"
 
 
-def save_rows(client: DataPlaneClient, keys: Iterable[str], folder: Path, *, group_size: int) -> None:
-    """Writes the rows of the groups `keys` into `folder`. Raises the errors of the client, e.g. RowsLost."""
+def save_rows(
+    client: DataPlaneClient, keys: Iterable[str], folder: Path, *, group_size: int, columns: Sequence[str]
+) -> None:
+    """Writes these columns of the rows of the groups `keys` into `folder`. Raises the errors of the client, e.g.
+    RowsLost."""
     folder.mkdir()
     for key in keys:
         rows = client.get_samples(
-            samples_of(key, count=group_size), TRAIN_PARTITION, GROUP_COLUMNS, pad_value_dict=PAD_VALUES
+            samples_of(key, count=group_size), TRAIN_PARTITION, columns, pad_value_dict=PAD_VALUES
         )
-        save_file({name: rows[name] for name in GROUP_COLUMNS}, folder / f"{key}{_SUFFIX}")
+        save_file({name: rows[name] for name in columns}, folder / f"{key}{_SUFFIX}")
 
 
 def load_rows(client: DataPlaneClient, folder: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import NO_VERSION
+from asyncrl.data.specs import NO_TOKEN, NO_VERSION, SUPPORT
 from asyncrl.errors import DataError
 from asyncrl.generation.episodes import episode_rows, single_turn
 from asyncrl.generation.interfaces import InferenceEngine
@@ -38,7 +38,7 @@ async def continue_rows(
 def join_outputs(outputs: Sequence[BatchedDataDict], *, pad_token_id: int) -> BatchedDataDict:
     """Joins the rows of several outputs, padded to the longest row."""
     return BatchedDataDict.from_batches(
-        outputs, pad_value_dict={"output_ids": pad_token_id, "weight_versions": NO_VERSION}
+        outputs, pad_value_dict={"output_ids": pad_token_id, "weight_versions": NO_VERSION, SUPPORT: NO_TOKEN}
     )
 
 
@@ -62,7 +62,7 @@ async def _continue_row(
         max_tokens=min(config.generator.max_completion_tokens, room),
         stop=stop or (),
     )
-    rows = episode_rows([single_turn(prompt_ids, completion)])
+    rows = episode_rows([single_turn(prompt_ids, completion, top_k=None if greedy else config.generator.top_k)])
     return BatchedDataDict(
         output_ids=rows["input_ids"],
         generation_lengths=rows["input_lengths"] - len(prompt_ids),
@@ -70,4 +70,5 @@ async def _continue_row(
         logprobs=rows["generation_logprobs"],
         truncated=torch.tensor([completion.truncated]),
         weight_versions=rows["weight_versions"],
+        **({SUPPORT: rows[SUPPORT]} if SUPPORT in rows else {}),
     )

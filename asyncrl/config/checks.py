@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from asyncrl.config.engine_args import engine_args_violations
 from asyncrl.config.field_types import WATCHED_DEADLINE
 from asyncrl.config.gpu_shares import share_violations, share_warnings
 from asyncrl.config.import_path import BUILT_IN_NAMES, malformed
@@ -19,6 +20,8 @@ from asyncrl.errors import ConfigError
 
 BYTES_PER_TOKEN = 24
 """Bytes of a row for each token: token id and weight version (int64), behaviour log-prob and mask (float32)."""
+BYTES_PER_SUPPORT_TOKEN = 4
+"""Bytes of a row for each token of a token's support (`generator.top_k`): its id, int32."""
 BYTES_PER_ROW = 8
 """Bytes of a row in addition to its tokens: the length, int64."""
 
@@ -71,7 +74,12 @@ def worst_case_group_bytes(config: Config) -> int:
 
     A reserve books this size, because the real size of the group is known only when it is committed.
     """
-    return config.learner.group_size * (config.model.max_length * BYTES_PER_TOKEN + BYTES_PER_ROW)
+    return config.learner.group_size * (config.model.max_length * bytes_per_token(config) + BYTES_PER_ROW)
+
+
+def bytes_per_token(config: Config) -> int:
+    """Returns the bytes of a row for each token. All tokens of a row take the same: those of the prompt too."""
+    return BYTES_PER_TOKEN + (config.generator.top_k or 0) * BYTES_PER_SUPPORT_TOKEN
 
 
 def _staleness(config: Config) -> Iterator[str]:
@@ -135,7 +143,8 @@ def _buffer(config: Config) -> Iterator[str]:
         yield (
             f"buffer.capacity_bytes = {config.buffer.capacity_bytes}: must be at least the largest size of one step, "
             f"{step_bytes} = learner.groups_per_step {step_groups} × learner.group_size {config.learner.group_size} × "
-            f"(model.max_length {config.model.max_length} × {BYTES_PER_TOKEN} + {BYTES_PER_ROW}) bytes; raise it"
+            f"(model.max_length {config.model.max_length} × {bytes_per_token(config)} + {BYTES_PER_ROW}) bytes; raise "
+            f"it{', or lower generator.top_k' if config.has_supports else ''}"
         )
 
 
@@ -279,6 +288,18 @@ def _generator(config: Config) -> Iterator[str]:
         )
 
 
+def _sampling(config: Config) -> Iterator[str]:
+    generator = config.generator
+    for key, default in (("top_p", 1.0), ("min_p", 0.0)):
+        value = getattr(generator, key)
+        if generator.top_k is None and value != default:
+            yield (
+                f"generator.{key} = {value:g}: needs generator.top_k. The learner computes log-probs over the tokens "
+                "among which a token was sampled, and vLLM returns these tokens only if their number is limited; set "
+                f"generator.top_k too, or remove generator.{key}"
+            )
+
+
 def _names(config: Config) -> Iterator[str]:
     for key in BUILT_IN_NAMES:
         name = _value(config, key)
@@ -301,6 +322,8 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _model,
     _audit,
     _generator,
+    _sampling,
+    engine_args_violations,
     share_violations,
 )
 

@@ -21,9 +21,7 @@ from asyncrl.errors import ConfigError
 ON_COMMAND_LINE = "on the command line"
 _MAX_SHOWN_CHARS = 80
 
-_CHANGE_THE_DISTRIBUTION = frozenset(
-    {"top_p", "top_k", "min_p", "typical_p", "presence_penalty", "frequency_penalty", "repetition_penalty"}
-)
+_CHANGE_THE_DISTRIBUTION = frozenset({"typical_p", "presence_penalty", "frequency_penalty", "repetition_penalty"})
 
 
 class _Wanted(NamedTuple):
@@ -54,7 +52,8 @@ def error_message(violation: ErrorDetails, *, origins: Mapping[KeyPath, str]) ->
     if violation["type"] == "extra_forbidden" and path[-1] in _CHANGE_THE_DISTRIBUTION:
         return (
             f"{key}{origin}: is not supported; remove it. With it, the engine would sample from a distribution that "
-            "differs from the one whose log-probs the learner computes, and every importance weight would be wrong"
+            "differs from the one whose log-probs the learner computes, and every importance weight would be wrong. "
+            "generator.top_k, top_p and min_p are supported, because they only choose among which tokens it samples"
         )
     if violation["type"] == "extra_forbidden":
         return f"unknown key {key}{origin}: {_suggest_key(path, value=value)}"

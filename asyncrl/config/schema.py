@@ -296,6 +296,15 @@ class GeneratorSection(Section):
     """Maximum length of a completion, tokens."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature. The learner divides its logits by the same value."""
+    top_k: PositiveInt | None = None
+    """Number of most probable tokens among which each token is sampled. These tokens, its support, are stored with it,
+    4 bytes for each. The learner computes log-probs, entropies and gradients of the distribution over them
+    (docs/tasks.md). Unset: all tokens."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Of the `top_k` tokens, only the most probable ones that together have at least this share of their probability.
+    Needs `top_k`."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Only tokens that are at least this share as probable as the most probable token. Needs `top_k`."""
     seeded: bool | None = None
     """Whether each sample is drawn with a seed of its own, which follows from `run.seed`. An engine then draws the
     samples one by one, which makes short completions slower. Unset: only with `staleness.max_versions: 0`, where equal
@@ -342,6 +351,10 @@ class GeneratorSection(Section):
     pool=gen`. Values use the syntax of Ray's label selectors, such as `in(a,b)` or `!c`."""
     enforce_eager: Annotated[bool, PER_DEPLOYMENT] = True
     """Run the engine without graph capture."""
+    engine_args: Annotated[dict[str, Any], PER_DEPLOYMENT] = {}
+    """Further engine arguments of vLLM, by the names of its `AsyncEngineArgs`, e.g. `{max_num_batched_tokens: 16384}`.
+    Arguments that asyncrl sets itself, or with which a guarantee would not hold, are refused with the reason
+    (docs/tasks.md)."""
 
 
 class OptimizerSection(Section):
@@ -645,7 +658,8 @@ class EvalSection(Section):
     """Completions of each prompt. 1: a greedy one. With more, they are sampled with `temperature`, and pass@k is
     recorded for k = 1, 2, 4, … up to this number."""
     temperature: PositiveFloat = 1.0
-    """Sampling temperature of evaluations with several `samples`."""
+    """Sampling temperature of evaluations with several `samples`. They also use `generator.top_k`, `top_p` and
+    `min_p`."""
     pass_reward: float = 1.0
     """Reward from which on a completion counts as right, for pass@k."""
     share: Annotated[float, Field(gt=0, le=1)] = 0.25
@@ -726,6 +740,12 @@ class Config(Section):
     def seeds_samples(self) -> bool:
         """Whether each sample has a seed of its own (`generator.seeded`)."""
         return self.staleness.max_versions == 0 if self.generator.seeded is None else self.generator.seeded
+
+    @property
+    def has_supports(self) -> bool:
+        """Whether the rows have the support of each token: the tokens among which it was sampled
+        (`generator.top_k`)."""
+        return self.generator.top_k is not None
 
     @property
     def most_resamples(self) -> int:

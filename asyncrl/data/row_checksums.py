@@ -6,15 +6,14 @@ import numpy as np
 import xxhash
 
 from asyncrl.data.batched_data_dict import BatchedDataDict
-
-ROW_COLUMNS = ("input_ids", "input_lengths", "generation_logprobs", "weight_versions", "token_mask")
-"""The columns that the checksum of a row covers."""
+from asyncrl.data.specs import GENERATED_FIELDS, SUPPORT, with_support
 
 
 def row_checksums(rows: BatchedDataDict) -> list[int]:
-    """Returns the xxh3-64 of each row's real tokens: their ids, log-probs, versions and masks. Padding does not
-    count."""
-    columns = [rows[name].contiguous().numpy() for name in ROW_COLUMNS if name != "input_lengths"]
+    """Returns the xxh3-64 of each row's real tokens: their ids, log-probs, versions, masks, and supports if the rows
+    have them. Padding does not count."""
+    names = [name for name in with_support(GENERATED_FIELDS, support=SUPPORT in rows) if name != "input_lengths"]
+    columns = [rows[name].contiguous().numpy() for name in names]
     lengths: list[int] = rows["input_lengths"].tolist()
     return [_checksum([column[row, :length] for column in columns]) for row, length in enumerate(lengths)]
 

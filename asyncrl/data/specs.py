@@ -1,17 +1,25 @@
 """The columns of batches by name: for generation, and for the stages of training.
 
-Shape letters: B rows, S tokens of the longest prompt, S' tokens of the longest prompt with its response. Padding is on
-the right. Log-probs are float32 nats. Entry `c[b, i]` of a column belongs to token `input_ids[b, i]` given its prefix,
-so `logprobs[b, 0]` is 0.
+Shape letters: B rows, S tokens of the longest prompt, S' tokens of the longest prompt with its response, K tokens of
+the largest support (`generator.top_k`). Padding is on the right. Log-probs are float32 nats. Entry `c[b, i]` of a
+column belongs to token `input_ids[b, i]` given its prefix, so `logprobs[b, 0]` is 0.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
 
 import torch
 
 NO_VERSION = -1
 """Value of `weight_versions` for prompt and padding tokens, which no policy has sampled."""
+
+SUPPORT = "support_ids"
+"""Column of the supports, with `generator.top_k`: the ids of the tokens among which each token was sampled."""
+NO_TOKEN = -1
+"""Value of `support_ids` beyond the support of a token, and for prompt and padding tokens, which have no support."""
+
+GENERATED_FIELDS = ("input_ids", "input_lengths", "generation_logprobs", "weight_versions", "token_mask")
+"""The columns of a finished group's rows. Later columns of the same samples are stored under the same keys."""
 
 LP_SEED_FIELDS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
 """The columns that a log-prob stage reads."""
@@ -31,6 +39,15 @@ DP_TRAIN_FIELDS = (
 CRITIC_FIELDS = ("rewards", "values", "returns")
 """The columns that the stages of a critic write: a reward for each row [B], and for each token [B, S] the critic's
 value and its target (the return)."""
+
+
+def with_support(fields: Sequence[str], *, support: bool) -> tuple[str, ...]:
+    """Returns the columns, with the one of the supports if there are supports.
+
+    >>> with_support(("input_ids",), support=True)
+    ('input_ids', 'support_ids')
+    """
+    return (*fields, *([SUPPORT] if support else []))
 
 
 class GenerationDatumSpec(TypedDict):
@@ -59,6 +76,8 @@ class GenerationOutputSpec(TypedDict):
     """bool [B]: True if the length limit ended the response."""
     weight_versions: NotRequired[torch.Tensor]
     """int64 [B, S']: the version that sampled each token; −1 for prompt and padding."""
+    support_ids: NotRequired[torch.Tensor]
+    """int32 [B, S', K]: the ids of the tokens among which each token was sampled, −1 beyond them."""
 
 
 class TrainDatumSpec(TypedDict):
@@ -84,6 +103,9 @@ class TrainDatumSpec(TypedDict):
     """int64 [B]: equal for all rows of one prompt; used by the aggregation `prompt_mean`."""
     rewards: NotRequired[torch.Tensor]
     """float32 [B]: used by the penalty `positive_nll`."""
+    support_ids: NotRequired[torch.Tensor]
+    """int32 [B, S, K]: the ids of the tokens among which each token was sampled, −1 beyond them. Log-probs and
+    entropies are those of the distribution over these tokens."""
 
 
 def verify_right_padding(

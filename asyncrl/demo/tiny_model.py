@@ -16,7 +16,7 @@ import math
 import os
 import random
 import tempfile
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -148,7 +148,7 @@ def warm_up(
     heldout: Sequence[Task],
     report: Report,
 ) -> None:
-    """Trains with AdamW on the cross-entropy of the answers of random tasks.
+    """Trains with AdamW on the cross-entropy of the answers of random tasks, of each part of a mixture equally often.
 
     It trains until the accuracy reaches `warmup_accuracy`. After that, the learning rate falls to 0 over
     `warmup_decay_steps`. It makes at most `warmup_steps` steps.
@@ -162,13 +162,14 @@ def warm_up(
             "the tiny model needs training tasks for its warm-up, but there are none; check data.dataset, or set "
             "warmup_steps: 0"
         )
-    draw = random.Random(section.seed)
+    draw, sizes = random.Random(section.seed), Counter(task.part for task in tasks)
+    shares = [1 / sizes[task.part] for task in tasks] if len(sizes) > 1 else None
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0, fused=True)
     correct: deque[float] = deque(maxlen=math.ceil(_JUDGED_EXAMPLES / section.warmup_batch_size))
     last = section.warmup_steps
     model.train()
     for step in range(1, section.warmup_steps + 1):
-        drawn = draw.choices(tasks, k=section.warmup_batch_size)
+        drawn = draw.choices(tasks, shares, k=section.warmup_batch_size)
         examples = [_encode(tokenizer, _shown(task, draw, section=section)) for task in drawn]
         tokens_BS, labels_BS = _batch(examples, pad_id=tokenizer.pad_token_id)
         logits_BSV = model(input_ids=tokens_BS, use_cache=False).logits[:, :-1]

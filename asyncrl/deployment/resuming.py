@@ -40,6 +40,7 @@ LINEAGE = "lineage.json"
 FIXED = (
     "learner.groups_per_step",
     "learner.group_size",
+    "generator.top_k",
     "run.seed",
     "data.shuffle",
     "model.lora.rank",

@@ -7,7 +7,7 @@ that is read and a node that is sampled.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from itertools import chain, groupby, takewhile
@@ -20,9 +20,9 @@ import torch
 from asyncrl.buffer.records import VersionSpan
 from asyncrl.common.version import Version
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import NO_VERSION
+from asyncrl.data.specs import NO_TOKEN, NO_VERSION, SUPPORT
 from asyncrl.errors import HandshakeError
-from asyncrl.generation.interfaces import Completion
+from asyncrl.generation.interfaces import Completion, Supports
 
 
 class Origin(StrEnum):
@@ -36,7 +36,7 @@ class Origin(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
     """Tokens that were added to an episode together. A sampled node has the log-prob (nats, as sampled) and the version
-    of each token; other nodes have neither.
+    of each token, and with `generator.top_k` its support; other nodes have none of these.
 
     Raises HandshakeError unless this is so (F25).
     """
@@ -45,9 +45,15 @@ class Node:
     token_ids: Sequence[int]
     logprobs: Sequence[float] = ()
     versions: Sequence[Version] = ()
+    supports: Supports | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         needed = len(self.token_ids) if self.sampled else 0
+        if self.supports is not None and len(self.supports) != needed:
+            raise HandshakeError(
+                f"a node of {len(self.token_ids)} tokens ({self.origin}) has {len(self.supports)} supports; every "
+                "sampled token needs one support, and no other token may have any"
+            )
         if len(self.logprobs) != needed or len(self.versions) != needed:
             raise HandshakeError(
                 f"a node of {len(self.token_ids)} tokens ({self.origin}) has {len(self.logprobs)} log-probs and "
@@ -92,8 +98,15 @@ class Episode:
         return version_spans(list(chain.from_iterable(node.versions for node in self.sampled_nodes)))
 
 
-def single_turn(prompt_ids: Sequence[int], completion: Completion) -> Episode:
-    """Returns the episode of one answer to a prompt."""
+def single_turn(prompt_ids: Sequence[int], completion: Completion, *, top_k: int | None = None) -> Episode:
+    """Returns the episode of one answer to a prompt. Raises HandshakeError if it was sampled with `top_k`, and does not
+    have supports of so many tokens (F25)."""
+    width = None if completion.supports is None else completion.supports.shape[1]
+    if top_k is not None and width != top_k:
+        raise HandshakeError(
+            f"the engine returned a completion with supports of {width or 'no'} tokens, but it must be {top_k} with "
+            f"generator.top_k = {top_k}"
+        )
     return Episode(
         nodes=(
             Node(origin=Origin.ENVIRONMENT, token_ids=prompt_ids),
@@ -102,6 +115,7 @@ def single_turn(prompt_ids: Sequence[int], completion: Completion) -> Episode:
                 token_ids=completion.token_ids,
                 logprobs=completion.logprobs,
                 versions=completion.versions,
+                supports=completion.supports,
             ),
         ),
         text=completion.text,
@@ -120,9 +134,10 @@ def version_spans(versions: Sequence[Version]) -> tuple[VersionSpan, ...]:
 
 
 def episode_rows(episodes: Sequence[Episode]) -> BatchedDataDict:
-    """Returns the rows of G episodes, of shape [G, S]: their tokens, padded on the right.
+    """Returns the rows of G episodes, of shape [G, S]: their tokens, padded on the right. Supports are a column
+    [G, S, K], if the sampled nodes have them.
 
-    Tokens that were not sampled have log-prob 0, version NO_VERSION and mask 0. So has padding.
+    Tokens that were not sampled have log-prob 0, version NO_VERSION, mask 0 and no support. So has padding.
     """
     lengths = np.array([episode.tokens for episode in episodes], dtype=np.int64)
     positions_S = np.arange(int(lengths.max(initial=0)))
@@ -143,13 +158,18 @@ def episode_rows(episodes: Sequence[Episode]) -> BatchedDataDict:
     spans = [span for episode in episodes for span in episode.version_spans]
     steps = np.repeat(*np.array([(span.step, span.tokens) for span in spans], dtype=np.int64).reshape(-1, 2).T)
     token_ids = _flat([node.token_ids for node in nodes], np.int64)
-    return BatchedDataDict(
+    rows = BatchedDataDict(
         input_ids=column(0, token_ids, np.int64, places=within_GS),
         weight_versions=column(NO_VERSION, steps, np.int64),
         generation_logprobs=column(0, _flat([node.logprobs for node in sampled], np.float32), np.float32),
         token_mask=torch.from_numpy(sampled_GS.astype(np.float32)),
         input_lengths=torch.from_numpy(lengths),
     )
+    if supports := [node.supports for node in sampled if node.supports is not None]:
+        support_GSK = np.full((*within_GS.shape, supports[0].shape[1]), NO_TOKEN, dtype=np.int32)
+        support_GSK[sampled_GS] = np.concatenate(supports)
+        rows[SUPPORT] = torch.from_numpy(support_GSK)
+    return rows
 
 
 def _flat(rows: Sequence[Sequence[float]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:

@@ -94,6 +94,7 @@ class Generator:
         self._prefixes = PrefixKeeper(
             prefix_rows,
             every_tokens=config.generator.persist_every_tokens,
+            support=config.has_supports,
             verdict=weights.verdict,
             stored=self._held.stored,
         )

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from asyncrl.common.version import Version
 from asyncrl.data.specs import GenerationDatumSpec, GenerationOutputSpec, verify_right_padding
@@ -30,13 +33,17 @@ __all__ = [
     "verify_right_padding",
 ]
 
+Supports = npt.NDArray[np.int32]
+"""The supports of some tokens, [tokens, K]."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """One sampled continuation of a prompt.
 
     `token_ids`, `logprobs` (nats, as sampled) and `versions` have one entry for each token. `text` has no special
-    tokens. `truncated` is True if the length limit ended the completion.
+    tokens. `truncated` is True if the length limit ended the completion. `supports` [tokens, K] has the ids of the
+    tokens among which each token was sampled, −1 beyond them; it is None without `generator.top_k`.
     """
 
     token_ids: list[int]
@@ -44,18 +51,20 @@ class Completion:
     versions: list[Version]
     text: str
     truncated: bool
+    supports: Supports | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialCompletion:
     """The tokens of a completion so far, with the log-prob (nats) and the version of each. `truncated` is True if the
-    length limit has ended it; only a `finished` completion can be truncated."""
+    length limit has ended it; only a `finished` completion can be truncated. `supports` is as in `Completion`."""
 
     token_ids: list[int]
     logprobs: list[float]
     versions: list[Version]
     finished: bool = False
     truncated: bool = False
+    supports: Supports | None = field(default=None, compare=False)
 
 
 class Sampled(Protocol):
@@ -102,6 +111,7 @@ class InferenceEngine(Protocol):
         on_progress: Callable[[Sampled], None] | None = None,
     ) -> list[Completion]:
         """Returns n completions of one prompt. Child i samples with seed + i. Temperature 0 is greedy; seed is None.
+        Other temperatures sample with `generator.top_k`, `top_p` and `min_p`, and then completions have supports.
 
         A completion ends when its text contains one of `stop` or of `generator.stop`. The tokens of the stop string
         are the last tokens of the completion. The engine calls `on_progress` from time to time with what it has sampled

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from asyncrl.buffer.records import Prefix, Ticket
 from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data.specs import with_support
 from asyncrl.data_plane.clients import GroupRows
 from asyncrl.errors import AsyncRLError
 from asyncrl.generation.interfaces import PartialCompletion, Sampled
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 class PrefixKeeper:
     """Stores a group whenever one of its samples has grown by `every_tokens` tokens. With 0, it stores nothing.
+    `support`: tokens have supports (`generator.top_k`).
 
     `verdict` waits until the last weight update is verified. `stored` is called with a group's key after each put.
     """
@@ -31,11 +33,13 @@ class PrefixKeeper:
         rows: GroupRows,
         *,
         every_tokens: int,
+        support: bool = False,
         verdict: Callable[[], Awaitable[None]],
         stored: Callable[[str, Prefix], None],
     ) -> None:
         self._rows = rows
         self._every_tokens = every_tokens
+        self._columns = with_support(PREFIX_COLUMNS, support=support)
         self._verdict = verdict
         self._stored = stored
         self._lengths: dict[str, Sequence[int]] = {}  # tokens of each sample at the last put of a group
@@ -47,7 +51,7 @@ class PrefixKeeper:
         if prefix is None:
             return []
         try:
-            rows = await self._rows.get(f"{ticket.group}.{prefix.attempt}", PREFIX_COLUMNS)
+            rows = await self._rows.get(f"{ticket.group}.{prefix.attempt}", self._columns)
             return samples_of_rows(rows, prefix=prefix)
         except (AsyncRLError, TimeoutError, KeyError) as error:
             logger.warning(

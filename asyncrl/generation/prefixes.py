@@ -15,6 +15,7 @@ import torch
 from asyncrl.buffer.records import Prefix
 from asyncrl.common.version import Version
 from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data.specs import NO_TOKEN, SUPPORT
 from asyncrl.errors import InfraError
 from asyncrl.generation.interfaces import PartialCompletion
 
@@ -27,7 +28,8 @@ PREFIX_COLUMNS = (
     "sample_state",
 )
 """Columns of stored partial generations: per token its id, log-prob, and version (step and incarnation); per sample the
-number of its tokens, and its state: 0 runs, 1 finished, 2 finished at the length limit."""
+number of its tokens, and its state: 0 runs, 1 finished, 2 finished at the length limit. With `generator.top_k`, also
+the support of each token."""
 _RUNS, _FINISHED, _TRUNCATED = range(3)
 _SEED_BITS = 63
 
@@ -55,7 +57,7 @@ def engine_seed(seed: int, name: str) -> int:
 
 
 def rows_of(samples: Sequence[PartialCompletion]) -> BatchedDataDict:
-    """Returns the rows [G, S] that store the samples."""
+    """Returns the rows [G, S] that store the samples. Supports are a column [G, S, K]."""
     shape = (len(samples), max(len(sample.token_ids) for sample in samples))
     rows = BatchedDataDict(
         input_ids=torch.zeros(shape, dtype=torch.int64),
@@ -72,6 +74,11 @@ def rows_of(samples: Sequence[PartialCompletion]) -> BatchedDataDict:
         rows["weight_versions"][i, tokens] = torch.tensor([v.step for v in sample.versions], dtype=torch.int64)
         incarnations = [version.incarnation for version in sample.versions]
         rows["weight_incarnations"][i, tokens] = torch.tensor(incarnations, dtype=torch.int64)
+    if width := max((sample.supports.shape[1] for sample in samples if sample.supports is not None), default=0):
+        rows[SUPPORT] = torch.full((*shape, width), NO_TOKEN, dtype=torch.int32)
+        for i, sample in enumerate(samples):
+            if sample.supports is not None:
+                rows[SUPPORT][i, : len(sample.token_ids)] = torch.from_numpy(sample.supports)
     return rows
 
 
@@ -96,6 +103,7 @@ def samples_of_rows(rows: BatchedDataDict, *, prefix: Prefix) -> list[PartialCom
                 versions=versions[:kept],
                 finished=state != _RUNS,
                 truncated=state == _TRUNCATED,
+                supports=rows[SUPPORT][i, :kept].numpy() if SUPPORT in rows else None,
             )
         )
     if not any(sample.token_ids for sample in samples):

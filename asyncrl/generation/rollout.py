@@ -13,12 +13,13 @@ from typing import Any
 
 from asyncrl.buffer.failure_records import Failure
 from asyncrl.buffer.records import GroupMeta, Ticket
-from asyncrl.config.checks import BYTES_PER_ROW, BYTES_PER_TOKEN
+from asyncrl.config.checks import BYTES_PER_ROW, BYTES_PER_SUPPORT_TOKEN, BYTES_PER_TOKEN
 from asyncrl.config.parts import part_configs
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
 from asyncrl.data.row_checksums import row_checksums
+from asyncrl.data.specs import SUPPORT
 from asyncrl.data.tokenizer import encode_prompt
 from asyncrl.environments.part_scorers import PartScorers
 from asyncrl.environments.prompt_lengths import counted, longest_prompt_tokens
@@ -27,9 +28,6 @@ from asyncrl.generation.episodes import Episode, episode_rows, single_turn
 from asyncrl.generation.interfaces import InferenceEngine, PartialCompletion, Sampled
 from asyncrl.generation.long_work import beside_loop
 from asyncrl.generation.reward_errors import components_of, failures_of, rewards_of, total
-
-GENERATED_FIELDS = ("input_ids", "input_lengths", "generation_logprobs", "weight_versions", "token_mask")
-"""Columns of a finished group's rows. Later columns of the same samples are stored under the same keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +86,8 @@ class Rollouts:
             on_progress=on_progress,
         )
         on_generated()
-        episodes = [single_turn(prompt_ids, completion) for completion in completions]
+        top_k = self._config.generator.top_k
+        episodes = [single_turn(prompt_ids, completion, top_k=top_k) for completion in completions]
         scored_from_s = self._clock()
         try:
             scores = await self._scorer.score(ticket.task, [episode.text for episode in episodes])
@@ -163,12 +162,14 @@ def finished_group(
     lengths = [episode.sampled_tokens for episode in episodes]
     read = tuple(episode.tokens - episode.prompt_tokens - episode.sampled_tokens for episode in episodes)
     rows = episode_rows(episodes)
+    support_bytes = rows[SUPPORT].shape[2] * BYTES_PER_SUPPORT_TOKEN if SUPPORT in rows else 0
+    token_bytes = sum(episode.tokens for episode in episodes) * (BYTES_PER_TOKEN + support_bytes)
     meta = GroupMeta(
         group=ticket.group,
         attempt=ticket.attempt,
         incarnation=ticket.version.incarnation,
         replica=replica,
-        row_bytes=sum(episode.tokens for episode in episodes) * BYTES_PER_TOKEN + len(episodes) * BYTES_PER_ROW,
+        row_bytes=token_bytes + len(episodes) * BYTES_PER_ROW,
         prompt_tokens=episodes[0].prompt_tokens,
         completion_tokens=tuple(lengths),
         read_tokens=read if any(read) else (),

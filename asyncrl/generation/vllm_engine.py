@@ -23,21 +23,19 @@ from asyncrl.errors import DataError, InfraError
 from asyncrl.generation.engine_start import cause_of_death, children_begin_with, engine_starts, first_end
 from asyncrl.generation.interfaces import Completion, LoadTimes, PartialCompletion, Sampled
 from asyncrl.generation.long_work import beside_loop
-from asyncrl.generation.model_parameters import adapted_modules
-from asyncrl.generation.prefixes import engine_seed, seed_of
+from asyncrl.generation.prefixes import seed_of
 from asyncrl.generation.shared_memory import EngineProcesses, sweep_shared_memory
-from asyncrl.generation.vllm_adapters import Adapter, VLLMAdapters, engine_arguments
+from asyncrl.generation.vllm_adapters import Adapter, VLLMAdapters
+from asyncrl.generation.vllm_arguments import engine_arguments
 from asyncrl.generation.vllm_sampled import NOTHING, Child, SampledByVLLM, before_stop, check_end, joined, until_stop
+from asyncrl.generation.vllm_supports import sampling_parameters
 from asyncrl.generation.vllm_weights import VLLMWeights
 from asyncrl.weights.manifest import Manifest
 from asyncrl.weights.staging import StagedWeights
 
-GIB = 2**30
 ENGINE_EXIT_S = 1.0
 """Seconds for vLLM's own shutdown. Afterwards the processes get the same time again, and are then killed. They have
 nothing to save, and Python needs 4 s of CPU time to end one of them in order."""
-MIN_BATCHED_TOKENS = 4096
-"""Smallest token budget of a scheduler step on CPUs. Without chunked prefill, a whole prompt must fit into one step."""
 PROGRESS_EVERY_S = 0.5
 """Seconds between two reports of what a call has sampled so far. The heartbeats that carry it are sent every second."""
 STORED_PROGRESS_EVERY_S = 0.01
@@ -86,6 +84,9 @@ class VLLMEngine:
     def __init__(self, llm: Any, *, config: Config, adapters: VLLMAdapters | None = None) -> None:
         self._llm = llm
         self._stop = config.generator.stop
+        self._top_k = config.generator.top_k
+        vocabulary = 0 if self._top_k is None else llm.model_config.get_vocab_size()
+        self._choice = sampling_parameters(config.generator, vocabulary=vocabulary)
         stored = config.generator.persist_every_tokens > 0
         self._progress_every_s = STORED_PROGRESS_EVERY_S if stored else PROGRESS_EVERY_S
         self.weights = VLLMWeights(llm, clear_cache=config.weights.kv_cache == "recompute")
@@ -123,32 +124,13 @@ class VLLMEngine:
         from asyncrl.weights import vllm_plugin
 
         vllm_plugin.register()
-        generator, lora = config.generator, config.model.lora
-        on_cpu = generator.gpus == 0
-        sequences = generator.max_concurrent_groups * config.learner.group_size
-        arguments: dict[str, Any] = {
-            "model": model_path,
-            "dtype": config.model.dtype,
-            "max_model_len": config.model.max_length,
-            "max_num_seqs": sequences,
-            "enforce_eager": generator.enforce_eager,
-            "logprobs_mode": "processed_logprobs",
-            "tensor_parallel_size": generator.tensor_parallel_size,
-            "weight_transfer_config": WeightTransferConfig(backend=vllm_plugin.BACKEND),
-            "worker_extension_cls": vllm_plugin.WORKER_EXTENSION,
-            "seed": engine_seed(config.run.seed, name),
-            "load_format": "auto" if load_weights or lora is not None else "dummy",
-            "enable_sleep_mode": sleep_mode,
-            **engine_arguments(config, adapted_modules(model_path, lora)),
-        }
-        if config.model.dtype == "bfloat16":
-            # In bfloat16 the logits themselves would be rounded, which alone changes log-probs by up to 0.06 nats.
-            arguments["hf_overrides"] = {"head_dtype": "float32"}
-        if on_cpu:
-            arguments |= _cpu_arguments(config, sequences=sequences)
-        else:
-            arguments["gpu_memory_utilization"] = generator.gpu_memory_utilization
-        knob = "kv_cache_gib" if on_cpu else "gpu_memory_utilization"
+        lora = config.model.lora
+        arguments = engine_arguments(
+            config, model_path=model_path, name=name, load_weights=load_weights, sleep_mode=sleep_mode
+        )
+        arguments["weight_transfer_config"] = WeightTransferConfig(backend=vllm_plugin.BACKEND)
+        arguments["worker_extension_cls"] = vllm_plugin.WORKER_EXTENSION
+        knob = "kv_cache_gib" if config.generator.gpus == 0 else "gpu_memory_utilization"
         with engine_starts(memory_knob=f"generator.{knob}"), children_begin_with("asyncrl.generation.engine_main"):
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
@@ -171,19 +153,21 @@ class VLLMEngine:
         on_progress: Callable[[Sampled], None] | None = None,
     ) -> list[Completion]:
         stops = [*self._stop, *stop]
-        sampling = {
+        sampling: dict[str, Any] = {
             "temperature": temperature,
             "logprobs": 0,
             "flat_logprobs": True,
             "stop": stops or None,
             "detokenize": bool(stops),  # stop strings need text after every token; otherwise we decode once, at the end
+            **(self._choice if temperature > 0 else {}),
         }
+        top_k = self._top_k if temperature > 0 else None
         if not any(sample.token_ids for sample in prefix):
-            children = [Child(NOTHING, index=index) for index in range(n)]
+            children = [Child(NOTHING, index=index, top_k=top_k) for index in range(n)]
             with self._progress(children, on_progress):
                 await self._request(prompt_ids, children, n=n, seed=seed, max_tokens=max_tokens, **sampling)
         else:
-            children = [Child(_ended_at(max_tokens, sample)) for sample in prefix]
+            children = [Child(_ended_at(max_tokens, sample), top_k=top_k) for sample in prefix]
             requests = [
                 self._request(
                     [*prompt_ids, *child.prefix.token_ids],
@@ -289,7 +273,9 @@ class VLLMEngine:
             text: str = self._llm.tokenizer.decode(token_ids, skip_special_tokens=True)
             return text
 
-        sample = child.prefix if child.output is None else joined(child.prefix, child.output, version=child.version)
+        sample = child.prefix
+        if child.output is not None:
+            sample = joined(child.prefix, child.output, version=child.version, top_k=child.top_k)
         if stops and not child.prefix.token_ids:
             text = child.output.text
         else:
@@ -302,6 +288,7 @@ class VLLMEngine:
             versions=sample.versions,
             text=text,
             truncated=sample.truncated,
+            supports=sample.supports,
         )
 
     def _adapter(self) -> AbstractContextManager[Adapter | None]:
@@ -367,20 +354,3 @@ async def _all_or_none(requests: Iterable[Coroutine[Any, Any, Any]]) -> None:
                 group.create_task(request)
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from failures.exceptions[0].__cause__
-
-
-def _cpu_arguments(config: Config, *, sequences: int) -> dict[str, Any]:
-    """Returns vLLM's arguments for an engine on CPUs that decodes up to `sequences` sequences at once."""
-    generator = config.generator
-    alone = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-    return {
-        "kv_cache_memory_bytes": int(generator.kv_cache_gib * GIB),
-        # vLLM's CPU worker dies when the prefill of a seeded request is split in two ("CPU Generator does not use
-        # offset"). An update that recomputes all running sequences at once would split many.
-        "enable_chunked_prefill": False,
-        # Without a worker process of its own, start-up saves 20 s (one import of vLLM less) and every decoding step
-        # saves a message. The full class name is needed because vLLM replaces "uni" on CPUs, where that executor
-        # cannot bind threads. No binding is needed here (VLLM_CPU_OMP_THREADS_BIND=nobind).
-        "distributed_executor_backend": alone if generator.tensor_parallel_size == 1 else "mp",
-        "max_num_batched_tokens": max(MIN_BATCHED_TOKENS, config.model.max_length, sequences),
-    }

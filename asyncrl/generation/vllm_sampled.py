@@ -11,9 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from asyncrl.common.version import Version
 from asyncrl.errors import DataError, InfraError
 from asyncrl.generation.interfaces import PartialCompletion
+from asyncrl.generation.vllm_supports import supports_of
 
 NOTHING = PartialCompletion(token_ids=[], logprobs=[], versions=[])
 _ENDS = ("stop", "length")
@@ -25,7 +28,8 @@ class Child:
     """One completion: the prefix with which it began, its request with the child's index in it, and the request's
     output for it when the request has ended. `sampled` is the number of tokens that its request had at the last look. A
     completion that was finished before has no request. `version` is that of the request's adapter: with an adapter, all
-    tokens of a request have one version, and vLLM's labels are not of it."""
+    tokens of a request have one version, and vLLM's labels are not of it. `top_k` is `generator.top_k` if the request
+    samples with it."""
 
     prefix: PartialCompletion
     request_id: str = ""
@@ -33,6 +37,7 @@ class Child:
     output: Any = None
     sampled: int = 0
     version: Version | None = None
+    top_k: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +68,12 @@ class SampledByVLLM:
             if child.prefix.finished:
                 samples.append(child.prefix)
             elif output is not None:
-                samples.append(joined(child.prefix, output, version=child.version))
+                samples.append(joined(child.prefix, output, version=child.version, top_k=child.top_k))
             elif state is not None:
                 starts = state.weight_version_starts
                 tokens, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
                 versions = _versions(starts, len(tokens), version=child.version)
-                samples.append(_joined(child.prefix, tokens, logprobs, versions))
+                samples.append(_joined(child.prefix, tokens, logprobs, versions, top_k=child.top_k))
             else:
                 return None
         return samples
@@ -107,12 +112,14 @@ def check_end(finish_reason: str | None) -> None:
         )
 
 
-def joined(prefix: PartialCompletion, output: Any, *, version: Version | None = None) -> PartialCompletion:
+def joined(
+    prefix: PartialCompletion, output: Any, *, version: Version | None = None, top_k: int | None = None
+) -> PartialCompletion:
     """Returns a completion that has ended: its prefix, and the final output of vLLM for the rest. `version` is that of
     the request's adapter, if it has one.
 
     Its `finished` is False if it did not end in order, so that another attempt continues it. Raises DataError if a
-    token lacks its log-prob or its version.
+    token lacks its log-prob or its version, or with `top_k` its support.
     """
     starts = [(span.version, span.start) for span in output.weight_versions or []]
     return _joined(
@@ -120,6 +127,7 @@ def joined(prefix: PartialCompletion, output: Any, *, version: Version | None = 
         output.token_ids,
         output.logprobs,
         _versions(starts, len(output.token_ids), version=version),
+        top_k=top_k,
         finished=output.finish_reason in _ENDS,
         truncated=output.finish_reason == "length",
     )
@@ -131,18 +139,27 @@ def _joined(
     logprobs: Any,
     versions: Sequence[Version],
     *,
+    top_k: int | None,
     finished: bool = False,
     truncated: bool = False,
 ) -> PartialCompletion:
-    # With `logprobs=0` vLLM returns only the sampled token's log-prob, so the flat list has one entry per token.
-    if logprobs.token_ids != list(token_ids):
+    # For each token, the flat lists have an entry of the sampled token, and then with `top_k` those of the most
+    # probable ones. With `logprobs=0` the first one is the only one.
+    each = max(1, len(logprobs.token_ids) // max(1, len(token_ids))) if top_k is not None else 1
+    if logprobs.token_ids[::each] != list(token_ids):
         raise DataError("vLLM returned log-probs of other tokens than the sampled ones", reason="logprobs")
+    supports = None
+    if top_k is not None:
+        supports = supports_of(token_ids, logprobs, top_k=top_k)
+        if prefix.supports is not None:
+            supports = np.concatenate([prefix.supports, supports])
     return PartialCompletion(
         token_ids=[*prefix.token_ids, *token_ids],
-        logprobs=[*prefix.logprobs, *logprobs.logprobs],
+        logprobs=[*prefix.logprobs, *logprobs.logprobs[::each]],
         versions=[*prefix.versions, *versions],
         finished=finished,
         truncated=truncated,
+        supports=supports,
     )
 
 
@@ -151,7 +168,9 @@ def _versions(starts: Sequence[tuple[str, int]], tokens: int, *, version: Versio
     adapter's `version`."""
     if version is not None:
         return [version] * tokens
-    if tokens and (not starts or starts[0][1] != 0):
+    if not tokens:
+        return []  # vLLM begins the first span with the first token
+    if not starts or starts[0][1] != 0:
         raise DataError(
             f"vLLM did not label the first of {tokens} tokens with a weight version", reason="version_spans"
         )
@@ -183,6 +202,7 @@ def until_stop(
         logprobs=sample.logprobs[:first],
         versions=sample.versions[:first],
         finished=True,
+        supports=None if sample.supports is None else sample.supports[:first],
     )
 
 

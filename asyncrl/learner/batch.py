@@ -20,12 +20,11 @@ from asyncrl.algorithms.filters import SampleFilters
 from asyncrl.buffer.records import Lease, LeasedGroup
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
-from asyncrl.data.specs import NO_VERSION
+from asyncrl.data.specs import GENERATED_FIELDS, NO_VERSION, with_support
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.sample_ids import samples_of
 from asyncrl.errors import StalenessViolation
-from asyncrl.generation.rollout import GENERATED_FIELDS
 from asyncrl.learner.records import SampleRecord
 from asyncrl.ranks.named_rows import LIMIT, MASKS_STALE, STEP
 
@@ -172,15 +171,16 @@ def sample_ids(group: LeasedGroup) -> list[str]:
     return samples_of(group.meta.key, count=len(group.meta.rewards))
 
 
-def step_meta(lease: Lease) -> KVBatchMeta:
+def step_meta(lease: Lease, *, support: bool = False) -> KVBatchMeta:
     """Returns the names of a lease's rows, with each row's length in tokens and the staleness limit of its ticket. The
-    rows of extended groups are marked: the ranks mask their tokens beyond the limit."""
+    rows of extended groups are marked: the ranks mask their tokens beyond the limit. `support`: the rows have supports
+    (`generator.top_k`)."""
     samples = [(group, tokens) for group in lease.groups for tokens in group.meta.row_tokens]
     return KVBatchMeta(
         partition_id=TRAIN_PARTITION,
         task_name="train",
         sample_ids=[sample for group in lease.groups for sample in sample_ids(group)],
-        fields=list(GENERATED_FIELDS),
+        fields=list(with_support(GENERATED_FIELDS, support=support)),
         sequence_lengths=[tokens for _, tokens in samples],
         extra_info={STEP: lease.step},
         tags=[

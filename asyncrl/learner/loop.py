@@ -238,7 +238,7 @@ class LearnerLoop:
         started_s = self._clock()
         check_staleness(lease)
         samples = self._stages.judge(lease)
-        meta = step_meta(lease)
+        meta = step_meta(lease, support=self._config.has_supports)
         waits = self._stages.policy_waits(lease.step)
         self.phase = "training only the critic (critic.warmup_steps)" if waits else TRAINING
         try:
@@ -286,7 +286,7 @@ class LearnerLoop:
     async def _keep_batch(self, lease: Lease, meta: KVBatchMeta) -> None:
         """Keeps the rows of a trained step, for `audit.keep_weights: all`."""
         if self._kept is not None:
-            columns = kept_columns(with_logprobs=self._stages.writes_logprobs)
+            columns = kept_columns(with_logprobs=self._stages.writes_logprobs, support=self._config.has_supports)
             await self._kept.keep_batch(lease, self._rows.read(meta, columns))
 
     async def _keep_weights(self, version: Version) -> None:

@@ -1,44 +1,20 @@
-"""Log-probs and entropies of next tokens without their logits: output head, softmax and gradient are computed in
-chunks.
+"""Log-probs and entropies of next tokens, from a pass of a model that never makes its logits.
 
-A chunk is a part of the vocabulary, not of the tokens. Each chunk is applied to all tokens, so one product gives the
-chunk's rows of the weight's gradient. With weights and gradients in bfloat16, no float32 tensor of the weight's size is
-needed.
-
-Invariants:
-
-- Values and gradients equal those of log-softmax over full float32 logits, up to rounding.
-- The buffers of a chunk have together at most the bytes of `chunk_logits` float32 numbers, in forward and in backward.
-- Between forward and backward, only the inputs and two numbers for each token are kept.
-- Products have float32 accumulators. On a GPU the operands keep their own precision, and the product's `out_dtype` is
-  float32. PyTorch has no such product on a CPU. There, operands are cast to float32, one chunk of the weight at a time,
-  unless the CPU has instructions for bfloat16.
-
-With these instructions, a product of bfloat16 operands takes 0.45 times as long as one of float32 operands, but its
-result is rounded to bfloat16. The error of such a rounding is at most 2⁻⁸ of the rounded number. A number near the
-result is therefore subtracted before the rounding: the target's logit z_t in forward, the logarithm of the softmax's
-denominator in backward. Then the error of a log-prob is about 2⁻⁸ · Σ p · |z − z_t| at most, and not 2⁻⁸ · |z|. For
-logits with a standard deviation of 3 and a mean of 20, it is 1e-3 (root mean square); logits in bfloat16 give 4e-2.
-
-Legend: B rows, S tokens, T = S − 1 next tokens, N = B · T, D hidden width, V vocabulary, C vocabulary rows of a chunk.
+Legend: B rows, S tokens, T = S − 1 next tokens, D hidden width, K tokens of a support.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from asyncrl.errors import ConfigError
+from asyncrl.policy.chunked_head import CHUNK_LOGITS, chunked_logprobs
+from asyncrl.policy.support_head import support_logprobs
 from asyncrl.ranks.packed import PackedRows
 
-CHUNK_LOGITS = 2**24
-"""The size of a chunk's buffers, in float32 numbers: 64 MiB. benchmarks/chunked_head.py measures the choice."""
-
-_MIN_CHUNK_ROWS = 64
 _LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 
 
@@ -49,6 +25,7 @@ def model_logprobs(
     temperature: float,
     with_entropy: bool,
     packed_lengths_B: torch.Tensor | None = None,
+    support_BSK: torch.Tensor | None = None,
     chunk_logits: int = CHUNK_LOGITS,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns log-probs [B, T] of the next tokens and, if `with_entropy`, the entropies [B, T] of their distributions,
@@ -57,11 +34,17 @@ def model_logprobs(
     Both are of softmax(logits / temperature), and both are differentiable. The model's own forward runs, including the
     hooks of FSDP. For this one call, its head returns these numbers instead of logits. No attention mask is needed:
     padding is on the right, where causal attention does not look. With `packed_lengths_B`, the model sees no padding at
-    all, and results beyond a row's length are 0; its attention must be the one of `asyncrl.ranks.packed`. Raises
-    ConfigError for a model whose logits are not a plain product with the head.
+    all, and results beyond a row's length are 0; its attention must be the one of `asyncrl.ranks.packed`. With
+    `support_BSK`, the softmax of each token is over its support only, and both results are 0 for tokens without a
+    support (`asyncrl.policy.support_head`). Raises ConfigError for a model whose logits are not a plain product with
+    the head.
     """
     head = _plain_head(model)
-    packed = None if packed_lengths_B is None else PackedRows.of(input_ids_BS, lengths_B=packed_lengths_B)
+    packed = None
+    support_NK = None if support_BSK is None else support_BSK[:, 1:].flatten(0, 1)
+    if packed_lengths_B is not None:
+        packed = PackedRows.of(input_ids_BS, lengths_B=packed_lengths_B, support_BSC=support_BSK)
+        support_NK = packed.support_NC
     model_inputs = {"input_ids": input_ids_BS} if packed is None else packed.model_inputs()
     tokens: torch.Tensor = model_inputs["input_ids"]
     targets = tokens[:, 1:] if packed is None else tokens
@@ -76,14 +59,16 @@ def model_logprobs(
                 key="model.path",
             )
         before = hidden_BSD[:, :-1] if packed is None else hidden_BSD[:, packed.before_N]
-        columns = chunked_logprobs(
-            before.flatten(0, 1),
-            head.weight,
-            targets_N=targets.flatten(),
-            temperature=temperature,
-            with_entropy=with_entropy,
-            chunk_logits=chunk_logits,
-        )
+        scored: dict[str, Any] = {
+            "targets_N": targets.flatten(),
+            "temperature": temperature,
+            "with_entropy": with_entropy,
+            "chunk_logits": chunk_logits,
+        }
+        if support_NK is None:
+            columns = chunked_logprobs(before.flatten(0, 1), head.weight, **scored)
+        else:
+            columns = support_logprobs(before.flatten(0, 1), head.weight, support_NK=support_NK, **scored)
         stacked = torch.stack([column for column in columns if column is not None], dim=-1)
         made.append(stacked.view(*targets.shape, stacked.shape[-1]))
         return made[-1]
@@ -100,245 +85,6 @@ def model_logprobs(
         returned = packed.at_next_tokens(returned)
     logprobs_BT, *entropy_BT = returned.unbind(-1)
     return logprobs_BT, entropy_BT[0] if entropy_BT else None
-
-
-def chunked_logprobs(
-    hidden_ND: torch.Tensor,
-    weight_VD: torch.Tensor,
-    *,
-    targets_N: torch.Tensor,
-    temperature: float = 1.0,
-    with_entropy: bool = False,
-    chunk_logits: int = CHUNK_LOGITS,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns log softmax(hidden · weightᵀ / temperature) at the targets [N], and the entropies [N] if `with_entropy`.
-
-    Results are float32 (float64 for float64 inputs) and differentiable once in hidden and weight. Gradients have the
-    dtypes of the inputs.
-    """
-    logprobs_N, entropy_N = _ChunkedHead.apply(  # type: ignore[no-untyped-call]
-        hidden_ND, weight_VD, targets_N, temperature, chunk_logits, with_entropy
-    )
-    return logprobs_N, entropy_N
-
-
-class _ChunkedHead(torch.autograd.Function):
-    """Output head, log-softmax and entropy as one autograd function.
-
-    Let z be the logits divided by the temperature, p their softmax, H its entropy, and t the target. The gradients
-    are
-
-    ∂ log p_t / ∂z = 1_t − p,  ∂H / ∂z = −p · (log p + H)
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_ND: torch.Tensor,
-        weight_VD: torch.Tensor,
-        targets_N: torch.Tensor,
-        temperature: float,
-        chunk_logits: int,
-        with_entropy: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        chunks = _Chunks.of(
-            hidden_ND, weight_VD, temperature=temperature, chunk_logits=chunk_logits, with_spare=with_entropy
-        )
-        # log-probs and entropies do not change if the same number is subtracted from all logits of a token
-        base_N = chunks.coarse_logits(targets_N) if chunks.rounds else None
-        chosen_N = hidden_ND.new_zeros(targets_N.shape, dtype=chunks.dtype)
-        normalizers: list[torch.Tensor] = []
-        entropies: list[torch.Tensor] = []
-        for rows, logits_NC in chunks.logits(base_N):
-            inside_N, column_N1 = _located(targets_N, rows)
-            chosen_N = torch.where(inside_N, logits_NC.gather(1, column_N1).squeeze(1), chosen_N)
-            peak_N1 = logits_NC.amax(dim=1, keepdim=True)
-            logits_NC.sub_(peak_N1)
-            odds_NC = torch.exp(logits_NC, out=logits_NC if chunks.spare is None else _shaped(chunks.spare, logits_NC))
-            total_N = odds_NC.sum(dim=1)
-            normalizers.append(total_N.log() + peak_N1.squeeze(1))
-            if with_entropy:
-                entropies.append(total_N.log() - odds_NC.mul_(logits_NC).sum(dim=1) / total_N)
-        normalizers_KN = torch.stack(normalizers)
-        normalizer_N = normalizers_KN.logsumexp(dim=0)
-        entropy_N = None
-        if with_entropy:
-            # the entropy over chunks plus the entropy within a chunk: all terms are at least 0, so nothing cancels
-            log_share_KN = normalizers_KN - normalizer_N
-            entropy_N = (log_share_KN.exp() * (torch.stack(entropies) - log_share_KN)).sum(dim=0)
-        saved_N = normalizer_N if base_N is None else normalizer_N + base_N
-        ctx.save_for_backward(hidden_ND, weight_VD, targets_N, saved_N, entropy_N)
-        ctx.temperature, ctx.chunk_logits = temperature, chunk_logits
-        ctx.set_materialize_grads(False)
-        return chosen_N - normalizer_N, entropy_N
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, grad_logprobs_N: torch.Tensor | None, grad_entropy_N: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, ...]:
-        hidden_ND, weight_VD, targets_N, normalizer_N, entropy_N = ctx.saved_tensors
-        # if the entropy is only reported, its gradient arrives as zeros, because both results share one stacked tensor
-        if grad_entropy_N is not None and not bool(grad_entropy_N.any()):
-            grad_entropy_N = None
-        chunks = _Chunks.of(
-            hidden_ND,
-            weight_VD,
-            temperature=ctx.temperature,
-            chunk_logits=ctx.chunk_logits,
-            with_spare=grad_entropy_N is not None,
-        )
-        grad_N = torch.zeros_like(normalizer_N) if grad_logprobs_N is None else grad_logprobs_N
-        grad_hidden_ND = torch.zeros_like(hidden_ND, dtype=chunks.dtype) if ctx.needs_input_grad[0] else None
-        grad_weight_VD = torch.empty_like(weight_VD) if ctx.needs_input_grad[1] else None
-        for rows, logp_NC in chunks.logits(normalizer_N):
-            if chunks.spare is None or grad_entropy_N is None:
-                slope_NC = logp_NC.exp_().mul_(grad_N.unsqueeze(1))
-            else:
-                probs_NC = torch.exp(logp_NC, out=_shaped(chunks.spare, logp_NC))
-                slope_NC = logp_NC.add_(entropy_N.unsqueeze(1)).mul_(grad_entropy_N.unsqueeze(1))
-                slope_NC.add_(grad_N.unsqueeze(1)).mul_(probs_NC)
-            inside_N, column_N1 = _located(targets_N, rows)
-            slope_NC.scatter_add_(1, column_N1, torch.where(inside_N, -grad_N, 0.0).unsqueeze(1))
-            # slope is −∂L/∂z; the products below contain the sign
-            chunks.add_gradients(rows, slope_NC, grad_hidden_ND=grad_hidden_ND, grad_weight_VD=grad_weight_VD)
-        grad_hidden = None if grad_hidden_ND is None else grad_hidden_ND.to(hidden_ND.dtype)
-        return grad_hidden, grad_weight_VD, None, None, None, None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Chunks:
-    """The chunks of the vocabulary, and the buffers that all chunks use in turn.
-
-    `hidden_ND` has the precision of the products' operands. `dtype` is the dtype of logits and accumulators.
-    """
-
-    hidden_ND: torch.Tensor
-    weight_VD: torch.Tensor
-    dtype: torch.dtype
-    temperature: float
-    chunk_rows: int
-    buffer: torch.Tensor
-    spare: torch.Tensor | None
-    """A second buffer like that of the logits, for the caller."""
-    narrow: torch.Tensor | None
-    """A buffer for a chunk in the precision of the operands. None if this is the precision of the logits."""
-
-    @classmethod
-    def of(
-        cls,
-        hidden_ND: torch.Tensor,
-        weight_VD: torch.Tensor,
-        *,
-        temperature: float,
-        chunk_logits: int,
-        with_spare: bool,
-    ) -> "_Chunks":
-        dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
-        keeps = hidden_ND.is_cuda or (hidden_ND.dtype == weight_VD.dtype == torch.bfloat16 and _has_bfloat16_products())
-        operand_ND = hidden_ND if keeps else hidden_ND.to(dtype)
-        is_narrow = operand_ND.dtype != dtype
-        logit_bytes = dtype.itemsize * (1 + with_spare) + operand_ND.dtype.itemsize * is_narrow
-        # tensor cores are fastest with aligned rows, so the number of rows is a multiple of _MIN_CHUNK_ROWS
-        rows = chunk_logits * dtype.itemsize // logit_bytes // max(len(hidden_ND), 1)
-        rows = min(max(rows // _MIN_CHUNK_ROWS * _MIN_CHUNK_ROWS, _MIN_CHUNK_ROWS), len(weight_VD))
-        size = len(hidden_ND) * rows
-        return cls(
-            hidden_ND=operand_ND,
-            weight_VD=weight_VD,
-            dtype=dtype,
-            temperature=temperature,
-            chunk_rows=rows,
-            buffer=operand_ND.new_empty(size, dtype=dtype),
-            spare=operand_ND.new_empty(size, dtype=dtype) if with_spare else None,
-            narrow=operand_ND.new_empty(size) if is_narrow else None,
-        )
-
-    @property
-    def rounds(self) -> bool:
-        """Whether the results of products are rounded to the precision of the operands."""
-        return self.narrow is not None and not self.narrow.is_cuda
-
-    def coarse_logits(self, targets_N: torch.Tensor) -> torch.Tensor:
-        """Returns the targets' logits [N] divided by the temperature, in the precision of the operands."""
-        weight_ND = self.weight_VD[targets_N]
-        return weight_ND.mul_(self.hidden_ND).sum(dim=1).div_(self.temperature).to(self.dtype)
-
-    def logits(self, base_N: torch.Tensor | None) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Iterates over (vocabulary rows, logits [N, C] divided by the temperature, minus `base_N`). All logits are in
-        one buffer, which the caller may overwrite. If results are rounded, a base near the logits is needed."""
-        scale = 1 / self.temperature
-        for start in range(0, len(self.weight_VD), self.chunk_rows):
-            rows = slice(start, min(start + self.chunk_rows, len(self.weight_VD)))
-            width = rows.stop - rows.start
-            weight_DC = self._weight_CD(rows).t()
-            logits_NC = self.buffer[: len(self.hidden_ND) * width].view(-1, width)
-            if self.narrow is not None and self.rounds:
-                assert base_N is not None
-                # the rounded base is subtracted inside the product, before the rounding, and its remainder afterwards
-                near_N1 = base_N.to(self.narrow.dtype).unsqueeze(1)
-                narrow_NC = _shaped(self.narrow, logits_NC).copy_(-near_N1)
-                _multiply(self.hidden_ND, weight_DC, out=narrow_NC, scale=scale, add=True)
-                logits_NC.copy_(narrow_NC).sub_(base_N.unsqueeze(1) - near_N1)
-            else:
-                _multiply(self.hidden_ND, weight_DC, out=logits_NC, scale=scale)
-                if base_N is not None:
-                    logits_NC.sub_(base_N.unsqueeze(1))
-            yield rows, logits_NC
-
-    def add_gradients(
-        self,
-        rows: slice,
-        slope_NC: torch.Tensor,
-        *,
-        grad_hidden_ND: torch.Tensor | None,
-        grad_weight_VD: torch.Tensor | None,
-    ) -> None:
-        """Adds one chunk's part of the gradient of `hidden`, and writes the chunk's rows of the weight's gradient."""
-        scale = -1 / self.temperature
-        if self.narrow is not None:
-            slope_NC = _shaped(self.narrow, slope_NC).copy_(slope_NC)
-        if grad_hidden_ND is not None and self.rounds:
-            grad_hidden_ND.add_(slope_NC @ self._weight_CD(rows), alpha=scale)
-        elif grad_hidden_ND is not None:
-            _multiply(slope_NC, self._weight_CD(rows), out=grad_hidden_ND, scale=scale, add=True)
-        if grad_weight_VD is not None:
-            grad_CD = grad_weight_VD[rows]
-            out = grad_CD if grad_CD.dtype == slope_NC.dtype else torch.empty_like(grad_CD, dtype=self.dtype)
-            _multiply(slope_NC.t(), self.hidden_ND, out=out, scale=scale)
-            if out is not grad_CD:
-                grad_CD.copy_(out)
-
-    def _weight_CD(self, rows: slice) -> torch.Tensor:
-        return self.weight_VD[rows].to(self.hidden_ND.dtype)
-
-
-def _has_bfloat16_products() -> bool:
-    """Returns whether the CPU has instructions that multiply bfloat16 numbers and add the products in float32."""
-    able = torch.cpu.get_capabilities()
-    return bool(able.get("avx512_bf16") or able.get("amx_bf16"))
-
-
-def _multiply(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor, scale: float, add: bool = False) -> None:
-    """Computes out = scale · left · right (+ out), accumulated in float32 or wider. `out` has the dtype of the operands
-    or, on a GPU, a wider one."""
-    if out.dtype == left.dtype:
-        torch.addmm(out, left, right, beta=int(add), alpha=scale, out=out)
-    else:
-        torch.addmm(out, left, right, out_dtype=out.dtype, beta=int(add), alpha=scale, out=out)
-
-
-def _located(targets_N: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns which targets are among `rows`, and the column [N, 1] of each target. The column of a target outside is a
-    valid index without a meaning."""
-    column_N = targets_N - rows.start
-    width = rows.stop - rows.start
-    # no boolean indexing: the size of its result would have to be copied from the GPU to the CPU
-    return (column_N >= 0) & (column_N < width), column_N.clamp(0, width - 1).unsqueeze(1)
-
-
-def _shaped(buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return buffer[: like.numel()].view(like.shape)
 
 
 def _plain_head(model: PreTrainedModel) -> torch.nn.Linear:

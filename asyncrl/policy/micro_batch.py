@@ -15,7 +15,8 @@ from asyncrl.algorithms.kernel import kernel_sums
 from asyncrl.algorithms.loss import ObjectiveLoss, entropy, gather_logprobs
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.masks import trained_mask
-from asyncrl.data.specs import NO_VERSION
+from asyncrl.data.specs import NO_VERSION, SUPPORT
+from asyncrl.errors import CallRefused
 from asyncrl.policy.logprobs import model_logprobs
 from asyncrl.ranks.loss_pass import MicroBatchOutcome, UpdateContext, aligned, outcome_of, slopes_of, without_slopes
 from asyncrl.ranks.packed import PackedRows
@@ -91,6 +92,17 @@ def loss_of(
     return outcome_of(outputs.columns, called, measure=measured)
 
 
+def check_input_type(loss_fn: LossFunction) -> None:
+    """Raises CallRefused for a loss that reads logits. It is for rows with supports, whose distribution has only the
+    logits of the supports."""
+    if not isinstance(loss_fn, ObjectiveLoss) and input_type_of(loss_fn) != LossInputType.LOGPROB:
+        raise CallRefused(
+            f"the loss {type(loss_fn).__name__} reads the logits of all tokens, but the rows were sampled with "
+            "generator.top_k, among the tokens of their supports only; use a loss with input_type "
+            f"{LossInputType.LOGPROB.value}, or sample without generator.top_k"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outputs:
     """The model's outputs with their graph. `columns` are those that the loss reads, under the names of its
@@ -104,9 +116,10 @@ class _Outputs:
 def _outputs(
     data: BatchedDataDict, *, model: PreTrainedModel, loss_fn: LossFunction, temperature: float, packed: bool
 ) -> _Outputs:
-    lengths_B = data["input_lengths"] if packed else None
+    lengths_B, support_BSK = data["input_lengths"] if packed else None, data.get(SUPPORT)
     # for an objective, the chunked head computes entropies; other losses that need entropies get logits
     if not isinstance(loss_fn, ObjectiveLoss) and input_type_of(loss_fn) != LossInputType.LOGPROB:
+        assert support_BSK is None, "refused by check_input_type"
         logits_BSV = _logits(model, data["input_ids"], temperature=temperature, packed_lengths_B=lengths_B)
         return _Outputs(
             columns={"next_token_logits": logits_BSV},
@@ -114,7 +127,12 @@ def _outputs(
             entropy_BT=entropy(logits_BSV.detach()),
         )
     logprobs_BT, entropy_BT = model_logprobs(
-        model, data["input_ids"], temperature=temperature, with_entropy=True, packed_lengths_B=lengths_B
+        model,
+        data["input_ids"],
+        temperature=temperature,
+        with_entropy=True,
+        packed_lengths_B=lengths_B,
+        support_BSK=support_BSK,
     )
     assert entropy_BT is not None
     columns = {"next_token_logprobs": logprobs_BT}

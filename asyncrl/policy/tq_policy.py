@@ -19,7 +19,7 @@ from asyncrl.algorithms.token_estimators import OUTCOME, TokenEstimator
 from asyncrl.config.schema import Config, DataPlaneSection
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.sharding import DynamicBatchingArgs, SequencePackingArgs
-from asyncrl.data.specs import CRITIC_FIELDS, DP_TRAIN_FIELDS, LP_SEED_FIELDS
+from asyncrl.data.specs import CRITIC_FIELDS, DP_TRAIN_FIELDS, LP_SEED_FIELDS, SUPPORT, with_support
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.codec import encode
 from asyncrl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
@@ -113,13 +113,18 @@ class TQPolicy(Policy):
         )
         name_fields(meta, columns)
 
+    @property
+    def _scored_fields(self) -> tuple[str, ...]:
+        """The columns that the ranks fetch to compute log-probs."""
+        return with_support(LP_SEED_FIELDS, support=self._config.has_supports)
+
     # -- stages --------------------------------------------------------------------------------------------------
 
     def get_logprobs_from_meta(
         self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> None:
         """Adds the column `prev_logprobs` under the current weights, and records it in `meta`."""
-        rows = NamedRows(meta, self._data_plane, LP_SEED_FIELDS, writes={"logprobs": "prev_logprobs"})
+        rows = NamedRows(meta, self._data_plane, self._scored_fields, writes={"logprobs": "prev_logprobs"})
         self._write(rows, timer, PolicyWorker.get_logprobs, micro_batch_size=micro_batch_size)
 
     def get_reference_policy_logprobs_from_meta(
@@ -127,7 +132,7 @@ class TQPolicy(Policy):
     ) -> None:
         """Adds the column `reference_policy_logprobs` under the initial weights, and records it in `meta`."""
         writes = {"reference_logprobs": "reference_policy_logprobs"}
-        rows = NamedRows(meta, self._data_plane, LP_SEED_FIELDS, writes=writes)
+        rows = NamedRows(meta, self._data_plane, self._scored_fields, writes=writes)
         self._write(rows, timer, PolicyWorker.get_reference_policy_logprobs, micro_batch_size=micro_batch_size)
 
     def get_advantages_from_meta(
@@ -160,7 +165,7 @@ class TQPolicy(Policy):
         its row's `tags["max_staleness_versions"]`, and a token beyond it raises StalenessViolation.
         """
         ignore_arguments("train_from_meta", (), kwargs)
-        rows = NamedRows(meta, self._data_plane, (*DP_TRAIN_FIELDS, "weight_versions"))
+        rows = NamedRows(meta, self._data_plane, (*DP_TRAIN_FIELDS, "weight_versions", SUPPORT))
         return self._train(rows, loss_fn, eval_mode, gbs, mbs, timer)
 
     # -- methods that other trainers on TransferQueue call ---------------------------------------------------------

@@ -24,11 +24,12 @@ from asyncrl.common.version import Version
 from asyncrl.complete_directory import prepare, unfinished
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.errors import WeightError
+from asyncrl.data.specs import SUPPORT, with_support
+from asyncrl.errors import CallRefused, WeightError
 from asyncrl.policy.export import convert_to_hf
 from asyncrl.policy.flops import forward_cost, peak_flops_per_s
 from asyncrl.policy.logprobs import model_logprobs
-from asyncrl.policy.micro_batch import OnPolicy, loss_of
+from asyncrl.policy.micro_batch import OnPolicy, check_input_type, loss_of
 from asyncrl.policy.step_loss import add_update_shares, calibrated_loss, needs_reference
 from asyncrl.ranks.accelerator import compute_dtype, frozen
 from asyncrl.ranks.batching import token_batch, without_nonfinite
@@ -37,8 +38,8 @@ from asyncrl.ranks.gather import gather_weights, own_shards, parameter_specs
 from asyncrl.ranks.loss_pass import MicroBatchOutcome, UpdateContext, aligned
 from asyncrl.ranks.packed import ATTENTION
 from asyncrl.ranks.placement import HOST, MODEL, move_model
-from asyncrl.ranks.plan import PlannedUpdate
-from asyncrl.ranks.worker import RankWorker
+from asyncrl.ranks.plan import PlannedUpdate, check_columns
+from asyncrl.ranks.worker import SCORED_COLUMNS, RankWorker
 from asyncrl.weights.delta import DeltaSender
 from asyncrl.weights.manifest import ParameterSpec, Probe, TensorEntry, layout
 from asyncrl.weights.parity import ParityLimits
@@ -99,6 +100,15 @@ class PolicyWorker(RankWorker[LossFunction]):
         data = copy.copy(data)
         if data.size and step is not None and "weight_versions" in data:
             data["staleness"] = (step - data["weight_versions"]).float()
+        if self._config.has_supports:
+            check_input_type(loss_fn)
+            if data.size:
+                check_columns(data, (SUPPORT,), reader="training with generator.top_k")
+        elif SUPPORT in data:
+            raise CallRefused(
+                f"the rows have the column {SUPPORT}, but generator.top_k is unset; set it to the value with which the "
+                "rows were sampled"
+            )
         data, _ = super()._prepared(data, loss_fn, step=step, updates=updates, eval_mode=eval_mode)
         if isinstance(loss_fn, ObjectiveLoss):
             loss_fn.check_precision(data)
@@ -137,7 +147,8 @@ class PolicyWorker(RankWorker[LossFunction]):
 
     def get_logprobs(self, data: BatchedDataDict, *, micro_batch_size: int | None = None) -> BatchedDataDict:
         """Returns `logprobs` float32 [B, S] of this rank's rows at the sampler's temperature; 0 at the first token and
-        beyond a row's length. Reads `input_ids` and `input_lengths`."""
+        beyond a row's length. Reads `input_ids` and `input_lengths`, and with `generator.top_k` also `support_ids`:
+        then they are log-probs among the tokens of the supports, and 0 for tokens without one."""
         scored_BS = self._scored_logprobs(data, model=self._model, micro_batch_size=micro_batch_size)
         return BatchedDataDict(logprobs=scored_BS)
 
@@ -174,8 +185,9 @@ class PolicyWorker(RankWorker[LossFunction]):
         temperature: float | None = None,
         micro_batch_size: int | None = None,
     ) -> torch.Tensor:
-        """Returns log-probs [B, S] of this rank's rows under `model`; entry 0 is 0. The default temperature is the
-        sampler's."""
+        """Returns log-probs [B, S] of this rank's rows under `model`; entry 0 is 0. Without a `temperature`, they are
+        of the distribution of the sampler: with its temperature, and over the supports if the rows have them."""
+        of_sampler = temperature is None
 
         def score(part: BatchedDataDict) -> torch.Tensor:
             logprobs_BT, _ = model_logprobs(
@@ -184,10 +196,12 @@ class PolicyWorker(RankWorker[LossFunction]):
                 temperature=self._config.generator.temperature if temperature is None else temperature,
                 with_entropy=False,
                 packed_lengths_B=part["input_lengths"] if self._packed else None,
+                support_BSK=part.get(SUPPORT) if of_sampler else None,
             )
             return aligned(logprobs_BT)
 
-        return self._scored(data, score, micro_batch_size=micro_batch_size)
+        columns = with_support(SCORED_COLUMNS, support=of_sampler and self._config.has_supports)
+        return self._scored(data, score, micro_batch_size=micro_batch_size, columns=columns)
 
     def weights_metadata(self) -> tuple[ParameterSpec, ...]:
         """Returns every parameter in the order of `gather_weights`, in the engine's precision. Not a collective."""

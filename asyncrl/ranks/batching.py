@@ -11,7 +11,7 @@ import torch
 from asyncrl.algorithms.loss import SOURCE_COLUMNS
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.masks import trained_mask
-from asyncrl.data.specs import NO_VERSION
+from asyncrl.data.specs import NO_VERSION, SUPPORT
 from asyncrl.errors import StalenessViolation
 from asyncrl.ranks.prefixes import shared_prefixes
 
@@ -105,7 +105,8 @@ def tokens_passed(parts: Sequence[BatchedDataDict], *, packed: bool) -> tuple[in
     real = sum(int(part["input_lengths"].sum()) for part in parts)
     if not packed:
         return real, sum(part["input_ids"].numel() for part in parts)
-    return real, real - sum(sum(shared_prefixes(part["input_ids"], part["input_lengths"]).tokens) for part in parts)
+    shared = (shared_prefixes(part["input_ids"], part["input_lengths"], part.get(SUPPORT)) for part in parts)
+    return real, real - sum(sum(prefixes.tokens) for prefixes in shared)
 
 
 def row_lengths(parts: Sequence[BatchedDataDict]) -> list[int]:

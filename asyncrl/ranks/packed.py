@@ -13,7 +13,8 @@ computes rows of one shape together and one shape after the other, so no mask of
 plain causal attention over rows that are padded on the right.
 
 Legend: B rows, R rows with own tokens, A rows of one shape, S tokens, T = S − 1, P shared tokens of a row, Q = S − P
-own tokens of a row, N tokens of the sequence, M tokens of all rows, H heads, K heads of keys, D head width, C columns.
+own tokens of a row, N tokens of the sequence, M tokens of all rows, H heads, K heads of keys, D head width, C columns
+(of results, or of supports).
 """
 
 from collections.abc import Sequence
@@ -67,7 +68,8 @@ class Segments:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRows:
     """The sequence. Token s of row b is at position `places_BS[b, s]` of it; beyond the row's end this is a position
-    without a meaning. `before_N` has the position of the token before each token; for the first token of a row, 0."""
+    without a meaning. `before_N` has the position of the token before each token; for the first token of a row, 0.
+    `support_NC` has the support of each token if the rows have supports."""
 
     input_ids_1N: torch.Tensor
     position_ids_1N: torch.Tensor
@@ -75,13 +77,17 @@ class PackedRows:
     places_BS: torch.Tensor
     lengths_B: torch.Tensor
     segments: Segments
+    support_NC: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, input_ids_BS: torch.Tensor, *, lengths_B: torch.Tensor) -> "PackedRows":
-        """Packs the first `lengths_B` tokens of every row. An empty row is packed as one padding token."""
+    def of(
+        cls, input_ids_BS: torch.Tensor, *, lengths_B: torch.Tensor, support_BSC: torch.Tensor | None = None
+    ) -> "PackedRows":
+        """Packs the first `lengths_B` tokens of every row, with their supports. An empty row is packed as one padding
+        token."""
         device = input_ids_BS.device
         lengths_B = lengths_B.to(device).clamp(min=1)
-        prefixes = shared_prefixes(input_ids_BS, lengths_B)
+        prefixes = shared_prefixes(input_ids_BS, lengths_B, support_BSC)
         shapes = [(shared, length - shared) for length, shared in zip(lengths_B.tolist(), prefixes.tokens, strict=True)]
         # rows of one shape are neighbours in the sequence, so that the attention takes them together
         order = sorted((row for row, (_, own) in enumerate(shapes) if own > 0), key=shapes.__getitem__)
@@ -108,6 +114,7 @@ class PackedRows:
             segments=_segments(
                 [shapes[row] for row in order], places_M=places_BS[order_R][inside_BS[order_R]], device=device
             ),
+            support_NC=None if support_BSC is None else support_BSC[order_R][own_BS],
         )
 
     def model_inputs(self) -> dict[str, Any]:

@@ -4,9 +4,12 @@ Causal attention gives equal hidden states to equal tokens at equal positions. S
 share, and no hint about groups is needed. Rows share with their neighbours only: a run is a number of consecutive rows,
 and its first row, the leader, computes the prefix for all of them.
 
+Tokens that were sampled with `generator.top_k` must also have the same support to be shared, because their log-probs
+depend on it: weights of different versions may have sampled them.
+
 Invariants: a leader shares nothing with an earlier row, and no row shares more tokens than it has.
 
-Legend: B rows, S tokens.
+Legend: B rows, S tokens, K tokens of a support.
 """
 
 from dataclasses import dataclass
@@ -29,7 +32,9 @@ class SharedPrefixes:
     tokens: list[int]
 
 
-def shared_prefixes(input_ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> SharedPrefixes:
+def shared_prefixes(
+    input_ids_BS: torch.Tensor, lengths_B: torch.Tensor, support_BSK: torch.Tensor | None = None
+) -> SharedPrefixes:
     """Cuts the rows into runs so that sharing saves as many tokens as possible. Then it leaves out rows that share less
     than an eighth of their tokens.
 
@@ -43,6 +48,8 @@ def shared_prefixes(input_ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> Shar
     shorter_B = torch.minimum(lengths_B[1:], lengths_B[:-1])
     inside_BS = torch.arange(input_ids_BS.shape[1], device=input_ids_BS.device) < shorter_B.unsqueeze(1)
     equal_BS = inside_BS & (input_ids_BS[1:] == input_ids_BS[:-1])
+    if support_BSK is not None:
+        equal_BS &= (support_BSK[1:] == support_BSK[:-1]).all(dim=-1)
     found = _best_runs(equal_BS.cumprod(1).sum(1).tolist())
     for row, length in enumerate(lengths_B.tolist()):
         if found.tokens[row] < _SMALLEST_SHARE * length:

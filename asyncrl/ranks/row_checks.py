@@ -1,11 +1,12 @@
 """Checks a rank's rows before any pass. All ranks refuse wrong rows together, instead of failing inside the model.
 
-Legend: B rows, S tokens.
+Legend: B rows, S tokens, K tokens of a support.
 """
 
 import torch
 
 from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data.specs import NO_TOKEN, SUPPORT
 from asyncrl.errors import CallRefused
 
 _INTEGERS = ("input_ids", "input_lengths", "weight_versions", "group_ids")
@@ -22,7 +23,8 @@ def check_rows(batch: BatchedDataDict, *, vocabulary: int) -> None:
     """Raises CallRefused, with the column, the row and the value, if rows cannot be passed through a model.
 
     It checks shapes and number types of the known columns, token ids against `vocabulary`, lengths against the width,
-    and masks. The rows of an estimator may lack `input_ids`; their shape is then taken from `token_mask`.
+    and masks. A token that was sampled must be in its support, if the rows have supports. The rows of an estimator may
+    lack `input_ids`; their shape is then taken from `token_mask`.
     """
     if batch.size == 0:
         return
@@ -57,6 +59,32 @@ def check_rows(batch: BatchedDataDict, *, vocabulary: int) -> None:
         beyond_BS = torch.arange(width) >= batch["input_lengths"].unsqueeze(1)
         masked_BS = batch["token_mask"].float() * beyond_BS
         _check_range("token_mask", masked_BS, 0.0, 0.0, why="the token is beyond its row's input_lengths")
+    if SUPPORT in batch and "input_ids" in batch:
+        _check_supports(batch, vocabulary=vocabulary)
+
+
+def _check_supports(batch: BatchedDataDict, *, vocabulary: int) -> None:
+    """Raises CallRefused unless the supports are token ids, or NO_TOKEN, and contain the tokens that were sampled,
+    which `token_mask` marks if the rows have it."""
+    ids_BS, support_BSK = batch["input_ids"], _tensor(batch, SUPPORT)
+    if support_BSK.ndim != 3 or support_BSK.shape[:2] != ids_BS.shape or support_BSK.shape[2] == 0:
+        raise CallRefused(
+            f"{SUPPORT} has shape {list(support_BSK.shape)}; it must be [B, S, K], and input_ids has "
+            f"B = {ids_BS.shape[0]} rows and S = {ids_BS.shape[1]} tokens"
+        )
+    if support_BSK.dtype not in (torch.int32, torch.int64):
+        raise CallRefused(f"{SUPPORT} has dtype {support_BSK.dtype}; it must be torch.int32 or torch.int64")
+    why = f"{NO_TOKEN} is padding, and the model's vocabulary has {vocabulary} tokens"
+    _check_range(SUPPORT, support_BSK, NO_TOKEN, vocabulary - 1, why=why)
+    if "token_mask" not in batch:
+        return
+    missing_BS = (batch["token_mask"] > 0) & ~(support_BSK == ids_BS.unsqueeze(-1)).any(dim=-1)
+    if missing_BS.any():
+        row, place = missing_BS.nonzero()[0].tolist()
+        raise CallRefused(
+            f"{SUPPORT}[{row}, {place}] does not contain the token {int(ids_BS[row, place])} of input_ids, which "
+            "token_mask marks as sampled; pass the supports with which the tokens were sampled"
+        )
 
 
 def _tensor(batch: BatchedDataDict, name: str) -> torch.Tensor:

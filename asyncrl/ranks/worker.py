@@ -17,7 +17,7 @@ Legend: B rows, S tokens.
 import copy
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, Generic
@@ -304,14 +304,15 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         score: Callable[[BatchedDataDict], torch.Tensor],
         *,
         micro_batch_size: int | None = None,
+        columns: Collection[str] = SCORED_COLUMNS,
     ) -> torch.Tensor:
         """Scores this rank's rows, which may be none. Returns [B, S] on the CPU in the order of the rows, with 0 beyond
-        a row's length. `score` computes [b, s] of one micro-batch. No gradient is computed."""
+        a row's length. `score` computes [b, s] of one micro-batch from these `columns`. No gradient is computed."""
         self._placement.check(MODEL)
         parts: list[BatchedDataDict] = []
         with self.together():
             if data.size:
-                check_columns(data, SCORED_COLUMNS, reader="scoring")
+                check_columns(data, columns, reader="scoring")
             self.check_rows(data)
             rows = copy.copy(data)
             rows["row"] = torch.arange(data.size)

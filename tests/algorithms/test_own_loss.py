@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
+from asyncrl.algorithms.loss import build_loss
 from asyncrl.algorithms.own_loss import load_loss
+from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 
 
@@ -38,6 +40,16 @@ of_another_kind.input_type = "hidden"  # type: ignore[attr-defined]
 @pytest.mark.parametrize("loss", [by_position, by_keyword, of_logprobs])
 def test_a_loss_that_the_policy_can_call_is_taken_as_it_is(loss: Any) -> None:
     assert load_loss(f"{__name__}:{loss.__name__}") is loss
+
+
+def test_a_loss_of_logits_is_refused_with_supports() -> None:
+    loss = f"algorithm.loss={__name__}:by_position"
+    with pytest.raises(ConfigError, match="reads the logits of all tokens") as caught:
+        build_loss(load_config([], [loss, "generator.top_k=8"]))
+    assert caught.value.key == "generator.top_k"
+    assert build_loss(load_config([], [loss])) is by_position
+    of_logprobs_too = [f"algorithm.loss={__name__}:of_logprobs", "generator.top_k=8"]
+    assert build_loss(load_config([], of_logprobs_too)) is of_logprobs
 
 
 @pytest.mark.parametrize(

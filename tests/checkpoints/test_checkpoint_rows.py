@@ -2,13 +2,15 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from memory_client import MemoryClient
 
-from asyncrl.checkpoints.rows import GROUP_COLUMNS, load_rows, save_rows
+from asyncrl.checkpoints.rows import load_rows, save_rows
 from asyncrl.common.version import Version
 from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data.specs import GENERATED_FIELDS, with_support
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.codec import PAD_VALUES
 from asyncrl.data_plane.sample_ids import samples_of
@@ -24,13 +26,14 @@ def client() -> MemoryClient:
     return made
 
 
-def completion(*tokens: int) -> Completion:
+def completion(*tokens: int, top_k: int | None = None) -> Completion:
     return Completion(
         token_ids=list(tokens),
         logprobs=[-0.1 * token for token in tokens],
         versions=[Version(1, 3)] * len(tokens),
         text="",
         truncated=False,
+        supports=None if top_k is None else np.tile(np.array(tokens, dtype=np.int32)[:, None], (1, top_k)),
     )
 
 
@@ -38,27 +41,29 @@ def rows_of(prompt: list[int], *completions: Completion) -> BatchedDataDict:
     return episode_rows([single_turn(prompt, each) for each in completions])
 
 
-def test_what_was_saved_comes_back_exactly_and_nothing_else(tmp_path: Path) -> None:
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_what_was_saved_comes_back_exactly_and_nothing_else(top_k: int | None, tmp_path: Path) -> None:
+    columns = with_support(GENERATED_FIELDS, support=top_k is not None)
     before, after = client(), client()
     groups = {
-        "7.0": rows_of([5, 6], completion(1, 2, 3), completion(4)),
-        "8.1": rows_of([9], completion(), completion(2, 2)),
-        "9.0": rows_of([9], completion(1), completion(2)),
+        "7.0": rows_of([5, 6], completion(1, 2, 3, top_k=top_k), completion(4, top_k=top_k)),
+        "8.1": rows_of([9], completion(top_k=top_k), completion(2, 2, top_k=top_k)),
+        "9.0": rows_of([9], completion(1, top_k=top_k), completion(2, top_k=top_k)),
     }
     for key, rows in groups.items():
         before.put_samples(samples_of(key, count=2), TRAIN_PARTITION, fields=rows)
-    save_rows(before, ["7.0", "8.1"], tmp_path / "rows", group_size=2)
+    save_rows(before, ["7.0", "8.1"], tmp_path / "rows", group_size=2, columns=columns)
     load_rows(after, tmp_path / "rows")
     assert after.rows_outstanding()[TRAIN_PARTITION] == 4
     for key in ("7.0", "8.1"):
         old, new = (
-            each.get_samples(samples_of(key, count=2), TRAIN_PARTITION, GROUP_COLUMNS, pad_value_dict=PAD_VALUES)
+            each.get_samples(samples_of(key, count=2), TRAIN_PARTITION, columns, pad_value_dict=PAD_VALUES)
             for each in (before, after)
         )
-        for name in GROUP_COLUMNS:
+        for name in columns:
             assert old[name].dtype == new[name].dtype
             assert torch.equal(old[name], new[name]), name
-    assert set(groups["7.0"]) == set(GROUP_COLUMNS), "all columns of a generator are saved"
+    assert set(groups["7.0"]) == set(columns), "all columns of a generator are saved"
 
 
 def test_a_file_that_is_no_group_is_named(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """Rows that go through an engine keep their order, and each row has its own prompt, budget and stop strings."""
 
 import asyncio
+import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fake_engine import FakeEngine
@@ -11,7 +13,7 @@ from asyncrl.colocated.batch import continue_rows
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import NO_VERSION
+from asyncrl.data.specs import NO_VERSION, SUPPORT
 from asyncrl.errors import DataError, HandshakeError
 from asyncrl.generation.interfaces import Completion, verify_right_padding
 
@@ -97,11 +99,29 @@ async def test_a_prompt_without_room_is_refused_and_ends_the_other_rows(length: 
     assert engine.cancelled == 2
 
 
+async def test_with_top_k_the_output_has_supports_unless_it_is_greedy() -> None:
+    config = CONFIG.model_copy(update={"generator": CONFIG.generator.model_copy(update={"top_k": 2})})
+    engine = Recorded()
+
+    def answer(prompt: list[int]) -> Completion:
+        sampled = completion(len(prompt) + 1)
+        supports = np.array([[token, 5] for token in sampled.token_ids], dtype=np.int32)
+        return dataclasses.replace(sampled, supports=supports)
+
+    greedy = await continue_rows(engine, PROMPTS, config=config, greedy=True, pad_token_id=PAD)
+    assert SUPPORT not in greedy
+    engine.answer = answer
+    output = await continue_rows(engine, PROMPTS, config=config, greedy=False, pad_token_id=PAD)
+    assert output[SUPPORT].shape == (3, 7, 2)
+    sampled_BS = output["weight_versions"] != NO_VERSION
+    assert torch.equal(output[SUPPORT][..., 0], torch.where(sampled_BS, output["output_ids"], -1).int())
+
+
 @pytest.mark.fault("F25")
 async def test_a_token_without_a_log_prob_is_refused() -> None:
     engine = Recorded()
     engine.answer = lambda prompt: completion(3, logprobs=2)
-    with pytest.raises(HandshakeError, match="3 tokens, but 2 log-probs"):
+    with pytest.raises(HandshakeError, match=r"3 tokens \(sampled\) has 2 log-probs"):
         await run(engine)
 
 

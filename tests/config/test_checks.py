@@ -60,6 +60,13 @@ _LIMITS = [
         "at its last attempt is not started again",
     ),
     (["buffer.capacity_bytes=197631"], ["buffer.capacity_bytes=197632"], "197632 ="),
+    (
+        ["buffer.capacity_bytes=459775", "generator.top_k=8"],
+        ["buffer.capacity_bytes=459776", "generator.top_k=8"],
+        "(model.max_length 64 × 56 + 8) bytes; raise it, or lower generator.top_k",
+    ),
+    (["generator.top_p=0.99"], ["generator.top_p=0.99", "generator.top_k=8"], "set generator.top_k too, or remove"),
+    (["generator.min_p=0.01"], ["generator.min_p=0.01", "generator.top_k=8"], "only if their number is limited"),
     (["learner.groups_per_step=15", "learner.ranks=2"], ["learner.ranks=2"], "2 × 1 = 2"),
     (["learner.updates_per_step=3"], ["learner.updates_per_step=4"], "1 × 3 = 3"),
     (
@@ -262,6 +269,8 @@ def test_all_violations_are_reported_at_once() -> None:
 def test_a_group_is_booked_at_its_columns_bytes_for_every_sample() -> None:
     config = load_config([], ["learner.group_size=3", "model.max_length=100"])
     assert worst_case_group_bytes(config) == 3 * (100 * (8 + 8 + 4 + 4) + 8)
+    config = load_config([], ["learner.group_size=3", "model.max_length=100", "generator.top_k=20"])
+    assert worst_case_group_bytes(config) == 3 * (100 * (8 + 8 + 4 + 4 + 20 * 4) + 8)
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_unknown_key_says_what_was_meant(override: str, hint: str) -> None:
     assert hint in line
 
 
-@pytest.mark.parametrize("key", ["top_p", "top_k", "min_p", "repetition_penalty"])
+@pytest.mark.parametrize("key", ["presence_penalty", "frequency_penalty", "repetition_penalty", "typical_p"])
 @pytest.mark.fault("F28")
 def test_what_would_change_the_sampled_distribution_is_refused_with_the_reason(key: str) -> None:
     with pytest.raises(

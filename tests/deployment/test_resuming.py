@@ -158,6 +158,8 @@ def test_a_setting_that_must_stay_is_refused_with_both_values_and_changes_nothin
     old = config_in(tmp_path).learner.groups_per_step
     with pytest.raises(ConfigError, match=rf"learner\.groups_per_step = 3, but .* started with {old}.*--fresh"):
         RunDir.create(changed)
+    with pytest.raises(ConfigError, match=r"generator\.top_k = 8, but .* started with None"):
+        RunDir.create(config_in(tmp_path, generator={"top_k": 8}))
     after = {path: path.read_bytes() for path in first.path.rglob("*") if path.is_file()}
     assert after == before
     with RunDir.create(config_in(tmp_path, learner={"total_steps": 9})) as again:

@@ -1,10 +1,14 @@
 """Episodes: their rows, and what is trained of them."""
 
+import dataclasses
+
+import numpy as np
 import pytest
 
 from asyncrl.buffer.records import Ticket, VersionSpan
 from asyncrl.common.version import Version
 from asyncrl.data.prompts import Task
+from asyncrl.data.specs import SUPPORT
 from asyncrl.errors import HandshakeError
 from asyncrl.generation.episodes import Episode, Node, Origin, episode_rows
 from asyncrl.generation.rollout import finished_group
@@ -46,6 +50,19 @@ def test_rows_have_the_whole_sequence_and_only_sampled_tokens_are_trained() -> N
         "token_mask": [[0, 0, 1, 0, 0, 0, 1, 1, 0], [0, 0, 1, 1, 0, 0, 0, 0, 0]],
         "input_lengths": [9, 4],
     }
+
+
+def test_only_sampled_tokens_have_supports() -> None:
+    def supported(*tokens: int) -> Node:
+        return dataclasses.replace(sampled(*tokens), supports=np.array([[token, 9] for token in tokens], np.int32))
+
+    rows = episode_rows([episode(read(1), supported(3), read(4), supported(7, 8)), episode(read(1), supported(3))])
+    no = [-1, -1]
+    assert rows[SUPPORT].tolist() == [[no, [3, 9], no, [7, 9], [8, 9]], [no, [3, 9], no, no, no]]
+    assert SUPPORT not in episode_rows([LONG, SHORT])
+    for wrong in (sampled(3), read(4, 5)):
+        with pytest.raises(HandshakeError, match="supports; every sampled token needs one support"):
+            dataclasses.replace(wrong, supports=np.zeros((2, 2), np.int32))
 
 
 def test_a_group_counts_what_was_sampled_and_what_was_read() -> None:

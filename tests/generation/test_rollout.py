@@ -1,23 +1,29 @@
 """Edge cases of a rollout: empty texts, prompts that do not fit, and engine outputs without all columns."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 from fake_engine import FakeEngine
 from pool import LengthScorer, Tokenizer, manifest_of
 
 from asyncrl.buffer.records import Ticket
 from asyncrl.common.version import Version
+from asyncrl.config.checks import bytes_per_token, worst_case_group_bytes
+from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
-from asyncrl.data_plane.codec import encode
+from asyncrl.data.specs import GENERATED_FIELDS, SUPPORT
+from asyncrl.data_plane.codec import Picked, decode, encode
 from asyncrl.environments.scores import Score
-from asyncrl.errors import DataError
+from asyncrl.errors import DataError, HandshakeError
 from asyncrl.generation.episodes import Episode, single_turn
 from asyncrl.generation.interfaces import Completion
-from asyncrl.generation.rollout import GENERATED_FIELDS, Rollouts, finished_group
+from asyncrl.generation.rollout import Rollouts, finished_group
 from asyncrl.weights.staging import StagedWeights
 
 TICKET = Ticket(
@@ -63,6 +69,48 @@ def test_rows_are_prompt_completion_padding_and_only_what_was_sampled_has_a_vers
     assert set(group.rows) == set(GENERATED_FIELDS)
     columns = encode(group.rows).values()
     assert group.meta.row_bytes == sum(column.values.nbytes for column in columns), "the booked size is the sent size"
+
+
+def test_supports_are_a_column_of_sampled_tokens_and_count_in_the_booked_size() -> None:
+    first, second = completion(6), completion(7, 8)
+    supports = [np.array([[6, 9]], dtype=np.int32), np.array([[3, 7], [8, -1]], dtype=np.int32)]
+    group = finished_group(
+        TICKET, rewards=[0.0, 1.0], replica="a", scoring_s=0.0,
+        episodes=episodes(
+            dataclasses.replace(first, supports=supports[0]), dataclasses.replace(second, supports=supports[1])
+        ),
+    )  # fmt: skip
+    no = [-1, -1]
+    assert group.rows[SUPPORT].tolist() == [[no, no, [6, 9], no], [no, no, [3, 7], [8, -1]]]
+    assert group.rows[SUPPORT].dtype == torch.int32
+    columns = encode(group.rows)
+    assert group.meta.row_bytes == sum(column.values.nbytes for column in columns.values())
+    config = load_config([], ["generator.top_k=2", "learner.group_size=2", "model.max_length=4"])
+    assert group.meta.row_bytes + bytes_per_token(config) == worst_case_group_bytes(config), "one token is missing"
+    picked = {name: Picked(columns=[column], numbers=[0, 0], rows=[0, 1]) for name, column in columns.items()}
+    assert torch.equal(decode(picked)[SUPPORT], group.rows[SUPPORT])
+    plain = finished_group(TICKET, episodes=episodes(first, second), rewards=[0.0, 1.0], replica="a", scoring_s=0.0)
+    assert plain.meta.row_checksums != group.meta.row_checksums, "the audit sees other supports"
+
+
+@pytest.mark.parametrize("supports", [None, np.zeros((2, 4), dtype=np.int32), np.zeros((1, 3), dtype=np.int32)])
+@pytest.mark.fault("F25")
+def test_a_completion_without_a_support_for_each_token_does_not_pass(supports: Any) -> None:
+    sampled = dataclasses.replace(completion(4, 5), supports=supports)
+    with pytest.raises(HandshakeError, match=r"must be 3 with generator\.top_k = 3|has 1 supports; every sampled"):
+        single_turn([1], sampled, top_k=3)
+    single_turn([1], dataclasses.replace(sampled, supports=np.zeros((2, 3), dtype=np.int32)), top_k=3)
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F25")
+async def test_an_engine_that_returns_no_supports_fails_the_group() -> None:
+    engine = FakeEngine()
+    await engine.load(manifest_of(7), StagedWeights())
+    config = load_config([], ["generator.top_k=3"])
+    rollouts = Rollouts(config=config, engine=engine, tokenizer=Tokenizer(), scorer=LengthScorer(), replica="a")
+    with pytest.raises(HandshakeError, match="with supports of no tokens"):
+        await rollouts.run(TICKET)
 
 
 @pytest.mark.fault("F24")

@@ -1,20 +1,25 @@
 """A group is stored while it is generated, and another replica continues the stored tokens."""
 
 import asyncio
+import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fake_engine import FakeEngine
 from pool import Pool, empty_pool, everything_else_runs, until
 
 from asyncrl.buffer.ledger import Event
-from asyncrl.buffer.records import Prefix, VersionSpan
+from asyncrl.buffer.records import Prefix, Ticket, VersionSpan
 from asyncrl.common.version import Version
 from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data.prompts import Task
+from asyncrl.data.specs import with_support
 from asyncrl.data_plane.codec import PAD_VALUES, Picked, decode, encode
 from asyncrl.errors import InfraError, RowsLost
 from asyncrl.generation.interfaces import PartialCompletion
+from asyncrl.generation.prefix_keeper import PrefixKeeper
 from asyncrl.generation.prefixes import PREFIX_COLUMNS, prefix_of, rows_of, samples_of_rows, seed_of
 
 STORED: dict[str, Any] = {
@@ -45,6 +50,47 @@ def test_rows_keep_samples_as_they_are() -> None:
     picked = {name: Picked(columns=[column], numbers=[0] * 4, rows=range(4)) for name, column in stored.items()}
     read = decode(picked, lengths=[3, 0, 2, 4])
     assert samples_of_rows(read, prefix=prefix) == samples
+
+
+def test_stored_samples_keep_their_supports() -> None:
+    supports = np.array([[2, 9], [3, -1], [4, 2]], dtype=np.int32)
+    samples = [
+        dataclasses.replace(sample(3, steps=(4, 4, 5)), supports=supports),
+        dataclasses.replace(sample(0), supports=supports[:0]),
+    ]
+    rows = rows_of(samples)
+    assert set(rows) == set(with_support(PREFIX_COLUMNS, support=True))
+    stored = encode(BatchedDataDict.from_batches([rows], pad_value_dict=dict(PAD_VALUES)))
+    picked = {name: Picked(columns=[column], numbers=[0] * 2, rows=range(2)) for name, column in stored.items()}
+    read = samples_of_rows(decode(picked, lengths=[3, 0]), prefix=prefix_of(samples, attempt=1))
+    assert [each.supports.tolist() for each in read if each.supports is not None] == [supports.tolist(), []]
+    [cut, _] = samples_of_rows(rows, prefix=Prefix(attempt=1, tokens=2, versions=(Version(1, 4),)))
+    assert cut.supports is not None
+    assert cut.supports.tolist() == supports[:2].tolist()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("support", [False, True])
+async def test_supports_are_read_if_samples_have_them(support: bool) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    class Rows:
+        async def get(self, key: str, columns: tuple[str, ...]) -> BatchedDataDict:
+            asked.append(columns)
+            return rows_of([sample(2)])
+
+    async def verified() -> None: ...
+
+    keeper = PrefixKeeper(
+        Rows(),  # type: ignore[arg-type]
+        every_tokens=2, support=support, verdict=verified, stored=lambda *_: None,
+    )  # fmt: skip
+    ticket = Ticket(
+        group=3, attempt=1, task=Task(question="q", prompt="q", answer="a"), seed=0, version=Version(1, 0),
+        max_staleness_versions=2, replica="a", prefix=prefix_of([sample(2)], attempt=0),
+    )  # fmt: skip
+    assert await keeper.read(ticket) == [sample(2)]
+    assert asked == [with_support(PREFIX_COLUMNS, support=support)]
 
 
 def test_tokens_of_versions_that_were_not_reported_are_cut_off() -> None:

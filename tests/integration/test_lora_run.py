@@ -41,6 +41,7 @@ def test_a_run_with_an_adapter(run_command: Run, model_path: str, tmp_path: Path
         f"model.lora={{rank: {RANK}, alpha: 8}}",
         "learner.ranks=2",
         "learner.batching=packed",
+        "generator.top_k=8",
         "learner.optimizer.learning_rate=1e-3",
         "learner.total_steps=4",
         "checkpoint.every_steps=2",

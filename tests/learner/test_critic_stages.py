@@ -8,9 +8,9 @@ from learner_scenes import FakeCritic, Scene, judged, skipped, trained
 from asyncrl.algorithms.baselines import CriticBased, RewardKL
 from asyncrl.algorithms.value_loss import ClippedValueLoss
 from asyncrl.buffer.ledger import Fate
+from asyncrl.data.specs import GENERATED_FIELDS
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import ConfigError, NonFiniteError, RowsLost
-from asyncrl.generation.rollout import GENERATED_FIELDS
 from asyncrl.ranks.report import StepReport
 from asyncrl.value.estimators import GAE, VTrace
 

@@ -16,9 +16,9 @@ from asyncrl.buffer.records import Ticket
 from asyncrl.common.roles import RunState
 from asyncrl.common.version import Version
 from asyncrl.coordinator.learner_calls import LearnerCalls
+from asyncrl.data.specs import GENERATED_FIELDS
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import ActorGone, NonFiniteError, ParityError, RowsLost, RunError, StallError
-from asyncrl.generation.rollout import GENERATED_FIELDS
 from asyncrl.learner.audit_records import TrainedStep
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.ranks.report import StepReport

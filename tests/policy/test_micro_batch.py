@@ -18,10 +18,13 @@ from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.algorithms.objective import Clipped, Objective, Penalty
 from asyncrl.algorithms.presets import PRESETS
 from asyncrl.algorithms.shares import with_shares
+from asyncrl.config.load import load_config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import NO_VERSION
+from asyncrl.data.specs import NO_VERSION, SUPPORT
+from asyncrl.errors import CallRefused, MissingColumns
 from asyncrl.policy.logprobs import model_logprobs
 from asyncrl.policy.micro_batch import OnPolicy, loss_of
+from asyncrl.policy.worker import PolicyWorker
 from asyncrl.ranks.batching import count_trained
 from asyncrl.ranks.loss_pass import MicroBatchOutcome, UpdateContext, aligned
 
@@ -103,6 +106,47 @@ def test_a_loss_without_attributes_gets_logits() -> None:
 
     found = outcome(bare, data)
     assert found.loss == pytest.approx(outcome(Wrapped(objective, LossInputType.LOGPROB), data).loss, rel=1e-5)
+
+
+def with_supports(data: BatchedDataDict) -> BatchedDataDict:
+    """Returns the rows with supports of the token itself and its two successors, and the log-probs of the model."""
+    ids_BS = data["input_ids"]
+    data[SUPPORT] = torch.stack([ids_BS, (ids_BS + 1) % VOCABULARY, (ids_BS + 2) % VOCABULARY], dim=-1).int()
+    with torch.no_grad():
+        logprobs, _ = model_logprobs(
+            model(), ids_BS, temperature=TEMPERATURE, with_entropy=False, support_BSK=data[SUPPORT]
+        )
+    data["generation_logprobs"] = aligned(logprobs)
+    return data
+
+
+def test_what_was_sampled_from_supports_is_on_policy_and_its_entropy_is_that_of_the_supports() -> None:
+    loss = ObjectiveLoss(PRESETS["decoupled_icepop"].objective)
+    plain, data = on_policy(0, (2, 19, 5)), with_supports(on_policy(0, (2, 19, 5)))
+    means = outcome(loss, data).sums.means()
+    assert means["abs_log_rho_max_nats"] < 1e-5
+    assert 0 < means["entropy_nats"] < math.log(3) < outcome(loss, plain).sums.means()["entropy_nats"]
+    plain["generation_logprobs"] = data["generation_logprobs"]
+    assert outcome(loss, plain).sums.means()["abs_log_rho_max_nats"] > 1, "log-probs over all tokens are others"
+
+
+def test_rows_and_the_configuration_agree_on_supports_and_a_loss_of_logits_is_refused() -> None:
+    policy = PolicyWorker.__new__(PolicyWorker)
+    policy._vocabulary = VOCABULARY
+    plain, data = on_policy(0, (2, 4)), with_supports(on_policy(0, (2, 4)))
+    loss = ObjectiveLoss(PRESETS["decoupled_icepop"].objective)
+    options: dict[str, Any] = {"step": STEP, "updates": 1, "eval_mode": False}
+    policy._config = load_config([], [])
+    policy._prepared(plain, loss, **options)
+    with pytest.raises(CallRefused, match=r"have the column support_ids, but generator\.top_k is unset"):
+        policy._prepared(data, loss, **options)
+    policy._config = load_config([], ["generator.top_k=3"])
+    policy._prepared(data, loss, **options)
+    with pytest.raises(MissingColumns, match=r"training with generator\.top_k reads support_ids"):
+        policy._prepared(plain, loss, **options)
+    with pytest.raises(CallRefused, match="the loss Wrapped reads the logits of all tokens"):
+        policy._prepared(data, Wrapped(loss.objective, LossInputType.LOGIT), **options)
+    policy._prepared(data, Wrapped(loss.objective, LossInputType.LOGPROB), **options)
 
 
 def test_logits_are_passed_by_the_keyword_that_a_loss_names_or_by_position() -> None:

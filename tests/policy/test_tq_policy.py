@@ -12,6 +12,7 @@ from asyncrl.algorithms.baselines import RewardKL
 from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.algorithms.presets import PRESETS
 from asyncrl.algorithms.token_estimators import DiscountedReturns
+from asyncrl.data.specs import SUPPORT
 from asyncrl.data_plane import PAD_SEQLEN, KVBatchMeta
 from asyncrl.errors import CallRefused, CallTimeout, MissingColumns, RowsLost, RunError
 from asyncrl.policy.tq_policy import TQPolicy, data_plane_section
@@ -68,6 +69,23 @@ def test_the_width_is_stamped_once_and_reaches_every_rank(monkeypatch: pytest.Mo
     assert [shard.extra_info[PAD_SEQLEN] for (shard,) in shards] == [32, 32]
     assert [shard.fields for (shard,) in shards] == [["input_ids", "input_lengths", "token_mask", "sample_mask"]] * 2
     assert (options, noted.writes) == ({"micro_batch_size": None}, {"logprobs": "prev_logprobs"})
+
+
+def test_with_top_k_the_ranks_fetch_the_supports_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, noted, client = tq_on(2, monkeypatch)
+    generator = policy._config.generator.model_copy(update={"top_k": 3})
+    policy._config = policy._config.model_copy(update={"generator": generator})
+    batch = make_batch()
+    batch[SUPPORT] = batch["input_ids"].int().unsqueeze(-1)
+    meta = stored(client, batch)
+    policy.write_to_dataplane(meta, {SUPPORT: batch[SUPPORT]})
+    meta.fields = [name for name in meta.fields or [] if name != SUPPORT]
+    policy.train_from_meta(meta, LOSS)
+    policy.get_logprobs_from_meta(meta)
+    policy.get_reference_policy_logprobs_from_meta(meta)
+    for name, shards, _ in noted.calls:
+        assert all(SUPPORT in (meta.fields or []) for meta, *_ in shards), name
+    assert len(noted.calls) == 3
 
 
 def test_what_a_stage_wrote_is_named_by_the_meta_and_lost_rows_are_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,15 @@ def test_shared_tokens_are_equal_and_no_other_cut_into_runs_saves_more(rows: lis
     assert sum(shared.tokens) == most_saved(rows)
 
 
+def test_tokens_with_other_supports_are_not_shared() -> None:
+    rows = torch.tensor([[1, 2, 3], [1, 2, 3], [1, 2, 3]])
+    support_BSK = torch.tensor([[[-1, -1], [2, 5], [3, 4]], [[-1, -1], [2, 5], [3, 9]], [[-1, -1], [2, 6], [3, 9]]])
+    lengths = torch.tensor([3, 3, 3])
+    assert shared_prefixes(rows, lengths, support_BSK) == SharedPrefixes(leaders=[0, 0, 0], tokens=[0, 1, 1])
+    assert shared_prefixes(rows[:2], lengths[:2], support_BSK[:2]).tokens == [0, 2]
+    assert shared_prefixes(rows[:2], lengths[:2], support_BSK[[0, 0]]).tokens == [0, 3]
+
+
 @pytest.mark.parametrize(
     ("rows", "leaders", "tokens"),
     [

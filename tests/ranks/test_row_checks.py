@@ -7,6 +7,7 @@ import torch
 from tiny_groups import VOCABULARY, make_batch
 
 from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data.specs import NO_TOKEN
 from asyncrl.errors import CallRefused
 from asyncrl.ranks.row_checks import check_rows
 
@@ -22,6 +23,12 @@ def with_value(name: str, value: float) -> BatchedDataDict:
     return changed(**{name: column})
 
 
+def own_supports() -> torch.Tensor:
+    """Returns supports that have only the token itself, and padding."""
+    ids_BS = make_batch()["input_ids"].int()
+    return torch.stack([torch.full_like(ids_BS, NO_TOKEN), ids_BS], dim=-1)
+
+
 def test_rows_of_the_tests_and_no_rows_are_fine() -> None:
     check_rows(make_batch(), vocabulary=VOCABULARY)
     check_rows(changed(advantages=torch.zeros(12, 13)), vocabulary=VOCABULARY)
@@ -30,6 +37,11 @@ def test_rows_of_the_tests_and_no_rows_are_fine() -> None:
     check_rows(changed(input_ids=make_batch()["input_ids"].int()), vocabulary=VOCABULARY)
     estimated = {name: make_batch()[name] for name in ("input_lengths", "token_mask", "sample_mask")}
     check_rows(BatchedDataDict(estimated), vocabulary=VOCABULARY)
+    check_rows(changed(support_ids=own_supports()), vocabulary=VOCABULARY)
+    masked_BSK = own_supports().masked_fill((make_batch()["token_mask"] == 0).unsqueeze(-1), NO_TOKEN)
+    check_rows(changed(support_ids=masked_BSK), vocabulary=VOCABULARY)
+    scored = {name: make_batch()[name] for name in ("input_ids", "input_lengths")}
+    check_rows(BatchedDataDict(scored, support_ids=masked_BSK), vocabulary=VOCABULARY)
     check_rows(BatchedDataDict(), vocabulary=VOCABULARY)
     check_rows(make_batch().slice(0, 0), vocabulary=VOCABULARY)
 
@@ -66,6 +78,19 @@ WRONG = {
         r"generation_logprobs has shape \[12, 12\]; it must be \[B, S\], and input_ids has B = 12 rows and S = 13",
     ),
     "advantages of another kind": (changed(advantages=torch.zeros(12, 13, 1)), r"must be \[B\] or \[B, S\]"),
+    "supports of one number a token": (
+        changed(support_ids=make_batch()["input_ids"].int()),
+        r"support_ids has shape \[12, 13\]; it must be \[B, S, K\], and input_ids has B = 12 rows and S = 13",
+    ),
+    "supports of floats": (changed(support_ids=own_supports().float()), "support_ids has dtype torch.float32"),
+    "a support beyond the vocabulary": (
+        changed(support_ids=own_supports() + VOCABULARY),
+        rf"support_ids\[0, 0, 1\] is .* it must be from -1 to {VOCABULARY - 1}, because -1 is padding",
+    ),
+    "a support without the token": (
+        changed(support_ids=own_supports() * 0 - 1),
+        r"support_ids\[0, \d+\] does not contain the token \d+ of input_ids, which token_mask marks",
+    ),
     "a list": (changed(advantages=[0.0] * 12), "advantages is a list; it must be a tensor"),
 }
 

@@ -87,7 +87,7 @@ def results(
 
 
 def without_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing(input_ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> SharedPrefixes:
+    def nothing(input_ids_BS: torch.Tensor, lengths_B: torch.Tensor, support_BSK: None) -> SharedPrefixes:
         return SharedPrefixes(leaders=list(range(len(lengths_B))), tokens=[0] * len(lengths_B))
 
     monkeypatch.setattr(packed, "shared_prefixes", nothing)

@@ -1,0 +1,143 @@
+"""The support of a sampled token is what vLLM sampled it from, and a support that is not whole is refused."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from test_vllm_ends import EndedLLM
+
+from asyncrl.common.version import Version
+from asyncrl.config.load import load_config
+from asyncrl.errors import DataError
+from asyncrl.generation.interfaces import PartialCompletion
+from asyncrl.generation.vllm_engine import VLLMEngine
+from asyncrl.generation.vllm_sampled import NOTHING, Child, SampledByVLLM, joined, until_stop
+from asyncrl.generation.vllm_supports import sampling_parameters, supports_of
+
+pytestmark = pytest.mark.slow  # imports torch
+
+NEVER = -math.inf
+
+
+def flat(*tokens: list[tuple[int, float]]) -> SimpleNamespace:
+    """Returns log-probs as vLLM's FlatLogprobs: for each token (id, probability), the sampled one first."""
+    entries = [entry for token in tokens for entry in token]
+    logprobs = [math.log(p) if p else NEVER for _, p in entries]
+    return SimpleNamespace(token_ids=[each for each, _ in entries], logprobs=logprobs)
+
+
+TWO_TOKENS = flat(
+    [(7, 0.25), (4, 0.5), (7, 0.25), (9, 0.25)],
+    [(3, 1.0), (3, 1.0), (0, 0.0), (1, 0.0)],
+)
+"""Two tokens, sampled with `top_k` 3: the second one with `min_p`, so that only one token was left."""
+
+
+def output(logprobs: SimpleNamespace, token_ids: list[int]) -> SimpleNamespace:
+    return SimpleNamespace(
+        finish_reason="stop",
+        token_ids=token_ids,
+        logprobs=logprobs,
+        weight_versions=[SimpleNamespace(version="1.3", start=0)],
+        text="ab",
+    )
+
+
+def test_the_support_is_the_tokens_that_could_be_sampled_padded_to_top_k() -> None:
+    assert supports_of([7, 3], TWO_TOKENS, top_k=3).tolist() == [[4, 7, 9], [3, -1, -1]]
+
+
+def test_a_vocabulary_smaller_than_top_k_leaves_padding() -> None:
+    assert supports_of([7, 3], TWO_TOKENS, top_k=5).tolist() == [[4, 7, 9, -1, -1], [3, -1, -1, -1, -1]]
+    assert supports_of([], flat(), top_k=5).shape == (0, 5)
+
+
+@pytest.mark.parametrize(
+    "token",
+    [
+        [(7, 0.25), (4, 0.25), (5, 0.25), (7, 0.25)],  # four tokens of the same logit, of which three are listed
+        [(8, 0.3), (4, 0.4), (5, 0.3), (7, 0.3)],  # the sampled one is not listed
+    ],
+)
+def test_a_support_of_more_than_top_k_tokens_is_refused(token: list[tuple[int, float]]) -> None:
+    with pytest.raises(DataError, match=r"among more than generator\.top_k = 3 tokens") as caught:
+        supports_of([token[0][0]], flat(token), top_k=3)
+    assert caught.value.reason == "support"
+
+
+def test_a_completion_has_the_sampled_tokens_log_probs_and_all_supports() -> None:
+    sample = joined(NOTHING, output(TWO_TOKENS, [7, 3]), top_k=3)
+    assert (sample.token_ids, sample.logprobs) == ([7, 3], [math.log(0.25), 0.0])
+    assert sample.supports is not None
+    assert sample.supports.tolist() == [[4, 7, 9], [3, -1, -1]]
+    with pytest.raises(DataError, match="other tokens than the sampled ones"):
+        joined(NOTHING, output(TWO_TOKENS, [4, 3]), top_k=3)
+
+
+def test_a_continued_completion_keeps_the_supports_of_its_prefix() -> None:
+    prefix = PartialCompletion(
+        token_ids=[5], logprobs=[-0.1], versions=[Version(1, 2)], supports=np.array([[5, 6, -1]], dtype=np.int32)
+    )
+    sample = joined(prefix, output(TWO_TOKENS, [7, 3]), top_k=3)
+    assert sample.supports is not None
+    assert sample.supports.tolist() == [[5, 6, -1], [4, 7, 9], [3, -1, -1]]
+    cut = until_stop(sample, ["57"], lambda tokens: "".join(map(str, tokens)))
+    assert cut.supports is not None
+    assert cut.supports.tolist() == [[5, 6, -1], [4, 7, 9]]
+    [partial] = SampledByVLLM(EndedLLM(), [Child(prefix, output=output(TWO_TOKENS, [7, 3]), top_k=3)]).partial() or []
+    assert partial.supports is not None
+    assert len(partial.supports) == 3
+
+
+def test_a_request_that_has_sampled_nothing_yet_has_an_empty_support() -> None:
+    state = SimpleNamespace(
+        request_index=0,
+        weight_version_starts=[],
+        detokenizer=SimpleNamespace(output_token_ids=[]),
+        logprobs_processor=SimpleNamespace(logprobs=flat()),
+    )
+    llm = SimpleNamespace(
+        output_processor=SimpleNamespace(external_req_ids={"r": ["r-0"]}, request_states={"r-0": state})
+    )
+    [sample] = SampledByVLLM(llm, [Child(NOTHING, request_id="r", top_k=3)]).partial() or []
+    assert sample.supports is not None
+    assert sample.supports.shape == (0, 3)
+
+
+def test_vllm_is_asked_for_as_many_log_probs_as_a_support_may_have_tokens() -> None:
+    generator = load_config([], ["generator.top_k=8", "generator.top_p=0.9", "generator.min_p=0.1"]).generator
+    assert sampling_parameters(generator, vocabulary=100) == {
+        "top_k": 8, "top_p": 0.9, "min_p": 0.1, "logprobs": 8,
+    }  # fmt: skip
+    assert sampling_parameters(generator, vocabulary=5)["logprobs"] == 5
+    assert sampling_parameters(load_config([], []).generator, vocabulary=100) == {}
+
+
+class NotedEngine(VLLMEngine):
+    """Notes the parameters of each request, and answers with two tokens."""
+
+    asked: dict[str, Any]
+
+    async def _request(self, tokens: Any, children: Any, **sampling: Any) -> Any:
+        self.asked = sampling
+        greedy = sampling["temperature"] == 0.0
+        found = flat([(7, 1.0)], [(3, 1.0)]) if greedy else TWO_TOKENS
+        for child in children:
+            child.output = output(found, [7, 3])
+
+
+@pytest.mark.asyncio
+async def test_a_greedy_answer_has_no_support() -> None:
+    llm = EndedLLM()
+    llm.model_config = SimpleNamespace(get_vocab_size=lambda: 100)  # type: ignore[attr-defined]
+    engine = NotedEngine(llm, config=load_config([], ["generator.top_k=3"]))
+    [sampled] = await engine.generate([1], n=1, seed=None, temperature=0.5, max_tokens=2)
+    assert {"top_k": 3, "logprobs": 3}.items() <= engine.asked.items()
+    assert sampled.supports is not None
+    assert sampled.supports.shape == (2, 3)
+    [greedy] = await engine.generate([1], n=1, seed=None, temperature=0.0, max_tokens=2)
+    assert engine.asked["logprobs"] == 0
+    assert "top_k" not in engine.asked
+    assert greedy.supports is None
