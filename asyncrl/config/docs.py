@@ -42,7 +42,9 @@ def page() -> str:
             continue
         key = ".".join(path)
         is_optional = found[path[:-1]].model_fields[path[-1]].default is None
-        unset = f" Unset by default; `{key}: {{}}` sets the section with the defaults below." if is_optional else ""
+        complete = not any(field.is_required() for field in section.model_fields.values())
+        defaults = f"; `{key}: {{}}` sets the section with the defaults below" if complete else ""
+        unset = f" Unset by default{defaults}." if is_optional else ""
         schema = section.model_json_schema()
         lines += ["", f"## {key}", "", schema["description"] + unset, ""]
         lines += ["| key | type | default | meaning |", "|---|---|---|---|"]

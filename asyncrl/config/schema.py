@@ -31,6 +31,9 @@ from asyncrl.config.field_types import (
 OnDeadline = Literal["wait", "requeue", "drop", "mask"]
 """The values of `staleness.on_deadline`. `asyncrl.buffer.stragglers` implements them."""
 
+HELDOUT = "heldout"
+"""Name of the held-out set that every run has: the questions of its own dataset that are not trained."""
+
 KeyPath = tuple[str, ...]
 """A key of the configuration, as the names of its sections and its own name."""
 
@@ -47,6 +50,17 @@ class Section(BaseModel):
         # Without this, an infinite bound in a free mapping (such as algorithm.overrides) would be dumped as null.
         ser_json_inf_nan="constants",
     )
+
+
+class StopWhenSection(Section):
+    """The end of a run before `learner.total_steps`: when a held-out evaluation is good enough. The run then ends as
+    after its last step: it publishes, evaluates and saves its last weights, and its state is `finished`."""
+
+    eval: str = HELDOUT
+    """Name of the held-out set whose reward counts."""
+    reward: float
+    """Mean reward of an evaluation from which on the run ends. The evaluation before the first step does not count.
+    Training goes on during an evaluation, so the last weights are some steps newer than those that reached it."""
 
 
 class RunSection(Section):
@@ -68,6 +82,8 @@ class RunSection(Section):
     max_restarts: Annotated[NonNegativeInt, PER_DEPLOYMENT] = 3
     """Number of times within an hour that `asyncrl up` or `asyncrl learner` starts again by itself after a process of
     the run has died. Each restart resumes the run from its newest checkpoint. 0 turns restarts off."""
+    stop_when: StopWhenSection | None = None
+    """The held-out reward at which the run ends. Unset: it trains `learner.total_steps` steps."""
 
 
 class TinyModelSection(Section):
@@ -613,6 +629,10 @@ class CheckpointSection(Section):
     time."""
     keep: PositiveInt = 2
     """Number of checkpoints to keep. When a newer checkpoint is complete, older ones are deleted."""
+    keep_best: NonNegativeInt = 0
+    """Number of checkpoints with the highest held-out rewards to keep besides. The evaluation that was due after a
+    step belongs to the checkpoint of that step. Of `every_steps` and `eval.every_steps`, one must be a multiple of the
+    other, so that checkpoints have evaluations."""
     hf: bool = True
     """Whether every checkpoint also has `hf/`: the weights as vLLM and transformers load them. If false, only the
     checkpoint at the end of the run has them."""

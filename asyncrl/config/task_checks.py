@@ -1,11 +1,11 @@
-"""Rules that involve several fields of `data`, `environment` and `eval`: see `checks.py`."""
+"""Rules that involve several fields of `data`, `environment`, `eval` and `run.stop_when`: see `checks.py`."""
 
 import string
 from collections.abc import Iterator
 
 from asyncrl.config.import_path import is_import_path, malformed
 from asyncrl.config.parts import part_configs
-from asyncrl.config.schema import Config, DatasetSection, ScoringSection
+from asyncrl.config.schema import HELDOUT, Config, DatasetSection, ScoringSection
 
 
 def task_violations(config: Config) -> Iterator[str]:
@@ -72,6 +72,45 @@ def _data_violations(config: Config) -> Iterator[str]:
         if data.chat == "off" and getattr(data, key):
             yield f"data.{key}: needs the model's chat template, which data.chat: off removes; remove one of the two"
     yield from _prompt_template(config.data.prompt_template)
+
+
+def eval_violations(config: Config) -> Iterator[str]:
+    """Rules about what needs evaluations during training: `checkpoint.keep_best` and `run.stop_when`."""
+    yield from _keep_best(config)
+    stop, every_steps = config.run.stop_when, config.eval.every_steps
+    if stop is None:
+        return
+    if stop.eval != HELDOUT:
+        yield f"run.stop_when.eval = {stop.eval}: there is no such held-out set; the sets are {HELDOUT}"
+    if config.eval.prompts == 0:
+        yield "run.stop_when: no evaluation would run, because eval.prompts = 0; raise eval.prompts"
+    if every_steps == 0:
+        yield (
+            "run.stop_when: no evaluation would run during training, because eval.every_steps = 0; set it to a number "
+            f"of steps below learner.total_steps = {config.learner.total_steps}"
+        )
+    elif every_steps >= config.learner.total_steps:
+        yield (
+            f"run.stop_when: no evaluation would run during training, because eval.every_steps = {every_steps} is not "
+            f"below learner.total_steps = {config.learner.total_steps}; lower eval.every_steps"
+        )
+
+
+def _keep_best(config: Config) -> Iterator[str]:
+    best, checkpoint, evals = config.checkpoint.keep_best, config.checkpoint.every_steps, config.eval.every_steps
+    if not best:
+        return
+    named = f"checkpoint.keep_best = {best}"
+    if config.eval.prompts == 0:
+        yield f"{named}: no checkpoint would have an evaluation, because eval.prompts = 0; raise eval.prompts"
+    zero = {"eval.every_steps": evals, "checkpoint.every_steps": checkpoint}
+    for key in (key for key, value in zero.items() if value == 0):
+        yield f"{named}: the checkpoints of a run would have no evaluations, because {key} = 0; set {key}"
+    if checkpoint and evals and checkpoint % evals and evals % checkpoint:
+        yield (
+            f"{named}: most checkpoints would have no evaluation, because neither of checkpoint.every_steps = "
+            f"{checkpoint} and eval.every_steps = {evals} is a multiple of the other; set both to the same number"
+        )
 
 
 def _prompt_template(template: str) -> Iterator[str]:

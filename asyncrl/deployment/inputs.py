@@ -13,6 +13,7 @@ from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.environments.interfaces import build_tasks
 from asyncrl.environments.prompt_lengths import fitting
+from asyncrl.errors import DatasetError
 
 
 class Prompts(NamedTuple):
@@ -39,7 +40,8 @@ class Inputs:
         """Path of the model for engines. They need config and tokenizer only: the learner sends them the weights."""
         self.prompts = asyncio.create_task(self._fitting_prompts(), name="prompts")
         """The tasks of the config whose prompts fit, which are the same in every deployment of a run. The task raises
-        DatasetError for a prompt that does not fit, unless `data.on_bad_row` is `skip`."""
+        DatasetError for a prompt that does not fit, unless `data.on_bad_row` is `skip`, and if `run.stop_when` needs
+        held-out tasks but there are none."""
 
     @property
     def generator_model(self) -> "asyncio.Task[str]":
@@ -65,7 +67,9 @@ class Inputs:
 
     async def _fitting_prompts(self) -> Prompts:
         prompts, model = await self._read, await self.engine_model
-        return await asyncio.to_thread(_fitting, prompts, config=self._config, model=model)
+        found = await asyncio.to_thread(fitting_prompts, prompts, config=self._config, model=model)
+        _check_heldout(self._config, found.heldout)
+        return found
 
     async def _describe_model(self) -> str:
         if self._config.model.tiny is None:
@@ -94,7 +98,7 @@ class Inputs:
         return await asyncio.to_thread(build)
 
 
-def _fitting(prompts: Prompts, *, config: Config, model: str) -> Prompts:
+def fitting_prompts(prompts: Prompts, *, config: Config, model: str) -> Prompts:
     """Returns the prompts that fit `data.max_prompt_tokens`. `model` is the path of a folder, or a name of the Hub."""
     if not any(prompts):
         return prompts
@@ -108,6 +112,16 @@ def _fitting(prompts: Prompts, *, config: Config, model: str) -> Prompts:
     else:
         fit = partial(fitting, config=config, tokenizer=light, exact=exact)
     return Prompts(*map(fit, prompts))
+
+
+def _check_heldout(config: Config, tasks: Sequence[Task]) -> None:
+    """Raises DatasetError if the run ends at a held-out reward (`run.stop_when`), but no question is held out."""
+    if config.run.stop_when is not None and not tasks:
+        raise DatasetError(
+            f"run.stop_when: the hash of the questions holds out none of data.dataset = {config.data.dataset} with "
+            f"data.heldout_fraction = {config.data.heldout_fraction}, so no evaluation would run; raise "
+            "data.heldout_fraction, add questions, or remove run.stop_when"
+        )
 
 
 def _for_workers(model: str) -> str:

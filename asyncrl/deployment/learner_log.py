@@ -1,14 +1,16 @@
 """The records of a learner: in memory for the live view and the summary, in the run's directory, and in trackers."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from asyncrl.config.load import flat_config
 from asyncrl.config.schema import Config
 from asyncrl.deployment.resuming import last_set_aside
-from asyncrl.deployment.run_dir import RunDir
+from asyncrl.deployment.run_dir import AuditFile, RunDir
+from asyncrl.learner.best_checkpoints import best_first
 from asyncrl.learner.record_lines import read_lines
 from asyncrl.learner.records import LOST_STEPS, EvalRecord, RunTotals, SampleRecord, StepRecord, Summary, build_summary
+from asyncrl.learner.run_log import RunLog
 from asyncrl.metrics.trackers import Going, Trackers
 
 logger = logging.getLogger(__name__)
@@ -24,6 +26,7 @@ class LearnerLog:
     def __init__(self, config: Config, run_dir: RunDir) -> None:
         self._run_dir = run_dir
         self._staleness_limit = config.staleness.max_versions
+        self._keep_best = config.checkpoint.keep_best
         self.steps: list[StepRecord] = []
         self._lost: list[StepRecord] = []
         self.evals: list[EvalRecord] = []
@@ -42,6 +45,23 @@ class LearnerLog:
             going=going_on(run_dir),
         )
         self.close = self._trackers.close
+
+    def for_loop(self, audit: AuditFile) -> RunLog:
+        """Returns this log as the learner's loop uses it, with the file of the audit's records."""
+        return RunLog(
+            append_step=self.append_step,
+            append_eval=self.append_eval,
+            write_samples=self.write_samples,
+            append_audit=audit.append,
+        )
+
+    def best_steps(self, steps: Sequence[int], *, running: Callable[[], int | None]) -> set[int]:
+        """Returns the best of the checkpoints after `steps` (`checkpoint.keep_best`), and those whose evaluation may
+        still run. `running` returns the step of the evaluation that runs."""
+        if not self._keep_best:
+            return set()
+        best = {record.step for record in best_first(self.evals, steps)[: self._keep_best]}
+        return best if (step := running()) is None else best | {step}
 
     @property
     def trained_steps(self) -> int:

@@ -91,14 +91,33 @@ class HeldoutEvaluation:
         self._started_s = started_s
         self._clock = clock
         self._total_steps = config.learner.total_steps
+        self._stop_when = config.run.stop_when
+        self.reached: EvalRecord | None = None
+        """The first evaluation of trained weights whose reward ends the run (`run.stop_when`)."""
         self._beside: asyncio.Task[None] | None = None
+        self._beside_step: int | None = None
         self._gone: set[str] = set()
+        self._newest: Version | None = None  # the weights of the last evaluation
         self._evaluated = False
 
     @property
     def wanted(self) -> bool:
         """Whether there are held-out tasks to evaluate on."""
         return bool(self._tasks)
+
+    def stop_reason(self, version: Version) -> str | None:
+        """Returns why the run ends after `version`; None if no evaluation ends it, or if it is the last version."""
+        if self.reached is None or self._stop_when is None or version.step >= self._total_steps:
+            return None
+        return (
+            f"ended after step {version.step} of {self._total_steps}, because the evaluation {self.reached.name} of "
+            f"step {self.reached.version} has the reward {self.reached.reward_mean:.3f} (run.stop_when.reward = "
+            f"{self._stop_when.reward:g})"
+        )
+
+    def has_evaluated(self, version: Version) -> bool:
+        """Whether there is an evaluation of the weights of `version`."""
+        return self._newest == version
 
     async def replica_at(self, version: Version, *, rather_not: str | None = None) -> str:
         """Returns the actor name of a live replica that has loaded `version`, and waits for one if necessary. Returns
@@ -146,7 +165,12 @@ class HeldoutEvaluation:
                 "admission was paused. This is a bug of asyncrl: report it with the run's directory"
             )
         first_one, self._evaluated = self._may_end_run(version), True
-        self._record(version, answers, may_end_run=first_one)
+        self._record(version, answers, due=version.step, may_end_run=first_one)
+
+    @property
+    def running_step(self) -> int | None:
+        """The step after which the evaluation was due that runs beside training; None if none runs."""
+        return self._beside_step if self._beside is not None and not self._beside.done() else None
 
     def begin_beside(self, version: Version) -> None:
         """Begins an evaluation of `version` that runs beside training, if one is due (`eval.every_steps`) and none
@@ -157,6 +181,7 @@ class HeldoutEvaluation:
         if self._beside is not None and not self._beside.done():
             logger.warning("held-out evaluation of %s is left out, because the last one still runs", version.words)
             return
+        self._beside_step = version.step
         self._beside = asyncio.create_task(self.evaluate_beside(version), name=f"evaluation of {version}")
 
     async def beside_ended(self) -> None:
@@ -191,10 +216,11 @@ class HeldoutEvaluation:
         if at is None:
             logger.error("held-out evaluation of %s is left out: replica %s has no weights", version.words, actor)
         else:
-            self._record(at, answers, may_end_run=False)
+            self._record(at, answers, due=version.step, may_end_run=False)
 
-    def _record(self, version: Version, answers: Sequence[Answer], *, may_end_run: bool) -> None:
-        """Records the rewards of `version`. Raises RunError if there are none and `may_end_run` is set."""
+    def _record(self, version: Version, answers: Sequence[Answer], *, due: int, may_end_run: bool) -> None:
+        """Records the rewards of `version` for the evaluation that was due after step `due`. Raises RunError if there
+        are none and `may_end_run` is set."""
         rewards = [answer for answer in answers if not isinstance(answer, Failure)]
         failures = [answer for answer in answers if isinstance(answer, Failure)]
         if failures:
@@ -207,23 +233,33 @@ class HeldoutEvaluation:
             logger.warning("%s. The first cause: %s", what, failures[0].words)
         mean, error = mean_and_error(rewards)
         several = self._section.samples > 1
-        self._log.append_eval(
-            EvalRecord(
-                version=version.step,
-                wall_s=self._clock() - self._started_s,
-                prompts=len(rewards),
-                failed=len(failures),
-                reward_mean=mean,
-                reward_stderr=error,
-                samples=self._section.samples,
-                pass_at=pass_at(rewards, pass_reward=self._section.pass_reward) if several else {},
-            )
+        record = EvalRecord(
+            version=version.step,
+            due=None if due == version.step else due,
+            wall_s=self._clock() - self._started_s,
+            prompts=len(rewards),
+            failed=len(failures),
+            reward_mean=mean,
+            reward_stderr=error,
+            samples=self._section.samples,
+            pass_at=pass_at(rewards, pass_reward=self._section.pass_reward) if several else {},
         )
+        self._log.append_eval(record)
+        self._newest = version
         if mean is not None:
+            self._may_stop(record, mean)
             self._metrics.heldout(mean)
             logger.info(
                 "held-out reward of %s: %.3f (%d of %d prompts)", version.words, mean, len(rewards), len(answers)
             )
+
+    def _may_stop(self, record: EvalRecord, mean: float) -> None:
+        """Ends the run if the reward of trained weights is high enough. The weights of step 0 are not trained."""
+        stop = self._stop_when
+        if stop is None or self.reached is not None or not record.version:
+            return
+        if record.name == stop.eval and mean >= stop.reward:
+            self.reached = record
 
     async def _answers(self, version: Version, *, actor: str) -> tuple[str, Version | None, list[Answer]]:
         """Returns the replica that has answered, the version that it has loaded, and its answers.
@@ -261,12 +297,14 @@ class HeldoutEvaluation:
 
     def _late(self, version: Version) -> None:
         what = (
-            f"held-out evaluation of {version.words}: {len(self._tasks)} prompts (eval.prompts) took longer than "
-            f"eval.timeout_s = {self._timeout_s:g} s"
+            f"held-out evaluation of {version.words}: {len(self._tasks)} prompts (eval.prompts) × "
+            f"{self._section.samples} completions (eval.samples) took longer than eval.timeout_s = "
+            f"{self._timeout_s:g} s"
         )
         if self._may_end_run(version):
             raise RunError(
                 f"{what}, so training did not start. If the reward is slow, make it async or raise "
-                "environment.score_workers (docs/rewards.md); or lower eval.prompts, or raise eval.timeout_s"
+                "environment.score_workers (docs/rewards.md); or lower eval.prompts or eval.samples, or raise "
+                "eval.timeout_s"
             )
         logger.error("%s; it is left out", what)

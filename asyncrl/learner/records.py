@@ -17,6 +17,7 @@ from typing import Literal
 
 import msgspec
 
+from asyncrl.config.schema import HELDOUT
 from asyncrl.errors import RunError
 from asyncrl.metrics.numbers import TRACKERS, tracker_name
 
@@ -177,10 +178,14 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     `prompts` is the number of prompts with a reward, `failed` the number of prompts whose rollout failed. `reward_mean`
     is the mean over the former; it is null when all rollouts failed. `reward_stderr` is its standard error over the
-    prompts. With several `samples` of a prompt, `pass_at` has the mean pass@k over the prompts, by k.
+    prompts. With several `samples` of a prompt, `pass_at` has the mean pass@k over the prompts, by k. `name` is the
+    held-out set. `due` is the step after which the evaluation was due. It is null if that is `version`. While a run
+    trains, a replica may have loaded newer weights by then.
     """
 
+    name: str = HELDOUT
     version: int
+    due: int | None = None
     wall_s: float
     prompts: int
     failed: int = 0
@@ -188,6 +193,11 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
     reward_stderr: float | None = None
     samples: int = 1
     pass_at: dict[int, float] = {}
+
+    @property
+    def step(self) -> int:
+        """The step after which the evaluation was due. It belongs to the checkpoint of this step."""
+        return self.version if self.due is None else self.due
 
 
 class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -231,6 +241,7 @@ class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
     `parity_max_nats` is the largest difference of log-probs in a weight probe of any replica. `groups_failed` has, by
     reason, the discarded groups whose rollouts failed. `tokens_continued` and `tokens_dropped` count the stored tokens
     of replicas that ended (`generator.persist_every_tokens`), which other replicas continued, or which were dropped.
+    `stop_reason` says why the run ended before `learner.total_steps`; it is None unless `run.stop_when` ended it.
     """
 
     wall_s: float
@@ -244,6 +255,7 @@ class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
     parity_max_nats: float | None
     tokens_continued: int = 0
     tokens_dropped: int = 0
+    stop_reason: str | None = None
 
 
 class Summary(RunTotals, frozen=True, kw_only=True):

@@ -161,6 +161,46 @@ _LIMITS = [
     (["data.path=x.jsonl"], ["data.dataset=jsonl", "data.path=x.jsonl"], "read only with"),
     (["data.options={a: 1}"], ["data.options={a: 1}", "data.dataset=mine:rows"], "environment.options"),
     (["data.heldout_fraction=0"], ["data.heldout_fraction=0", "eval.prompts=0"], "held-out questions"),
+    (
+        ["run.stop_when.reward=0.9"],
+        ["run.stop_when.reward=0.9", "eval.every_steps=20"],
+        "because eval.every_steps = 0; set it to a number of steps below learner.total_steps = 200",
+    ),
+    (
+        ["run.stop_when.reward=0.9", "eval.every_steps=200"],
+        ["run.stop_when.reward=0.9", "eval.every_steps=199"],
+        "is not below learner.total_steps = 200",
+    ),
+    (
+        ["run.stop_when.reward=0.9", "eval.every_steps=20", "eval.prompts=0"],
+        ["eval.every_steps=20", "eval.prompts=0"],
+        "because eval.prompts = 0; raise eval.prompts",
+    ),
+    (
+        ["run.stop_when={eval: math, reward: 0.9}", "eval.every_steps=20"],
+        ["run.stop_when={eval: heldout, reward: 0.9}", "eval.every_steps=20"],
+        "there is no such held-out set; the sets are heldout",
+    ),
+    (
+        ["checkpoint.keep_best=1"],
+        ["checkpoint.keep_best=1", "eval.every_steps=20"],
+        "because eval.every_steps = 0; set eval.every_steps",
+    ),
+    (
+        ["checkpoint.keep_best=1", "eval.every_steps=20", "checkpoint.every_steps=0"],
+        ["checkpoint.keep_best=0", "eval.every_steps=20", "checkpoint.every_steps=0"],
+        "because checkpoint.every_steps = 0",
+    ),
+    (
+        ["checkpoint.keep_best=1", "eval.every_steps=20", "checkpoint.every_steps=30"],
+        ["checkpoint.keep_best=1", "eval.every_steps=20", "checkpoint.every_steps=10"],
+        "neither of checkpoint.every_steps = 30 and eval.every_steps = 20 is a multiple of the other",
+    ),
+    (
+        ["checkpoint.keep_best=1", "eval.every_steps=20", "eval.prompts=0"],
+        ["checkpoint.keep_best=1", "eval.every_steps=20", "eval.prompts=1"],
+        "no checkpoint would have an evaluation, because eval.prompts = 0",
+    ),
 ]
 
 

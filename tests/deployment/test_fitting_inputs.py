@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import Config, RunSection
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.demo.tiny_model import build_tokenizer
@@ -57,6 +57,13 @@ def test_a_prompt_that_is_too_long_ends_the_start_with_its_row(model: Path, side
     loaded = Prompts(train=tasks(SHORT), heldout=tasks(SHORT))._replace(**{side: tasks(SHORT, LONG)})
     with pytest.raises(DatasetError, match=r"row 2: the prompt 'abcd>' has 5 tokens, but must have 1 to 4 "):
         fitting(settings(model), loaded)
+
+
+def test_a_run_that_ends_at_a_held_out_reward_needs_held_out_prompts(model: Path) -> None:
+    ends = settings(model).model_copy(update={"run": RunSection.model_validate({"stop_when": {"reward": 0.9}})})
+    with pytest.raises(DatasetError, match=r"run\.stop_when: the hash of the questions holds out none of data\.dataset"):
+        fitting(ends, Prompts(train=tasks(SHORT), heldout=()))
+    assert fitting(ends, Prompts(train=tasks(SHORT), heldout=tasks(SHORT))).heldout == tasks(SHORT)
 
 
 def test_the_real_tokenizer_is_loaded_only_for_prompts_whose_length_is_in_doubt(

@@ -172,9 +172,10 @@ async def test_a_first_evaluation_that_takes_too_long_ends_the_run_and_a_later_o
     scene.evaluate = late  # type: ignore[method-assign]
     with pytest.raises(RunError) as raised:
         await scene.heldout.evaluate(Version(1, 0), actor="a")
-    assert "held-out evaluation of step 0: 4 prompts (eval.prompts) took longer than eval.timeout_s = 120 s" in str(
-        raised.value
-    )
+    assert (
+        "held-out evaluation of step 0: 4 prompts (eval.prompts) × 1 completions (eval.samples) took longer than "
+        "eval.timeout_s = 120 s"
+    ) in str(raised.value)
     assert "environment.score_workers" in str(raised.value)
     scene.evaluate = evaluate  # type: ignore[method-assign]
     await scene.heldout.evaluate(Version(1, 0), actor="a")
