@@ -33,7 +33,7 @@ def check_presence(config: Config, *, roles: Collection[Role], origins: Mapping[
 
     Raises ConfigError with one line for each missing part. `origins` says where each key was set (`config_origins`).
     """
-    model, warnings = _model(config, roles, origins)
+    model, warnings = (inside, []) if (inside := _inside_run(config)) else _model(config, roles, origins)
     missing = [*model, *_modules(config, roles), *_trackers(config, roles)]
     for name, part in part_configs(config).items():
         missing += _of_part(part, roles, prefix=f"data.mixture.{name}: " if name else "")
@@ -107,17 +107,22 @@ def _run_directory(config: Config) -> Iterator[str]:
         )
 
 
+def _inside_run(config: Config) -> list[str]:
+    """Returns a problem if the model is in the directory of the run itself."""
+    path, run = model_directory(config), config.run.dir / config.run.name
+    if path is None or not path.resolve().is_relative_to(run.resolve()):
+        return []
+    return [
+        f"model.path = {config.model.path}: is in {run}, and the start of a run with that name moves this directory "
+        "away; choose another run.name"
+    ]
+
+
 def _model(config: Config, roles: Collection[Role], origins: Mapping[KeyPath, str]) -> tuple[list[str], list[str]]:
     """Returns (problems, warnings) of `model.path`."""
-    path, run = model_directory(config), config.run.dir / config.run.name
-    named = f"model.path = {config.model.path}"
+    path, named = model_directory(config), f"model.path = {config.model.path}"
     if path is None:
         return [], []
-    if path.resolve().is_relative_to(run.resolve()):
-        return [
-            f"{named}: is in {run}, and the start of a run with that name moves this directory away; choose another "
-            "run.name"
-        ], []
     if config.model.tiny is not None and is_tiny(path):
         return [], []
     if not path.exists():

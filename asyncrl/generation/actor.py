@@ -23,7 +23,7 @@ from asyncrl.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from asyncrl.data_plane.clients import PREFIX_PARTITION, GroupRows
 from asyncrl.environments.part_scorers import PartScorers
 from asyncrl.environments.secrets import Secrets, hide_secrets
-from asyncrl.generation.evaluation import Answer, evaluate
+from asyncrl.generation.evaluation import Answer, evaluate, prompts_at_once
 from asyncrl.generation.generator import Generator
 from asyncrl.generation.model_parameters import expected_parameters
 from asyncrl.generation.reward_log import RewardLog
@@ -131,7 +131,7 @@ class GeneratorActor:
         """
         assert self._updates is not None, "call start() first"
         slots = self._config.generator.max_concurrent_groups * self._config.learner.group_size
-        at_once = max(1, int(share * slots) // self._config.eval.samples)
+        at_once = prompts_at_once(slots, share=share, samples=self._config.eval.samples)
         async with self._updates.held() as version:
             if version is None:
                 return None, []
