@@ -1,6 +1,7 @@
 """`asyncrl eval -c FILE`: evaluates a model on the held-out prompts of a configuration, without training."""
 
 import asyncio
+import gc
 import os
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,14 @@ from asyncrl.environments.secrets import hide_secrets
 from asyncrl.errors import ConfigError
 
 app = command_app()
+
+QUIET = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore",
+}
+"""Variables that keep notes of vLLM and torch out of the output. Errors are shown, on stderr."""
 
 
 @app.command()
@@ -51,11 +60,11 @@ def evaluate(
     prompts, pass@k, and the mean of each component of the reward.
 
     The prompts, the chat template, the limits and the reward are those of a run with this configuration, so the number
-    is that of the run's own evaluations. The engine is vLLM. Nothing is trained, no Ray is started, and the directory of
-    a run is not changed. The answers are the same each time: samples have seeds that follow from run.seed.
+    is that of the run's own evaluations. The engine is vLLM. Nothing is trained, no Ray is started, and the directory
+    of a run is not changed. The answers are the same each time: samples have seeds that follow from run.seed.
 
-    model.path is a model's directory, a name on the Hugging Face Hub, or a checkpoint of a run. For a checkpoint with an
-    adapter (model.lora), first write the whole model with `asyncrl export RUN FOLDER --merge`.
+    model.path is a model's directory, a name on the Hugging Face Hub, or a checkpoint of a run. For a checkpoint with
+    an adapter (model.lora), first write the whole model with `asyncrl export RUN FOLDER --merge`.
 
     \b
       asyncrl eval -c my.yaml                           the model with which a run would begin
@@ -69,12 +78,14 @@ def evaluate(
     from asyncrl.generation.vllm_engine import prepare_environment
 
     prepare_environment(config)  # before the first import of torch or vLLM
+    os.environ.update(QUIET)
     from asyncrl.deployment.model_evaluation import evaluate_model, result_lines
 
     say(f"model: {config.model.path}", err=True)
     report = partial(say, err=True)
     with sigterm_exits():
         results = asyncio.run(evaluate_model(config, report=report, reward_output=report))
+    gc.collect()  # vLLM's objects complain if the end of the interpreter deletes them
     for result in results:
         for line in result_lines(result):
             say(line)
@@ -88,7 +99,7 @@ def _configured(files: list[Path], overrides: list[str], *, samples: int | None)
     """Returns the checked configuration, whose model is complete and on this machine, or on the Hub."""
     config = load_config(files, overrides if samples is None else [*overrides, f"eval.samples={samples}"])
     hide_secrets(config.environment, os.environ)
-    if config.eval.prompts == 0:
+    if not any(each.prompts for each in config.eval.each_set().values()):
         raise ConfigError("eval.prompts = 0: there would be no prompt to evaluate; raise it", key="eval.prompts")
     path = model_directory(config)
     if path is not None and (path / HF).is_dir():

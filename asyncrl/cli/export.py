@@ -58,7 +58,7 @@ def export(
     if not saved.is_file():
         raise RunError(f"{directory} is not the directory of a run: it has no config.yaml")
     config = load_config([saved], [])
-    checkpoint, _ = found_checkpoint(directory, _step(directory, at))
+    checkpoint, _ = found_checkpoint(directory, _step(directory, at, name=config.checkpoint.best_eval))
     if config.model.lora is not None:
         _export_adapter(config, checkpoint, folder, merge=merge)
     elif merge:
@@ -70,13 +70,14 @@ def export(
     say(str(folder))
 
 
-def _step(directory: Path, at: str | None) -> int | None:
-    """Returns the step of the checkpoint that --at names; None for the newest one."""
+def _step(directory: Path, at: str | None, *, name: str) -> int | None:
+    """Returns the step of the checkpoint that --at names; None for the newest one. `name` is the held-out set of the
+    best one."""
     if at != BEST:
         return None if at is None else step_of(at)
-    if (best := best_checkpoint(directory)) is None:
+    if (best := best_checkpoint(directory, name=name)) is None:
         raise ConfigError(
-            f"--at {BEST}: no checkpoint of the run in {directory} has a held-out evaluation; name one, such as "
+            f"--at {BEST}: no checkpoint of the run in {directory} has an evaluation {name}; name one, such as "
             "step-140, or run with eval.every_steps and checkpoint.keep_best"
         )
     return best[1].step

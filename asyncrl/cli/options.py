@@ -249,7 +249,8 @@ def print_outcome(summary: "Summary | None", run_dir: Path, *, config: Config, a
         finished = summary.steps >= config.learner.total_steps or summary.stop_reason is not None
         searched = os.environ.get("PYTHONPATH") if user_modules(config, tuple(Role)) else None
         going_on = lines_to_go_on(weights, finished=finished, config=config, again=again, pythonpath=searched)
-        best = best_checkpoint(run_dir) if config.checkpoint.keep_best else None
+        keeps = config.checkpoint
+        best = best_checkpoint(run_dir, name=keeps.best_eval) if keeps.keep_best else None
         say("\n".join([*weights_lines(weights, config=config), *([best_line(*best)] if best else []), *going_on]))
 
 

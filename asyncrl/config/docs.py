@@ -50,7 +50,7 @@ def page() -> str:
         lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
         fields = schema["properties"].items()
         lines += [
-            _row(f"{key}.{name}", field) for name, field in fields if (*path, name) not in found or _is_list(field)
+            _row(f"{key}.{name}", field) for name, field in fields if (*path, name) not in found or _has_many(field)
         ]
     return "\n".join(lines) + "\n"
 
@@ -79,8 +79,9 @@ def _row(key: str, field: Mapping[str, Any]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _is_list(field: Mapping[str, Any]) -> bool:
-    return field.get("type") == "array"
+def _has_many(field: Mapping[str, Any]) -> bool:
+    """Returns whether a field has a list or a mapping of sections."""
+    return field.get("type") in ("array", "object")
 
 
 def _type(field: Mapping[str, Any]) -> str:

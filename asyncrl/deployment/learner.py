@@ -14,7 +14,7 @@ from asyncrl.checkpoints.directory import HF, folder_of
 from asyncrl.checkpoints.run import RunParts, read_snapshot
 from asyncrl.common.roles import Role, RunState
 from asyncrl.config.load import shared_config
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.coordinator.learner_calls import LearnerCalls
 from asyncrl.coordinator.registry import Registry
 from asyncrl.coordinator.snapshot import Restored
@@ -251,7 +251,7 @@ class LearnerDeployment:
         log = self._log.for_loop(audit)
         heldout = HeldoutEvaluation(
             config=config,
-            tasks=prompts.heldout,
+            tasks={HELDOUT: prompts.heldout, **prompts.sets},
             coordinator=handles.coordinator,
             replicas=ReplicaClient(namespace=config.run.name, timeout_s=config.eval.timeout_s),
             log=log,

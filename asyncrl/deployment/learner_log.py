@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from asyncrl.config.load import flat_config
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.deployment.resuming import last_set_aside
 from asyncrl.deployment.run_dir import AuditFile, RunDir
 from asyncrl.learner.best_checkpoints import best_first
@@ -26,7 +26,7 @@ class LearnerLog:
     def __init__(self, config: Config, run_dir: RunDir) -> None:
         self._run_dir = run_dir
         self._staleness_limit = config.staleness.max_versions
-        self._keep_best = config.checkpoint.keep_best
+        self._keep_best, self._best_eval = config.checkpoint.keep_best, config.checkpoint.best_eval
         self.steps: list[StepRecord] = []
         self._lost: list[StepRecord] = []
         self.evals: list[EvalRecord] = []
@@ -60,7 +60,7 @@ class LearnerLog:
         still run. `running` returns the step of the evaluation that runs."""
         if not self._keep_best:
             return set()
-        best = {record.step for record in best_first(self.evals, steps)[: self._keep_best]}
+        best = {record.step for record in best_first(self.evals, steps, name=self._best_eval)[: self._keep_best]}
         return best if (step := running()) is None else best | {step}
 
     @property
@@ -76,8 +76,9 @@ class LearnerLog:
     def append_eval(self, record: EvalRecord) -> None:
         self.evals.append(record)
         self._run_dir.append_eval(record)
-        numbers = {"reward/heldout_mean": record.reward_mean, "reward/heldout_version": record.version}
-        numbers |= {f"reward/heldout_pass_at_{k}": value for k, value in record.pass_at.items()}
+        prefix = "reward/heldout" if record.name == HELDOUT else f"reward/heldout_{record.name}"
+        numbers = {f"{prefix}_mean": record.reward_mean, f"{prefix}_version": record.version}
+        numbers |= {f"{prefix}_pass_at_{k}": value for k, value in record.pass_at.items()}
         # trackers want growing steps, and the run may have trained further meanwhile
         self._trackers.log(max(record.version, self.trained_steps), numbers)
 

@@ -14,15 +14,14 @@ import msgspec
 
 from asyncrl.buffer.failure_records import Failure
 from asyncrl.common.version import Version
-from asyncrl.config.parts import part_configs
+from asyncrl.config.parts import all_configs
 from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import load_tokenizer
-from asyncrl.deployment.inputs import Prompts, fitting_prompts
-from asyncrl.environments.interfaces import build_tasks
+from asyncrl.deployment.inputs import fitting_prompts, read_prompts
 from asyncrl.environments.part_scorers import PartScorers
 from asyncrl.environments.secrets import read_secrets
-from asyncrl.errors import InfraError, RunError
+from asyncrl.errors import DatasetError, InfraError, RunError
 from asyncrl.generation.evaluation import answers_of, prompts_at_once
 from asyncrl.generation.rollout import HeldoutAnswer, Rollouts
 from asyncrl.generation.vllm_engine import VLLMEngine
@@ -50,8 +49,8 @@ class SetResult(msgspec.Struct, frozen=True, kw_only=True):
 
     `prompts` is the number of prompts with a reward, `failed` that of the others. `reward_mean` is the mean over the
     former, and `reward_stderr` its standard error over the prompts. `temperature` is 0 for greedy completions.
-    `pass_at` has the mean pass@k by k; a completion passes with a reward of at least `pass_reward`. `components` has the
-    mean of each component of the reward, without its weight.
+    `pass_at` has the mean pass@k by k; a completion passes with a reward of at least `pass_reward`. `components` has
+    the mean of each component of the reward, without its weight.
     """
 
     name: str
@@ -78,8 +77,9 @@ async def evaluate_model(
     config = config.model_copy(update={"generator": config.generator.model_copy(update={"seeded": True})})
     path, secrets = config.model.path, read_secrets(config.environment, os.environ)
     tasks = heldout_tasks(config)
+    how = config.eval.each_set()
     async with AsyncExitStack() as started:
-        scorer = PartScorers(part_configs(config), secrets=secrets, output=reward_output)
+        scorer = PartScorers(all_configs(config), secrets=secrets, output=reward_output)
         started.push_async_callback(scorer.close)
         scorer_started = asyncio.create_task(scorer.start())
         await asyncio.sleep(0)  # lets the scorer start its processes before the engine's start blocks the event loop
@@ -89,15 +89,23 @@ async def evaluate_model(
         await engine.weights.name(LOADED)
         await scorer_started
         rollouts = Rollouts(config=config, engine=engine, tokenizer=tokenizer, scorer=scorer, replica="eval")
-        report(f"{HELDOUT}: {len(tasks)} prompts, {samples_in_words(config.eval.samples)} each")
-        return [await evaluate_set(HELDOUT, tasks, rollouts=rollouts, config=config)]
+        results = []
+        for name, of_set in tasks.items():
+            report(f"{name}: {len(of_set)} prompts, {samples_in_words(how[name].samples)} each")
+            results.append(await evaluate_set(name, of_set, rollouts=rollouts, config=config))
+        return results
 
 
-def heldout_tasks(config: Config) -> Sequence[Task]:
-    """Returns the first `eval.prompts` held-out prompts, as a run evaluates them."""
-    _, heldout = build_tasks(config)
-    fitting = fitting_prompts(Prompts(train=(), heldout=heldout), config=config, model=config.model.path)
-    return fitting.heldout[: config.eval.prompts]
+def heldout_tasks(config: Config) -> dict[str, Sequence[Task]]:
+    """Returns the first prompts of each held-out set by its name, as a run evaluates them. Raises DatasetError if there
+    are none."""
+    read = read_prompts(config)._replace(train=())
+    fitting = fitting_prompts(read, config=config, model=config.model.path)
+    of_sets = {HELDOUT: fitting.heldout, **fitting.sets}
+    found = {name: of_sets[name][: how.prompts] for name, how in config.eval.each_set().items()}
+    if not any(found.values()):
+        raise DatasetError("no question is held out; raise data.heldout_fraction, or add a set to eval.sets")
+    return {name: tasks for name, tasks in found.items() if tasks}
 
 
 async def evaluate_set(name: str, tasks: Sequence[Task], *, rollouts: Rollouts, config: Config) -> SetResult:
@@ -105,12 +113,12 @@ async def evaluate_set(name: str, tasks: Sequence[Task], *, rollouts: Rollouts, 
 
     A prompt fails if its rollout takes longer than `generator.rollout_timeout_s`.
     """
-    section, timeout_s = config.eval, config.generator.rollout_timeout_s
+    how, timeout_s = config.eval.each_set()[name], config.generator.rollout_timeout_s
 
     async def answer(number: int, task: Task) -> list[HeldoutAnswer]:
         try:
             async with asyncio.timeout(timeout_s):
-                return await rollouts.answers(task, number=number)
+                return await rollouts.answers(task, how, number=number)
         except TimeoutError:
             raise InfraError(
                 f"it took longer than generator.rollout_timeout_s = {timeout_s:g} s", reason="timeout"
@@ -120,7 +128,7 @@ async def evaluate_set(name: str, tasks: Sequence[Task], *, rollouts: Rollouts, 
         """The result has the failure."""
 
     slots = config.generator.max_concurrent_groups * config.learner.group_size
-    at_once = prompts_at_once(slots, share=1.0, samples=section.samples)
+    at_once = prompts_at_once(slots, share=1.0, samples=how.samples)
     found = await answers_of(tasks, answer, at_once=at_once, report=nowhere)
     failures = [each for each in found if isinstance(each, Failure)]
     answers = [each for each in found if not isinstance(each, Failure)]
@@ -134,12 +142,12 @@ async def evaluate_set(name: str, tasks: Sequence[Task], *, rollouts: Rollouts, 
         name=name,
         prompts=len(answers),
         failed=len(failures),
-        samples=section.samples,
-        temperature=section.temperature if section.samples > 1 else 0.0,
+        samples=how.samples,
+        temperature=how.temperature if how.samples > 1 else 0.0,
         reward_mean=reward_mean,
         reward_stderr=error,
-        pass_reward=section.pass_reward,
-        pass_at=pass_at(rewards, pass_reward=section.pass_reward),
+        pass_reward=how.pass_reward,
+        pass_at=pass_at(rewards, pass_reward=how.pass_reward),
         components=component_means(parts),
         answers=[_answered(task, each) for task, each in zip(tasks, found, strict=True)],
     )
@@ -171,9 +179,8 @@ def result_lines(result: SetResult) -> list[str]:
     prompts = f"{result.prompts} of {asked} prompts" if result.failed else f"{asked} prompts"
     at = f" at temperature {result.temperature:g}" if result.samples > 1 else ""
     error = "" if result.reward_stderr is None else f" ± {result.reward_stderr:.3f}"
-    lines = [
-        f"{result.name}: reward {result.reward_mean:.3f}{error} ({prompts}, {samples_in_words(result.samples)} each{at})"
-    ]
+    samples = f"{samples_in_words(result.samples)} each{at}"
+    lines = [f"{result.name}: reward {result.reward_mean:.3f}{error} ({prompts}, {samples})"]
     passes = "".join(f"pass@{k} {value:.3f}  " for k, value in result.pass_at.items())
     lines.append(f"  {passes}(a completion passes with a reward of at least {result.pass_reward:g})")
     if result.components:

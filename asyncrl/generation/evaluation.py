@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from asyncrl.buffer.failure_records import Failure
+from asyncrl.config.schema import HeldoutSet
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.failures import FailureReports
 from asyncrl.data.prompts import Task
@@ -20,13 +21,13 @@ Answered = TypeVar("Answered")
 
 
 async def evaluate(
-    tasks: Sequence[Task], *, rollouts: Rollouts, coordinator: CoordinatorClient, at_once: int
+    tasks: Sequence[Task], *, how: HeldoutSet, rollouts: Rollouts, coordinator: CoordinatorClient, at_once: int
 ) -> list[Answer]:
-    """Returns the rewards of each task's answers on a replica. Failures are reported to the coordinator at once,
-    because the evaluation may go on for minutes."""
+    """Returns the rewards of the answers of each task of a held-out set. Failures are reported to the coordinator at
+    once, because the evaluation may go on for minutes."""
 
     async def rewards(number: int, task: Task) -> tuple[float, ...]:
-        return tuple(answer.reward for answer in await rollouts.answers(task, number=number))
+        return tuple(answer.reward for answer in await rollouts.answers(task, how, number=number))
 
     async def report(failure: Failure) -> None:
         try:

@@ -16,7 +16,7 @@ from asyncrl.buffer.failure_records import Failure
 from asyncrl.buffer.records import GroupMeta, Ticket
 from asyncrl.config.checks import BYTES_PER_ROW, BYTES_PER_TOKEN
 from asyncrl.config.parts import part_configs
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import Config, HeldoutSet
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
 from asyncrl.data.row_checksums import row_checksums
@@ -125,20 +125,20 @@ class Rollouts:
         )
         return await beside_loop(build, tokens=sum(episode.tokens for episode in episodes))
 
-    async def answers(self, task: Task, *, number: int = 0) -> list[HeldoutAnswer]:
-        """Generates the `eval.samples` completions of a held-out task, which belong to no group. One completion is
+    async def answers(self, task: Task, how: HeldoutSet, *, number: int) -> list[HeldoutAnswer]:
+        """Generates the completions of a task of the held-out set `how`, which belong to no group. One completion is
         greedy. If samples have seeds of their own, those of the task follow from its `number` in the evaluation.
 
         Raises DataError if a reward fails.
         """
         prompt_ids, budget = self._prompt(task)
-        samples, temperature = self._config.eval.samples, self._config.eval.temperature
+        samples = how.samples
         seeded = self._config.seeds_samples and samples > 1
         completions = await self.engine.generate(
             prompt_ids,
             n=samples,
             seed=seed_of_group(self._config.run.seed, number, group_size=samples) if seeded else None,
-            temperature=temperature if samples > 1 else 0.0,
+            temperature=how.temperature if samples > 1 else 0.0,
             max_tokens=budget,
         )
         texts = [completion.text for completion in completions]

@@ -4,9 +4,9 @@ and at the end of the run.
 Training waits while the state is copied in memory. The copies are written while the next steps run. Only one save runs
 at a time: a checkpoint that is due meanwhile is postponed until the running save has ended.
 
-The newest `checkpoint.keep` checkpoints stay, and the `checkpoint.keep_best` best ones. When a checkpoint cannot be written, training goes on and the
-previous checkpoint stays. When the checkpoint at the end of the run cannot be written, the run first writes its other
-records and then fails.
+The newest `checkpoint.keep` checkpoints stay, and the `checkpoint.keep_best` best ones. When a checkpoint cannot be
+written, training goes on and the previous checkpoint stays. When the checkpoint at the end of the run cannot be
+written, the run first writes its other records and then fails.
 """
 
 import asyncio

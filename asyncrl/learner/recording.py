@@ -93,9 +93,7 @@ class StepRecorder:
         self._show(step, outcome="skipped", tokens=0)
         self.log.append_step(self._record(step))
 
-    def run_totals(
-        self, status: RunStatus, *, rows_outstanding: int, stop_reason: str | None = None
-    ) -> RunTotals:
+    def run_totals(self, status: RunStatus, *, rows_outstanding: int, stop_reason: str | None = None) -> RunTotals:
         """Returns the totals of the run from the buffer's last `status`."""
         fates = status.account.fates
         return RunTotals(

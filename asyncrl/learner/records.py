@@ -258,6 +258,16 @@ class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: str | None = None
 
 
+class HeldoutEnds(msgspec.Struct, frozen=True, kw_only=True):
+    """The rewards of the first and the last evaluation on a held-out set; `last` is None if there was only one.
+    `prompts` and `failed` count the prompts of the last evaluation with and without a reward."""
+
+    first: float | None = None
+    last: float | None = None
+    prompts: int = 0
+    failed: int = 0
+
+
 class Summary(RunTotals, frozen=True, kw_only=True):
     """A run in some thirty numbers: `summary.json`. All numbers cover trained steps only, not skipped steps.
 
@@ -271,7 +281,8 @@ class Summary(RunTotals, frozen=True, kw_only=True):
     share of the state `generating`. `restarts` is the number of times that the run was resumed, and `lost_steps` the
     number of steps that were trained again, because the run went back.
     `parity_max_nats` is the largest difference of log-probs over all probes and all trained on-policy tokens.
-    `ess_ratio_mean` and `ess_ratio_lowest` are those of `ess_of_steps`.
+    `ess_ratio_mean` and `ess_ratio_lowest` are those of `ess_of_steps`. `heldout_sets` has the numbers of evaluations
+    for each named held-out set (`eval.sets`).
     """
 
     steps: int
@@ -293,6 +304,7 @@ class Summary(RunTotals, frozen=True, kw_only=True):
     trained_tokens: int
     restarts: int
     lost_steps: int
+    heldout_sets: dict[str, HeldoutEnds] = {}
 
 
 def build_summary(
@@ -313,6 +325,8 @@ def build_summary(
     parity_max_nats = largest([totals.parity_max_nats, *(record.parity_nats for record in steps)])
     learner_shares = state_shares(steps, "learner_state_s")
     ess_mean, ess_lowest = ess_of_steps(steps)
+    ends = heldout_ends(evals)
+    own = ends.pop(HELDOUT, HeldoutEnds())
     return Summary(
         **msgspec.structs.asdict(totals) | {"parity_max_nats": parity_max_nats},
         steps=len(steps),
@@ -320,10 +334,11 @@ def build_summary(
         samples_per_s=_samples_per_s(steps),
         reward_first=mean([record.reward_mean for record in steps[:window]]),
         reward_last=mean([record.reward_mean for record in steps[-window:]]),
-        heldout_first=evals[0].reward_mean if evals else None,
-        heldout_last=evals[-1].reward_mean if len(evals) > 1 else None,
-        heldout_prompts=evals[-1].prompts if evals else 0,
-        heldout_failed=evals[-1].failed if evals else 0,
+        heldout_first=own.first,
+        heldout_last=own.last,
+        heldout_prompts=own.prompts,
+        heldout_failed=own.failed,
+        heldout_sets=ends,
         staleness_limit=staleness_limit,
         max_group_staleness=max(max(record.group_staleness, default=0) for record in steps),
         max_token_staleness=max(max(record.token_staleness, default=0) for record in steps),
@@ -337,6 +352,20 @@ def build_summary(
         restarts=restarts,
         lost_steps=sum(record.trained for record in lost),
     )
+
+
+def heldout_ends(evals: Sequence[EvalRecord]) -> dict[str, HeldoutEnds]:
+    """Returns the first and the last evaluation of each held-out set, by name."""
+    found: dict[str, HeldoutEnds] = {}
+    for name in dict.fromkeys(record.name for record in evals):
+        of_set = [record for record in evals if record.name == name]
+        found[name] = HeldoutEnds(
+            first=of_set[0].reward_mean,
+            last=of_set[-1].reward_mean if len(of_set) > 1 else None,
+            prompts=of_set[-1].prompts,
+            failed=of_set[-1].failed,
+        )
+    return found
 
 
 def ess_of_steps(records: Sequence[StepRecord]) -> tuple[float | None, float | None]:

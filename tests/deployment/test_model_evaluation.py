@@ -58,9 +58,9 @@ async def test_the_numbers_of_a_set_are_those_of_its_answers() -> None:
     result, _ = await evaluated(TASKS, eval={"samples": 4, "temperature": 0.5})
     assert (result.prompts, result.failed, result.samples, result.temperature) == (5, 1, 4, 0.5)
     assert result.reward_mean == pytest.approx((0 + 1 + 2 + 3 + 4) / 4 / 5)
-    assert result.pass_at == pytest.approx(
-        {1: 0.5, 2: (0 + 3 / 6 + 5 / 6 + 1 + 1) / 5, 4: 0.8}
-    ), "of the pairs of 4 completions, 3 have the first one"
+    assert result.pass_at == pytest.approx({1: 0.5, 2: (0 + 3 / 6 + 5 / 6 + 1 + 1) / 5, 4: 0.8}), (
+        "of the pairs of 4 completions, 3 have the first one"
+    )
     assert result.components == {"right": 0.5, "short": 0.5}
     assert [each.rewards for each in result.answers[:2]] == [(0.0,) * 4, (1.0, 0.0, 0.0, 0.0)]
     assert all(len(each.completions) == 4 for each in result.answers[:5])

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.buffer.attempts import seed_of_group
 from asyncrl.common.version import Version
-from asyncrl.config.parts import part_configs
+from asyncrl.config.parts import all_configs
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.deployment.model_evaluation import evaluate_set, heldout_tasks
@@ -205,9 +205,9 @@ async def test_pass_at_k_of_an_evaluation_is_that_of_vllm_with_the_same_seeds(
 
     await engine.load(*Trainer(model_path).publication(90))  # the model as it was built, which answers some questions
     config = small_config(model_path, "eval.samples=4", "eval.prompts=24", "generator.seeded=true", "run.seed=3")
-    tokenizer, tasks = load_tokenizer(model_path), heldout_tasks(config)
+    tokenizer, tasks = load_tokenizer(model_path), heldout_tasks(config)["heldout"]
     assert len(tasks) == 24
-    scorer = PartScorers(part_configs(config))
+    scorer = PartScorers(all_configs(config))
     try:
         rollouts = Rollouts(config=config, engine=engine, tokenizer=tokenizer, scorer=scorer, replica="eval")
         result = await evaluate_set("heldout", tasks, rollouts=rollouts, config=config)

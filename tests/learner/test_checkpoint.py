@@ -59,7 +59,7 @@ async def test_the_best_ones_stay_besides_the_newest() -> None:
 
     run.checkpoints._best = best
     await run.run()
-    assert asked == [[1], [1, 2], [1, 2, 3], [1, 2, 4], [2, 5]], "3 was neither new nor good, and later 1 no longer"
+    assert asked == [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4], [2, 4, 5]], "from the fourth on, 1 and 3 are not kept"
     assert left(run) == ["step-2", "step-5"]
 
 

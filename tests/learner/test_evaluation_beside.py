@@ -27,9 +27,11 @@ async def test_every_second_version_is_evaluated_with_a_share_of_the_slots_and_t
     scene, shares = Scene(eval={"every_steps": 2, "share": 0.5}, learner={"total_steps": 6}), list[float]()
     evaluate = scene.evaluate
 
-    async def noted(actor: str, tasks: Sequence[Task], *, share: float = 1.0) -> tuple[Version | None, list[Answer]]:
+    async def noted(
+        actor: str, tasks: Sequence[Task], *, name: str, share: float = 1.0
+    ) -> tuple[Version | None, list[Answer]]:
         shares.append(share)
-        return await evaluate(actor, tasks, share=share)
+        return await evaluate(actor, tasks, name=name, share=share)
 
     scene.evaluate = noted  # type: ignore[method-assign]
     await scene.run()
@@ -43,7 +45,9 @@ async def test_training_goes_on_during_an_evaluation_and_the_next_one_is_left_ou
 ) -> None:
     scene, may_end, asked = Scene(eval={"every_steps": 1}, learner={"total_steps": 5}), asyncio.Event(), list[Version]()
 
-    async def slow(actor: str, tasks: Sequence[Task], *, share: float = 1.0) -> tuple[Version | None, list[Answer]]:
+    async def slow(
+        actor: str, tasks: Sequence[Task], *, name: str, share: float = 1.0
+    ) -> tuple[Version | None, list[Answer]]:
         version = scene.loaded
         assert version is not None
         asked.append(version)
@@ -81,7 +85,9 @@ async def test_an_evaluation_that_fails_is_left_out_and_named(trouble: str, capl
     scene = Scene(eval={"timeout_s": 0.1})
     await loads(scene, Version(1, 2))
 
-    async def evaluate(actor: str, tasks: Sequence[Task], *, share: float = 1.0) -> tuple[Version | None, list[Answer]]:
+    async def evaluate(
+        actor: str, tasks: Sequence[Task], *, name: str, share: float = 1.0
+    ) -> tuple[Version | None, list[Answer]]:
         match trouble:
             case "gone":
                 raise ActorGone("replica a has ended")
@@ -103,7 +109,9 @@ async def test_several_samples_have_a_pass_rate() -> None:
     scene = Scene(eval={"samples": 2, "pass_reward": 0.5})
     await scene.deliver(Version(1, 0))
 
-    async def evaluate(actor: str, tasks: Sequence[Task], *, share: float = 1.0) -> tuple[Version | None, list[Answer]]:
+    async def evaluate(
+        actor: str, tasks: Sequence[Task], *, name: str, share: float = 1.0
+    ) -> tuple[Version | None, list[Answer]]:
         return Version(1, 0), [(0.5, 0.0), (0.0, 0.0)]
 
     scene.evaluate = evaluate  # type: ignore[method-assign]
@@ -116,8 +124,11 @@ async def test_several_samples_have_a_pass_rate() -> None:
 def improves(scene: Scene, *, reward_at: dict[int, float]) -> None:
     """Gives an evaluation of step s the last reward of `reward_at` that is not of a later step."""
 
-    async def evaluate(actor: str, tasks: Sequence[Task], *, share: float = 1.0) -> tuple[Version | None, list[Answer]]:
-        assert (version := scene.loaded) is not None
+    async def evaluate(
+        actor: str, tasks: Sequence[Task], *, name: str, share: float = 1.0
+    ) -> tuple[Version | None, list[Answer]]:
+        version = scene.loaded
+        assert version is not None
         reward = next(reward for step, reward in sorted(reward_at.items(), reverse=True) if step <= version.step)
         return version, [(reward,)] * len(tasks)
 
@@ -167,7 +178,9 @@ async def test_the_step_of_the_evaluation_that_runs_is_known_while_it_runs() -> 
     scene, may_end = Scene(eval={"every_steps": 2}, learner={"total_steps": 5}), asyncio.Event()
     await loads(scene, Version(1, 2))
 
-    async def slow(actor: str, tasks: Sequence[Task], *, share: float = 1.0) -> tuple[Version | None, list[Answer]]:
+    async def slow(
+        actor: str, tasks: Sequence[Task], *, name: str, share: float = 1.0
+    ) -> tuple[Version | None, list[Answer]]:
         await may_end.wait()
         return Version(1, 2), [(0.5,)] * len(tasks)
 
