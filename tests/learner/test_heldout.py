@@ -288,3 +288,23 @@ async def test_a_named_set_alone_is_evaluated_too_and_may_end_the_run() -> None:
     totals = await scene.run()
     assert {record.name for record in scene.log.evals} == {"sums"}
     assert "because the evaluation sums of step" in (totals.stop_reason or "")
+
+
+@pytest.mark.asyncio
+async def test_the_reward_of_another_set_does_not_end_the_run() -> None:
+    sets = {"sums": {"environment": {"reward": "math_verify"}}}
+    scene = Scene(
+        sets={"sums": SUMS},
+        eval={"every_steps": 2, "sets": sets},
+        learner={"total_steps": 5},
+        run={"stop_when": {"eval": "sums", "reward": 0.5}},
+    )
+
+    async def evaluate(
+        actor: str, tasks: Sequence[Task], *, name: str, share: float = 1.0
+    ) -> tuple[Version | None, list[Answer]]:
+        return scene.loaded, [(0.25 if name == "sums" else 1.0,)] * len(tasks)
+
+    scene.evaluate = evaluate  # type: ignore[method-assign]
+    totals = await scene.run()
+    assert (len(scene.log.steps), totals.stop_reason) == (5, None)

@@ -54,8 +54,10 @@ def test_every_held_out_set_has_its_own_dots_and_its_own_tile(tmp_path: Path) ->
         EvalRecord(name=name, version=version, wall_s=9, prompts=8, reward_mean=reward)
         for name, version, reward in (("heldout", 0, 0.25), ("sums", 0, 0.125), ("heldout", 9, 0.5), ("sums", 9, 0.75))
     ]
-    text = Page(report_html(dataclasses.replace(run, evals=evals))).text
-    words = " ".join(text.split())
+    page = report_html(dataclasses.replace(run, evals=evals))
+    dots = [each.count("<circle") for each in (page, report_html(dataclasses.replace(run, evals=evals[::2])))]
+    assert dots[0] == dots[1] + 2, "two evaluations of each set are two dots"
+    words = " ".join(Page(page).text.split())
     assert "held out: sums" in words
     assert "Held-out reward 0.25 → 0.50" in words
     assert "Held-out reward: sums 0.12 → 0.75" in words
