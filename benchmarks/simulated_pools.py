@@ -376,7 +376,7 @@ def _loop(config: Config, handles: RunHandles, ranks: Any, append_step: Callable
         coordinator=handles.coordinator,
         heldout=HeldoutEvaluation(
             config=config,
-            tasks=[],
+            tasks={},
             coordinator=handles.coordinator,
             replicas=ReplicaClient(namespace=config.run.name, timeout_s=60.0),
             log=log,

@@ -104,7 +104,7 @@ ROWS = {
             "Reward",
             "Mean reward of each step's samples, and of held-out evaluations.",
             Query(now("asyncrl_learner_reward_mean", RUN), "trained"),
-            Query(now("asyncrl_learner_heldout_reward_mean", RUN), "held out"),
+            Query(now("asyncrl_learner_heldout_reward_mean", RUN, by="set"), "held out: {{set}}"),
             unit="none",
         ),
         lines(

@@ -21,7 +21,7 @@ from asyncrl.cli.terminal import outlive_terminal, say
 from asyncrl.common.roles import Role
 from asyncrl.config.import_path import is_import_path
 from asyncrl.config.load import Layer
-from asyncrl.config.parts import part_configs
+from asyncrl.config.parts import EVAL, all_configs, eval_configs, key_of
 from asyncrl.config.schema import Config, EnvironmentSection
 from asyncrl.data.prompts import Task
 from asyncrl.data.rows import FIRST_ROWS
@@ -85,21 +85,22 @@ def prepare(config: Config, *, roles: Collection[Role] = tuple(Role)) -> "Prompt
     Returns the prompts if they come from a file or from the user's code; else None, because built-in prompts are made
     while Ray starts. Raises ConfigError or DatasetError for a problem that would end the run later.
     """
-    from asyncrl.deployment.inputs import Prompts
-    from asyncrl.environments.interfaces import build_tasks
+    from asyncrl.deployment.inputs import read_prompts
 
     run_checks(config, [try_hub, _try_hub_files, *_trials(config, roles)])
     if not _has_own_rows(config):
         return None
-    prompts = Prompts(*build_tasks(config))
+    prompts = read_prompts(config)
     _try_prompts(config, [*prompts.train, *prompts.heldout])
+    for name, tasks in prompts.sets.items():
+        _try_prompts(eval_configs(config)[f"{EVAL}{name}"], tasks)
     return prompts
 
 
 def _trials(config: Config, roles: Collection[Role]) -> list[Callable[[Config], None]]:
     """Returns the trials that create the user's own callables in the same way as a run does."""
     trials: list[Callable[[Config], None]] = []
-    for part in part_configs(config).values() if Role.GENERATOR in roles else ():
+    for part in all_configs(config).values() if Role.GENERATOR in roles else ():
         environment = part.environment
         own_reward = bool(environment.rewards) or is_import_path(environment.reward or environment.name)
         if own_reward or environment.secrets:
@@ -147,7 +148,7 @@ def _try_advantage(config: Config) -> None:
 
 def _has_own_rows(config: Config) -> bool:
     """Returns whether prompts come from files or from the user's code. No request is sent to the Hub."""
-    return any(map(_reads_own_rows, part_configs(config).values()))
+    return any(map(_reads_own_rows, all_configs(config).values()))
 
 
 def _reads_own_rows(config: Config) -> bool:
@@ -161,21 +162,20 @@ def _reads_own_rows(config: Config) -> bool:
 def _first_rows(config: Config) -> list[str]:
     """Reads the first rows of the user's dataset and returns a note about it; none for a built-in environment."""
     notes = []
-    for name, part in part_configs(config).items():
+    for name, part in all_configs(config).items():
         if not _reads_own_rows(part):
             continue
         from asyncrl.environments.interfaces import check_enough, read_tasks, split_tasks
 
         tasks = read_tasks(part, first=FIRST_ROWS)
         _try_prompts(part, tasks)
-        if len(tasks) < FIRST_ROWS:
+        if len(tasks) < FIRST_ROWS and not name.startswith(EVAL):
             train, _ = split_tasks(part, tasks)
             if not name:
                 check_enough(config, train)
         rows = f"the first {FIRST_ROWS} rows were" if len(tasks) >= FIRST_ROWS else "all rows were"
-        where = f"data.mixture.{name}: " if name else ""
         notes.append(
-            f"{where}data.dataset = {part.data.dataset}: {rows} read; a run reads all of them before it starts"
+            f"{key_of(name)}data.dataset = {part.data.dataset}: {rows} read; a run reads all of them before it starts"
         )
     return notes
 

@@ -11,9 +11,12 @@ from asyncrl.cli.presence import model_directory
 from asyncrl.cli.terminal import say
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
-from asyncrl.deployment.known_runs import check_there, named_run
+from asyncrl.deployment.known_runs import best_checkpoint, check_there, named_run
 from asyncrl.deployment.resuming import found_checkpoint, step_of
 from asyncrl.errors import ConfigError, RunError
+
+BEST = "best"
+"""Name for --at of the checkpoint with the highest held-out reward."""
 
 
 def export(
@@ -28,7 +31,8 @@ def export(
             "--at",
             metavar="CHECKPOINT",
             show_default=False,
-            help="Checkpoint to export, such as step-140. Default: the newest one that is undamaged.",
+            help="Checkpoint to export, such as step-140, or best: the one with the highest held-out reward. Default: "
+            "the newest one that is undamaged.",
         ),
     ] = None,
     merge: Annotated[
@@ -46,6 +50,7 @@ def export(
       asyncrl export quickstart speller                 the weights, or the adapter
       asyncrl export lora speller --merge               the model with the adapter in it
       asyncrl export lora speller --at step-100
+      asyncrl export quickstart speller --at best       the best evaluation (checkpoint.keep_best)
     """
     directory = named_run(run)
     check_there(directory)
@@ -53,7 +58,7 @@ def export(
     if not saved.is_file():
         raise RunError(f"{directory} is not the directory of a run: it has no config.yaml")
     config = load_config([saved], [])
-    checkpoint, _ = found_checkpoint(directory, None if at is None else step_of(at))
+    checkpoint, _ = found_checkpoint(directory, _step(directory, at, name=config.checkpoint.best_eval))
     if config.model.lora is not None:
         _export_adapter(config, checkpoint, folder, merge=merge)
     elif merge:
@@ -63,6 +68,19 @@ def export(
     else:
         _copy_weights(checkpoint, folder)
     say(str(folder))
+
+
+def _step(directory: Path, at: str | None, *, name: str) -> int | None:
+    """Returns the step of the checkpoint that --at names; None for the newest one. `name` is the held-out set of the
+    best one."""
+    if at != BEST:
+        return None if at is None else step_of(at)
+    if (best := best_checkpoint(directory, name=name)) is None:
+        raise ConfigError(
+            f"--at {BEST}: no checkpoint of the run in {directory} has an evaluation {name}; name one, such as "
+            "step-140, or run with eval.every_steps and checkpoint.keep_best"
+        )
+    return best[1].step
 
 
 def _export_adapter(config: Config, checkpoint: Path, folder: Path, *, merge: bool) -> None:

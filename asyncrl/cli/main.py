@@ -38,6 +38,7 @@ COMMANDS: dict[str, str] = {
     "down": "End a run, or clean up after a run that was killed.",
     "audit": "Check from a run's files that nothing was lost or repeated.",
     "samples": "Show samples of a run, token by token.",
+    "eval": "Evaluate a model on held-out prompts, without training.",
     "export": "Write the trained weights of a run for other programs.",
     "report": "Write an HTML page with the curves and totals of a run.",
     "compare": "Write an HTML page that compares several runs.",

@@ -239,17 +239,19 @@ def print_outcome(summary: "Summary | None", run_dir: Path, *, config: Config, a
     if summary is None:
         say("the run ended before a step was trained", err=True)
         raise typer.Exit(1)
-    from asyncrl.deployment.known_runs import newest_weights
-    from asyncrl.views.outcome import lines_to_go_on, totals_lines, weights_lines
+    from asyncrl.deployment.known_runs import best_checkpoint, newest_weights
+    from asyncrl.views.outcome import best_line, lines_to_go_on, totals_lines, weights_lines
 
     say("\n".join(totals_lines(summary, total_steps=config.learner.total_steps)))
     print_headline(run_dir)
     say(f"report: {run_dir / 'report.html'}")
     if (weights := newest_weights(run_dir)) is not None:
-        finished = summary.steps >= config.learner.total_steps
+        finished = summary.steps >= config.learner.total_steps or summary.stop_reason is not None
         searched = os.environ.get("PYTHONPATH") if user_modules(config, tuple(Role)) else None
         going_on = lines_to_go_on(weights, finished=finished, config=config, again=again, pythonpath=searched)
-        say("\n".join([*weights_lines(weights, config=config), *going_on]))
+        keeps = config.checkpoint
+        best = best_checkpoint(run_dir, name=keeps.best_eval) if keeps.keep_best else None
+        say("\n".join([*weights_lines(weights, config=config), *([best_line(*best)] if best else []), *going_on]))
 
 
 def print_headline(run_dir: Path) -> None:

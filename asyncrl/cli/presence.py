@@ -15,7 +15,7 @@ from pathlib import Path
 from asyncrl.algorithms.presets import baseline_of
 from asyncrl.common.roles import Role
 from asyncrl.config.import_path import is_import_path, missing_module, suggest
-from asyncrl.config.parts import part_configs
+from asyncrl.config.parts import all_configs, key_of
 from asyncrl.config.schema import Config, KeyPath
 from asyncrl.demo.directory import is_tiny, why_not_built
 from asyncrl.environments.reasoning_gym_tasks import task_names
@@ -33,10 +33,10 @@ def check_presence(config: Config, *, roles: Collection[Role], origins: Mapping[
 
     Raises ConfigError with one line for each missing part. `origins` says where each key was set (`config_origins`).
     """
-    model, warnings = _model(config, roles, origins)
+    model, warnings = (inside, []) if (inside := _inside_run(config)) else _model(config, roles, origins)
     missing = [*model, *_modules(config, roles), *_trackers(config, roles)]
-    for name, part in part_configs(config).items():
-        missing += _of_part(part, roles, prefix=f"data.mixture.{name}: " if name else "")
+    for name, part in all_configs(config).items():
+        missing += _of_part(part, roles, prefix=key_of(name))
     missing += _run_directory(config) if Role.LEARNER in roles else []
     # GPUs and cores of this machine matter only for a Ray that `asyncrl up` starts. Other clusters may have other
     # nodes.
@@ -107,17 +107,22 @@ def _run_directory(config: Config) -> Iterator[str]:
         )
 
 
+def _inside_run(config: Config) -> list[str]:
+    """Returns a problem if the model is in the directory of the run itself."""
+    path, run = model_directory(config), config.run.dir / config.run.name
+    if path is None or not path.resolve().is_relative_to(run.resolve()):
+        return []
+    return [
+        f"model.path = {config.model.path}: is in {run}, and the start of a run with that name moves this directory "
+        "away; choose another run.name"
+    ]
+
+
 def _model(config: Config, roles: Collection[Role], origins: Mapping[KeyPath, str]) -> tuple[list[str], list[str]]:
     """Returns (problems, warnings) of `model.path`."""
-    path, run = model_directory(config), config.run.dir / config.run.name
-    named = f"model.path = {config.model.path}"
+    path, named = model_directory(config), f"model.path = {config.model.path}"
     if path is None:
         return [], []
-    if path.resolve().is_relative_to(run.resolve()):
-        return [
-            f"{named}: is in {run}, and the start of a run with that name moves this directory away; choose another "
-            "run.name"
-        ], []
     if config.model.tiny is not None and is_tiny(path):
         return [], []
     if not path.exists():
@@ -179,9 +184,8 @@ def similar_folder(path: Path) -> Path | None:
 def user_modules(config: Config, roles: Collection[Role]) -> dict[str, str]:
     """Returns the import paths of the user's code that deployments of `roles` use, by key."""
     named: dict[str, object] = {}
-    for name, part in part_configs(config).items():
-        prefix = f"data.mixture.{name}: " if name else ""
-        named |= {f"{prefix}{key}": value for key, value in _named_by_tasks(part, roles).items()}
+    for name, part in all_configs(config).items():
+        named |= {f"{key_of(name)}{key}": value for key, value in _named_by_tasks(part, roles).items()}
     if Role.LEARNER in roles:
         named["algorithm.loss"] = config.algorithm.loss
         named["algorithm.advantage"] = baseline_of(config.algorithm)

@@ -113,16 +113,16 @@ def status(
         raise RunError(f"{ended}\n{error}" if ended else str(error)) from error
     from asyncrl.views.run_facts import setting_at
     from asyncrl.views.status import status_json, status_lines
-    from asyncrl.views.watch import steps_of
+    from asyncrl.views.watch import records_of
 
     if not directory.is_dir():
         print_warnings([f"{directory} is not on this machine: warnings that need the run's records are not shown"])
-    steps, setting = steps_of(directory, found), setting_at(directory)
+    (steps, evals), setting = records_of(directory, found), setting_at(directory)
     if json:
-        encoded = status_json(found, steps=steps, setting=setting, now=now)
+        encoded = status_json(found, steps=steps, evals=evals, setting=setting, now=now)
         say((msgspec.json.format(encoded, indent=2) if sys.stdout.isatty() else encoded).decode())
     else:
-        say("\n".join(status_lines(found, steps=steps, setting=setting, now=now)))
+        say("\n".join(status_lines(found, steps=steps, evals=evals, setting=setting, now=now)))
 
 
 @sigterm_exits()

@@ -15,7 +15,7 @@ from asyncrl.config.field_types import WATCHED_DEADLINE
 from asyncrl.config.gpu_shares import share_violations, share_warnings
 from asyncrl.config.import_path import BUILT_IN_NAMES, malformed
 from asyncrl.config.schema import Config, marked
-from asyncrl.config.task_checks import task_violations
+from asyncrl.config.task_checks import eval_violations, task_violations
 from asyncrl.errors import ConfigError
 
 BYTES_PER_TOKEN = 24
@@ -325,6 +325,7 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _sampling,
     engine_args_violations,
     share_violations,
+    eval_violations,
 )
 
 

@@ -42,13 +42,15 @@ def page() -> str:
             continue
         key = ".".join(path)
         is_optional = found[path[:-1]].model_fields[path[-1]].default is None
-        unset = f" Unset by default; `{key}: {{}}` sets the section with the defaults below." if is_optional else ""
+        complete = not any(field.is_required() for field in section.model_fields.values())
+        defaults = f"; `{key}: {{}}` sets the section with the defaults below" if complete else ""
+        unset = f" Unset by default{defaults}." if is_optional else ""
         schema = section.model_json_schema()
         lines += ["", f"## {key}", "", schema["description"] + unset, ""]
         lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
         fields = schema["properties"].items()
         lines += [
-            _row(f"{key}.{name}", field) for name, field in fields if (*path, name) not in found or _is_list(field)
+            _row(f"{key}.{name}", field) for name, field in fields if (*path, name) not in found or _has_many(field)
         ]
     return "\n".join(lines) + "\n"
 
@@ -77,8 +79,9 @@ def _row(key: str, field: Mapping[str, Any]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _is_list(field: Mapping[str, Any]) -> bool:
-    return field.get("type") == "array"
+def _has_many(field: Mapping[str, Any]) -> bool:
+    """Returns whether a field has a list or a mapping of sections."""
+    return field.get("type") in ("array", "object")
 
 
 def _type(field: Mapping[str, Any]) -> str:

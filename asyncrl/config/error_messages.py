@@ -8,14 +8,15 @@ import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_origin
 
+from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 from asyncrl.config.aliases import known_elsewhere
 from asyncrl.config.import_path import suggest
 from asyncrl.config.plain_yaml import parse_yaml
-from asyncrl.config.schema import KeyPath, sections
+from asyncrl.config.schema import Config, KeyPath, sections
 from asyncrl.errors import ConfigError
 
 ON_COMMAND_LINE = "on the command line"
@@ -77,8 +78,8 @@ def _suggest_key(path: KeyPath, *, value: object) -> str:
     if answer := known_elsewhere(path, value):
         return answer
     *section, name = path
-    fields = {place: list(model.model_fields) for place, model in sections()}
-    siblings = fields[tuple(section)]
+    fields = {place: list(model.model_fields) for place, model in sections(of_lists=False)}
+    siblings = _keys_at(section)
     meant: list[Sequence[str]] = [(*section, close) for close in difflib.get_close_matches(name, siblings, n=1)]
     meant += [(*place, name) for place, names in fields.items() if name in names]
     if not meant and isinstance(value, Mapping):
@@ -93,6 +94,19 @@ def _suggest_key(path: KeyPath, *, value: object) -> str:
         return f"did you mean {' or '.join('.'.join(each) for each in meant)}?"
     home = f"the keys of `{'.'.join(section)}`" if section else "the sections"
     return f"{home} are {', '.join(siblings)}"
+
+
+def _keys_at(path: Sequence[str]) -> list[str]:
+    """Returns the keys of the section at `path`, in which numbers of lists and names in mappings of sections stand."""
+    section: type[BaseModel] = Config
+    parts = iter(path)
+    for part in parts:
+        annotation = section.model_fields[part].annotation
+        if get_origin(annotation) in (list, dict):
+            next(parts)
+        options = (annotation, *get_args(annotation))
+        section = next(each for each in options if isinstance(each, type) and issubclass(each, BaseModel))
+    return list(section.model_fields)
 
 
 def _limit_and_fix(violation: ErrorDetails, *, origin: str) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from asyncrl.config.error_messages import ON_COMMAND_LINE, error_message, origin_of
+from asyncrl.config.eval_sets import with_whole_sets
 from asyncrl.config.field_types import PER_DEPLOYMENT
 from asyncrl.config.plain_yaml import dump_yaml, parse_yaml, plain
 from asyncrl.config.schema import Config, KeyPath, marked
@@ -43,7 +44,7 @@ def load_config(layers: Sequence[Layer], overrides: Sequence[str] = ()) -> Confi
         raise ConfigError("\n".join(secret_message(path, origin=origin_of(path, origins)) for path in secrets))
     try:
         # The detour over JSON is needed: in JSON mode, strict validation accepts text for paths and lists for tuples.
-        return Config.model_validate_json(json.dumps(merged), strict=True)
+        return Config.model_validate_json(json.dumps(with_whole_sets(merged)), strict=True)
     except ValidationError as error:
         violations = error.errors(include_url=False)
         lines = [error_message(violation, origins=origins) for violation in violations]

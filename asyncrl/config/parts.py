@@ -2,6 +2,9 @@
 
 from asyncrl.config.schema import Config, DatasetSection, ScoringSection
 
+EVAL = "eval/"
+"""Beginning of the name of a part that is only evaluated. The parts of a mixture have no such name."""
+
 
 def part_configs(config: Config) -> dict[str, Config]:
     """Returns a configuration for each part of `data.mixture`, by the part's name. Without a mixture, the only name is
@@ -22,6 +25,30 @@ def of_part(config: Config, *, data: DatasetSection | None, environment: Scoring
             "environment": config.environment.model_copy(update=own_scoring),
         }
     )
+
+
+def eval_configs(config: Config) -> dict[str, Config]:
+    """Returns a configuration for each named held-out set (`eval.sets`), by the name of its part: `eval/NAME`."""
+    return {
+        f"{EVAL}{name}": of_part(config, data=each.data, environment=each.environment)
+        for name, each in config.eval.sets.items()
+    }
+
+
+def all_configs(config: Config) -> dict[str, Config]:
+    """Returns the configurations of all parts that a run trains or evaluates, by the part's name."""
+    return part_configs(config) | eval_configs(config)
+
+
+def key_of(part: str) -> str:
+    """Returns the key of a part, as it begins a message: empty for the only part of a run.
+
+    >>> key_of(""), key_of("sums"), key_of("eval/hard")
+    ('', 'data.mixture.sums: ', 'eval.sets.hard: ')
+    """
+    if part.startswith(EVAL):
+        return f"eval.sets.{part.removeprefix(EVAL)}: "
+    return f"data.mixture.{part}: " if part else ""
 
 
 def environment_name(config: Config) -> str:

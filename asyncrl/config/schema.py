@@ -8,7 +8,7 @@ marks of fields are in `field_types.py`, and the rules that involve several fiel
 import functools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -31,6 +31,9 @@ from asyncrl.config.field_types import (
 OnDeadline = Literal["wait", "requeue", "drop", "mask"]
 """The values of `staleness.on_deadline`. `asyncrl.buffer.stragglers` implements them."""
 
+HELDOUT = "heldout"
+"""Name of the held-out set that every run has: the questions of its own dataset that are not trained."""
+
 KeyPath = tuple[str, ...]
 """A key of the configuration, as the names of its sections and its own name."""
 
@@ -47,6 +50,17 @@ class Section(BaseModel):
         # Without this, an infinite bound in a free mapping (such as algorithm.overrides) would be dumped as null.
         ser_json_inf_nan="constants",
     )
+
+
+class StopWhenSection(Section):
+    """The end of a run before `learner.total_steps`: when a held-out evaluation is good enough. The run then ends as
+    after its last step: it publishes, evaluates and saves its last weights, and its state is `finished`."""
+
+    eval: str = HELDOUT
+    """Name of the held-out set whose reward counts."""
+    reward: float
+    """Mean reward of an evaluation from which on the run ends. The evaluation before the first step does not count.
+    Training goes on during an evaluation, so the last weights are some steps newer than those that reached it."""
 
 
 class RunSection(Section):
@@ -68,6 +82,8 @@ class RunSection(Section):
     max_restarts: Annotated[NonNegativeInt, PER_DEPLOYMENT] = 3
     """Number of times within an hour that `asyncrl up` or `asyncrl learner` starts again by itself after a process of
     the run has died. Each restart resumes the run from its newest checkpoint. 0 turns restarts off."""
+    stop_when: StopWhenSection | None = None
+    """The held-out reward at which the run ends. Unset: it trains `learner.total_steps` steps."""
 
 
 class TinyModelSection(Section):
@@ -626,6 +642,12 @@ class CheckpointSection(Section):
     time."""
     keep: PositiveInt = 2
     """Number of checkpoints to keep. When a newer checkpoint is complete, older ones are deleted."""
+    keep_best: NonNegativeInt = 0
+    """Number of checkpoints with the highest held-out rewards to keep besides. The evaluation that was due after a
+    step belongs to the checkpoint of that step. Of `every_steps` and `eval.every_steps`, one must be a multiple of the
+    other, so that checkpoints have evaluations."""
+    best_eval: str = HELDOUT
+    """Name of the held-out set whose rewards count for `keep_best`."""
     hf: bool = True
     """Whether every checkpoint also has `hf/`: the weights as vLLM and transformers load them. If false, only the
     checkpoint at the end of the run has them."""
@@ -645,12 +667,43 @@ class AuditSection(Section):
     float32`, `weights.kv_cache: recompute` and a run without a critic."""
 
 
+class EvalSetSection(Section):
+    """A further held-out set with a name: other questions, or the same ones with another prompt or reward. All sets are
+    evaluated at each evaluation, one after the other."""
+
+    data: DatasetSection | None = None
+    """The dataset of the set: keys of `data` from `dataset` to `heldout_fraction` that differ, e.g.
+    `{path: hard.jsonl}`. With a `dataset` of its own, `path`, `subset`, `split`, `columns` and `options` are not those
+    of `data`. All of the dataset is evaluated, but no question that the run trains."""
+    environment: ScoringSection | None = None
+    """The environment and the rewards of the set: keys of `environment` from `name` to `score_memory_mib` that differ,
+    e.g. `{reward: math_verify}`. With a `name` of its own, `options` and rewards are not those of `environment`."""
+    prompts: PositiveInt | None = None
+    """Number of prompts: the first ones of the dataset. Unset: `eval.prompts`."""
+    samples: PositiveInt | None = None
+    """Completions of each prompt. Unset: `eval.samples`."""
+    temperature: PositiveFloat | None = None
+    """Sampling temperature with several `samples`. Unset: `eval.temperature`."""
+    pass_reward: float | None = None
+    """Reward from which on a completion counts as right. Unset: `eval.pass_reward`."""
+
+
+class HeldoutSet(NamedTuple):
+    """How a held-out set is evaluated, with the defaults of `eval`."""
+
+    prompts: int
+    samples: int
+    temperature: float
+    pass_reward: float
+
+
 class EvalSection(Section):
     """Held-out evaluation: completions of prompts that are never trained. They are not in the ledger. One replica keeps
     its weights for an evaluation, so that all of its tokens are of one version."""
 
     prompts: NonNegativeInt = 128
-    """Number of held-out prompts that are evaluated with the first and with the last version. 0 turns it off."""
+    """Number of held-out prompts that are evaluated with the first and with the last version. 0: none, and only
+    `sets` are evaluated."""
     every_steps: NonNegativeInt = 0
     """Steps between two evaluations while the run trains. 0: only the first and the last version are evaluated. The
     learner and the other replicas go on meanwhile. An evaluation that is due while the last one runs is left out."""
@@ -666,7 +719,19 @@ class EvalSection(Section):
     """Share of the replica's slots for an evaluation while the run trains. It adds requests to those of the slots, so
     the engine decodes more sequences at once for some time."""
     timeout_s: Annotated[PositiveFloat, WATCHED_DEADLINE] = 120.0
-    """Maximum time for one evaluation, seconds."""
+    """Maximum time for the evaluation of one set, seconds."""
+    sets: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")], EvalSetSection] = {}
+    """Further held-out sets by name. The questions of the run's own dataset that are not trained are the set
+    `heldout`."""
+
+    def each_set(self) -> dict[str, HeldoutSet]:
+        """Returns how each set is evaluated, by name."""
+        own = HeldoutSet(self.prompts, self.samples, self.temperature, self.pass_reward)
+        given = {
+            name: each.model_dump(include=set(HeldoutSet._fields), exclude_none=True)
+            for name, each in self.sets.items()
+        }
+        return {HELDOUT: own} | {name: own._replace(**values) for name, values in given.items()}
 
 
 class MetricsSection(Section):
@@ -763,10 +828,10 @@ def sections(
     section: type[BaseModel] = Config, path: KeyPath = (), *, of_lists: bool = True
 ) -> Iterator[tuple[KeyPath, type[BaseModel]]]:
     """Yields each section of the schema with its path, depth first, beginning with the root. `of_lists`: also those of
-    which a list has any number."""
+    which a list or a mapping by names has any number."""
     yield path, section
     for name, field in section.model_fields.items():
-        if get_origin(field.annotation) is list and not of_lists:
+        if get_origin(field.annotation) in (list, dict) and not of_lists:
             continue
         for option in (field.annotation, *get_args(field.annotation)):
             if isinstance(option, type) and issubclass(option, BaseModel):

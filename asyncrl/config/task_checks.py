@@ -1,24 +1,24 @@
-"""Rules that involve several fields of `data`, `environment` and `eval`: see `checks.py`."""
+"""Rules that involve several fields of `data`, `environment`, `eval` and `run.stop_when`: see `checks.py`."""
 
 import string
 from collections.abc import Iterator
 
 from asyncrl.config.import_path import is_import_path, malformed
-from asyncrl.config.parts import part_configs
-from asyncrl.config.schema import Config, DatasetSection, ScoringSection
+from asyncrl.config.parts import all_configs, key_of, part_configs
+from asyncrl.config.schema import HELDOUT, Config, DatasetSection, ScoringSection
 
 
 def task_violations(config: Config) -> Iterator[str]:
-    """Yields the violations of the rules about datasets and rewards; for a mixture, of each part."""
+    """Yields the violations of the rules about datasets and rewards, of each part and of each held-out set."""
     names = [part.name for part in config.data.mixture]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"data.mixture: has {names.count(name)} parts with the name {name}; give each its own name"
-    for name, part in part_configs(config).items():
+    for name, part in all_configs(config).items():
         for violation in (*_data_violations(part), *_rewards_violations(part)):
-            yield f"data.mixture.{name}: {violation}" if name else violation
+            yield f"{key_of(name)}{violation}"
         if name and part.environment.score_timeout_s >= part.generator.rollout_timeout_s:
             yield (
-                f"data.mixture.{name}: environment.score_timeout_s = {part.environment.score_timeout_s:g} must be "
+                f"{key_of(name)}environment.score_timeout_s = {part.environment.score_timeout_s:g} must be "
                 f"below generator.rollout_timeout_s = {part.generator.rollout_timeout_s:g}, which includes scoring; "
                 "lower it, or raise generator.rollout_timeout_s"
             )
@@ -72,6 +72,67 @@ def _data_violations(config: Config) -> Iterator[str]:
         if data.chat == "off" and getattr(data, key):
             yield f"data.{key}: needs the model's chat template, which data.chat: off removes; remove one of the two"
     yield from _prompt_template(config.data.prompt_template)
+
+
+def eval_violations(config: Config) -> Iterator[str]:
+    """Rules about held-out sets, and about what needs evaluations: `checkpoint.keep_best` and `run.stop_when`."""
+    for name, each in config.eval.sets.items():
+        key = f"eval.sets.{name}"
+        if name == HELDOUT:
+            yield f"{key}: is the name of the questions of the run's own dataset that are not trained; rename it"
+        if each.data is None and each.environment is None:
+            yield f"{key}: would be the set {HELDOUT} again; set its data or its environment, or remove it"
+        if each.prompts is None and config.eval.prompts == 0:
+            yield f"{key}.prompts: is needed, because eval.prompts = 0; set it"
+        if each.data is not None and each.data.heldout_fraction != config.data.heldout_fraction:
+            yield (
+                f"{key}.data.heldout_fraction = {each.data.heldout_fraction}: has no effect, because all questions of "
+                "the set that the run does not train are evaluated; remove it"
+            )
+    yield from _keep_best(config)
+    yield from _stop_when(config)
+
+
+def _no_evaluations(config: Config, name: str, *, key: str, needed_by: str) -> Iterator[str]:
+    """Yields a violation if the held-out set `name`, the value of `key`, is never evaluated."""
+    sets = config.eval.each_set()
+    if name not in sets:
+        yield f"{key} = {name}: there is no such held-out set; the sets are {', '.join(sets)}"
+    elif sets[name].prompts == 0:
+        yield f"{needed_by}: there would be no evaluation, because eval.prompts = 0; raise eval.prompts"
+
+
+def _stop_when(config: Config) -> Iterator[str]:
+    stop, every_steps = config.run.stop_when, config.eval.every_steps
+    if stop is None:
+        return
+    yield from _no_evaluations(config, stop.eval, key="run.stop_when.eval", needed_by="run.stop_when")
+    if every_steps == 0:
+        yield (
+            "run.stop_when: there would be no evaluation during training, because eval.every_steps = 0; set it to a "
+            f"number of steps below learner.total_steps = {config.learner.total_steps}"
+        )
+    elif every_steps >= config.learner.total_steps:
+        yield (
+            "run.stop_when: there would be no evaluation during training, because eval.every_steps = "
+            f"{every_steps} is not below learner.total_steps = {config.learner.total_steps}; lower eval.every_steps"
+        )
+
+
+def _keep_best(config: Config) -> Iterator[str]:
+    checkpoint, evals = config.checkpoint.every_steps, config.eval.every_steps
+    if not config.checkpoint.keep_best:
+        return
+    named = f"checkpoint.keep_best = {config.checkpoint.keep_best}"
+    yield from _no_evaluations(config, config.checkpoint.best_eval, key="checkpoint.best_eval", needed_by=named)
+    zero = {"eval.every_steps": evals, "checkpoint.every_steps": checkpoint}
+    for key in (key for key, value in zero.items() if value == 0):
+        yield f"{named}: the checkpoints of a run would have no evaluations, because {key} = 0; set {key}"
+    if checkpoint and evals and checkpoint % evals and evals % checkpoint:
+        yield (
+            f"{named}: most checkpoints would have no evaluation, because neither of checkpoint.every_steps = "
+            f"{checkpoint} and eval.every_steps = {evals} is a multiple of the other; set both to the same number"
+        )
 
 
 def _prompt_template(template: str) -> Iterator[str]:

@@ -2,24 +2,27 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from asyncrl.config.schema import Config
+from asyncrl.config.parts import EVAL, eval_configs
+from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.data.light_tokenizer import cached_files, light_tokenizer
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import load_tokenizer
-from asyncrl.environments.interfaces import build_tasks
+from asyncrl.environments.interfaces import build_sets, build_tasks
 from asyncrl.environments.prompt_lengths import fitting
+from asyncrl.errors import DatasetError
 
 
 class Prompts(NamedTuple):
-    """The tasks of a run: for training, and held out for evaluation."""
+    """The tasks of a run: for training, held out for evaluation, and those of the named held-out sets (`eval.sets`)."""
 
     train: Sequence[Task]
     heldout: Sequence[Task]
+    sets: Mapping[str, Sequence[Task]] = {}
 
 
 class Inputs:
@@ -39,7 +42,8 @@ class Inputs:
         """Path of the model for engines. They need config and tokenizer only: the learner sends them the weights."""
         self.prompts = asyncio.create_task(self._fitting_prompts(), name="prompts")
         """The tasks of the config whose prompts fit, which are the same in every deployment of a run. The task raises
-        DatasetError for a prompt that does not fit, unless `data.on_bad_row` is `skip`."""
+        DatasetError for a prompt that does not fit, unless `data.on_bad_row` is `skip`, and if `run.stop_when` needs
+        held-out tasks but there are none."""
 
     @property
     def generator_model(self) -> "asyncio.Task[str]":
@@ -61,11 +65,13 @@ class Inputs:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _load_prompts(self, loaded: Prompts | None) -> Prompts:
-        return loaded or Prompts(*await asyncio.to_thread(build_tasks, self._config))
+        return await asyncio.to_thread(read_prompts, self._config) if loaded is None else loaded
 
     async def _fitting_prompts(self) -> Prompts:
         prompts, model = await self._read, await self.engine_model
-        return await asyncio.to_thread(_fitting, prompts, config=self._config, model=model)
+        found = await asyncio.to_thread(fitting_prompts, prompts, config=self._config, model=model)
+        _check_heldout(self._config, found.heldout)
+        return found
 
     async def _describe_model(self) -> str:
         if self._config.model.tiny is None:
@@ -89,25 +95,43 @@ class Inputs:
         def build() -> str:
             from asyncrl.demo.tiny_model import ensure_model
 
-            return _for_workers(ensure_model(self._config, tasks=prompts, report=self._report))
+            return _for_workers(ensure_model(self._config, tasks=(prompts.train, prompts.heldout), report=self._report))
 
         return await asyncio.to_thread(build)
 
 
-def _fitting(prompts: Prompts, *, config: Config, model: str) -> Prompts:
+def read_prompts(config: Config) -> Prompts:
+    """Reads the tasks of a configuration. Raises ConfigError or DatasetError."""
+    train, heldout = build_tasks(config)
+    return Prompts(train=train, heldout=heldout, sets=build_sets(config, train=train))
+
+
+def fitting_prompts(prompts: Prompts, *, config: Config, model: str) -> Prompts:
     """Returns the prompts that fit `data.max_prompt_tokens`. `model` is the path of a folder, or a name of the Hub."""
-    if not any(prompts):
+    if not any([prompts.train, prompts.heldout, *prompts.sets.values()]):
         return prompts
     chat, options = config.data.chat, config.data.chat_options
     exact = cache(partial(load_tokenizer, model, chat=chat, chat_options=options))
     files = Path(model) if os.path.isdir(model) else cached_files(model)
     # The real tokenizer needs transformers, whose import takes seconds in which other processes start.
     light = None if files is None else light_tokenizer(files, chat=chat, chat_options=options)
-    if light is None:
-        fit = partial(fitting, config=config, tokenizer=exact())
-    else:
-        fit = partial(fitting, config=config, tokenizer=light, exact=exact)
-    return Prompts(*map(fit, prompts))
+    fit = partial(fitting, tokenizer=exact()) if light is None else partial(fitting, tokenizer=light, exact=exact)
+    configs = eval_configs(config)
+    return Prompts(
+        train=fit(prompts.train, config=config),
+        heldout=fit(prompts.heldout, config=config),
+        sets={name: fit(tasks, config=configs[f"{EVAL}{name}"]) for name, tasks in prompts.sets.items()},
+    )
+
+
+def _check_heldout(config: Config, tasks: Sequence[Task]) -> None:
+    """Raises DatasetError if the run ends at a held-out reward (`run.stop_when`), but no question is held out."""
+    if config.run.stop_when is not None and config.run.stop_when.eval == HELDOUT and not tasks:
+        raise DatasetError(
+            f"run.stop_when: the hash of the questions holds out none of data.dataset = {config.data.dataset} with "
+            f"data.heldout_fraction = {config.data.heldout_fraction}, so no evaluation would run; raise "
+            "data.heldout_fraction, add questions, or remove run.stop_when"
+        )
 
 
 def _for_workers(model: str) -> str:

@@ -17,13 +17,14 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from asyncrl.checkpoints.directory import CHECKPOINTS, complete_steps
+from asyncrl.checkpoints.directory import CHECKPOINTS, complete_steps, folder_of
 from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.load import load_config
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.errors import AsyncRLError, RunError
+from asyncrl.learner.best_checkpoints import best_first
 from asyncrl.learner.record_lines import read_lines
-from asyncrl.learner.records import RunInfo, StepRecord
+from asyncrl.learner.records import EvalRecord, RunInfo, StepRecord
 from asyncrl.views.quantities import moment
 
 RUNS = Path("runs")
@@ -117,6 +118,15 @@ def newest_weights(directory: Path) -> Path | None:
         if (match := re.fullmatch(r"step-(\d+)", path.parent.parent.name))
     }
     return found[max(found)] if found else None
+
+
+def best_checkpoint(directory: Path, *, name: str = HELDOUT) -> tuple[Path, EvalRecord] | None:
+    """Returns the complete checkpoint of the run with the highest reward on the held-out set `name`, and its
+    evaluation; None if no checkpoint has one."""
+    checkpoints = directory / CHECKPOINTS
+    evals = read_lines(directory / "evals.jsonl", EvalRecord)
+    best = best_first(evals, complete_steps(checkpoints), name=name)
+    return (folder_of(checkpoints, best[0].step), best[0]) if best else None
 
 
 def read_info(directory: Path) -> RunInfo | None:

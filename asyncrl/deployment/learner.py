@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from asyncrl.checkpoints.directory import HF, folder_of
 from asyncrl.checkpoints.run import RunParts, read_snapshot
 from asyncrl.common.roles import Role, RunState
 from asyncrl.config.load import shared_config
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.coordinator.learner_calls import LearnerCalls
 from asyncrl.coordinator.registry import Registry
 from asyncrl.coordinator.snapshot import Restored
@@ -47,7 +48,6 @@ from asyncrl.learner.progress import nothing_trained
 from asyncrl.learner.publication import Publisher, probe_sequences
 from asyncrl.learner.recording import described_metrics
 from asyncrl.learner.records import RunTotals, Summary
-from asyncrl.learner.run_log import RunLog
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.metrics.server import MetricsServer
@@ -175,6 +175,8 @@ class LearnerDeployment:
         elif self._log.trained_steps < config.learner.total_steps:
             after = f"after step {self._log.trained_steps} of {config.learner.total_steps}"
             self._run_dir.stopped(f"asked to end by a signal, {after}")
+        if totals.stop_reason is not None:
+            self._run_dir.finished(totals.stop_reason)
         summary = self._log.summary(totals)
         self._check_saved()
         return summary
@@ -246,15 +248,10 @@ class LearnerDeployment:
         resumed, before = self._run_dir.resumed, self._log.before
         # The time of a resumed run continues from its last record.
         started_s = self._screen.started_s - (before.wall_s if before else 0.0)
-        log = RunLog(
-            append_step=self._log.append_step,
-            append_eval=self._log.append_eval,
-            write_samples=self._log.write_samples,
-            append_audit=audit.append,
-        )
+        log = self._log.for_loop(audit)
         heldout = HeldoutEvaluation(
             config=config,
-            tasks=prompts.heldout,
+            tasks={HELDOUT: prompts.heldout, **prompts.sets},
             coordinator=handles.coordinator,
             replicas=ReplicaClient(namespace=config.run.name, timeout_s=config.eval.timeout_s),
             log=log,
@@ -268,6 +265,7 @@ class LearnerDeployment:
             sync_records=self._run_dir.sync,
             metrics=metrics,
             restored_step=resumed.step if resumed else 0,
+            best=partial(self._log.best_steps, running=lambda: heldout.running_step),
         )
         self._save_hf, self._trained_step = policy.save_hf, policy.trained_step
         return LearnerLoop(

@@ -1,14 +1,16 @@
 """The records of a learner: in memory for the live view and the summary, in the run's directory, and in trackers."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from asyncrl.config.load import flat_config
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.deployment.resuming import last_set_aside
-from asyncrl.deployment.run_dir import RunDir
+from asyncrl.deployment.run_dir import AuditFile, RunDir
+from asyncrl.learner.best_checkpoints import best_first
 from asyncrl.learner.record_lines import read_lines
 from asyncrl.learner.records import LOST_STEPS, EvalRecord, RunTotals, SampleRecord, StepRecord, Summary, build_summary
+from asyncrl.learner.run_log import RunLog
 from asyncrl.metrics.trackers import Going, Trackers
 
 logger = logging.getLogger(__name__)
@@ -24,6 +26,7 @@ class LearnerLog:
     def __init__(self, config: Config, run_dir: RunDir) -> None:
         self._run_dir = run_dir
         self._staleness_limit = config.staleness.max_versions
+        self._keep_best, self._best_eval = config.checkpoint.keep_best, config.checkpoint.best_eval
         self.steps: list[StepRecord] = []
         self._lost: list[StepRecord] = []
         self.evals: list[EvalRecord] = []
@@ -43,6 +46,23 @@ class LearnerLog:
         )
         self.close = self._trackers.close
 
+    def for_loop(self, audit: AuditFile) -> RunLog:
+        """Returns this log as the learner's loop uses it, with the file of the audit's records."""
+        return RunLog(
+            append_step=self.append_step,
+            append_eval=self.append_eval,
+            write_samples=self.write_samples,
+            append_audit=audit.append,
+        )
+
+    def best_steps(self, steps: Sequence[int], *, running: Callable[[], int | None]) -> set[int]:
+        """Returns the best of the checkpoints after `steps` (`checkpoint.keep_best`), and those whose evaluation may
+        still run. `running` returns the step of the evaluation that runs."""
+        if not self._keep_best:
+            return set()
+        best = {record.step for record in best_first(self.evals, steps, name=self._best_eval)[: self._keep_best]}
+        return best if (step := running()) is None else best | {step}
+
     @property
     def trained_steps(self) -> int:
         return self.steps[-1].version_after if self.steps else 0
@@ -56,8 +76,9 @@ class LearnerLog:
     def append_eval(self, record: EvalRecord) -> None:
         self.evals.append(record)
         self._run_dir.append_eval(record)
-        numbers = {"reward/heldout_mean": record.reward_mean, "reward/heldout_version": record.version}
-        numbers |= {f"reward/heldout_pass_at_{k}": value for k, value in record.pass_at.items()}
+        prefix = "reward/heldout" if record.name == HELDOUT else f"reward/heldout_{record.name}"
+        numbers = {f"{prefix}_mean": record.reward_mean, f"{prefix}_version": record.version}
+        numbers |= {f"{prefix}_pass_at_{k}": value for k, value in record.pass_at.items()}
         # trackers want growing steps, and the run may have trained further meanwhile
         self._trackers.log(max(record.version, self.trained_steps), numbers)
 

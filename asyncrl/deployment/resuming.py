@@ -156,7 +156,7 @@ def begin_incarnation(directory: Path, resumed: Resumed) -> Lineage:
     _set_aside(checkpoints, lost_folder(checkpoints, lineage), lost=lambda step: step > resumed.step)
     _set_aside(directory / SAMPLES, lost_folder(directory / SAMPLES, lineage), lost=lambda step: step >= resumed.step)
     _take_out(directory, "steps", StepRecord, lost=lambda record: record.step >= resumed.step)
-    _take_out(directory, "evals", EvalRecord, lost=lambda record: record.version > resumed.step)
+    _take_out(directory, "evals", EvalRecord, lost=lambda record: record.step > resumed.step)
     return lineage
 
 

@@ -164,6 +164,10 @@ class RunDir:
         """
         self._end = ("stopped", reason)
 
+    def finished(self, reason: str) -> None:
+        """Sets the end to "finished" with a reason: an evaluation ended the run before its last step."""
+        self._end = ("finished", reason)
+
     def asked_to_end(self) -> None:
         """Records in run.json that a signal asked the run to end.
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 
 from asyncrl.config.import_path import BUILT_IN_NAMES, call_with_options, resolve
-from asyncrl.config.parts import part_configs
+from asyncrl.config.parts import EVAL, eval_configs, part_configs
 from asyncrl.config.schema import Config, EnvironmentSection, RewardTerm
 from asyncrl.data.hugging_face import hugging_face_rows
 from asyncrl.data.prompts import Task, apply_template, in_conversation, interleaved, split
@@ -119,6 +119,28 @@ def build_tasks(config: Config) -> tuple[list[Task], list[Task]]:
         train = [task for task in train if task.prompt not in unseen]
     check_enough(config, train)
     return train, mixed
+
+
+def build_sets(config: Config, *, train: Sequence[Task]) -> dict[str, list[Task]]:
+    """Returns the tasks of the named held-out sets (`eval.sets`), by name, without questions and prompts of the
+    training tasks `train`.
+
+    Raises ConfigError or DatasetError, also for a set of which nothing is left.
+    """
+    seen = {text for task in train for text in (task.question, task.prompt)}
+    sets = {}
+    for part, of_set in eval_configs(config).items():
+        name, read = part.removeprefix(EVAL), read_tasks(of_set)
+        kept = [msgspec.structs.replace(task, part=part) for task in read if not {task.question, task.prompt} & seen]
+        if not kept:
+            raise DatasetError(
+                f"eval.sets.{name}: none of its {len(read)} questions can be evaluated, because the run trains them; "
+                "give it other data, or hold out some with data.heldout_fraction"
+            )
+        if len(kept) < len(read):
+            _log.info("eval.sets.%s: left out %d questions that the run trains", name, len(read) - len(kept))
+        sets[name] = kept
+    return sets
 
 
 def split_tasks(config: Config, tasks: Sequence[Task]) -> tuple[list[Task], list[Task]]:

@@ -11,7 +11,8 @@ from asyncrl.environments.secrets import Secrets
 
 
 class PartScorers:
-    """The scorers of the parts of a run, by the names of the parts (`asyncrl.config.parts.part_configs`)."""
+    """The scorers of the parts of a run, by the names of the parts (`asyncrl.config.parts.all_configs`). Parts with
+    equal environments share one."""
 
     def __init__(
         self,
@@ -20,13 +21,14 @@ class PartScorers:
         secrets: Secrets | None = None,
         output: Callable[[str], None] | None = None,
     ) -> None:
-        self._scorers = {
-            name: Scorer(config.environment, secrets=secrets, output=output) for name, config in parts.items()
-        }
+        sections = {config.environment.model_dump_json(): config.environment for config in parts.values()}
+        made = {key: Scorer(section, secrets=secrets, output=output) for key, section in sections.items()}
+        self._all = list(made.values())
+        self._scorers = {name: made[config.environment.model_dump_json()] for name, config in parts.items()}
 
     async def start(self) -> None:
         """Starts the processes of all parts. Raises the errors of `Scorer.start`."""
-        await asyncio.gather(*(scorer.start() for scorer in self._scorers.values()))
+        await asyncio.gather(*(scorer.start() for scorer in self._all))
 
     async def score(self, task: Task, completions: Sequence[str]) -> list[Score]:
         """Returns the scores of completions of a task, and raises errors, as `Scorer.score` does."""
@@ -34,4 +36,4 @@ class PartScorers:
 
     async def close(self) -> None:
         """Kills the processes. It may be called twice."""
-        await asyncio.gather(*(scorer.close() for scorer in self._scorers.values()))
+        await asyncio.gather(*(scorer.close() for scorer in self._all))

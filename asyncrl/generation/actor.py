@@ -14,7 +14,7 @@ import ray
 
 from asyncrl.common.names import COORDINATOR, WEIGHTS
 from asyncrl.common.version import Version
-from asyncrl.config.parts import environment_name, part_configs
+from asyncrl.config.parts import all_configs, environment_name
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.registry import Registry
@@ -23,7 +23,7 @@ from asyncrl.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from asyncrl.data_plane.clients import PREFIX_PARTITION, GroupRows
 from asyncrl.environments.part_scorers import PartScorers
 from asyncrl.environments.secrets import Secrets, hide_secrets
-from asyncrl.generation.evaluation import Answer, evaluate
+from asyncrl.generation.evaluation import Answer, evaluate, prompts_at_once
 from asyncrl.generation.generator import Generator
 from asyncrl.generation.model_parameters import expected_parameters
 from asyncrl.generation.reward_log import RewardLog
@@ -63,7 +63,7 @@ class GeneratorActor:
         config, namespace = self._config, self._config.run.name
         hide_secrets(config.environment, secrets.environment)
         timeout_s, patience_s = config.buffer.call_timeout_s, config.run.stall_timeout_s
-        scorer = PartScorers(part_configs(config), secrets=secrets, output=RewardLog(reward_log, replica=self._name))
+        scorer = PartScorers(all_configs(config), secrets=secrets, output=RewardLog(reward_log, replica=self._name))
         self._started.push_async_callback(scorer.close)
         scorer_started = asyncio.create_task(scorer.start())
         await asyncio.sleep(0)  # lets the scorer start its processes before the engine's start blocks the event loop
@@ -122,21 +122,24 @@ class GeneratorActor:
         if self._generator is not None:
             self._generator.drain()
 
-    async def evaluate(self, tasks: Sequence[Task], *, share: float = 1.0) -> tuple[Version | None, list[Answer]]:
-        """Answers each task with the version that is loaded, and keeps this version meanwhile. `share` is the share of
-        the slots that it may take.
+    async def evaluate(
+        self, tasks: Sequence[Task], *, name: str, share: float = 1.0
+    ) -> tuple[Version | None, list[Answer]]:
+        """Answers each task of the held-out set `name` with the version that is loaded, and keeps this version
+        meanwhile. `share` is the share of the slots that it may take.
 
         Returns the version, and for each task the rewards of its samples, or the failure of its rollout. Without a
         version there are no answers. Raises TimeoutError after `eval.timeout_s`.
         """
         assert self._updates is not None, "call start() first"
         slots = self._config.generator.max_concurrent_groups * self._config.learner.group_size
-        at_once = max(1, int(share * slots) // self._config.eval.samples)
+        how = self._config.eval.each_set()[name]
+        at_once = prompts_at_once(slots, share=share, samples=how.samples)
         async with self._updates.held() as version:
             if version is None:
                 return None, []
             async with asyncio.timeout(self._config.eval.timeout_s):  # or the learner may wait for these weights
-                return version, await self._evaluate(tasks, at_once=at_once)
+                return version, await self._evaluate(tasks, how=how, at_once=at_once)
 
     async def shutdown(self) -> None:
         """Ends the engine's processes and the scoring processes. It may be called at any time, and more than once."""

@@ -1,10 +1,12 @@
-"""Answers of a replica to held-out questions. They are not counted in the ledger."""
+"""Answers to held-out questions. They belong to no group and are not counted in the ledger."""
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 from asyncrl.buffer.failure_records import Failure
+from asyncrl.config.schema import HeldoutSet
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.failures import FailureReports
 from asyncrl.data.prompts import Task
@@ -15,32 +17,57 @@ logger = logging.getLogger(__name__)
 
 Answer = tuple[float, ...] | Failure
 """The rewards of the samples of a held-out question, or the failure of its rollout."""
+Answered = TypeVar("Answered")
 
 
 async def evaluate(
-    tasks: Sequence[Task], *, rollouts: Rollouts, coordinator: CoordinatorClient, at_once: int
+    tasks: Sequence[Task], *, how: HeldoutSet, rollouts: Rollouts, coordinator: CoordinatorClient, at_once: int
 ) -> list[Answer]:
-    """Returns the answer to each task. At most `at_once` tasks run at a time.
+    """Returns the rewards of the answers of each task of a held-out set. Failures are reported to the coordinator at
+    once, because the evaluation may go on for minutes."""
 
-    If a rollout fails, its entry is the failure, and the other rollouts go on.
+    async def rewards(number: int, task: Task) -> tuple[float, ...]:
+        return tuple(answer.reward for answer in await rollouts.answers(task, how, number=number))
+
+    async def report(failure: Failure) -> None:
+        try:
+            await coordinator.call(FailureReports.heldout_failed, failure)
+        except (RunError, TimeoutError) as lost:
+            logger.warning("the failure of a held-out question did not reach the buffer: %s", lost)
+
+    return await answers_of(tasks, rewards, at_once=at_once, report=report)
+
+
+async def answers_of(
+    tasks: Sequence[Task],
+    answer: Callable[[int, Task], Awaitable[Answered]],
+    *,
+    at_once: int,
+    report: Callable[[Failure], Awaitable[None]],
+) -> list[Answered | Failure]:
+    """Returns what `answer` returns for each task and its number. At most `at_once` tasks run at a time.
+
+    If a rollout fails, its entry is the failure, which `report` gets, and the other rollouts go on.
     """
     limit = asyncio.Semaphore(at_once)
 
-    async def one(task: Task) -> Answer:
+    async def one(number: int, task: Task) -> Answered | Failure:
         async with limit:
             try:
-                return await rollouts.answers(task)
+                return await answer(number, task)
             except RolloutError as error:
                 logger.warning("held-out question %.40r failed (%s): %s", task.question, error.reason, error)
-                return await _reported(Failure.of(error, prompt=task.prompt), coordinator)
+                failure = Failure.of(error, prompt=task.prompt)
+                await report(failure)
+                return failure
 
-    return list(await asyncio.gather(*[one(task) for task in tasks]))
+    return list(await asyncio.gather(*[one(number, task) for number, task in enumerate(tasks)]))
 
 
-async def _reported(failure: Failure, coordinator: CoordinatorClient) -> Failure:
-    """Reports the failure at once: the evaluation may go on for minutes."""
-    try:
-        await coordinator.call(FailureReports.heldout_failed, failure)
-    except (RunError, TimeoutError) as lost:
-        logger.warning("the failure of a held-out question did not reach the buffer: %s", lost)
-    return failure
+def prompts_at_once(slots: int, *, share: float, samples: int) -> int:
+    """Returns how many prompts with `samples` samples each run at a time on a share of `slots` samples.
+
+    >>> prompts_at_once(128, share=0.25, samples=8)
+    4
+    """
+    return max(1, int(share * slots) // samples)

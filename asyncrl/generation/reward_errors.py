@@ -52,6 +52,11 @@ def total(score: float | Components) -> float:
     return score.total if isinstance(score, Components) else score
 
 
+def parts_of(score: float | Components) -> dict[str, float]:
+    """Returns the components of a reward by name, without their weights; none if it has no components."""
+    return dict(score.parts) if isinstance(score, Components) else {}
+
+
 def components_of(scores: Sequence[Score]) -> dict[str, tuple[float | None, ...]]:
     """Returns the components of the rewards by name, one entry for each score; None if the reward failed or lacks the
     component. Returns an empty dict if no reward has components."""

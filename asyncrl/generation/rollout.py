@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from asyncrl.buffer.attempts import seed_of_group
 from asyncrl.buffer.failure_records import Failure
 from asyncrl.buffer.records import GroupMeta, Ticket
 from asyncrl.config.checks import BYTES_PER_ROW, BYTES_PER_SUPPORT_TOKEN, BYTES_PER_TOKEN
 from asyncrl.config.parts import part_configs
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import Config, HeldoutSet
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
 from asyncrl.data.row_checksums import row_checksums
@@ -27,7 +28,7 @@ from asyncrl.errors import DataError
 from asyncrl.generation.episodes import Episode, episode_rows, single_turn
 from asyncrl.generation.interfaces import InferenceEngine, PartialCompletion, Sampled
 from asyncrl.generation.long_work import beside_loop
-from asyncrl.generation.reward_errors import components_of, failures_of, rewards_of, total
+from asyncrl.generation.reward_errors import components_of, failures_of, parts_of, rewards_of, total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,15 @@ class FinishedGroup:
     rows: BatchedDataDict
     scoring_s: float
     failures: tuple[Failure, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldoutAnswer:
+    """A completion of a held-out prompt with its reward, and the components of the reward, if it has any."""
+
+    text: str
+    reward: float
+    components: Mapping[str, float]
 
 
 class Rollouts:
@@ -114,23 +124,29 @@ class Rollouts:
         )
         return await beside_loop(build, tokens=sum(episode.tokens for episode in episodes))
 
-    async def answers(self, task: Task) -> tuple[float, ...]:
-        """Generates the `eval.samples` completions of a held-out task, which belong to no group, and returns their
-        rewards. One completion is greedy. Raises DataError if a reward fails."""
+    async def answers(self, task: Task, how: HeldoutSet, *, number: int) -> list[HeldoutAnswer]:
+        """Generates the completions of a task of the held-out set `how`, which belong to no group. One completion is
+        greedy. If samples have seeds of their own, those of the task follow from its `number` in the evaluation.
+
+        Raises DataError if a reward fails.
+        """
         prompt_ids, budget = self._prompt(task)
-        samples, temperature = self._config.eval.samples, self._config.eval.temperature
+        samples = how.samples
+        seeded = self._config.seeds_samples and samples > 1
         completions = await self.engine.generate(
             prompt_ids,
             n=samples,
-            seed=None,
-            temperature=temperature if samples > 1 else 0.0,
+            seed=seed_of_group(self._config.run.seed, number, group_size=samples) if seeded else None,
+            temperature=how.temperature if samples > 1 else 0.0,
             max_tokens=budget,
         )
-        scores = await self._scorer.score(task, [completion.text for completion in completions])
-        for score in scores:
+        texts = [completion.text for completion in completions]
+        answers: list[HeldoutAnswer] = []
+        for text, score in zip(texts, await self._scorer.score(task, texts), strict=True):
             if isinstance(score, DataError):
                 raise score
-        return tuple(total(score) for score in scores if not isinstance(score, DataError))
+            answers.append(HeldoutAnswer(text=text, reward=total(score), components=parts_of(score)))
+        return answers
 
     def _prompt(self, task: Task) -> tuple[list[int], int]:
         ids = encode_prompt(self._tokenizer, task.input)

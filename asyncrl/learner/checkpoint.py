@@ -4,9 +4,9 @@ and at the end of the run.
 Training waits while the state is copied in memory. The copies are written while the next steps run. Only one save runs
 at a time: a checkpoint that is due meanwhile is postponed until the running save has ended.
 
-Only the newest `checkpoint.keep` checkpoints stay. When a checkpoint cannot be written, training goes on and the
-previous checkpoint stays. When the checkpoint at the end of the run cannot be written, the run first writes its other
-records and then fails.
+The newest `checkpoint.keep` checkpoints stay, and the `checkpoint.keep_best` best ones. When a checkpoint cannot be
+written, training goes on and the previous checkpoint stays. When the checkpoint at the end of the run cannot be
+written, the run first writes its other records and then fails.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -51,7 +51,8 @@ class Checkpoints:
 
     `sync_records` returns when the records of all steps, evaluations and the audit are on the disk. It raises
     CheckpointError if they cannot be written. The report and the audit need those of all steps of a checkpoint.
-    `restored_step` is the step of the checkpoint from which the run was resumed.
+    `restored_step` is the step of the checkpoint from which the run was resumed. `best` gets the steps of all complete
+    checkpoints, and returns those that must stay although they are not among the newest ones.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Checkpoints:
         sync_records: Callable[[], None],
         metrics: LearnerMetrics,
         restored_step: int = 0,
+        best: Callable[[Sequence[int]], Collection[int]] = lambda steps: (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -70,6 +72,7 @@ class Checkpoints:
         self._run = run
         self._sync_records = sync_records
         self._metrics = metrics
+        self._best = best
         self._clock = clock
         self.saved = restored_step
         """The step of the newest checkpoint. Step 0 needs none."""
@@ -207,11 +210,12 @@ class Checkpoints:
         shutil.rmtree(unfinished(folder_of(self._folder, step)), ignore_errors=True)
 
     def _drop_old(self) -> None:
-        """Deletes all but the newest `checkpoint.keep` complete checkpoints, and the remains of unfinished saves."""
+        """Deletes all but the newest `checkpoint.keep` complete checkpoints and the best ones, and the remains of
+        unfinished saves."""
         with self._warning():
             found = {int(match[1]): path for path in self._folder.iterdir() if (match := _STEP.fullmatch(path.name))}
             whole = sorted(step for step, path in found.items() if (path / COMPLETE).exists())
-            for step in found.keys() - whole[-self._config.keep :]:
+            for step in found.keys() - {*whole[-self._config.keep :], *self._best(whole)}:
                 with self._warning():  # one folder that cannot be deleted must not keep the others from being deleted
                     discard(found[step])  # renames it first, so that a kill leaves no part of a checkpoint
             for left in self._folder.glob("step-*.tmp"):

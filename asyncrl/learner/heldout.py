@@ -11,13 +11,14 @@ with the cause. A later evaluation that fails is left out: the run has trained w
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import ray
 
 from asyncrl.buffer.failure_records import Failure
 from asyncrl.common.version import Version
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.data.prompts import Task
@@ -47,10 +48,10 @@ class ReplicaClient:
         self._timeout_s = timeout_s
 
     async def evaluate(
-        self, actor: str, tasks: Sequence[Task], *, share: float = 1.0
+        self, actor: str, tasks: Sequence[Task], *, name: str, share: float = 1.0
     ) -> tuple[Version | None, list[Answer]]:
-        """Generates the `eval.samples` completions of each task on the replica `actor`, on a share of its slots, and
-        scores them.
+        """Generates the completions of each task of the held-out set `name` on the replica `actor`, on a share of its
+        slots, and scores them.
 
         Returns the version of the replica, and for each task the rewards or the failure of its rollout. Raises
         ActorGone when the replica's process has ended.
@@ -59,20 +60,21 @@ class ReplicaClient:
             handle = ray.get_actor(actor, namespace=self._namespace)
         except ValueError as error:
             raise ActorGone(f"replica {actor} has ended") from error
-        answer: tuple[Version | None, list[Answer]] = await finished(
-            handle.evaluate.remote(list(tasks), share=share), timeout_s=self._timeout_s, what="held-out evaluation"
-        )
+        asked: Any = handle.evaluate.remote(list(tasks), name=name, share=share)
+        answer: tuple[Version | None, list[Answer]]
+        answer = await finished(asked, timeout_s=self._timeout_s, what="held-out evaluation")
         return answer
 
 
 class HeldoutEvaluation:
-    """Evaluates versions on the first `eval.prompts` of `tasks`. `started_s` is the start of the run on `clock`."""
+    """Evaluates versions on the first prompts of each held-out set. `tasks` has the tasks of the sets by name.
+    `started_s` is the start of the run on `clock`."""
 
     def __init__(
         self,
         *,
         config: Config,
-        tasks: Sequence[Task],
+        tasks: Mapping[str, Sequence[Task]],
         coordinator: CoordinatorClient,
         replicas: ReplicaClient,
         log: RunLog,
@@ -80,7 +82,9 @@ class HeldoutEvaluation:
         started_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._tasks = list(tasks[: config.eval.prompts])
+        self._how = config.eval.each_set()
+        found = {name: list(tasks.get(name, ())[: how.prompts]) for name, how in self._how.items()}
+        self._tasks = {name: of_set for name, of_set in found.items() if of_set}
         self._coordinator = coordinator
         self._replicas = replicas
         self._log = log
@@ -91,14 +95,33 @@ class HeldoutEvaluation:
         self._started_s = started_s
         self._clock = clock
         self._total_steps = config.learner.total_steps
+        self._stop_when = config.run.stop_when
+        self.reached: EvalRecord | None = None
+        """The first evaluation of trained weights whose reward ends the run (`run.stop_when`)."""
         self._beside: asyncio.Task[None] | None = None
+        self._beside_step: int | None = None
         self._gone: set[str] = set()
+        self._newest: dict[str, Version] = {}  # the weights of the last evaluation of each set
         self._evaluated = False
 
     @property
     def wanted(self) -> bool:
         """Whether there are held-out tasks to evaluate on."""
         return bool(self._tasks)
+
+    def stop_reason(self, version: Version) -> str | None:
+        """Returns why the run ends after `version`; None if no evaluation ends it, or if it is the last version."""
+        if self.reached is None or self._stop_when is None or version.step >= self._total_steps:
+            return None
+        return (
+            f"ended after step {version.step} of {self._total_steps}, because the evaluation {self.reached.name} of "
+            f"step {self.reached.version} has the reward {self.reached.reward_mean:.3f} (run.stop_when.reward = "
+            f"{self._stop_when.reward:g})"
+        )
+
+    def has_evaluated(self, version: Version) -> bool:
+        """Whether there is an evaluation of the weights of `version` on each set."""
+        return all(self._newest.get(name) == version for name in self._tasks)
 
     async def replica_at(self, version: Version, *, rather_not: str | None = None) -> str:
         """Returns the actor name of a live replica that has loaded `version`, and waits for one if necessary. Returns
@@ -126,7 +149,7 @@ class HeldoutEvaluation:
             rather_not = None
 
     async def evaluate(self, version: Version, *, actor: str) -> None:
-        """Runs the held-out tasks on the replica `actor` and records their mean reward as the reward of `version`.
+        """Runs the tasks of each set on the replica `actor` and records their mean reward as the reward of `version`.
 
         A failed rollout is left out of the mean, because one bad question must not end a run. Training treats it in the
         same way. Raises RunError when all rollouts of the first evaluation of step 0 fail, or when that evaluation
@@ -134,19 +157,25 @@ class HeldoutEvaluation:
         evaluation that takes longer is left out, and an error is logged. If the replica or its engine ends before it
         answers, another replica at that version runs the evaluation (F2), or the same one after its restart.
         """
-        try:
-            actor, at, answers = await self._answers(version, actor=actor)
-        except TimeoutError:
-            self._late(version)
-            return
-        if at != version:
-            evaluated = at.words if at is not None else "no weights"
-            raise RunError(
-                f"replica {actor} evaluated {evaluated} instead of {version.words}: it changed its weights although "
-                "admission was paused. This is a bug of asyncrl: report it with the run's directory"
-            )
-        first_one, self._evaluated = self._may_end_run(version), True
-        self._record(version, answers, may_end_run=first_one)
+        may_end_run, self._evaluated = self._may_end_run(version), True
+        for name in self._tasks:
+            try:
+                actor, at, answers = await self._answers(name, version, actor=actor)
+            except TimeoutError:
+                self._late(name, version, may_end_run=may_end_run)
+                continue
+            if at != version:
+                evaluated = at.words if at is not None else "no weights"
+                raise RunError(
+                    f"replica {actor} evaluated {evaluated} instead of {version.words}: it changed its weights "
+                    "although admission was paused. This is a bug of asyncrl: report it with the run's directory"
+                )
+            self._record(name, version, answers, due=version.step, may_end_run=may_end_run)
+
+    @property
+    def running_step(self) -> int | None:
+        """The step after which the evaluation was due that runs beside training; None if none runs."""
+        return self._beside_step if self._beside is not None and not self._beside.done() else None
 
     def begin_beside(self, version: Version) -> None:
         """Begins an evaluation of `version` that runs beside training, if one is due (`eval.every_steps`) and none
@@ -157,6 +186,7 @@ class HeldoutEvaluation:
         if self._beside is not None and not self._beside.done():
             logger.warning("held-out evaluation of %s is left out, because the last one still runs", version.words)
             return
+        self._beside_step = version.step
         self._beside = asyncio.create_task(self.evaluate_beside(version), name=f"evaluation of {version}")
 
     async def beside_ended(self) -> None:
@@ -171,8 +201,13 @@ class HeldoutEvaluation:
             await asyncio.gather(self._beside, return_exceptions=True)
 
     async def evaluate_beside(self, version: Version) -> None:
-        """Evaluates `version`, or the newer one that a replica has loaded by then, while the run trains. An error is
-        logged, and the evaluation is left out: the run goes on."""
+        """Evaluates `version`, or newer ones that a replica has loaded by then, on each set while the run trains. An
+        error is logged, and the evaluation of the set is left out: the run goes on."""
+        for name in self._tasks:
+            await self._evaluate_beside(name, version)
+
+    async def _evaluate_beside(self, name: str, version: Version) -> None:
+        what = f"{_on(name)} of {version.words} is left out"
         try:
             async with asyncio.timeout(self._timeout_s):
                 actor = None
@@ -184,21 +219,23 @@ class HeldoutEvaluation:
                         other_than=(*self._gone,),
                         wait_s=REPLICA_WAIT_S,
                     )
-                at, answers = await self._replicas.evaluate(actor, self._tasks, share=self._section.share)
+                tasks, share = self._tasks[name], self._section.share
+                at, answers = await self._replicas.evaluate(actor, tasks, name=name, share=share)
         except (RunError, TimeoutError) as error:
-            logger.error("held-out evaluation of %s is left out: %s", version.words, error or "it took too long")
+            logger.error("%s: %s", what, error or "it took too long")
             return
         if at is None:
-            logger.error("held-out evaluation of %s is left out: replica %s has no weights", version.words, actor)
+            logger.error("%s: replica %s has no weights", what, actor)
         else:
-            self._record(at, answers, may_end_run=False)
+            self._record(name, at, answers, due=version.step, may_end_run=False)
 
-    def _record(self, version: Version, answers: Sequence[Answer], *, may_end_run: bool) -> None:
-        """Records the rewards of `version`. Raises RunError if there are none and `may_end_run` is set."""
+    def _record(self, name: str, version: Version, answers: Sequence[Answer], *, due: int, may_end_run: bool) -> None:
+        """Records the rewards of `version` on the set `name`, for the evaluation that was due after step `due`. Raises
+        RunError if there are none and `may_end_run` is set."""
         rewards = [answer for answer in answers if not isinstance(answer, Failure)]
         failures = [answer for answer in answers if isinstance(answer, Failure)]
         if failures:
-            what = f"held-out evaluation of {version.words}: {len(failures)} of {len(answers)} prompts got no reward"
+            what = f"{_on(name)} of {version.words}: {len(failures)} of {len(answers)} prompts got no reward"
             if may_end_run and not rewards:
                 raise RunError(
                     f"{what}, so training did not start. The first cause: {failures[0].words}. Fix the cause and start "
@@ -206,26 +243,36 @@ class HeldoutEvaluation:
                 )
             logger.warning("%s. The first cause: %s", what, failures[0].words)
         mean, error = mean_and_error(rewards)
-        several = self._section.samples > 1
-        self._log.append_eval(
-            EvalRecord(
-                version=version.step,
-                wall_s=self._clock() - self._started_s,
-                prompts=len(rewards),
-                failed=len(failures),
-                reward_mean=mean,
-                reward_stderr=error,
-                samples=self._section.samples,
-                pass_at=pass_at(rewards, pass_reward=self._section.pass_reward) if several else {},
-            )
+        how = self._how[name]
+        record = EvalRecord(
+            name=name,
+            version=version.step,
+            due=None if due == version.step else due,
+            wall_s=self._clock() - self._started_s,
+            prompts=len(rewards),
+            failed=len(failures),
+            reward_mean=mean,
+            reward_stderr=error,
+            samples=how.samples,
+            pass_at=pass_at(rewards, pass_reward=how.pass_reward) if how.samples > 1 else {},
         )
+        self._log.append_eval(record)
+        self._newest[name] = version
         if mean is not None:
-            self._metrics.heldout(mean)
-            logger.info(
-                "held-out reward of %s: %.3f (%d of %d prompts)", version.words, mean, len(rewards), len(answers)
-            )
+            self._may_stop(record, mean)
+            self._metrics.heldout(name, mean)
+            prompts = f"{len(rewards)} of {len(answers)} prompts"
+            logger.info("%s of %s: reward %.3f (%s)", _on(name), version.words, mean, prompts)
 
-    async def _answers(self, version: Version, *, actor: str) -> tuple[str, Version | None, list[Answer]]:
+    def _may_stop(self, record: EvalRecord, mean: float) -> None:
+        """Ends the run if the reward of trained weights is high enough. The weights of step 0 are not trained."""
+        stop = self._stop_when
+        if stop is None or self.reached is not None or not record.version:
+            return
+        if record.name == stop.eval and mean >= stop.reward:
+            self.reached = record
+
+    async def _answers(self, name: str, version: Version, *, actor: str) -> tuple[str, Version | None, list[Answer]]:
         """Returns the replica that has answered, the version that it has loaded, and its answers.
 
         Begins with the replica `actor`. Asks again if a replica ends, or if rollouts fail as INFRA, at most
@@ -234,7 +281,7 @@ class HeldoutEvaluation:
         """
         for left in reversed(range(EVALUATIONS)):
             try:
-                at, answers = await self._replicas.evaluate(actor, self._tasks)
+                at, answers = await self._replicas.evaluate(actor, self._tasks[name], name=name)
             except ActorGone as error:
                 why = str(error)
                 self._gone.add(actor)
@@ -251,22 +298,29 @@ class HeldoutEvaluation:
                     return actor, at, answers
                 why = f"{len(infra)} of {len(answers)} rollouts failed as INFRA, the first one: {infra[0].words}"
                 await asyncio.sleep(REPEAT_PAUSE_S)  # by then a replica whose engine has died is known
-            logger.warning("held-out evaluation of %s: %s; it is repeated", version.words, why)
+            logger.warning("%s of %s: %s; it is repeated", _on(name), version.words, why)
             actor = await self.replica_at(version, rather_not=actor)
-        raise StallError(f"held-out evaluation of {version.words}: {why}; {EVALUATIONS} attempts have failed")
+        raise StallError(f"{_on(name)} of {version.words}: {why}; {EVALUATIONS} attempts have failed")
 
     def _may_end_run(self, version: Version) -> bool:
         """Whether this is the first evaluation of a new run. A resumed run has no evaluation of step 0."""
         return version.step == 0 and not self._evaluated
 
-    def _late(self, version: Version) -> None:
+    def _late(self, name: str, version: Version, *, may_end_run: bool) -> None:
+        of_set = "eval" if name == HELDOUT else f"eval.sets.{name}"
         what = (
-            f"held-out evaluation of {version.words}: {len(self._tasks)} prompts (eval.prompts) took longer than "
-            f"eval.timeout_s = {self._timeout_s:g} s"
+            f"{_on(name)} of {version.words}: {len(self._tasks[name])} prompts ({of_set}.prompts) × "
+            f"{self._how[name].samples} completions ({of_set}.samples) took longer than eval.timeout_s = "
+            f"{self._timeout_s:g} s"
         )
-        if self._may_end_run(version):
+        if may_end_run:
             raise RunError(
                 f"{what}, so training did not start. If the reward is slow, make it async or raise "
-                "environment.score_workers (docs/rewards.md); or lower eval.prompts, or raise eval.timeout_s"
+                f"environment.score_workers (docs/rewards.md); or lower {of_set}.prompts or {of_set}.samples, or "
+                "raise eval.timeout_s"
             )
         logger.error("%s; it is left out", what)
+
+
+def _on(name: str) -> str:
+    return "held-out evaluation" if name == HELDOUT else f"evaluation on the set {name}"

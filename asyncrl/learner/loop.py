@@ -126,7 +126,7 @@ class LearnerLoop:
         self.phase = "publishing the first weights"
 
     async def run(self, stop: asyncio.Event) -> RunTotals:
-        """Trains until `learner.total_steps`, the last prompt or `stop`, and returns the totals of the run.
+        """Trains until `learner.total_steps`, the last prompt, `run.stop_when` or `stop`, and returns the run's totals.
 
         Raises CheckpointError before the first step if the run's checkpoints cannot be written.
         """
@@ -173,7 +173,7 @@ class LearnerLoop:
         if not stop.is_set():
             if self._publisher.published != version:
                 await self._publish(version)
-            if await self._last_delivered():
+            if await self._last_delivered() and not self._heldout.has_evaluated(version):
                 await self._evaluate(version, stop)
         ledger = await self._coordinator.call(LearnerCalls.ledger_entry, self._incarnation)
         self._log.append_audit(Ended(version, ledger))
@@ -183,19 +183,22 @@ class LearnerLoop:
         retained = await self._coordinator.call(LearnerCalls.release, self._incarnation, None)
         await self._rows.clear(retained)
         await self._coordinator.call(LearnerCalls.clear_dropped, self._incarnation)
-        rows = await self._rows.outstanding(until_none=not stop.is_set())
-        return self._recorder.run_totals(await self._coordinator.call(Coordinator.status), rows_outstanding=rows)
+        stop_reason = self._heldout.stop_reason(version)
+        rows = await self._rows.outstanding(until_none=stop_reason is None and not stop.is_set())
+        status = await self._coordinator.call(Coordinator.status)
+        return self._recorder.run_totals(status, rows_outstanding=rows, stop_reason=stop_reason)
 
     # --- one step -----------------------------------------------------------------------------------------------
 
     async def _lease(self, stop: asyncio.Event) -> Lease | None:
-        """Waits for the groups of the next step; returns None when there are no more steps or `stop` is set.
+        """Waits for the groups of the next step; returns None when there are no more steps, `stop` is set, or an
+        evaluation has reached the reward of `run.stop_when`.
 
         Raises StallError when nothing moves, RunError after too many failures (`check_progress`), and ActorGone when
         the index of the data plane has died.
         """
         self._states.enter("waiting_for_groups")
-        while not stop.is_set():
+        while not stop.is_set() and self._heldout.reached is None:
             wait_s = min(LEASE_WAIT_S, self._config.run.stall_timeout_s)
             if self._unpublished:
                 wait_s = min(wait_s, UNPUBLISHED_WAIT_S)

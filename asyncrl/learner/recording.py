@@ -93,7 +93,7 @@ class StepRecorder:
         self._show(step, outcome="skipped", tokens=0)
         self.log.append_step(self._record(step))
 
-    def run_totals(self, status: RunStatus, *, rows_outstanding: int) -> RunTotals:
+    def run_totals(self, status: RunStatus, *, rows_outstanding: int, stop_reason: str | None = None) -> RunTotals:
         """Returns the totals of the run from the buffer's last `status`."""
         fates = status.account.fates
         return RunTotals(
@@ -108,6 +108,7 @@ class StepRecorder:
             parity_max_nats=status.totals.parity_max_nats if status.totals.replicas else None,
             tokens_continued=status.account.events[Event.TOKENS_CONTINUED],
             tokens_dropped=status.account.events[Event.TOKENS_DROPPED],
+            stop_reason=stop_reason,
         )
 
     # --- metrics ------------------------------------------------------------------------------------------------

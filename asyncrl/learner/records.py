@@ -17,6 +17,7 @@ from typing import Literal
 
 import msgspec
 
+from asyncrl.config.schema import HELDOUT
 from asyncrl.errors import RunError
 from asyncrl.metrics.numbers import TRACKERS, tracker_name
 
@@ -177,10 +178,14 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     `prompts` is the number of prompts with a reward, `failed` the number of prompts whose rollout failed. `reward_mean`
     is the mean over the former; it is null when all rollouts failed. `reward_stderr` is its standard error over the
-    prompts. With several `samples` of a prompt, `pass_at` has the mean pass@k over the prompts, by k.
+    prompts. With several `samples` of a prompt, `pass_at` has the mean pass@k over the prompts, by k. `name` is the
+    held-out set. `due` is the step after which the evaluation was due. It is null if that is `version`. While a run
+    trains, a replica may have loaded newer weights by then.
     """
 
+    name: str = HELDOUT
     version: int
+    due: int | None = None
     wall_s: float
     prompts: int
     failed: int = 0
@@ -188,6 +193,11 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
     reward_stderr: float | None = None
     samples: int = 1
     pass_at: dict[int, float] = {}
+
+    @property
+    def step(self) -> int:
+        """The step after which the evaluation was due. It belongs to the checkpoint of this step."""
+        return self.version if self.due is None else self.due
 
 
 class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -231,6 +241,7 @@ class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
     `parity_max_nats` is the largest difference of log-probs in a weight probe of any replica. `groups_failed` has, by
     reason, the discarded groups whose rollouts failed. `tokens_continued` and `tokens_dropped` count the stored tokens
     of replicas that ended (`generator.persist_every_tokens`), which other replicas continued, or which were dropped.
+    `stop_reason` says why the run ended before `learner.total_steps`; it is None unless `run.stop_when` ended it.
     """
 
     wall_s: float
@@ -244,6 +255,17 @@ class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
     parity_max_nats: float | None
     tokens_continued: int = 0
     tokens_dropped: int = 0
+    stop_reason: str | None = None
+
+
+class HeldoutEnds(msgspec.Struct, frozen=True, kw_only=True):
+    """The rewards of the first and the last evaluation on a held-out set; `last` is None if there was only one.
+    `prompts` and `failed` count the prompts of the last evaluation with and without a reward."""
+
+    first: float | None = None
+    last: float | None = None
+    prompts: int = 0
+    failed: int = 0
 
 
 class Summary(RunTotals, frozen=True, kw_only=True):
@@ -259,7 +281,8 @@ class Summary(RunTotals, frozen=True, kw_only=True):
     share of the state `generating`. `restarts` is the number of times that the run was resumed, and `lost_steps` the
     number of steps that were trained again, because the run went back.
     `parity_max_nats` is the largest difference of log-probs over all probes and all trained on-policy tokens.
-    `ess_ratio_mean` and `ess_ratio_lowest` are those of `ess_of_steps`.
+    `ess_ratio_mean` and `ess_ratio_lowest` are those of `ess_of_steps`. `heldout_sets` has the numbers of evaluations
+    for each named held-out set (`eval.sets`).
     """
 
     steps: int
@@ -281,6 +304,7 @@ class Summary(RunTotals, frozen=True, kw_only=True):
     trained_tokens: int
     restarts: int
     lost_steps: int
+    heldout_sets: dict[str, HeldoutEnds] = {}
 
 
 def build_summary(
@@ -301,6 +325,8 @@ def build_summary(
     parity_max_nats = largest([totals.parity_max_nats, *(record.parity_nats for record in steps)])
     learner_shares = state_shares(steps, "learner_state_s")
     ess_mean, ess_lowest = ess_of_steps(steps)
+    ends = heldout_ends(evals)
+    own = ends.pop(HELDOUT, HeldoutEnds())
     return Summary(
         **msgspec.structs.asdict(totals) | {"parity_max_nats": parity_max_nats},
         steps=len(steps),
@@ -308,10 +334,11 @@ def build_summary(
         samples_per_s=_samples_per_s(steps),
         reward_first=mean([record.reward_mean for record in steps[:window]]),
         reward_last=mean([record.reward_mean for record in steps[-window:]]),
-        heldout_first=evals[0].reward_mean if evals else None,
-        heldout_last=evals[-1].reward_mean if len(evals) > 1 else None,
-        heldout_prompts=evals[-1].prompts if evals else 0,
-        heldout_failed=evals[-1].failed if evals else 0,
+        heldout_first=own.first,
+        heldout_last=own.last,
+        heldout_prompts=own.prompts,
+        heldout_failed=own.failed,
+        heldout_sets=ends,
         staleness_limit=staleness_limit,
         max_group_staleness=max(max(record.group_staleness, default=0) for record in steps),
         max_token_staleness=max(max(record.token_staleness, default=0) for record in steps),
@@ -325,6 +352,20 @@ def build_summary(
         restarts=restarts,
         lost_steps=sum(record.trained for record in lost),
     )
+
+
+def heldout_ends(evals: Sequence[EvalRecord]) -> dict[str, HeldoutEnds]:
+    """Returns the first and the last evaluation of each held-out set, by name."""
+    found: dict[str, HeldoutEnds] = {}
+    for name in dict.fromkeys(record.name for record in evals):
+        of_set = [record for record in evals if record.name == name]
+        found[name] = HeldoutEnds(
+            first=of_set[0].reward_mean,
+            last=of_set[-1].reward_mean if len(of_set) > 1 else None,
+            prompts=of_set[-1].prompts,
+            failed=of_set[-1].failed,
+        )
+    return found
 
 
 def ess_of_steps(records: Sequence[StepRecord]) -> tuple[float | None, float | None]:

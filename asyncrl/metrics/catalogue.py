@@ -425,7 +425,8 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         gauge(
             LEARNER,
             "asyncrl_learner_heldout_reward_mean",
-            "Mean reward of the last held-out evaluation.",
+            "Mean reward of the last evaluation on a held-out set (eval.sets); `heldout` is the one of every run.",
+            {"set": None},
             own_unit="reward",
         ),
     ),

@@ -173,9 +173,9 @@ class LearnerMetrics(ProcessMetrics):
         """Records the rows in the data plane after a step's own rows were cleared."""
         self._instruments.set("asyncrl_rows_outstanding", rows)
 
-    def heldout(self, reward_mean: float) -> None:
-        """Records the mean reward of a held-out evaluation."""
-        self._instruments.set("asyncrl_learner_heldout_reward_mean", reward_mean)
+    def heldout(self, name: str, reward_mean: float) -> None:
+        """Records the mean reward of an evaluation on the held-out set `name`."""
+        self._instruments.set("asyncrl_learner_heldout_reward_mean", reward_mean, set=name)
 
     def checkpoint_saved(self, *, step: int, duration_s: float, unix_time_s: float) -> None:
         """Records a complete checkpoint of the weights after `step` steps."""

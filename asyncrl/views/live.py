@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.metrics.state_colors import STATES
 from asyncrl.shown_text import shown
 from asyncrl.views.headline import Concern, Headline
@@ -36,6 +36,7 @@ class LiveView:
 
     `phase` is free text about the run's present activity. `rewards` are the mean rewards of the steps so far, oldest
     first; of many steps, some of them. `oldest_token_versions` is the largest staleness of a token in the last step.
+    `heldout` maps each held-out set to the rewards of its evaluations so far.
     `replica_versions` maps each replica to the step of its weights. `activity` is what the learner does at this moment.
     `learner_shares` and `generator_shares` are shares of recent time by state, which add up to 1. `headline` is the
     sentence below the numbers.
@@ -49,7 +50,7 @@ class LiveView:
     step: int = 0
     eta_s: float | None = None
     rewards: Sequence[float] = ()
-    heldout: Sequence[float] = ()
+    heldout: Mapping[str, Sequence[float]] = field(default_factory=dict)
     oldest_token_versions: int | None = None
     ess_ratio: float | None = None
     samples_per_s: float | None = None
@@ -183,11 +184,14 @@ def _progress(view: LiveView) -> RenderableType:
 
 
 def _heldout(view: LiveView) -> Text:
-    if not view.heldout:
-        return Text()
-    ends = [view.heldout[0], view.heldout[-1]] if len(view.heldout) > 1 else view.heldout
-    values = " → ".join(f"{value:.2f}" for value in ends)
-    return Text(f"  held out {values}{' at the start' if len(view.heldout) == 1 else ''}")
+    """Returns the first and the last reward of each held-out set."""
+    parts = []
+    for name, rewards in view.heldout.items():
+        ends = [rewards[0], rewards[-1]] if len(rewards) > 1 else rewards
+        values = " → ".join(f"{value:.2f}" for value in ends)
+        start = " at the start" if len(rewards) == 1 else ""
+        parts.append(f"  {'held out' if name == HELDOUT else name} {values}{start}")
+    return Text("".join(parts))
 
 
 def _data(view: LiveView) -> Text:

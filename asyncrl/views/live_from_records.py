@@ -52,7 +52,7 @@ def live_view(
         step=last.version_after,
         eta_s=(config.learner.total_steps - last.version_after) * span_s / done if done else None,
         rewards=[record.reward_mean for record in shown if record.reward_mean is not None],
-        heldout=[record.reward_mean for record in evals if record.reward_mean is not None],
+        heldout=_heldout(evals),
         oldest_token_versions=max(trained.token_staleness, default=0) if trained is not None else None,
         ess_ratio=last.ess_ratio,
         samples_per_s=sum(record.trained_samples for record in recent[1:]) / span_s if done else None,
@@ -74,3 +74,12 @@ def live_view(
         replica_versions={each.replica: each.version.step for each in status.replicas if each.version is not None},
         activity=f"learner {activity(status)}, last progress {duration(status.quiet_s)} ago",
     )
+
+
+def _heldout(evals: Sequence[EvalRecord]) -> dict[str, list[float]]:
+    """Returns the rewards of the evaluations of each held-out set, in order."""
+    found: dict[str, list[float]] = {}
+    for record in evals:
+        if record.reward_mean is not None:
+            found.setdefault(record.name, []).append(record.reward_mean)
+    return found

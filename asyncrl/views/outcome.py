@@ -6,19 +6,28 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncrl.config.schema import Config
-from asyncrl.learner.records import Summary
+from asyncrl.config.schema import HELDOUT, Config
+from asyncrl.learner.records import EvalRecord, HeldoutEnds, Summary
 
 
 def totals_lines(summary: Summary, *, total_steps: int) -> list[str]:
     """Returns lines about steps, held-out reward, staleness and dropped groups."""
     lines = []
-    if summary.steps < total_steps:
+    if summary.stop_reason is not None:
+        lines.append(f"{summary.stop_reason[:1].upper()}{summary.stop_reason[1:]}.")
+    elif summary.steps < total_steps:
         lines.append(f"Stopped at step {summary.steps} of {total_steps}.")
-    if summary.heldout_first is not None and summary.heldout_last is not None:
-        asked = summary.heldout_prompts + summary.heldout_failed
-        got = f" ({summary.heldout_prompts} of {asked} prompts)" if summary.heldout_failed else ""
-        lines.append(f"held-out reward {summary.heldout_first:.3f} → {summary.heldout_last:.3f}{got}")
+    own = HeldoutEnds(
+        first=summary.heldout_first,
+        last=summary.heldout_last,
+        prompts=summary.heldout_prompts,
+        failed=summary.heldout_failed,
+    )
+    for name, ends in {HELDOUT: own, **summary.heldout_sets}.items():
+        if ends.first is not None and ends.last is not None:
+            got = f" ({ends.prompts} of {ends.prompts + ends.failed} prompts)" if ends.failed else ""
+            of_set = "" if name == HELDOUT else f" of {name}"
+            lines.append(f"held-out reward{of_set} {ends.first:.3f} → {ends.last:.3f}{got}")
     lines.append(
         f"{summary.steps} steps in {summary.wall_s:.0f} s, oldest trained token {summary.max_token_staleness} versions "
         f"(limit {summary.staleness_limit}), {dropped_in_words(summary)}"
@@ -69,6 +78,16 @@ def weights_lines(weights: Path, *, config: Config) -> list[str]:
         f"  use them: vllm serve {weights}",
         f'       or   transformers.AutoModelForCausalLM.from_pretrained("{weights}")',
     ]
+
+
+def best_line(checkpoint: Path, record: EvalRecord) -> str:
+    """Returns the line that names the checkpoint with the highest held-out reward.
+
+    >>> best_line(Path("checkpoints/step-20"), EvalRecord(version=22, due=20, wall_s=9, prompts=8, reward_mean=0.5))
+    'best checkpoint: checkpoints/step-20 (held-out reward 0.500 at step 22)'
+    """
+    error = "" if record.reward_stderr is None else f" ± {record.reward_stderr:.3f}"
+    return f"best checkpoint: {checkpoint} (held-out reward {record.reward_mean:.3f}{error} at step {record.version})"
 
 
 def lines_to_go_on(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import cycle
 
+from asyncrl.config.schema import HELDOUT
 from asyncrl.learner.records import EvalRecord, Resumption, StepRecord, mean, state_shares
 from asyncrl.metrics import state_colors
 from asyncrl.metrics.numbers import charts
@@ -16,6 +17,8 @@ from asyncrl.views.charts import Mark, Series, line_chart, share_chart
 CURVE_POINTS = 300
 COLORS = ("blue", "green", "amber", "violet", "red")
 """Colours of the lines of a chart whose lines have the user's own names."""
+SET_COLORS = ("amber", "green", "violet", "red")
+"""Colours of held-out sets. The training curve beside them is blue."""
 SHARE_POINTS = 60
 
 Steps = Sequence[StepRecord]
@@ -40,8 +43,10 @@ def learning(steps: Steps, evals: Sequence[EvalRecord], *, marks: Sequence[Mark]
         Series(name="mean of a step", ys=rewards, color="blue", style="faint"),
         Series(name="training", ys=smooth(rewards), color="blue"),
     ]
-    if evals:
-        reward_lines.append(Series(name="held out", ys=_at_versions(evals, xs), color="amber", style="dots"))
+    for name, color in zip(dict.fromkeys(record.name for record in evals), cycle(SET_COLORS), strict=False):
+        of_set = [record for record in evals if record.name == name]
+        shown = "held out" if name == HELDOUT else f"held out: {name}"
+        reward_lines.append(Series(name=shown, ys=_at_versions(of_set, xs), color=color, style="dots"))
     figures = [draw("Reward", xs, reward_lines)]
     for title, field in (("Reward by part", "reward_parts"), ("Reward by component", "reward_components")):
         names = dict.fromkeys(name for record in steps for name in getattr(record, field))

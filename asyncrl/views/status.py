@@ -8,21 +8,27 @@ import msgspec
 
 from asyncrl.buffer.ledger import Event, Fate
 from asyncrl.common.roles import Role, RunState
+from asyncrl.config.schema import HELDOUT
 from asyncrl.coordinator.replicas import ReplicaReport, mean_states
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.learner.failures import in_words
-from asyncrl.learner.records import StepRecord, ess_of_steps
+from asyncrl.learner.records import EvalRecord, StepRecord, ess_of_steps, heldout_ends
 from asyncrl.views.headline import Bottleneck, Headline, bottleneck, failed_share, headline
 from asyncrl.views.run_facts import Setting, facts_of_steps, with_status
 
 
 def status_lines(
-    status: RunStatus, *, now: datetime, steps: Sequence[StepRecord] = (), setting: Setting | None = None
+    status: RunStatus,
+    *,
+    now: datetime,
+    steps: Sequence[StepRecord] = (),
+    evals: Sequence[EvalRecord] = (),
+    setting: Setting | None = None,
 ) -> list[str]:
     """Returns the status as lines of plain text.
 
-    `now` is the time of the status. `steps` are the run's records; with them, one line is the headline of the run since
-    its start.
+    `now` is the time of the status. `steps` and `evals` are the run's records; with them, one line is the headline of
+    the run since its start, and one has the rewards of each held-out set.
     """
     counts, account = status.counts, status.account
     lines = [
@@ -72,6 +78,7 @@ def status_lines(
         lines.append(
             f"effective sample size of the steps: mean {since.ess_ratio_mean:.3f}, lowest {since.ess_ratio_lowest:.3f}"
         )
+    lines += _heldout(evals)
     lines += [
         f"deployment {deployment.id}: pid {deployment.pid} on {deployment.host}" for deployment in status.deployments
     ]
@@ -79,15 +86,20 @@ def status_lines(
 
 
 def status_json(
-    status: RunStatus, *, now: datetime, steps: Sequence[StepRecord] = (), setting: Setting | None = None
+    status: RunStatus,
+    *,
+    now: datetime,
+    steps: Sequence[StepRecord] = (),
+    evals: Sequence[EvalRecord] = (),
+    setting: Setting | None = None,
 ) -> bytes:
     """Returns the buffer's status as JSON.
 
     The key `since_start` has what limits the run, from its records too. The key `as_of` has the time of the status,
-    ISO 8601.
+    ISO 8601. The key `heldout` has the rewards of the first and the last evaluation of each held-out set.
     """
-    since = since_start(status, steps, setting=setting)
-    return msgspec.json.encode(msgspec.to_builtins(status) | {"as_of": now, "since_start": since})
+    known = {"as_of": now, "since_start": since_start(status, steps, setting=setting), "heldout": heldout_ends(evals)}
+    return msgspec.json.encode(msgspec.to_builtins(status) | known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +151,16 @@ def _spent(report: ReplicaReport) -> str:
         return "starting"
     ordered = sorted(shares.items(), key=lambda item: -item[1])
     return "since the start: " + ", ".join(f"{state} {share:.0%}" for state, share in ordered if share >= 0.005)
+
+
+def _heldout(evals: Sequence[EvalRecord]) -> list[str]:
+    """Returns a line with the first and the last reward of each held-out set."""
+    lines = []
+    for name in dict.fromkeys(record.name for record in evals):
+        of_set = [record for record in evals if record.name == name and record.reward_mean is not None]
+        ends = [f"{each.reward_mean:.3f} (step {each.version})" for each in [*of_set[:1], *of_set[1:][-1:]]]
+        lines += [f"held-out reward{'' if name == HELDOUT else f' of {name}'}: {' → '.join(ends)}"] if ends else []
+    return lines
 
 
 def _failures(status: RunStatus) -> list[str]:

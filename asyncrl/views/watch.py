@@ -63,13 +63,16 @@ def watch(
         )
 
 
-def steps_of(run_dir: Path, status: RunStatus) -> Sequence[StepRecord]:
-    """Returns the records of the run with this status; none if its directory is not here, or is that of another run."""
+def records_of(run_dir: Path, status: RunStatus) -> tuple[Sequence[StepRecord], Sequence[EvalRecord]]:
+    """Returns the records of the steps and evaluations of the run with this status; none if its directory is not here,
+    or is that of another run."""
     try:
         here = _is_of(status, _info(run_dir))
     except RunError:
-        return []
-    return read_lines(run_dir / "steps.jsonl", StepRecord) if here else []
+        here = False
+    if not here:
+        return [], []
+    return read_lines(run_dir / "steps.jsonl", StepRecord), read_lines(run_dir / "evals.jsonl", EvalRecord)
 
 
 def presence(status: RunStatus) -> str:

@@ -131,7 +131,7 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
 def test_each_role_tries_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
     for trial in ("_try_scoring", "_try_loss", "_try_advantage"):
-        monkeypatch.setattr(before_start, trial, lambda config, trial=trial: tried.append(trial))
+        monkeypatch.setattr(before_start, trial, lambda *_, trial=trial: tried.append(trial))
     config = settings(f"environment.reward={OWN}:reward", f"algorithm.loss={OWN}:l", f"algorithm.advantage={OWN}:a")
     prepare(config, roles=[Role.GENERATOR])
     assert tried == ["_try_scoring"]

@@ -9,6 +9,7 @@ from made_up_run import TOTALS, make_step
 from written_runs import write_run
 
 from asyncrl.cli.options import print_outcome
+from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.schema import Config
 from asyncrl.learner.records import EvalRecord, Summary, build_summary
 from asyncrl.views.outcome import dropped_in_words
@@ -54,3 +55,25 @@ def test_held_out_prompts_that_got_no_reward_are_counted(tmp_path: Path, capsys:
     run = write_run(tmp_path, [make_step(0)])
     print_outcome(build_summary([make_step(0)], evals, TOTALS, staleness_limit=2), run, config=Config(), again=["up"])
     assert "held-out reward 0.250 → 0.500 (15 of 16 prompts)" in capsys.readouterr().out
+
+
+def test_a_run_that_an_evaluation_ended_says_so_and_names_its_best_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reason = "ended after step 1 of 200, because the evaluation heldout of step 1 has the reward 0.960"
+    run = write_run(tmp_path, [make_step(0)])
+    for file in (COMPLETE, f"hf/{COMPLETE}"):
+        (run / "checkpoints" / "step-1" / file).parent.mkdir(parents=True, exist_ok=True)
+        (run / "checkpoints" / "step-1" / file).touch()
+    record = EvalRecord(version=1, wall_s=9, prompts=8, reward_mean=0.96, reward_stderr=0.02)
+    (run / "evals.jsonl").write_bytes(msgspec.json.encode(record) + b"\n")
+    print_outcome(summary(stop_reason=reason), run, config=Config(), again=["up"])
+    printed = capsys.readouterr().out
+    assert "Ended after step 1 of 200, because the evaluation heldout of step 1 has the reward 0.960." in printed
+    assert "Stopped at step" not in printed
+    assert "continue training from them in a new run" in printed
+    assert "best checkpoint" not in printed, "without checkpoint.keep_best it is only the newest one"
+    keeping = Config.model_validate({"checkpoint": {"keep_best": 1}})
+    print_outcome(summary(), run, config=keeping, again=["up"])
+    best = f"best checkpoint: {run / 'checkpoints' / 'step-1'} (held-out reward 0.960 ± 0.020 at step 1)"
+    assert best in capsys.readouterr().out

@@ -168,6 +168,81 @@ _LIMITS = [
     (["data.path=x.jsonl"], ["data.dataset=jsonl", "data.path=x.jsonl"], "read only with"),
     (["data.options={a: 1}"], ["data.options={a: 1}", "data.dataset=mine:rows"], "environment.options"),
     (["data.heldout_fraction=0"], ["data.heldout_fraction=0", "eval.prompts=0"], "held-out questions"),
+    (
+        ["run.stop_when={reward: 0.9}"],
+        ["run.stop_when.reward=0.9", "eval.every_steps=20"],
+        "because eval.every_steps = 0; set it to a number of steps below learner.total_steps = 200",
+    ),
+    (
+        ["run.stop_when.reward=0.9", "eval.every_steps=200"],
+        ["run.stop_when.reward=0.9", "eval.every_steps=199"],
+        "is not below learner.total_steps = 200",
+    ),
+    (
+        ["run.stop_when.reward=0.9", "eval.every_steps=20", "eval.prompts=0"],
+        ["eval.every_steps=20", "eval.prompts=0"],
+        "because eval.prompts = 0; raise eval.prompts",
+    ),
+    (
+        ["run.stop_when={eval: math, reward: 0.9}", "eval.every_steps=20"],
+        ["run.stop_when={eval: heldout, reward: 0.9}", "eval.every_steps=20"],
+        "there is no such held-out set; the sets are heldout",
+    ),
+    (
+        ["checkpoint.keep_best=1"],
+        ["checkpoint.keep_best=1", "eval.every_steps=20"],
+        "because eval.every_steps = 0; set eval.every_steps",
+    ),
+    (
+        ["checkpoint.keep_best=1", "eval.every_steps=20", "checkpoint.every_steps=0"],
+        ["checkpoint.keep_best=0", "eval.every_steps=20", "checkpoint.every_steps=0"],
+        "because checkpoint.every_steps = 0",
+    ),
+    (
+        ["checkpoint.keep_best=1", "eval.every_steps=20", "checkpoint.every_steps=30"],
+        ["checkpoint.keep_best=1", "eval.every_steps=20", "checkpoint.every_steps=10"],
+        "neither of checkpoint.every_steps = 30 and eval.every_steps = 20 is a multiple of the other",
+    ),
+    (
+        ["checkpoint.keep_best=1", "eval.every_steps=20", "eval.prompts=0"],
+        ["checkpoint.keep_best=1", "eval.every_steps=20", "eval.prompts=1"],
+        "there would be no evaluation, because eval.prompts = 0; raise eval.prompts",
+    ),
+    (
+        ["checkpoint.keep_best=1", "eval.every_steps=20", "checkpoint.best_eval=sums"],
+        [
+            "checkpoint.keep_best=1",
+            "eval.every_steps=20",
+            "checkpoint.best_eval=sums",
+            "eval.sets.sums={environment: {reward: exact_match}, prompts: 3}",
+        ],
+        "there is no such held-out set; the sets are heldout",
+    ),
+    (
+        ["eval.sets.heldout={data: {prompt_template: '{question} '}}"],
+        ["eval.sets.sums.environment={reward: math_verify}"],
+        "is the name of the questions of the run's own dataset",
+    ),
+    (
+        ["eval.sets.sums={samples: 4}"],
+        ["eval.sets.sums={environment: {reward: exact_match}, samples: 4}"],
+        "would be the set heldout again",
+    ),
+    (
+        ["eval.sets.sums={environment: {reward: exact_match}}", "eval.prompts=0"],
+        ["eval.sets.sums={environment: {reward: exact_match}, prompts: 3}", "eval.prompts=0"],
+        "eval.sets.sums.prompts: is needed, because eval.prompts = 0",
+    ),
+    (
+        ["eval.sets.sums={data: {prompt_template: '{question} ', heldout_fraction: 0.5}}"],
+        ["eval.sets.sums={data: {prompt_template: '{question} '}}", "data.heldout_fraction=0.5"],
+        "eval.sets.sums.data.heldout_fraction = 0.5: has no effect",
+    ),
+    (
+        ["eval.sets.sums={data: {dataset: jsonl}}"],
+        ["eval.sets.sums={data: {dataset: jsonl, path: x.jsonl}}"],
+        "eval.sets.sums: data.dataset = jsonl: needs data.path",
+    ),
 ]
 
 

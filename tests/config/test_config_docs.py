@@ -17,9 +17,9 @@ def _keys(tree: dict[str, object], prefix: str = "") -> set[str]:
 
 
 def _rows() -> dict[str, str]:
-    """Returns the row of each key. The keys of the mappings in a list are left out, because no configuration has a
-    default for them."""
-    lists = ("data.few_shot.", "data.mixture.", "environment.rewards.")
+    """Returns the row of each key. The keys of the mappings in a list, or in a mapping by names, are left out, because
+    no configuration has a default for them."""
+    lists = ("data.few_shot.", "data.mixture.", "environment.rewards.", "eval.sets.")
     rows = {line.split("`")[1]: line for line in docs.page().splitlines() if line.startswith("| `")}
     assert all(any(key.startswith(each) for key in rows) for each in lists)
     return {key: line for key, line in rows.items() if not key.startswith(lists)}
@@ -31,7 +31,7 @@ def test_the_page_on_disk_is_what_the_schema_says() -> None:
 
 def test_every_key_has_a_row_with_a_meaning() -> None:
     rows = _rows()
-    everything = load_config([], ["model.tiny={}", "model.lora={}", "critic={}"])
+    everything = load_config([], ["model.tiny={}", "model.lora={}", "critic={}", "run.stop_when.reward=1"])
     assert rows.keys() == _keys(everything.model_dump(mode="json"))
     assert all(len(row.split(" | ")[3]) > 10 for row in rows.values())
 
@@ -67,7 +67,7 @@ def test_the_schema_documents_every_section() -> None:
 
 def test_a_star_marks_what_each_deployment_of_a_run_may_have_of_its_own() -> None:
     keys = {key: "` ★ |" in line for key, line in _rows().items()}
-    config = load_config([], ["model.tiny={}", "model.lora={}", "critic={}"])
+    config = load_config([], ["model.tiny={}", "model.lora={}", "critic={}", "run.stop_when.reward=1"])
     assert {key for key, starred in keys.items() if not starred} == shared_config(config).keys()
     assert keys["generator.tensor_parallel_size"]
     assert not keys["learner.group_size"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import Config, EvalSection, RunSection
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.demo.tiny_model import build_tokenizer
@@ -51,12 +51,35 @@ def test_prompts_that_are_too_long_are_left_out_of_both_parts(model: Path) -> No
     assert found == Prompts(train=loaded.train[1:], heldout=loaded.heldout[:1])
 
 
+def test_the_prompts_of_a_named_set_are_measured_too(model: Path) -> None:
+    sets = EvalSection.model_validate({"sets": {"hard": {"data": {"dataset": "jsonl", "path": "hard.jsonl"}}}})
+    loaded = Prompts(train=tasks(SHORT), heldout=tasks(SHORT), sets={"hard": tasks(SHORT, LONG)})
+    skips = settings(model, on_bad_row="refuse").model_copy(update={"eval": sets})
+    with pytest.raises(DatasetError, match=r"hard\.jsonl, row 2: the prompt 'abcd>' has 5 tokens"):
+        fitting(skips, loaded)
+    hard = sets.sets["hard"].data
+    assert hard is not None
+    lenient = hard.model_copy(update={"on_bad_row": "skip"})
+    whole = {"hard": sets.sets["hard"].model_copy(update={"data": lenient})}
+    found = fitting(skips.model_copy(update={"eval": sets.model_copy(update={"sets": whole})}), loaded)
+    assert found.sets == {"hard": loaded.sets["hard"][:1]}
+
+
 @pytest.mark.parametrize("side", ["train", "heldout"])
 @pytest.mark.fault("F33")
 def test_a_prompt_that_is_too_long_ends_the_start_with_its_row(model: Path, side: str) -> None:
     loaded = Prompts(train=tasks(SHORT), heldout=tasks(SHORT))._replace(**{side: tasks(SHORT, LONG)})
     with pytest.raises(DatasetError, match=r"row 2: the prompt 'abcd>' has 5 tokens, but must have 1 to 4 "):
         fitting(settings(model), loaded)
+
+
+def test_a_run_that_ends_at_a_held_out_reward_needs_held_out_prompts(model: Path) -> None:
+    ends = settings(model).model_copy(update={"run": RunSection.model_validate({"stop_when": {"reward": 0.9}})})
+    with pytest.raises(
+        DatasetError, match=r"run\.stop_when: the hash of the questions holds out none of data\.dataset"
+    ):
+        fitting(ends, Prompts(train=tasks(SHORT), heldout=()))
+    assert fitting(ends, Prompts(train=tasks(SHORT), heldout=tasks(SHORT))).heldout == tasks(SHORT)
 
 
 def test_the_real_tokenizer_is_loaded_only_for_prompts_whose_length_is_in_doubt(
@@ -71,9 +94,9 @@ def test_the_real_tokenizer_is_loaded_only_for_prompts_whose_length_is_in_doubt(
     monkeypatch.setattr(inputs, "load_tokenizer", noted)
     short, doubtful = tasks("a>"), tasks("abc>")
     config = settings(model, on_bad_row="skip")
-    assert fitting(config, Prompts(train=short, heldout=short)) == (short, short)
+    assert fitting(config, Prompts(train=short, heldout=short)) == Prompts(train=short, heldout=short)
     assert loads == []
-    assert fitting(config, Prompts(train=doubtful, heldout=doubtful)) == (doubtful, doubtful)
+    assert fitting(config, Prompts(train=doubtful, heldout=doubtful)) == Prompts(train=doubtful, heldout=doubtful)
     assert loads == [str(model)], "once for both parts"
     (model / "tokenizer.json").rename(model / "other.json")
     monkeypatch.setattr(inputs, "load_tokenizer", lambda *_, **__: build_tokenizer(max_length=16))

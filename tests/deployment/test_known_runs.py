@@ -22,6 +22,7 @@ from asyncrl.deployment import cluster
 from asyncrl.deployment.known_runs import (
     address_of,
     as_it_is,
+    best_checkpoint,
     check_there,
     dead_runs,
     ended_run,
@@ -32,7 +33,7 @@ from asyncrl.deployment.known_runs import (
     read_info,
 )
 from asyncrl.errors import RunError
-from asyncrl.learner.records import RunInfo
+from asyncrl.learner.records import EvalRecord, RunInfo
 
 
 def record(folder: Path, name: str, **changed: Any) -> Path:
@@ -132,6 +133,24 @@ def test_a_run_that_died_says_how_far_it_came_and_where_its_newest_weights_are(t
     assert found is not None
     assert found.state == "died"
     assert found.finished is not None
+
+
+def test_the_best_checkpoint_is_the_complete_one_with_the_highest_reward(tmp_path: Path) -> None:
+    path, _ = dead_run(tmp_path, steps=3)
+    for step in (1, 2, 3):
+        (path / "checkpoints" / f"step-{step}").mkdir(parents=True)
+        if step < 3:
+            (path / "checkpoints" / f"step-{step}" / COMPLETE).touch()
+    assert best_checkpoint(tmp_path / "nowhere") is None
+    (path / "evals.jsonl").write_bytes(
+        b"".join(
+            msgspec.json.encode(EvalRecord(version=step, wall_s=1, prompts=8, reward_mean=reward)) + b"\n"
+            for step, reward in ((1, 0.5), (2, 0.25), (3, 0.75))
+        )
+    )
+    best = best_checkpoint(path)
+    assert best is not None
+    assert (best[0], best[1].reward_mean) == (path / "checkpoints" / "step-1", 0.5)
 
 
 def read_total_steps(path: Path) -> int:

@@ -466,6 +466,23 @@ async def test_a_run_is_stopped_when_it_was_asked_to_end_before_its_last_step(
     assert (info["state"], info["exit_reason"]) == (stopped if trained == 1 else ("finished", "done"))
 
 
+@pytest.mark.asyncio
+async def test_a_run_that_an_evaluation_ended_is_finished_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
+
+    async def train(*_: object) -> RunTotals:
+        return msgspec.structs.replace(TOTALS, stop_reason="ended after step 1 of 200, because …")
+
+    with RunDir.create(config) as run:
+        deployment = deployment_without_ray(run, config, monkeypatch, train=train, steps=[make_step(0)])
+        await deployment.run(asyncio.Event())
+    info = json.loads((run.path / "run.json").read_bytes())
+    assert (info["state"], info["exit_reason"]) == ("finished", "ended after step 1 of 200, because …")
+    assert json.loads((run.path / "summary.json").read_bytes())["stop_reason"] == info["exit_reason"]
+
+
 def listed(run: RunDir) -> list[str]:
     """Returns the endpoints in the run's metrics/targets.json."""
     return [target for group in json.loads(run.targets_path.read_bytes()) for target in group["targets"]]

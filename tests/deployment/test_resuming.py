@@ -90,6 +90,16 @@ def test_weights_of_lost_steps_make_room_for_the_checkpoint_of_the_same_step(tmp
         save(again, 5)
 
 
+def test_the_evaluation_of_a_checkpoint_stays_with_it_although_its_weights_were_newer(tmp_path: Path) -> None:
+    with RunDir.create(config_in(tmp_path)) as run:
+        for version, due in ((0, None), (4, 3), (5, None)):
+            run.append_eval(EvalRecord(version=version, due=due, wall_s=1, prompts=8, reward_mean=0.5))
+        save(run, 3)
+        run.stopped("asked to end by a signal")
+    with RunDir.create(config_in(tmp_path)) as again:
+        assert [record.version for record in read_lines(again.path / "evals.jsonl", EvalRecord)] == [0, 4]
+
+
 @pytest.mark.fault("F6")
 def test_records_of_steps_that_are_lost_are_taken_out_and_kept_apart(tmp_path: Path) -> None:
     first = interrupted(tmp_path, steps=5, saved=3)

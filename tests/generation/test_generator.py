@@ -453,7 +453,8 @@ async def test_a_heldout_question_whose_reward_fails_does_not_spoil_the_others()
 
         pool.scorer.score = picky  # type: ignore[method-assign]
         coordinator = CoordinatorClient.in_process(pool.coordinator)
-        rewards = await evaluate(TASKS[:3], rollouts=pool.rollouts["a"], coordinator=coordinator, at_once=2)
+        how = pool.config.eval.each_set()["heldout"]
+        rewards = await evaluate(TASKS[:3], how=how, rollouts=pool.rollouts["a"], coordinator=coordinator, at_once=2)
         assert [isinstance(reward, Failure) for reward in rewards] == [False, True, False]
         assert rewards[1] == Failure(
             failure_class=FailureClass.DATA,

@@ -138,7 +138,7 @@ async def test_a_held_out_question_whose_reward_failed_has_no_reward_whatever_be
     scorer.fail_first = True
     task = Task(question="q", prompt="q", answer="a")
     with pytest.raises(DataError, match="the reward raised"):
-        await rollouts.answers(task)
+        await rollouts.answers(task, config.eval.each_set()["heldout"], number=0)
     ticket = Ticket(group=3, attempt=1, task=task, seed=0, version=Version(1, 7), max_staleness_versions=2, replica="a")
     if on_error == "fail":
         with pytest.raises(DataError, match="the reward raised"):

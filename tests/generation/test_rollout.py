@@ -131,7 +131,9 @@ async def test_a_prompt_that_leaves_no_room_or_says_nothing_is_a_data_failure(pr
         config=config, engine=None, tokenizer=Tokenizer(), scorer=LengthScorer(), replica="a"
     )  # type: ignore[arg-type]  # fmt: skip
     with pytest.raises(DataError, match="must have 1 to 7;"):
-        await rollouts.answers(Task(question="q", prompt=prompt, answer=""))
+        await rollouts.answers(
+            Task(question="q", prompt=prompt, answer=""), config.eval.each_set()["heldout"], number=0
+        )
 
 
 @pytest.mark.asyncio

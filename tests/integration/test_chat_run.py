@@ -49,6 +49,7 @@ def test_a_chat_model_trains_on_conversations_with_two_rewards(tmp_path: Path) -
         "eval.prompts=8",
         "eval.every_steps=1",
         "eval.samples=2",
+        "eval.sets.exact={environment: {reward: exact_match}, prompts: 4, samples: 1}",
     ]
     load_config([RECIPE], overrides)
     command = Command(["up", "-c", str(RECIPE), *overrides], log=tmp_path / "log", environment={})
@@ -79,7 +80,12 @@ def test_a_chat_model_trains_on_conversations_with_two_rewards(tmp_path: Path) -
     assert ledger["filtered"] >= 1, "a random model gives most groups equal rewards"
     summary = json.loads((run / "summary.json").read_bytes())
     assert summary["ledger_closed"]
-    evaluations = read_lines(run / "evals.jsonl", EvalRecord)
+    records = read_lines(run / "evals.jsonl", EvalRecord)
+    evaluations = [record for record in records if record.name == "heldout"]
+    exact = [record for record in records if record.name == "exact"]
+    assert [record.step for record in exact] == [record.step for record in evaluations], "all sets, each time"
+    assert {(each.prompts, each.failed, each.samples) for each in exact} == {(4, 0, 1)}, "with a reward of its own"
+    assert summary["heldout_sets"].keys() == {"exact"}
     assert len(evaluations) >= 3, "one at each end, and at least one beside training"
     assert (evaluations[0].version, evaluations[-1].version) == (0, STEPS)
     for evaluation in evaluations:

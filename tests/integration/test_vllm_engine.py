@@ -1,6 +1,8 @@
 """vLLM keeps the engine's contract, loads weights exactly, and survives an update that stopped in the middle."""
 
 import asyncio
+import itertools
+import statistics
 import urllib.request
 from collections.abc import Awaitable, Callable
 from contextlib import closing
@@ -8,15 +10,23 @@ from contextlib import closing
 import msgspec
 import pytest
 import torch
+from conftest import small_config
 from engine_contract import CONTRACT, MAX_TOKENS, PARITY_NATS, PROMPT
 from local_weights import staged
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM
 
+from asyncrl.buffer.attempts import seed_of_group
 from asyncrl.common.version import Version
+from asyncrl.config.parts import all_configs
+from asyncrl.data.prompts import Task
+from asyncrl.data.tokenizer import load_tokenizer
+from asyncrl.deployment.model_evaluation import evaluate_set, heldout_tasks
+from asyncrl.environments.part_scorers import PartScorers
 from asyncrl.errors import InfraError, TornReplica
 from asyncrl.generation.interfaces import Completion
 from asyncrl.generation.model_parameters import expected_parameters
+from asyncrl.generation.rollout import Rollouts
 from asyncrl.generation.vllm_engine import VLLMEngine
 from asyncrl.metrics.recorders import GeneratorMetrics
 from asyncrl.metrics.server import MetricsServer
@@ -183,6 +193,41 @@ async def test_vllms_own_metrics_are_on_the_generators_port_beside_ours(engine: 
     assert generated == len(completion.token_ids) > 0
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total")
     assert {f"vllm:{name}" for name in names} <= set(after), "the dashboards need these metrics"
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_pass_at_k_of_an_evaluation_is_that_of_vllm_with_the_same_seeds(
+    engine: VLLMEngine, model_path: str
+) -> None:
+    from vllm import SamplingParams  # after the fixture has set the environment of vLLM
+    from vllm.inputs import tokens_input
+    from vllm.sampling_params import RequestOutputKind
+
+    await engine.load(*Trainer(model_path).publication(90))  # the model as it was built, which answers some questions
+    config = small_config(model_path, "eval.samples=4", "eval.prompts=24", "generator.seeded=true", "run.seed=3")
+    tokenizer, tasks = load_tokenizer(model_path), heldout_tasks(config)["heldout"]
+    assert len(tasks) == 24
+    scorer = PartScorers(all_configs(config))
+    try:
+        rollouts = Rollouts(config=config, engine=engine, tokenizer=tokenizer, scorer=scorer, replica="eval")
+        result = await evaluate_set("heldout", tasks, rollouts=rollouts, config=config)
+    finally:
+        await scorer.close()
+
+    async def direct(number: int, task: Task) -> list[bool]:
+        seed = seed_of_group(3, number, group_size=4)
+        kind = RequestOutputKind.FINAL_ONLY
+        parameters = SamplingParams(n=4, seed=seed, temperature=1.0, max_tokens=10, output_kind=kind)
+        prompt = tokens_input(tokenizer(task.prompt, add_special_tokens=False)["input_ids"])
+        async for output in engine._llm.generate(prompt, parameters, f"direct-{number}"):
+            final = output
+        return [each.text == task.answer for each in final.outputs]
+
+    passed = await asyncio.gather(*[direct(number, task) for number, task in enumerate(tasks)])
+    for k in (1, 2, 4):
+        of_prompts = [statistics.fmean(map(any, itertools.combinations(each, k))) for each in passed]
+        assert result.pass_at[k] == pytest.approx(statistics.fmean(of_prompts)), k
+    assert 0 < result.pass_at[1] < result.pass_at[4] < 1, "the model is right sometimes, so the test can fail"
 
 
 def samples_at(url: str) -> dict[str, float]:

@@ -337,9 +337,12 @@ def skipped() -> StepReport:
 
 
 class Scene:
-    """A learner's loop with all of its parts. `settings` are sections of the configuration."""
+    """A learner's loop with all of its parts. `settings` are sections of the configuration, `sets` the tasks of named
+    held-out sets."""
 
-    def __init__(self, *, log: RunLog | None = None, **settings: Any) -> None:
+    def __init__(
+        self, *, log: RunLog | None = None, sets: Mapping[str, Sequence[Task]] | None = None, **settings: Any
+    ) -> None:
         defaults: dict[str, Any] = {
             "learner": {"groups_per_step": GROUPS_PER_STEP, "group_size": GROUP_SIZE, "total_steps": 3},
             "staleness": {"max_versions": 1},
@@ -371,7 +374,7 @@ class Scene:
         self.slow_saves = False
         self.heldout = HeldoutEvaluation(
             config=self.config,
-            tasks=HELDOUT,
+            tasks={"heldout": HELDOUT, **(sets or {})},
             coordinator=self.client,
             replicas=self,
             log=log or self.log,
@@ -424,7 +427,7 @@ class Scene:
         await self._heartbeat(replica)
 
     async def evaluate(
-        self, actor: str, tasks: Sequence[Task], *, share: float = 1.0
+        self, actor: str, tasks: Sequence[Task], *, name: str, share: float = 1.0
     ) -> tuple[Version | None, list[HeldoutAnswer]]:
         if actor in self.ended:
             raise ActorGone(f"replica {actor} has ended")

@@ -6,6 +6,7 @@ import logging
 import math
 import shutil
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import learner_scenes
@@ -46,6 +47,20 @@ async def test_one_is_written_every_so_many_steps_and_at_the_end_and_the_newest_
     assert (shown(run, "_policy_version"), shown(run, "_interval_versions")) == (5, 2)
     states = run.metrics.registry.get_sample_value("asyncrl_learner_state_seconds_total", {"state": "checkpoint"})
     assert states == 3 * 0.5 + 2.0, "training waits for the copies, and the end of the run for the last file"
+
+
+@pytest.mark.asyncio
+async def test_the_best_ones_stay_besides_the_newest() -> None:
+    run, asked = scene(every_steps=1, keep=1), list[list[int]]()
+
+    def best(steps: Sequence[int]) -> set[int]:
+        asked.append(list(steps))
+        return {1, 2} if len(asked) < 4 else {2}
+
+    run.checkpoints._best = best
+    await run.run()
+    assert asked == [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4], [2, 4, 5]], "from the fourth on, 1 and 3 are not kept"
+    assert left(run) == ["step-2", "step-5"]
 
 
 @pytest.mark.asyncio

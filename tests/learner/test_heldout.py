@@ -86,7 +86,7 @@ async def test_an_evaluation_is_repeated_on_another_replica_than_the_one_that_fa
     for replica in ("a", "b"):
         await scene.deliver(Version(1, 0), replica=replica)
 
-    async def evaluate(actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[Answer]]:
+    async def evaluate(actor: str, tasks: Sequence[Task], *, name: str) -> tuple[Version | None, list[Answer]]:
         asked.append(actor)
         if len(asked) == 2:
             raise ActorUnreachable("the replica cannot be reached at the moment")
@@ -123,7 +123,7 @@ async def scene_with(*answers: list[float | Failure]) -> Scene:
     scene, left = Scene(), list(answers)
     await scene.deliver(Version(1, 0))
 
-    async def evaluate(actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[Answer]]:
+    async def evaluate(actor: str, tasks: Sequence[Task], *, name: str) -> tuple[Version | None, list[Answer]]:
         return Version(1, 0), [each if isinstance(each, Failure) else (each,) for each in left.pop(0)]
 
     scene.evaluate = evaluate  # type: ignore[method-assign]
@@ -166,15 +166,16 @@ async def test_a_first_evaluation_that_takes_too_long_ends_the_run_and_a_later_o
     scene = await scene_with([1.0, 1.0])
     evaluate = scene.evaluate
 
-    async def late(actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[Answer]]:
+    async def late(actor: str, tasks: Sequence[Task], *, name: str) -> tuple[Version | None, list[Answer]]:
         raise CallTimeout("held-out evaluation took longer than 120 s")
 
     scene.evaluate = late  # type: ignore[method-assign]
     with pytest.raises(RunError) as raised:
         await scene.heldout.evaluate(Version(1, 0), actor="a")
-    assert "held-out evaluation of step 0: 4 prompts (eval.prompts) took longer than eval.timeout_s = 120 s" in str(
-        raised.value
-    )
+    assert (
+        "held-out evaluation of step 0: 4 prompts (eval.prompts) × 1 completions (eval.samples) took longer than "
+        "eval.timeout_s = 120 s"
+    ) in str(raised.value)
     assert "environment.score_workers" in str(raised.value)
     scene.evaluate = evaluate  # type: ignore[method-assign]
     await scene.heldout.evaluate(Version(1, 0), actor="a")
@@ -192,7 +193,7 @@ async def test_the_first_evaluation_of_a_resumed_run_does_not_end_it(
 ) -> None:
     scene = Scene()
 
-    async def evaluate(actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[Answer]]:
+    async def evaluate(actor: str, tasks: Sequence[Task], *, name: str) -> tuple[Version | None, list[Answer]]:
         if answer == "late":
             raise CallTimeout("held-out evaluation took longer than 120 s")
         return Version(1, 5), [FAILURE] * 4
@@ -221,3 +222,89 @@ async def test_a_last_evaluation_without_a_replica_is_left_out_and_the_weights_a
     assert [record.version for record in scene.log.evals] == [0]
     assert scene.trainer.saved == ["step-3"]
     assert "held-out evaluation of step 3 is left out: no live replica" in caplog.text
+
+
+SUMS = [Task(question=f"s{index}", prompt=f"s{index}", answer="a") for index in range(9)]
+
+
+@pytest.mark.asyncio
+async def test_every_set_is_evaluated_each_time_as_it_says() -> None:
+    sets = {"sums": {"environment": {"reward": "math_verify"}, "prompts": 3, "samples": 2, "pass_reward": 0.5}}
+    scene = Scene(sets={"sums": SUMS}, eval={"every_steps": 2, "sets": sets}, learner={"total_steps": 4})
+    asked = list[tuple[str, int, float]]()
+
+    async def evaluate(
+        actor: str, tasks: Sequence[Task], *, name: str, share: float = 1.0
+    ) -> tuple[Version | None, list[Answer]]:
+        asked.append((name, len(tasks), share))
+        return scene.loaded, [(0.5, 0.0) if name == "sums" else (0.25,) for _ in tasks]
+
+    scene.evaluate = evaluate  # type: ignore[method-assign]
+    await scene.run()
+    assert asked == [
+        (name, prompts, share) for share in (1, 0.25, 1) for name, prompts in (("heldout", 4), ("sums", 3))
+    ]
+    assert [(record.name, record.step) for record in scene.log.evals] == [
+        (name, step) for step in (0, 2, 4) for name in ("heldout", "sums")
+    ]
+    own, sums = scene.log.evals[:2]
+    assert (own.reward_mean, own.samples, own.pass_at) == (0.25, 1, {})
+    assert (sums.reward_mean, sums.samples, sums.pass_at, sums.prompts) == (0.25, 2, {1: 0.5, 2: 1.0}, 3)
+    value = scene.metrics.registry.get_sample_value
+    assert [value("asyncrl_learner_heldout_reward_mean", {"set": name}) for name in ("heldout", "sums")] == [0.25] * 2
+
+
+@pytest.mark.asyncio
+async def test_a_set_that_fails_is_named_and_the_others_are_evaluated(caplog: pytest.LogCaptureFixture) -> None:
+    sets = {"sums": {"environment": {"reward": "math_verify"}}}
+    scene = Scene(sets={"sums": SUMS}, eval={"sets": sets})
+    scene.loaded = Version(1, 2)
+    await scene._heartbeat()
+
+    async def evaluate(
+        actor: str, tasks: Sequence[Task], *, name: str, share: float = 1.0
+    ) -> tuple[Version | None, list[Answer]]:
+        if name == "heldout":
+            raise CallTimeout("it took longer than 120 s")
+        return Version(1, 2), [FAILURE, *[(1.0,)] * (len(tasks) - 1)]
+
+    scene.evaluate = evaluate  # type: ignore[method-assign]
+    await scene.heldout.evaluate_beside(Version(1, 2))
+    assert [(record.name, record.prompts, record.failed) for record in scene.log.evals] == [("sums", 3, 1)]
+    late, some = [entry.getMessage() for entry in caplog.records]
+    assert late.startswith("held-out evaluation of step 2 is left out")
+    assert some.startswith("evaluation on the set sums of step 2: 1 of 4 prompts got no reward")
+
+
+@pytest.mark.asyncio
+async def test_a_named_set_alone_is_evaluated_too_and_may_end_the_run() -> None:
+    sets = {"sums": {"environment": {"reward": "math_verify"}, "prompts": 3}}
+    scene = Scene(
+        sets={"sums": SUMS},
+        eval={"prompts": 0, "every_steps": 2, "sets": sets},
+        learner={"total_steps": 50},
+        run={"stop_when": {"eval": "sums", "reward": 0.25}},
+    )
+    totals = await scene.run()
+    assert {record.name for record in scene.log.evals} == {"sums"}
+    assert "because the evaluation sums of step" in (totals.stop_reason or "")
+
+
+@pytest.mark.asyncio
+async def test_the_reward_of_another_set_does_not_end_the_run() -> None:
+    sets = {"sums": {"environment": {"reward": "math_verify"}}}
+    scene = Scene(
+        sets={"sums": SUMS},
+        eval={"every_steps": 2, "sets": sets},
+        learner={"total_steps": 5},
+        run={"stop_when": {"eval": "sums", "reward": 0.5}},
+    )
+
+    async def evaluate(
+        actor: str, tasks: Sequence[Task], *, name: str, share: float = 1.0
+    ) -> tuple[Version | None, list[Answer]]:
+        return scene.loaded, [(0.25 if name == "sums" else 1.0,)] * len(tasks)
+
+    scene.evaluate = evaluate  # type: ignore[method-assign]
+    totals = await scene.run()
+    assert (len(scene.log.steps), totals.stop_reason) == (5, None)

@@ -97,9 +97,9 @@ async def test_state_seconds_add_up_and_an_evaluation_is_no_wait_for_groups() ->
     scene = Scene()
     evaluate = scene.evaluate
 
-    async def slow(*arguments: Any) -> Any:
+    async def slow(*arguments: Any, **options: Any) -> Any:
         scene.clock.now_s += 10.0
-        return await evaluate(*arguments)
+        return await evaluate(*arguments, **options)
 
     scene.evaluate = slow  # type: ignore[method-assign]
     await scene.run()

@@ -13,6 +13,7 @@ from asyncrl.errors import RunError
 from asyncrl.learner.record_lines import read_lines
 from asyncrl.learner.records import (
     EvalRecord,
+    HeldoutEnds,
     StepRecord,
     Summary,
     build_summary,
@@ -53,7 +54,7 @@ def test_the_summary_has_exactly_the_promised_keys() -> None:
         "groups_failed", "heldout_prompts", "heldout_failed",
         "ledger_closed", "rows_outstanding", "weight_updates", "mid_sequence_updates", "parity_max_nats",
         "generator_busy_ratio", "learner_busy_ratio", "generated_tokens", "trained_tokens",
-        "ess_ratio_mean", "ess_ratio_lowest", "restarts", "lost_steps",
+        "ess_ratio_mean", "ess_ratio_lowest", "restarts", "lost_steps", "stop_reason", "heldout_sets",
     }  # fmt: skip
 
 
@@ -109,6 +110,18 @@ def test_one_evaluation_is_the_first_and_not_the_last() -> None:
     evals = [EvalRecord(version=0, wall_s=9, prompts=8, reward_mean=0.4)]
     summary = build_summary([step(0)], evals, TOTALS, staleness_limit=2)
     assert (summary.heldout_first, summary.heldout_last) == (0.4, None)
+
+
+def test_each_held_out_set_has_its_own_ends() -> None:
+    evals = [
+        EvalRecord(name=name, version=version, wall_s=9, prompts=8, failed=version, reward_mean=reward)
+        for version, name, reward in ((0, "heldout", 0.4), (0, "sums", 0.1), (2, "heldout", 0.6), (2, "sums", 0.9))
+    ]
+    summary = build_summary([step(0)], evals, TOTALS, staleness_limit=2)
+    assert (summary.heldout_first, summary.heldout_last) == (0.4, 0.6)
+    assert summary.heldout_sets == {"sums": HeldoutEnds(first=0.1, last=0.9, prompts=8, failed=2)}
+    first = build_summary([step(0)], evals[:2], TOTALS, staleness_limit=2)
+    assert first.heldout_sets == {"sums": HeldoutEnds(first=0.1, last=None, prompts=8)}
 
 
 def test_a_run_of_one_step_counts_from_the_start() -> None:

@@ -35,7 +35,7 @@ def learner() -> LearnerMetrics:
     metrics.numbers({number.name: 0.9 for number in NUMBERS})
     metrics.staleness(groups={0: 10, 2: 6}, tokens={0: 500, 1: 100, 2: 40}, in_flight={1: 6}, in_buffer={0: 12, 1: 4})
     metrics.rows_outstanding(3)
-    metrics.heldout(0.41)
+    metrics.heldout("heldout", 0.41)
     metrics.checkpoint_saved(step=10, duration_s=4.0, unix_time_s=1.7e9)
     metrics.checkpoint_staged(0.5)
     metrics.checkpoint_postponed()

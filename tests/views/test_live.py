@@ -35,7 +35,7 @@ def view(step: int = 80, **changed: Any) -> LiveView:
         "step": step,
         "eta_s": 62.0,
         "rewards": (0.4, 0.5, 0.625),
-        "heldout": (0.38,),
+        "heldout": {"heldout": (0.38,), "sums": (0.25, 0.5)},
         "oldest_token_versions": 1,
         "ess_ratio": 0.967,
         "samples_per_s": 213.0,
@@ -67,6 +67,7 @@ def test_the_panel_shows_everything_that_is_known() -> None:
     text = shown(view())
     for words in (
         "quickstart", "training", "1 min 15 s", "80 of 200", "1 min 2 s left", "0.625", "held out 0.38",
+        "sums 0.25 → 0.50",
         "at most 1 versions old, limit 2", "97%", "213 samples/s", "1.13k tokens/s", "16 reserved, 9 ready, 16 leased",
         "41 of 48 slots", "waiting for groups 30%", "generating 90%", "The learner waits for groups 30 %",
     ):  # fmt: skip

@@ -19,7 +19,7 @@ from asyncrl.cli.main import app
 from asyncrl.config.schema import Config
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import FailureClass, RunError
-from asyncrl.learner.records import Resumption, state_shares
+from asyncrl.learner.records import EvalRecord, Resumption, state_shares
 from asyncrl.views import report_staleness
 from asyncrl.views.charts import Series
 from asyncrl.views.report import read_run, report_html, write_report
@@ -45,6 +45,22 @@ def test_a_finished_run_is_one_well_formed_page_with_all_its_parts(tmp_path: Pat
     assert page.tags.count("figure") == page.tags.count("svg") == 20
     assert "prompt of step 0" in page.text
     assert "prompt of step 39" in page.text
+
+
+def test_every_held_out_set_has_its_own_dots_and_its_own_tile(tmp_path: Path) -> None:
+    steps = [make_step(step) for step in range(9)]
+    run = read_run(write_run(tmp_path, steps, finish=False, evals=False))
+    evals = [
+        EvalRecord(name=name, version=version, wall_s=9, prompts=8, reward_mean=reward)
+        for name, version, reward in (("heldout", 0, 0.25), ("sums", 0, 0.125), ("heldout", 9, 0.5), ("sums", 9, 0.75))
+    ]
+    page = report_html(dataclasses.replace(run, evals=evals))
+    dots = [each.count("<circle") for each in (page, report_html(dataclasses.replace(run, evals=evals[::2])))]
+    assert dots[0] == dots[1] + 2, "two evaluations of each set are two dots"
+    words = " ".join(Page(page).text.split())
+    assert "held out: sums" in words
+    assert "Held-out reward 0.25 → 0.50" in words
+    assert "Held-out reward: sums 0.12 → 0.75" in words
 
 
 @pytest.mark.parametrize("finish", [True, False])

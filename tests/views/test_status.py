@@ -14,6 +14,7 @@ from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.errors import FailureClass
+from asyncrl.learner.records import EvalRecord
 from asyncrl.views import status as views
 from asyncrl.views.status import since_start
 
@@ -149,6 +150,21 @@ def test_shares_of_the_generators_are_over_all_replicas() -> None:
     assert since_start(status, STEPS).generator_shares == pytest.approx(
         {"generating": 0.45, "idle": 0.05, "blocked_on_staleness": 0.5}
     )
+
+
+def test_the_rewards_of_each_held_out_set_are_shown() -> None:
+    evals = [
+        EvalRecord(name=name, version=version, wall_s=1, prompts=8, reward_mean=reward)
+        for name, version, reward in (
+            ("heldout", 0, 0.25), ("sums", 0, 0.5), ("heldout", 2, 0.5), ("heldout", 4, 0.75), ("heldout", 6, None),
+        )
+    ]  # fmt: skip
+    lines = status_lines(make_status(), evals=evals)
+    assert "held-out reward: 0.250 (step 0) → 0.750 (step 4)" in lines
+    assert "held-out reward of sums: 0.500 (step 0)" in lines
+    found = msgspec.json.decode(status_json(make_status(), evals=evals))["heldout"]
+    assert (found["sums"]["first"], found["heldout"]["first"]) == (0.5, 0.25)
+    assert not any("held-out" in line for line in status_lines(make_status()))
 
 
 def test_the_effective_sample_size_is_shown_if_the_records_have_it() -> None:

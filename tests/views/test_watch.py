@@ -28,7 +28,7 @@ from asyncrl.errors import FailureClass, RunEnded, RunError
 from asyncrl.learner.records import EvalRecord, RunInfo, StepRecord
 from asyncrl.views import live, watch
 from asyncrl.views.live import LiveView, render
-from asyncrl.views.watch import presence, steps_of
+from asyncrl.views.watch import presence, records_of
 
 
 def nonce_of(run: Path) -> str:
@@ -74,7 +74,7 @@ def test_a_view_has_the_steps_so_far_and_the_present_answer_of_the_buffer(run: P
     second = next(views)
     assert (first.step, second.step) == (3, 5)
     assert list(second.rewards) == [make_step(step).reward_mean for step in range(5)]
-    assert second.heldout == [0.25]
+    assert second.heldout == {"heldout": [0.25]}
     assert (first.ess_ratio, second.ess_ratio) == (0.95, 0.5)
     assert second.buffer_groups == {"reserved": 2, "ready": 1, "leased": 0}, "the buffer's, not the last record's"
     assert (second.published_version, second.replica_versions) == (5, {"generator-a": 3})
@@ -129,9 +129,10 @@ def test_groups_that_fail_before_the_first_step_are_warned_of(tmp_path: Path) ->
 def test_the_numbers_of_another_run_of_the_same_name_are_not_shown(run: Path) -> None:
     with pytest.raises(RunError, match="is not the run of"):
         next(watch.watch(run, ask=make_status))
-    assert list(steps_of(run, make_status())) == []
-    assert len(steps_of(run, status_of(run))) == 3
-    assert list(steps_of(run / "nowhere", status_of(run))) == []
+    assert records_of(run, make_status()) == ([], [])
+    steps, evals = records_of(run, status_of(run))
+    assert (len(steps), [record.version for record in evals]) == (3, [0])
+    assert records_of(run / "nowhere", status_of(run)) == ([], [])
 
 
 def test_a_run_whose_directory_another_run_has_taken_has_ended(run: Path) -> None:

@@ -1,0 +1,123 @@
+"""`asyncrl eval -c FILE`: evaluates a model on the held-out prompts of a configuration, without training."""
+
+import asyncio
+import gc
+import os
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from asyncrl.atomic_write import write_atomically
+from asyncrl.checkpoints.directory import HF
+from asyncrl.cli.before_start import try_hub
+from asyncrl.cli.options import ConfigFiles, Overrides, command_app, print_warnings, run_checks
+from asyncrl.cli.presence import check_model, model_directory
+from asyncrl.cli.terminal import say, sigterm_exits
+from asyncrl.config.checks import check_config
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import Config
+from asyncrl.environments.secrets import hide_secrets
+from asyncrl.errors import ConfigError
+
+app = command_app()
+
+QUIET = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore",
+}
+"""Variables that keep notes of vLLM and torch out of the output. Errors are shown, on stderr."""
+
+
+@app.command()
+def evaluate(
+    files: ConfigFiles,
+    overrides: Overrides,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            show_default=False,
+            help="Completions of each prompt: the same as eval.samples=N. 1 is a greedy one. Default: eval.samples.",
+        ),
+    ] = None,
+    json: Annotated[
+        Path | None,
+        typer.Option(
+            "--json",
+            metavar="FILE",
+            show_default=False,
+            help="Write the results to this file, with every prompt, completion and reward.",
+        ),
+    ] = None,
+) -> None:
+    """Evaluate a model on the held-out prompts of a configuration: mean reward with its standard error over the
+    prompts, pass@k, and the mean of each component of the reward.
+
+    The prompts, the chat template, the limits and the reward are those of a run with this configuration, so the number
+    is that of the run's own evaluations. The engine is vLLM. Nothing is trained, no Ray is started, and the directory
+    of a run is not changed. The answers are the same each time: samples have seeds that follow from run.seed.
+
+    model.path is a model's directory, a name on the Hugging Face Hub, or a checkpoint of a run. For a checkpoint with
+    an adapter (model.lora), first write the whole model with `asyncrl export RUN FOLDER --merge`.
+
+    \b
+      asyncrl eval -c my.yaml                           the model with which a run would begin
+      asyncrl eval -c my.yaml model.path=runs/my/checkpoints/step-100
+                                                        a checkpoint of a run
+      asyncrl eval -c my.yaml --samples 8               pass@1, @2, @4 and @8
+      asyncrl eval -c my.yaml eval.prompts=1000 --json result.json
+                                                        more prompts; all answers in a file
+    """
+    config = _configured(files, overrides, samples=samples)
+    from asyncrl.generation.vllm_engine import prepare_environment
+
+    prepare_environment(config)  # before the first import of torch or vLLM
+    os.environ.update(QUIET)
+    from asyncrl.deployment.model_evaluation import evaluate_model, result_lines
+
+    say(f"model: {config.model.path}", err=True)
+    report = partial(say, err=True)
+    with sigterm_exits():
+        results = asyncio.run(evaluate_model(config, report=report, reward_output=report))
+    gc.collect()  # vLLM's objects complain if the end of the interpreter deletes them
+    for result in results:
+        for line in result_lines(result):
+            say(line)
+    if json is not None:
+        content = {"model": config.model.path, "seed": config.run.seed, "sets": results}
+        write_atomically(json, msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
+        say(str(json), err=True)
+
+
+def _configured(files: list[Path], overrides: list[str], *, samples: int | None) -> Config:
+    """Returns the checked configuration, whose model is complete and on this machine, or on the Hub."""
+    config = load_config(files, overrides if samples is None else [*overrides, f"eval.samples={samples}"])
+    hide_secrets(config.environment, os.environ)
+    if not any(each.prompts for each in config.eval.each_set().values()):
+        raise ConfigError("eval.prompts = 0: there would be no prompt to evaluate; raise it", key="eval.prompts")
+    path = model_directory(config)
+    if path is not None and (path / HF).is_dir():
+        path = path / HF
+    if path is not None and (path / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"model.path = {path}: has an adapter, not a whole model; write the model with the adapter in it, "
+            "`asyncrl export RUN FOLDER --merge`, and evaluate that folder",
+            key="model.path",
+        )
+    if config.model.tiny is not None and path is not None and not path.exists():
+        raise ConfigError(
+            f"model.path = {path}: there is no such folder; build the tiny model with `asyncrl model`, or name a "
+            "checkpoint of a run",
+            key="model.path",
+        )
+    # The model is evaluated as it is: it is not built, and it has no adapter.
+    as_it_is = {"path": config.model.path if path is None else str(path), "tiny": None, "lora": None}
+    config = config.model_copy(update={"model": config.model.model_copy(update=as_it_is)})
+    print_warnings(run_checks(config, [check_config, check_model, try_hub]))
+    return config

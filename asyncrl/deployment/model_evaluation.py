@@ -1,0 +1,201 @@
+"""Evaluates one model on held-out prompts with an engine and scoring processes of this process: no run, no Ray.
+
+Prompts, rollouts and rewards are those of a run. All samples have seeds of their own, which follow from `run.seed`, so
+that the same command gives the same answers.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+import msgspec
+
+from asyncrl.buffer.failure_records import Failure
+from asyncrl.common.version import Version
+from asyncrl.config.parts import all_configs
+from asyncrl.config.schema import HELDOUT, Config
+from asyncrl.data.prompts import Task
+from asyncrl.data.tokenizer import load_tokenizer
+from asyncrl.deployment.inputs import fitting_prompts, read_prompts
+from asyncrl.environments.part_scorers import PartScorers
+from asyncrl.environments.secrets import read_secrets
+from asyncrl.errors import DatasetError, InfraError, RunError
+from asyncrl.generation.evaluation import answers_of, prompts_at_once
+from asyncrl.generation.rollout import HeldoutAnswer, Rollouts
+from asyncrl.generation.vllm_engine import VLLMEngine
+from asyncrl.learner.eval_numbers import mean_and_error, pass_at
+from asyncrl.learner.records import mean
+
+LOADED = Version(1, 0)
+"""The name of the weights, which no learner has changed."""
+
+
+class AnsweredPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """A held-out prompt with its completions, their rewards, and the components of the rewards. If its rollout failed,
+    `failure` says why, and there are no rewards."""
+
+    prompt: str
+    answer: str
+    completions: tuple[str, ...] = ()
+    rewards: tuple[float, ...] = ()
+    components: tuple[dict[str, float], ...] = ()
+    failure: str | None = None
+
+
+class SetResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The evaluation of a model on one held-out set.
+
+    `prompts` is the number of prompts with a reward, `failed` that of the others. `reward_mean` is the mean over the
+    former, and `reward_stderr` its standard error over the prompts. `temperature` is 0 for greedy completions.
+    `pass_at` has the mean pass@k by k; a completion passes with a reward of at least `pass_reward`. `components` has
+    the mean of each component of the reward, without its weight.
+    """
+
+    name: str
+    prompts: int
+    failed: int
+    samples: int
+    temperature: float
+    reward_mean: float | None
+    reward_stderr: float | None
+    pass_reward: float
+    pass_at: dict[int, float]
+    components: dict[str, float]
+    answers: list[AnsweredPrompt]
+
+
+async def evaluate_model(
+    config: Config, *, report: Callable[[str], None], reward_output: Callable[[str], None]
+) -> list[SetResult]:
+    """Evaluates the model in the directory or with the Hub's name `model.path`. Call `prepare_environment` first.
+
+    `report` gets a line about each set before its evaluation, and `reward_output` the lines that reward code prints.
+    Raises DatasetError if there are no held-out prompts, and RunError if no prompt of a set got a reward.
+    """
+    config = config.model_copy(update={"generator": config.generator.model_copy(update={"seeded": True})})
+    path, secrets = config.model.path, read_secrets(config.environment, os.environ)
+    tasks = heldout_tasks(config)
+    how = config.eval.each_set()
+    async with AsyncExitStack() as started:
+        scorer = PartScorers(all_configs(config), secrets=secrets, output=reward_output)
+        started.push_async_callback(scorer.close)
+        scorer_started = asyncio.create_task(scorer.start())
+        await asyncio.sleep(0)  # lets the scorer start its processes before the engine's start blocks the event loop
+        tokenizer = load_tokenizer(path, chat=config.data.chat, chat_options=config.data.chat_options)
+        engine = await VLLMEngine.start(config, model_path=path, name="eval")
+        started.push_async_callback(engine.shutdown)
+        await engine.weights.name(LOADED)
+        await scorer_started
+        rollouts = Rollouts(config=config, engine=engine, tokenizer=tokenizer, scorer=scorer, replica="eval")
+        results = []
+        for name, of_set in tasks.items():
+            report(f"{name}: {len(of_set)} prompts, {samples_in_words(how[name].samples)} each")
+            results.append(await evaluate_set(name, of_set, rollouts=rollouts, config=config))
+        return results
+
+
+def heldout_tasks(config: Config) -> dict[str, Sequence[Task]]:
+    """Returns the first prompts of each held-out set by its name, as a run evaluates them. Raises DatasetError if there
+    are none."""
+    read = read_prompts(config)._replace(train=())
+    fitting = fitting_prompts(read, config=config, model=config.model.path)
+    of_sets = {HELDOUT: fitting.heldout, **fitting.sets}
+    found = {name: of_sets[name][: how.prompts] for name, how in config.eval.each_set().items()}
+    if not any(found.values()):
+        raise DatasetError("no question is held out; raise data.heldout_fraction, or add a set to eval.sets")
+    return {name: tasks for name, tasks in found.items() if tasks}
+
+
+async def evaluate_set(name: str, tasks: Sequence[Task], *, rollouts: Rollouts, config: Config) -> SetResult:
+    """Evaluates the weights of an engine on `tasks`. Raises RunError if no prompt got a reward.
+
+    A prompt fails if its rollout takes longer than `generator.rollout_timeout_s`.
+    """
+    how, timeout_s = config.eval.each_set()[name], config.generator.rollout_timeout_s
+
+    async def answer(number: int, task: Task) -> list[HeldoutAnswer]:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await rollouts.answers(task, how, number=number)
+        except TimeoutError:
+            raise InfraError(
+                f"it took longer than generator.rollout_timeout_s = {timeout_s:g} s", reason="timeout"
+            ) from None
+
+    async def nowhere(failure: Failure) -> None:
+        """The result has the failure."""
+
+    slots = config.generator.max_concurrent_groups * config.learner.group_size
+    at_once = prompts_at_once(slots, share=1.0, samples=how.samples)
+    found = await answers_of(tasks, answer, at_once=at_once, report=nowhere)
+    failures = [each for each in found if isinstance(each, Failure)]
+    answers = [each for each in found if not isinstance(each, Failure)]
+    if not answers:
+        cause = f". The first cause: {failures[0].words}" if failures else ", because it has no prompts"
+        raise RunError(f"no prompt of {name} got a reward{cause}")
+    rewards = [[sample.reward for sample in each] for each in answers]
+    reward_mean, error = mean_and_error(rewards)
+    parts = [sample.components for each in answers for sample in each]
+    return SetResult(
+        name=name,
+        prompts=len(answers),
+        failed=len(failures),
+        samples=how.samples,
+        temperature=how.temperature if how.samples > 1 else 0.0,
+        reward_mean=reward_mean,
+        reward_stderr=error,
+        pass_reward=how.pass_reward,
+        pass_at=pass_at(rewards, pass_reward=how.pass_reward),
+        components=component_means(parts),
+        answers=[_answered(task, each) for task, each in zip(tasks, found, strict=True)],
+    )
+
+
+def component_means(parts: Sequence[Any]) -> dict[str, float]:
+    """Returns the mean of each component of the rewards `parts` over the completions that have it."""
+    names = dict.fromkeys(name for each in parts for name in each)
+    means = {name: mean([each.get(name) for each in parts]) for name in names}
+    return {name: value for name, value in means.items() if value is not None}
+
+
+def samples_in_words(samples: int) -> str:
+    """Returns the number of completions of a prompt in words."""
+    return "1 greedy completion" if samples == 1 else f"{samples} completions"
+
+
+def result_lines(result: SetResult) -> list[str]:
+    """Returns the lines that show a result.
+
+    >>> given = dict(samples=2, temperature=1.0, pass_reward=1.0, components={"right": 0.5, "short": 1.0}, answers=[])
+    >>> numbers = dict(prompts=8, failed=1, reward_mean=0.5, reward_stderr=0.125, pass_at={1: 0.5, 2: 0.75})
+    >>> print(*result_lines(SetResult(name="heldout", **given, **numbers)), sep=chr(10))
+    heldout: reward 0.500 ± 0.125 (8 of 9 prompts, 2 completions each at temperature 1)
+      pass@1 0.500  pass@2 0.750  (a completion passes with a reward of at least 1)
+      components of the reward: right 0.500  short 1.000
+    """
+    asked = result.prompts + result.failed
+    prompts = f"{result.prompts} of {asked} prompts" if result.failed else f"{asked} prompts"
+    at = f" at temperature {result.temperature:g}" if result.samples > 1 else ""
+    error = "" if result.reward_stderr is None else f" ± {result.reward_stderr:.3f}"
+    samples = f"{samples_in_words(result.samples)} each{at}"
+    lines = [f"{result.name}: reward {result.reward_mean:.3f}{error} ({prompts}, {samples})"]
+    passes = "".join(f"pass@{k} {value:.3f}  " for k, value in result.pass_at.items())
+    lines.append(f"  {passes}(a completion passes with a reward of at least {result.pass_reward:g})")
+    if result.components:
+        shown = "  ".join(f"{name} {value:.3f}" for name, value in result.components.items())
+        lines.append(f"  components of the reward: {shown}")
+    return lines
+
+
+def _answered(task: Task, found: list[HeldoutAnswer] | Failure) -> AnsweredPrompt:
+    if isinstance(found, Failure):
+        return AnsweredPrompt(prompt=task.prompt, answer=task.answer, failure=found.words)
+    return AnsweredPrompt(
+        prompt=task.prompt,
+        answer=task.answer,
+        completions=tuple(each.text for each in found),
+        rewards=tuple(each.reward for each in found),
+        components=tuple(dict(each.components) for each in found if each.components),
+    )
