@@ -13,14 +13,14 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist=loadfile
 train: $(STAMP)
 	$(BIN)/asyncrl up -c configs/quickstart.yaml $(ARGS)
 
-# Three workers, each of which runs one test file at a time: the long tests often wait for processes, so two workers would
-# leave cores idle. The files run in the order of their names, which puts the long ones into the middle.
+# Two workers, each of which runs one test file at a time. The files run in the order of their names, which puts the long
+# ones into the middle, so that both workers have work until the end.
 test: $(STAMP)
 	$(PYTEST) --numprocesses=2 --no-loadscope-reorder $(ARGS)
 
 # Takes half a minute. Leaves out tests that start real processes, train, or import a large library.
 unit: $(STAMP)
-	$(PYTEST) --numprocesses=2 --hypothesis-profile=quick -m "not integration and not slow" $(ARGS)
+	$(PYTEST) --numprocesses=2 -m "not integration and not slow" $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import psutil
 import ray
 from ray._private import services
+from ray._private.node import Node
 from ray.exceptions import RayError
 
 from asyncrl.config.schema import Config
@@ -39,6 +40,8 @@ STARTS = 3
 WORKER_NICENESS = 0
 """Niceness that a local Ray cluster adds to its workers. With Ray's default of 15, ranks and engines get less than a
 tenth of the CPU if two other programs are busy on two cores."""
+_UNUSED_DAEMONS = ("start_api_server", "start_monitor", "start_log_monitor")
+"""Methods of Ray's Node that start daemons which a cluster of one run does not use."""
 PROBE_TIMEOUT_S = 5.0
 """Deadline of the connection that tests whether a process listens at an address, seconds."""
 
@@ -54,7 +57,7 @@ def start_local(config: Config, *, generators: int = 1) -> str:
     logical_cpus += config.learner.ranks * config.learner.cpus
     if config.critic is not None:
         logical_cpus += config.critic.ranks * config.critic.cpus
-    with _children_in_sessions_of_their_own():
+    with _children_in_sessions_of_their_own(), without_unused_daemons():
         context: Any = patiently(
             lambda: _connect(
                 address="local",  # start a new cluster, even if another one runs on this machine
@@ -199,6 +202,27 @@ def _children_in_sessions_of_their_own() -> Iterator[None]:
         yield
     finally:
         _own_session = False
+
+
+@contextlib.contextmanager
+def without_unused_daemons() -> Iterator[None]:
+    """Ray starts no dashboard, no autoscaler and no log monitor in the block.
+
+    Ray also starts them without a dashboard, autoscaling and logs at the driver, and has no option for it. They take
+    1.8 s of CPU time at each start, and the end of Ray waits 1 s for the dashboard.
+    """
+    before = {name: getattr(Node, name) for name in _UNUSED_DAEMONS}
+    try:
+        for name in before:
+            setattr(Node, name, _start_nothing)
+        yield
+    finally:
+        for name, start in before.items():
+            setattr(Node, name, start)
+
+
+def _start_nothing(*_: Any, **__: Any) -> None:
+    pass
 
 
 async def ray_nodes(*, timeout_s: float) -> list[dict[str, Any]]:

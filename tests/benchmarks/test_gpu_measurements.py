@@ -1,13 +1,15 @@
 """The command for GPUs: every part runs on a CPU, and the failure of a part is shown and ends no other part."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from gpu import measure
 from gpu.measure import PARTS, Line, Part, measured
 
 pytestmark = pytest.mark.slow  # imports torch in processes of its own
@@ -41,23 +43,43 @@ def test_every_part_runs_without_ray_and_vllm(tmp_path: Path) -> None:
     assert "**failed**" not in done.stdout
 
 
-def test_a_cpu_check_is_never_written_as_a_measurement() -> None:
-    done = subprocess.run(
-        [sys.executable, "benchmarks/gpu/measure.py", "--size", "cpu-check", "--write"],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "--write needs --size gpu" in done.stderr
+def command(monkeypatch: pytest.MonkeyPatch, *arguments: str, lines: Sequence[Line] = ()) -> int:
+    """Returns the exit code of the command in this process, whose parts give these lines."""
+    monkeypatch.setattr(sys, "argv", ["measure.py", *arguments])
+    monkeypatch.setattr(measure, "measured", lambda parts, **_: iter(lines))
+    context = multiprocessing.get_context("forkserver")
+    monkeypatch.setattr(context, "set_forkserver_preload", lambda names: None)  # this process has other tests
+    return measure.main()
 
 
-def test_the_command_ends_with_1_if_a_part_fails() -> None:
-    done = subprocess.run(
-        [sys.executable, "benchmarks/gpu/measure.py", "--size", "gpu", "--part", "machine"],
-        cwd=REPOSITORY, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert "| machine | **failed** | RuntimeError: torch finds no CUDA device" in done.stdout
+def test_a_cpu_check_is_never_written_as_a_measurement(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command(monkeypatch, "--size", "cpu-check", "--write")
+    assert ended.value.code == 2
+    assert "--write needs --size gpu" in capsys.readouterr().err
+
+
+def test_the_command_ends_with_1_if_a_part_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [Line("machine", "failed", "RuntimeError: no device", failed=True), Line("head", "speed", "1")]
+    assert command(monkeypatch, "--size", "gpu", lines=lines) == 1
+    said = capsys.readouterr()
+    assert "| machine | **failed** | RuntimeError: no device |\n| head | speed | 1 |" in said.out
+    assert said.err == "failed: machine\n"
+    assert command(monkeypatch, "--size", "gpu", lines=lines[1:]) == 0
+
+
+def test_the_size_for_gpus_fails_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from gpu.machine import machine
+    from gpu.sizes import SIZES
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="torch finds no CUDA device"):
+        list(machine(SIZES["gpu"]))
 
 
 def wrong(size: object) -> Iterator[tuple[str, str]]:

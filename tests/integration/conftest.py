@@ -36,6 +36,9 @@ SMALL = [
     "environment.reward=exact_match",
 ]
 
+QUESTIONS = "environment.options.size=4000"
+"""Override for fewer questions than in the quickstart, because each start of a run reads all of them."""
+
 
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -43,7 +46,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     from asyncrl.demo.tiny_model import ensure_model
 
     path = tmp_path_factory.mktemp("model") / "tiny"
-    tasks = [task for part in build_tasks(load_config([QUICKSTART], [])) for task in part]
+    tasks = [task for part in build_tasks(load_config([QUICKSTART], [QUESTIONS])) for task in part]
     rows = [{"prompt": task.question, "answer": task.answer, "word": task.metadata["word"]} for task in tasks]
     questions_of(path).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return ensure_model(small_config(str(path)))

@@ -1,6 +1,7 @@
 """Starts a Ray of two nodes on this machine, which differ in labels and GPUs, and prints the placements as JSON.
 
-It is a separate process because it has its own Ray. The GPUs are only resources that Ray counts; no GPU is used.
+It is a separate process because it has its own Ray. The GPUs are only resources that Ray counts; no GPU is used. The
+replicas' processes have no engine, whose import takes ten seconds of a core for each.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ from ray.util import placement_group_table
 
 from asyncrl.colocated.generation import VLLMGeneration
 from asyncrl.config.schema import Config
+from asyncrl.deployment import pool as pools
 from asyncrl.deployment.cluster import patiently, placed
 from asyncrl.deployment.generators import GeneratorDeployment
 from asyncrl.deployment.pool import Replica
@@ -26,8 +28,16 @@ CONFIG = {
     "learner": {"cpus": 0.1, "ranks": 2, "node_labels": {"pool": "learn"}},
     "ray": {"placement_timeout_s": 600.0},
 }
+
 SOON = {"ray": {"placement_timeout_s": 3.0}}
 """For placements that cannot succeed. A placement that can succeed may take longer on a busy machine."""
+
+
+class NoEngine:
+    """The actor of a replica, which only has to be placed."""
+
+    def __init__(self, **arguments: Any) -> None:
+        pass
 
 
 def node_of(handle: Any) -> str:
@@ -85,6 +95,7 @@ def error_of(config: Config, what: str) -> str:
 
 
 def scenario() -> dict[str, Any]:
+    pools.GeneratorActor = NoEngine  # type: ignore[misc, assignment]
     head = {"num_cpus": 1, "labels": {"pool": "learn"}}
     cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
     patiently(lambda: cluster.add_node(num_cpus=1, num_gpus=1, labels={"pool": "gen"}))

@@ -31,7 +31,7 @@ from asyncrl.algorithms.token_estimators import OUTCOME, resolve_estimators, whi
 from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data_plane.clients import TRAIN_PARTITION, open_client
+from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.row_store import ensure_row_store
 from asyncrl.errors import (
@@ -132,7 +132,8 @@ def of_two_ranks(model_path: str) -> Iterator[TQPolicy]:
 
 @pytest.fixture(scope="module")
 def with_kl(model_path: str) -> Iterator[TQPolicy]:
-    """A policy of two ranks with packed rows, and with a reference for the KL in the reward."""
+    """A policy of two ranks with packed rows, and with a reference for the KL in the reward. Its first test needs the
+    first weights."""
     whole = config(ranks=2, optimizer={"learning_rate": 1e-2}, batching="packed", micro_batch_tokens=32).model_dump()
     algorithm = {**whole["algorithm"], "advantage": KL}
     policy = started(Config.model_validate({**whole, "algorithm": algorithm}), model_path)
@@ -155,56 +156,48 @@ def learn(policy: TQPolicy, batch: BatchedDataDict, meta: KVBatchMeta, **options
     return policy.train_from_meta(meta, LOSS, **options)
 
 
-def check_rows_by_name(by_name: TQPolicy, settings: Config, model_path: str) -> None:
-    """Trains two policies of two ranks that begin with the same weights. One gets the rows, the other gets their
-    names."""
-    client = open_client(settings)
-    by_row = Policy(settings, model_path=model_path)
-    by_row.start()
-    try:
-        batch = put_rows(client)
-        with pytest.raises(AssertionError, match="not a multiple of shards"):
-            by_row.get_logprobs(batch.slice(0, 3))
-        scored = by_row.get_logprobs(batch)["logprobs"]
-        meta = named()
-        result = learn(by_name, batch, meta, gbs=4)
-        written = by_name.read_from_dataplane(meta, select_fields=["prev_logprobs"])["prev_logprobs"]
-        assert torch.equal(written, scored), "the log-probs must be equal and in the same order"
+def check_rows_by_name(policy: TQPolicy, folder: Path) -> None:
+    """Trains twice from the same weights. The ranks first get the names of the rows, and then the rows."""
+    first = folder / "weights", folder / "optimizer"
+    policy.save_checkpoint(*first)
+    batch = put_rows(policy.dp_client)
+    with pytest.raises(AssertionError, match="not a multiple of shards"):
+        policy.get_logprobs(batch.slice(0, 3))
+    scored = policy.get_logprobs(batch)["logprobs"]
+    meta = named()
+    result = learn(policy, batch, meta, gbs=4)
+    written = policy.read_from_dataplane(meta, select_fields=["prev_logprobs"])["prev_logprobs"]
+    assert torch.equal(written, scored), "the log-probs must be equal and in the same order"
+    trained = policy.on_ranks(weights)[0]
 
-        expected = by_row.train(BatchedDataDict(**batch, prev_logprobs=scored), LOSS, gbs=4)
-        for name in ("loss", "grad_norm"):
-            assert torch.equal(result[name], expected[name]), name
-        assert len(result["loss"]) == 3
-        assert result["all_mb_metrics"] == expected["all_mb_metrics"]
-        trained = by_name.on_ranks(weights)[0]
-        assert same(trained, by_row.on_ranks(weights)[0])
+    policy.load_checkpoint(*first)
+    assert not same(trained, policy.on_ranks(weights)[0])
+    expected = policy.train(BatchedDataDict(**batch, prev_logprobs=scored), LOSS, gbs=4)
+    for name in ("loss", "grad_norm"):
+        assert torch.equal(result[name], expected[name]), name
+    assert len(result["loss"]) == 3
+    assert result["all_mb_metrics"] == expected["all_mb_metrics"]
+    assert same(trained, policy.on_ranks(weights)[0])
 
-        reference = by_row.get_reference_policy_logprobs(batch)["reference_logprobs"]
-        assert torch.equal(reference, scored), "the reference must be the first weights"
-        by_name.get_reference_policy_logprobs_from_meta(meta)
-        rows = by_name.read_from_dataplane(meta, select_fields=["reference_policy_logprobs"])
-        assert torch.equal(rows["reference_policy_logprobs"], reference)
+    reference = policy.get_reference_policy_logprobs(batch)["reference_logprobs"]
+    assert torch.equal(reference, scored), "the reference must be the first weights"
+    policy.get_reference_policy_logprobs_from_meta(meta)
+    rows = policy.read_from_dataplane(meta, select_fields=["reference_policy_logprobs"])
+    assert torch.equal(rows["reference_policy_logprobs"], reference)
 
-        evaluated = by_name.train_from_meta(meta, LOSS, eval_mode=True, gbs=4)
-        assert not evaluated["grad_norm"].any()
-        assert same(trained, by_name.on_ranks(weights)[0])
-        by_name.finish_step(meta)
-        assert by_name.rows_outstanding() == {TRAIN_PARTITION: 0}
-    finally:
-        by_row.shutdown()
+    evaluated = policy.train_from_meta(meta, LOSS, eval_mode=True, gbs=4)
+    assert not evaluated["grad_norm"].any()
+    assert same(trained, policy.on_ranks(weights)[0])
+    policy.finish_step(meta)
+    assert policy.rows_outstanding() == {TRAIN_PARTITION: 0}
 
 
-def test_padded_rows_by_name_train_bit_for_bit_as_the_rows_themselves(of_two_ranks: TQPolicy, model_path: str) -> None:
-    check_rows_by_name(of_two_ranks, config(ranks=2, micro_batch_size=3), model_path)
+def test_padded_rows_by_name_train_bit_for_bit_as_the_rows_themselves(of_two_ranks: TQPolicy, tmp_path: Path) -> None:
+    check_rows_by_name(of_two_ranks, tmp_path)
 
 
-def test_packed_rows_by_name_train_bit_for_bit_as_the_rows_themselves(model_path: str) -> None:
-    settings = config(ranks=2, batching="packed", micro_batch_tokens=32)
-    by_name = started(settings, model_path)
-    try:
-        check_rows_by_name(by_name, settings, model_path)
-    finally:
-        by_name.shutdown()
+def test_packed_rows_by_name_train_bit_for_bit_as_the_rows_themselves(with_kl: TQPolicy, tmp_path: Path) -> None:
+    check_rows_by_name(with_kl, tmp_path)
 
 
 KL = {"name": "reinforce_pp_baseline", "kl": {"beta": 0.3, "kind": "k3"}, "gamma": 0.9}

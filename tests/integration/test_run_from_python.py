@@ -46,6 +46,7 @@ def test_the_example_trains_and_a_second_run_ends_in_order_when_it_is_interrupte
         "learner": {"total_steps": STEPS, "groups_per_step": 4, "group_size": 4, "optimizer": {"warmup_steps": 0}},
         "generator": {"max_concurrent_groups": 8, "max_completion_tokens": 10},
         "eval.prompts": 16,
+        "environment.options.size": 4000,  # fewer questions take less time to make
         "weights.delta": True,
         "staleness.max_versions": 2,
     }

@@ -3,6 +3,7 @@ driver, and lost rows are reported."""
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -96,58 +97,61 @@ def of_two_ranks(model_path: str) -> Iterator[TQValue]:
     assert critic.shutdown()
 
 
-def check_rows_by_name(by_name: TQValue, settings: Config, model_path: str) -> None:
-    """Trains two critics of two ranks, over two steps. One gets the rows, the other gets their names. The values are 0
-    in the first step and differ from 0 in the second."""
-    client = open_client(settings)
-    by_row = Value(settings, model_path=model_path)
-    by_row.start()
-    try:
-        batch = put_rows(client)
-        by_row.prepare_for_training()
-        for step in range(2):
-            meta = named()
-            result = learn(by_name, meta)
-            assert meta.fields == [*BULK, "rewards", "sample_mask", "values", "advantages", "returns"]
-            by_row.prepare_for_inference()
-            values = by_row.get_values(batch)["values"]
-            rows = BatchedDataDict(**{**batch, "values": values, "rewards": REWARDS})
-            found = whitened_advantages(rows, ESTIMATOR(rows), rule=ESTIMATOR.whitening, add_up=lambda moments: moments)
-            assert found is not None
-            written = client.get_data(meta, [*CRITIC_FIELDS, "advantages"])
-            width = written["values"].shape[1]
-            assert torch.equal(written["values"], values[:, :width])
-            assert bool(written["values"].any()) == (step > 0)
-            torch.testing.assert_close(written["advantages"], found.advantages_BS[:, :width])
-            assert torch.equal(written["returns"], found.returns_BS[:, :width])
-            rows["returns"] = found.returns_BS
-            expected = by_row.train(rows, LOSS, gbs=4)
-            by_row.finish_training()
-            for name in ("loss", "grad_norm"):
-                assert torch.equal(result[name], expected[name]), name
-            assert len(result["loss"]) == 3
-            assert result["all_mb_metrics"] == expected["all_mb_metrics"]
-        ours, theirs = by_name.on_ranks(weights)[0], by_row.on_ranks(weights)[0]
-        assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
-        evaluated = by_name.train_from_meta(meta, LOSS, eval_mode=True)
-        assert not evaluated["grad_norm"].any()
-    finally:
-        by_row.shutdown()
+def check_rows_by_name(critic: TQValue, folder: Path) -> None:
+    """Trains twice from the same weights, over two steps. The ranks first get the names of the rows, and then the rows.
+    The values are 0 in the first step and differ from 0 in the second."""
+    client = open_client(config())
+    first = folder / "weights", folder / "optimizer"
+    critic.save_checkpoint(*first)
+    batch = put_rows(client)
+    by_name = []
+    for _ in range(2):
+        meta = named()
+        result = learn(critic, meta)
+        assert meta.fields == [*BULK, "rewards", "sample_mask", "values", "advantages", "returns"]
+        by_name.append((result, client.get_data(meta, [*CRITIC_FIELDS, "advantages"])))
+    trained = critic.on_ranks(weights)[0]
+
+    critic.load_checkpoint(*first)
+    critic.prepare_for_training()
+    for step, (result, written) in enumerate(by_name):
+        critic.prepare_for_inference()
+        values = critic.get_values(batch)["values"]
+        rows = BatchedDataDict(**{**batch, "values": values, "rewards": REWARDS})
+        found = whitened_advantages(rows, ESTIMATOR(rows), rule=ESTIMATOR.whitening, add_up=lambda moments: moments)
+        assert found is not None
+        width = written["values"].shape[1]
+        assert torch.equal(written["values"], values[:, :width])
+        assert bool(written["values"].any()) == (step > 0)
+        torch.testing.assert_close(written["advantages"], found.advantages_BS[:, :width])
+        assert torch.equal(written["returns"], found.returns_BS[:, :width])
+        rows["returns"] = found.returns_BS
+        expected = critic.train(rows, LOSS, gbs=4)
+        critic.finish_training()
+        for name in ("loss", "grad_norm"):
+            assert torch.equal(result[name], expected[name]), name
+        assert len(result["loss"]) == 3
+        assert result["all_mb_metrics"] == expected["all_mb_metrics"]
+    again = critic.on_ranks(weights)[0]
+    assert all(np.array_equal(trained[name], again[name]) for name in trained)
+    evaluated = critic.train_from_meta(meta, LOSS, eval_mode=True)
+    assert not evaluated["grad_norm"].any()
 
 
-def test_padded_rows_by_name_train_bit_for_bit_as_the_rows_themselves(of_two_ranks: TQValue, model_path: str) -> None:
-    check_rows_by_name(of_two_ranks, config(ranks=2, micro_batch_size=3), model_path)
+def test_padded_rows_by_name_train_bit_for_bit_as_the_rows_themselves(of_two_ranks: TQValue, tmp_path: Path) -> None:
+    check_rows_by_name(of_two_ranks, tmp_path)
 
 
 @pytest.mark.parametrize("batching", ["packed", "dynamic"])
-def test_other_rows_by_name_train_bit_for_bit_as_the_rows_themselves(batching: str, model_path: str) -> None:
-    settings = config(ranks=2, batching=batching, micro_batch_tokens=32)
-    by_name = TQValue(settings, model_path=model_path)
-    by_name.start()
+def test_other_rows_by_name_train_bit_for_bit_as_the_rows_themselves(
+    batching: str, model_path: str, tmp_path: Path
+) -> None:
+    critic = TQValue(config(ranks=2, batching=batching, micro_batch_tokens=32), model_path=model_path)
+    critic.start()
     try:
-        check_rows_by_name(by_name, settings, model_path)
+        check_rows_by_name(critic, tmp_path)
     finally:
-        by_name.shutdown()
+        critic.shutdown()
 
 
 def test_no_bulk_passes_the_driver_and_lost_rows_are_named_by_ranks_that_go_on(
