@@ -24,13 +24,13 @@ from asyncrl.weights.manifest import Manifest, ParameterSpec, Probe, check_layou
 from asyncrl.weights.publisher import MOST_BUCKETS, DeliveredBucket, Snapshot, deliver, snapshot_of
 from asyncrl.weights.store import WeightStore
 from asyncrl.weights.tensor_views import view_of
-from asyncrl.weights.transports import broadcast, filesystem, object_store, shared_snapshot
+from asyncrl.weights.transports import broadcast, filesystem, ipc, object_store
 from asyncrl.weights.transports.broadcast import CollectiveTransport
 from asyncrl.weights.transports.filesystem import FilesystemTransport
 from asyncrl.weights.transports.interfaces import Transport
+from asyncrl.weights.transports.ipc import SharedSnapshotTransport
 from asyncrl.weights.transports.object_store import ObjectStoreTransport
 from asyncrl.weights.transports.of_config import transport_of
-from asyncrl.weights.transports.shared_snapshot import SharedSnapshotTransport
 
 pytestmark = pytest.mark.slow  # imports torch
 
@@ -294,7 +294,7 @@ async def test_the_memory_of_a_rank_that_has_ended_voids_the_manifest() -> None:
 async def test_shared_memory_of_another_node_is_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     sending = Sending(SharedSnapshotTransport(), shared=True)
     _, handles = sending.publish(0)
-    monkeypatch.setattr(shared_snapshot.platform, "node", lambda: "elsewhere")
+    monkeypatch.setattr(ipc.platform, "node", lambda: "elsewhere")
     with pytest.raises(WeightError, match=r"needs learner and generators on one node.*use object_store"):
         await sending.transport.receive(handles[0], timeout_s=1.0)
 

@@ -1,9 +1,13 @@
-"""Shares weights with an engine on the learner's own device, one group of tensors at a time. No byte leaves the device.
+"""Shares weights in memory between learner ranks and engines of one node. No byte leaves the node.
 
-On CPUs a group is a memory file that the engine's workers map. On GPUs it is a buffer that they open by its CUDA IPC
-handle. Invariants: a rank keeps one group at a time. A group does not outlive its rank. The engine verifies a group's
-checksum before it applies the group. Names, shapes and dtypes are compared before the first group, with
-`weights_metadata`.
+For a run (`weights.transport: ipc`), `SharedSnapshotTransport`: a rank's snapshot is in a memory file, and a replica
+reads it by its path. Nothing is copied to send. A newer snapshot may overwrite the memory while it is read. The bytes
+then do not have the manifest's checksum, and the replica fetches the newest version.
+
+For a synchronous loop, `SharedWeights`: one group of tensors at a time, on the learner's own device. On CPUs a group is
+a memory file that the engine's workers map. On GPUs it is a buffer that they open by its CUDA IPC handle. Invariants: a
+rank keeps one group at a time. A group does not outlive its rank. The engine verifies a group's checksum before it
+applies the group. Names, shapes and dtypes are compared before the first group, with `weights_metadata`.
 
     sharing = SharedWeights(world_size=2)
     groups = sharing.prepare(specs, weights, 2**30, version=version)  # call all of this on every rank
@@ -12,24 +16,76 @@ checksum before it applies the group. Names, shapes and dtypes are compared befo
     sharing.release()
 """
 
+import asyncio
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
 
 from asyncrl.common.version import Version
-from asyncrl.errors import ManifestMismatch, WeightError
-from asyncrl.weights.manifest import ParameterSpec, TensorEntry, aligned, checksum, flat_bytes, layout
+from asyncrl.errors import FetchFailed, ManifestMismatch, ManifestVoid, WeightError
+from asyncrl.weights.manifest import Bucket, Bytes, ParameterSpec, TensorEntry, aligned, checksum, flat_bytes, layout
 from asyncrl.weights.memory_file import MemoryFile
 from asyncrl.weights.tensor_views import mapped, view_of
+from asyncrl.weights.transports.interfaces import StoresBytes
 
 FREE_PART = 0.5
 """Largest share of a device's free memory for one group. The engine needs some of the rest to load the group."""
+
+
+# -- a run -----------------------------------------------------------------------------------------------------------
+
+
+class SharedBytes(msgspec.Struct, frozen=True, kw_only=True):
+    """A range of bytes of a memory file on a node."""
+
+    node: str
+    path: str
+    start: int
+    nbytes: int
+
+
+class SharedSnapshotTransport(StoresBytes):
+    """Implements `Transport`. Learner ranks and generators must be on one node."""
+
+    def send(
+        self, parts: Sequence[Bytes], described: Sequence[Bucket], version: Version, *, shared: MemoryFile | None
+    ) -> list[Any]:
+        assert shared is not None, "take the snapshot in shared memory"
+        handles, start = [], 0
+        for part in parts:
+            handles.append(SharedBytes(node=platform.node(), path=shared.path, start=start, nbytes=part.nbytes))
+            start += part.nbytes
+        return handles
+
+    async def receive(self, handle: SharedBytes, *, timeout_s: float) -> Bytes:
+        if handle.node != platform.node():
+            raise WeightError(
+                f"weights.transport = ipc needs learner and generators on one node, but the learner's rank is on "
+                f"{handle.node} and this replica on {platform.node()}; use object_store or filesystem"
+            )
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.to_thread(_copied, handle)
+        except TimeoutError as error:
+            raise FetchFailed("reading weights in memory took longer than weights.load_timeout_s") from error
+        except (OSError, ValueError) as error:
+            raise ManifestVoid(
+                f"the process that published these weights has ended, so their bytes are lost: {error}"
+            ) from error
+
+
+def _copied(handle: SharedBytes) -> Bytes:
+    return np.fromfile(handle.path, dtype=np.uint8, offset=handle.start, count=handle.nbytes)
+
+
+# -- a synchronous loop ----------------------------------------------------------------------------------------------
 
 
 class SharedGroup(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,8 +11,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.weights.transports.broadcast import CollectiveTransport
 from asyncrl.weights.transports.filesystem import FilesystemTransport
 from asyncrl.weights.transports.interfaces import Transport
+from asyncrl.weights.transports.ipc import SharedSnapshotTransport
 from asyncrl.weights.transports.object_store import ObjectStoreTransport
-from asyncrl.weights.transports.shared_snapshot import SharedSnapshotTransport
 
 
 def transport_of(config: Config, *, nonce: str = "") -> Transport:
