@@ -5,7 +5,7 @@ W x + (alpha / rank) · B A x (Hu et al. 2021, LoRA). B starts as zeros, so the 
 keeps its class, and its own weights W are frozen: all code that reads trained parameters sees the adapter only.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from asyncrl.config.schema import LoraSection
 from asyncrl.errors import ConfigError
+from asyncrl.weights.manifest import ParameterSpec
 
 WEIGHTS = "adapter_model.safetensors"
 _ADAPTER = "default"
@@ -65,6 +66,15 @@ def module_of(name: str) -> str:
     'q_proj'
     """
     return name.partition(".lora_")[0].rpartition(".")[2]
+
+
+def ranks_of(parameters: Iterable[ParameterSpec]) -> dict[str, int]:
+    """Returns the rank of each adapter's matrices by the name of its layer.
+
+    >>> ranks_of([ParameterSpec("model.layers.0.mlp.up_proj.lora_A.default.weight", (16, 64), "float32", 4096)])
+    {'model.layers.0.mlp.up_proj': 16}
+    """
+    return {spec.name.partition(".lora_")[0]: spec.shape[0] for spec in parameters if ".lora_A." in spec.name}
 
 
 def saved_name(name: str) -> str:

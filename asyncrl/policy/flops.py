@@ -12,18 +12,30 @@ pairs, but published utilisations count all of them. Not counted are embedding l
 softmax and loss, padding, and activations that are computed again for the backward pass. The count is of rows, not of
 what is computed for them: a prompt that packed rows share is computed once and counts for each row.
 
+With `model.lora`, the W weights are frozen, and the adapters have A weights. The backward pass then has no products for
+the gradients of frozen weights:
+
+    forward = 2 (W + A) S + 4 L H D S²,        backward ≈ 2 W S + 4 A S + 8 L H D S².
+
+The backward pass also ends at the first adapters: what they and the layers before them read has no gradient. These
+products are left out of the count (`_backward_of_adapters`).
+
 Invariant: if a count is not known to be right, it is None, never a guess. So only the models in `COUNTED` are counted,
 no mixture of experts and no sliding window, and devices are identified by their exact names.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from transformers import PretrainedConfig
 
 COUNTED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Values of `model_type`. tests/policy/test_flops.py counts the products of one model of each type."""
+
+QUERY, KEY, VALUE, OUTPUT = (f"self_attn.{name}_proj" for name in "qkvo")
+GATE, UP, DOWN = (f"mlp.{name}_proj" for name in ("gate", "up", "down"))
 
 _BF16_TFLOPS = {
     "NVIDIA A100-PCIE-40GB": 312.0,
@@ -44,37 +56,103 @@ _BF16_TFLOPS = {
 which are not the full name of any card, and it has the sparse figure for the L4."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardCost:
-    """FLOPs of a forward pass: for each token, and for each pair of tokens in a row.
-
-    >>> ForwardCost(per_token=10, per_pair=2).flops([3, 1], backward=False)
-    60
-    >>> ForwardCost(per_token=10, per_pair=2).flops([3, 1], backward=True)
-    180
-    """
+class PassCost(NamedTuple):
+    """FLOPs of a pass: for each token, and for each pair of tokens in a row."""
 
     per_token: int
     per_pair: int
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCost:
+    """FLOPs of a forward and of a backward pass.
+
+    >>> cost = ModelCost(forward=PassCost(10, 2), backward=PassCost(15, 4))
+    >>> cost.flops([3, 1], backward=False)
+    60
+    >>> cost.flops([3, 1], backward=True)
+    160
+    """
+
+    forward: PassCost
+    backward: PassCost
+
     def flops(self, lengths: Iterable[int], *, backward: bool) -> int:
         """Returns the FLOPs for rows with these numbers of real tokens: one forward pass and, with `backward`, one
         backward pass."""
-        forward = sum(self.per_token * length + self.per_pair * length**2 for length in lengths)
-        return 3 * forward if backward else forward
+        passes = (self.forward, self.backward) if backward else (self.forward,)
+        return sum(cost.per_token * length + cost.per_pair * length**2 for length in lengths for cost in passes)
 
 
-def forward_cost(config: PretrainedConfig) -> ForwardCost | None:
-    """Returns the forward cost of a causal language model with its output head, or None for an uncounted model."""
+def model_cost(config: PretrainedConfig, *, adapters: Mapping[str, int] | None = None) -> ModelCost | None:
+    """Returns the cost of a causal language model with its output head, or None for an uncounted model.
+
+    `adapters` has the ranks of the adapters by the names of their layers, if only adapters are trained. Then the result
+    is also None if a name is not that of a counted layer.
+    """
     if config.model_type not in COUNTED or getattr(config, "sliding_window", None) is not None:
         return None
-    width, layers = config.hidden_size, config.num_hidden_layers
+    shapes, layers = _shapes(config), config.num_hidden_layers
+    weights = layers * sum(read * written for read, written in shapes.values()) + config.hidden_size * config.vocab_size
+    queries = shapes[QUERY][1]
+    forward = PassCost(per_token=2 * weights, per_pair=4 * layers * queries)
+    if adapters is None:
+        return ModelCost(forward=forward, backward=PassCost(2 * forward.per_token, 2 * forward.per_pair))
+    shape_of = {f"model.layers.{layer}.{name}": shape for layer in range(layers) for name, shape in shapes.items()}
+    if not adapters.keys() <= shape_of.keys():
+        return None
+    added = sum(2 * rank * sum(shape_of[name]) for name, rank in adapters.items())
+    return ModelCost(
+        forward=forward._replace(per_token=forward.per_token + added),
+        backward=_backward_of_adapters(config, adapters),
+    )
+
+
+def _shapes(config: PretrainedConfig) -> dict[str, tuple[int, int]]:
+    """Returns how many numbers each linear layer of a block reads and writes for a token."""
+    width, hidden = config.hidden_size, config.intermediate_size
     head_width = getattr(config, "head_dim", None) or width // config.num_attention_heads
     queries, keys = config.num_attention_heads * head_width, config.num_key_value_heads * head_width
-    attention = width * (queries + 2 * keys) + queries * width
-    feed_forward = 3 * width * config.intermediate_size
-    weights = layers * (attention + feed_forward) + width * config.vocab_size
-    return ForwardCost(per_token=2 * weights, per_pair=4 * layers * queries)
+    return {
+        QUERY: (width, queries),
+        KEY: (width, keys),
+        VALUE: (width, keys),
+        OUTPUT: (queries, width),
+        GATE: (width, hidden),
+        UP: (width, hidden),
+        DOWN: (hidden, width),
+    }
+
+
+def _backward_of_adapters(config: PretrainedConfig, adapters: Mapping[str, int]) -> PassCost:
+    """Counts the products of a backward pass that trains only adapters, block by block.
+
+    A product's gradient with respect to what it reads is needed only if an adapter stands before it.
+    """
+    shapes = _shapes(config)
+    per_token = attention_products = 0
+    stream = False  # the residual stream depends on an adapter
+
+    def layer(block: int, name: str, *, reads: bool) -> bool:
+        """Adds a linear layer. `reads`: what it reads depends on an adapter. Returns whether what it writes does."""
+        nonlocal per_token
+        read, written = shapes[name]
+        rank = adapters.get(f"model.layers.{block}.{name}", 0)
+        # Of the adapter: the gradients of both matrices, and of what the second one reads.
+        per_token += 2 * rank * (read + 2 * written)
+        if reads:
+            per_token += 2 * read * (written + rank)
+        return reads or rank > 0
+
+    for block in range(config.num_hidden_layers):
+        query, key, value = (layer(block, name, reads=stream) for name in (QUERY, KEY, VALUE))
+        attention_products += value + (query or key) + query + key  # of V, of the probabilities, of Q, of K
+        stream = layer(block, OUTPUT, reads=query or key or value)
+        gate, up = (layer(block, name, reads=stream) for name in (GATE, UP))
+        stream = layer(block, DOWN, reads=gate or up)
+    if stream:
+        per_token += 2 * config.hidden_size * config.vocab_size
+    return PassCost(per_token=per_token, per_pair=2 * shapes[QUERY][1] * attention_products)
 
 
 def peak_flops_per_s(device_name: str, *, dtype: torch.dtype) -> float | None:

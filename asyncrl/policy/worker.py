@@ -27,7 +27,7 @@ from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.specs import SUPPORT, with_support
 from asyncrl.errors import CallRefused, WeightError
 from asyncrl.policy.export import convert_to_hf
-from asyncrl.policy.flops import forward_cost, peak_flops_per_s
+from asyncrl.policy.flops import model_cost, peak_flops_per_s
 from asyncrl.policy.logprobs import model_logprobs
 from asyncrl.policy.micro_batch import OnPolicy, check_input_type, loss_of
 from asyncrl.policy.step_loss import add_update_shares, calibrated_loss, needs_reference
@@ -134,8 +134,12 @@ class PolicyWorker(RankWorker[LossFunction]):
         self._shared.void()
 
     def _model_flops(self, lengths: Sequence[int], *, backward: bool) -> int | None:
-        # The backward pass of a frozen layer has fewer products, which `forward_cost` does not count.
-        cost = None if self._lora is not None else forward_cost(self._model.config)
+        adapters = None
+        if self._lora is not None:
+            from asyncrl.policy.adapter import ranks_of
+
+            adapters = ranks_of(self._specs)
+        cost = model_cost(self._model.config, adapters=adapters)
         return None if cost is None else cost.flops(lengths, backward=backward)
 
     def _peak_flops_per_s(self) -> float | None:

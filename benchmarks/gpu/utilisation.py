@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from transformers import Qwen2ForCausalLM
 
-from asyncrl.policy.flops import forward_cost, peak_flops_per_s
+from asyncrl.policy.flops import model_cost, peak_flops_per_s
 from asyncrl.ranks.packed import ATTENTION
 from gpu.models import cast_weights, loss, random_model
 from gpu.rows import GIB, Row, best_s
@@ -56,7 +56,7 @@ def _row(model: Qwen2ForCausalLM, shape: ModelShape, *, size: Size, way: str, at
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     step_s = best_s(steps, device=device, rounds=size.rounds) / STEPS
-    cost = forward_cost(model.config)
+    cost = model_cost(model.config)
     assert cost is not None, "flops.py counts qwen2"
     rate = cost.flops([size.trained_tokens] * size.trained_rows, backward=True) / step_s
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.algorithms.diagnostics import AVERAGED_METRICS
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.policy.flops import forward_cost
+from asyncrl.policy.flops import model_cost
 from asyncrl.ranks.report import step_report, train_result
 
 pytestmark = pytest.mark.integration
@@ -246,7 +246,7 @@ def test_evaluation_gives_the_loss_and_changes_nothing(results: Any, world_size:
 
 
 def flops_of(folder: Path, data: BatchedDataDict, *, backward: bool) -> int:
-    cost = forward_cost(AutoConfig.from_pretrained(folder / "model"))
+    cost = model_cost(AutoConfig.from_pretrained(folder / "model"))
     assert cost is not None
     return cost.flops(data["input_lengths"].tolist(), backward=backward)
 

@@ -9,10 +9,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import Config, LoraSection
 from asyncrl.policy import flops
-from asyncrl.policy.flops import COUNTED, ForwardCost, forward_cost, peak_flops_per_s
+from asyncrl.policy.adapter import ranks_of, with_adapter
+from asyncrl.policy.flops import COUNTED, ModelCost, model_cost, peak_flops_per_s
 from asyncrl.policy.worker import PolicyWorker
+from asyncrl.ranks.gather import parameter_specs
 
 SMALL = {"vocab_size": 40, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -31,7 +33,10 @@ def counted(config: PretrainedConfig, tokens: int, *, attention: str = "eager") 
 
     `eager` attention is two products, which torch counts over all pairs. torch does not count its CPU kernels.
     """
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    return counted_in(AutoModelForCausalLM.from_config(config, attn_implementation=attention), tokens)
+
+
+def counted_in(model: Any, tokens: int) -> tuple[int, int]:
     with FlopCounterMode(display=False) as forward:
         logits = model(input_ids=torch.arange(tokens).unsqueeze(0), use_cache=False).logits
     with FlopCounterMode(display=False) as backward:
@@ -39,8 +44,8 @@ def counted(config: PretrainedConfig, tokens: int, *, attention: str = "eager") 
     return forward.get_total_flops(), backward.get_total_flops()
 
 
-def cost_of(config: PretrainedConfig) -> ForwardCost:
-    cost = forward_cost(config)
+def cost_of(config: PretrainedConfig, adapters: dict[str, int] | None = None) -> ModelCost:
+    cost = model_cost(config, adapters=adapters)
     assert cost is not None
     return cost
 
@@ -73,7 +78,11 @@ def test_the_term_of_attention_is_what_torch_leaves_out_for_the_kernel_of_cpus()
     """The whole difference to the count with a fused kernel is the quadratic term, so the test sees this term alone."""
     config = Qwen3Config(**(SMALL | SHAPES["grouped, tied"]))
     without, _ = counted(config, 9, attention="sdpa")
-    assert cost_of(config).flops([9], backward=False) - without == cost_of(config).per_pair * 9**2 == 4 * 2 * 64 * 9**2
+    assert (
+        cost_of(config).flops([9], backward=False) - without
+        == cost_of(config).forward.per_pair * 9**2
+        == 4 * 2 * 64 * 9**2
+    )
 
 
 def test_rows_do_not_see_each_other() -> None:
@@ -89,7 +98,61 @@ def test_a_model_of_known_size_takes_six_flops_a_weight_and_token() -> None:
         **{"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24},
         **{"num_attention_heads": 14, "num_key_value_heads": 2, "use_sliding_window": False, "sliding_window": 32768},
     )
-    assert 3 * cost_of(config).per_token / 6 == pytest.approx(494e6, rel=1e-3)
+    assert 3 * cost_of(config).forward.per_token / 6 == pytest.approx(494e6, rel=1e-3)
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("kind", sorted(COUNTED))
+@pytest.mark.parametrize(
+    "targets",
+    [
+        "all-linear",
+        ["q_proj", "v_proj"],
+        ["k_proj"],
+        ["v_proj"],
+        ["o_proj"],
+        ["up_proj"],
+        ["down_proj"],
+        ["layers.1.self_attn.q_proj"],
+        ["layers.1.mlp.down_proj", "layers.0.mlp.gate_proj"],
+    ],
+    ids=str,
+)
+def test_with_adapters_the_count_is_that_of_the_products_which_the_model_makes(
+    targets: Any, kind: str, tokens: int
+) -> None:
+    """Frozen weights have no gradients, and nothing that stands before the first adapter has one."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    window = {"sliding_window": None} if kind == "mistral" else {}
+    config = AutoConfig.for_model(kind, **SMALL, **heads, **window)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with_adapter(model, LoraSection(rank=3, alpha=8, target_modules=targets), seed=0)
+    forward, backward = counted_in(model, tokens)
+    cost = cost_of(config, ranks_of(parameter_specs(model, dtype=torch.float32)))
+    assert cost.flops([tokens], backward=False) == forward
+    assert cost.flops([tokens], backward=True) == forward + backward
+
+
+def test_the_count_with_an_adapter_by_hand() -> None:
+    """Two blocks of width 4 with 8 hidden numbers and one head, a vocabulary of 10, and adapters of rank 1 on both
+    layers `o`. W = 2 · (4 · 16 + 3 · 32) + 40 = 360 and A = 2 · 8 = 16."""
+    sizes = {"vocab_size": 10, "hidden_size": 4, "intermediate_size": 8, "num_hidden_layers": 2}
+    config = Qwen3Config(**sizes, num_attention_heads=1, num_key_value_heads=1, head_dim=4)
+    cost = cost_of(config, {f"model.layers.{layer}.self_attn.o_proj": 1 for layer in (0, 1)})
+    assert cost.forward == (2 * (360 + 16), 4 * 2 * 4)
+    # The first block: what its o writes goes on through the feed-forward layers. Q, K, V and what o reads have no
+    # gradient. The second block has all of them.
+    frozen = 2 * 3 * 32 + (2 * 4 * 16 + 2 * 3 * 32) + 2 * 40
+    adapters = 4 * 16 - 2 * 4  # without what the adapter of the first block reads
+    assert cost.backward == (frozen + adapters, 2 * 4 * 4)
+    assert cost_of(config, {}).backward == (0, 0)
+    whole = cost_of(config)
+    assert whole.backward == (4 * 360, 2 * whole.forward.per_pair)
+
+
+def test_an_adapter_of_a_layer_that_is_not_counted_makes_the_count_unknown() -> None:
+    assert model_cost(Qwen3Config(**SMALL), adapters={"model.layers.0.mlp.experts.0.up_proj": 4}) is None
+    assert model_cost(Qwen3Config(**SMALL), adapters={"model.layers.2.mlp.up_proj": 4}) is None
 
 
 @pytest.mark.parametrize(
@@ -103,7 +166,7 @@ def test_a_model_of_known_size_takes_six_flops_a_weight_and_token() -> None:
     ids=["mixture of experts", "window", "always a window", "unknown"],
 )
 def test_what_is_not_known_to_be_counted_right_is_not_counted(config: PretrainedConfig) -> None:
-    assert forward_cost(config) is None
+    assert model_cost(config) is None
 
 
 def test_a_device_is_known_by_its_whole_name_and_only_in_bfloat16() -> None:
