@@ -116,7 +116,7 @@ class SlowReplica:
         broadcast.checksum = slowly  # type: ignore[attr-defined]
 
     async def run(self, name: str) -> None:
-        receiving = asyncio.create_task(self._transport.take_part(name))
+        receiving = asyncio.create_task(self._transport.take_part(name, ended=lambda end: None))
         version = None
         while not receiving.done() or receiving.exception() is None:
             publication = await self._store.newer_than.remote(version, 1.0)

@@ -326,7 +326,8 @@ ROWS = {
         lines(
             "Deliveries",
             "Deliveries of weights by outcome. A failed delivery is repeated. Replaced: the delivery before took so "
-            "long that newer weights took the place of these.",
+            "long that newer weights took the place of these. Again: bytes that a replica fetched were lost or "
+            "damaged.",
             Query(rate("asyncrl_weight_deliveries_total", RUN, by="outcome", over=STEPS), "{{outcome}}"),
             unit="suffix: deliveries/s",
         ),
@@ -339,9 +340,25 @@ ROWS = {
             unit="s",
         ),
         lines(
+            "Broadcasts",
+            "With weights.transport collective: broadcasts by what they were for the replicas. A replica that missed "
+            "one, or was absent, gets the weights through the object store.",
+            Query(rate("asyncrl_weight_broadcasts_total", REPLICA, by="outcome", over=STEPS), "{{outcome}}"),
+            unit="suffix: broadcasts/s",
+        ),
+        lines(
+            "Time of a broadcast",
+            "With weights.transport collective: mean time that a broadcast takes for a replica. The limit is "
+            "weights.load_timeout_s.",
+            Query(mean("asyncrl_weight_broadcast_seconds", REPLICA), "broadcast"),
+            Query(now("asyncrl_weight_sync_timeout_seconds", RUN), "limit"),
+            unit="s",
+        ),
+        lines(
             "Published bytes",
-            "Bytes of weights that the learner sends.",
+            "Bytes of weights that the learner sends, and that all replicas together get by broadcast.",
             Query(rate("asyncrl_weight_bytes_total", RUN, over=STEPS), "published"),
+            Query(rate("asyncrl_weight_broadcast_bytes_total", REPLICA, over=STEPS), "received by broadcast"),
             unit="Bps",
         ),
         lines(

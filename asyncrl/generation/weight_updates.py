@@ -35,7 +35,7 @@ from asyncrl.weights.manifest import Bytes, Manifest, check_layout, check_parame
 from asyncrl.weights.parity import Differences, ParityLimits
 from asyncrl.weights.staging import Part, StagedWeights
 from asyncrl.weights.store import Publication, WeightClient
-from asyncrl.weights.transports.interfaces import Transport
+from asyncrl.weights.transports.interfaces import BroadcastEnd, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -120,12 +120,16 @@ class WeightUpdates:
 
     async def run(self, replica: UpdateHooks) -> None:
         """Loads each new version into the engine, and calls the hooks of its replica."""
-        receiving = asyncio.create_task(self._transport.take_part(self._name), name="broadcasts of weights")
+        taking_part = self._transport.take_part(self._name, ended=self._broadcast_ended)
+        receiving = asyncio.create_task(taking_part, name="broadcasts of weights")
         receiving.add_done_callback(_name_error)
         try:
             await self._load_all(replica)
         finally:
             receiving.cancel()
+
+    def _broadcast_ended(self, end: BroadcastEnd) -> None:
+        self._metrics.broadcast(outcome=end.outcome, bytes=end.nbytes, duration_s=end.seconds)
 
     async def _load_all(self, replica: UpdateHooks) -> None:
         newest = None
@@ -147,6 +151,8 @@ class WeightUpdates:
                     raise  # the replica's model differs from the learner's, so no later version would fit either
                 # The bytes may be whole the next time. If not, the store's other version may be.
                 refused, newest, refusals = newest, self.version, refusals + 1
+                if isinstance(error, WeightsDamaged | ManifestVoid):
+                    await self._source.refuse(publication.delivery)
                 await self._refused(error, times=refusals)
                 self._check_torn(torn_since_s, error)
                 continue

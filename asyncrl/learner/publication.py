@@ -5,6 +5,8 @@ reach the weight store in order. Each rank has memory for two snapshots: one is 
 newer snapshot replaces the one that waits. So slow deliveries leave versions out, and neither steps nor memory suffer.
 
 A delivery that fails is logged at once and repeated, unless a newer snapshot waits. It ends neither ranks nor training.
+If a replica gets lost or damaged bytes from a delivery that has succeeded, the next one sends all weights whole. If no
+snapshot waits, it is the same version again.
 """
 
 import asyncio
@@ -20,7 +22,7 @@ from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.learner_calls import LearnerCalls
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import encode_prompt
-from asyncrl.errors import ActorGone, Fenced, RunEnded, StallError, VersionConflict, VersionRegression
+from asyncrl.errors import ActorGone, CallTimeout, Fenced, RunEnded, StallError, VersionConflict, VersionRegression
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.policy.tq_policy import TQPolicy
 from asyncrl.policy.worker import PolicyWorker
@@ -37,6 +39,8 @@ PROBE_TASKS = 4
 PAUSE_S = 0.5
 """Pause before the first repetition of a failed delivery, seconds. It doubles with each further one."""
 LONGEST_PAUSE_S = 10.0
+REFUSED_WAIT_S = 20.0
+"""Seconds of one wait for a replica that needs another delivery. The wait is repeated."""
 FINAL = (ActorGone, Fenced, RunEnded, VersionConflict, VersionRegression)
 """Errors after which no delivery can succeed: a process that it needs has ended, or the run has another learner."""
 
@@ -81,13 +85,16 @@ class Publisher:
         self._metrics = metrics
         self._delivered = delivered
         self._published: Version | None = None
-        self._previous: Version | None = None  # the newest version that the weight store has
-        self._used: set[Version] = set()  # the versions whose bytes it needs
+        self._stored: tuple[_Taken, Manifest] | None = None  # the newest snapshot that the weight store has
+        self._used: set[Version] = set()  # the versions whose bytes are needed for it
+        self._used_before: set[Version] = set()  # and for the one before
+        self._whole = False  # the next delivery must be whole
         self._sending: _Taken | None = None
         self._waiting: _Taken | None = None
         self._slot = 1  # of the last snapshot
         self._newer = asyncio.Event()
         self._deliveries: asyncio.Task[None] | None = None
+        self._refusals: asyncio.Task[None] | None = None
         self.trouble = ""
         """Why the delivery that is under way has not succeeded yet, for error messages; "" if it has no trouble."""
 
@@ -119,6 +126,11 @@ class Publisher:
         )
         self._published = version
         self._newer.set()
+        self._begin_deliveries()
+        if self._refusals is None:
+            self._refusals = asyncio.create_task(self._answer_refusals(), name="refusals of weights")
+
+    def _begin_deliveries(self) -> None:
         if self._deliveries is None or self._deliveries.done():
             self._deliveries = asyncio.create_task(self._deliver_all(), name="deliveries of weights")
 
@@ -143,9 +155,10 @@ class Publisher:
 
     async def stop(self) -> None:
         """Ends a delivery that is being repeated. What the ranks do at the moment goes on."""
-        if self._deliveries is not None:
-            self._deliveries.cancel()
-            await asyncio.gather(self._deliveries, return_exceptions=True)
+        tasks = [task for task in (self._deliveries, self._refusals) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     # -- deliveries --------------------------------------------------------------------------------------------------
 
@@ -196,19 +209,22 @@ class Publisher:
             delivery.cancel()
 
     async def _deliver(self, taken: _Taken) -> None:
-        started_s = time.monotonic()
+        started_s, whole = time.monotonic(), self._whole
+        stored = None if self._stored is None else self._stored[1]
+        again = stored is not None and stored.version == taken.version
         by_rank: list[list[DeliveredBucket]] = await asyncio.to_thread(
             self._policy.send_beside,
             PolicyWorker.deliver,
             self._transport,
             taken.slot,
             taken.version,
-            self._previous,
+            None if stored is None else stored.version,
+            whole,
         )
         buckets = [bucket for rank in by_rank for bucket in rank]
         manifest = Manifest(
             version=taken.version,
-            previous=self._previous,
+            previous=None if stored is None else stored.previous if again else stored.version,
             tensors=self._entries,
             buckets=tuple(bucket.bucket for bucket in buckets),
             probe=taken.probe,
@@ -217,21 +233,51 @@ class Publisher:
         # weight store has it, and the gate (asyncrl/weights/gate.py) compares the replicas' versions with the published
         # one.
         await self._coordinator.call(LearnerCalls.published, taken.version)
-        await self._weights.publish(manifest, [bucket.handle for bucket in buckets])
-        self._previous = taken.version
+        await self._weights.publish(manifest, [bucket.handle for bucket in buckets], again=again)
+        self._stored = taken, manifest
+        self._whole = self._whole and not whole
         # The weight store offers the newest two versions, and with `weights.delta` their links name earlier ones.
         links = {link.version for bucket in manifest.buckets for link in bucket.links}
-        before, self._used = self._used, {taken.version, *links}
-        used, own = before | self._used, taken.version.incarnation
+        if not again:
+            self._used_before = self._used
+        self._used = {taken.version, *links}
+        used, own = self._used_before | self._used, taken.version.incarnation
         await asyncio.to_thread(
             self._transport.delete, lambda version: version not in used and version.incarnation <= own
         )
         seconds = {"snapshot": taken.snapshot_s, "deliver": time.monotonic() - started_s}
-        sent, whole = manifest.sent_bytes, sum(bucket.nbytes for bucket in manifest.buckets)
-        logger.info("weights %s are delivered: %d of %d bytes were sent", taken.version, sent, whole)
-        self._metrics.published(bytes=sent, whole_bytes=whole, phase_seconds=seconds)
-        self._metrics.weight_delivery(outcome="delivered")
-        self._delivered(manifest)
+        sent, nbytes = manifest.sent_bytes, sum(bucket.nbytes for bucket in manifest.buckets)
+        logger.info("weights %s are delivered: %d of %d bytes were sent", taken.version, sent, nbytes)
+        self._metrics.published(bytes=sent, whole_bytes=nbytes, phase_seconds=seconds)
+        self._metrics.weight_delivery(outcome="again" if again else "delivered")
+        if not again:
+            self._delivered(manifest)
+
+    async def _answer_refusals(self) -> None:
+        """Delivers weights whole when a replica needs another delivery, until the weight store ends."""
+        last = 0
+        while True:
+            try:
+                refused = await self._weights.refused(last, wait_s=REFUSED_WAIT_S)
+            except ActorGone:
+                return
+            except CallTimeout as error:
+                logger.warning("%s; it is repeated", error)
+                await asyncio.sleep(PAUSE_S)
+                continue
+            if refused is not None:
+                last = refused
+                self._deliver_whole()
+
+    def _deliver_whole(self) -> None:
+        """Makes the next delivery whole, and delivers the newest version again if no snapshot waits."""
+        self._whole = True
+        if self._stored is None or self._sending is not None or self._waiting is not None:
+            logger.warning("a replica cannot get the newest weights, so the next ones are sent whole")
+            return
+        self._sending = self._stored[0]
+        logger.warning("a replica cannot get the weights %s, so they are sent again, whole", self._sending.version)
+        self._begin_deliveries()
 
 
 def probe_sequences(tokenizer: object, tasks: Sequence[Task], *, max_length: int) -> list[list[int]]:

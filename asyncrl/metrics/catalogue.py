@@ -349,10 +349,25 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         counter(
             LEARNER,
             "asyncrl_weight_deliveries_total",
-            "Deliveries of a snapshot of the weights, by outcome. Failed ones are repeated. Replaced: a newer snapshot "
-            "was taken before the delivery began.",
-            {"outcome": ("delivered", "failed", "replaced")},
+            "Deliveries of a snapshot of the weights, by outcome. Failed ones are repeated. `replaced`: a newer "
+            "snapshot was taken before the delivery began. `again`: a version was delivered once more, because bytes "
+            "of it that a replica fetched were lost or damaged.",
+            {"outcome": ("delivered", "failed", "replaced", "again")},
         ),
+        counter(
+            GENERATOR,
+            "asyncrl_weight_broadcasts_total",
+            "Broadcasts of weights (`weights.transport: collective`), by what they were for a replica. `received`: it "
+            "got all bytes. `missed`: it was a member, and lacked bytes when the broadcast ended. `absent`: it was not "
+            "a member, because it had just started, had missed an earlier one, or had not answered in time.",
+            {"outcome": ("received", "missed", "absent")},
+        ),
+        histogram(
+            GENERATOR,
+            "asyncrl_weight_broadcast_seconds",
+            "Time that a broadcast took for a replica that was a member, with joining a new process group.",
+        ),
+        counter(GENERATOR, "asyncrl_weight_broadcast_bytes_total", "Bytes of weights that came by broadcast."),
         counter(LEARNER, "asyncrl_weight_bytes_total", "Bytes of weights that were sent."),
         gauge(
             LEARNER,
@@ -389,8 +404,9 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             "Model FLOPs of the policy's training passes, counted as in PaLM (appendix B): only real tokens, "
             "attention over all pairs of a row, no recomputation; a prompt that rows share counts for each of them. "
             "Forward and backward passes count, also of skipped steps; while only the critic is trained there is only "
-            "the forward pass. Log-prob passes and the critic do not count. Stays 0 for models that cannot be counted: "
-            "a mixture of experts, a sliding window, or a type other than llama, mistral, qwen2 and qwen3.",
+            "the forward pass. Log-prob passes and the critic do not count, and with `model.lora` the gradients of "
+            "frozen weights. Stays 0 for models that cannot be counted: a mixture of experts, a sliding window, or a "
+            "type other than llama, mistral, qwen2 and qwen3.",
             own_unit="FLOPs",
         ),
         state_seconds(

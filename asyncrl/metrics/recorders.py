@@ -281,6 +281,13 @@ class GeneratorMetrics(ProcessMetrics):
         for phase, seconds in phase_seconds.items():
             self._instruments.observe("asyncrl_weight_load_seconds", seconds, phase=phase)
 
+    def broadcast(self, *, outcome: str, bytes: int, duration_s: float) -> None:
+        """Records a broadcast of weights: what it was for this replica, and the bytes that arrived."""
+        self._instruments.add("asyncrl_weight_broadcasts_total", 1, outcome=outcome)
+        self._instruments.add("asyncrl_weight_broadcast_bytes_total", bytes)
+        if outcome != "absent":
+            self._instruments.observe("asyncrl_weight_broadcast_seconds", duration_s)
+
     def parity(self, nats: float, *, ratio: float) -> None:
         """Records the largest difference of log-probs over the probe of the last weight update, and the judged number
         as a share of its limit."""

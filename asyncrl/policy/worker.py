@@ -284,15 +284,16 @@ class PolicyWorker(RankWorker[LossFunction]):
         return logprobs
 
     def deliver(
-        self, transport: Transport, slot: int, version: Version, previous: Version | None
+        self, transport: Transport, slot: int, version: Version, previous: Version | None, whole: bool = False
     ) -> list[DeliveredBucket]:
         """Sends this rank's buckets of the snapshot in `slot`, which has the weights of `version`. `previous` is the
-        newest version that the weight store has. The transport of the first delivery sends all of them."""
+        newest version that the weight store has. No bucket is sent as changes if the delivery must be `whole`. The
+        transport of the first delivery sends all of them."""
         if self._sender is None:
             self._sender = transport.sender(self.rank, self.world_size)
         if self._deltas is None:
             return deliver(self._snapshots[slot], self._sender, version)
-        return self._deltas.deliver(self._snapshots[slot], self._sender, version, previous=previous)
+        return self._deltas.deliver(self._snapshots[slot], self._sender, version, previous=previous, whole=whole)
 
     def init_collective(self, rendezvous: Rendezvous) -> None:
         """Calls `Broadcasts.join`."""

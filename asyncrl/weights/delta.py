@@ -6,7 +6,7 @@ each, the number of equal elements before it and its new bits.
 
 Each bucket has a chain of links: the whole bucket, and then deltas. A replica applies the links that it lacks, and
 verifies the bucket after each one. So a replica that left versions out, or has just started, needs nothing but the
-newest manifest and its handles.
+newest manifest and its handles. If a link is lost or damaged, the buckets travel whole again.
 """
 
 from collections.abc import Sequence
@@ -90,8 +90,8 @@ class _Delivery:
 class DeltaSender:
     """Sends a rank's snapshots as deltas to the last version that the weight store has. Keeps one copy of its bytes.
 
-    A bucket travels whole at first, after `anchor_every` links, and when the deltas of its chain would be as large as
-    the bucket.
+    A bucket travels whole at first, after `anchor_every` links, when the deltas of its chain would be as large as the
+    bucket, and when a delivery must be `whole`.
     """
 
     def __init__(self, *, anchor_every: int) -> None:
@@ -101,19 +101,19 @@ class DeltaSender:
         self._last: _Delivery | None = None
 
     def deliver(
-        self, snapshot: "Snapshot", sender: "Sender", version: Version, *, previous: Version | None
+        self, snapshot: "Snapshot", sender: "Sender", version: Version, *, previous: Version | None, whole: bool = False
     ) -> "list[DeliveredBucket]":
         """Sends a snapshot. `previous` is the newest version that the weight store has. A version that was sent before
-        is not sent again."""
+        is sent again only if it must be `whole`."""
         from asyncrl.weights.publisher import DeliveredBucket
 
-        if self._last is not None and self._last.version == version:
+        if self._last is not None and self._last.version == version and not whole:
             return self._last.delivered
         self._settle(previous)
         described = snapshot.described()
         if [len(data) for data in self._base] != [bucket.nbytes for bucket in described]:
             self._base, self._chains = [], (_Chain(),) * len(described)
-        parts, deltas = self._parts(snapshot.buckets)
+        parts, deltas = self._parts(snapshot.buckets, whole=whole)
         links = [
             Link(version, bucket.checksum, part.nbytes, delta)
             for bucket, part, delta in zip(described, parts, deltas, strict=True)
@@ -145,12 +145,13 @@ class DeltaSender:
         ]
         self._chains = last.chains
 
-    def _parts(self, buckets: Sequence[Bytes]) -> tuple[list[Bytes], list[bool]]:
+    def _parts(self, buckets: Sequence[Bytes], *, whole: bool) -> tuple[list[Bytes], list[bool]]:
         """Returns what travels of each bucket, and whether it is a delta."""
         parts, deltas = [], []
         for index, data in enumerate(buckets):
             links = self._chains[index].links
-            delta = encode(self._base[index], data) if links and len(links) < self._anchor_every else None
+            linked = links and len(links) < self._anchor_every and not whole
+            delta = encode(self._base[index], data) if linked else None
             # All deltas of a chain are kept, and a replica that starts fetches them.
             small = delta is not None and delta.nbytes + sum(link.nbytes for link in links if link.delta) < data.nbytes
             parts.append(delta if delta is not None and small else data)

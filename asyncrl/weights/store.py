@@ -18,9 +18,11 @@ KEPT_VERSIONS = 2
 
 
 class Publication(msgspec.Struct, frozen=True, kw_only=True):
-    """A manifest, one transport handle for each bucket, and its serial number: the count of publications so far."""
+    """A manifest, one transport handle for each bucket, and its serial number: the count of versions so far. `delivery`
+    is the count of deliveries so far: the bytes of a version may be delivered again."""
 
     serial: int
+    delivery: int
     manifest: Manifest
     handles: list[Any]
 
@@ -31,25 +33,35 @@ class WeightStore(Memberships):
     def __init__(self) -> None:
         super().__init__()
         self._publications: list[Publication] = []
-        self._serial = 0
+        self._serial = self._delivery = 0
+        self._refused = 0
+        """The delivery for which a replica needs another one."""
 
-    async def publish(self, manifest: Manifest, handles: list[Any]) -> int:
-        """Offers a version and returns its serial number. Ignores a repeated version.
+    async def publish(self, manifest: Manifest, handles: list[Any], again: bool = False) -> int:
+        """Offers a version and returns its serial number. Ignores a repeated version, unless its bytes were delivered
+        `again`: then the newest version has these handles.
 
         Raises VersionRegression for an older version, and VersionConflict for the newest version with other bytes.
         """
         newest = self._publications[-1] if self._publications else None
         if newest is not None and not is_news(manifest.version, newest.manifest.version):
-            if (manifest.tensors, manifest.buckets) != (newest.manifest.tensors, newest.manifest.buckets):
+            if _content(manifest) != _content(newest.manifest):
                 raise VersionConflict(
                     f"version {manifest.version} was published before with other bytes (checksums "
                     f"{_checksums(newest.manifest)}, now {_checksums(manifest)}); two learners use one version. This "
                     "is a bug of asyncrl: report it with the run's directory"
                 )
-            return newest.serial
+            if not again:
+                return newest.serial
         async with self._changed:
-            self._serial += 1
-            self._publications.append(Publication(serial=self._serial, manifest=manifest, handles=handles))
+            if again and newest is not None:
+                self._publications.remove(newest)
+            else:
+                self._serial += 1
+            self._delivery += 1
+            self._publications.append(
+                Publication(serial=self._serial, delivery=self._delivery, manifest=manifest, handles=handles)
+            )
             del self._publications[:-KEPT_VERSIONS]
             self._offers({publication.manifest.version for publication in self._publications})
             self._changed.notify_all()
@@ -70,6 +82,25 @@ class WeightStore(Memberships):
             await self._reached(lambda: newest() is not None, timeout_s)
             return newest()
 
+    async def refuse(self, delivery: int) -> None:
+        """Asks the learner to deliver the newest version again, because a replica got lost or damaged bytes from this
+        delivery. Does nothing if there is a newer delivery."""
+        async with self._changed:
+            if self._publications and delivery == self._publications[-1].delivery:
+                self._refused = delivery
+                self._changed.notify_all()
+
+    async def refused(self, after: int, timeout_s: float) -> int | None:
+        """Waits until a delivery after the one with the number `after` is refused, and returns its number; None after
+        `timeout_s`."""
+        async with self._changed:
+            return self._refused if await self._reached(lambda: self._refused > after, timeout_s) else None
+
+
+def _content(manifest: Manifest) -> tuple[Any, ...]:
+    """Returns what must be equal in two manifests of a version. The way of the bytes may differ."""
+    return manifest.tensors, [(bucket.pieces, bucket.checksum) for bucket in manifest.buckets]
+
 
 def _checksums(manifest: Manifest) -> str:
     return ", ".join(bucket.checksum for bucket in manifest.buckets[:3]) or "none"
@@ -83,10 +114,12 @@ class WeightClient:
         self._timeout_s = timeout_s
         self._patience_s = patience_s
 
-    async def publish(self, manifest: Manifest, handles: list[Any]) -> int:
+    async def publish(self, manifest: Manifest, handles: list[Any], *, again: bool = False) -> int:
         async def once() -> int:
             serial: int = await finished(
-                self._handle.publish.remote(manifest, handles), timeout_s=self._timeout_s, what="publishing weights"
+                self._handle.publish.remote(manifest, handles, again),
+                timeout_s=self._timeout_s,
+                what="publishing weights",
             )
             return serial
 
@@ -104,3 +137,19 @@ class WeightClient:
             return publication
 
         return await patiently(once, patience_s=self._patience_s)
+
+    async def refuse(self, delivery: int) -> None:
+        async def once() -> None:
+            await finished(
+                self._handle.refuse.remote(delivery), timeout_s=self._timeout_s, what="asking for weights again"
+            )
+
+        await patiently(once, patience_s=self._patience_s)
+
+    async def refused(self, after: int, *, wait_s: float) -> int | None:
+        refused: int | None = await finished(
+            self._handle.refused.remote(after, wait_s),
+            timeout_s=self._timeout_s + wait_s,
+            what="waiting for refused weights",
+        )
+        return refused

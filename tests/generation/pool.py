@@ -74,6 +74,9 @@ class LocalWeights:
     ) -> Publication | None:
         return await self._store.newer_than(version, wait_s, besides)
 
+    async def refuse(self, delivery: int) -> None:
+        await self._store.refuse(delivery)
+
 
 class Wire(StoresBytes):
     """A transport whose handles are the bytes themselves. None means that the owner of the bytes has died."""

@@ -7,15 +7,17 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from fake_engine import FakeEngine
-from pool import WEIGHTS, Pool, empty_pool, everything_else_runs, started_pool, until
+from pool import WEIGHTS, Pool, empty_pool, everything_else_runs, manifest_of, started_pool, until
 from update_scene import Scene, waits
 
 from asyncrl.buffer.ledger import Fate
 from asyncrl.common.version import Version
 from asyncrl.data.prompts import Task
-from asyncrl.errors import ManifestMismatch, ParityError, TornReplica, WeightError
+from asyncrl.errors import FetchFailed, ManifestMismatch, ParityError, TornReplica, WeightError
 from asyncrl.generation.interfaces import LoadTimes
 from asyncrl.weights.manifest import Manifest
+from asyncrl.weights.store import Publication
+from asyncrl.weights.transports.interfaces import BroadcastEnd
 
 MakeScene = Callable[..., Scene]
 
@@ -49,6 +51,14 @@ async def test_a_replica_takes_part_in_broadcasts_until_it_ends() -> None:
     scene = Scene()
     await everything_else_runs()
     assert scene.wire.members == ["a"]
+    for outcome in ("received", "missed", "absent", "received"):
+        scene.wire.ended(BroadcastEnd(outcome=outcome, nbytes=0 if outcome == "absent" else 100, seconds=0.5))
+    value = scene.metrics.registry.get_sample_value
+    broadcasts = "asyncrl_weight_broadcasts_total"
+    assert [value(broadcasts, {"outcome": each}) for each in ("received", "missed", "absent")] == [2, 1, 1]
+    assert value("asyncrl_weight_broadcast_bytes_total") == 300
+    assert value("asyncrl_weight_broadcast_seconds_sum") == 1.5
+    assert value("asyncrl_weight_broadcast_seconds_count") == 3
     scene.running.cancel()
     await asyncio.gather(scene.running, return_exceptions=True)
     await everything_else_runs()
@@ -372,8 +382,9 @@ async def test_weights_that_arrive_damaged_are_fetched_again(
         scene.source.offer(0, serial=1)
         await scene.updates.startable()
     scene.source.asked.clear()
-    scene.source.offer(step, serial=2, handle=DAMAGED)
+    scene.source.offer(step, serial=2, delivery=7, handle=DAMAGED)
     await until(lambda: scene.outcomes("refused") == 1)
+    assert scene.source.refused == [7], "the learner is asked for another delivery"
     loaded = Version(1, 0) if step else None
     async with asyncio.timeout(5.0):
         while (loaded, Version(1, step)) not in scene.source.asked:
@@ -391,16 +402,41 @@ async def test_lost_weights_are_asked_for_with_growing_pauses_until_there_are_ot
     scene = make_scene()
     scene.source.offer(0, serial=1)
     await scene.updates.startable()
-    for _ in range(3):
-        scene.source.offer(1, serial=2, handle=None)
+    for delivery in (2, 2, 3):
+        scene.source.offer(1, serial=2, delivery=delivery, handle=None)
     async with asyncio.timeout(5.0):
         while scene.outcomes("refused") != 3:
             await asyncio.sleep(0.001)
+    assert scene.source.refused == [2, 2, 3]
     scene.source.offer(2, serial=3)
     async with asyncio.timeout(5.0):
         while scene.updates.version != Version(1, 2):
             await asyncio.sleep(0.001)
     assert scene.outcomes("applied") == 2
+
+
+@pytest.mark.asyncio
+async def test_weights_that_are_late_are_not_asked_for_again_and_another_model_neither(
+    make_scene: MakeScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = make_scene()
+    scene.source.offer(0, serial=1)
+    await scene.updates.startable()
+
+    async def late(handle: Any, *, timeout_s: float) -> Any:
+        raise FetchFailed("too late")
+
+    monkeypatch.setattr(scene.wire, "receive", late)
+    scene.source.offer(1, serial=2, delivery=2)
+    async with asyncio.timeout(5.0):
+        while scene.outcomes("refused") != 1:
+            await asyncio.sleep(0.001)
+    manifest = manifest_of(1, parameters=OTHER_MODEL)
+    scene.source.offered.put_nowait(Publication(serial=3, delivery=3, manifest=manifest, handles=[None]))
+    async with asyncio.timeout(5.0):
+        while scene.outcomes("refused") != 2:
+            await asyncio.sleep(0.001)
+    assert scene.source.refused == []
 
 
 @pytest.mark.asyncio

@@ -16,6 +16,7 @@ from asyncrl.generation.weight_updates import UpdateHooks, WeightUpdates
 from asyncrl.metrics.recorders import GeneratorMetrics
 from asyncrl.weights.manifest import Manifest
 from asyncrl.weights.store import Publication
+from asyncrl.weights.transports.interfaces import BroadcastEnd
 
 
 class ScriptedSource:
@@ -24,6 +25,7 @@ class ScriptedSource:
     def __init__(self) -> None:
         self.offered: asyncio.Queue[Publication] = asyncio.Queue()
         self.asked: list[tuple[Version | None, Version | None]] = []
+        self.refused: list[int] = []
 
     async def newer_than(
         self, version: Version | None, *, wait_s: float, besides: Version | None = None
@@ -31,8 +33,12 @@ class ScriptedSource:
         self.asked.append((version, besides))
         return await self.offered.get()
 
-    def offer(self, step: int, *, serial: int, handle: bytes | None = WEIGHTS) -> None:
-        self.offered.put_nowait(Publication(serial=serial, manifest=manifest_of(step), handles=[handle]))
+    async def refuse(self, delivery: int) -> None:
+        self.refused.append(delivery)
+
+    def offer(self, step: int, *, serial: int, delivery: int = 0, handle: bytes | None = WEIGHTS) -> None:
+        publication = Publication(serial=serial, delivery=delivery, manifest=manifest_of(step), handles=[handle])
+        self.offered.put_nowait(publication)
 
 
 class BroadcastingWire(Wire):
@@ -40,12 +46,14 @@ class BroadcastingWire(Wire):
 
     def __init__(self) -> None:
         self.members: list[str] = []
+        self.ended: Callable[[BroadcastEnd], None] = lambda end: None
         self.broken = False
 
-    async def take_part(self, replica: str) -> None:
+    async def take_part(self, replica: str, *, ended: Callable[[BroadcastEnd], None]) -> None:
         if self.broken:
             raise OSError("no route")
         self.members.append(replica)
+        self.ended = ended
         try:
             await asyncio.Event().wait()
         finally:

@@ -1,5 +1,6 @@
-"""An engine of one process, or of two workers that have half of every matrix each, loads unsplit weights and computes
-the same as the trainer. It does not outlive the process that started it, even if that process is killed."""
+"""An engine of one process, or of two workers that have half of every matrix each, loads the shards of two learner
+ranks, which come over two transports, and computes the same as the trainer. It does not outlive the process that
+started it, even if that process is killed."""
 
 import json
 import os

@@ -204,6 +204,7 @@ NO_DATA_WHEN_HEALTHY = {
     "flow / Workers ended for memory / A": "Ray creates this series when it ends the first worker",
     "flow / Model FLOPs utilisation / A": "the peak of a CPU is unknown",
     "flow / Model FLOPs utilisation / B": "the peak of a CPU is unknown",
+    "flow / Time of a broadcast / A": "weights do not travel by broadcast",
     "learning / Reward by component / A": "the reward is one number",
     "learning / Reward by part / A": "there is no mixture",
     "learning / KL to the reference / A": "the objective does not use the reference",

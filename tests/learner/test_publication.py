@@ -30,6 +30,7 @@ class Ranks:
         self.answers: list[Callable[[], None]] = []
         self.sending: set[int] = set()
         self.previous: list[Version | None] = []
+        self.whole: list[bool] = []
         self.links: dict[int, list[int]] = {}
 
     def on_ranks(self, function: Any, entries: Any, probe_tokens: Any, slot: int) -> list[list[list[float]]]:
@@ -41,10 +42,11 @@ class Ranks:
         return [[]]
 
     def send_beside(
-        self, method: Any, transport: Any, slot: int, version: Version, previous: Version | None
+        self, method: Any, transport: Any, slot: int, version: Version, previous: Version | None, whole: bool
     ) -> list[list[DeliveredBucket]]:
         self.sending.add(slot)
         self.previous.append(previous)
+        self.whole.append(whole)
         try:
             if self.answers:
                 self.answers.pop(0)()
@@ -62,6 +64,9 @@ class Scene:
         self.ranks = Ranks()
         self.stored: list[Manifest] = []
         self.told: list[Version] = []
+        self.again: list[bool] = []
+        self.recorded: list[Version] = []
+        self.refusals: asyncio.Queue[int] = asyncio.Queue()
         config = Config.model_validate(settings)
         self.metrics = described_metrics(config)
         self.deleted: list[int] = []
@@ -76,14 +81,18 @@ class Scene:
             coordinator=anything,
             weights=anything,
             metrics=self.metrics,
-            delivered=lambda manifest: None,
+            delivered=lambda manifest: self.recorded.append(manifest.version),
         )
 
     async def call(self, method: Any, version: Version) -> None:
         self.told.append(version)
 
-    async def publish(self, manifest: Manifest, handles: list[Any]) -> int:
+    async def refused(self, after: int, *, wait_s: float) -> int | None:
+        return await self.refusals.get()
+
+    async def publish(self, manifest: Manifest, handles: list[Any], *, again: bool) -> int:
         assert self.told[-1] == manifest.version, "the coordinator knows a version before a replica can load it"
+        self.again.append(again)
         self.stored.append(manifest)
         return len(self.stored)
 
@@ -257,6 +266,72 @@ async def test_a_delivery_that_never_succeeds_ends_the_wait_for_it_with_its_caus
     assert len(scene.ranks.answers) == left, "no repetition after the end"
     with contextlib.suppress(asyncio.CancelledError):
         scene.publisher.check()
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F12")
+@pytest.mark.fault("F38")
+async def test_a_version_that_a_replica_cannot_get_is_delivered_again_whole() -> None:
+    """With η = 0 there is no newer version, because the learner waits for groups of this one."""
+    scene = Scene()
+    scene.ranks.links = {1: [0, 1]}
+    for step in range(3):
+        await scene.publish_steps(step)
+        await scene.publisher.settle()
+    await refuse(scene, 3)
+    assert (scene.versions, scene.snapshots) == ([0, 1, 2, 2], [0, 1, 2, 2])
+    assert (scene.ranks.whole, scene.again) == ([False, False, False, True], [False, False, False, True])
+    assert scene.stored[-1].previous == scene.stored[-2].previous == Version(1, 1)
+    assert scene.recorded == [Version(1, step) for step in range(3)], "the audit sees each version once"
+    assert {*range(10)} - {*scene.deleted} == {0, 1, 2}, "the store still offers version 1, which needs version 0"
+    assert (scene.deliveries("delivered"), scene.deliveries("again")) == (3, 1)
+    await scene.publish_steps(3)
+    await scene.publisher.settle()
+    assert scene.ranks.whole[-1] is False
+    assert scene.ranks.previous[-1] == scene.stored[-1].previous == Version(1, 2)
+    assert {*range(10)} - {*scene.deleted} == {2, 3}
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F12")
+async def test_while_weights_are_delivered_a_refusal_makes_the_next_ones_whole() -> None:
+    scene = Scene()
+    await scene.publish_steps(0)
+    await scene.publisher.settle()
+    go_on = threading.Event()
+    scene.ranks.answers = [lambda: assert_set(go_on)]
+    await scene.publish_steps(1)
+    await asyncio.sleep(0.05)  # the delivery has begun
+    scene.refusals.put_nowait(1)
+    await asyncio.sleep(0)
+    await scene.publish_steps(2)
+    go_on.set()
+    await scene.publisher.settle()
+    assert scene.versions == scene.snapshots == [0, 1, 2]
+    assert scene.ranks.whole == [False, False, True]
+
+
+@pytest.mark.asyncio
+async def test_a_failed_repetition_is_repeated_as_a_whole_one() -> None:
+    scene = Scene()
+    await scene.publish_steps(0)
+    await scene.publisher.settle()
+    scene.ranks.answers = [fails(OSError("no room"))]
+    await refuse(scene, 1)
+    assert (scene.versions, scene.ranks.whole) == ([0, 0], [False, True, True])
+    await scene.publisher.stop()
+    assert scene.publisher._refusals is not None
+    assert scene.publisher._refusals.done()
+
+
+async def refuse(scene: Scene, delivery: int) -> None:
+    """Lets a replica refuse a delivery while no other one is under way, and waits for the next one."""
+    stored = len(scene.stored)
+    scene.refusals.put_nowait(delivery)
+    async with asyncio.timeout(5.0):
+        while len(scene.stored) == stored:
+            await asyncio.sleep(0.001)
+    await scene.publisher.settle()
 
 
 def assert_set(event: threading.Event) -> None:

@@ -61,6 +61,7 @@ def generator() -> GeneratorMetrics:
     metrics.scored(duration_s=0.02)
     metrics.reward_failed(reason="reward_timeout", samples=3)
     metrics.weight_update(outcome="applied", phase_seconds={"fetch": 0.01, "apply": 0.05})
+    metrics.broadcast(outcome="received", bytes=1_200_000, duration_s=0.2)
     metrics.parity(7e-7, ratio=0.007)
     return metrics
 

@@ -1,6 +1,6 @@
 """Random histories of publications as deltas: any number of replicas, of which each stages some of the versions, and
-parts that are lost, repeated, damaged, or exchanged. A replica has either the learner's bytes of a version, or an error
-and no version.
+parts that are lost, repeated, damaged, or exchanged. Some versions are delivered again, whole. A replica has either the
+learner's bytes of a version, or an error and no version.
 
     python tests/weights/delta_chains.py 10000
 """
@@ -55,6 +55,16 @@ def random_chain(seed: int) -> Counter[str]:
     stored: Version | None = None
     offered: list[tuple[Manifest, list[Any], bytes]] = []
     snapshot = None
+
+    def described() -> tuple[Manifest, list[Any], bytes]:
+        assert snapshot is not None
+        buckets = tuple(each.bucket for each in delivered)
+        manifest = Manifest(version=version, previous=None, tensors=entries, buckets=buckets, probe=PROBE)
+        check_layout(manifest)
+        counts["deltas"] += sum(bucket.links[-1].delta for bucket in buckets)
+        counts["whole"] += sum(not bucket.links[-1].delta for bucket in buckets)
+        return manifest, [each.handle for each in delivered], snapshot.memory.tobytes()
+
     for step in range(draw.randint(2, 14)):
         for tensor in master.values():
             share = draw.choice([0.0, 0.001, 0.02, 1.0])
@@ -68,23 +78,30 @@ def random_chain(seed: int) -> Counter[str]:
             counts["not recorded"] += 1
             continue
         stored = version
-        manifest = Manifest(
-            version=version,
-            previous=None,
-            tensors=entries,
-            buckets=tuple(each.bucket for each in delivered),
-            probe=PROBE,
-        )
-        check_layout(manifest)
-        offered.append((manifest, [each.handle for each in delivered], snapshot.memory.tobytes()))
-        counts["deltas"] += sum(each.bucket.links[-1].delta for each in delivered)
-        counts["whole"] += sum(not each.bucket.links[-1].delta for each in delivered)
-        for replica in replicas:
-            if draw.random() < 0.7:
-                _stage(replica, draw.choice(offered[-2:]), memory, draw, counts)
+        offered.append(described())
+        _stage_some(replicas, offered, memory, draw, counts)
+        if draw.random() < 0.2:  # a replica could not get it
+            delivered = sender.deliver(snapshot, memory, version, previous=stored, whole=True)  # type: ignore[arg-type]
+            assert not any(each.bucket.links[-1].delta for each in delivered)
+            if draw.random() < 0.8:
+                offered[-1] = described()
+                counts["again"] += 1
+            _stage_some(replicas, offered, memory, draw, counts)
     for replica in replicas:
         replica.close()
     return counts
+
+
+def _stage_some(
+    replicas: list[StagedWeights],
+    offered: list[tuple[Manifest, list[Any], bytes]],
+    memory: Memory,
+    draw: random.Random,
+    counts: Counter[str],
+) -> None:
+    for replica in replicas:
+        if draw.random() < 0.7:
+            _stage(replica, draw.choice(offered[-2:]), memory, draw, counts)
 
 
 def _stage(

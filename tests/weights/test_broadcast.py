@@ -22,6 +22,7 @@ from asyncrl.weights.staging import StagedWeights
 from asyncrl.weights.store import WeightStore
 from asyncrl.weights.transports import broadcast
 from asyncrl.weights.transports.broadcast import CollectiveTransport
+from asyncrl.weights.transports.interfaces import BroadcastEnd
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -79,9 +80,16 @@ class Replica:
         self.transport = transport(store)
         self.staged = StagedWeights()
         self.number = 0
+        self.ends: list[BroadcastEnd] = []
 
     async def take_part(self) -> None:
-        await self.transport.take_part("replica")
+        await self.transport.take_part("replica", ended=self.ends.append)
+
+    async def last_ends(self, count: int) -> list[tuple[str, int]]:
+        """Returns the outcome and the bytes of the last broadcasts, which must have taken a plausible time."""
+        assert all((end.outcome == "absent") == (end.seconds == 0.0) for end in self.ends)
+        assert all(end.seconds < 2 * LATE_S for end in self.ends)
+        return [(end.outcome, end.nbytes) for end in self.ends[-count:]]
 
     async def fetch(self, manifest: Manifest, handles: list[Any]) -> tuple[str, int]:
         """Stages a version, as `WeightUpdates` does. Returns its digest, and how many buckets had to be fetched."""
@@ -225,6 +233,8 @@ def test_a_replica_that_starts_after_a_broadcast_gets_its_version_through_the_ob
     newcomer = world.new_replica()
     try:
         assert world.fetched(published, newcomer, *world.replicas) == [RANKS * BUCKETS, 0, 0]
+        world.wait_for(3)
+        assert ray.get(newcomer.last_ends.remote(9)) == [("absent", 0)]
     finally:
         end_actor(newcomer)
 
@@ -257,6 +267,11 @@ def test_a_replica_that_gets_a_damaged_bucket_fetches_only_that_one(world: World
     assert world.fetched(published, *world.replicas) == [0, 1]
     world.wait_for(2)
     assert world.fetched(world.publish(), *world.replicas) == [0, 0]
+    whole = ("received", RANKS * RANK_BYTES)
+    assert ray.get([each.last_ends.remote(2) for each in world.replicas]) == [
+        [whole, whole],
+        [("missed", RANKS * RANK_BYTES - BUCKET_BYTES), whole],
+    ]
     assert world.epoch() == epoch + 1
 
 

@@ -54,7 +54,19 @@ def test_in_random_histories_every_replica_has_the_learners_bytes_or_an_error() 
     totals = Counter[str]()
     for seed in range(CHAINS):
         totals += random_chain(seed)
-    kinds = {"deltas", "whole", "staged", "lost", "bit", "cut", "other", "repeated", "WeightsDamaged", "not recorded"}
+    kinds = {
+        "deltas",
+        "whole",
+        "staged",
+        "lost",
+        "bit",
+        "cut",
+        "other",
+        "repeated",
+        "WeightsDamaged",
+        "not recorded",
+        "again",
+    }
     assert kinds - {"lost"} <= totals.keys()
     assert totals["Lost"] > 0
 

@@ -7,7 +7,7 @@ import pytest
 
 from asyncrl.common.version import Version
 from asyncrl.errors import VersionConflict, VersionRegression
-from asyncrl.weights.manifest import Bucket, Manifest, Probe
+from asyncrl.weights.manifest import Bucket, Link, Manifest, Probe
 from asyncrl.weights.store import WeightStore
 
 FAR_S = 60.0
@@ -76,6 +76,37 @@ async def test_a_repeated_publication_changes_nothing_and_an_older_one_is_refuse
     assert newest.handles == ["first"]
     with pytest.raises(VersionRegression):
         await store.publish(manifest(2), [])
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F12")
+async def test_a_refused_version_is_replaced_by_another_delivery_of_it_and_lag_does_not_grow() -> None:
+    store = WeightStore()
+    for step in (1, 2):
+        await store.publish(manifest(step), [f"first {step}"])
+    await store.refuse(1)
+    assert await store.refused(0, 0.0) is None, "a newer delivery may reach the replica"
+    waiting = asyncio.create_task(store.refused(0, FAR_S))
+    await asyncio.sleep(0)
+    await store.refuse(2)
+    assert await waiting == 2
+    assert await store.refused(2, 0.0) is None, "it was answered"
+    assert await store.publish(manifest(2), ["second 2"], True) == 2
+    newest = await store.newer_than(Version(1, 1), FAR_S)
+    assert newest is not None
+    assert (newest.serial, newest.delivery, newest.handles) == (2, 3, ["second 2"])
+    assert [each.manifest.version.step for each in store._publications] == [1, 2]
+    await store.refuse(2)
+    assert await store.refused(2, 0.0) is None, "another delivery has followed it"
+    links = (Link(Version(1, 2), "", 9, False), Link(Version(1, 3), "aaaa", 1, True))
+    first, whole, other = (
+        msgspec.structs.replace(manifest(3), buckets=(Bucket(pieces=(), checksum=checksum, links=chain),))
+        for checksum, chain in (("aaaa", links), ("aaaa", links[1:]), ("bbbb", links))
+    )
+    await store.publish(first, ["first 3"])
+    assert await store.publish(whole, ["second 3"], True) == 3, "the same bytes on another way"
+    with pytest.raises(VersionConflict):
+        await store.publish(other, ["third 3"], True)
 
 
 @pytest.mark.asyncio

@@ -99,7 +99,7 @@ class Sending:
         if self.store is None or not takes_part:
             yield
             return
-        taking_part = asyncio.create_task(self.transport.take_part("replica"))
+        taking_part = asyncio.create_task(self.transport.take_part("replica", ended=lambda end: None))
         while not await self.store.present.remote((), 1.0):
             await asyncio.sleep(0.01)
         with pytest.MonkeyPatch.context() as patched:

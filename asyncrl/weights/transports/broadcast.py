@@ -48,6 +48,7 @@ from asyncrl.weights.manifest import Bucket, Bytes, checksum
 from asyncrl.weights.memberships import Broadcast
 from asyncrl.weights.memory_file import MemoryFile
 from asyncrl.weights.transports.collective import descriptions, received_buckets, send_buckets
+from asyncrl.weights.transports.interfaces import BroadcastEnd
 from asyncrl.weights.transports.object_store import ObjectStoreTransport
 from asyncrl.weights.transports.peers import Peers, Rendezvous
 
@@ -264,6 +265,7 @@ class CollectiveTransport:
         self._opened: Any = None
         self._group = Group(timeout_s=timeout_s)
         self._arrived: dict[tuple[Version, int, int], Bytes] = {}  # of the last broadcast, until they are taken
+        self._arrived_bytes = 0  # of the last broadcast
         self._last_sender = 0
         """The last rank that sends buckets. With HSDP, not all ranks do."""
         self._whole: Version | None = None
@@ -311,7 +313,7 @@ class CollectiveTransport:
         left_s = max(0.0, deadline_s - time.monotonic())
         return await ObjectStoreTransport().receive(stored[handle.index], timeout_s=left_s)
 
-    async def take_part(self, replica: str) -> None:
+    async def take_part(self, replica: str, *, ended: Callable[[BroadcastEnd], None]) -> None:
         own, number = f"{replica}-{uuid.uuid4().hex[:8]}", 0
         try:
             while True:
@@ -321,19 +323,25 @@ class CollectiveTransport:
                 number = broadcast.number
                 if own not in broadcast.members:
                     self._group.leave()
+                    ended(BroadcastEnd(outcome="absent"))
                     continue
                 rank = broadcast.ranks + broadcast.members.index(own)
+                started_s, outcome = time.monotonic(), "received"
                 try:
                     await asyncio.to_thread(self._take, broadcast, rank)
                 except WeightError as error:
+                    outcome = "missed"
                     logger.warning("replica %s: %s; it gets the weights through the object store", replica, error)
                     self._group.leave()
-                    await self._until_whole(broadcast.version)
                 else:
                     epoch = broadcast.epoch
                     logger.info(
                         "replica %s: weights %s came by broadcast, membership %d", replica, broadcast.version, epoch
                     )
+                seconds = time.monotonic() - started_s
+                ended(BroadcastEnd(outcome=outcome, nbytes=self._arrived_bytes, seconds=seconds))
+                if outcome == "missed":
+                    await self._until_whole(broadcast.version)
         except ActorGone:
             return  # the weight store has ended, and the replica finds out by itself
         finally:
@@ -355,6 +363,7 @@ class CollectiveTransport:
         """Receives and verifies a broadcast. The bytes of an earlier one that were not taken are dropped."""
         version = broadcast.version
         arrived = self._arrived = {}
+        self._arrived_bytes = 0
 
         def take(peers: Peers) -> None:
             head, by_rank = descriptions(peers)
@@ -366,6 +375,7 @@ class CollectiveTransport:
             for (sender, index, bucket), data in zip(expected, received_buckets(peers, by_rank), strict=True):
                 if checksum([data]) == bucket.checksum:
                     arrived[version, sender, index] = data
+                    self._arrived_bytes += data.nbytes
                 else:
                     damaged = WeightsDamaged(
                         f"bucket {index} of learner rank {sender} of weights {version} arrived damaged by broadcast"

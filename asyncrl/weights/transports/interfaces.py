@@ -5,11 +5,29 @@ there when a rank sends.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 from asyncrl.common.version import Version
 from asyncrl.weights.manifest import Bucket, Bytes
 from asyncrl.weights.memory_file import MemoryFile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BroadcastEnd:
+    """How a broadcast ended for a replica.
+
+    received    it has all bytes
+    missed      it was a member, and lacks bytes: they were damaged, or another member was late or died, or itself
+    absent      it was not a member, because it had just started, or lacked bytes of an earlier broadcast, or did not
+                answer rank 0 in time
+
+    `nbytes` are the verified bytes that arrived. `seconds` is the time from the announcement, with joining a group.
+    """
+
+    outcome: str
+    nbytes: int = 0
+    seconds: float = 0.0
 
 
 class Sender(Protocol):
@@ -36,8 +54,9 @@ class Transport(Protocol):
         """Returns the sender for learner rank `rank` of `ranks`."""
         ...
 
-    async def take_part(self, replica: str) -> None:
-        """Receives broadcasts until it is cancelled. Returns at once if this transport only stores bytes."""
+    async def take_part(self, replica: str, *, ended: Callable[[BroadcastEnd], None]) -> None:
+        """Receives broadcasts until it is cancelled, and calls `ended` after each. Returns at once if this transport
+        only stores bytes."""
         ...
 
     async def receive(self, handle: Any, *, timeout_s: float) -> Bytes:
@@ -57,6 +76,6 @@ class StoresBytes:
 
     def close(self) -> None: ...
 
-    async def take_part(self, replica: str) -> None: ...
+    async def take_part(self, replica: str, *, ended: Callable[[BroadcastEnd], None]) -> None: ...
 
     def delete(self, which: Callable[[Version], bool]) -> None: ...
