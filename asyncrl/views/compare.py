@@ -17,9 +17,9 @@ from rich.text import Text
 
 from asyncrl.atomic_write import write_atomically
 from asyncrl.config.load import flat_config
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.learner.records import RunInfo, StepRecord, Summary, mean
+from asyncrl.learner.records import HeldoutEnds, RunInfo, StepRecord, Summary, mean
 from asyncrl.metrics.numbers import charts as charts_of_numbers
 from asyncrl.shown_text import shown
 from asyncrl.views import charts
@@ -145,7 +145,11 @@ def curves(runs: Sequence[Compared], *, over_time: bool) -> Sequence[str]:
         return Series(name=run.label, color=run.color, xs=xs, ys=[point.value for point in points])
 
     figures = []
-    for curve in CURVES:
+    of_sets = [
+        Curve(title=f"Held-out reward: {name}", unit="", points=partial(_heldout, name=name))
+        for name in _named_sets(runs)
+    ]
+    for curve in (*CURVES, *of_sets):
         lines = [line(run, points) for run in runs if (points := curve.points(run.records))]
         if lines:
             x_name = clock if over_time else STEP
@@ -168,6 +172,7 @@ def totals(runs: Sequence[Compared]) -> list[Row]:
         row("time", lambda total: duration(total.wall_s)),
         row("reward, first to last steps", lambda total: change(total.reward_first, total.reward_last)),
         row("held-out reward", lambda total: change(total.heldout_first, total.heldout_last)),
+        *(row(f"held-out reward: {name}", partial(_ends_of, name=name)) for name in _named_sets(runs)),
         row("trained samples per second", lambda total: number(total.samples_per_s)),
         row("trained tokens", lambda total: number(total.trained_tokens)),
         row("oldest trained token, versions", lambda total: f"{total.max_token_staleness} of {total.staleness_limit}"),
@@ -218,8 +223,18 @@ def _at_ends(chunks: Sequence[Steps], values: Sequence[float | None]) -> Sequenc
     return [Point(end.step, end.wall_s, value) for end, value in zip(ends, values, strict=True)]
 
 
-def _heldout(run: RunRecords) -> Sequence[Point]:
-    return [Point(record.version, record.wall_s, record.reward_mean) for record in run.evals]
+def _heldout(run: RunRecords, *, name: str = HELDOUT) -> Sequence[Point]:
+    return [Point(record.version, record.wall_s, record.reward_mean) for record in run.evals if record.name == name]
+
+
+def _named_sets(runs: Sequence[Compared]) -> list[str]:
+    """Returns the names of the held-out sets (`eval.sets`) that any of the runs has evaluated."""
+    return list(dict.fromkeys(name for run in runs for name in run.summary.heldout_sets))
+
+
+def _ends_of(summary: Summary, *, name: str) -> str:
+    ends = summary.heldout_sets.get(name, HeldoutEnds())
+    return change(ends.first, ends.last)
 
 
 def _mean_of(name: str) -> Callable[[Steps], float | None]:

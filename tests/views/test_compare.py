@@ -1,11 +1,13 @@
 """Several runs on one page: every run in every chart, their totals, and the settings in which they differ."""
 
+import dataclasses
 import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from html_page import Page
 from made_up_run import make_step
@@ -15,6 +17,7 @@ from written_runs import write_run
 from asyncrl.cli.main import app
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RunError
+from asyncrl.learner.records import EvalRecord, HeldoutEnds
 from asyncrl.views.compare import Compared, compare_html, curves, differences, read_compared, totals
 
 pytestmark = pytest.mark.slow
@@ -81,6 +84,22 @@ def test_each_run_is_drawn_at_its_own_steps_and_times(two: tuple[Path, Path]) ->
     assert ages == {"short": pytest.approx(100 / 600, rel=1e-3), "long": 3}
     [heldout] = by_step["Held-out reward"]["series"]
     assert (heldout["name"], heldout["xs"], heldout["ys"]) == ("short", [0], [0.25])
+
+
+def test_each_named_held_out_set_has_a_chart_and_a_row_of_its_own(two: tuple[Path, Path]) -> None:
+    short, long = read(*two)
+    evals = [
+        EvalRecord(name=name, version=version, wall_s=20, prompts=8, reward_mean=reward)
+        for name, version, reward in (("heldout", 0, 0.25), ("sums", 0, 0.5), ("sums", 4, 0.75))
+    ]
+    summary = msgspec.structs.replace(short.summary, heldout_sets={"sums": HeldoutEnds(first=0.5, last=0.75)})
+    short = dataclasses.replace(short, records=dataclasses.replace(short.records, evals=evals), summary=summary)
+    by_step = drawn(curves([short, long], over_time=False))
+    assert [one["xs"] for one in by_step["Held-out reward"]["series"]] == [[0]]
+    [sums] = by_step["Held-out reward: sums"]["series"]
+    assert (sums["name"], sums["xs"], sums["ys"]) == ("short", [0, 4], [0.5, 0.75])
+    rows = {row.name: list(row.values) for row in totals([short, long])}
+    assert rows["held-out reward: sums"] == ["0.50 → 0.75", "–"]
 
 
 def test_totals_are_those_of_the_runs_and_rows_without_news_are_left_out(two: tuple[Path, Path]) -> None:
