@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from asyncrl.deployment.known_runs import check_there, named_run
-from asyncrl.views.samples import ColorBy, legend, samples_of, shown_sample
+from asyncrl.views.samples import WORST_OF, ColorBy, legend, samples_of, shown_sample
 
 
 def samples(
@@ -18,7 +18,13 @@ def samples(
     step: Annotated[
         int | None, typer.Option(metavar="N", help="Step whose samples are shown. Default: the last one.")
     ] = None,
-    worst: Annotated[bool, typer.Option("--worst", help="Show the samples with the lowest rewards first.")] = False,
+    worst: Annotated[
+        bool,
+        typer.Option(
+            "--worst",
+            help=f"Show the lowest rewards first: of the step, or without --step of the last {WORST_OF} steps.",
+        ),
+    ] = False,
     most: Annotated[int, typer.Option("-n", metavar="N", min=1, help="Number of samples.")] = 8,
     color: Annotated[
         ColorBy,

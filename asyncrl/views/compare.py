@@ -187,8 +187,8 @@ def totals(runs: Sequence[Compared]) -> list[Row]:
 
 
 def differences(configs: Sequence[Config]) -> list[Row]:
-    """Returns the settings in which the configurations differ, by dotted key in the order of the schema, each with its
-    value in each of them."""
+    """Returns the settings in which the configurations differ, each with its value in each of them. Dotted keys of the
+    first configuration come first, in the order of the schema."""
     flat = [flat_config(config) for config in configs]
     missing = object()
     rows = []

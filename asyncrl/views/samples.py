@@ -39,6 +39,8 @@ TERMINAL_COLORS: Mapping[ColorBy, tuple[str, ...]] = {
 """Colours of the bands in a terminal."""
 READ_COLOR = "bright_black"
 """Colour of tokens that were read, in a terminal."""
+WORST_OF = 20
+"""Steps whose samples are searched for the worst ones."""
 
 
 def steps_with_samples(folder: Path) -> list[int]:
@@ -53,17 +55,19 @@ def samples_of_step(folder: Path, step: int) -> list[SampleRecord]:
 
 
 def samples_of(folder: Path, *, step: int | None, worst: bool) -> list[SampleRecord]:
-    """Returns the samples of a step, by default the last one, in their order, or with `worst` the lowest reward first.
+    """Returns the samples of a step, by default the last one, in their order.
 
-    Samples without a reward come first then. Raises RunError, which names the steps that there are, if this one has
-    none.
+    With `worst`, the lowest reward comes first, and samples without a reward come before it. By default they are then
+    those of the last `WORST_OF` steps, because all samples of a single step may be good. Raises RunError, which names
+    the steps that there are, if this one has none.
     """
     steps = steps_with_samples(folder)
     if not steps:
         raise RunError(f"{folder} has no samples: learner.groups_logged was 0, or no step has ended yet")
     if step is not None and step not in steps:
         raise RunError(f"{folder} has no samples of step {step}; it has them of the steps {steps[0]} to {steps[-1]}")
-    samples = samples_of_step(folder, steps[-1] if step is None else step)
+    chosen = [step] if step is not None else steps[-WORST_OF if worst else -1 :]
+    samples = [sample for each in chosen for sample in samples_of_step(folder, each)]
     if worst:
         samples.sort(key=lambda sample: float("-inf") if sample.reward is None else sample.reward)
     return samples

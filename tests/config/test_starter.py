@@ -98,9 +98,10 @@ def test_columns_are_written_as_they_are() -> None:
     assert (config.data.columns, config.data.split, str(config.data.path)) == (columns, "train[:10]", "my file.csv")
 
 
-def test_only_a_small_model_gets_a_large_learning_rate() -> None:
-    rates = [config_of(parameters=size).learner.optimizer.learning_rate for size in (500_000, 500_000_000, None)]
-    assert rates == [5e-4, 1e-5, 1e-5]
+def test_only_a_small_model_gets_a_large_learning_rate_which_falls() -> None:
+    optimizers = [config_of(parameters=size).learner.optimizer for size in (500_000, 500_000_000, None)]
+    assert [optimizer.learning_rate for optimizer in optimizers] == [5e-4, 1e-5, 1e-5]
+    assert [optimizer.schedule for optimizer in optimizers] == ["linear", "constant", "constant"]
 
 
 def test_a_dataset_of_a_module_has_no_path() -> None:
