@@ -20,7 +20,7 @@ test: $(STAMP)
 
 # Takes half a minute. Leaves out tests that start real processes, train, or import a large library.
 unit: $(STAMP)
-	$(PYTEST) --numprocesses=2 -m "not integration and not slow" $(ARGS)
+	$(PYTEST) --numprocesses=2 --hypothesis-profile=quick -m "not integration and not slow" $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -1,4 +1,4 @@
-"""Settings for quick tests: fewer Hypothesis examples, and excluded files that are not even imported. Settings for
+"""Settings for quick unit tests: fewer hypothesis examples, and excluded files that are not even imported. Settings for
 tests on a busy machine: Ray's workers get the same share of the CPU as all other processes. Settings for tests with
 ranks that are processes: one process imports their libraries, and all ranks are forked from it. Rare garbage
 collections, which by default take a quarter of the time of collecting the tests."""
@@ -20,8 +20,7 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 # the same for all files: a rank that is forked without these modules imports them itself, which takes eight seconds.
 multiprocessing.set_forkserver_preload(["asyncrl.policy.worker", "asyncrl.value.worker"])
 
-# A quarter of Hypothesis' examples, the same ones each time, without deadlines. `--hypothesis-profile=ci` tries all.
-settings.register_profile("quick", settings.get_profile("ci"), max_examples=25)
+settings.register_profile("quick", settings.get_profile("ci"), max_examples=20)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -313,7 +313,7 @@ def test_of_200_prompts_none_fails_beside_a_replica_whose_every_rollout_fails() 
 
 
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_random_histories_of_failures_never_stop_the_pool_and_lose_no_prompt(seed: int) -> None:
     """Replicas fail, fall silent, are restarted and scaled in at random. A replica that is refused is so for one of the
     known reasons, a healthy one always gets tickets, and in the end all prompts are trained or have failed."""
