@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from local_ray import local_ray
 from ray.exceptions import GetTimeoutError, OwnerDiedError
 
 from asyncrl.common.version import Version
@@ -125,9 +126,8 @@ async def received(transport: Transport, manifest: Manifest, handles: list[Any])
 
 @pytest.fixture(scope="module")
 def own_ray() -> Iterator[None]:
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=80 * 2**20)
-    yield
-    ray.shutdown()
+    with local_ray(cpus=1):
+        yield
 
 
 MAKERS: dict[str, Callable[[Path], Sending]] = {
