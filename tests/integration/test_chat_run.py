@@ -50,6 +50,7 @@ def test_a_chat_model_trains_on_conversations_with_two_rewards(tmp_path: Path) -
         "eval.every_steps=1",
         "eval.samples=2",
         "eval.sets.exact={environment: {reward: exact_match}, prompts: 4, samples: 1}",
+        "weights.transport=ipc",
     ]
     load_config([RECIPE], overrides)
     command = Command(["up", "-c", str(RECIPE), *overrides], log=tmp_path / "log", environment={})

@@ -18,13 +18,16 @@ import psutil
 import pytest
 from conftest import QUICKSTART, Command, Run, engines_of, small_overrides
 from kills import kill, ray_session
+from onlookers import expect_advice
 
 from asyncrl.cli.restarts import RESTART_MENDS
+from asyncrl.views.headline import Bound
 
 pytestmark = pytest.mark.integration
 
 READY_S = 480
 SLOTS_OF_SECOND = 5
+IMPORTS = {"PYTHONPATH": os.pathsep.join(sys.path)}
 
 Engines = Callable[[], set[int]]
 Status = Callable[[str], dict[str, Any]]
@@ -71,7 +74,8 @@ def started_node(nodes: dict[str, psutil.Popen], pool: str, *options: str, log: 
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=os.environ | {"RAY_AUTH_MODE": "token"},  # otherwise Ray joins an address without its token
+            # Without the mode, Ray joins an address without its token. Its workers import modules of the tests.
+            env=os.environ | IMPORTS | {"RAY_AUTH_MODE": "token"},
         )  # fmt: skip
     deadline_s = time.monotonic() + 360
     while not (found := re.search(says, log.read_text())):
@@ -139,6 +143,7 @@ def deployment(
         "generator.node_labels={pool: generator}",
         "learner.node_labels={pool: learner}",
         *overrides,
+        **IMPORTS,
     )
 
 
@@ -160,7 +165,7 @@ def test_generators_the_learner_and_the_index_are_killed_and_no_group_is_lost(
     name = tmp_path.name
     overrides = [
         "learner.groups_logged=4",  # all groups of a step
-        "generator.max_starts_per_s=1",  # a replica always has tickets to start, so it is never idle
+        "generator.max_starts_per_s=2",  # a replica always has tickets to start, so it is never idle
         "checkpoint.every_steps=2",
     ]
     first = deployment(run_command, "generator", ray_head, model_path, tmp_path, *overrides)
@@ -256,12 +261,17 @@ def test_learner_first_then_a_generator_and_down_ends_what_a_killed_learner_left
     run_command: Run, ray_head: str, engines: Engines, status: Status, model_path: str, tmp_path: Path
 ) -> None:
     name = tmp_path.name
-    none = "checkpoint.every_steps=0"
-    learner = deployment(run_command, "learner", ray_head, model_path, tmp_path, none)
+    own = [
+        "checkpoint.every_steps=0",
+        "environment.reward=dense_reward:by_checksum",  # otherwise the advice is about rewards that are all equal
+        "learner.group_size=8", "learner.batching=padded", "learner.micro_batch_size=1",  # a slow learner
+    ]  # fmt: skip
+    learner = deployment(run_command, "learner", ray_head, model_path, tmp_path, *own)
     learner.wait_for(lambda: "waiting for a generator" in learner.output(), timeout_s=READY_S, what="a waiting learner")
-    generator = deployment(run_command, "generator", ray_head, model_path, tmp_path, none)
+    generator = deployment(run_command, "generator", ray_head, model_path, tmp_path, *own)
     learner.wait_for(lambda: steps_of(tmp_path) >= 2, timeout_s=READY_S, what="steps")
-    wrong = deployment(run_command, "generator", ray_head, model_path, tmp_path, none, "eval.prompts=5")
+    expect_advice(learner, tmp_path / name, bound=Bound.LEARNER, advice="Generators wait for the learner")
+    wrong = deployment(run_command, "generator", ray_head, model_path, tmp_path, *own, "eval.prompts=5")
     assert wrong.wait(240) == 1
     assert "error: eval.prompts = 5, but the run was started with 4" in wrong.output()
     assert "starting" not in wrong.output()
@@ -271,7 +281,7 @@ def test_learner_first_then_a_generator_and_down_ends_what_a_killed_learner_left
     assert left, "the buffer must outlive a killed deployment"
     # The dead learner's weights are gone, and there is no checkpoint. A new learner would train those of model.path
     # under the numbers of the dead one's versions, so it is refused, once the dead one has been silent for long enough.
-    again = deployment(run_command, "learner", ray_head, model_path, tmp_path, none)
+    again = deployment(run_command, "learner", ray_head, model_path, tmp_path, *own)
     assert again.wait(240) == 1
     assert re.search(r"error: run '\S+' has trained \d+ steps.*`asyncrl down", again.output(), re.DOTALL), (
         again.output()
