@@ -1,11 +1,13 @@
 """Several runs on one page: every run in every chart, their totals, and the settings in which they differ."""
 
+import dataclasses
 import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from html_page import Page
 from made_up_run import make_step
@@ -15,6 +17,7 @@ from written_runs import write_run
 from asyncrl.cli.main import app
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RunError
+from asyncrl.learner.records import EvalRecord, heldout_ends
 from asyncrl.views.compare import Compared, compare_html, curves, differences, read_compared, totals
 
 pytestmark = pytest.mark.slow
@@ -81,6 +84,20 @@ def test_each_run_is_drawn_at_its_own_steps_and_times(two: tuple[Path, Path]) ->
     assert ages == {"short": pytest.approx(100 / 600, rel=1e-3), "long": 3}
     [heldout] = by_step["Held-out reward"]["series"]
     assert (heldout["name"], heldout["xs"], heldout["ys"]) == ("short", [0], [0.25])
+
+
+def test_each_held_out_set_has_its_own_curve_and_its_own_total(two: tuple[Path, Path]) -> None:
+    runs = read(*two)
+    hard = [EvalRecord(name="hard", version=n, wall_s=20 + n, prompts=4, reward_mean=n / 4) for n in range(3)]
+    records = dataclasses.replace(runs[1].records, evals=hard)
+    summary = msgspec.structs.replace(runs[1].summary, heldout_sets=heldout_ends(hard))
+    runs = [runs[0], dataclasses.replace(runs[1], records=records, summary=summary)]
+    figures = drawn(curves(runs, over_time=False))
+    assert list(figures)[:3] == ["Reward", "Held-out reward", "Held-out reward: hard"]
+    [line] = figures["Held-out reward: hard"]["series"]
+    assert (line["name"], line["xs"], line["ys"]) == ("long", [0, 1, 2], [0, 0.25, 0.5])
+    rows = {row.name: list(row.values) for row in totals(runs)}
+    assert rows["held-out reward: hard"] == ["–", "0.00 → 0.50"]
 
 
 def test_totals_are_those_of_the_runs_and_rows_without_news_are_left_out(two: tuple[Path, Path]) -> None:
