@@ -19,7 +19,7 @@ from asyncrl.atomic_write import write_atomically
 from asyncrl.config.load import flat_config
 from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.learner.records import HeldoutEnds, RunInfo, StepRecord, Summary, mean
+from asyncrl.learner.records import RunInfo, StepRecord, Summary, mean
 from asyncrl.metrics.numbers import charts as charts_of_numbers
 from asyncrl.shown_text import shown
 from asyncrl.views import charts
@@ -144,12 +144,12 @@ def curves(runs: Sequence[Compared], *, over_time: bool) -> Sequence[str]:
         xs = [point.wall_s / unit_s if over_time else point.step for point in points]
         return Series(name=run.label, color=run.color, xs=xs, ys=[point.value for point in points])
 
-    figures = []
-    of_sets = [
-        Curve(title=f"Held-out reward: {name}", unit="", points=partial(_heldout, name=name))
-        for name in _named_sets(runs)
+    sets = dict.fromkeys([HELDOUT, *(record.name for run in runs for record in run.records.evals)])
+    heldout = [
+        Curve(title=f"Held-out reward{_of_set(name)}", unit="", points=partial(_heldout, name=name)) for name in sets
     ]
-    for curve in (*CURVES, *of_sets):
+    figures = []
+    for curve in (*CURVES[:1], *heldout, *CURVES[1:]):
         lines = [line(run, points) for run in runs if (points := curve.points(run.records))]
         if lines:
             x_name = clock if over_time else STEP
@@ -166,13 +166,14 @@ def totals(runs: Sequence[Compared]) -> list[Row]:
     def optional(value: float | None) -> str:
         return UNKNOWN if value is None else number(value)
 
+    sets = dict.fromkeys(name for run in runs for name in run.summary.heldout_sets)
     rows = [
         Row("state", [run.records.info.state for run in runs]),
         row("steps", lambda total: f"{total.steps:,}"),
         row("time", lambda total: duration(total.wall_s)),
         row("reward, first to last steps", lambda total: change(total.reward_first, total.reward_last)),
         row("held-out reward", lambda total: change(total.heldout_first, total.heldout_last)),
-        *(row(f"held-out reward: {name}", partial(_ends_of, name=name)) for name in _named_sets(runs)),
+        *(row(f"held-out reward{_of_set(name)}", partial(_ends_of, name=name)) for name in sets),
         row("trained samples per second", lambda total: number(total.samples_per_s)),
         row("trained tokens", lambda total: number(total.trained_tokens)),
         row("oldest trained token, versions", lambda total: f"{total.max_token_staleness} of {total.staleness_limit}"),
@@ -223,18 +224,18 @@ def _at_ends(chunks: Sequence[Steps], values: Sequence[float | None]) -> Sequenc
     return [Point(end.step, end.wall_s, value) for end, value in zip(ends, values, strict=True)]
 
 
-def _heldout(run: RunRecords, *, name: str = HELDOUT) -> Sequence[Point]:
+def _of_set(name: str) -> str:
+    """Returns the end of a title that names a held-out set; the one that is not named by the user has no name."""
+    return "" if name == HELDOUT else f": {name}"
+
+
+def _ends_of(total: Summary, *, name: str) -> str:
+    ends = total.heldout_sets.get(name)
+    return UNKNOWN if ends is None else change(ends.first, ends.last)
+
+
+def _heldout(run: RunRecords, *, name: str) -> Sequence[Point]:
     return [Point(record.version, record.wall_s, record.reward_mean) for record in run.evals if record.name == name]
-
-
-def _named_sets(runs: Sequence[Compared]) -> list[str]:
-    """Returns the names of the held-out sets (`eval.sets`) that any of the runs has evaluated."""
-    return list(dict.fromkeys(name for run in runs for name in run.summary.heldout_sets))
-
-
-def _ends_of(summary: Summary, *, name: str) -> str:
-    ends = summary.heldout_sets.get(name, HeldoutEnds())
-    return change(ends.first, ends.last)
 
 
 def _mean_of(name: str) -> Callable[[Steps], float | None]:
@@ -256,7 +257,6 @@ CURVES = (
     Curve(
         title="Reward", unit="mean of a step", points=partial(_per_step, read=_mean_of("reward_mean"), smoothed=True)
     ),
-    Curve(title="Held-out reward", unit="", points=_heldout),
     Curve(
         title="Trained samples",
         unit="per second",

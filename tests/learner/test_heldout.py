@@ -271,7 +271,7 @@ async def test_a_set_that_fails_is_named_and_the_others_are_evaluated(caplog: py
     scene.evaluate = evaluate  # type: ignore[method-assign]
     await scene.heldout.evaluate_beside(Version(1, 2))
     assert [(record.name, record.prompts, record.failed) for record in scene.log.evals] == [("sums", 3, 1)]
-    late, some = [entry.getMessage() for entry in caplog.records]
+    late, some = [e.getMessage() for e in caplog.records if e.name == "asyncrl.learner.heldout"]
     assert late.startswith("held-out evaluation of step 2 is left out")
     assert some.startswith("evaluation on the set sums of step 2: 1 of 4 prompts got no reward")
 

@@ -17,7 +17,7 @@ from written_runs import write_run
 from asyncrl.cli.main import app
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.learner.records import EvalRecord, HeldoutEnds
+from asyncrl.learner.records import EvalRecord, heldout_ends
 from asyncrl.views.compare import Compared, compare_html, curves, differences, read_compared, totals
 
 pytestmark = pytest.mark.slow
@@ -86,20 +86,18 @@ def test_each_run_is_drawn_at_its_own_steps_and_times(two: tuple[Path, Path]) ->
     assert (heldout["name"], heldout["xs"], heldout["ys"]) == ("short", [0], [0.25])
 
 
-def test_each_named_held_out_set_has_a_chart_and_a_row_of_its_own(two: tuple[Path, Path]) -> None:
-    short, long = read(*two)
-    evals = [
-        EvalRecord(name=name, version=version, wall_s=20, prompts=8, reward_mean=reward)
-        for name, version, reward in (("heldout", 0, 0.25), ("sums", 0, 0.5), ("sums", 4, 0.75))
-    ]
-    summary = msgspec.structs.replace(short.summary, heldout_sets={"sums": HeldoutEnds(first=0.5, last=0.75)})
-    short = dataclasses.replace(short, records=dataclasses.replace(short.records, evals=evals), summary=summary)
-    by_step = drawn(curves([short, long], over_time=False))
-    assert [one["xs"] for one in by_step["Held-out reward"]["series"]] == [[0]]
-    [sums] = by_step["Held-out reward: sums"]["series"]
-    assert (sums["name"], sums["xs"], sums["ys"]) == ("short", [0, 4], [0.5, 0.75])
-    rows = {row.name: list(row.values) for row in totals([short, long])}
-    assert rows["held-out reward: sums"] == ["0.50 → 0.75", "–"]
+def test_each_held_out_set_has_its_own_curve_and_its_own_total(two: tuple[Path, Path]) -> None:
+    runs = read(*two)
+    hard = [EvalRecord(name="hard", version=n, wall_s=20 + n, prompts=4, reward_mean=n / 4) for n in range(3)]
+    records = dataclasses.replace(runs[1].records, evals=hard)
+    summary = msgspec.structs.replace(runs[1].summary, heldout_sets=heldout_ends(hard))
+    runs = [runs[0], dataclasses.replace(runs[1], records=records, summary=summary)]
+    figures = drawn(curves(runs, over_time=False))
+    assert list(figures)[:3] == ["Reward", "Held-out reward", "Held-out reward: hard"]
+    [line] = figures["Held-out reward: hard"]["series"]
+    assert (line["name"], line["xs"], line["ys"]) == ("long", [0, 1, 2], [0, 0.25, 0.5])
+    rows = {row.name: list(row.values) for row in totals(runs)}
+    assert rows["held-out reward: hard"] == ["–", "0.00 → 0.50"]
 
 
 def test_totals_are_those_of_the_runs_and_rows_without_news_are_left_out(two: tuple[Path, Path]) -> None:
