@@ -47,6 +47,7 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: str, lines: Sequence[Li
     """Returns the exit code of the command in this process, whose parts give these lines."""
     monkeypatch.setattr(sys, "argv", ["measure.py", *arguments])
     monkeypatch.setattr(measure, "measured", lambda parts, **_: iter(lines))
+    monkeypatch.setattr(measure, "write_section", lambda *_, **__: pytest.fail("docs/gpu.md would be written"))
     context = multiprocessing.get_context("forkserver")
     monkeypatch.setattr(context, "set_forkserver_preload", lambda names: None)  # this process has other tests
     return measure.main()
