@@ -19,6 +19,11 @@ SWEEP_EVERY_S = 60.0
 """Time between two searches for rows that belong to no group, seconds."""
 
 
+async def no_keys() -> Sequence[str]:
+    """Names no stored group."""
+    return ()
+
+
 class Clearing:
     """Clears what `unneeded` names, and the rows of keys that callers pass. `tasks` are the tasks that run now.
 

@@ -27,7 +27,7 @@ from asyncrl.common.version import Version
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.attachments import Attachments
-from asyncrl.coordinator.clearing import Clearing
+from asyncrl.coordinator.clearing import Clearing, no_keys
 from asyncrl.coordinator.endpoints import EndpointChanges
 from asyncrl.coordinator.failures import FailureReports
 from asyncrl.coordinator.learner_calls import LearnerCalls
@@ -46,8 +46,9 @@ from asyncrl.metrics.states import StateClock, monotonic_at_process_start
 logger = logging.getLogger(__name__)
 
 
-async def _no_keys() -> Sequence[str]:
-    return ()
+def _prompts(config: Config, tasks: Sequence[Task]) -> PromptSource:
+    data, weights = config.data, {part.name: part.weight for part in config.data.mixture}
+    return PromptSource(tasks, seed=config.run.seed, shuffle=data.shuffle, epochs=data.epochs, weights=weights)
 
 
 class Coordinator:
@@ -67,18 +68,15 @@ class Coordinator:
         config: Config,
         tasks: Sequence[Task],
         clear_rows: Callable[[Sequence[str]], Awaitable[None]],
-        stored_keys: Callable[[], Awaitable[Sequence[str]]] = _no_keys,
+        stored_keys: Callable[[], Awaitable[Sequence[str]]] = no_keys,
         prefixes: GroupRows | None = None,
         started_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._clock = config, clock
         self._limits = limits_of(config)
-        data, timeout_s = config.data, config.buffer.heartbeat_timeout_s
-        weights = {part.name: part.weight for part in data.mixture}
-        self._prompts = PromptSource(
-            tasks, seed=config.run.seed, shuffle=data.shuffle, epochs=data.epochs, weights=weights
-        )
+        timeout_s = config.buffer.heartbeat_timeout_s
+        self._prompts = _prompts(config, tasks)
         self._buffer = self._empty_buffer()
         self._clearing = Clearing(
             self._buffer.unneeded, clear_rows=clear_rows, stored_keys=stored_keys, prefixes=prefixes, now_s=clock()

@@ -130,15 +130,7 @@ class LearnerDeployment:
         handles = await enter_run(config, deployment=deployment, tasks=prompts.train, restored=restored)
         entered.push_async_callback(self._leave, handles)
         entered.push_async_callback(asyncio.to_thread, self._log.close)
-        metrics = described_metrics(config)
-        restarts = self._run_dir.restarts
-        metrics.incarnation(
-            self._run_dir.lineage.incarnation,
-            nonce=self._run_dir.nonce,
-            restarts=len(restarts),
-            resumed_unix_s=restarts[-1].unix_time_s if restarts else None,
-        )
-        metrics.states_from(self._states.seconds)
+        metrics = self._described_metrics()
         server = MetricsServer(
             metrics.registry,
             host=config.metrics.host,
@@ -180,6 +172,17 @@ class LearnerDeployment:
         summary = self._log.summary(totals)
         self._check_saved()
         return summary
+
+    def _described_metrics(self) -> LearnerMetrics:
+        metrics, restarts = described_metrics(self._config), self._run_dir.restarts
+        metrics.incarnation(
+            self._run_dir.lineage.incarnation,
+            nonce=self._run_dir.nonce,
+            restarts=len(restarts),
+            resumed_unix_s=restarts[-1].unix_time_s if restarts else None,
+        )
+        metrics.states_from(self._states.seconds)
+        return metrics
 
     def _restored(self) -> Restored | None:
         """Returns what the buffer continues from; None for a new run."""

@@ -7,9 +7,10 @@ from asyncrl.config.load import flat_config
 from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.deployment.resuming import last_set_aside
 from asyncrl.deployment.run_dir import AuditFile, RunDir
+from asyncrl.learner.aggregates import build_summary
 from asyncrl.learner.best_checkpoints import best_first
 from asyncrl.learner.record_lines import read_lines
-from asyncrl.learner.records import LOST_STEPS, EvalRecord, RunTotals, SampleRecord, StepRecord, Summary, build_summary
+from asyncrl.learner.records import LOST_STEPS, EvalRecord, RunTotals, SampleRecord, StepRecord, Summary
 from asyncrl.learner.run_log import RunLog
 from asyncrl.metrics.trackers import Going, Trackers
 

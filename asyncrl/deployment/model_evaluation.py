@@ -25,8 +25,8 @@ from asyncrl.errors import DatasetError, InfraError, RunError
 from asyncrl.generation.evaluation import answers_of, prompts_at_once
 from asyncrl.generation.rollout import HeldoutAnswer, Rollouts
 from asyncrl.generation.vllm_engine import VLLMEngine
+from asyncrl.learner.aggregates import mean
 from asyncrl.learner.eval_numbers import mean_and_error, pass_at
-from asyncrl.learner.records import mean
 
 LOADED = Version(1, 0)
 """The name of the weights, which no learner has changed."""

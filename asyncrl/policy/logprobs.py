@@ -5,7 +5,7 @@ Legend: B rows, S tokens, T = S − 1 next tokens, D hidden width, K tokens of a
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -59,16 +59,15 @@ def model_logprobs(
                 key="model.path",
             )
         before = hidden_BSD[:, :-1] if packed is None else hidden_BSD[:, packed.before_N]
-        scored: dict[str, Any] = {
-            "targets_N": targets.flatten(),
-            "temperature": temperature,
-            "with_entropy": with_entropy,
-            "chunk_logits": chunk_logits,
-        }
-        if support_NK is None:
-            columns = chunked_logprobs(before.flatten(0, 1), head.weight, **scored)
-        else:
-            columns = support_logprobs(before.flatten(0, 1), head.weight, support_NK=support_NK, **scored)
+        score = chunked_logprobs if support_NK is None else partial(support_logprobs, support_NK=support_NK)
+        columns = score(
+            before.flatten(0, 1),
+            head.weight,
+            targets_N=targets.flatten(),
+            temperature=temperature,
+            with_entropy=with_entropy,
+            chunk_logits=chunk_logits,
+        )
         stacked = torch.stack([column for column in columns if column is not None], dim=-1)
         made.append(stacked.view(*targets.shape, stacked.shape[-1]))
         return made[-1]

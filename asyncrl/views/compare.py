@@ -19,7 +19,8 @@ from asyncrl.atomic_write import write_atomically
 from asyncrl.config.load import flat_config
 from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.learner.records import RunInfo, StepRecord, Summary, mean
+from asyncrl.learner.aggregates import mean
+from asyncrl.learner.records import RunInfo, StepRecord, Summary
 from asyncrl.metrics.numbers import charts as charts_of_numbers
 from asyncrl.shown_text import shown
 from asyncrl.views import charts

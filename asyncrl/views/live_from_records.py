@@ -6,7 +6,8 @@ from dataclasses import replace
 from asyncrl.buffer.staleness import limits_of
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.status import RunStatus
-from asyncrl.learner.records import EvalRecord, StepRecord, mean, running_s, state_shares
+from asyncrl.learner.aggregates import mean, running_s, state_shares
+from asyncrl.learner.records import EvalRecord, StepRecord
 from asyncrl.views.headline import headline
 from asyncrl.views.live import LiveView, starting_view
 from asyncrl.views.quantities import duration

@@ -22,18 +22,10 @@ from asyncrl.buffer.failure_records import FailureCount
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
+from asyncrl.learner.aggregates import build_summary
 from asyncrl.learner.failures import groups_by_reason
 from asyncrl.learner.record_lines import read_lines
-from asyncrl.learner.records import (
-    LOST_STEPS,
-    EvalRecord,
-    RunInfo,
-    RunTotals,
-    SampleRecord,
-    StepRecord,
-    Summary,
-    build_summary,
-)
+from asyncrl.learner.records import LOST_STEPS, EvalRecord, RunInfo, RunTotals, SampleRecord, StepRecord, Summary
 from asyncrl.views import charts
 from asyncrl.views.headline import Headline, headline
 from asyncrl.views.report_panels import flow, learning, restart_marks

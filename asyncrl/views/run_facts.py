@@ -14,8 +14,9 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.errors import ConfigError
+from asyncrl.learner.aggregates import largest, mean, state_shares
 from asyncrl.learner.failures import groups_by_reason
-from asyncrl.learner.records import RunInfo, StepRecord, largest, mean, state_shares
+from asyncrl.learner.records import RunInfo, StepRecord
 from asyncrl.views.headline import RunFacts
 
 RECENT_STEPS = 20

@@ -9,10 +9,11 @@ import msgspec
 from asyncrl.buffer.ledger import Event, Fate
 from asyncrl.common.roles import Role, RunState
 from asyncrl.config.schema import HELDOUT
-from asyncrl.coordinator.replicas import ReplicaReport, mean_states
+from asyncrl.coordinator.replicas import ReplicaReport, ReplicaView, mean_states
 from asyncrl.coordinator.status import RunStatus
+from asyncrl.learner.aggregates import ess_of_steps, heldout_ends
 from asyncrl.learner.failures import in_words
-from asyncrl.learner.records import EvalRecord, StepRecord, ess_of_steps, heldout_ends
+from asyncrl.learner.records import EvalRecord, StepRecord
 from asyncrl.views.headline import Bottleneck, Headline, bottleneck, failed_share, headline
 from asyncrl.views.run_facts import Setting, facts_of_steps, with_status
 
@@ -43,26 +44,7 @@ def status_lines(
         f"learner {activity(status)}; last progress "
         f"{status.quiet_s:.0f} s ago",
     ]
-    for view in status.replicas:
-        report = status.reports.get(view.replica)
-        lines.append(
-            f"replica {view.replica}"
-            + (f" of deployment {report.deployment}" if report is not None else "")
-            + f": weights of {view.version.words if view.version else 'none'}, "
-            + (
-                f"{report.running_groups} of {report.slots} slots busy, "
-                if report is not None and not view.trouble
-                else ""
-            )
-            + f"{view.reserved_groups} groups reserved"
-            + (f", {view.trouble}" if view.trouble else "")
-            + (
-                f", started again {view.restarts} time{'s' if view.restarts > 1 else ''} (the last cause: {view.cause})"
-                if view.restarts
-                else ""
-            )
-            + (f"; {_spent(report)}" if report is not None and report.state_seconds else "")
-        )
+    lines += [_replica(view, status.reports.get(view.replica)) for view in status.replicas]
     lines += [f"replica {name} is not started again: {why}" for name, why in status.given_up.items()]
     fates = [f"{account.fates[fate].groups} {fate.value}" for fate in Fate if account.fates[fate].groups]
     lines.append(
@@ -83,6 +65,23 @@ def status_lines(
         f"deployment {deployment.id}: pid {deployment.pid} on {deployment.host}" for deployment in status.deployments
     ]
     return lines + [f"metrics of {name}: http://{target}/metrics" for name, target in sorted(status.targets.items())]
+
+
+def _replica(view: ReplicaView, report: ReplicaReport | None) -> str:
+    return (
+        f"replica {view.replica}"
+        + (f" of deployment {report.deployment}" if report is not None else "")
+        + f": weights of {view.version.words if view.version else 'none'}, "
+        + (f"{report.running_groups} of {report.slots} slots busy, " if report is not None and not view.trouble else "")
+        + f"{view.reserved_groups} groups reserved"
+        + (f", {view.trouble}" if view.trouble else "")
+        + (
+            f", started again {view.restarts} time{'s' if view.restarts > 1 else ''} (the last cause: {view.cause})"
+            if view.restarts
+            else ""
+        )
+        + (f"; {_spent(report)}" if report is not None and report.state_seconds else "")
+    )
 
 
 def status_json(

@@ -21,7 +21,8 @@ from asyncrl.config.schema import Config, LoraSection
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.deployment import cluster, shared_actors
 from asyncrl.deployment.run_dir import RunDir
-from asyncrl.learner.records import Summary, build_summary
+from asyncrl.learner.aggregates import build_summary
+from asyncrl.learner.records import Summary
 
 runner = CliRunner()
 

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 from conftest import small_config
+from dense_reward import by_checksum
 from engine_contract import CONTRACT, MAX_TOKENS, PARITY_NATS, PROMPT
 from local_weights import staged
 from prometheus_client.parser import text_string_to_metric_families
@@ -203,8 +204,12 @@ async def test_pass_at_k_of_an_evaluation_is_that_of_vllm_with_the_same_seeds(
     from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind
 
-    await engine.load(*Trainer(model_path).publication(90))  # the model as it was built, which answers some questions
-    config = small_config(model_path, "eval.samples=4", "eval.prompts=24", "generator.seeded=true", "run.seed=3")
+    await engine.load(*Trainer(model_path).publication(90))
+    # This reward is above 0.9 for a tenth of all completions, so some prompts have a right sample and some have none.
+    reward = ["environment.reward=dense_reward:by_checksum", "eval.pass_reward=0.9"]
+    config = small_config(
+        model_path, "eval.samples=4", "eval.prompts=24", "generator.seeded=true", "run.seed=3", *reward
+    )
     tokenizer, tasks = load_tokenizer(model_path), heldout_tasks(config)["heldout"]
     assert len(tasks) == 24
     scorer = PartScorers(all_configs(config))
@@ -221,13 +226,13 @@ async def test_pass_at_k_of_an_evaluation_is_that_of_vllm_with_the_same_seeds(
         prompt = tokens_input(tokenizer(task.prompt, add_special_tokens=False)["input_ids"])
         async for output in engine._llm.generate(prompt, parameters, f"direct-{number}"):
             final = output
-        return [each.text == task.answer for each in final.outputs]
+        return [by_checksum(task, each.text) >= 0.9 for each in final.outputs]
 
     passed = await asyncio.gather(*[direct(number, task) for number, task in enumerate(tasks)])
     for k in (1, 2, 4):
         of_prompts = [statistics.fmean(map(any, itertools.combinations(each, k))) for each in passed]
         assert result.pass_at[k] == pytest.approx(statistics.fmean(of_prompts)), k
-    assert 0 < result.pass_at[1] < result.pass_at[4] < 1, "the model is right sometimes, so the test can fail"
+    assert 0 < result.pass_at[1] < result.pass_at[4] < 1
 
 
 def samples_at(url: str) -> dict[str, float]:

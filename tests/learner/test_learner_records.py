@@ -10,17 +10,9 @@ import pytest
 from made_up_run import TOTALS, make_step
 
 from asyncrl.errors import RunError
+from asyncrl.learner.aggregates import build_summary, edge_window, ess_of_steps, state_shares
 from asyncrl.learner.record_lines import read_lines
-from asyncrl.learner.records import (
-    EvalRecord,
-    HeldoutEnds,
-    StepRecord,
-    Summary,
-    build_summary,
-    edge_window,
-    ess_of_steps,
-    state_shares,
-)
+from asyncrl.learner.records import EvalRecord, HeldoutEnds, StepRecord, Summary
 
 
 def step(number: int, **changed: Any) -> StepRecord:

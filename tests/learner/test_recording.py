@@ -21,9 +21,10 @@ from asyncrl.config.schema import Config
 from asyncrl.coordinator.replicas import ReplicaReport, mean_states
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import FailureClass
+from asyncrl.learner.aggregates import build_summary
 from asyncrl.learner.audit_records import Began, Machine
 from asyncrl.learner.recording import EndedStep, StepRecorder
-from asyncrl.learner.records import StepRecord, build_summary
+from asyncrl.learner.records import StepRecord
 from asyncrl.learner.run_log import RunLog
 from asyncrl.metrics.catalogue import CATALOGUE, Kind, Role
 from asyncrl.metrics.recorders import LearnerMetrics

@@ -19,7 +19,8 @@ from asyncrl.cli.main import app
 from asyncrl.config.schema import Config
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import FailureClass, RunError
-from asyncrl.learner.records import EvalRecord, Resumption, state_shares
+from asyncrl.learner.aggregates import state_shares
+from asyncrl.learner.records import EvalRecord, Resumption
 from asyncrl.views import report_staleness
 from asyncrl.views.charts import Series
 from asyncrl.views.report import read_run, report_html, write_report
