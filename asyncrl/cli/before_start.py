@@ -21,7 +21,7 @@ from asyncrl.cli.terminal import outlive_terminal, say
 from asyncrl.common.roles import Role
 from asyncrl.config.import_path import is_import_path
 from asyncrl.config.load import Layer
-from asyncrl.config.parts import EVAL, all_configs, eval_configs, key_of
+from asyncrl.config.parts import EVAL, all_configs, eval_configs, key_of, part_configs
 from asyncrl.config.schema import Config, EnvironmentSection
 from asyncrl.data.prompts import Task
 from asyncrl.data.rows import FIRST_ROWS
@@ -91,7 +91,8 @@ def prepare(config: Config, *, roles: Collection[Role] = tuple(Role)) -> "Prompt
     if not _has_own_rows(config):
         return None
     prompts = read_prompts(config)
-    _try_prompts(config, [*prompts.train, *prompts.heldout])
+    for name, part in part_configs(config).items():
+        _try_prompts(part, [task for task in (*prompts.train, *prompts.heldout) if task.part == name])
     for name, tasks in prompts.sets.items():
         _try_prompts(eval_configs(config)[f"{EVAL}{name}"], tasks)
     return prompts

@@ -76,7 +76,8 @@ _REASONS = {
 }
 """Maps the reason of a refusal to the arguments that are refused for it."""
 
-_ON_CPUS = {"enable_chunked_prefill": "vLLM's CPU worker ends when the prefill of a seeded request is split in two"}
+_SPLIT = "vLLM's CPU worker ends when the prefill of a seeded request is split in two"
+_ON_CPUS = dict.fromkeys(("enable_chunked_prefill", "long_prefill_token_threshold", "max_num_scheduled_tokens"), _SPLIT)
 """Arguments that are refused on CPUs only, with the reason."""
 
 REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.split()}

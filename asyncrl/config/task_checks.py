@@ -82,6 +82,8 @@ def eval_violations(config: Config) -> Iterator[str]:
             yield f"{key}: is the name of the questions of the run's own dataset that are not trained; rename it"
         if each.data is None and each.environment is None:
             yield f"{key}: would be the set {HELDOUT} again; set its data or its environment, or remove it"
+        if config.data.mixture and each.data is None:
+            yield f"{key}: needs data of its own, because the run's questions are those of data.mixture; set its data"
         if each.prompts is None and config.eval.prompts == 0:
             yield f"{key}.prompts: is needed, because eval.prompts = 0; set it"
         if each.data is not None and each.data.heldout_fraction != config.data.heldout_fraction:

@@ -232,6 +232,11 @@ class PromptSource:
             ends.append(block * len(self._places) + self._places.index((part, rank)))
         return min(ends)
 
+    @property
+    def total(self) -> int | None:
+        """The number of prompts that are issued in all epochs; None without an end."""
+        return self._end
+
     def next(self) -> Task | None:
         """Returns the next task, or None when all epochs are over."""
         if self._end is not None and self._issued >= self._end:
@@ -286,10 +291,10 @@ class PromptSource:
 
 
 def fingerprint(tasks: Sequence[Task]) -> str:
-    """Returns a hash of prompts and answers in their order. Equal datasets have equal hashes."""
+    """Returns a hash of prompts, answers and parts in their order. Equal datasets have equal hashes."""
     digest = xxhash.xxh3_64()
     for task in tasks:
-        for text in (task.prompt, task.answer):
+        for text in (task.prompt, task.answer, *([task.part] if task.part else [])):
             encoded = text.encode()
             digest.update(len(encoded).to_bytes(8, "little") + encoded)
     return digest.hexdigest()
@@ -297,7 +302,7 @@ def fingerprint(tasks: Sequence[Task]) -> str:
 
 def _mixed(data: str, weights: Mapping[str, int]) -> str:
     """Returns a hash of a mixture: of its tasks' hash and its weights, which determine the order of the prompts."""
-    return xxhash.xxh3_64_hexdigest(f"{data} {sorted(weights.items())}".encode())
+    return xxhash.xxh3_64_hexdigest(f"{data} {list(weights.items())}".encode())
 
 
 def _row(rows: bytes, number: int) -> bytes:

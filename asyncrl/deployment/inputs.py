@@ -7,7 +7,7 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from asyncrl.config.parts import EVAL, eval_configs
+from asyncrl.config.parts import EVAL, eval_configs, part_configs
 from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.data.light_tokenizer import cached_files, light_tokenizer
 from asyncrl.data.prompts import Task
@@ -118,10 +118,19 @@ def fitting_prompts(prompts: Prompts, *, config: Config, model: str) -> Prompts:
     fit = partial(fitting, tokenizer=exact()) if light is None else partial(fitting, tokenizer=light, exact=exact)
     configs = eval_configs(config)
     return Prompts(
-        train=fit(prompts.train, config=config),
-        heldout=fit(prompts.heldout, config=config),
+        train=_fitting_of_parts(prompts.train, config=config, fit=fit),
+        heldout=_fitting_of_parts(prompts.heldout, config=config, fit=fit),
         sets={name: fit(tasks, config=configs[f"{EVAL}{name}"]) for name, tasks in prompts.sets.items()},
     )
+
+
+def _fitting_of_parts(tasks: Sequence[Task], *, config: Config, fit: Callable[..., Sequence[Task]]) -> Sequence[Task]:
+    """Returns the tasks that fit, in their order. Each part of a mixture has its own `on_bad_row`."""
+    parts = part_configs(config)
+    if len(parts) == 1:
+        return fit(tasks, config=config)
+    kept = {id(task) for name, part in parts.items() for task in fit([t for t in tasks if t.part == name], config=part)}
+    return [task for task in tasks if id(task) in kept]
 
 
 def _check_heldout(config: Config, tasks: Sequence[Task]) -> None:

@@ -18,7 +18,7 @@ from asyncrl.config.import_path import BUILT_IN_NAMES, call_with_options, resolv
 from asyncrl.config.parts import EVAL, eval_configs, part_configs
 from asyncrl.config.schema import Config, EnvironmentSection, RewardTerm
 from asyncrl.data.hugging_face import hugging_face_rows
-from asyncrl.data.prompts import Task, apply_template, in_conversation, interleaved, split
+from asyncrl.data.prompts import PromptSource, Task, apply_template, in_conversation, interleaved, split
 from asyncrl.data.rows import Row, read_jsonl, read_rows
 from asyncrl.environments.reward_function import RewardFunction, reward_function
 from asyncrl.environments.reward_terms import combined
@@ -158,12 +158,14 @@ def split_tasks(config: Config, tasks: Sequence[Task]) -> tuple[list[Task], list
 def check_enough(config: Config, train: Sequence[Task]) -> None:
     """Raises DatasetError if the training tasks are too few for one step."""
     data, groups = config.data, config.learner.groups_per_step
-    if data.drop_last and data.epochs is not None and len(train) * data.epochs < groups:
+    weights = {part.name: part.weight for part in data.mixture}
+    issued = PromptSource(train, seed=0, epochs=data.epochs, weights=weights).total
+    if data.drop_last and issued is not None and issued < groups:
         raise DatasetError(
-            f"data.dataset = {data.dataset}: {len(train)} tasks remain for training, and data.epochs = {data.epochs} "
-            f"uses each {data.epochs} times. A step needs learner.groups_per_step = {groups} groups, and "
-            "data.drop_last drops a smaller rest, so no step would be trained; lower learner.groups_per_step, raise "
-            "data.epochs, or set data.drop_last to false"
+            f"data.dataset = {data.dataset}: {len(train)} tasks remain for training, and with data.epochs = "
+            f"{data.epochs} the run ends after {issued} prompts. A step needs learner.groups_per_step = {groups} "
+            "groups, and data.drop_last drops a smaller rest, so no step would be trained; lower "
+            "learner.groups_per_step, raise data.epochs, or set data.drop_last to false"
         )
 
 

@@ -232,7 +232,8 @@ def sample_record(
     if leased.extended:
         trained_S &= versions_S >= step - leased.max_staleness_versions
     versions = versions_S.tolist()
-    spans = tuple(sorted(Counter(version for version in versions if version != NO_VERSION).items()))
+    sampled = [version for version in versions if version != NO_VERSION]
+    spans = tuple((version, len([*run])) for version, run in groupby(sampled))
     logprobs = {
         name: tuple(rows[name][row, cut].tolist()) for name in ("generation_logprobs", "prev_logprobs") if name in rows
     }
@@ -250,7 +251,7 @@ def sample_record(
         version_spans=spans,
         turns=turns(versions) if leased.meta.read_tokens else (),
         trained_spans=tuple((trained, len([*run])) for trained, run in groupby(trained_S.tolist())),
-        staleness_versions=step - spans[0][0] if spans else 0,
+        staleness_versions=step - min(sampled, default=step),
         truncated=leased.meta.truncated[sample],
         **logprobs,
     )

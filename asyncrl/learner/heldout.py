@@ -224,8 +224,11 @@ class HeldoutEvaluation:
         except (RunError, TimeoutError) as error:
             logger.error("%s: %s", what, error or "it took too long")
             return
+        infra = [each for each in answers if isinstance(each, Failure) and each.failure_class is FailureClass.INFRA]
         if at is None:
             logger.error("%s: replica %s has no weights", what, actor)
+        elif infra:  # the rest would be a biased choice of the prompts
+            logger.error("%s: %d of %d rollouts failed: %s", what, len(infra), len(answers), infra[0].words)
         else:
             self._record(name, at, answers, due=version.step, may_end_run=False)
 
@@ -265,9 +268,10 @@ class HeldoutEvaluation:
             logger.info("%s of %s: reward %.3f (%s)", _on(name), version.words, mean, prompts)
 
     def _may_stop(self, record: EvalRecord, mean: float) -> None:
-        """Ends the run if the reward of trained weights is high enough. The weights of step 0 are not trained."""
+        """Ends the run if the reward of trained weights is high enough. The weights of step 0 are not trained. A reward
+        that is the mean over too few of the prompts does not count."""
         stop = self._stop_when
-        if stop is None or self.reached is not None or not record.version:
+        if stop is None or self.reached is not None or not (record.version and record.covers):
             return
         if record.name == stop.eval and mean >= stop.reward:
             self.reached = record

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -38,6 +39,9 @@ PROBE_TASKS = 4
 
 PAUSE_S = 0.5
 """Pause before the first repetition of a failed delivery, seconds. It doubles with each further one."""
+MOST_REPEATS = 3
+"""Number of times that the same weights are sent again for a replica that cannot get them. A replica that never can
+must not keep the ranks busy."""
 LONGEST_PAUSE_S = 10.0
 REFUSED_WAIT_S = 20.0
 """Seconds of one wait for a replica that needs another delivery. The wait is repeated."""
@@ -88,6 +92,7 @@ class Publisher:
         self._stored: tuple[_Taken, Manifest] | None = None  # the newest snapshot that the weight store has
         self._used: set[Version] = set()  # the versions whose bytes are needed for it
         self._used_before: set[Version] = set()  # and for the one before
+        self._repeated: Counter[Version] = Counter()  # how often the newest weights were sent again
         self._whole = False  # the next delivery must be whole
         self._sending: _Taken | None = None
         self._waiting: _Taken | None = None
@@ -275,6 +280,16 @@ class Publisher:
         if self._stored is None or self._sending is not None or self._waiting is not None:
             logger.warning("a replica cannot get the newest weights, so the next ones are sent whole")
             return
+        version = self._stored[0].version
+        if self._repeated[version] >= MOST_REPEATS:
+            logger.error(
+                "a replica cannot get the weights %s, which were sent again %d times; look at the log of the replica, "
+                "for example for a folder that its node cannot read",
+                version,
+                MOST_REPEATS,
+            )
+            return
+        self._repeated = Counter({version: self._repeated[version] + 1})
         self._sending = self._stored[0]
         logger.warning("a replica cannot get the weights %s, so they are sent again, whole", self._sending.version)
         self._begin_deliveries()

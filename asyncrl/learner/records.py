@@ -196,18 +196,23 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
         """The step after which the evaluation was due. It belongs to the checkpoint of this step."""
         return self.version if self.due is None else self.due
 
+    @property
+    def covers(self) -> bool:
+        """Whether at least nine of ten prompts got a reward. The mean over fewer may be of the easy ones only."""
+        return self.failed <= (self.prompts + self.failed) / 10
+
 
 class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One rollout in full, as it was trained at `step`.
 
     `rendered_prompt` is the prompt as the model got it, with special tokens and the chat template. `components` has the
     components of the reward by name, if it has any. `tokens` has the text of each completion token. `version_spans` has
-    pairs (step of the weights, number of completion tokens that these weights generated), ordered by step. `turns` has
-    pairs (tokens that were read, tokens that were then sampled) of the completion; empty if all of it was sampled.
-    `trained_spans` has pairs (whether the loss includes these tokens, number of completion tokens) in the order of the
-    tokens. `staleness_versions` is the staleness of the oldest token at `step`. With `learner.logprobs_logged`,
-    `generation_logprobs` has the engine's log-prob of each completion token, in nats. `prev_logprobs` then has the
-    log-probs of the policy before the step, if the objective reads them.
+    pairs (step of the weights, number of completion tokens that these weights generated), in the order of the tokens.
+    `turns` has pairs (tokens that were read, tokens that were then sampled) of the completion; empty if all of it was
+    sampled. `trained_spans` has pairs (whether the loss includes these tokens, number of completion tokens) in the
+    order of the tokens. `staleness_versions` is the staleness of the oldest token at `step`. With
+    `learner.logprobs_logged`, `generation_logprobs` has the engine's log-prob of each completion token, in nats.
+    `prev_logprobs` then has the log-probs of the policy before the step, if the objective reads them.
     """
 
     step: int

@@ -134,6 +134,8 @@ class PolicyWorker(RankWorker[LossFunction]):
         self._shared.void()
 
     def _model_flops(self, lengths: Sequence[int], *, backward: bool) -> int | None:
+        if self._config.generator.top_k is not None:
+            return None  # the head multiplies the rows of supports only, and how many these are is not counted
         adapters = None
         if self._lora is not None:
             from asyncrl.policy.adapter import ranks_of

@@ -78,7 +78,6 @@ def bands_of(sample: SampleRecord, by: ColorBy) -> list[int | None] | None:
     such property. Returns None if the sample was recorded without the numbers that the bands need."""
     match by:
         case "age":
-            # versions only grow along an episode, so the spans in their order are those of its sampled tokens
             ages = iter([sample.step - version for version, count in sample.version_spans for _ in range(count)])
             return [None if read else min(next(ages), len(BANDS["age"]) - 1) for read in were_read(sample)]
         case "difference":

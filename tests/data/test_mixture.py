@@ -88,3 +88,19 @@ def test_held_out_tasks_of_all_parts_are_mixed_until_none_is_left() -> None:
     assert sorted(task.question for task in mixed) == sorted(task.question for task in words + sums)
     assert interleaved([words], [1]) == words
     assert interleaved([[], []], [1, 1]) == []
+
+
+def test_a_row_that_moves_to_another_part_makes_another_dataset() -> None:
+    def of(*parts: str) -> list[Task]:
+        return [Task(question=str(i), prompt=str(i), answer="", part=part) for i, part in enumerate(parts)]
+
+    here = PromptSource(of("words", "words", "sums"), seed=0, weights=WEIGHTS).state()
+    there = PromptSource(of("words", "sums", "sums"), seed=0, weights=WEIGHTS)
+    with pytest.raises(DatasetError, match="not those of this dataset"):
+        there.restore(here)
+
+
+def test_the_total_is_the_number_of_issued_prompts() -> None:
+    issuing = source(epochs=1)
+    assert issuing.total == sum(1 for _ in iter(issuing.next, None))
+    assert source().total is None

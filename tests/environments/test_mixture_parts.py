@@ -8,9 +8,10 @@ from asyncrl.config.checks import check_config
 from asyncrl.config.parts import environment_name, part_configs
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
+from asyncrl.deployment.inputs import _fitting_of_parts
 from asyncrl.environments.interfaces import build_tasks
 from asyncrl.environments.part_scorers import PartScorers
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, DatasetError
 
 HERE = "test_mixture_parts"
 
@@ -130,3 +131,27 @@ def test_components_need_the_same_names_in_all_parts() -> None:
     with pytest.raises(ConfigError, match="rewards with different names"):
         check_algorithm(config(*parts, algorithm={"advantage": "gdpo"}))
     check_algorithm(config(parts[0], algorithm={"advantage": "gdpo"}))
+
+
+def test_a_mixture_whose_smallest_part_ends_before_a_step_is_refused() -> None:
+    settings = {"data": {"mixture": [WORDS, SUMS], "epochs": 1, "drop_last": True}, "learner": {"groups_per_step": 100}}
+    with pytest.raises(DatasetError, match="the run ends after"):
+        build_tasks(Config.model_validate(settings))
+
+
+def test_a_held_out_set_beside_a_mixture_needs_its_own_data() -> None:
+    sets = {"strict": {"environment": {"reward": "exact_match"}}}
+    assert "eval.sets.strict: needs data of its own" in violations(eval={"sets": sets})
+
+
+def test_prompts_that_do_not_fit_are_skipped_as_their_part_says(caplog: pytest.LogCaptureFixture) -> None:
+    run = config(WORDS | {"data": {**WORDS["data"], "on_bad_row": "skip"}}, SUMS)  # type: ignore[dict-item]
+    tasks = build_tasks(run)[0]
+
+    def fit(tasks: list[Task], *, config: Config) -> list[Task]:
+        assert config.data.on_bad_row == ("skip" if tasks[0].part == "words" else "refuse")
+        return tasks[1:]
+
+    kept = _fitting_of_parts(tasks, config=run, fit=fit)
+    assert len(kept) == len(tasks) - 2
+    assert [task for task in tasks if task in kept] == list(kept), "in their order"

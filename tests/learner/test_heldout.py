@@ -1,7 +1,9 @@
 """Held-out rewards are recorded for the version that produced them, and the wait for a replica has a limit."""
 
+import logging
 from collections.abc import Collection, Sequence
 
+import msgspec
 import pytest
 from learner_scenes import Scene
 
@@ -10,7 +12,9 @@ from asyncrl.common.version import Version
 from asyncrl.data.prompts import Task
 from asyncrl.errors import ActorUnreachable, CallTimeout, FailureClass, RunError, StallError
 from asyncrl.generation.evaluation import Answer
+from asyncrl.learner.best_checkpoints import best_first
 from asyncrl.learner.heldout import EVALUATIONS
+from asyncrl.learner.records import EvalRecord
 
 
 @pytest.mark.asyncio
@@ -271,7 +275,8 @@ async def test_a_set_that_fails_is_named_and_the_others_are_evaluated(caplog: py
     scene.evaluate = evaluate  # type: ignore[method-assign]
     await scene.heldout.evaluate_beside(Version(1, 2))
     assert [(record.name, record.prompts, record.failed) for record in scene.log.evals] == [("sums", 3, 1)]
-    late, some = [e.getMessage() for e in caplog.records if e.name == "asyncrl.learner.heldout"]
+    warned = [entry for entry in caplog.records if entry.levelno >= logging.WARNING]
+    late, some = [entry.getMessage() for entry in warned if entry.name == "asyncrl.learner.heldout"]
     assert late.startswith("held-out evaluation of step 2 is left out")
     assert some.startswith("evaluation on the set sums of step 2: 1 of 4 prompts got no reward")
 
@@ -308,3 +313,27 @@ async def test_the_reward_of_another_set_does_not_end_the_run() -> None:
     scene.evaluate = evaluate  # type: ignore[method-assign]
     totals = await scene.run()
     assert (len(scene.log.steps), totals.stop_reason) == (5, None)
+
+
+@pytest.mark.asyncio
+async def test_an_evaluation_beside_training_whose_engine_failed_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    scene = Scene(run={"stop_when": {"reward": 0.5}}, eval={"every_steps": 2}, learner={"total_steps": 50})
+    scene.loaded = Version(1, 2)
+    await scene._heartbeat()
+
+    async def evaluate(actor: str, tasks: Sequence[Task], **_: object) -> tuple[Version | None, list[Answer]]:
+        lost = msgspec.structs.replace(FAILURE, failure_class=FailureClass.INFRA)
+        return Version(1, 2), [(1.0,), *[lost] * (len(tasks) - 1)]
+
+    scene.evaluate = evaluate  # type: ignore[assignment]
+    await scene.heldout.evaluate_beside(Version(1, 2))
+    assert not scene.log.evals
+    assert scene.heldout.reached is None
+    assert "rollouts failed" in caplog.text
+
+
+@pytest.mark.parametrize(("failed", "covers"), [(0, True), (1, True), (2, False)])
+def test_a_mean_over_too_few_prompts_is_not_used(failed: int, covers: bool) -> None:
+    record = EvalRecord(version=3, wall_s=1.0, prompts=10 - failed, failed=failed, reward_mean=1.0)
+    assert record.covers == covers
+    assert bool(best_first([record], {3})) == covers
