@@ -67,7 +67,7 @@ $(BIN)/python:
 # with a CPU build of torch. transformers imports torchvision when it loads any model, so it would fail. Text models do
 # not need these packages.
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	@echo "installing into .venv: this takes 5 to 10 minutes and 4 GB, and is needed once"
+	@echo "installing into .venv: this takes 5 to 10 minutes and 5 GB, and is needed once"
 	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRA),dev]" --constraint constraints.txt
 ifeq ($(EXTRA),cpu)
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec

@@ -1,7 +1,9 @@
 """`asyncrl data`: shows the prompts of a configuration token by token, before anything trains."""
 
 import json
+import tempfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,6 +14,7 @@ from asyncrl.config.parts import part_configs
 from asyncrl.config.schema import Config
 from asyncrl.data.conversation import asked
 from asyncrl.data.prompts import Task
+from asyncrl.demo.directory import is_tiny
 
 app = command_app(help="Look at the prompts of a configuration, without starting anything.")
 
@@ -47,7 +50,9 @@ def show(
     train, kept_back = build_tasks(config)
     chosen = kept_back if heldout else train
     shown = [task for name in part_configs(config) for task in [t for t in chosen if t.part == name][:prompts]]
-    tokenizer = load_tokenizer(_model(config), chat=config.data.chat, chat_options=config.data.chat_options)
+    with tempfile.TemporaryDirectory() as folder:
+        model = _model(config, Path(folder))
+        tokenizer = load_tokenizer(model, chat=config.data.chat, chat_options=config.data.chat_options)
     source = "mixture" if config.data.mixture else config.data.path or config.data.dataset
     say(f"{source}: {len(train)} prompts for training, {len(kept_back)} held out for evaluation")
     for task in shown:
@@ -100,9 +105,13 @@ def _tokens(tokenizer: Any, ids: Sequence[int]) -> str:
     return "|".join(f"[{text}]" if each in special else text for each, text in zip(ids, shown, strict=True))
 
 
-def _model(config: Config) -> str:
-    if config.model.tiny is None:
+def _model(config: Config, folder: Path) -> str:
+    """Returns the path of the model's tokenizer. That of a tiny model is made in `folder`: a model that is built
+    already must keep its weights, even if it would be built again for this configuration."""
+    path = Path(config.model.path)
+    if config.model.tiny is None or (path.exists() and not is_tiny(path)):
         return config.model.path
     from asyncrl.demo.tiny_model import ensure_description
 
-    return ensure_description(config)
+    elsewhere = config.model.model_copy(update={"path": str(folder / "model")})
+    return ensure_description(config.model_copy(update={"model": elsewhere}))

@@ -9,11 +9,13 @@ from typer.testing import CliRunner
 
 from asyncrl.cli.data import answered, described
 from asyncrl.cli.main import app
+from asyncrl.config.load import load_config
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import encode_prompt, load_tokenizer
-from asyncrl.demo.tiny_model import build_tokenizer
+from asyncrl.demo.tiny_model import build_tokenizer, ensure_description
 
 pytestmark = pytest.mark.slow
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}{{ eos_token }}\n{% endfor %}"
@@ -89,3 +91,13 @@ def test_a_system_prompt_is_refused_without_a_template(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["data", "show", *sets, *more, f"run.dir={tmp_path}"])
     assert result.exit_code == 1
     assert "the model's tokenizer has no chat template" in result.output
+
+
+def test_a_tiny_model_keeps_its_weights_when_its_prompts_are_shown_with_other_lengths(tmp_path: Path) -> None:
+    path = [f"model.path={tmp_path / 'tiny'}", "environment.options.size=50", "model.tiny.layers=1"]
+    ensure_description(load_config([QUICKSTART], path))
+    (tmp_path / "tiny" / "model.safetensors").write_bytes(b"weights")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "tiny").iterdir()}
+    shown = CliRunner().invoke(app, ["data", "show", "-c", str(QUICKSTART), *path, "model.max_length=20", "-n", "1"])
+    assert shown.exit_code == 0, shown.output
+    assert {file.name: file.read_bytes() for file in (tmp_path / "tiny").iterdir()} == before
