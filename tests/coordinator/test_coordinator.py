@@ -20,8 +20,8 @@ from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
-from asyncrl.coordinator.clearing import SWEEP_EVERY_S
-from asyncrl.coordinator.coordinator import Coordinator, _no_keys
+from asyncrl.coordinator.clearing import SWEEP_EVERY_S, no_keys
+from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.registry import Deployment
 from asyncrl.coordinator.replicas import AbleReplicas, ReplicaReport
 from asyncrl.coordinator.snapshot import Restored, RunSnapshot
@@ -53,7 +53,7 @@ def made(
     started_s: float | None = None,
     clock: Callable[[], float] = time.monotonic,
     tasks: int = 20,
-    stored_keys: Callable[[], Awaitable[Sequence[str]]] = _no_keys,
+    stored_keys: Callable[[], Awaitable[Sequence[str]]] = no_keys,
     **sections: Any,
 ) -> Coordinator:
     config = Config.model_validate(CONFIG | sections)
