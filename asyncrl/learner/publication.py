@@ -39,14 +39,14 @@ PROBE_TASKS = 4
 
 PAUSE_S = 0.5
 """Pause before the first repetition of a failed delivery, seconds. It doubles with each further one."""
-MOST_REPEATS = 3
-"""Number of times that the same weights are sent again for a replica that cannot get them. A replica that never can
-must not keep the ranks busy."""
 LONGEST_PAUSE_S = 10.0
 REFUSED_WAIT_S = 20.0
 """Seconds of one wait for a replica that needs another delivery. The wait is repeated."""
 FINAL = (ActorGone, Fenced, RunEnded, VersionConflict, VersionRegression)
 """Errors after which no delivery can succeed: a process that it needs has ended, or the run has another learner."""
+MOST_REPEATS = 3
+"""Number of times that the same weights are sent again for a replica that cannot get them. A replica that never can
+must not keep the ranks busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,13 +51,7 @@ def model_logprobs(
     made: list[torch.Tensor] = []
 
     def forward(hidden_BSD: torch.Tensor) -> torch.Tensor:
-        if hidden_BSD.shape[:2] != tokens.shape:
-            raise ConfigError(
-                f"model.path: the output head of {type(model).__name__} gets hidden states of shape "
-                f"{tuple(hidden_BSD.shape)} for tokens of shape {tuple(tokens.shape)}; choose a model whose head reads "
-                f"every position",
-                key="model.path",
-            )
+        _check_positions(hidden_BSD, tokens, model=model)
         before = hidden_BSD[:, :-1] if packed is None else hidden_BSD[:, packed.before_N]
         score = chunked_logprobs if support_NK is None else partial(support_logprobs, support_NK=support_NK)
         columns = score(
@@ -84,6 +78,16 @@ def model_logprobs(
         returned = packed.at_next_tokens(returned)
     logprobs_BT, *entropy_BT = returned.unbind(-1)
     return logprobs_BT, entropy_BT[0] if entropy_BT else None
+
+
+def _check_positions(hidden_BSD: torch.Tensor, tokens_BS: torch.Tensor, *, model: PreTrainedModel) -> None:
+    if hidden_BSD.shape[:2] != tokens_BS.shape:
+        raise ConfigError(
+            f"model.path: the output head of {type(model).__name__} gets hidden states of shape "
+            f"{tuple(hidden_BSD.shape)} for tokens of shape {tuple(tokens_BS.shape)}; choose a model whose head reads "
+            "every position",
+            key="model.path",
+        )
 
 
 def _plain_head(model: PreTrainedModel) -> torch.nn.Linear:

@@ -13,7 +13,7 @@ from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.errors import ActorGone, StallError
 from asyncrl.learner import publication
-from asyncrl.learner.publication import Publisher
+from asyncrl.learner.publication import MOST_REPEATS, Publisher
 from asyncrl.learner.recording import described_metrics
 from asyncrl.weights.manifest import Bucket, Link, Manifest
 from asyncrl.weights.publisher import DeliveredBucket
@@ -322,6 +322,26 @@ async def test_a_failed_repetition_is_repeated_as_a_whole_one() -> None:
     await scene.publisher.stop()
     assert scene.publisher._refusals is not None
     assert scene.publisher._refusals.done()
+
+
+@pytest.mark.asyncio
+async def test_a_replica_that_never_gets_its_weights_does_not_keep_the_ranks_busy(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    scene = Scene()
+    await scene.publish_steps(0)
+    await scene.publisher.settle()
+    for delivery in range(1, MOST_REPEATS + 1):
+        await refuse(scene, delivery)
+    scene.refusals.put_nowait(MOST_REPEATS + 1)
+    async with asyncio.timeout(5.0):
+        while "which were sent again" not in caplog.text:
+            await asyncio.sleep(0.001)
+    assert scene.versions == [0] * (1 + MOST_REPEATS)
+    await scene.publish_steps(1)
+    await scene.publisher.settle()
+    await refuse(scene, MOST_REPEATS + 2)
+    assert scene.versions[-2:] == [1, 1], "the next version is sent again too"
 
 
 async def refuse(scene: Scene, delivery: int) -> None:
