@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
-    parser.add_argument("--chunk-logits", type=int, nargs="+", default=[CHUNK_LOGITS])
+    parser.add_argument("--chunk-logits", type=int, nargs="+", default=[CHUNK_LOGITS["cpu"]])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--path", choices=["nothing", "full", "chunked", "entropy"], help=argparse.SUPPRESS)

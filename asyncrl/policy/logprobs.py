@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from asyncrl.errors import ConfigError
-from asyncrl.policy.chunked_head import CHUNK_LOGITS, chunked_logprobs
+from asyncrl.policy.chunked_head import chunked_logprobs
 from asyncrl.policy.support_head import support_logprobs
 from asyncrl.ranks.packed import PackedRows
 
@@ -26,7 +26,7 @@ def model_logprobs(
     with_entropy: bool,
     packed_lengths_B: torch.Tensor | None = None,
     support_BSK: torch.Tensor | None = None,
-    chunk_logits: int = CHUNK_LOGITS,
+    chunk_logits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns log-probs [B, T] of the next tokens and, if `with_entropy`, the entropies [B, T] of their distributions,
     as float32.

@@ -30,7 +30,7 @@ def support_logprobs(
     support_NK: torch.Tensor,
     temperature: float = 1.0,
     with_entropy: bool = False,
-    chunk_logits: int = CHUNK_LOGITS,
+    chunk_logits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns the log-probs [N] of the targets among the tokens of their supports, and the entropies [N] if
     `with_entropy`.
@@ -39,6 +39,7 @@ def support_logprobs(
     results are 0 for a token without a support. They are float32 (float64 for float64 inputs) and differentiable once
     in hidden and weight. Gradients have the dtypes of the inputs.
     """
+    chunk_logits = chunk_logits or CHUNK_LOGITS[hidden_ND.device.type]
     logprobs_N, entropy_N = _SupportHead.apply(  # type: ignore[no-untyped-call]
         hidden_ND, weight_VD, targets_N, support_NK.long(), temperature, chunk_logits, with_entropy
     )
