@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # `as` makes a name public for type checkers
     from asyncrl.data_plane.interfaces import DataPlaneClient as DataPlaneClient
     from asyncrl.data_plane.interfaces import KVBatchMeta as KVBatchMeta
     from asyncrl.deployment.cluster import start_local as start_local
+    from asyncrl.environments.agents import Session as Session
     from asyncrl.environments.interfaces import Environment as Environment
     from asyncrl.errors import AsyncRLError as AsyncRLError
     from asyncrl.errors import ConfigError as ConfigError
@@ -82,6 +83,7 @@ _NAMES = {
     "data.tokenizer": ["encode_prompt", "load_tokenizer"],
     "data_plane.interfaces": ["DataPlaneClient", "KVBatchMeta"],
     "deployment.cluster": ["start_local"],
+    "environments.agents": ["Session"],
     "environments.interfaces": ["Environment"],
     "errors": ["AsyncRLError", "ConfigError", "DatasetError", "RunError"],
     "generation.interfaces": ["GenerationInterface"],

@@ -28,7 +28,8 @@ ROWS = {
             "Generators' time",
             "Share of the generator slots' time by state. blocked_on_staleness is large: add learner ranks, or raise "
             "staleness.max_versions if the learner waits too. blocked_on_capacity is large and the learner waits: "
-            "raise buffer.capacity_groups. starved_of_prompts is large: add data, or raise data.epochs.",
+            "raise buffer.capacity_groups. starved_of_prompts is large: add data, or raise data.epochs. "
+            "waiting_for_environment is large: make the agents' tools faster, or run more groups at once.",
             Query(state_shares("asyncrl_generator_state_seconds_total", REPLICA), "{{state}}"),
             unit="percentunit",
             span=6,
@@ -136,6 +137,53 @@ ROWS = {
             Query(rate("vllm:num_preemptions_total", REPLICA), "preempted"),
             unit="suffix: sequences/s",
             span=6,
+        ),
+    ],
+    "Agents": [
+        lines(
+            "Turns of an episode",
+            "Calls of the model in an episode of an agent; at most environment.max_turns. Empty without agents.",
+            *quantiles("asyncrl_agent_turns", REPLICA),
+            unit="suffix: turns",
+        ),
+        lines(
+            "Tokens of episodes",
+            "Tokens by origin: sampled by the model, from the agent, or of the chat template between turns. Only "
+            "sampled tokens are trained.",
+            Query(rate("asyncrl_agent_tokens_total", REPLICA, by="origin"), "{{origin}}"),
+            unit="suffix: tokens/s",
+        ),
+        lines(
+            "Open sessions",
+            "Sessions of agents that are open now.",
+            Query(now("asyncrl_agent_sessions", REPLICA, by="replica"), "{{replica}}"),
+            unit="suffix: sessions",
+        ),
+        lines(
+            "Tools",
+            "Time from an answer with tool calls to the agent's next call. If it is long, make the tools faster, or "
+            "raise generator.max_concurrent_groups and environment.score_workers.",
+            *quantiles("asyncrl_agent_tool_seconds", REPLICA),
+            unit="s",
+        ),
+        lines(
+            "Tool calls",
+            "Tool calls of the model.",
+            Query(rate("asyncrl_agent_tool_calls_total", REPLICA), "calls"),
+            unit="suffix: calls/s",
+        ),
+        lines(
+            "Oldest session",
+            "Age of the oldest open session of an agent. An episode ends after environment.score_timeout_s.",
+            Query(now("asyncrl_agent_oldest_session_age_seconds", REPLICA, by="replica"), "{{replica}}"),
+            unit="s",
+        ),
+        lines(
+            "Forks",
+            "Calls of agents that changed the history of their conversation, by what they changed. Such samples are "
+            "not trained.",
+            Query(rate("asyncrl_agent_forks_total", REPLICA, by="reason"), "{{reason}}"),
+            unit="suffix: calls/s",
         ),
     ],
     "Buffer": [

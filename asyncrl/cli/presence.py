@@ -64,7 +64,9 @@ def check_model(config: Config) -> None:
 
 def builds_environment(config: Config, roles: Collection[Role]) -> bool:
     """Returns whether deployments of `roles` build the environment: for its tasks, or in generators for its rewards."""
-    scores = Role.GENERATOR in roles and config.environment.reward is None and not config.environment.rewards
+    environment = config.environment
+    replaced = environment.agent or environment.reward or environment.rewards
+    scores = Role.GENERATOR in roles and not replaced
     return scores or config.data.dataset == "environment"
 
 
@@ -197,6 +199,7 @@ def _named_by_tasks(config: Config, roles: Collection[Role]) -> dict[str, object
     if builds_environment(config, roles):
         named["environment.name"] = config.environment.name
     if Role.GENERATOR in roles:
+        named["environment.agent"] = config.environment.agent
         named["environment.reward"] = config.environment.reward
         named |= {f"environment.rewards.{term.name}.fn": term.fn for term in config.environment.rewards}
     return named

@@ -15,7 +15,7 @@ from asyncrl.config.field_types import WATCHED_DEADLINE
 from asyncrl.config.gpu_shares import share_violations, share_warnings
 from asyncrl.config.import_path import BUILT_IN_NAMES, malformed
 from asyncrl.config.schema import Config, marked
-from asyncrl.config.task_checks import eval_violations, task_violations
+from asyncrl.config.task_checks import agent_warnings, eval_violations, task_violations
 from asyncrl.errors import ConfigError
 
 BYTES_PER_TOKEN = 24
@@ -357,6 +357,7 @@ def _warnings(config: Config) -> Iterator[str]:
             "float32"
         )
     yield from share_warnings(config)
+    yield from agent_warnings(config)
 
 
 def _value(config: Config, key: str) -> Any:

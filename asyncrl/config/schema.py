@@ -220,7 +220,8 @@ class ScoringSection(Section):
     """An environment, which scores completions and may provide the tasks."""
 
     name: str = "reasoning_gym"
-    """`reasoning_gym`, `math`, or an import path `package.module:callable` that returns an environment."""
+    """`reasoning_gym`, `math`, one of the games of several turns `guess_the_number` and `calculator`, or an import path
+    `package.module:callable` that returns an environment."""
     options: dict[str, Any] = {}
     """Keyword arguments of the environment, e.g. `task: spell_backward`."""
     reward: str | None = None
@@ -231,14 +232,21 @@ class ScoringSection(Section):
     rewards: list[RewardTerm] = []
     """Several rewards instead of `reward`. The reward of a completion is their weighted sum. Each is a curve of its own
     in the report, in trackers and in Prometheus, and is written with the samples."""
+    agent: str | None = None
+    """Agent that replaces the single answer and its scoring: an import path `package.module:callable` of a function
+    that takes (session, task), calls the model as often as it likes, and returns the reward (docs/agents.md). It may
+    be async."""
+    max_turns: PositiveInt = 16
+    """Maximum number of calls of the model in an episode of an agent."""
     score_timeout_s: Annotated[PositiveFloat, WATCHED_DEADLINE] = 10.0
-    """Maximum time to score one completion, seconds. A scoring process that takes longer is killed and replaced, and
-    the other completions of its group are scored in the new process. A reward function that takes a whole group has
-    this time for each completion of the group."""
+    """Maximum time to score one completion, or to run one episode of an agent, seconds. A scoring process that takes
+    longer is killed and replaced, and the other completions of its group are scored in the new process. A reward
+    function that takes a whole group has this time for each completion of the group."""
     score_workers: PositiveInt = 1
     """Scoring processes of a replica. A process scores one group at a time; with an async reward it scores all waiting
     groups together, up to 64 completions. The processes share the completions of a group if the reward takes one
-    completion, is not async, and needs longer than a few milliseconds."""
+    completion, is not async, and needs longer than a few milliseconds. A process runs the agents of one group at a
+    time, so they need as many processes as `generator.max_concurrent_groups`."""
     score_memory_mib: PositiveInt = 2048
     """Maximum memory of reward code in a scoring process, in addition to the memory that its imports took, MiB."""
 
@@ -309,7 +317,10 @@ class GeneratorSection(Section):
     max_starts_per_s: Annotated[PositiveFloat, PER_DEPLOYMENT] = 200.0
     """Maximum rate at which a replica starts rollouts, groups per second (enforced by asyncio-throttle)."""
     max_completion_tokens: PositiveInt = 16
-    """Maximum length of a completion, tokens."""
+    """Maximum length of a completion, or of an answer in one turn of an agent, tokens."""
+    tool_parser: str | None = None
+    """Format in which the model writes tool calls: the name of one of vLLM's tool parsers, e.g. `hermes`. Agents then
+    get the calls of their tools (docs/agents.md). Unset: calls stay in the text of the answer."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature. The learner divides its logits by the same value."""
     top_k: PositiveInt | None = None

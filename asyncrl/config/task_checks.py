@@ -3,7 +3,7 @@
 import string
 from collections.abc import Iterator
 
-from asyncrl.config.import_path import is_import_path, malformed
+from asyncrl.config.import_path import GAMES, is_import_path, malformed
 from asyncrl.config.parts import all_configs, key_of, part_configs
 from asyncrl.config.schema import HELDOUT, Config, DatasetSection, ScoringSection
 
@@ -14,7 +14,7 @@ def task_violations(config: Config) -> Iterator[str]:
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"data.mixture: has {names.count(name)} parts with the name {name}; give each its own name"
     for name, part in all_configs(config).items():
-        for violation in (*_data_violations(part), *_rewards_violations(part)):
+        for violation in (*_data_violations(part), *_rewards_violations(part), *_agent_violations(part)):
             yield f"{key_of(name)}{violation}"
         if name and part.environment.score_timeout_s >= part.generator.rollout_timeout_s:
             yield (
@@ -154,8 +154,49 @@ def _prompt_template(template: str) -> Iterator[str]:
         yield f"{shown}: has no field, so every prompt would be the same; add a field, e.g. {{question}}"
 
 
+def agent_warnings(config: Config) -> Iterator[str]:
+    """Yields a warning if the agents of a part have too few processes. Whether the user's own environment runs agents
+    is not known before it is built."""
+    slots = config.generator.max_concurrent_groups
+    for name, part in all_configs(config).items():
+        workers = part.environment.score_workers
+        if _agent(part) and workers < slots:
+            yield (
+                f"{key_of(name)}environment.score_workers = {workers}: the agents of a group run in one process, so "
+                f"only {workers} of generator.max_concurrent_groups = {slots} groups run at once; raise it to {slots}"
+            )
+
+
+def _agent(config: Config) -> str:
+    """Returns the setting that names an agent, `key = value`; empty if there is none."""
+    environment = config.environment
+    if environment.agent is not None:
+        return f"environment.agent = {environment.agent}"
+    return f"environment.name = {environment.name}" if environment.name in GAMES and not environment.reward else ""
+
+
+def _agent_violations(config: Config) -> Iterator[str]:
+    what = _agent(config)
+    if not what:
+        return
+    if config.environment.agent and (problem := malformed(config.environment.agent, key="environment.agent")):
+        yield problem
+    if config.data.chat == "off":
+        yield f"{what}: its turns need the model's chat template, which data.chat: off removes; remove data.chat"
+    if config.generator.persist_every_tokens:
+        yield (
+            f"{what}: generator.persist_every_tokens = {config.generator.persist_every_tokens} has no effect, because "
+            "conversations that have not ended are not stored; set it to 0"
+        )
+
+
 def _rewards_violations(config: Config) -> Iterator[str]:
     rewards = config.environment.rewards
+    if config.environment.agent is not None and (rewards or config.environment.reward is not None):
+        yield (
+            "environment.agent: returns the reward itself, so environment.reward and environment.rewards have no "
+            "effect; remove them"
+        )
     if rewards and config.environment.reward is not None:
         yield "environment.reward: has no effect with environment.rewards; add it there, or remove one of the two"
     for term in rewards:

@@ -34,8 +34,10 @@ from asyncrl.data.prompts import Task, fingerprint
 from asyncrl.data.tokenizer import encode_prompt
 from asyncrl.demo.chat_tokenizer import build_chat_tokenizer
 from asyncrl.demo.directory import TINY_RECIPE, is_tiny
-from asyncrl.environments.interfaces import build_tasks
+from asyncrl.environments.agents import Demonstration
+from asyncrl.environments.interfaces import build_demonstrations, build_tasks
 from asyncrl.errors import DatasetError
+from asyncrl.generation.conversations import TemplateRenderer
 
 PAD, EOS = "<pad>", "<eos>"
 CHARACTERS = "\n" + "".join(chr(code) for code in range(0x20, 0x7F))
@@ -69,7 +71,8 @@ def ensure_model(
     if section is None or _is_foreign(path):
         return config.model.path
     train, heldout = tasks or build_tasks(config)
-    recipe = {"fingerprint": recipe_fingerprint(section, tasks=train, max_length=max_length)}
+    shown = build_demonstrations(config) if section.chat else []
+    recipe = {"fingerprint": recipe_fingerprint(section, tasks=train, max_length=max_length, shown=shown)}
     was = _recipe_of(path)
     if was.get("fingerprint") == recipe["fingerprint"]:
         return config.model.path
@@ -82,7 +85,8 @@ def ensure_model(
     with _deterministic(section.seed):
         model = Qwen3ForCausalLM(described)  # type: ignore[no-untyped-call]
         report(f"tiny model: {model.num_parameters() / 1e6:.2f}M parameters, {len(train)} training tasks")
-        warm_up(model, tokenizer, section=section, tasks=train, heldout=heldout, report=report)
+        examples = [_demonstrated(tokenizer, each, max_length=max_length) for each in shown]
+        warm_up(model, tokenizer, section=section, tasks=train, heldout=heldout, report=report, demonstrated=examples)
     _put(path, parts=[model, tokenizer], recipe=recipe)
     report(f"tiny model: written to {path}")
     return config.model.path
@@ -134,9 +138,20 @@ def _description(described: Qwen3Config, tokenizer: PreTrainedTokenizerFast) -> 
     return _hash([described.to_dict(), tokenizer.chat_template])
 
 
-def recipe_fingerprint(section: TinyModelSection, *, tasks: Sequence[Task], max_length: int) -> str:
+def recipe_fingerprint(
+    section: TinyModelSection, *, tasks: Sequence[Task], max_length: int, shown: Sequence[Demonstration] = ()
+) -> str:
     """Returns a hash of everything that determines the weights."""
-    return _hash([_RECIPE_REVISION, section.model_dump(mode="json"), max_length, fingerprint(tasks)])
+    of_shown = [msgspec.json.encode(each).decode() for each in shown]
+    return _hash(
+        [
+            _RECIPE_REVISION,
+            section.model_dump(mode="json"),
+            max_length,
+            fingerprint(tasks),
+            *([of_shown] if shown else []),
+        ]
+    )
 
 
 def warm_up(
@@ -147,8 +162,10 @@ def warm_up(
     tasks: Sequence[Task],
     heldout: Sequence[Task],
     report: Report,
+    demonstrated: "Sequence[Example]" = (),
 ) -> None:
-    """Trains with AdamW on the cross-entropy of the answers of random tasks, of each part of a mixture equally often.
+    """Trains with AdamW on the cross-entropy of the answers of random tasks, of each part of a mixture equally often;
+    or of the answers that are `demonstrated`, if there are any.
 
     It trains until the accuracy reaches `warmup_accuracy`. After that, the learning rate falls to 0 over
     `warmup_decay_steps`. It makes at most `warmup_steps` steps.
@@ -169,8 +186,11 @@ def warm_up(
     last = section.warmup_steps
     model.train()
     for step in range(1, section.warmup_steps + 1):
-        drawn = draw.choices(tasks, shares, k=section.warmup_batch_size)
-        examples = [_encode(tokenizer, _shown(task, draw, section=section)) for task in drawn]
+        if demonstrated:
+            examples = draw.choices(demonstrated, k=section.warmup_batch_size)
+        else:
+            drawn = draw.choices(tasks, shares, k=section.warmup_batch_size)
+            examples = [_encode(tokenizer, _shown(task, draw, section=section)) for task in drawn]
         tokens_BS, labels_BS = _batch(examples, pad_id=tokenizer.pad_token_id)
         logits_BSV = model(input_ids=tokens_BS, use_cache=False).logits[:, :-1]
         loss = F.cross_entropy(logits_BSV.flatten(0, 1), labels_BS[:, 1:].flatten(), ignore_index=_IGNORED)
@@ -193,7 +213,7 @@ def warm_up(
         if step == last:
             break
     model.train(False)
-    if heldout:
+    if heldout and not demonstrated:
         accuracy = greedy_accuracy(model, tokenizer, tasks=heldout[:_HELDOUT_TASKS])
         report(f"tiny model: held-out accuracy {accuracy:.3f} (greedy, exact match)")
 
@@ -259,6 +279,18 @@ def _shown(task: Task, draw: random.Random, *, section: TinyModelSection) -> Tas
 
 def _encode(tokenizer: PreTrainedTokenizerFast, task: Task) -> Example:
     return encode_prompt(tokenizer, task.input), [*tokenizer.encode(task.answer), tokenizer.eos_token_id]
+
+
+def _demonstrated(tokenizer: PreTrainedTokenizerFast, shown: Demonstration, *, max_length: int) -> Example:
+    """Returns the tokens of a demonstration. Raises DatasetError if there are too many."""
+    prompt = TemplateRenderer(tokenizer).first(shown.messages, shown.tools)
+    answer = [*tokenizer.encode(shown.answer), tokenizer.eos_token_id]
+    if len(prompt) + len(answer) > max_length:
+        raise DatasetError(
+            f"a demonstration of the environment has {len(prompt) + len(answer)} tokens, more than model.max_length = "
+            f"{max_length}; raise model.max_length"
+        )
+    return prompt, answer
 
 
 def _batch(examples: Sequence[Example], *, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:

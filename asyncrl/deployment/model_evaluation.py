@@ -8,7 +8,7 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -27,6 +27,9 @@ from asyncrl.generation.rollout import HeldoutAnswer, Rollouts
 from asyncrl.generation.vllm_engine import VLLMEngine
 from asyncrl.learner.aggregates import mean
 from asyncrl.learner.eval_numbers import mean_and_error, pass_at
+
+if TYPE_CHECKING:
+    from asyncrl.generation.agent_rollouts import AgentRollouts
 
 LOADED = Version(1, 0)
 """The name of the weights, which no learner has changed."""
@@ -88,12 +91,33 @@ async def evaluate_model(
         started.push_async_callback(engine.shutdown)
         await engine.weights.name(LOADED)
         await scorer_started
-        rollouts = Rollouts(config=config, engine=engine, tokenizer=tokenizer, scorer=scorer, replica="eval")
+        agents = await _with_agents(config, engine=engine, scorer=scorer, tokenizer=tokenizer, started=started)
+        rollouts = Rollouts(
+            config=config, engine=engine, tokenizer=tokenizer, scorer=scorer, replica="eval", agents=agents
+        )
         results = []
         for name, of_set in tasks.items():
             report(f"{name}: {len(of_set)} prompts, {samples_in_words(how[name].samples)} each")
             results.append(await evaluate_set(name, of_set, rollouts=rollouts, config=config))
         return results
+
+
+async def _with_agents(
+    config: Config, *, engine: VLLMEngine, scorer: PartScorers, tokenizer: Any, started: AsyncExitStack
+) -> "AgentRollouts | None":
+    """Starts a gateway in this process if the configuration has agents."""
+    if not scorer.any_agent:
+        return None
+    from asyncrl.generation.agent_rollouts import AgentRollouts
+    from asyncrl.generation.conversations import TemplateRenderer
+    from asyncrl.generation.gateway_server import GatewayServer
+
+    renderer = TemplateRenderer(tokenizer)
+    server = GatewayServer(config=config, renderer=renderer, sample=lambda asked: agents.sample(asked))
+    agents = AgentRollouts(config=config, gateway=server, engine=engine, scorer=scorer, tokenizer=tokenizer)
+    await server.start()
+    started.push_async_callback(server.shutdown)
+    return agents
 
 
 def heldout_tasks(config: Config) -> dict[str, Sequence[Task]]:

@@ -20,6 +20,7 @@ from asyncrl.config.schema import Config, EnvironmentSection, RewardTerm
 from asyncrl.data.hugging_face import hugging_face_rows
 from asyncrl.data.prompts import PromptSource, Task, apply_template, in_conversation, interleaved, split
 from asyncrl.data.rows import Row, read_jsonl, read_rows
+from asyncrl.environments.agents import Demonstration, Session, as_reward
 from asyncrl.environments.reward_function import RewardFunction, reward_function
 from asyncrl.environments.reward_terms import combined
 from asyncrl.errors import AsyncRLError, ConfigError, DatasetError
@@ -44,7 +45,22 @@ class Environment(Protocol):
         """
 
 
-def build_environment(section: EnvironmentSection) -> Environment:
+@runtime_checkable
+class AgentEnvironment(Protocol):
+    """An environment of several turns, which makes its own calls to the model.
+
+    It may have a method `demonstrations(seed)`, which returns `Demonstration`s: with `model.tiny`, the warm-up learns
+    these instead of the answers of the tasks.
+    """
+
+    def tasks(self, seed: int) -> Sequence[Task]:
+        """As `Environment.tasks`."""
+
+    def run(self, session: Session, task: Task, /) -> Any:
+        """Runs one episode and returns its reward, as an agent (`agents.py`). It may be async."""
+
+
+def build_environment(section: EnvironmentSection) -> "Environment | AgentEnvironment":
     """Builds the environment `environment.name` with `environment.options`. Raises ConfigError if either is wrong."""
     factory: Callable[..., Any]
     match section.name:
@@ -52,16 +68,28 @@ def build_environment(section: EnvironmentSection) -> Environment:
             from asyncrl.environments.reasoning_gym import ReasoningGym as factory
         case "math":
             from asyncrl.environments.math import Math as factory
+        case "guess_the_number":
+            from asyncrl.environments.games import GuessTheNumber as factory
+        case "calculator":
+            from asyncrl.environments.games import Calculator as factory
         case path:
             factory = resolve(path, key="environment.name")
     environment = call_with_options(factory, section.options, key="environment.options")
-    if not isinstance(environment, Environment):
+    if not isinstance(environment, Environment | AgentEnvironment):
         raise ConfigError(
             f"environment.name: {section.name!r} returned a {type(environment).__name__}, but an environment needs "
-            "the methods tasks(seed) and score(task, completion)",
+            "the methods tasks(seed) and score(task, completion), or tasks(seed) and run(session, task)",
             key="environment.name",
         )
     return environment
+
+
+def build_demonstrations(config: Config) -> list[Demonstration]:
+    """Returns the demonstrations of the environment; none if it has none, or if it is replaced by an agent."""
+    if config.environment.agent is not None or config.data.mixture:
+        return []
+    environment = build_environment(config.environment)
+    return list(getattr(environment, "demonstrations", lambda seed: [])(config.run.seed))
 
 
 def build_reward(section: EnvironmentSection) -> RewardFunction:
@@ -70,11 +98,17 @@ def build_reward(section: EnvironmentSection) -> RewardFunction:
     With a reward the environment is not built. Raises ConfigError when the function does not exist or
     cannot be called as a reward.
     """
+    if section.agent is not None:
+        named = f"environment.agent = {section.agent}"
+        return as_reward(resolve(section.agent, key="environment.agent"), named=named)
     if section.rewards:
         weights = {term.name: term.weight for term in section.rewards}
         return combined({term.name: _term(term) for term in section.rewards}, weights=weights)
     if section.reward is None:
-        return reward_function(build_environment(section).score, named=f"environment.name = {section.name}")
+        environment, named = build_environment(section), f"environment.name = {section.name}"
+        if isinstance(environment, AgentEnvironment):
+            return as_reward(environment.run, named=named)
+        return reward_function(environment.score, named=named)
     function = _named_reward(section.reward, key="environment.reward")
     return reward_function(function, named=f"environment.reward = {section.reward}")
 

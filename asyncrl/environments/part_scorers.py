@@ -30,6 +30,15 @@ class PartScorers:
         """Starts the processes of all parts. Raises the errors of `Scorer.start`."""
         await asyncio.gather(*(scorer.start() for scorer in self._all))
 
+    def runs_agent(self, task: Task) -> bool:
+        """Returns whether a task is for an agent, which makes its own calls to the model. Known after `start`."""
+        return self._scorers[task.part].form.agent
+
+    @property
+    def any_agent(self) -> bool:
+        """Whether any part has an agent. Known after `start`."""
+        return any(scorer.form.agent for scorer in self._scorers.values())
+
     async def score(self, task: Task, completions: Sequence[str]) -> list[Score]:
         """Returns the scores of completions of a task, and raises errors, as `Scorer.score` does."""
         return await self._scorers[task.part].score(task, completions)

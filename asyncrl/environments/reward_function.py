@@ -24,10 +24,12 @@ _TAKEN = "(task, completion) for one completion, or (task, completions) for a wh
 
 
 class Form(msgspec.Struct, frozen=True, kw_only=True):
-    """How a reward function is called: with a group or with one completion, and whether the result is awaited."""
+    """How a reward function is called: with a group or with one completion, and whether the result is awaited. `agent`:
+    it is an agent, which makes its own calls to the model."""
 
     batched: bool = False
     asynchronous: bool = False
+    agent: bool = False
 
     def limit_s(self, timeout_s: float, completions: int) -> float:
         """Returns the limit of one call in seconds. A batched call gets `timeout_s` for each of its completions."""
@@ -54,6 +56,8 @@ class RewardFunction:
 
 def subject(section: EnvironmentSection) -> str:
     """Returns the setting that names the reward code. Every error of reward code begins with it."""
+    if section.agent is not None:
+        return f"environment.agent = {section.agent}"
     if section.rewards:
         return f"environment.rewards ({', '.join(term.name for term in section.rewards)})"
     if section.reward is None:

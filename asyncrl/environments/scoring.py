@@ -92,10 +92,10 @@ class Scorer:
         """Returns the score of each completion, in order: one finite reward, or a DataError if its reward failed. A
         completion is a text without special tokens and may be empty.
 
-        A completion that exceeds its time limit is scored once more, because the machine may have been busy. A reward
-        that scores one by one and ends for no completion of the group is not called again: it may always hang. With
-        `environment.on_error: fail` nothing is scored again, and completions whose scoring has not begun may get the
-        error of another one.
+        A completion that exceeds its time limit is scored once more, because the machine may have been busy; an episode
+        of an agent is not. A reward that scores one by one and ends for no completion of the group is not called again:
+        it may always hang. With `environment.on_error: fail` nothing is scored again, and completions whose scoring has
+        not begun may get the error of another one.
 
         Raises DataError when the group cannot be sent to a process. Raises InfraError with the reason
         `scorer_unavailable` when no process can be started, and `scorer_closed` after `close`.
@@ -106,8 +106,8 @@ class Scorer:
             return []
         scores = await self._scored_once(task, completions)
         late = [number for number, score in enumerate(scores) if _took_too_long(score)]
-        some_end = self._processes[0].form.batched or any(not isinstance(score, DataError) for score in scores)
-        if late and some_end and not self._fails_groups:
+        some_end = self.form.batched or any(not isinstance(score, DataError) for score in scores)
+        if late and some_end and not self._fails_groups and not self.form.agent:
             _log.warning(
                 "%d of %d completions took too long to score; they are scored once more", len(late), len(scores)
             )
@@ -133,10 +133,15 @@ class Scorer:
 
     def _shared(self) -> bool:
         """Returns True if the completions of a group are divided among several processes."""
-        form = self._processes[0].form
+        form = self.form
         if len(self._processes) == 1 or form.batched or form.asynchronous:
             return False
         return self._seconds_per_completion >= SHARED_FROM_S
+
+    @property
+    def form(self) -> Form:
+        """How the reward is called. Known after `start`."""
+        return self._processes[0].form
 
     async def close(self) -> None:
         """Kills the processes. Running scores fail. It may be called twice."""
@@ -174,11 +179,12 @@ class Scorer:
 
     def _taken(self, first: "_Waiting", form: Form) -> "list[_Waiting]":
         """Takes the groups to score together, and leaves out cancelled ones and parts of groups that are given up.
-        Takes more than one group only if the reward is async."""
+        Takes more than one group only if the reward is async, and no agent: all groups that are taken together end
+        together, and the episodes of agents differ much in length."""
         taken = [first] if first.begin() else []
         completions = len(first.group.completions)
         with contextlib.suppress(queue.Empty):
-            while form.asynchronous and completions < AWAITED_AT_ONCE:
+            while form.asynchronous and not form.agent and completions < AWAITED_AT_ONCE:
                 waiting = self._line.get_nowait()
                 if waiting is None:
                     self._line.put(None)  # the end mark, which the next `get` must find

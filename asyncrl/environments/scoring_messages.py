@@ -22,6 +22,9 @@ class RewardFailure(StrEnum):
     WRONG_TYPE = "reward_wrong_type"
     TIMEOUT = "reward_timeout"
     CRASHED = "reward_crashed"
+    NO_CALL = "agent_made_no_call"
+    FORKED = "agent_forked"
+    LIMIT = "agent_limit"
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -38,6 +39,10 @@ from asyncrl.shown_text import log_to_stderr
 from asyncrl.weights.store import WeightClient
 from asyncrl.weights.transports.of_config import transport_of
 
+if TYPE_CHECKING:
+    from asyncrl.generation.agent_rollouts import AgentRollouts
+    from asyncrl.generation.gateway import Answered, Asked
+
 
 class GeneratorActor:
     """Body of the actor. Call `start`, then `run` (which returns when the replica is drained), then `shutdown`."""
@@ -52,6 +57,7 @@ class GeneratorActor:
         self._started = AsyncExitStack()
         self._generator: Generator | None = None
         self._updates: WeightUpdates | None = None
+        self._agents: AgentRollouts | None = None
         self._evaluate: Callable[..., Awaitable[list[Answer]]]
 
     async def start(self, model_path: str, *, secrets: Secrets, reward_log: Path) -> EngineProcesses:
@@ -91,7 +97,16 @@ class GeneratorActor:
             parameters=expected_parameters(model_path, dtype=config.model.dtype, lora=config.model.lora),
             metrics=metrics,
         )
-        rollouts = Rollouts(config=config, engine=engine, tokenizer=tokenizer, scorer=scorer, replica=self._name)
+        if scorer.any_agent:
+            self._agents = await self._with_agents(model_path, engine=engine, scorer=scorer, tokenizer=tokenizer)
+        rollouts = Rollouts(
+            config=config,
+            engine=engine,
+            tokenizer=tokenizer,
+            scorer=scorer,
+            replica=self._name,
+            agents=self._agents,
+        )
         self._updates = updates
         self._evaluate = partial(evaluate, rollouts=rollouts, coordinator=coordinator)
         self._generator = Generator(
@@ -108,6 +123,23 @@ class GeneratorActor:
             metrics_address=server.address,
         )
         return engine.processes
+
+    async def _with_agents(
+        self, model_path: str, *, engine: VLLMEngine, scorer: PartScorers, tokenizer: Any
+    ) -> "AgentRollouts":
+        """Starts the gateway, in a process of its own."""
+        from asyncrl.generation.agent_rollouts import AgentRollouts
+        from asyncrl.generation.gateway_server import RemoteGateway
+
+        config = self._config
+        gateway = RemoteGateway(config=config, model_path=model_path, replica=self._name)
+        await gateway.start()
+        return AgentRollouts(config=config, gateway=gateway, engine=engine, scorer=scorer, tokenizer=tokenizer)
+
+    async def sample(self, asked: "Asked") -> "Answered":
+        """Answers a call of an agent, for the gateway."""
+        assert self._agents is not None, "only agents have a gateway"
+        return await self._agents.sample(asked)
 
     async def run(self) -> None:
         """Generates until the replica is drained. Raises when the replica cannot go on."""

@@ -216,6 +216,7 @@ class Generator:
                         prefix=prefix,
                         on_progress=functools.partial(self._progressed, ticket, prefix),
                         on_generated=functools.partial(self._generated, ticket.key),
+                        on_environment=functools.partial(self._in_environment, ticket.key),
                     )
                     if ticket.key in self._spoiled:
                         raise self._spoiled[ticket.key]
@@ -239,6 +240,15 @@ class Generator:
                 part=group.meta.part,
             )
             self._metrics.scored(duration_s=group.scoring_s, part=group.meta.part)
+            if (did := group.activity) is not None:
+                self._metrics.agents(
+                    turns=did.turns,
+                    tool_calls=did.tool_calls,
+                    tool_seconds=did.tool_seconds,
+                    forks=did.forks,
+                    tokens=did.tokens,
+                    part=group.meta.part,
+                )
             self._delivery.add(group)
         except RolloutError as error:
             self._delivery.add_failed(ticket.key, ticket.version.incarnation, error)
@@ -250,6 +260,10 @@ class Generator:
 
     def _generated(self, key: str) -> None:
         self._running.generated(key)
+        self._show_states()
+
+    def _in_environment(self, key: str, waits: bool) -> None:
+        self._running.waits_for_environment(key, waits)
         self._show_states()
 
     def _progressed(self, ticket: Ticket, prefix: Sequence[PartialCompletion], sampled: Sampled) -> None:
@@ -343,6 +357,8 @@ class Generator:
         while True:
             await self.report()
             self._metrics.heartbeat(unix_time_s=time.time())
+            if self._rollouts.agents is not None:
+                self._metrics.sessions(self._rollouts.agents.session_ages_s())
             await asyncio.sleep(min(1.0, interval_s))
 
     # --- settling and states --------------------------------------------------------------------------------------
@@ -357,4 +373,11 @@ class Generator:
         if self._loading:
             self._states.set({"paused_for_weights": self._slots})
             return
-        self._states.set({"generating": busy, self._free_state: self._slots - busy})
+        waiting = min(busy, self._running.in_environment)
+        self._states.set(
+            {
+                "generating": busy - waiting,
+                "waiting_for_environment": waiting,
+                self._free_state: self._slots - busy,
+            }
+        )

@@ -5,11 +5,12 @@ stops the run (after `generator.max_data_failures` in a row) instead of being re
 """
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.buffer.attempts import seed_of_group
 from asyncrl.buffer.failure_records import Failure
@@ -24,22 +25,27 @@ from asyncrl.data.specs import SUPPORT
 from asyncrl.data.tokenizer import encode_prompt
 from asyncrl.environments.part_scorers import PartScorers
 from asyncrl.environments.prompt_lengths import counted, longest_prompt_tokens
+from asyncrl.environments.scores import Score
 from asyncrl.errors import DataError
 from asyncrl.generation.episodes import Episode, episode_rows, single_turn
 from asyncrl.generation.interfaces import InferenceEngine, PartialCompletion, Sampled
 from asyncrl.generation.long_work import beside_loop
 from asyncrl.generation.reward_errors import components_of, failures_of, parts_of, rewards_of, total
 
+if TYPE_CHECKING:
+    from asyncrl.generation.agent_rollouts import AgentActivity, AgentRollouts
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedGroup:
     """A scored group: metadata for the buffer, rows for the data plane, and the seconds that scoring took. `failures`
-    are those of completions whose reward failed."""
+    are those of completions whose reward failed. `activity` is what its agents did, if it has any."""
 
     meta: GroupMeta
     rows: BatchedDataDict
     scoring_s: float
     failures: tuple[Failure, ...] = ()
+    activity: "AgentActivity | None" = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +58,7 @@ class HeldoutAnswer:
 
 
 class Rollouts:
-    """Runs single-turn episodes on one engine."""
+    """Runs episodes on one engine: an answer to each prompt, or with `agents` conversations of several turns."""
 
     def __init__(
         self,
@@ -62,10 +68,12 @@ class Rollouts:
         tokenizer: Any,
         scorer: PartScorers,
         replica: str,
+        agents: "AgentRollouts | None" = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self.engine = engine
+        self.agents = agents
         self._tokenizer = tokenizer
         self._scorer = scorer
         self._replica = replica
@@ -78,17 +86,30 @@ class Rollouts:
         prefix: Sequence[PartialCompletion] = (),
         on_progress: Callable[[Sampled], None] | None = None,
         on_generated: Callable[[], None] = lambda: None,
+        on_environment: Callable[[bool], None] = lambda waits: None,
     ) -> FinishedGroup:
         """Generates the whole group in one call, so that its samples share the prompt's KV cache, and scores it.
 
         Begins with the samples of `prefix`, if there are any. Calls `on_progress` from time to time with what the group
-        has so far, and `on_generated` when the engine is done with it.
+        has so far, and `on_generated` when the engine is done with it. With an agent, calls `on_environment` when the
+        group begins and ends to wait for the agent's own code.
         """
+        if self.agents is not None and self._scorer.runs_agent(ticket.task):
+            played = await self.agents.run(
+                ticket.task,
+                samples=self._config.learner.group_size,
+                seed=ticket.seed if self._config.seeds_samples else None,
+                temperature=self._config.generator.temperature,
+                on_progress=on_progress,
+                on_environment=on_environment,
+            )
+            on_generated()
+            group = await self._finished(ticket, played.episodes, played.scores, scoring_s=played.environment_s)
+            return dataclasses.replace(group, activity=played.activity)
         prompt_ids, budget = self._prompt(ticket.task)
-        group_size = self._config.learner.group_size
         completions = await self.engine.generate(
             prompt_ids,
-            n=group_size,
+            n=self._config.learner.group_size,
             seed=ticket.seed if self._config.seeds_samples else None,
             temperature=self._config.generator.temperature,
             max_tokens=budget,
@@ -110,7 +131,17 @@ class Rollouts:
                 "completion"
             )
             raise
-        scoring_s = self._clock() - scored_from_s
+        return await self._finished(ticket, episodes, scores, scoring_s=self._clock() - scored_from_s, prefix=prefix)
+
+    async def _finished(
+        self,
+        ticket: Ticket,
+        episodes: Sequence[Episode],
+        scores: Sequence[Score],
+        *,
+        scoring_s: float,
+        prefix: Sequence[PartialCompletion] = (),
+    ) -> FinishedGroup:
         build = partial(
             finished_group,
             ticket,
@@ -130,19 +161,22 @@ class Rollouts:
 
         Raises DataError if a reward fails.
         """
-        prompt_ids, budget = self._prompt(task)
         samples = how.samples
         seeded = self._config.seeds_samples and samples > 1
-        completions = await self.engine.generate(
-            prompt_ids,
-            n=samples,
-            seed=seed_of_group(self._config.run.seed, number, group_size=samples) if seeded else None,
-            temperature=how.temperature if samples > 1 else 0.0,
-            max_tokens=budget,
-        )
-        texts = [completion.text for completion in completions]
+        seed = seed_of_group(self._config.run.seed, number, group_size=samples) if seeded else None
+        temperature = how.temperature if samples > 1 else 0.0
+        if self.agents is not None and self._scorer.runs_agent(task):
+            played = await self.agents.run(task, samples=samples, seed=seed, temperature=temperature)
+            texts, scores = [episode.text for episode in played.episodes], played.scores
+        else:
+            prompt_ids, budget = self._prompt(task)
+            completions = await self.engine.generate(
+                prompt_ids, n=samples, seed=seed, temperature=temperature, max_tokens=budget
+            )
+            texts = [completion.text for completion in completions]
+            scores = await self._scorer.score(task, texts)
         answers: list[HeldoutAnswer] = []
-        for text, score in zip(texts, await self._scorer.score(task, texts), strict=True):
+        for text, score in zip(texts, scores, strict=True):
             if isinstance(score, DataError):
                 raise score
             answers.append(HeldoutAnswer(text=text, reward=total(score), components=parts_of(score)))
@@ -176,7 +210,8 @@ def finished_group(
     spans = tuple(episode.version_spans for episode in episodes)
     steps = [span.step for of_episode in spans for span in of_episode]
     lengths = [episode.sampled_tokens for episode in episodes]
-    read = tuple(episode.tokens - episode.prompt_tokens - episode.sampled_tokens for episode in episodes)
+    prompt_tokens = min(episode.prompt_tokens for episode in episodes)  # those of agents may differ
+    read = tuple(episode.tokens - prompt_tokens - episode.sampled_tokens for episode in episodes)
     rows = episode_rows(episodes)
     support_bytes = rows[SUPPORT].shape[2] * BYTES_PER_SUPPORT_TOKEN if SUPPORT in rows else 0
     token_bytes = sum(episode.tokens for episode in episodes) * (BYTES_PER_TOKEN + support_bytes)
@@ -186,7 +221,7 @@ def finished_group(
         incarnation=ticket.version.incarnation,
         replica=replica,
         row_bytes=token_bytes + len(episodes) * BYTES_PER_ROW,
-        prompt_tokens=episodes[0].prompt_tokens,
+        prompt_tokens=prompt_tokens,
         completion_tokens=tuple(lengths),
         read_tokens=read if any(read) else (),
         rewards=tuple(rewards),

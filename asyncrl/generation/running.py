@@ -12,6 +12,7 @@ class RunningRollouts:
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._scored: set[str] = set()
+        self._in_environment: set[str] = set()
         self._one_ended = asyncio.Event()
         self._none_left = asyncio.Event()
 
@@ -26,17 +27,27 @@ class RunningRollouts:
         """The number of rollouts whose groups are not generated yet."""
         return len(self._tasks) - len(self._scored)
 
+    @property
+    def in_environment(self) -> int:
+        """The number of rollouts that wait for code of their agents: the engine has no call of their group."""
+        return len(self._in_environment)
+
+    def waits_for_environment(self, key: str, waits: bool) -> None:
+        (self._in_environment.add if waits and key in self._tasks else self._in_environment.discard)(key)
+
     def start(self, key: str, rollout: Coroutine[None, None, None]) -> None:
         self._tasks[key] = asyncio.create_task(rollout, name=f"rollout {key}")
         self._none_left.clear()
 
     def generated(self, key: str) -> None:
         self._scored.add(key)
+        self._in_environment.discard(key)
         self._one_ended.set()
 
     def ended(self, key: str) -> None:
         self._tasks.pop(key, None)
         self._scored.discard(key)
+        self._in_environment.discard(key)
         self._one_ended.set()
         if not self._tasks:
             self._none_left.set()

@@ -458,7 +458,8 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         histogram(
             GENERATOR,
             "asyncrl_reward_duration_seconds",
-            "Time to score one group, including the wait for a free scoring process.",
+            "Time to score one group, including the wait for a free scoring process. Of agents, the time of a group "
+            "in which its busiest sample did not wait for the engine.",
             {"environment": None},
         ),
         counter(
@@ -468,6 +469,44 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             {"reason": tuple(RewardFailure)},
             own_unit="samples",
         ),
+    ),
+    "agents": (
+        histogram(
+            GENERATOR,
+            "asyncrl_agent_turns",
+            "Calls of the model in one episode.",
+            {"environment": None},
+            buckets=VERSIONS,
+        ),
+        counter(
+            GENERATOR,
+            "asyncrl_agent_tool_calls_total",
+            "Tool calls of the model.",
+            {"environment": None},
+            own_unit="calls",
+        ),
+        histogram(
+            GENERATOR,
+            "asyncrl_agent_tool_seconds",
+            "Time from an answer with tool calls to the agent's next call.",
+            {"environment": None},
+        ),
+        counter(
+            GENERATOR,
+            "asyncrl_agent_forks_total",
+            "Calls that changed the history of their conversation, by what they changed.",
+            {"reason": None},
+            own_unit="calls",
+        ),
+        counter(
+            GENERATOR,
+            "asyncrl_agent_tokens_total",
+            "Tokens of episodes by origin: sampled by the model, from the agent's first messages or added later "
+            "(`environment`), and in the chat template after the model's turns, with the messages there (`template`).",
+            {"origin": ("sampled", "environment", "template")},
+        ),
+        gauge(GENERATOR, "asyncrl_agent_sessions", "Open sessions of agents."),
+        gauge(GENERATOR, "asyncrl_agent_oldest_session_age_seconds", "Age of the oldest open session of an agent."),
     ),
     "checkpoint": (
         histogram(

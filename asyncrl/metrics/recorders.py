@@ -266,6 +266,34 @@ class GeneratorMetrics(ProcessMetrics):
         environment = part or self._environment
         self._instruments.observe("asyncrl_reward_duration_seconds", duration_s, environment=environment)
 
+    def agents(
+        self,
+        *,
+        turns: Sequence[int],
+        tool_calls: int,
+        tool_seconds: Sequence[float],
+        forks: Mapping[str, int],
+        tokens: Mapping[str, int],
+        part: str = "",
+    ) -> None:
+        """Records what the agents of a group did: the calls of each sample, the tool calls of the model and how long
+        each took, the forks by reason, and the tokens by origin."""
+        environment = part or self._environment
+        for calls in turns:
+            self._instruments.observe("asyncrl_agent_turns", calls, environment=environment)
+        self._instruments.add("asyncrl_agent_tool_calls_total", tool_calls, environment=environment)
+        for seconds in tool_seconds:
+            self._instruments.observe("asyncrl_agent_tool_seconds", seconds, environment=environment)
+        for reason, count in forks.items():
+            self._instruments.add("asyncrl_agent_forks_total", count, reason=reason)
+        for origin, count in tokens.items():
+            self._instruments.add("asyncrl_agent_tokens_total", count, origin=origin)
+
+    def sessions(self, ages_s: Sequence[float]) -> None:
+        """Records the open sessions of agents, by their ages in seconds."""
+        self._instruments.set("asyncrl_agent_sessions", len(ages_s))
+        self._instruments.set("asyncrl_agent_oldest_session_age_seconds", max(ages_s, default=0.0))
+
     def rewards(self, values: Sequence[float], *, part: str = "") -> None:
         """Records the rewards of a group's samples."""
         for value in values:

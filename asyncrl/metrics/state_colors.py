@@ -39,6 +39,7 @@ LEARNER: Mapping[str, Color] = {
 }
 GENERATOR: Mapping[str, Color] = {
     "generating": GREEN,
+    "waiting_for_environment": BLUE,
     "paused_for_weights": VIOLET,
     "starved_of_prompts": ORANGE,
     "blocked_on_capacity": RED,

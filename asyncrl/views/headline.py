@@ -37,6 +37,7 @@ class Bound(StrEnum):
     CAPACITY = "capacity"
     WEIGHTS = "weights"
     PROMPTS = "prompts"
+    ENVIRONMENT = "environment"
     NOTHING = "nothing"
 
 
@@ -112,6 +113,11 @@ OTHER_WAITS = {
         "raise weights.publish_every_steps",
     ),
     "starved_of_prompts": (Bound.PROMPTS, "Generators have no prompts", "add prompts, or raise data.epochs"),
+    "waiting_for_environment": (
+        Bound.ENVIRONMENT,
+        "Generators wait for the agents' own code",
+        "make tools and environments faster, or raise generator.max_concurrent_groups and environment.score_workers",
+    ),
 }
 
 HELD_BACK = ("blocked_on_staleness", "blocked_on_capacity", "starved_of_prompts")

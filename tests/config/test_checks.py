@@ -1,6 +1,7 @@
 """Rules over several fields: each rule refuses only its own mistake, and names key, value, limit and what to do."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 
-_CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+_CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
 
 
 def _violations(*overrides: str) -> list[str]:
@@ -361,3 +362,29 @@ def test_a_group_is_booked_at_its_columns_bytes_for_every_sample() -> None:
 def test_what_runs_but_may_surprise_is_a_warning(overrides: list[str], silencer: str, says: str) -> None:
     assert any(says in warning for warning in _warnings(*overrides))
     assert not any(says in warning for warning in _warnings(*overrides, silencer))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"environment": {"agent": "a:b"}, "data": {"chat": "off"}}, "needs? the model's chat template"),
+        (
+            {"environment": {"agent": "a:b"}, "generator": {"persist_every_tokens": 8}},
+            "persist_every_tokens = 8 has no",
+        ),
+        ({"environment": {"name": "calculator"}, "generator": {"persist_every_tokens": 8}}, "environment.name = calc"),
+        ({"environment": {"agent": "a:b", "reward": "exact_match"}}, "environment.agent: returns the reward itself"),
+        ({"environment": {"agent": "not a path"}}, "environment.agent = not a path: must be an import path"),
+    ],
+)
+def test_settings_that_agents_cannot_have_are_refused(settings: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        check_config(Config.model_validate(settings))
+
+
+def test_agents_with_fewer_processes_than_groups_are_warned_of() -> None:
+    few = {"environment": {"agent": "a:b", "score_workers": 2}, "generator": {"max_concurrent_groups": 4}}
+    [warning] = [each for each in check_config(Config.model_validate(few)) if "score_workers" in each]
+    assert "raise it to 4" in warning
+    enough = {**few, "environment": {"agent": "a:b", "score_workers": 4}}
+    assert not [each for each in check_config(Config.model_validate(enough)) if "score_workers" in each]

@@ -173,6 +173,10 @@ Prometheus reads, seconds."""
 
 DOWN = "overview / Processes up / B"
 
+OF_AGENTS = [
+    *[(panel, query) for panel in ("Turns of an episode", "Tools") for query in "AB"],
+    *[(panel, "A") for panel in ("Tokens of episodes", "Open sessions", "Tool calls", "Oldest session", "Forks")],
+]
 NO_DATA_WHEN_HEALTHY = {
     "overview / Alerts firing / A": "no alert fires",
     DOWN: "no process is down",
@@ -183,6 +187,7 @@ NO_DATA_WHEN_HEALTHY = {
     "flow / Model FLOPs utilisation / A": "the peak of a CPU is unknown",
     "flow / Model FLOPs utilisation / B": "the peak of a CPU is unknown",
     "flow / Time of a broadcast / A": "weights do not travel by broadcast",
+    **{f"flow / {panel} / {query}": "there are no agents" for panel, query in OF_AGENTS},
     "learning / Reward by component / A": "the reward is one number",
     "learning / Reward by part / A": "there is no mixture",
     "learning / KL to the reference / A": "the objective does not use the reference",

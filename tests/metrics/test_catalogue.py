@@ -10,7 +10,7 @@ from asyncrl.config.load import load_config
 from asyncrl.metrics import catalogue, docs
 from asyncrl.metrics.catalogue import CATALOGUE, SECONDS, Feed, Kind, Metric
 
-RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+RECIPES = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)

@@ -59,6 +59,14 @@ def generator() -> GeneratorMetrics:
     metrics.rollout_failed(failure_class="data", reason="reward_raised")
     metrics.rewards((0.0, 1.0, 1.0))
     metrics.scored(duration_s=0.02)
+    metrics.agents(
+        turns=[2, 3],
+        tool_calls=3,
+        tool_seconds=[0.1],
+        forks={"edited": 1},
+        tokens={"sampled": 9, "environment": 20, "template": 4},
+    )
+    metrics.sessions([0.5, 2.5])
     metrics.reward_failed(reason="reward_timeout", samples=3)
     metrics.weight_update(outcome="applied", phase_seconds={"fetch": 0.01, "apply": 0.05})
     metrics.broadcast(outcome="received", bytes=1_200_000, duration_s=0.2)

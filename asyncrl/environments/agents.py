@@ -1,0 +1,120 @@
+"""Agents: the user's code that calls the model as often as it likes and returns a reward.
+
+    async def run(session: Session, task: Task) -> float:
+        messages = [{"role": "user", "content": task.prompt}]
+        message = await session.chat(messages)
+        ...
+
+An agent runs in a scoring process, as a reward does: it may hang, crash or use too much memory. It reaches the model by
+an OpenAI-style URL only, so it may be any program that can be given a URL and a key.
+"""
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from asyncrl.data.prompts import Task
+from asyncrl.environments.reward_function import Form, RewardFunction
+from asyncrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    import httpx
+
+
+class Access(msgspec.Struct, frozen=True, kw_only=True):
+    """What an agent needs for its calls: an OpenAI-style URL that ends with `/v1`, the key of its session, and the name
+    of the model."""
+
+    base_url: str
+    api_key: str
+    model: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """The model, as an agent sees it. Each sample of a group has its own session, which ends with the sample.
+
+    `base_url`, `api_key` and `model` are for any client of OpenAI's interface. The run's sampling settings apply,
+    whatever a client asks for.
+    """
+
+    base_url: str
+    api_key: str
+    model: str
+
+    async def chat(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = (), **options: Any
+    ) -> dict[str, Any]:
+        """Returns the model's message that follows `messages`, with the keys `role`, `content` and, if it calls tools,
+        `tool_calls`. Append it to the messages as it is, and the next call continues it.
+
+        Raises RuntimeError with the server's message if the call is refused, for example beyond
+        `environment.max_turns` or `model.max_length`.
+        """
+        body = {"model": self.model, "messages": list(messages), **({"tools": list(tools)} if tools else {}), **options}
+        answer = await _posted(f"{self.base_url}/chat/completions", self.api_key, body)
+        message: dict[str, Any] = answer["choices"][0]["message"]
+        return message
+
+    async def begin(self) -> None:
+        """Makes the gateway forget the calls of an earlier attempt, whose process has died."""
+        await _posted(f"{self.base_url.removesuffix('/v1')}/begin", self.api_key, {})
+
+
+Agent = Callable[[Session, Task], Any]
+
+
+class Demonstration(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer of the model in a conversation, for the warm-up of a tiny model. `answer` is the text that it writes,
+    with its tool calls."""
+
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    answer: str
+
+
+def as_reward(agent: Agent, *, named: str) -> RewardFunction:
+    """Returns an agent as an async reward function, whose completions are accesses to sessions as JSON texts
+    (`Access`).
+
+    An agent that is no coroutine function runs in a thread. `named` is the setting that names it. Raises ConfigError if
+    it cannot be called with a session and a task.
+    """
+    try:
+        inspect.signature(agent).bind("session", "task")
+    except TypeError as error:
+        key = named.partition(" ")[0]
+        raise ConfigError(
+            f"{named} cannot be called with two arguments ({error}); an agent takes (session, task)", key=key
+        ) from None
+
+    async def episode(task: Task, completion: str) -> object:
+        access = msgspec.json.decode(completion, type=Access)
+        session = Session(base_url=access.base_url, api_key=access.api_key, model=access.model)
+        await session.begin()
+        if inspect.iscoroutinefunction(agent):
+            return await agent(session, task)
+        return await asyncio.to_thread(agent, session, task)
+
+    return RewardFunction(function=episode, form=Form(asynchronous=True, agent=True))
+
+
+async def _posted(url: str, key: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    response = await _client().post(url, json=body, headers={"Authorization": f"Bearer {key}"})
+    answer: dict[str, Any] = response.json()
+    if response.status_code != 200:
+        raise RuntimeError(f"the gateway refused a call: {answer['error']['message']}")
+    return answer
+
+
+@cache
+def _client() -> "httpx.AsyncClient":
+    """Returns the client of all sessions of this process. A call has no time limit of its own: the episode has one."""
+    import httpx
+
+    return httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None, max_keepalive_connections=64))

@@ -1,0 +1,184 @@
+"""Small environments of several turns, for tests, docs and trials."""
+
+import ast
+import json
+import operator
+import random
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from asyncrl.data.prompts import Task
+from asyncrl.environments.agents import Demonstration, Session
+
+
+class GuessTheNumber:
+    """The model guesses a number from 1 to `highest`, and is told whether the number is higher or lower.
+
+    The reward is 1 if it finds the number within `guesses` guesses, and 0 otherwise. The prompt is the same in all
+    games, so that the model cannot learn the numbers by heart.
+    """
+
+    def __init__(self, *, highest: int = 9, guesses: int = 3, size: int = 2000) -> None:
+        self.highest, self.guesses, self.size = highest, guesses, size
+
+    def tasks(self, seed: int) -> Sequence[Task]:
+        draw = random.Random(seed)
+        return [
+            Task(question=f"Guess 1-{self.highest} #{number}", answer=str(draw.randint(1, self.highest)))
+            for number in range(self.size)
+        ]
+
+    def demonstrations(self, seed: int) -> Sequence[Demonstration]:
+        """Returns guesses at random, in each turn: they show how to answer, and no strategy."""
+        draw, made = random.Random(seed), []
+        for task in self.tasks(seed):
+            messages = self._beginning()
+            for _ in range(self.guesses):
+                guess = str(draw.randint(1, self.highest))
+                made.append(Demonstration(messages=tuple(messages), answer=guess))
+                messages += self._after({"role": "assistant", "content": guess}, int(task.answer))
+        return made
+
+    async def run(self, session: Session, task: Task) -> float:
+        """Plays one game."""
+        messages, number = self._beginning(), int(task.answer)
+        for _ in range(self.guesses):
+            reply = await session.chat(messages)
+            if _guess(reply) == number:
+                return 1.0
+            messages += self._after(reply, number)
+        return 0.0
+
+    def _beginning(self) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": f"Guess 1-{self.highest}"}]
+
+    def _after(self, reply: dict[str, Any], number: int) -> list[dict[str, Any]]:
+        """Returns the reply, and what the model is told after it."""
+        guess = _guess(reply)
+        hint = "no number" if guess is None else "higher" if guess < number else "lower"
+        return [reply, {"role": "user", "content": hint}]
+
+
+def _guess(reply: Mapping[str, Any]) -> int | None:
+    found = re.search(r"\d{1,9}", reply["content"] or "")
+    return int(found[0]) if found else None
+
+
+CALCULATOR = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
+    },
+}
+
+
+class Calculator:
+    """The model answers a question of arithmetic, and can call a calculator.
+
+    The reward is 1 if the number in its last answer is right, and 0 otherwise. The calculator may be called in `calls`
+    turns.
+    """
+
+    def __init__(self, *, highest: int = 99, calls: int = 2, size: int = 2000) -> None:
+        self.highest, self.calls, self.size = highest, calls, size
+
+    def tasks(self, seed: int) -> Sequence[Task]:
+        draw = random.Random(seed)
+        made: dict[str, Task] = {}
+        while len(made) < self.size:
+            a, b = draw.randint(2, self.highest), draw.randint(2, self.highest)
+            expression = f"{a} {draw.choice('+-*')} {b}"
+            made[expression] = Task(question=f"What is {expression}?", answer=str(calculated(expression)))
+        return list(made.values())
+
+    def demonstrations(self, seed: int) -> Sequence[Demonstration]:
+        """Returns calls and answers of which many are wrong: they show how to call the calculator and how to answer,
+        but not that it pays to call it, with the expression of the question, and to give its result."""
+        draw, made = random.Random(seed), []
+        tasks = self.tasks(seed)
+        for task in tasks:
+            asked: dict[str, Any] = {"role": "user", "content": task.question}
+            shown = _expression(draw.choice(tasks) if draw.random() < 0.4 else task)
+            arguments = json.dumps({"expression": shown})
+            call = f'<tool_call>{{"name": "calculator", "arguments": {arguments}}}</tool_call>'
+            guess = str(draw.randint(0, self.highest))
+            first = call if draw.random() < 0.6 else guess
+            made.append(Demonstration(messages=(asked,), tools=(CALCULATOR,), answer=first))
+            function = {"name": "calculator", "arguments": arguments}
+            result = _result(function)
+            called: dict[str, Any] = {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"id": "1", "type": "function", "function": function}],
+            }
+            told: dict[str, Any] = {"role": "tool", "tool_call_id": "1", "content": result}
+            second = result if draw.random() < 0.6 else guess
+            made.append(Demonstration(messages=(asked, called, told), tools=(CALCULATOR,), answer=second))
+        return made
+
+    async def run(self, session: Session, task: Task) -> float:
+        """Answers one question."""
+        messages: list[dict[str, Any]] = [{"role": "user", "content": task.question}]
+        for _ in range(self.calls + 1):
+            reply = await session.chat(messages, tools=[CALCULATOR])
+            calls = reply.get("tool_calls")
+            if not calls:
+                found = re.findall(r"-?\d+", reply["content"] or "")
+                return float(bool(found) and found[-1] == task.answer)
+            results = ({"role": "tool", "tool_call_id": c["id"], "content": _result(c["function"])} for c in calls)
+            messages += [reply, *results]
+        return 0.0
+
+
+def _expression(task: Task) -> str:
+    return task.question.removeprefix("What is ").removesuffix("?")
+
+
+def calculated(expression: str) -> int | float:
+    """Returns the value of an expression of numbers, `+ - * /` and parentheses.
+
+    Raises ValueError for any other expression, and for numbers beyond 10¹². Runs no code.
+
+    >>> calculated("2 * (3 + 4)")
+    14
+    """
+    try:
+        value = _value(ast.parse(expression, mode="eval").body)
+    except (SyntaxError, ZeroDivisionError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{expression!r} cannot be calculated: {error}") from None
+    return int(value) if value == int(value) else value
+
+
+_OPERATIONS: Mapping[type[ast.operator], Any] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+def _value(node: ast.expr) -> float:
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            value: float = number
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            value = -_value(operand)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
+            value = _OPERATIONS[type(op)](_value(left), _value(right))
+        case _:
+            raise ValueError("only numbers, + - * / and parentheses can be calculated")
+    if abs(value) > 10**12:
+        raise ValueError("a number is beyond 10¹²")
+    return value
+
+
+def _result(function: Mapping[str, str]) -> str:
+    """Returns what the calculator answers to a call: the number, or what is wrong."""
+    if function["name"] != "calculator":
+        return f"there is no tool {function['name']}"
+    try:
+        return str(calculated(str(json.loads(function["arguments"])["expression"])))
+    except (ValueError, KeyError, TypeError) as error:
+        return f"error: {error}"

@@ -1,0 +1,249 @@
+"""Runs agents: opens a session for each sample of a group, lets the scorer run the agents, and takes the episodes."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from asyncrl.config.parts import all_configs
+from asyncrl.config.schema import Config
+from asyncrl.data.prompts import Task
+from asyncrl.environments.part_scorers import PartScorers
+from asyncrl.environments.scores import Score
+from asyncrl.environments.scoring_messages import RewardFailure
+from asyncrl.errors import DataError, InfraError, RolloutError
+from asyncrl.generation.episodes import Episode, Node, Origin
+from asyncrl.generation.gateway import Answered, Asked, EndedSession
+from asyncrl.generation.gateway_server import GatewayServer, RemoteGateway
+from asyncrl.generation.interfaces import InferenceEngine, PartialCompletion, Sampled
+from asyncrl.generation.vllm_tools import ToolParser
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """The episodes of a group and their scores. `environment_s` is the time of the group in which its busiest sample
+    did not wait for the engine, seconds."""
+
+    episodes: list[Episode]
+    scores: list[Score]
+    environment_s: float
+    activity: "AgentActivity"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentActivity:
+    """What the agents of a group did: the calls of each sample, the tool calls of the model, how long each took until
+    the agent's next call (seconds), the forks by reason, and the tokens by origin."""
+
+    turns: list[int]
+    tool_calls: int
+    tool_seconds: list[float]
+    forks: dict[str, int]
+    tokens: dict[str, int]
+
+    @classmethod
+    def of(cls, sessions: Sequence[EndedSession], episodes: Sequence[Episode]) -> "AgentActivity":
+        forks: Counter[str] = Counter()
+        for session in sessions:
+            forks.update(session.forks)
+        tokens: Counter[str] = Counter()
+        for node in (node for episode in episodes for node in episode.nodes):
+            tokens[node.origin] += len(node.token_ids)
+        return cls(
+            turns=[session.calls for session in sessions],
+            tool_calls=sum(session.tool_calls for session in sessions),
+            tool_seconds=[seconds for session in sessions for seconds in session.tool_seconds],
+            forks=dict(forks),
+            tokens=dict(tokens),
+        )
+
+
+class AgentRollouts:
+    """Runs the agents of a replica. Its method `sample` answers the calls of the `gateway`.
+
+    Raises ConfigError for an unusable `generator.tool_parser`.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        gateway: GatewayServer | RemoteGateway,
+        engine: InferenceEngine,
+        scorer: PartScorers,
+        tokenizer: Any,
+    ) -> None:
+        self._config = config
+        self._gateway = gateway
+        self._engine = engine
+        self._scorer = scorer
+        self._tools = ToolParser(config.generator.tool_parser, tokenizer) if config.generator.tool_parser else None
+        self._filler: int = tokenizer.eos_token_id
+        self._calls: dict[str, _Calls] = {}
+
+    async def run(
+        self,
+        task: Task,
+        *,
+        samples: int,
+        seed: int | None,
+        temperature: float,
+        on_progress: Callable[[Sampled], None] | None = None,
+        on_environment: Callable[[bool], None] | None = None,
+    ) -> Played:
+        """Runs the agent of a task once for each sample. Calls `on_progress` with what the group has sampled so far,
+        and `on_environment` with True when the engine has no call of the group any more, and with False when it has.
+
+        A sample fails if its agent makes no call, ends without a result at a limit, or goes back and continues an
+        earlier part of its conversation in another way.
+
+        Raises InfraError if the engine or the gateway failed.
+        """
+        max_turns = all_configs(self._config)[task.part].environment.max_turns
+        began_s = time.monotonic()
+        sessions = await self._gateway.open(samples, seed=seed, temperature=temperature, max_turns=max_turns)
+        ids = [id for id, _ in sessions]
+        group = _Group(samples, on_progress, on_environment)
+        group.called(0)
+        calls = {id: _Calls(group, child) for child, id in enumerate(ids)}
+        self._calls |= calls
+        try:
+            accesses = [msgspec.json.encode(access).decode() for _, access in sessions]
+            scores = await self._scorer.score(task, accesses)
+        finally:
+            for id in ids:
+                del self._calls[id]
+            ended = await self._gateway.close(ids)
+        for session in ended:
+            if isinstance(session.error, RolloutError):
+                raise session.error
+            if session.error is not None:
+                raise InfraError(f"a call of an agent failed: {session.error}", reason="gateway")
+        waited_s = max(each.waited_s for each in calls.values())
+        episodes = [self._episode(session) for session in ended]
+        return Played(
+            episodes=episodes,
+            scores=[_judged(score, session) for score, session in zip(scores, ended, strict=True)],
+            environment_s=max(0.0, time.monotonic() - began_s - waited_s),
+            activity=AgentActivity.of(ended, episodes),
+        )
+
+    def session_ages_s(self) -> list[float]:
+        """Returns the ages of all open sessions, seconds."""
+        now_s = time.monotonic()
+        return [now_s - calls.opened_s for calls in self._calls.values()]
+
+    async def sample(self, asked: Asked) -> Answered:
+        """Answers a call of a session."""
+        calls = self._calls.get(asked.session)
+        if calls is None:
+            raise InfraError("the session has ended", reason="gateway")
+        with calls.waiting():
+            [completion] = await self._engine.generate(
+                asked.token_ids,
+                n=1,
+                seed=asked.seed,
+                temperature=asked.temperature,
+                max_tokens=asked.max_tokens,
+                stop=asked.stop,
+                on_progress=calls.sampled,
+            )
+        calls.ended(len(completion.token_ids))
+        if asked.tools and self._tools is not None:
+            return completion, self._tools.message(completion.token_ids, tools=asked.tools)
+        return completion, {"role": "assistant", "content": completion.text}
+
+    def _episode(self, session: EndedSession) -> Episode:
+        if session.episodes:
+            return session.episodes[0]
+        nothing = Node(origin=Origin.ENVIRONMENT, token_ids=[self._filler])
+        return Episode(nodes=(nothing,), text="", truncated=False)
+
+
+class _Group:
+    """What the samples of a group have sampled so far. Implements `Sampled`."""
+
+    def __init__(
+        self,
+        samples: int,
+        on_progress: Callable[[Sampled], None] | None,
+        on_environment: Callable[[bool], None] | None,
+    ) -> None:
+        self._lengths = [0] * samples
+        self._on_progress = on_progress
+        self._on_environment = on_environment
+        self._in_engine = 0
+
+    @property
+    def tokens(self) -> int:
+        return sum(self._lengths)
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        return self._lengths
+
+    def partial(self) -> list[PartialCompletion] | None:
+        """Returns None: the answers of an agent are not stored before its episode has ended."""
+        return None
+
+    def called(self, more: int) -> None:
+        """Records that the engine has `more` calls of the group than before."""
+        self._in_engine += more
+        if self._on_environment is not None:
+            self._on_environment(self._in_engine == 0)
+
+    def sampled(self, child: int, tokens: int) -> None:
+        self._lengths[child] = tokens
+        if self._on_progress is not None:
+            self._on_progress(self)
+
+
+class _Calls:
+    """The calls of one sample. While several run at once, only the tokens of one of them are counted with those of the
+    ended ones. `waited_s` is the time of the ended calls in the engine."""
+
+    def __init__(self, group: _Group, child: int) -> None:
+        self._group = group
+        self._child = child
+        self._before = 0
+        self.waited_s = 0.0
+        self.opened_s = time.monotonic()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The time of a call in the engine."""
+        began_s = time.monotonic()
+        self._group.called(1)
+        try:
+            yield
+        finally:
+            self._group.called(-1)
+            self.waited_s += time.monotonic() - began_s
+
+    def sampled(self, sampled: Sampled) -> None:
+        self._group.sampled(self._child, self._before + sampled.tokens)
+
+    def ended(self, tokens: int) -> None:
+        self._before += tokens
+        self._group.sampled(self._child, self._before)
+
+
+def _judged(score: Score, session: EndedSession) -> Score:
+    """Returns the score of a sample, or why it fails."""
+    if not session.calls:
+        message = f"the agent made no call to the model{f': {score}' if isinstance(score, DataError) else ''}"
+        return DataError(message, reason=RewardFailure.NO_CALL)
+    if isinstance(score, DataError):
+        return DataError(f"{score} ({session.limit})", reason=RewardFailure.LIMIT) if session.limit else score
+    if len(session.episodes) > 1:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(session.forks.items()))
+        return DataError(
+            f"the agent's conversation has {len(session.episodes)} branches ({reasons}), and only one can be trained; "
+            "append messages to the history and change nothing before them",
+            reason=RewardFailure.FORKED,
+        )
+    return score

@@ -1,0 +1,324 @@
+"""The gateway: an OpenAI-style server that turns an agent's calls into episodes of exact tokens.
+
+An agent knows only a URL and a key. Each sample of a group has a session of its own, which ends with the sample. The
+gateway renders messages to tokens (`conversations.py`), lets an engine continue them, and records what was sampled. The
+run's sampling settings apply, whatever the agent asks for.
+"""
+
+import asyncio
+import hmac
+import secrets
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from jinja2 import TemplateError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from asyncrl.environments.agents import Access
+from asyncrl.generation.conversations import Conversation, Renderer, Turn
+from asyncrl.generation.episodes import Episode
+from asyncrl.generation.gateway_calls import (
+    ChatCall,
+    Refused,
+    TokenCall,
+    chat_answer,
+    chunks,
+    read_call,
+    token_answer,
+)
+from asyncrl.generation.interfaces import Completion
+from asyncrl.user_code import describe_error
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine is to continue for one call of a session. `tools` are those of the call, for the tool parser."""
+
+    session: str
+    token_ids: list[int]
+    max_tokens: int
+    temperature: float
+    seed: int | None
+    stop: tuple[str, ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
+
+
+Answered = tuple[Completion, dict[str, Any]]
+"""What was sampled for a call, and the message that the agent gets."""
+Sample = Callable[[Asked], Awaitable[Answered]]
+"""Continues tokens on an engine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndedSession:
+    """What is left of a session: its episodes, the number of its calls and of the model's tool calls, the forks by
+    reason, the message of the last call that exceeded a limit, and the error of an engine if one ended a call.
+    `tool_seconds` has the time from each answer with tool calls to the call that continues it."""
+
+    episodes: tuple[Episode, ...]
+    calls: int
+    tool_calls: int
+    tool_seconds: tuple[float, ...]
+    forks: Mapping[str, int]
+    limit: str
+    error: Exception | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits of a session: calls, tokens of the whole sequence, and tokens of one answer."""
+
+    turns: int
+    length: int
+    answer_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the calls of a session are sampled. `seed` returns the seed of a call by its number."""
+
+    temperature: float
+    seed: Callable[[int], int | None]
+
+
+@dataclass(eq=False, kw_only=True)
+class _Session:
+    id: str
+    key: str
+    sampling: Sampling
+    limits: Limits
+    conversation: Conversation
+    calls: dict[Turn, "asyncio.Task[None]"] = field(default_factory=dict)
+    keys: dict[str, Turn] = field(default_factory=dict)
+    answered_s: dict[Turn, float] = field(default_factory=dict)
+    tool_seconds: list[float] = field(default_factory=list)
+    limit: str = ""
+    errors: dict[Turn, Exception] = field(default_factory=dict)
+
+    def refuse(self, code: str, message: str) -> "Refused":
+        """Returns the refusal of a call that exceeds a limit, and remembers it."""
+        self.limit = message
+        return Refused(400, code, message)
+
+
+class Gateway:
+    """The sessions of one node, and the application that serves them."""
+
+    def __init__(self, *, renderer: Renderer, sample: Sample, model: str) -> None:
+        self._renderer = renderer
+        self._sample = sample
+        self._model = model
+        self._sessions: dict[str, _Session] = {}
+        self.app = Starlette(
+            routes=[
+                Route("/sessions/{id}/v1/models", self._answering(self._models), methods=["GET"]),
+                Route("/sessions/{id}/v1/chat/completions", self._answering(self._chat), methods=["POST"]),
+                Route("/sessions/{id}/inference/v1/generate", self._answering(self._generate), methods=["POST"]),
+                Route("/sessions/{id}/begin", self._answering(self._begin), methods=["POST"]),
+            ]
+        )
+
+    # --- sessions -----------------------------------------------------------------------------------------------
+
+    def open(self, *, url: str, sampling: Sampling, limits: Limits) -> tuple[str, Access]:
+        """Opens a session and returns its id and the access to it."""
+        session = _Session(
+            id=secrets.token_hex(8),
+            key=secrets.token_urlsafe(24),
+            sampling=sampling,
+            limits=limits,
+            conversation=Conversation(self._renderer),
+        )
+        self._sessions[session.id] = session
+        access = Access(base_url=f"{url}/sessions/{session.id}/v1", api_key=session.key, model=self._model)
+        return session.id, access
+
+    async def close(self, id: str) -> EndedSession:
+        """Ends a session with all of its calls."""
+        session = self._sessions.pop(id)
+        await _cancelled(session)
+        turns = session.conversation.turns
+        return EndedSession(
+            episodes=tuple(session.conversation.episodes()),
+            calls=len(turns),
+            tool_calls=sum(len((turn.answer or {}).get("tool_calls", ())) for turn in turns),
+            tool_seconds=tuple(session.tool_seconds),
+            forks=Counter(turn.fork.value for turn in turns if turn.fork is not None),
+            limit=session.limit,
+            error=next(iter(session.errors.values()), None),
+        )
+
+    # --- calls --------------------------------------------------------------------------------------------------
+
+    def _answering(
+        self, handle: Callable[[_Session, Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            try:
+                return await handle(self._session(request), request)
+            except Refused as refused:
+                error = {"message": str(refused), "type": "invalid_request_error", "code": refused.code}
+                return JSONResponse({"error": error}, status_code=refused.status)
+
+        return answer
+
+    def _session(self, request: Request) -> _Session:
+        session = self._sessions.get(request.path_params["id"])
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        # An unknown session and a wrong key get the same answer, so that ids cannot be searched for.
+        known = session is not None and hmac.compare_digest(key.encode(), session.key.encode())
+        if session is None or not known or scheme.lower() != "bearer":
+            raise Refused(401, "no_session", "there is no open session with this id and key")
+        return session
+
+    async def _models(self, session: _Session, _: Request) -> Response:
+        length = session.limits.length
+        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "asyncrl", "max_model_len": length}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _begin(self, session: _Session, _: Request) -> Response:
+        """Forgets the calls of an agent that was started again after its process had died."""
+        await _cancelled(session)
+        session.conversation, session.limit = Conversation(self._renderer), ""
+        for kept in (session.keys, session.errors, session.answered_s, session.tool_seconds):
+            kept.clear()
+        return JSONResponse({})
+
+    async def _chat(self, session: _Session, request: Request) -> Response:
+        call = await read_call(request, ChatCall)
+        tools = tuple(call.tools or ())
+
+        def continued(conversation: Conversation, *, retry: bool) -> Turn:
+            return conversation.call(call.messages, tools=tools, retry=retry)
+
+        turn = await self._answered(
+            session,
+            request,
+            call,
+            continued,
+            answer_tokens=call.max_completion_tokens or call.max_tokens,
+            stop=call.stop,
+            tools=tools,
+        )
+        answer = chat_answer(turn, model=self._model, number=session.conversation.turns.index(turn))
+        if call.stream:
+            with_usage = bool((call.stream_options or {}).get("include_usage"))
+            return StreamingResponse(chunks(answer, with_usage=with_usage), media_type="text/event-stream")
+        if call.return_token_ids and turn.reply is not None:
+            answer["prompt_token_ids"] = turn.token_ids
+            answer["choices"][0]["token_ids"] = list(turn.reply.token_ids)
+        return JSONResponse(answer)
+
+    async def _generate(self, session: _Session, request: Request) -> Response:
+        call = await read_call(request, TokenCall)
+
+        def continued(conversation: Conversation, *, retry: bool) -> Turn:
+            return conversation.call_with_tokens(call.token_ids, retry=retry)
+
+        sampling = call.sampling_params
+        turn = await self._answered(
+            session, request, call, continued, answer_tokens=sampling.max_tokens, stop=sampling.stop
+        )
+        return JSONResponse(token_answer(turn, number=session.conversation.turns.index(turn)))
+
+    async def _answered(
+        self,
+        session: _Session,
+        request: Request,
+        call: ChatCall | TokenCall,
+        continued: Callable[..., Turn],
+        *,
+        answer_tokens: int | None,
+        stop: str | list[str] | None,
+        tools: tuple[dict[str, Any], ...] = (),
+    ) -> Turn:
+        """Returns the answered turn of a call. `continued` finds the place of the call in the conversation."""
+        if what := call.not_supported():
+            raise Refused(400, "not_supported", f"{what} is not supported; leave it out")
+        turn = self._turn(session, continued, request.headers)
+        if turn.reply is None:
+            task = session.calls.get(turn)
+            if task is None:
+                asked = self._asked(session, turn, answer_tokens=answer_tokens, stop=stop, tools=tools)
+                task = session.calls[turn] = asyncio.create_task(self._sampled(session, turn, asked))
+            # The call goes on if the client gives up: a retry then gets what was sampled.
+            await asyncio.shield(asyncio.gather(task, return_exceptions=True))
+        if turn.reply is None:
+            raise Refused(
+                503, "engine_failed", f"the engine did not answer: {session.errors.get(turn, 'it was ended')}"
+            )
+        turn.delivered = turn.delivered or not await request.is_disconnected()
+        return turn
+
+    def _turn(self, session: _Session, continued: Callable[..., Turn], headers: Mapping[str, str]) -> Turn:
+        idempotent = headers.get("idempotency-key", "")
+        if idempotent and idempotent in session.keys:
+            return session.keys[idempotent]
+        retry = headers.get("x-stainless-retry-count", "0") not in ("", "0")
+        before = len(session.conversation.turns)
+        if before >= session.limits.turns and not retry:
+            raise session.refuse("max_turns", f"the agent has made {before} calls, the limit environment.max_turns")
+        try:
+            turn = continued(session.conversation, retry=retry)
+        except (AttributeError, KeyError, TypeError, ValueError, TemplateError) as error:
+            raise Refused(400, "bad_messages", f"the messages cannot be rendered: {describe_error(error)}") from error
+        if idempotent:
+            session.keys[idempotent] = turn
+        answered_s = session.answered_s.pop(turn.parent, None) if turn.parent else None
+        if answered_s is not None:
+            session.tool_seconds.append(time.monotonic() - answered_s)
+        return turn
+
+    def _asked(
+        self,
+        session: _Session,
+        turn: Turn,
+        *,
+        answer_tokens: int | None,
+        stop: str | list[str] | None,
+        tools: tuple[dict[str, Any], ...],
+    ) -> Asked:
+        token_ids = turn.token_ids
+        limits, sampling = session.limits, session.sampling
+        room = limits.length - len(token_ids)
+        if room < 1:
+            raise session.refuse(
+                "context_length_exceeded",
+                f"the conversation has {len(token_ids)} tokens, and model.max_length = {limits.length} leaves no room "
+                "for an answer",
+            )
+        return Asked(
+            session=session.id,
+            token_ids=token_ids,
+            max_tokens=min(room, limits.answer_tokens, answer_tokens or limits.answer_tokens),
+            temperature=sampling.temperature,
+            seed=sampling.seed(session.conversation.turns.index(turn)),
+            stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+            tools=tools,
+        )
+
+    async def _sampled(self, session: _Session, turn: Turn, asked: Asked) -> None:
+        try:
+            completion, message = await self._sample(asked)
+        except Exception as error:
+            session.errors[turn] = error
+        else:
+            session.errors.pop(turn, None)
+            session.conversation.answered(turn, completion, message)
+            if message.get("tool_calls"):
+                session.answered_s[turn] = time.monotonic()
+        finally:
+            session.calls.pop(turn, None)
+
+
+async def _cancelled(session: _Session) -> None:
+    calls = list(session.calls.values())
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)

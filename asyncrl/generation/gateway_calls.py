@@ -1,0 +1,176 @@
+"""The bodies of calls of a gateway, and of its answers: OpenAI's chat completions, and vLLM's tokens in, tokens out."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from asyncrl.generation.conversations import Turn
+from asyncrl.generation.episodes import version_spans
+
+MAX_BODY_BYTES = 4 * 2**20
+"""Largest body of a call. A conversation of a million characters fits."""
+BODY_TIMEOUT_S = 30.0
+"""Time for the body of a call. Clients on the same machine need milliseconds."""
+
+
+class Refused(Exception):
+    """A call that is not answered: an HTTP status, a code for programs and a sentence for people."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class ChatCall(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of a call of `chat/completions`. What it does not name is ignored, such as sampling settings."""
+
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
+    tools: list[dict[str, Any]] | None = None
+    max_completion_tokens: _Count | None = None
+    max_tokens: _Count | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
+    n: int | None = None
+    logprobs: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: dict[str, Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+
+    def not_supported(self) -> str:
+        """Returns the arguments that ask for what the gateway cannot do, e.g. `n = 2`; empty if there are none."""
+        honoured = {
+            "n": self.n in (None, 1),
+            "logprobs": not self.logprobs,
+            "logit_bias": not self.logit_bias,
+            "response_format": (self.response_format or {}).get("type", "text") == "text",
+            "tool_choice": self.tool_choice in (None, "auto"),
+        }
+        return ", ".join(f"{name} = {getattr(self, name)!r}" for name, is_so in honoured.items() if not is_so)
+
+
+class TokenSampling(msgspec.Struct, frozen=True, kw_only=True):
+    """The sampling parameters of a `TokenCall` that are used. Others are ignored."""
+
+    max_tokens: _Count | None = None
+    stop: str | list[str] | None = None
+    n: int | None = None
+
+
+class TokenCall(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of a call of `/inference/v1/generate`, as vLLM has it: the tokens of the prompt."""
+
+    token_ids: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(min_length=1)]
+    sampling_params: TokenSampling = TokenSampling()
+    stream: bool | None = None
+    features: dict[str, Any] | None = None
+    content_parts: list[dict[str, Any]] | None = None
+
+    def not_supported(self) -> str:
+        """Returns what the gateway cannot do, as `ChatCall.not_supported`."""
+        honoured = {
+            "n": (self.sampling_params.n, self.sampling_params.n in (None, 1)),
+            "stream": (self.stream, not self.stream),
+            "features": (self.features, self.features is None),
+            "content_parts": (self.content_parts, self.content_parts is None),
+        }
+        return ", ".join(f"{name} = {value!r}" for name, (value, is_so) in honoured.items() if not is_so)
+
+
+Kind = TypeVar("Kind", ChatCall, TokenCall)
+
+
+async def read_call(request: Request, kind: type[Kind]) -> Kind:
+    """Reads the body of a call. Raises Refused if it is too large, too slow, or not of this kind."""
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for part in request.stream():
+                size += len(part)
+                if size > MAX_BODY_BYTES:
+                    raise Refused(413, "too_large", f"the body of a call may have {MAX_BODY_BYTES} bytes")
+                parts.append(part)
+    except TimeoutError:
+        raise Refused(408, "too_slow", f"the body of a call must arrive within {BODY_TIMEOUT_S:g} s") from None
+    except ClientDisconnect:
+        raise Refused(400, "incomplete", "the body of the call is not complete") from None
+    try:
+        return msgspec.json.decode(b"".join(parts), type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Refused(400, "bad_call", f"the body is not as it should be: {error}") from None
+
+
+def chat_answer(turn: Turn, *, model: str, number: int) -> dict[str, Any]:
+    assert turn.reply is not None, "the turn is answered"
+    assert turn.answer is not None, "the turn is answered"
+    prompt, sampled = len(turn.token_ids), len(turn.reply.token_ids)
+    reason = "tool_calls" if turn.answer.get("tool_calls") else "length" if turn.truncated else "stop"
+    choice: dict[str, Any] = {"index": 0, "message": turn.answer, "finish_reason": reason, "logprobs": None}
+    return {
+        "id": f"chatcmpl-{number}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [choice],
+        "usage": _usage(prompt, sampled),
+    }
+
+
+async def chunks(answer: Mapping[str, Any], *, with_usage: bool) -> AsyncIterator[bytes]:
+    """Yields an answer as the events of a stream, the last one with the usage if it is wanted."""
+    [choice] = answer["choices"]
+    delta = dict(choice["message"])
+    if calls := delta.get("tool_calls"):
+        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
+    head = {key: answer[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    parts: list[tuple[dict[str, Any], str | None]] = [(delta, None), ({}, choice["finish_reason"])]
+    chunks = [{"choices": [{"index": 0, "delta": part, "finish_reason": reason}]} for part, reason in parts]
+    if with_usage:
+        chunks.append({"choices": [], "usage": answer["usage"]})
+    for chunk in chunks:
+        yield b"data: " + msgspec.json.encode(head | chunk) + b"\n\n"
+    yield b"data: [DONE]\n\n"
+
+
+def token_answer(turn: Turn, *, number: int) -> dict[str, Any]:
+    """Returns the answer to a `TokenCall`.
+
+    Each log-prob is written in both forms that clients read: `token_id` as vLLM 0.32 has it, and `token` with the text
+    `token_id:N`, which the package renderers demands. `weight_versions` are spans over the sampled tokens.
+    """
+    assert turn.reply is not None, "the turn is answered"
+    token_ids = [int(token) for token in turn.reply.token_ids]
+    content: list[dict[str, Any]] = [
+        {"token_id": token, "token": f"token_id:{token}", "logprob": logprob, "rank": None, "top_logprobs": []}
+        for token, logprob in zip(token_ids, turn.reply.logprobs, strict=True)
+    ]
+    spans, start = [], 0
+    for span in version_spans(turn.reply.versions):
+        spans.append({"version": f"{span.incarnation}.{span.step}", "start": start, "end": start + span.tokens})
+        start += span.tokens
+    choice = {
+        "index": 0,
+        "finish_reason": "length" if turn.truncated else "stop",
+        "token_ids": token_ids,
+        "logprobs": {"content": content},
+        "weight_versions": spans,
+    }
+    prompt = turn.token_ids
+    return {
+        "request_id": f"{number}",
+        "choices": [choice],
+        "usage": _usage(len(prompt), len(token_ids)),
+        "prompt_token_ids": prompt,
+    }
+
+
+def _usage(prompt: int, sampled: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}

@@ -1,0 +1,61 @@
+"""Reads the tool calls in the answers of a model, with the tool parsers of vLLM."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from asyncrl.errors import ConfigError
+
+
+class ToolParser:
+    """Reads the answers of models that write tool calls in the format `name` (`generator.tool_parser`).
+
+    Raises ConfigError if vLLM has no such parser, or if the parser does not work with the model's tokenizer.
+    """
+
+    def __init__(self, name: str, tokenizer: Any) -> None:
+        from vllm.tool_parsers import ToolParserManager
+
+        # A parser reports each malformed call with a traceback. During training these are the model's errors.
+        logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
+        key = "generator.tool_parser"
+        try:
+            parser = ToolParserManager.get_tool_parser(name)
+        except KeyError:
+            known = ", ".join(sorted(ToolParserManager.list_registered()))
+            raise ConfigError(
+                f"{key} = {name}: vLLM has no such parser; set one of {known}", key="generator.tool_parser"
+            ) from None
+        try:
+            parser(tokenizer)
+        except (RuntimeError, ValueError) as error:
+            raise ConfigError(f"{key} = {name}: does not fit the model's tokenizer: {error}", key=key) from error
+        self._parser = parser
+        self._tokenizer = tokenizer
+
+    def message(self, token_ids: Sequence[int], *, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Returns the answer `token_ids` as a message of the chat interface: its text, and the calls of `tools` in it.
+        A malformed call stays in the text.
+
+        Raises ValueError if `tools` are no valid tools.
+        """
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        request = ChatCompletionRequest.model_validate(
+            {"messages": [], "model": "", "tools": [dict(tool) for tool in tools]}
+        )
+        ended = bool(token_ids) and token_ids[-1] == self._tokenizer.eos_token_id
+        # The tags of calls are special tokens in some models.
+        text = self._tokenizer.decode(token_ids[: len(token_ids) - ended], skip_special_tokens=False)
+        found = self._parser(self._tokenizer, [*(request.tools or [])]).extract_tool_calls(text, request)
+        message: dict[str, Any] = {"role": "assistant", "content": found.content}
+        if found.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": call.function.arguments},
+                }
+                for call in found.tool_calls
+            ]
+        return message

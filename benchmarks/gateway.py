@@ -1,0 +1,201 @@
+"""Measures what the gateway of agents costs: tokens per second through it against the same conversations in process,
+the time of a call from its second to its last turn, and many sessions at once.
+
+    python benchmarks/gateway.py --write
+
+An engine with a random chat model of 30 million parameters answers conversations of 64 turns. Through the gateway, each
+turn is a call of `chat/completions` by httpx to the gateway's process, which asks the engine through Ray, as in a run.
+In process, the same messages are rendered and given to the engine without a call. Both ways sample the same number of
+tokens in each turn, and take turns in pairs of measurements.
+"""
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import ray
+from report_page import busy_percent, provenance, write_section
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from asyncrl.common.version import Version
+from asyncrl.config.schema import Config
+from asyncrl.data.tokenizer import load_tokenizer
+from asyncrl.demo.chat_tokenizer import build_chat_tokenizer
+from asyncrl.environments.agents import Access
+from asyncrl.generation.conversations import Conversation, TemplateRenderer
+from asyncrl.generation.gateway import Answered, Asked
+from asyncrl.generation.gateway_server import RemoteGateway
+from asyncrl.generation.vllm_engine import VLLMEngine, prepare_environment
+
+BENCHMARK = "gateway.py"
+TURNS, ANSWER_TOKENS, SESSIONS, PAIRS = 64, 16, 8, 3
+MANY = 500
+MAX_LENGTH = 4096
+NAME = "benchmark-engine"
+
+
+class Engine:
+    """The actor of an engine, in the place of a replica."""
+
+    def __init__(self, config: Config, model_path: str) -> None:
+        prepare_environment(config)
+        self._config = config
+        self._path = model_path
+
+    async def start(self) -> None:
+        self._engine = await VLLMEngine.start(self._config, model_path=self._path, name=NAME)
+        await self._engine.weights.name(Version(1, 0))
+        self._renderer = TemplateRenderer(load_tokenizer(self._path))
+
+    async def sample(self, asked: Asked) -> Answered:
+        """Answers a call of the gateway. It samples ANSWER_TOKENS, whatever the model samples."""
+        [completion] = await self._engine.generate(
+            asked.token_ids, n=1, seed=None, temperature=1.0, max_tokens=asked.max_tokens
+        )
+        return completion, {"role": "assistant", "content": completion.text}
+
+    async def converse(self, sessions: int, turns: int) -> tuple[float, int]:
+        """Has conversations in this process. Returns the seconds that they took, and the tokens that were sampled."""
+        begun_s = time.perf_counter()
+        tokens = await asyncio.gather(*[self._conversation(number, turns) for number in range(sessions)])
+        return time.perf_counter() - begun_s, sum(tokens)
+
+    async def _conversation(self, number: int, turns: int) -> int:
+        conversation, messages, tokens = Conversation(self._renderer), [user(number, 0)], 0
+        for turn_number in range(turns):
+            turn = conversation.call(messages)
+            completion, reply = await self.sample(
+                Asked(session="", token_ids=turn.token_ids, max_tokens=ANSWER_TOKENS, temperature=1.0, seed=None)
+            )
+            conversation.answered(turn, completion, reply)
+            turn.delivered = True
+            tokens += len(completion.token_ids)
+            messages += [reply, user(number, turn_number + 1)]
+        return tokens
+
+
+def user(number: int, turn: int) -> dict[str, Any]:
+    return {"role": "user", "content": f"The number {number} of turn {turn} is higher."}
+
+
+async def talk(client: httpx.AsyncClient, access: Access, number: int, turns: int) -> tuple[int, list[float]]:
+    """Has a conversation through the gateway. Returns the tokens that were sampled, and the seconds of each call."""
+    messages, tokens, seconds = [user(number, 0)], 0, []
+    headers = {"Authorization": f"Bearer {access.api_key}"}
+    for turn in range(turns):
+        begun_s = time.perf_counter()
+        body = {"messages": messages, "max_tokens": ANSWER_TOKENS}
+        response = await client.post(f"{access.base_url}/chat/completions", headers=headers, json=body)
+        seconds.append(time.perf_counter() - begun_s)
+        assert response.status_code == 200, response.text
+        answer = response.json()
+        tokens += answer["usage"]["completion_tokens"]
+        messages += [answer["choices"][0]["message"], user(number, turn + 1)]
+    return tokens, seconds
+
+
+async def through_gateway(gateway: RemoteGateway, sessions: int, turns: int) -> tuple[float, int, list[list[float]]]:
+    """Returns the seconds that all conversations took, the tokens that were sampled, and the seconds of each call."""
+    opened = await gateway.open(sessions, seed=None, temperature=1.0, max_turns=turns)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(timeout=600, limits=limits) as client:
+        begun_s = time.perf_counter()
+        made = await asyncio.gather(*[talk(client, access, i, turns) for i, (_, access) in enumerate(opened)])
+        took_s = time.perf_counter() - begun_s
+    ended = await gateway.close([id for id, _ in opened])
+    assert all(len(each.episodes) == 1 and not each.forks for each in ended), "a conversation has branches"
+    return took_s, sum(tokens for tokens, _ in made), [seconds for _, seconds in made]
+
+
+def write_model(path: Path, *, hidden_size: int, layers: int) -> None:
+    """Writes a chat model with random weights."""
+    tokenizer = build_chat_tokenizer(max_length=MAX_LENGTH)
+    described = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=4 * hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=hidden_size // 8,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    for part in (Qwen3ForCausalLM(described), tokenizer):  # type: ignore[no-untyped-call]
+        part.save_pretrained(path)
+
+
+async def measured(folder: Path) -> list[str]:
+    config = Config.model_validate(
+        {
+            "run": {"name": "benchmark"},
+            "model": {"path": str(folder), "max_length": MAX_LENGTH},
+            "generator": {"max_completion_tokens": ANSWER_TOKENS, "kv_cache_gib": 4},
+        }
+    )
+    engine: Any = (
+        ray.remote(Engine)
+        .options(name=NAME, namespace=config.run.name, num_cpus=1, max_concurrency=2000)
+        .remote(config, str(folder))
+    )
+    await engine.start.remote()
+    gateway = RemoteGateway(config=config, model_path=str(folder), replica=NAME)
+    await gateway.start()
+    await engine.converse.remote(2, 4)
+    await through_gateway(gateway, 2, 4)
+    ratios, rates, calls = [], [], []
+    for _ in range(PAIRS):
+        inside_s, inside_tokens = await engine.converse.remote(SESSIONS, TURNS)
+        took_s, tokens, seconds = await through_gateway(gateway, SESSIONS, TURNS)
+        rates.append((tokens / took_s, inside_tokens / inside_s))
+        ratios.append(rates[-1][0] / rates[-1][1])
+        calls += seconds
+    early = statistics.median(each[1] for each in calls)
+    late = statistics.median(each[-1] for each in calls)
+    begun_s = time.perf_counter()
+    _, tokens, seconds = await through_gateway(gateway, MANY, 2)
+    many_s = time.perf_counter() - begun_s
+    longest = max(call for each in seconds for call in each)
+    of = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+    means = [statistics.mean(each) for each in zip(*rates, strict=True)]
+    return [
+        "| measured | goal | reached |",
+        "|---|---|---|",
+        f"| tokens per second through the gateway over those in process: {SESSIONS} conversations of {TURNS} turns, "
+        f"{ANSWER_TOKENS} tokens each | ≥ 0.9 | {statistics.mean(ratios):.2f} ({of}; {means[0]:,.0f} and "
+        f"{means[1]:,.0f} tokens per second) |",
+        f"| time of a call in turn {TURNS} over that in turn 2 (medians) | flat | {late / early:.2f} "
+        f"({late * 1e3:.0f} and {early * 1e3:.0f} ms) |",
+        f"| {MANY} sessions at once, two turns each | no failed call | {2 * MANY} calls answered in {many_s:.0f} s, "
+        f"the longest in {longest:.1f} s |",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="write the table into docs/benchmarks.md")
+    arguments = parser.parse_args()
+    busy = busy_percent()
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), hidden_size=512, layers=8)
+        ray.init(include_dashboard=False, log_to_driver=False, num_cpus=2)
+        try:
+            lines = asyncio.run(measured(Path(folder)))
+        finally:
+            ray.shutdown()
+    print("\n".join(lines))
+    if arguments.write:
+        write_section(BENCHMARK, [provenance(BENCHMARK, busy_percent=busy), "", *lines])
+
+
+if __name__ == "__main__":
+    main()

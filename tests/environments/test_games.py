@@ -1,0 +1,80 @@
+"""The built-in games, played by models that follow a script."""
+
+import json
+from typing import Any
+
+import pytest
+
+from asyncrl.config.schema import Config, EnvironmentSection
+from asyncrl.data.prompts import Task
+from asyncrl.environments.games import Calculator, GuessTheNumber, calculated
+from asyncrl.environments.interfaces import build_reward, build_tasks
+
+
+class Model:
+    """A session whose model gives the `answers` in turn: texts, or expressions for the calculator in brackets."""
+
+    def __init__(self, *answers: str) -> None:
+        self.answers = list(answers)
+        self.seen: list[list[Any]] = []
+
+    async def chat(self, messages: list[Any], *, tools: Any = (), **options: Any) -> dict[str, Any]:
+        del tools, options
+        self.seen.append(list(messages))
+        answer = self.answers.pop(0)
+        if not answer.startswith("["):
+            return {"role": "assistant", "content": answer}
+        function = {"name": "calculator", "arguments": json.dumps({"expression": answer.strip("[]")})}
+        return {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": function}]}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("answers", "reward", "hints"),
+    [
+        (["7"], 1.0, []),
+        (["5", "8", "7"], 1.0, ["higher", "lower"]),
+        (["what", "9", "1"], 0.0, ["no number", "lower"]),
+    ],
+)
+async def test_guess_the_number(answers: list[str], reward: float, hints: list[str]) -> None:
+    model = Model(*answers)
+    assert await GuessTheNumber().run(model, Task(question="q", answer="7")) == reward  # type: ignore[arg-type]
+    assert [message["content"] for message in model.seen[-1] if message["role"] == "user"][1:] == hints
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("answers", "reward", "results"),
+    [
+        (["It is 42."], 1.0, []),
+        (["[6 * 7]", "42"], 1.0, ["42"]),
+        (["[6 * x]", "[6 * 7]", "41"], 0.0, ["error: only numbers, + - * / and parentheses can be calculated", "42"]),
+        (["[1]", "[2]", "[3]"], 0.0, ["1", "2"]),
+        (["none"], 0.0, []),
+    ],
+)
+async def test_calculator(answers: list[str], reward: float, results: list[str]) -> None:
+    model = Model(*answers)
+    task = Task(question="What is 6 * 7?", answer="42")
+    assert await Calculator().run(model, task) == reward  # type: ignore[arg-type]
+    assert [message["content"] for message in model.seen[-1] if message["role"] == "tool"] == results
+
+
+@pytest.mark.parametrize("expression", ["__import__('os')", "2 ** 9", "1e13", "1 / 0", "(" * 500, "True", "'a'", ""])
+def test_the_calculator_refuses_everything_but_arithmetic(expression: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        calculated(expression)
+
+
+def test_the_calculator_calculates() -> None:
+    assert [calculated(each) for each in ("2 * (3 + 4)", "-7 / 2", "6 / 3")] == [14, -3.5, 2]
+
+
+@pytest.mark.parametrize("name", ["guess_the_number", "calculator"])
+def test_the_games_are_environments_whose_tasks_a_seed_determines(name: str) -> None:
+    config = Config.model_validate({"environment": {"name": name}, "data": {"dataset": "environment"}})
+    train, heldout = build_tasks(config)
+    assert len({task.question for task in (*train, *heldout)}) == 2000
+    assert build_tasks(config) == (train, heldout)
+    assert build_reward(EnvironmentSection(name=name)).form.agent

@@ -1,0 +1,54 @@
+"""Agents for tests: polite ones, and ones that fail in every way."""
+
+import asyncio
+import os
+import time
+from typing import Any
+
+from asyncrl.data.prompts import Task
+from asyncrl.environments.agents import Session
+
+
+async def polite(session: Session, task: Task) -> dict[str, float]:
+    """Talks for as many turns as its task says. Its rewards are the turns and the length of the last answer."""
+    messages: list[Any] = [{"role": "user", "content": task.question}]
+    reply: dict[str, Any] = {}
+    for turn in range(int(task.metadata["turns"])):
+        reply = await session.chat(messages)
+        messages += [reply, {"role": "user", "content": f"turn {turn}"}]
+    return {"turns": float(task.metadata["turns"]), "length": float(len(reply["content"]))}
+
+
+async def unlucky(session: Session, task: Task) -> Any:
+    """Fails as its task says in the sample that gets the answer 1."""
+    messages: list[Any] = [{"role": "user", "content": task.question}]
+    reply = await session.chat(messages)
+    if reply["content"] != "1":
+        return 1.0
+    match task.metadata["how"]:
+        case "raise":
+            raise RuntimeError("no luck")
+        case "hang":
+            await asyncio.sleep(3600)
+        case "exit":
+            os._exit(3)
+        case "text":
+            return "text"
+        case "fork":
+            await session.chat([{"role": "user", "content": "another beginning"}])
+        case "talk":
+            for turn in range(100):
+                messages += [await session.chat(messages), {"role": "user", "content": f"turn {turn}"}]
+    return 1.0
+
+
+def silent(session: Session, task: Task) -> float:
+    """Makes no call, and is no coroutine function."""
+    del session, task
+    time.sleep(0.01)
+    return 1.0
+
+
+def wrong_arguments(session: Session) -> float:
+    del session
+    return 1.0

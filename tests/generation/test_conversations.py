@@ -1,0 +1,206 @@
+"""Conversations: whatever a client does to its history, tokens, masks and branches are exactly those of the engine."""
+
+import json
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from asyncrl.common.version import Version
+from asyncrl.demo.chat_tokenizer import END, build_chat_tokenizer
+from asyncrl.generation.conversations import Conversation, Fork, TemplateRenderer, Turn, canonical, difference
+from asyncrl.generation.interfaces import Completion
+
+TOKENIZER = build_chat_tokenizer(max_length=4096)
+RENDERER = TemplateRenderer(TOKENIZER)
+END_ID = TOKENIZER.convert_tokens_to_ids(END)
+TOOL = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}
+OTHER_TOOL = {"type": "function", "function": {"name": "lookup", "parameters": {"type": "object"}}}
+
+
+def ids(text: str) -> list[int]:
+    return list(TOKENIZER(text, add_special_tokens=False)["input_ids"])
+
+
+def completion(text: str, *, ended: bool = True) -> Completion:
+    token_ids = ids(text) + ([END_ID] if ended else [])
+    return Completion(
+        token_ids=token_ids, logprobs=[-1.0] * len(token_ids), versions=[Version(1, 0)] * len(token_ids), text=text,
+        truncated=not ended,
+    )  # fmt: skip
+
+
+def message(text: str) -> dict[str, Any]:
+    if "<tool_call>" not in text:
+        return {"role": "assistant", "content": text}
+    called = json.loads(text.partition("<tool_call>")[2].partition("</tool_call>")[0])
+    function = {"name": called["name"], "arguments": json.dumps(called["arguments"])}
+    return {
+        "role": "assistant",
+        "content": text.partition("<tool_call>")[0],
+        "tool_calls": [{"id": "call-1", "type": "function", "function": function}],
+    }
+
+
+class Client:
+    """A client that does what clients do to their histories, and an engine that records what it got and sampled."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.conversation = Conversation(RENDERER)
+        self.seen: list[tuple[list[int], list[int]]] = []
+        self.history: list[Mapping[str, Any]] = [{"role": "user", "content": self.text()}]
+        if self.rng.random() < 0.5:
+            self.history.insert(0, {"role": "system", "content": self.text()})
+        self.tools: tuple[dict[str, Any], ...] = self.rng.choice([(), (TOOL,)])
+
+    def text(self) -> str:
+        return " ".join(self.rng.choices(["42", "red", "é ü", "<think>", "the number", "\n", "b" * 9], k=3))
+
+    def sampled(self) -> str:
+        kind = self.rng.random()
+        if kind < 0.3:
+            return f"<think>{self.text()}</think>{self.text()}"
+        if kind < 0.6:
+            return '<tool_call>{"name": "calculator", "arguments": {"a": 1, "b": [2, "x"]}}</tool_call>'
+        return self.text()
+
+    def call(self, *, retry: bool = False) -> Turn:
+        turn = self.conversation.call(self.history, tools=self.tools, retry=retry)
+        if turn.reply is None:
+            text, ended = self.sampled(), self.rng.random() < 0.85
+            got = completion(text, ended=ended)
+            self.seen.append((turn.token_ids, got.token_ids))
+            self.conversation.answered(turn, got, message(text))
+            turn.delivered = True
+        assert turn.answer is not None
+        return turn
+
+    def act(self) -> None:
+        turn = self.call()
+        kind = self.rng.randrange(12)
+        if kind == 0:
+            assert self.call(retry=True) is turn, "a retry gets the recorded reply"
+        elif kind == 1:
+            self.call()  # the same call again, which is no retry
+        assert turn.answer is not None
+        self.history = [*self.history, turn.answer]
+        follow: dict[str, Any] = {"role": "user", "content": self.text()}
+        if turn.answer.get("tool_calls"):
+            follow = {"role": "tool", "content": self.text(), "tool_call_id": "call-1"}
+        if kind == 2:  # two calls at once, with the same history
+            self.history = [*self.history, {"role": "user", "content": self.text()}]
+            self.call()
+            self.history = self.history[:-1]
+        self.history = [*self.history, follow]
+        self.spoil(kind)
+
+    def spoil(self, kind: int) -> None:
+        place = self.rng.randrange(len(self.history))
+        old = self.history[place]
+        changed: dict[str, Any] = dict(old)
+        if kind == 3:
+            changed["content"] = str(old.get("content") or "").rpartition("</think>")[2].strip()
+        elif kind == 4 and old.get("tool_calls"):
+            arguments = json.dumps({"b": [2, "x"], "a": 1})
+            changed["tool_calls"] = [
+                {**call, "function": {**call["function"], "arguments": arguments}} for call in old["tool_calls"]
+            ]
+        elif kind == 5:
+            changed["content"] = str(old.get("content") or "") + "!"
+        self.history[place] = changed
+        if kind == 6 and len(self.history) > 3:
+            del self.history[1:3]
+        elif kind == 7 and len(self.history) > 2:
+            self.history = [{"role": "user", "content": "summary: " + self.text()}, self.history[-1]]
+        elif kind == 8:
+            self.tools = (OTHER_TOOL,)
+
+
+@pytest.mark.parametrize("seeds", [range(start, start + 100) for start in range(0, 1000, 100)], ids=str)
+def test_hostile_histories_never_train_a_token_twice_or_in_another_context(seeds: range) -> None:
+    for seed in seeds:
+        client = Client(seed)
+        for _ in range(client.rng.randint(1, 9)):
+            client.act()
+        conversation = client.conversation
+        trained: list[tuple[list[int], list[int]]] = []
+        for episode in conversation.episodes():
+            sequence: list[int] = []
+            for node in episode.nodes:
+                if node.sampled:
+                    trained.append((sequence.copy(), list(node.token_ids)))
+                sequence += node.token_ids
+        assert sorted(trained) == sorted(client.seen), "each sampled token is trained once, after what the engine saw"
+        first, *others = conversation.turns
+        assert first.fork is None
+        for turn in others:
+            continues = turn.parent is not None and turn.parent.then[0] is turn
+            assert continues or turn.fork is not None, "every branch has a reason"
+
+
+def talk(*texts: str) -> tuple[Conversation, list[dict[str, Any]]]:
+    conversation, history = Conversation(RENDERER), [{"role": "user", "content": "first"}]
+    for text in texts:
+        turn = conversation.call(history)
+        conversation.answered(turn, completion(text), message(text))
+        assert turn.answer is not None
+        history += [turn.answer, {"role": "user", "content": "next"}]
+    return conversation, history
+
+
+def test_a_plain_conversation_is_one_episode_whose_tokens_are_those_of_the_template() -> None:
+    conversation, history = talk("one", "two <think>", "three")
+    [episode] = conversation.episodes()
+    rendered = TOKENIZER.apply_chat_template(history[:-1], tokenize=True, return_dict=False)
+    tokens = [token for node in episode.nodes for token in node.token_ids]
+    assert tokens == rendered[: len(tokens)]
+    assert [node.sampled for node in episode.nodes] == [False, True] * 3
+    assert [turn.fork for turn in conversation.turns] == [None] * 3
+
+
+def test_a_turn_that_was_cut_off_is_ended_by_the_template() -> None:
+    conversation, history = Conversation(RENDERER), [{"role": "user", "content": "first"}]
+    turn = conversation.call(history)
+    conversation.answered(turn, completion("cut", ended=False), message("cut"))
+    later = conversation.call([*history, message("cut"), {"role": "user", "content": "go on"}])
+    assert later.node.token_ids[0] == END_ID
+    assert not later.node.sampled
+
+
+@pytest.mark.parametrize(
+    ("changed", "fork"),
+    [
+        ({1: {"role": "assistant", "content": "answer"}}, Fork.THINKING_STRIPPED),
+        ({0: {"role": "user", "content": "other"}}, Fork.EDITED),
+        ({0: None, 1: None}, Fork.COMPACTED),
+    ],
+)
+def test_a_history_that_was_changed_begins_a_branch_with_its_reason(changed: dict[int, Any], fork: Fork) -> None:
+    conversation, history = talk("<think>long</think>answer")
+    spoiled = [changed.get(place, old) for place, old in enumerate(history)]
+    turn = conversation.call([each for each in spoiled if each is not None])
+    assert turn.fork is fork
+    assert turn.parent is None
+
+
+def test_other_tools_begin_a_branch() -> None:
+    conversation, history = talk("one")
+    assert conversation.call(history, tools=[TOOL]).fork is Fork.TOOLS_CHANGED
+
+
+def test_reordered_arguments_are_recognised() -> None:
+    def called(arguments: str) -> str:
+        function = {"name": "f", "arguments": arguments}
+        return canonical({"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": function}]})
+
+    assert difference([called('{"a": 1, "b": 2}')], [called('{"b": 2, "a": 1}'), "x"]) is Fork.JSON_REORDERED
+
+
+def test_keys_that_clients_add_and_texts_in_parts_are_the_same_message() -> None:
+    plain = canonical({"role": "assistant", "content": "hi"})
+    assert (
+        canonical({"role": "assistant", "content": "hi", "refusal": None, "audio": None, "tool_calls": None}) == plain
+    )
+    assert canonical({"role": "assistant", "content": [{"type": "text", "text": "hi"}]}) == plain

@@ -1,0 +1,392 @@
+"""The gateway: what an agent's calls return, what the engine is asked, and which calls are refused."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import pytest_asyncio
+
+from asyncrl.common.version import Version
+from asyncrl.config.schema import Config
+from asyncrl.demo.chat_tokenizer import END, build_chat_tokenizer
+from asyncrl.environments.agents import Access
+from asyncrl.errors import InfraError
+from asyncrl.generation import gateway_calls as module
+from asyncrl.generation.conversations import TemplateRenderer
+from asyncrl.generation.gateway import Answered, Asked, Gateway, Limits, Sampling
+from asyncrl.generation.gateway_server import GatewayServer
+from asyncrl.generation.interfaces import Completion
+
+TOKENIZER = build_chat_tokenizer(max_length=4096)
+END_ID = TOKENIZER.convert_tokens_to_ids(END)
+TOOL = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}
+CONFIG = Config.model_validate({"model": {"max_length": 512}})
+CALL = {"id": "call-1", "type": "function", "function": {"name": "calculator", "arguments": '{"expression": "1"}'}}
+HELLO = [{"role": "user", "content": "hello"}]
+
+pytestmark = pytest.mark.asyncio
+
+
+class Engine:
+    """Answers the n-th call with `answer n`, and records what it was asked. Waits for `go`. With tools it calls one."""
+
+    def __init__(self) -> None:
+        self.asked: list[Asked] = []
+        self.go = asyncio.Event()
+        self.go.set()
+        self.error: Exception | None = None
+        self.ended = 0
+
+    async def sample(self, asked: Asked) -> Answered:
+        self.asked.append(asked)
+        text = f"answer {len(self.asked)}"
+        try:
+            await self.go.wait()
+        finally:
+            self.ended += 1
+        if self.error is not None:
+            raise self.error
+        token_ids = [*TOKENIZER(text)["input_ids"], END_ID]
+        count = len(token_ids)
+        completion = Completion(
+            token_ids=token_ids, logprobs=[-0.5] * count, versions=[Version(1, 0)] * count, text=text, truncated=False
+        )
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if asked.tools:
+            message |= {"content": None, "tool_calls": [CALL]}
+        return completion, message
+
+
+class Served:
+    """A gateway with a session, and a client with its key."""
+
+    def __init__(self, *, turns: int = 8, length: int = 400) -> None:
+        self.engine = Engine()
+        self.gateway = Gateway(renderer=TemplateRenderer(TOKENIZER), sample=self.engine.sample, model="run")
+        self.limits = Limits(turns=turns, length=length, answer_tokens=16)
+        self.id, self.access = self.open()
+        transport = httpx.ASGITransport(app=self.gateway.app)
+        self.client = httpx.AsyncClient(transport=transport, base_url=self.access.base_url)
+
+    def open(self) -> tuple[str, Access]:
+        sampling = Sampling(temperature=0.7, seed=lambda call: 100 + call)
+        return self.gateway.open(url="http://gateway", sampling=sampling, limits=self.limits)
+
+    async def post(self, path: str = "/chat/completions", *, key: str | None = None, **options: Any) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {self.access.api_key if key is None else key}"} | options.pop(
+            "headers", {}
+        )
+        return await self.client.post(f"{self.access.base_url}{path}", headers=headers, **options)
+
+    async def say(self, messages: list[dict[str, Any]], **body: Any) -> dict[str, Any]:
+        response = await self.post(json={"messages": messages, **body})
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+
+@pytest.fixture
+def served() -> Served:
+    return Served()
+
+
+def refused(response: httpx.Response) -> tuple[int, str]:
+    return response.status_code, response.json()["error"]["code"]
+
+
+async def test_the_tokens_of_two_turns_are_one_episode(served: Served) -> None:
+    first = (await served.say(HELLO))["choices"][0]["message"]
+    answer = await served.say([*HELLO, first, {"role": "user", "content": "more"}], return_token_ids=True)
+    ended = await served.gateway.close(served.id)
+    [episode] = ended.episodes
+    tokens = [token for node in episode.nodes for token in node.token_ids]
+    assert served.engine.asked[1].token_ids == answer["prompt_token_ids"]
+    assert tokens == [*answer["prompt_token_ids"], *answer["choices"][0]["token_ids"]]
+    assert TOKENIZER.decode(tokens) == (
+        "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nanswer 1<|im_end|>\n"
+        "<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\nanswer 2<|im_end|>"
+    )
+    assert [node.sampled for node in episode.nodes] == [False, True, False, True]
+    assert (ended.calls, ended.forks, ended.error) == (2, {}, None)
+
+
+async def test_the_runs_sampling_settings_apply_whatever_the_agent_asks_for(served: Served) -> None:
+    await served.say(HELLO, temperature=0, seed=1, max_tokens=1000, stop="\n", top_p=0.1)
+    await served.say([*HELLO, {"role": "user", "content": "other"}], max_completion_tokens=3)
+    first, second = served.engine.asked
+    assert (first.temperature, first.seed, first.max_tokens, first.stop) == (0.7, 100, 16, ("\n",))
+    assert (second.seed, second.max_tokens) == (101, 3)
+
+
+async def test_an_answer_gets_no_more_tokens_than_the_sequence_has_room_for() -> None:
+    length = len(TemplateRenderer(TOKENIZER).first(HELLO, []))
+    served = Served(length=length + 5)
+    await served.say(HELLO)
+    assert served.engine.asked[0].max_tokens == 5
+    served = Served(length=length)
+    assert refused(await served.post(json={"messages": HELLO})) == (400, "context_length_exceeded")
+    ended = await served.gateway.close(served.id)
+    assert "model.max_length" in ended.limit
+    assert ended.episodes == ()
+
+
+async def test_a_session_has_a_limit_of_calls() -> None:
+    served = Served(turns=1)
+    answer = (await served.say(HELLO))["choices"][0]["message"]
+    again = [*HELLO, answer, {"role": "user", "content": "more"}]
+    assert refused(await served.post(json={"messages": again})) == (400, "max_turns")
+    ended = await served.gateway.close(served.id)
+    assert "environment.max_turns" in ended.limit
+    assert len(ended.episodes) == 1
+
+
+async def test_a_retry_gets_the_recorded_reply_and_another_call_gets_a_new_one(served: Served) -> None:
+    first = await served.say(HELLO)
+    retried = await served.post(json={"messages": HELLO}, headers={"x-stainless-retry-count": "1"})
+    assert retried.json()["choices"] == first["choices"]
+    by_key = [await served.post(json={"messages": HELLO}, headers={"Idempotency-Key": "k"}) for _ in range(2)]
+    assert by_key[0].json()["choices"] == by_key[1].json()["choices"] != first["choices"]
+    ended = await served.gateway.close(served.id)
+    assert (ended.calls, ended.forks) == (2, {"resampled": 1})
+
+
+async def test_a_call_goes_on_when_its_client_gives_up_and_a_retry_gets_the_reply(served: Served) -> None:
+    served.engine.go.clear()
+    call = asyncio.create_task(served.post(json={"messages": HELLO}))
+    while not served.engine.asked:
+        await asyncio.sleep(0.01)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    retry = asyncio.create_task(served.post(json={"messages": HELLO}, headers={"x-stainless-retry-count": "1"}))
+    await asyncio.sleep(0.05)  # the retry arrives
+    served.engine.go.set()
+    assert (await retry).json()["choices"][0]["message"]["content"] == "answer 1"
+    assert len(served.engine.asked) == 1
+
+
+async def test_the_end_of_a_session_ends_its_calls(served: Served) -> None:
+    served.engine.go.clear()
+    call = asyncio.create_task(served.post(json={"messages": HELLO}))
+    while not served.engine.asked:
+        await asyncio.sleep(0.01)
+    ended = await served.gateway.close(served.id)
+    assert (ended.episodes, served.engine.ended) == ((), 1)
+    assert (await call).status_code == 503
+    assert refused(await served.post(json={"messages": HELLO})) == (401, "no_session")
+
+
+async def test_a_failure_of_the_engine_is_kept_for_the_rollout(served: Served) -> None:
+    served.engine.error = InfraError("the engine failed", reason="engine")
+    assert refused(await served.post(json={"messages": HELLO})) == (503, "engine_failed")
+    assert (await served.gateway.close(served.id)).error is served.engine.error
+
+
+async def test_begin_forgets_the_calls_of_an_earlier_attempt(served: Served) -> None:
+    await served.say(HELLO)
+    begin = served.access.base_url.removesuffix("/v1") + "/begin"
+    response = await served.client.post(begin, headers={"Authorization": f"Bearer {served.access.api_key}"}, json={})
+    assert response.status_code == 200
+    await served.say(HELLO)
+    ended = await served.gateway.close(served.id)
+    assert (ended.calls, ended.forks, len(ended.episodes)) == (1, {}, 1)
+
+
+async def test_calls_without_the_key_of_an_open_session_are_refused(served: Served) -> None:
+    other_id, other = served.open()
+    for key in ("", "wrong", other.api_key):
+        assert refused(await served.post(json={"messages": HELLO}, key=key)) == (401, "no_session")
+    unknown = served.access.base_url.replace(served.id, "0" * 16)
+    headers = {"Authorization": f"Bearer {served.access.api_key}"}
+    assert refused(await served.client.get(f"{unknown}/models", headers=headers)) == (401, "no_session")
+    await served.gateway.close(other_id)
+    assert (await served.client.get(f"{served.access.base_url}/models", headers=headers)).status_code == 200
+    assert served.engine.asked == []
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (b"{", (400, "bad_call")),
+        (b"[]", (400, "bad_call")),
+        (b"\xff" * 10, (400, "bad_call")),
+        (b"{}", (400, "bad_call")),
+        (b'{"messages": []}', (400, "bad_call")),
+        (b'{"messages": ["hello"]}', (400, "bad_call")),
+        (b'{"messages": [{"role": "user", "content": 5}]}', (400, "bad_messages")),
+        (b'{"messages": [{"role": "assistant", "tool_calls": [{}]}]}', (400, "bad_messages")),
+        (json.dumps({"messages": HELLO, "n": 2}).encode(), (400, "not_supported")),
+        (json.dumps({"messages": HELLO, "response_format": {"type": "json_object"}}).encode(), (400, "not_supported")),
+        (json.dumps({"messages": HELLO, "max_tokens": "many"}).encode(), (400, "bad_call")),
+        (json.dumps({"messages": HELLO, "max_tokens": -1}).encode(), (400, "bad_call")),
+        (json.dumps({"messages": HELLO, "stop": 5}).encode(), (400, "bad_call")),
+        (json.dumps({"messages": HELLO, "tools": [5]}).encode(), (400, "bad_call")),
+        (b" " * (module.MAX_BODY_BYTES + 1), (413, "too_large")),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+async def test_unusable_calls_are_refused_and_reach_no_engine(
+    served: Served, body: bytes, expected: tuple[int, str]
+) -> None:
+    assert refused(await served.post(content=body)) == expected
+    assert served.engine.asked == []
+
+
+async def test_a_body_that_does_not_arrive_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BODY_TIMEOUT_S", 0.05)
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.sleep(5)
+
+    async with listening() as (_, access), httpx.AsyncClient(timeout=10) as client:
+        response = await client.post(
+            f"{access.base_url}/chat/completions",
+            headers={"Authorization": f"Bearer {access.api_key}"},
+            content=slow(),
+        )
+    assert refused(response) == (408, "too_slow")
+
+
+def generate_path(access: Access) -> str:
+    return access.base_url.removesuffix("/v1") + "/inference/v1/generate"
+
+
+async def test_an_agent_that_renders_itself_continues_its_tokens(served: Served) -> None:
+    async def generate(token_ids: list[int], **sampling: Any) -> dict[str, Any]:
+        body = {"model": "m", "token_ids": token_ids, "sampling_params": {"logprobs": 1, "temperature": 0, **sampling}}
+        headers = {"Authorization": f"Bearer {served.access.api_key}"}
+        response = await served.client.post(generate_path(served.access), headers=headers, json=body)
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    first = await generate([5, 6, 7], max_tokens=9)
+    [choice] = first["choices"]
+    sampled = choice["token_ids"]
+    assert [each["token_id"] for each in choice["logprobs"]["content"]] == sampled
+    assert [each["token"] for each in choice["logprobs"]["content"]] == [f"token_id:{token}" for token in sampled]
+    assert {each["logprob"] for each in choice["logprobs"]["content"]} == {-0.5}
+    assert choice["weight_versions"] == [{"version": "1.0", "start": 0, "end": len(sampled)}]
+    assert (served.engine.asked[0].max_tokens, served.engine.asked[0].temperature) == (9, 0.7)
+    second = [5, 6, 7, *sampled, 8, 9]
+    await generate(second)
+    ended = await served.gateway.close(served.id)
+    [episode] = ended.episodes
+    assert [list(node.token_ids) for node in episode.nodes][:3] == [[5, 6, 7], sampled, [8, 9]]
+    assert [node.sampled for node in episode.nodes] == [False, True, False, True]
+    assert ended.forks == {}
+
+
+async def test_tokens_that_do_not_continue_the_last_call_are_a_fork(served: Served) -> None:
+    headers = {"Authorization": f"Bearer {served.access.api_key}"}
+
+    async def generate(token_ids: list[int], retry: str = "0") -> list[int]:
+        response = await served.client.post(
+            generate_path(served.access),
+            headers={**headers, "x-stainless-retry-count": retry},
+            json={"token_ids": token_ids},
+        )
+        tokens: list[int] = response.json()["choices"][0]["token_ids"]
+        return tokens
+
+    sampled = await generate([5, 6, 7])
+    assert await generate([5, 6, 7], retry="1") == sampled
+    await generate([5, 6, 7])
+    await generate([5, 6, 7, *sampled, 8])
+    await generate([5, 6, 7, *sampled, 9])
+    await generate([5, 6])
+    ended = await served.gateway.close(served.id)
+    assert ended.forks == {"resampled": 1, "edited": 2, "compacted": 1}
+    trained = [node for episode in ended.episodes for node in episode.nodes if node.sampled]
+    assert len(trained) == 5, "each answer is trained once"
+
+
+# --- with a real server and a real client ------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def listening() -> AsyncIterator[tuple[Engine, Access]]:
+    engine = Engine()
+    server = GatewayServer(config=CONFIG, renderer=TemplateRenderer(TOKENIZER), sample=engine.sample)
+    await server.start()
+    try:
+        [(id, access)] = await server.open(1, seed=None, temperature=1.0, max_turns=8)
+        yield engine, access
+        await server.close([id])
+    finally:
+        await server.shutdown()
+
+
+@pytest_asyncio.fixture
+async def client() -> AsyncIterator[openai.AsyncOpenAI]:
+    async with (
+        listening() as (_, access),
+        openai.AsyncOpenAI(base_url=access.base_url, api_key=access.api_key, max_retries=0) as client,
+    ):
+        yield client
+
+
+async def test_the_openai_client_runs_a_conversation(client: openai.AsyncOpenAI) -> None:
+    [model] = [model.id async for model in client.models.list()]
+    messages: list[Any] = [*HELLO]
+    first = await client.chat.completions.create(model=model, messages=messages)
+    messages += [first.choices[0].message, {"role": "user", "content": "more"}]
+    second = await client.chat.completions.create(model=model, messages=messages)
+    assert [each.choices[0].message.content for each in (first, second)] == ["answer 1", "answer 2"]
+    assert second.choices[0].finish_reason == "stop"
+    assert second.usage is not None
+    assert second.usage.prompt_tokens > first.usage.total_tokens  # type: ignore[union-attr]
+
+
+async def test_the_openai_client_calls_tools(client: openai.AsyncOpenAI) -> None:
+    answer = await client.chat.completions.create(model="", messages=HELLO, tools=[TOOL])  # type: ignore[call-overload]
+    assert answer.choices[0].finish_reason == "tool_calls"
+    [call] = answer.choices[0].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("calculator", {"expression": "1"})
+
+
+async def test_the_openai_client_reads_a_stream(client: openai.AsyncOpenAI) -> None:
+    stream = await client.chat.completions.create(model="", messages=HELLO, stream=True)  # type: ignore[call-overload]
+    chunks = [chunk async for chunk in stream]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "answer 1"
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    with_usage = await client.chat.completions.create(  # type: ignore[call-overload]
+        model="", messages=HELLO, stream=True, stream_options={"include_usage": True}, tools=[TOOL]
+    )
+    chunks = [chunk async for chunk in with_usage]
+    assert chunks[0].choices[0].delta.tool_calls[0].function.name == "calculator"
+    assert chunks[-1].usage.completion_tokens > 0
+
+
+async def test_the_openai_client_reports_a_refusal(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="n = 2 is not supported"):
+        await client.chat.completions.create(model="", messages=HELLO, n=2)  # type: ignore[call-overload]
+
+
+async def test_many_sessions_at_once() -> None:
+    engine = Engine()
+    server = GatewayServer(config=CONFIG, renderer=TemplateRenderer(TOKENIZER), sample=engine.sample)
+    await server.start()
+    try:
+        sessions = await server.open(200, seed=None, temperature=1.0, max_turns=2)
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(timeout=60, limits=limits) as client:
+
+            async def call(access: Access) -> int:
+                headers = {"Authorization": f"Bearer {access.api_key}"}
+                body = {"messages": HELLO}
+                return (
+                    await client.post(f"{access.base_url}/chat/completions", headers=headers, json=body)
+                ).status_code
+
+            statuses = await asyncio.gather(*[call(access) for _, access in sessions])
+        assert statuses == [200] * 200
+        ended = await server.close([id for id, _ in sessions])
+        assert all(len(each.episodes) == 1 for each in ended)
+    finally:
+        await server.shutdown()
