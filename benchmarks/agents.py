@@ -37,6 +37,7 @@ GAMES = {
 }
 """What the model reads before each of its turns."""
 NEEDED_RISE = 0.3
+COMMAND_TIMEOUT_S = 900
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,10 +112,13 @@ def measure(game: str, *, overrides: Sequence[str], folder: Path) -> Result:
     recipe = REPOSITORY / "configs" / "agents" / f"{game}.yaml"
     model = folder / "model"
     settings = [f"run.dir={folder / 'runs'}", f"model.path={model}", "model.tiny.chat=true", *overrides]
-    command("model", "-c", str(recipe), *settings)
-    command("up", "-c", str(recipe), *settings, "audit.keep_weights=all", "checkpoint.every_steps=0")
+    command("model", "-c", str(recipe), *settings, timeout_s=COMMAND_TIMEOUT_S)
+    command(
+        *("up", "-c", str(recipe), *settings, "audit.keep_weights=all", "checkpoint.every_steps=0"),
+        timeout_s=COMMAND_TIMEOUT_S,
+    )
     run = folder / "runs" / load_config([recipe], settings).run.name
-    audited = command("audit", str(run))
+    audited = command("audit", str(run), timeout_s=COMMAND_TIMEOUT_S)
     summary = json.loads((run / "summary.json").read_bytes())
     assert summary["ledger_closed"]
     rows, turns = checked_rows(run, model=model, game=game)

@@ -120,7 +120,7 @@ def build_model(family: str, *, overrides: Sequence[str], path: Path) -> None:
     tokenizer.save_pretrained(path)
 
 
-def command(*arguments: str) -> str:
+def command(*arguments: str, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
     """Runs an asyncrl command, and returns its output. Raises RuntimeError with the output if it fails."""
     done = subprocess.run(
         [sys.executable, "-m", "asyncrl", *arguments],
@@ -128,7 +128,7 @@ def command(*arguments: str) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=COMMAND_TIMEOUT_S,
+        timeout=timeout_s,
         check=False,
     )
     if done.returncode != 0:

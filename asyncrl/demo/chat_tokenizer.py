@@ -47,6 +47,8 @@ system user assistant tool. You are a helpful assistant. Answer the question wit
 What is 12 + 7? What is 30 - 18? What is 6 * 9? The answer is 42. Spell the word backward. Write the letters in order.
 Sort the words. How many letters are in the word? Which is larger? Guess the number. It is higher. It is lower. Right.
 {"name": "calculator", "arguments": {"expression": "2 * (3 + 4)"}} {"name": "lookup", "arguments": {"key": "color"}}
+{"type": "function", "function": {"name": "calculator", "parameters": {"type": "object", "properties": {"expression":
+{"type": "string"}}}}} Tools: Call: {"name": NAME, "arguments": {...}}
 yes no true false first second third last next before after every other more less than left right open close read write
 """
 

@@ -30,14 +30,20 @@ class GuessTheNumber:
         ]
 
     def demonstrations(self, seed: int) -> Sequence[Demonstration]:
-        """Returns guesses at random, in each turn: they show how to answer, and no strategy."""
+        """Returns games in which half of the guesses are at random, and half are at random among the numbers that the
+        hints leave: they show what hints mean, and not that it pays to heed them."""
         draw, made = random.Random(seed), []
         for task in self.tasks(seed):
-            messages = self._beginning()
+            messages, lowest, highest = self._beginning(), 1, self.highest
             for _ in range(self.guesses):
-                guess = str(draw.randint(1, self.highest))
-                made.append(Demonstration(messages=tuple(messages), answer=guess))
-                messages += self._after({"role": "assistant", "content": guess}, int(task.answer))
+                heeds = draw.random() < 0.5
+                guess = draw.randint(lowest, highest) if heeds else draw.randint(1, self.highest)
+                made.append(Demonstration(messages=tuple(messages), answer=str(guess)))
+                messages += self._after({"role": "assistant", "content": str(guess)}, int(task.answer))
+                lowest = max(lowest, guess + 1) if guess < int(task.answer) else lowest
+                highest = min(highest, guess - 1) if guess > int(task.answer) else highest
+                if guess == int(task.answer):
+                    break
         return made
 
     async def run(self, session: Session, task: Task) -> float:
@@ -85,13 +91,13 @@ class Calculator:
         self.highest, self.calls, self.size = highest, calls, size
 
     def tasks(self, seed: int) -> Sequence[Task]:
-        draw = random.Random(seed)
-        made: dict[str, Task] = {}
-        while len(made) < self.size:
-            a, b = draw.randint(2, self.highest), draw.randint(2, self.highest)
-            expression = f"{a} {draw.choice('+-*')} {b}"
-            made[expression] = Task(question=f"What is {expression}?", answer=str(calculated(expression)))
-        return list(made.values())
+        numbers = range(2, self.highest + 1)
+        expressions = [f"{a} {sign} {b}" for a in numbers for b in numbers for sign in "+-*"]
+        random.Random(seed).shuffle(expressions)
+        return [
+            Task(question=f"What is {expression}?", answer=str(calculated(expression)))
+            for expression in expressions[: self.size]
+        ]
 
     def demonstrations(self, seed: int) -> Sequence[Demonstration]:
         """Returns calls and answers of which many are wrong: they show how to call the calculator and how to answer,

@@ -8,7 +8,7 @@ import pytest
 from asyncrl.config.schema import Config, EnvironmentSection
 from asyncrl.data.prompts import Task
 from asyncrl.environments.games import Calculator, GuessTheNumber, calculated
-from asyncrl.environments.interfaces import build_reward, build_tasks
+from asyncrl.environments.interfaces import build_environment, build_reward, build_tasks
 
 
 class Model:
@@ -76,5 +76,6 @@ def test_the_games_are_environments_whose_tasks_a_seed_determines(name: str) -> 
     config = Config.model_validate({"environment": {"name": name}, "data": {"dataset": "environment"}})
     train, heldout = build_tasks(config)
     assert len({task.question for task in (*train, *heldout)}) == 2000
+    assert len(build_environment(EnvironmentSection(name=name)).demonstrations(1)) > 2000  # type: ignore[union-attr]
     assert build_tasks(config) == (train, heldout)
     assert build_reward(EnvironmentSection(name=name)).form.agent
