@@ -180,7 +180,11 @@ def bottleneck(
         return _of_the_learner(generator_shares, waiting, room)
     blocked = generator_shares.get("blocked_on_staleness", 0.0)
     other = max(OTHER_WAITS, key=lambda state: generator_shares.get(state, 0.0))
-    if generator_shares.get(other, 0.0) >= max(waiting, blocked):
+    # if slots wait for agents more than for the engine, more generators would only wait for the same code
+    slow_agents = other == "waiting_for_environment" and generator_shares[other] >= max(
+        NOTABLE_SHARE, blocked, generator_shares.get("generating", 0.0)
+    )
+    if slow_agents or generator_shares.get(other, 0.0) >= max(waiting, blocked):
         bound, what, advice = OTHER_WAITS[other]
         return _found(bound, what, generator_shares[other], f": {advice}.")
     if blocked >= NOTABLE_SHARE:

@@ -55,3 +55,23 @@ async def test_a_free_slot_is_waited_for_until_a_rollout_ends_or_the_replica_dra
         async with asyncio.timeout(60):
             await waits
     assert not running.cancel("a"), "it has ended"
+
+
+@pytest.mark.asyncio
+async def test_a_rollout_waits_for_its_environment_until_it_is_generated_or_ends() -> None:
+    running, stops = RunningRollouts(), {key: asyncio.Event() for key in "ab"}
+    for key, stop in stops.items():
+        running.start(key, ends(running, key, stop))
+        running.waits_for_environment(key, True)
+    running.waits_for_environment("another", True)
+    assert running.in_environment == 2, "one that does not run is not counted"
+    running.waits_for_environment("a", False)
+    assert running.in_environment == 1
+    running.waits_for_environment("a", True)
+    running.generated("a")
+    assert running.in_environment == 1
+    stops["b"].set()
+    while "b" in running:
+        await asyncio.sleep(0)
+    assert running.in_environment == 0
+    await running.cancel_all()

@@ -58,7 +58,18 @@ def test_a_longer_wait_of_another_kind_comes_first(state: str) -> None:
     found = bottleneck({"waiting_for_groups": 0.5}, {state: 0.6, "blocked_on_staleness": 0.3})
     assert found.bound is OTHER_WAITS[state][0]
     assert "60 % of the time" in found.sentence
-    assert bottleneck({"waiting_for_groups": 0.7}, {state: 0.6}).bound is Bound.GENERATORS
+    if state != "waiting_for_environment":  # if nothing is generated, it is the reason, whatever the learner's share
+        assert bottleneck({"waiting_for_groups": 0.7}, {state: 0.6}).bound is Bound.GENERATORS
+
+
+def test_slow_agents_are_named_when_slots_wait_for_them_more_than_for_the_engine() -> None:
+    slow = {"waiting_for_environment": 0.5, "generating": 0.4, "idle": 0.1}
+    found = bottleneck({"waiting_for_groups": 0.9}, slow)
+    assert found.bound is Bound.ENVIRONMENT
+    assert "agents' own code 50 % of the time: make tools and environments faster" in found.sentence
+    fast = {"waiting_for_environment": 0.4, "generating": 0.5, "idle": 0.1}
+    assert bottleneck({"waiting_for_groups": 0.9}, fast).bound is Bound.GENERATORS
+    assert bottleneck({"optimizer": 1.0}, slow).bound is Bound.NOTHING
 
 
 @pytest.mark.parametrize("state", ["blocked_on_capacity", "starved_of_prompts"])
