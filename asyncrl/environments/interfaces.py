@@ -85,8 +85,9 @@ def build_environment(section: EnvironmentSection) -> "Environment | AgentEnviro
 
 
 def build_demonstrations(config: Config) -> list[Demonstration]:
-    """Returns the demonstrations of the environment; none if it has none, or if it is replaced by an agent."""
-    if config.environment.agent is not None or config.data.mixture:
+    """Returns the demonstrations of the environment. There are none if it has none, in a mixture, and if neither the
+    tasks nor the agent are the environment's."""
+    if config.data.mixture or (config.environment.agent is not None and config.data.dataset != "environment"):
         return []
     environment = build_environment(config.environment)
     return list(getattr(environment, "demonstrations", lambda seed: [])(config.run.seed))
