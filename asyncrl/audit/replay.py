@@ -23,7 +23,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.row_checksums import row_checksums
-from asyncrl.data.specs import GENERATED_FIELDS, SUPPORT, with_support
+from asyncrl.data.specs import GENERATED_FIELDS, NO_VERSION, SUPPORT, with_support
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.codec import PAD_VALUES
 from asyncrl.data_plane.interfaces import KVBatchMeta
@@ -193,12 +193,12 @@ def _check_columns(step: TrainedStep, policy: TQPolicy, meta: KVBatchMeta, rows:
 
 
 class _Span(NamedTuple):
-    """Consecutive tokens of one version in a row: the sample in words, the row, and the places of the tokens."""
+    """Sampled tokens of one version that follow each other in a row, perhaps with tokens that were read between them:
+    the sample in words, the row, and the places of the tokens."""
 
     sample: str
     row: BatchedDataDict
-    start: int
-    stop: int
+    places: torch.Tensor
 
 
 def _rescore(
@@ -226,8 +226,8 @@ def _rescore(
         logprobs_BS = policy.get_logprobs(BatchedDataDict.from_batches(own, pad_value_dict=dict(PAD_VALUES)))[
             "logprobs"
         ]
-        for place, (sample, row, start, stop) in enumerate(spans[version]):
-            differences = (logprobs_BS[place, start:stop] - row["generation_logprobs"][0, start:stop]).abs().tolist()
+        for number, (sample, row, places) in enumerate(spans[version]):
+            differences = (logprobs_BS[number, places] - row["generation_logprobs"][0, places]).abs().tolist()
             if not all(each <= limit for each in differences):  # also refuses NaN
                 raise Counterexample(
                     f"{sample} has tokens of version {version} whose sampling log-probs differ by up to "
@@ -244,11 +244,9 @@ def _spans(step: TrainedStep, rows: BatchedDataDict) -> Iterator[tuple[Version, 
     scored = BatchedDataDict({name: rows[name] for name in columns})
     samples = [(group.group, place, sample) for group in step.groups for place, sample in enumerate(group.samples)]
     for row, (group, place, sample) in enumerate(samples):
-        at = int(rows["input_lengths"][row]) - sample.tokens
+        # The turns of an agent have tokens between them that the model read.
+        places = (rows["weight_versions"][row] != NO_VERSION).nonzero().flatten()
         for span in sample.spans if sample.trained else ():
             name = f"sample {place} of group {group}, which step {step.step} trained,"
-            yield (
-                Version(span.incarnation, span.step),
-                _Span(name, scored.slice(row, row + 1), at, at + span.tokens),
-            )
-            at += span.tokens
+            own, places = places.tensor_split([span.tokens])
+            yield Version(span.incarnation, span.step), _Span(name, scored.slice(row, row + 1), own)

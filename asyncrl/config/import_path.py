@@ -16,11 +16,11 @@ from typing import Any
 from asyncrl.errors import ConfigError
 from asyncrl.user_code import describe_error
 
-GAMES = ("guess_the_number", "calculator")
+OF_SEVERAL_TURNS = ("guess_the_number", "calculator", "verifiers")
 """Built-in environments of several turns."""
 BUILT_IN_NAMES: Mapping[str, Sequence[str]] = {
     "data.dataset": ("environment", "jsonl", "hf"),
-    "environment.name": ("reasoning_gym", "math", *GAMES),
+    "environment.name": ("reasoning_gym", "math", *OF_SEVERAL_TURNS),
     "environment.reward": ("exact_match", "math_verify"),
     "environment.rewards": ("exact_match", "math_verify", "regex", "length", "judge"),
 }

@@ -72,6 +72,8 @@ def build_environment(section: EnvironmentSection) -> "Environment | AgentEnviro
             from asyncrl.environments.games import GuessTheNumber as factory
         case "calculator":
             from asyncrl.environments.games import Calculator as factory
+        case "verifiers":
+            from asyncrl.environments.verifiers_taskset import VerifiersTaskset as factory
         case path:
             factory = resolve(path, key="environment.name")
     environment = call_with_options(factory, section.options, key="environment.options")
@@ -85,8 +87,9 @@ def build_environment(section: EnvironmentSection) -> "Environment | AgentEnviro
 
 
 def build_demonstrations(config: Config) -> list[Demonstration]:
-    """Returns the demonstrations of the environment; none if it has none, or if it is replaced by an agent."""
-    if config.environment.agent is not None or config.data.mixture:
+    """Returns the demonstrations of the environment. There are none if it has none, in a mixture, and if neither the
+    tasks nor the agent are the environment's."""
+    if config.data.mixture or (config.environment.agent is not None and config.data.dataset != "environment"):
         return []
     environment = build_environment(config.environment)
     return list(getattr(environment, "demonstrations", lambda seed: [])(config.run.seed))

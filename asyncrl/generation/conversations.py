@@ -283,11 +283,16 @@ def difference(old: Sequence[str], new: Sequence[str]) -> Fork:
 
 def canonical(message: Message) -> str:
     """Returns a message in one form: its role, text, tool calls and the call that it answers. Clients add and leave out
-    other keys at will, and send a text as a list of parts."""
+    other keys at will, send a text as a list of parts, and write the arguments of a call with other spaces and escapes
+    (LangChain parses them and writes them again)."""
     kept: dict[str, Any] = {"role": message["role"], "content": _text(message)}
     if calls := message.get("tool_calls"):
         kept["tool_calls"] = [
-            {"id": call.get("id"), "name": call["function"]["name"], "arguments": call["function"]["arguments"]}
+            {
+                "id": call.get("id"),
+                "name": call["function"]["name"],
+                "arguments": _spelled(call["function"]["arguments"]),
+            }
             for call in calls
         ]
     for key in ("tool_call_id", "name"):
@@ -317,8 +322,13 @@ def _value(text: Any) -> Any:
     """Returns the value of a JSON text, or what is no JSON text as it is."""
     try:
         return json.loads(text)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         return text
+
+
+def _spelled(arguments: Any) -> str:
+    """Returns the arguments of a call in one spelling, with their keys in the order that they have."""
+    return json.dumps(_value(arguments), ensure_ascii=False, separators=(",", ":"))
 
 
 def _compact(value: Any) -> str:

@@ -1,5 +1,6 @@
 """Reads the tool calls in the answers of a model, with the tool parsers of vLLM."""
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,7 +36,8 @@ class ToolParser:
 
     def message(self, token_ids: Sequence[int], *, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Returns the answer `token_ids` as a message of the chat interface: its text, and the calls of `tools` in it.
-        A malformed call stays in the text.
+        All calls stay in the text if one of them is malformed or if its arguments are not a JSON object, as clients
+        expect (LangChain raises an error for others).
 
         Raises ValueError if `tools` are no valid tools.
         """
@@ -48,6 +50,8 @@ class ToolParser:
         # The tags of calls are special tokens in some models.
         text = self._tokenizer.decode(token_ids[: len(token_ids) - ended], skip_special_tokens=False)
         found = self._parser(self._tokenizer, [*(request.tools or [])]).extract_tool_calls(text, request)
+        if not all(_is_object(call.function.arguments) for call in found.tool_calls):
+            return {"role": "assistant", "content": text}
         message: dict[str, Any] = {"role": "assistant", "content": found.content}
         if found.tool_calls:
             message["tool_calls"] = [
@@ -59,3 +63,10 @@ class ToolParser:
                 for call in found.tool_calls
             ]
         return message
+
+
+def _is_object(arguments: str) -> bool:
+    try:
+        return isinstance(json.loads(arguments), dict)
+    except (ValueError, RecursionError):
+        return False

@@ -30,7 +30,13 @@ def test_only_the_text_between_the_marks_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("benchmark", "page"), [*((name, PAGE) for name in BENCHMARKS), ("kv_cache.py", PAGE.with_name("weights.md"))]
+    ("benchmark", "page"),
+    [
+        *((name, PAGE) for name in BENCHMARKS),
+        ("kv_cache.py", PAGE.with_name("weights.md")),
+        ("agents.py", PAGE.with_name("agents.md")),
+        ("agent_clients.py", PAGE.with_name("agents.md")),
+    ],
 )
 def test_the_page_has_the_marks(benchmark: str, page: Path) -> None:
     text = page.read_text()

@@ -8,7 +8,7 @@ import pytest
 from asyncrl.config.schema import Config, EnvironmentSection
 from asyncrl.data.prompts import Task
 from asyncrl.environments.games import Calculator, GuessTheNumber, calculated
-from asyncrl.environments.interfaces import build_environment, build_reward, build_tasks
+from asyncrl.environments.interfaces import build_demonstrations, build_environment, build_reward, build_tasks
 
 
 class Model:
@@ -79,3 +79,17 @@ def test_the_games_are_environments_whose_tasks_a_seed_determines(name: str) -> 
     assert len(build_environment(EnvironmentSection(name=name)).demonstrations(1)) > 2000  # type: ignore[union-attr]
     assert build_tasks(config) == (train, heldout)
     assert build_reward(EnvironmentSection(name=name)).form.agent
+
+
+@pytest.mark.parametrize(
+    ("section", "shown"),
+    [
+        ({"environment": {"name": "calculator"}}, True),
+        ({"environment": {"name": "calculator", "agent": "my_agents:run"}}, True),
+        ({"environment": {"name": "calculator", "agent": "my_agents:run"}, "data": {"dataset": "my_data:rows"}}, False),
+    ],
+)
+def test_an_agent_of_your_own_that_plays_a_games_tasks_has_its_demonstrations(
+    section: dict[str, Any], shown: bool
+) -> None:
+    assert bool(build_demonstrations(Config.model_validate(section))) == shown

@@ -190,12 +190,23 @@ def test_other_tools_begin_a_branch() -> None:
     assert conversation.call(history, tools=[TOOL]).fork is Fork.TOOLS_CHANGED
 
 
-def test_reordered_arguments_are_recognised() -> None:
-    def called(arguments: str) -> str:
-        function = {"name": "f", "arguments": arguments}
-        return canonical({"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": function}]})
+def called(arguments: Any) -> str:
+    function = {"name": "f", "arguments": arguments}
+    return canonical({"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": function}]})
 
+
+def test_reordered_arguments_are_recognised() -> None:
     assert difference([called('{"a": 1, "b": 2}')], [called('{"b": 2, "a": 1}'), "x"]) is Fork.JSON_REORDERED
+
+
+@pytest.mark.parametrize("same", ['{"a":"ü","b":[1,2]}', '{\n "a": "\\u00fc", "b": [1, 2]}', {"a": "ü", "b": [1, 2]}])
+def test_arguments_that_a_client_has_parsed_and_written_again_are_the_same_message(same: Any) -> None:
+    assert called(same) == called('{"a": "ü", "b": [1, 2]}')
+
+
+def test_arguments_that_are_not_json_are_compared_as_they_are() -> None:
+    assert called("{1") == called("{1") != called("{ 1")
+    assert called("[" * 100_000) != called("[" * 100_001)
 
 
 def test_keys_that_clients_add_and_texts_in_parts_are_the_same_message() -> None:

@@ -1,48 +1,66 @@
-"""vLLM's tool parsers read the calls of a model, and its client reads the answers of the gateway."""
+"""Tool calls in the answers of a model, read by vLLM's parsers; and answers of the gateway, read by vLLM's client."""
 
 import json
-from typing import Any
 
 import pytest
 
 from asyncrl.common.version import Version
 from asyncrl.demo.chat_tokenizer import END, build_chat_tokenizer
-from asyncrl.environments.games import CALCULATOR
 from asyncrl.errors import ConfigError
 from asyncrl.generation.conversations import Conversation, TemplateRenderer
 from asyncrl.generation.gateway_calls import token_answer
 from asyncrl.generation.interfaces import Completion
 from asyncrl.generation.vllm_tools import ToolParser
 
-pytestmark = pytest.mark.integration  # vLLM's modules take seconds to import
+TOKENIZER = build_chat_tokenizer(max_length=1024)
+TOOL = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}
+GOOD = '<tool_call>{"name": "calculator", "arguments": {"expression": "6 × 7"}}</tool_call>'
 
-TOKENIZER = build_chat_tokenizer(max_length=512)
-CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "1 + 2"}}</tool_call>'
-
-
-def read(text: str) -> dict[str, Any]:
-    return ToolParser("hermes", TOKENIZER).message(TOKENIZER(text)["input_ids"], tools=[CALCULATOR])
+pytestmark = pytest.mark.slow
 
 
-def test_a_call_becomes_a_call_of_the_message() -> None:
-    message = read(f"I add. {CALL}{END}")
-    assert message["content"] == "I add. "
+@pytest.fixture(scope="module")
+def parser() -> ToolParser:
+    return ToolParser("hermes", TOKENIZER)
+
+
+def tokens(text: str) -> list[int]:
+    return list(TOKENIZER(text)["input_ids"])
+
+
+@pytest.mark.parametrize("end", ["", END], ids=["cut off", "ended"])
+def test_a_call_becomes_a_tool_call_and_the_rest_stays_text(parser: ToolParser, end: str) -> None:
+    message = parser.message(tokens(f"let me see {GOOD}{end}"), tools=[TOOL])
     [call] = message["tool_calls"]
-    assert call["function"]["name"] == "calculator"
-    assert json.loads(call["function"]["arguments"]) == {"expression": "1 + 2"}
-    assert call["id"]
-    assert len(read(f"{CALL}{CALL}")["tool_calls"]) == 2
+    assert message["content"] == "let me see "
+    assert (call["type"], call["function"]) == (
+        "function",
+        {"name": "calculator", "arguments": '{"expression": "6 × 7"}'},
+    )
 
 
-@pytest.mark.parametrize("text", ["3", "<tool_call>{bad", "<tool_call></tool_call>"])
-def test_what_is_no_call_stays_in_the_text(text: str, caplog: pytest.LogCaptureFixture) -> None:
-    assert read(f"{text}{END}") == {"role": "assistant", "content": text}
-    assert not caplog.records, "errors of the model are no errors of the program"
+@pytest.mark.parametrize(
+    "call",
+    [
+        "<tool_call>{</tool_call>",
+        '<tool_call>{"name": "calculator"}</tool_call>',
+        '<tool_call>{"name": "calculator", "arguments": "6 * 7"}</tool_call>',
+        '<tool_call>{"name": "calculator", "arguments": [6, 7]}</tool_call>',
+        '<tool_call>{"name": "calculator", "arguments": null}</tool_call>',
+        f'{GOOD}<tool_call>{{"name": "calculator", "arguments": 42}}</tool_call>',
+    ],
+)
+def test_an_answer_with_a_malformed_call_stays_a_text(parser: ToolParser, call: str) -> None:
+    assert parser.message(tokens(f"see {call}{END}"), tools=[TOOL]) == {"role": "assistant", "content": f"see {call}"}
+
+
+def test_an_answer_without_calls_is_a_text(parser: ToolParser) -> None:
+    assert parser.message(tokens(f"42{END}"), tools=[TOOL]) == {"role": "assistant", "content": "42"}
 
 
 def test_an_unknown_parser_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"generator.tool_parser = hermes2: vLLM has no such parser; .*hermes"):
-        ToolParser("hermes2", TOKENIZER)
+    with pytest.raises(ConfigError, match=r"vLLM has no such parser; set one of .*hermes"):
+        ToolParser("mine", TOKENIZER)
 
 
 def test_vllms_client_reads_the_answer_of_the_gateway() -> None:
