@@ -9,9 +9,14 @@ from asyncrl.config.schema import OptimizerSection
 
 
 def adamw(model: torch.nn.Module, section: OptimizerSection) -> torch.optim.AdamW:
-    """Returns AdamW for the parameters of the model that are trained, with the settings of the section."""
+    """Returns AdamW for the parameters of the model that are trained, with the settings of the section.
+
+    On a GPU it is one kernel, which takes 0.42 to 0.44 times the time (docs/gpu.md).
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return torch.optim.AdamW(
-        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        trained,
+        fused=True if trained and all(parameter.is_cuda for parameter in trained) else None,
         lr=section.learning_rate,
         betas=section.betas,
         eps=section.eps,

@@ -74,7 +74,8 @@ def _steps(size: Size, *, device: torch.device) -> Iterator[Row]:
     whole = random_model(size.sharded, device=device)
     split = copy.deepcopy(whole)
     shard(split, device=device, compute=torch.float32)
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE) for model in (whole, split)]
+    fused = device.type == "cuda"  # as in the learner
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=fused) for model in (whole, split)]
     worst = 0.0
     for _ in range(STEPS):
         tokens_BS = torch.randint(size.sharded.vocabulary, (size.trained_rows, size.trained_tokens), device=device)

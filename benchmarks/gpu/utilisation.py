@@ -41,7 +41,7 @@ def utilisation(size: Size) -> Iterator[Row]:
 def _row(model: Qwen2ForCausalLM, shape: ModelShape, *, size: Size, way: str, attention: str) -> Row:
     device = torch.device(size.device)
     model.set_attn_implementation(attention)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=device.type == "cuda")
     tokens_BS = torch.randint(shape.vocabulary, (size.trained_rows, size.trained_tokens), device=device)
     lengths_B = torch.full((size.trained_rows,), size.trained_tokens, device=device) if attention == ATTENTION else None
 
