@@ -1,8 +1,10 @@
 """With η = 0, a run is synchronous on-policy training: it trains the batches of a sequential loop, with importance
-ratios of 1. A run whose processes are killed goes on from its newest checkpoint and trains the same."""
+ratios of 1. It is stopped and goes back to an early checkpoint. Its processes are killed again and again, and it trains
+the same."""
 
 import json
 import os
+import shutil
 import signal
 import sys
 from functools import partial
@@ -35,7 +37,11 @@ from asyncrl.weights.manifest import layout
 
 pytestmark = pytest.mark.integration
 
-STEPS = 14
+STEPS = 16
+STOPPED_AT = 12
+"""The uninterrupted run is stopped when it has so many steps. It then may train a few more."""
+EARLY = 2
+"""The step of the checkpoint to which the run goes back."""
 COMPARED_STEPS = 3
 """Steps whose batches are compared with those of a sequential loop."""
 ADVICE = "raise staleness.max_versions while the effective sample size is high"
@@ -59,15 +65,23 @@ def up(model_path: str, run: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the directory of a run that was not interrupted."""
-    run = tmp_path_factory.mktemp("synchronous") / "whole"
+def stopped(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the directory of a run that was stopped before its end."""
+    run = tmp_path_factory.mktemp("synchronous") / "run"
     command = Command(up(model_path, run), log=run.with_suffix(".log"), environment=IMPORTS)
     try:
-        assert command.wait(600) == 0, command.output()[-4000:]
+        command.wait_for(lambda: len(records(run, "steps")) >= STOPPED_AT, timeout_s=400, what=f"step {STOPPED_AT}")
+        command.process.send_signal(signal.SIGINT)
+        assert command.wait(400) == 0, command.output()[-4000:]
     finally:
         command.end()
     return run
+
+
+@pytest.fixture(scope="module")
+def whole(stopped: Path) -> Path:
+    """Returns a copy of that directory, for comparisons with what the run trains when it goes on."""
+    return Path(shutil.copytree(stopped, stopped.with_name("whole")))
 
 
 def records(run: Path, name: str) -> list[dict[str, Any]]:
@@ -156,20 +170,31 @@ def step_rows(groups, estimator) -> BatchedDataDict:  # type: ignore[no-untyped-
 @pytest.mark.fault("F6", "F7", "F8", "F34", "F36", "F37", "F38")
 @pytest.mark.timeout(1500)
 def test_a_run_that_is_killed_again_and_again_trains_what_an_uninterrupted_run_trains(
-    whole: Path, run_command: Run, model_path: str, tmp_path: Path
+    stopped: Path, whole: Path, run_command: Run
 ) -> None:
-    """Losses and weights are equal, bit by bit. At last, the run goes back to an earlier checkpoint than its newest."""
-    run = tmp_path / "killed"
-    command = run_command(*up(model_path, run), **IMPORTS)
+    """Losses and weights are equal, bit by bit. The run goes back to an earlier checkpoint than its newest. While it
+    trains the steps again, it is killed."""
+    run = stopped
+    assert json.loads((run / "run.json").read_bytes())["state"] in ("stopped", "finished")
+    folders = {path.name for path in (run / "checkpoints").iterdir()}
+    assert f"step-{len(trained(whole))}" in folders, "the end of the run waits for the save of its last step"
+    assert all((run / "checkpoints" / name / COMPLETE).exists() for name in folders), folders
+    command = run_command("resume", str(run), "--at", f"step-{EARLY}", **IMPORTS)
 
     def has_trained(steps: int) -> bool:
-        return len(records(run, "steps")) >= steps and any((run / "checkpoints").glob(f"step-*/{COMPLETE}"))
+        return len(records(run, "steps")) >= steps
 
     def has_restarted(times: int) -> bool:
         return len(resumptions(run)) == times
 
-    reached = 3
-    for restart, targets in enumerate([[EVERYTHING], ["rank", "buffer", "weight store", "generator"]], start=1):
+    command.wait_for(partial(has_restarted, 1), timeout_s=400, what="the start of the resumed run")
+    assert f"resuming run {run.name} from step {EARLY}:" in command.output()
+    aside = run / "checkpoints" / "lost-2"
+    assert {path.name for path in aside.iterdir()} == {name for name in folders if int(name[5:]) > EARLY}
+    assert all((aside / path.name / COMPLETE).exists() for path in aside.iterdir())
+
+    reached = EARLY + 3
+    for restart, targets in enumerate([[EVERYTHING], ["rank", "buffer", "weight store", "generator"]], start=2):
         command.wait_for(partial(has_trained, reached), timeout_s=400, what=f"step {reached} before {targets} die")
         for target in targets:
             kill(run, target)
@@ -177,31 +202,21 @@ def test_a_run_that_is_killed_again_and_again_trains_what_an_uninterrupted_run_t
         reached = resumptions(run)[-1]["step"] + 2
     command.wait_for(partial(has_trained, reached), timeout_s=400, what=f"step {reached}")
     kill(run, "row store")  # the learner makes another one, and the lost groups are generated again
-    command.wait_for(partial(has_trained, reached + 1), timeout_s=400, what="a step after the row store died")
-    command.process.send_signal(signal.SIGINT)
-    assert command.wait(400) == 0, command.output()[-4000:]
-    assert json.loads((run / "run.json").read_bytes())["state"] in ("stopped", "finished")
-    folders = {path.name for path in (run / "checkpoints").iterdir()}
-    assert f"step-{len(records(run, 'steps'))}" in folders, "the end of the run waits for the save of its last step"
-    assert all((run / "checkpoints" / name / COMPLETE).exists() for name in folders), folders
+    assert command.wait(600) == 0, command.output()[-4000:]
 
-    *_, earlier, newest = sorted(int(name.removeprefix("step-")) for name in folders)
-    assert len(trained(run)) == newest
-    again = run_command("resume", str(run), "--at", f"step-{earlier}", **IMPORTS)
-    assert again.wait(600) == 0, again.output()[-4000:]
-    assert f"resuming run killed from step {earlier}:" in again.output()
-    aside = run / "checkpoints" / f"lost-{len(resumptions(run)) + 1}"
-    assert [path.name for path in aside.iterdir()] == [f"step-{newest}"]
-    assert (aside / f"step-{newest}" / COMPLETE).exists()
-
-    assert trained(run) == trained(whole)
+    expected = trained(whole)
+    assert trained(run)[: len(expected)] == expected
     assert [step["step"] for step in records(run, "steps")] == list(range(STEPS))
     assert json.loads((run / "summary.json").read_bytes())["ledger_closed"] is True
-    weights = [path / "checkpoints" / f"step-{STEPS}" / "hf" / "model.safetensors" for path in (whole, run)]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
+    again = [path for path in aside.iterdir() if (run / "checkpoints" / path.name).exists()]
+    assert len(again) > 2, "no checkpoints to compare"
+    for path in again:
+        weights = [folder / path.name / "hf" / "model.safetensors" for folder in (aside, run / "checkpoints")]
+        assert weights[0].read_bytes() == weights[1].read_bytes(), path.name
     assert [evaluation["version"] for evaluation in records(run, "evals")] == [0, STEPS]
     lost = [step["step"] for step in records(run, "lost-steps")]
-    assert resumptions(run)[0]["step"] in lost, "the first kill came after the step that follows the checkpoint"
+    assert sorted(set(lost)) == list(range(EARLY, len(expected))), "the steps that it trained before it went back"
+    assert lost.count(resumptions(run)[1]["step"]) > 1, "the first kill came after the step that follows the checkpoint"
 
     audit = run_command("audit", str(run), **IMPORTS)
     assert audit.wait(200) == 0, audit.output()
