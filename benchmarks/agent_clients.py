@@ -52,11 +52,13 @@ PACKAGES = {
 SETTINGS = (
     "learner.total_steps=20", "learner.groups_per_step=4", "learner.group_size=4",
     "model.max_length=512",  # the packages describe the calculator with up to 210 tokens
-    "eval.every_steps=20", "eval.prompts=16", "audit.keep_weights=all", "checkpoint.every_steps=0",
+    "environment.score_timeout_s=60", "eval.every_steps=20", "eval.prompts=4",
+    "audit.keep_weights=all", "checkpoint.every_steps=0",
 )  # fmt: skip
 SETTINGS_OF_VERIFIERS = (
     "environment.name=verifiers", "environment.score_workers=2", "generator.max_concurrent_groups=2",
     "learner.total_steps=5", "learner.groups_per_step=2", "eval.every_steps=0", "eval.prompts=2",
+    "environment.score_timeout_s=240",
 )  # fmt: skip
 """Each process of verifiers takes seconds to start, and each program of a harness takes about two."""
 COMMAND_TIMEOUT_S = 280

@@ -80,8 +80,11 @@ def checked_rows(run: Path, *, model: Path, game: str) -> tuple[Counter[str], li
             continue  # no step began with the last version
         lease, rows = batch
         found["updates"] += sum(group.meta.mid_sequence_updates for group in lease.groups)
+        rewards = [reward for group in lease.groups for reward in group.meta.rewards]
         of_step = 0
         for row, length in enumerate(rows["input_lengths"].tolist()):
+            if rewards[row] is None:
+                continue  # the sample failed and is not trained; its row may be empty
             ids, mask = rows["input_ids"][row, :length].tolist(), rows["token_mask"][row, :length].tolist()
             parts = [
                 (trained, [token for token, _ in part])
@@ -102,7 +105,7 @@ def checked_rows(run: Path, *, model: Path, game: str) -> tuple[Counter[str], li
                 found["read"] += len(tokens)
             found["rows"] += 1
             of_step += sum(trained > 0 for trained, _ in parts)
-        turns.append(of_step / len(rows["input_lengths"]))
+        turns.append(of_step / max(1, len(rewards) - rewards.count(None)))
     return found, turns
 
 

@@ -315,7 +315,11 @@ def _for_template(message: Message) -> dict[str, Any]:
 
 def _text(message: Message) -> str:
     content = message.get("content") or ""
-    return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)
+    if isinstance(content, str):
+        return content
+    if others := sorted({str(part.get("type")) for part in content if "text" not in part}):
+        raise ValueError(f"a message has a part of the type {', '.join(others)}, but only texts are supported")
+    return "".join(str(part["text"]) for part in content)
 
 
 def _value(text: Any) -> Any:

@@ -58,8 +58,9 @@ class Env:
 
     async def run_episode(self, task, context):
         text = task.data.prompt_text
+        await asyncio.sleep(0.01)  # other episodes begin
         key = os.environ[context.client.api_key_var]
-        said = [text, context.client.base_url, key, context.model, os.getpid(), "asyncrl" in sys.modules]
+        said = [text, context.client.base_url, key, context.model, os.getpid(), sys.path, os.environ["PYTHONPATH"]]
         with self.log.open("a") as file:
             file.write(json.dumps(said) + chr(10))
         try:
@@ -116,7 +117,9 @@ async def test_episodes_get_their_own_session_and_share_a_process(taskset: Verif
     seen = said(tmp_path)
     assert [each[:4] for each in seen] == [["play", f"http://node/{i}/v1", f"key-{i}", "run"] for i in range(3)]
     assert len({each[4] for each in seen}) == 1
-    assert not any(each[5] for each in seen), "the process imports nothing of asyncrl"
+    *_, path, given = seen[0]
+    assert given == str(tmp_path / "path"), "our own search path has other versions of the packages"
+    assert str(Path(verifiers_taskset.__file__).parent) not in path, "the folder has modules such as `math`"
 
 
 @pytest.mark.asyncio

@@ -218,6 +218,7 @@ async def test_calls_without_the_key_of_an_open_session_are_refused(served: Serv
         (b'{"messages": []}', (400, "bad_call")),
         (b'{"messages": ["hello"]}', (400, "bad_call")),
         (b'{"messages": [{"role": "user", "content": 5}]}', (400, "bad_messages")),
+        (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', (400, "bad_messages")),
         (b'{"messages": [{"role": "assistant", "tool_calls": [{}]}]}', (400, "bad_messages")),
         (json.dumps({"messages": HELLO, "n": 2}).encode(), (400, "not_supported")),
         (json.dumps({"messages": HELLO, "response_format": {"type": "json_object"}}).encode(), (400, "not_supported")),
