@@ -30,13 +30,13 @@ class GuessTheNumber:
         ]
 
     def demonstrations(self, seed: int) -> Sequence[Demonstration]:
-        """Returns games in which a third of the guesses are at random among the numbers that the hints leave, and the
-        others at random among all: they show what hints mean, and not that it pays to heed them."""
+        """Returns games in which half of the guesses are at random, and half are at random among the numbers that the
+        hints leave: they show what hints mean, and not that it pays to heed them."""
         draw, made = random.Random(seed), []
         for task in self.tasks(seed):
             messages, lowest, highest = self._beginning(), 1, self.highest
             for _ in range(self.guesses):
-                heeds = draw.random() < 1 / 3
+                heeds = draw.random() < 0.5
                 guess = draw.randint(lowest, highest) if heeds else draw.randint(1, self.highest)
                 made.append(Demonstration(messages=tuple(messages), answer=str(guess)))
                 messages += self._after({"role": "assistant", "content": str(guess)}, int(task.answer))
