@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
 from asyncrl.config.schema import Config
 from asyncrl.data.hugging_face import hugging_face_rows
@@ -80,7 +81,8 @@ def test_a_dataset_that_cannot_be_read_names_its_settings(
     data: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for module in (datasets.config, constants):  # the libraries read the variable of the same name on import only
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", True)
     written(tmp_path, "/splits")
     (tmp_path / "none").mkdir()
     (tmp_path / "mixed").mkdir()

@@ -143,9 +143,10 @@ OTHER_TOKENS = {
 @pytest.mark.fault("F32")
 def test_nobody_joins_it_without_its_token(own_ray: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     said, _ = own_ray
-    with ThreadPoolExecutor() as threads:  # Ray tries for 20 s
+    few = {"RAY_NUM_REDIS_GET_RETRIES": "3"}  # attempts of Ray, one a second; by default 20
+    with ThreadPoolExecutor() as threads:
         attempts = {
-            name: threads.submit(joined, said["address"], tmp_path / name, **changed)
+            name: threads.submit(joined, said["address"], tmp_path / name, **changed, **few)
             for name, changed in OTHER_TOKENS.items()
         }
     for name, attempt in attempts.items():
