@@ -191,6 +191,7 @@ def measure(client: str, *, overrides: Sequence[str], folder: Path, model: Path)
     settings = [*tiny, "model.tiny=null", *own]
     run = folder / "runs" / load_config([recipe], settings).run.name
     counts = command("up", "-c", str(recipe), *settings, environment=environment, log=folder / "up.log", run=run)
+    print("".join(re.findall(r".*first failure of .*\n", (folder / "up.log").read_text())), file=sys.stderr)
     command("audit", str(run), environment=environment, log=folder / "audit.log")
     audited = (folder / "audit.log").read_text()
     summary = json.loads((run / "summary.json").read_bytes())

@@ -5,6 +5,7 @@ PYTHONPATH=configs/agents asyncrl up -c configs/agents/calculator.yaml environme
 """
 
 from arithmetic import calculated, reward
+from httpx import Timeout
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from langgraph.errors import GraphRecursionError
@@ -24,7 +25,8 @@ def calculator(expression: str) -> str:
 
 async def run(session: Session, task: Task) -> float:
     """Answers one question. Returns 1 if the answer is right."""
-    chat = ChatOpenAI(model=session.model, base_url=session.base_url, api_key=session.api_key)
+    no_limit = Timeout(None)
+    chat = ChatOpenAI(model=session.model, base_url=session.base_url, api_key=session.api_key, timeout=no_limit)
     model = chat.bind_tools([calculator])
 
     async def answer(state: MessagesState) -> dict:

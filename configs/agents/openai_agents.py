@@ -22,7 +22,7 @@ def calculator(expression: str) -> str:
 
 async def run(session: Session, task: Task) -> float:
     """Answers one question. Returns 1 if the answer is right."""
-    async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+    async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, timeout=None) as client:
         model = OpenAIChatCompletionsModel(model=session.model, openai_client=client)
         agent = Agent(name="calculator", model=model, tools=[calculator])
         try:

@@ -24,7 +24,7 @@ CALLS = 3
 async def run(session: Session, task: Task) -> float:
     """Answers one question. Returns 1 if the answer is right."""
     messages: list[Any] = [{"role": "user", "content": task.question}]
-    async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+    async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, timeout=None) as client:
         for _ in range(CALLS):
             answer = await client.chat.completions.create(model=session.model, messages=messages, tools=[CALCULATOR])
             message = answer.choices[0].message
