@@ -175,7 +175,7 @@ DOWN = "overview / Processes up / B"
 
 OF_AGENTS = [
     *[(panel, query) for panel in ("Turns of an episode", "Tools") for query in "AB"],
-    *[(panel, "A") for panel in ("Tokens of episodes", "Open sessions", "Tool calls", "Oldest session", "Forks")],
+    *[(panel, "A") for panel in ("Open sessions", "Tool calls", "Oldest session", "Forks")],
 ]
 NO_DATA_WHEN_HEALTHY = {
     "overview / Alerts firing / A": "no alert fires",
