@@ -187,7 +187,7 @@ def main() -> None:
     busy = busy_percent()
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), hidden_size=512, layers=8)
-        ray.init(include_dashboard=False, log_to_driver=False, num_cpus=2)
+        ray.init("local", include_dashboard=False, log_to_driver=False, num_cpus=2)
         try:
             lines = asyncio.run(measured(Path(folder)))
         finally:
