@@ -5,8 +5,8 @@ the time of a call from its second to its last turn, and many sessions at once.
 
 An engine with a random chat model of 30 million parameters answers conversations of 64 turns. Through the gateway, each
 turn is a call of `chat/completions` by httpx to the gateway's process, which asks the engine through Ray, as in a run.
-In process, the same messages are rendered and given to the engine without a call. Both ways sample the same number of
-tokens in each turn, and take turns in pairs of measurements.
+In process, the same messages are rendered and given to the engine without a call. Both ways take
+turns in pairs of measurements.
 """
 
 import argparse
@@ -53,7 +53,7 @@ class Engine:
         self._renderer = TemplateRenderer(load_tokenizer(self._path))
 
     async def sample(self, asked: Asked) -> Answered:
-        """Answers a call of the gateway. It samples ANSWER_TOKENS, whatever the model samples."""
+        """Answers a call of the gateway."""
         [completion] = await self._engine.generate(
             asked.token_ids, n=1, seed=None, temperature=1.0, max_tokens=asked.max_tokens
         )

@@ -148,8 +148,8 @@ ROWS = {
         ),
         lines(
             "Tokens of episodes",
-            "Tokens by origin: sampled by the model, from the agent, or of the chat template between turns. Only "
-            "sampled tokens are trained.",
+            "Tokens by origin: sampled by the model, of the agent's first messages (environment), and of later "
+            "messages with the chat template around them (template). Only sampled tokens are trained.",
             Query(rate("asyncrl_agent_tokens_total", REPLICA, by="origin"), "{{origin}}"),
             unit="suffix: tokens/s",
         ),

@@ -172,7 +172,7 @@ def _agent(config: Config) -> str:
     environment = config.environment
     if environment.agent is not None:
         return f"environment.agent = {environment.agent}"
-    plays = environment.name in OF_SEVERAL_TURNS and not environment.reward
+    plays = environment.name in OF_SEVERAL_TURNS and not (environment.reward or environment.rewards)
     return f"environment.name = {environment.name}" if plays else ""
 
 

@@ -194,15 +194,14 @@ def warm_up(
         tokens_BS, labels_BS = _batch(examples, pad_id=tokenizer.pad_token_id)
         logits_BSV = model(input_ids=tokens_BS, use_cache=False).logits[:, :-1]
         loss = F.cross_entropy(logits_BSV.flatten(0, 1), labels_BS[:, 1:].flatten(), ignore_index=_IGNORED)
+        factor = min(1.0, step / 10, (last - step + 1) / section.warmup_decay_steps)
         for group in optimizer.param_groups:
-            decay = min(1.0, (last - step + 1) / section.warmup_decay_steps)
-            group["lr"] = section.warmup_learning_rate * min(1.0, step / 10, decay)
+            group["lr"] = section.warmup_learning_rate * factor
         optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        # Accuracy on the examples as they were shown. Nearly all are new to the model, as there are more tasks than
-        # steps draw
+        # The accuracy on the examples as they were shown. Those of tasks are nearly all new to the model.
         correct.append(_exact_B(logits_BSV, labels_BS).float().mean().item())
         accuracy = sum(correct) / len(correct)
         climbed = len(correct) == correct.maxlen and accuracy >= section.warmup_accuracy

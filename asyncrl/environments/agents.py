@@ -40,7 +40,7 @@ class Session:
     """The model, as an agent sees it. Each sample of a group has its own session, which ends with the sample.
 
     `base_url`, `api_key` and `model` are for any client of OpenAI's interface. The run's sampling settings apply,
-    whatever a client asks for.
+    and those of a client are ignored.
     """
 
     base_url: str

@@ -77,7 +77,7 @@ def _result(episode: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    # What a taskset prints is not an answer.
+    # A taskset may print. Its output must not be read as an answer.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config

@@ -97,15 +97,9 @@ class GeneratorActor:
             parameters=expected_parameters(model_path, dtype=config.model.dtype, lora=config.model.lora),
             metrics=metrics,
         )
-        if scorer.any_agent:
-            self._agents = await self._with_agents(model_path, engine=engine, scorer=scorer, tokenizer=tokenizer)
+        self._agents = agents = await self._with_agents(model_path, engine=engine, scorer=scorer, tokenizer=tokenizer)
         rollouts = Rollouts(
-            config=config,
-            engine=engine,
-            tokenizer=tokenizer,
-            scorer=scorer,
-            replica=self._name,
-            agents=self._agents,
+            config=config, engine=engine, tokenizer=tokenizer, scorer=scorer, replica=self._name, agents=agents
         )
         self._updates = updates
         self._evaluate = partial(evaluate, rollouts=rollouts, coordinator=coordinator)
@@ -126,8 +120,10 @@ class GeneratorActor:
 
     async def _with_agents(
         self, model_path: str, *, engine: VLLMEngine, scorer: PartScorers, tokenizer: Any
-    ) -> "AgentRollouts":
-        """Starts the gateway, in a process of its own."""
+    ) -> "AgentRollouts | None":
+        """Starts the gateway in a process of its own, if any task has an agent."""
+        if not scorer.any_agent:
+            return None
         from asyncrl.generation.agent_rollouts import AgentRollouts
         from asyncrl.generation.gateway_server import RemoteGateway
 

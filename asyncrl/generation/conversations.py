@@ -161,7 +161,7 @@ class Conversation:
         """Returns the turn of a call. If the call is a `retry` of an earlier one, or if the answer of an equal one
         never reached the agent, this is that one's turn."""
         history, shown = tuple(map(canonical, messages)), _compact(list(tools))
-        same = [turn for turn in self.turns if turn.history == history and turn.tools == shown and history]
+        same = [turn for turn in self.turns if turn.history == history and turn.tools == shown]
         if same and (retry or (same[-1].reply is not None and not same[-1].delivered)):
             return same[-1]
         if same:
@@ -255,9 +255,7 @@ class Conversation:
         if parent is not None and not parent.then and parent is self._newest():
             return None
         newest = self._newest()
-        if newest is None:
-            return Fork.PARALLEL
-        if parent is newest:
+        if newest is None or parent is newest:
             return Fork.PARALLEL
         if tools != newest.tools and history[: len(newest.history)] == newest.history:
             return Fork.TOOLS_CHANGED

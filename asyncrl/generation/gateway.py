@@ -2,7 +2,7 @@
 
 An agent knows only a URL and a key. Each sample of a group has a session of its own, which ends with the sample. The
 gateway renders messages to tokens (`conversations.py`), lets an engine continue them, and records what was sampled. The
-run's sampling settings apply, whatever the agent asks for.
+run's sampling settings apply, and those of a call are ignored.
 """
 
 import asyncio
@@ -38,7 +38,8 @@ from asyncrl.user_code import describe_error
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine is to continue for one call of a session. `tools` are those of the call, for the tool parser."""
+    """A request to an engine: the tokens to continue for one call of a session. `tools` are those of the call, for the
+    tool parser."""
 
     session: str
     token_ids: list[int]
@@ -57,7 +58,7 @@ Sample = Callable[[Asked], Awaitable[Answered]]
 
 @dataclass(frozen=True, kw_only=True)
 class EndedSession:
-    """What is left of a session: its episodes, the number of its calls and of the model's tool calls, the forks by
+    """The result of a session: its episodes, the number of its calls and of the model's tool calls, the forks by
     reason, the message of the last call that exceeded a limit, and the error of an engine if one ended a call.
     `tool_seconds` has the time from each answer with tool calls to the call that continues it."""
 

@@ -109,6 +109,7 @@ async def read_call(request: Request, kind: type[Kind]) -> Kind:
 
 
 def chat_answer(turn: Turn, *, model: str, number: int) -> dict[str, Any]:
+    """Returns the answer to a `ChatCall`. `number` counts the calls of the session."""
     assert turn.reply is not None, "the turn is answered"
     assert turn.answer is not None, "the turn is answered"
     prompt, sampled = len(turn.token_ids), len(turn.reply.token_ids)
