@@ -2,7 +2,13 @@
 
 import gc
 
+import setproctitle
+
 from asyncrl.common.imports import uncollected
+
+# vLLM names the process later. setproctitle finds the memory of the name only as long as the first variable of the
+# environment is unchanged, and ray changes it if it is RAY_CLIENT_MODE. It remembers what it has found.
+setproctitle.getproctitle()
 
 with uncollected():
     import vllm.v1.engine.core  # noqa: F401

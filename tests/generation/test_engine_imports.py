@@ -1,6 +1,9 @@
 """The imports of an engine's processes: without garbage collection, and without this process's main module."""
 
 import gc
+import os
+import subprocess
+import sys
 from multiprocessing.spawn import get_preparation_data
 
 import pytest
@@ -31,3 +34,14 @@ def test_nothing_is_collected_in_the_block_and_afterwards_all_is_as_before(enabl
         assert gc.isenabled() == enabled
     finally:
         gc.enable()
+
+
+@pytest.mark.slow
+def test_an_engine_gets_its_name_if_ray_changes_the_first_variable_of_the_environment() -> None:
+    named = "import os, asyncrl.generation.engine_main; os.environ['RAY_CLIENT_MODE'] = '0'"
+    script = f"{named}; from vllm.utils.system_utils import set_process_title; set_process_title('EngineCore')"
+    shown = subprocess.run(
+        [sys.executable, "-c", f"{script}; print(open('/proc/self/comm').read())"],
+        env={"RAY_CLIENT_MODE": "0"} | os.environ, capture_output=True, text=True, timeout=240, check=True,
+    )  # fmt: skip
+    assert "VLLM::EngineCo" in shown.stdout
