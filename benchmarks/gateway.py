@@ -66,7 +66,7 @@ class Engine:
         return time.perf_counter() - begun_s, sum(tokens)
 
     async def _conversation(self, number: int, turns: int) -> int:
-        conversation, messages, tokens = Conversation(self._renderer), [user(number, 0)], 0
+        conversation, messages, tokens = Conversation(self._renderer, max_branches=1), [user(number, 0)], 0
         for turn_number in range(turns):
             turn = conversation.call(messages)
             completion, reply = await self.sample(
@@ -101,7 +101,7 @@ async def talk(client: httpx.AsyncClient, access: Access, number: int, turns: in
 
 async def through_gateway(gateway: RemoteGateway, sessions: int, turns: int) -> tuple[float, int, list[list[float]]]:
     """Returns the seconds that all conversations took, the tokens that were sampled, and the seconds of each call."""
-    opened = await gateway.open(sessions, seed=None, temperature=1.0, max_turns=turns)
+    opened = await gateway.open(sessions, seed=None, temperature=1.0, max_turns=turns, max_branches=1)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(timeout=600, limits=limits) as client:
         begun_s = time.perf_counter()

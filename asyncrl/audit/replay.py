@@ -23,7 +23,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.row_checksums import row_checksums
-from asyncrl.data.specs import GENERATED_FIELDS, NO_VERSION, SUPPORT, with_support
+from asyncrl.data.specs import GENERATED_FIELDS, NO_VERSION, extra_fields
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.codec import PAD_VALUES
 from asyncrl.data_plane.interfaces import KVBatchMeta
@@ -158,10 +158,10 @@ def _replay(
     states = StateClock(states=LEARNER_STATES, initial="other", started_s=time.monotonic())
     stages = Stages(config=config, policy=policy, critic=None, states=states, clock=time.monotonic)
     for step, (lease, rows) in zip(steps, batches, strict=True):
-        support = SUPPORT in rows
-        meta, samples = step_meta(lease, support=support), stages.judge(lease)
+        extra = extra_fields(rows)
+        meta, samples = step_meta(lease, extra=extra), stages.judge(lease)
         _check_samples(step, samples)
-        generated = {name: rows[name] for name in with_support(GENERATED_FIELDS, support=support)}
+        generated = {name: rows[name] for name in (*GENERATED_FIELDS, *extra)}
         policy.dp_client.put_samples(meta.sample_ids, TRAIN_PARTITION, fields=BatchedDataDict(generated))
         report, _ = asyncio.run(stages.train(meta, samples, step=lease.step))
         results: Mapping[str, tuple[Any, Any]] = {
@@ -240,7 +240,7 @@ def _rescore(
 
 def _spans(step: TrainedStep, rows: BatchedDataDict) -> Iterator[tuple[Version, _Span]]:
     """Yields the spans of the trained samples of a step."""
-    columns = with_support((*SCORED_COLUMNS, "generation_logprobs"), support=SUPPORT in rows)
+    columns = (*SCORED_COLUMNS, "generation_logprobs", *extra_fields(rows))
     scored = BatchedDataDict({name: rows[name] for name in columns})
     samples = [(group.group, place, sample) for group in step.groups for place, sample in enumerate(group.samples)]
     for row, (group, place, sample) in enumerate(samples):

@@ -12,7 +12,7 @@ from asyncrl.common.lineage import Lineage
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.snapshot import RunSnapshot
-from asyncrl.data.specs import GENERATED_FIELDS, with_support
+from asyncrl.data.specs import GENERATED_FIELDS
 from asyncrl.errors import CheckpointDamaged
 from asyncrl.policy.tq_policy import TQPolicy
 from asyncrl.value.tq_value import TQValue
@@ -63,7 +63,7 @@ class RunParts:
         def fill(folder: Path) -> None:
             ready = [group.ticket.key for group in snapshot.buffer.open if group.meta is not None]
             size = self.config.learner.group_size
-            columns = with_support(GENERATED_FIELDS, support=self.config.has_supports)
+            columns = (*GENERATED_FIELDS, *self.config.extra_columns)
             save_rows(self.policy.dp_client, ready, folder / ROWS, group_size=size, columns=columns)
             (folder / BUFFER).write_bytes(msgspec.msgpack.encode(snapshot))
             self.policy.write_checkpoint(*parts_of(folder / POLICY))

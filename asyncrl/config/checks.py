@@ -22,6 +22,8 @@ BYTES_PER_TOKEN = 24
 """Bytes of a row for each token: token id and weight version (int64), behaviour log-prob and mask (float32)."""
 BYTES_PER_SUPPORT_TOKEN = 4
 """Bytes of a row for each token of a token's support (`generator.top_k`): its id, int32."""
+BYTES_PER_BRANCH_ID = 4
+"""Bytes of a row for each token with `environment.max_branches` above 1: the number of its branch, int32."""
 BYTES_PER_ROW = 8
 """Bytes of a row in addition to its tokens: the length, int64."""
 
@@ -74,12 +76,18 @@ def worst_case_group_bytes(config: Config) -> int:
 
     A reserve books this size, because the real size of the group is known only when it is committed.
     """
-    return config.learner.group_size * (config.model.max_length * bytes_per_token(config) + BYTES_PER_ROW)
+    return config.learner.group_size * (row_tokens(config) * bytes_per_token(config) + BYTES_PER_ROW)
+
+
+def row_tokens(config: Config) -> int:
+    """Returns the number of tokens of the longest possible row: those of all branches of an episode."""
+    return config.model.max_length * config.most_branches
 
 
 def bytes_per_token(config: Config) -> int:
     """Returns the bytes of a row for each token. All tokens of a row take the same: those of the prompt too."""
-    return BYTES_PER_TOKEN + (config.generator.top_k or 0) * BYTES_PER_SUPPORT_TOKEN
+    of_branches = BYTES_PER_BRANCH_ID if config.most_branches > 1 else 0
+    return BYTES_PER_TOKEN + of_branches + (config.generator.top_k or 0) * BYTES_PER_SUPPORT_TOKEN
 
 
 def _staleness(config: Config) -> Iterator[str]:
@@ -143,8 +151,9 @@ def _buffer(config: Config) -> Iterator[str]:
         yield (
             f"buffer.capacity_bytes = {config.buffer.capacity_bytes}: must be at least the largest size of one step, "
             f"{step_bytes} = learner.groups_per_step {step_groups} × learner.group_size {config.learner.group_size} × "
-            f"(model.max_length {config.model.max_length} × {bytes_per_token(config)} + {BYTES_PER_ROW}) bytes; raise "
-            f"it{', or lower generator.top_k' if config.has_supports else ''}"
+            f"({row_tokens(config)} tokens × {bytes_per_token(config)} + {BYTES_PER_ROW}) bytes, with rows of "
+            f"{_row_tokens_text(config)} tokens; raise it"
+            f"{', or lower generator.top_k' if config.has_supports else ''}{_or_fewer_branches(config)}"
         )
 
 
@@ -159,12 +168,22 @@ def _step_shape(config: Config) -> Iterator[str]:
                 f"{pool.ranks} × {updates} = {unit}, so that every rank has an equal share of every update; set it to "
                 f"{-(-groups // unit) * unit}"
             )
-    if learner.batching != "padded" and learner.micro_batch_tokens < config.model.max_length:
+    if learner.batching != "padded" and learner.micro_batch_tokens < row_tokens(config):
+        product = f" = {row_tokens(config)}" if config.most_branches > 1 else ""
         yield (
-            f"learner.micro_batch_tokens = {learner.micro_batch_tokens}: must be at least model.max_length = "
-            f"{config.model.max_length} with learner.batching = {learner.batching}, so that the longest sequence fits "
-            "into one pass; raise it"
+            f"learner.micro_batch_tokens = {learner.micro_batch_tokens}: must be at least {_row_tokens_text(config)}"
+            f"{product} with learner.batching = {learner.batching}, so that the longest row fits into one pass; raise "
+            f"it{_or_fewer_branches(config)}"
         )
+
+
+def _or_fewer_branches(config: Config) -> str:
+    return ", or lower environment.max_branches" if config.most_branches > 1 else ""
+
+
+def _row_tokens_text(config: Config) -> str:
+    of_branches = f" × environment.max_branches = {config.most_branches}" if config.most_branches > 1 else ""
+    return f"model.max_length = {config.model.max_length}{of_branches}"
 
 
 def _sharding(config: Config) -> Iterator[str]:

@@ -27,12 +27,16 @@ from asyncrl.config.field_types import (
     in_home,
     off,
 )
+from asyncrl.config.import_path import OF_SEVERAL_TURNS
 
 OnDeadline = Literal["wait", "requeue", "drop", "mask"]
 """The values of `staleness.on_deadline`. `asyncrl.buffer.stragglers` implements them."""
 
 HELDOUT = "heldout"
 """Name of the held-out set that every run has: the questions of its own dataset that are not trained."""
+
+BRANCHES_OF_AGENTS = 8
+"""Default of `environment.max_branches` for agents."""
 
 KeyPath = tuple[str, ...]
 """A key of the configuration, as the names of its sections and its own name."""
@@ -239,6 +243,12 @@ class ScoringSection(Section):
     be async."""
     max_turns: PositiveInt = 16
     """Maximum number of calls of the model in an episode of an agent."""
+    max_branches: PositiveInt | None = None
+    """Maximum number of branches of an episode. An agent begins a branch if it does not only append messages to the
+    history: it changes or removes earlier ones, or continues an earlier turn twice. All branches are trained, each
+    sampled token once. A row has up to this many sequences of `model.max_length` tokens, so `buffer.capacity_bytes` and
+    `learner.micro_batch_tokens` must be large enough for them. Unset: 8 with `agent` and with the built-in environments
+    of several turns, otherwise 1. An environment of your own that plays agents must set it, or has 1."""
     score_timeout_s: Annotated[PositiveFloat, WATCHED_DEADLINE] = 10.0
     """Maximum time to score one completion, or to run one episode of an agent, seconds. A scoring process that takes
     longer is killed and replaced, and the other completions of its group are scored in the new process. A reward
@@ -250,6 +260,18 @@ class ScoringSection(Section):
     time, so they need as many processes as `generator.max_concurrent_groups`."""
     score_memory_mib: PositiveInt = 2048
     """Maximum memory of reward code in a scoring process, in addition to the memory that its imports took, MiB."""
+
+    @property
+    def plays_agents(self) -> bool:
+        """Whether episodes have several turns. Whether the user's own environment runs agents is not known here."""
+        return self.agent is not None or (self.name in OF_SEVERAL_TURNS and not (self.reward or self.rewards))
+
+    @property
+    def branches(self) -> int:
+        """The most branches of an episode (`max_branches`)."""
+        if self.max_branches is not None:
+            return self.max_branches
+        return BRANCHES_OF_AGENTS if self.plays_agents else 1
 
 
 class EnvironmentSection(ScoringSection):
@@ -823,6 +845,19 @@ class Config(Section):
         """Whether the rows have the support of each token: the tokens among which it was sampled
         (`generator.top_k`)."""
         return self.generator.top_k is not None
+
+    @property
+    def most_branches(self) -> int:
+        """The most branches of an episode that the run trains."""
+        parts = [part.environment for part in self.data.mixture if part.environment is not None]
+        return max(scoring.branches for scoring in (self.environment, *parts))
+
+    @property
+    def extra_columns(self) -> tuple[str, ...]:
+        """The columns of this run's rows that the rows of other runs lack (`asyncrl.data.specs`): the supports of
+        tokens, and the branches of episodes."""
+        has = {"support_ids": self.has_supports, "branch_ids": self.most_branches > 1}
+        return tuple(name for name, present in has.items() if present)
 
     @property
     def most_resamples(self) -> int:

@@ -3,7 +3,7 @@
 import string
 from collections.abc import Iterator
 
-from asyncrl.config.import_path import OF_SEVERAL_TURNS, is_import_path, malformed
+from asyncrl.config.import_path import is_import_path, malformed
 from asyncrl.config.parts import all_configs, key_of, part_configs
 from asyncrl.config.schema import HELDOUT, Config, DatasetSection, ScoringSection
 
@@ -172,8 +172,7 @@ def _agent(config: Config) -> str:
     environment = config.environment
     if environment.agent is not None:
         return f"environment.agent = {environment.agent}"
-    plays = environment.name in OF_SEVERAL_TURNS and not (environment.reward or environment.rewards)
-    return f"environment.name = {environment.name}" if plays else ""
+    return f"environment.name = {environment.name}" if environment.plays_agents else ""
 
 
 def _agent_violations(config: Config) -> Iterator[str]:

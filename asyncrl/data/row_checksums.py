@@ -6,13 +6,13 @@ import numpy as np
 import xxhash
 
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import GENERATED_FIELDS, SUPPORT, with_support
+from asyncrl.data.specs import GENERATED_FIELDS, extra_fields
 
 
 def row_checksums(rows: BatchedDataDict) -> list[int]:
-    """Returns the xxh3-64 of each row's real tokens: their ids, log-probs, versions, masks, and supports if the rows
-    have them. Padding does not count."""
-    names = [name for name in with_support(GENERATED_FIELDS, support=SUPPORT in rows) if name != "input_lengths"]
+    """Returns the xxh3-64 of each row's real tokens: their ids, log-probs, versions, masks, and supports and branches
+    if the rows have them. Padding does not count."""
+    names = [name for name in (*GENERATED_FIELDS, *extra_fields(rows)) if name != "input_lengths"]
     columns = [rows[name].contiguous().numpy() for name in names]
     lengths: list[int] = rows["input_lengths"].tolist()
     return [_checksum([column[row, :length] for column in columns]) for row, length in enumerate(lengths)]

@@ -5,7 +5,7 @@ the largest support (`generator.top_k`). Padding is on the right. Log-probs are 
 column belongs to token `input_ids[b, i]` given its prefix, so `logprobs[b, 0]` is 0.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NotRequired, TypedDict
 
 import torch
@@ -17,6 +17,14 @@ SUPPORT = "support_ids"
 """Column of the supports, with `generator.top_k`: the ids of the tokens among which each token was sampled."""
 NO_TOKEN = -1
 """Value of `support_ids` beyond the support of a token, and for prompt and padding tokens, which have no support."""
+
+BRANCH = "branch_ids"
+"""Column of the branches of episodes (`environment.max_branches`): the number of each token's branch in its row."""
+NO_BRANCH = -1
+"""Value of `branch_ids` for padding."""
+
+EXTRA_FIELDS = (SUPPORT, BRANCH)
+"""The columns of a finished group's rows that only some runs have (`Config.extra_columns`)."""
 
 GENERATED_FIELDS = ("input_ids", "input_lengths", "generation_logprobs", "weight_versions", "token_mask")
 """The columns of a finished group's rows. Later columns of the same samples are stored under the same keys."""
@@ -41,13 +49,13 @@ CRITIC_FIELDS = ("rewards", "values", "returns")
 value and its target (the return)."""
 
 
-def with_support(fields: Sequence[str], *, support: bool) -> tuple[str, ...]:
-    """Returns the columns, with the one of the supports if there are supports.
+def extra_fields(rows: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the columns in `EXTRA_FIELDS` that the rows have.
 
-    >>> with_support(("input_ids",), support=True)
-    ('input_ids', 'support_ids')
+    >>> extra_fields({"input_ids": ..., "support_ids": ...})
+    ('support_ids',)
     """
-    return (*fields, *([SUPPORT] if support else []))
+    return tuple(name for name in EXTRA_FIELDS if name in rows)
 
 
 class GenerationDatumSpec(TypedDict):
@@ -106,6 +114,9 @@ class TrainDatumSpec(TypedDict):
     support_ids: NotRequired[torch.Tensor]
     """int32 [B, S, K]: the ids of the tokens among which each token was sampled, −1 beyond them. Log-probs and
     entropies are those of the distribution over these tokens."""
+    branch_ids: NotRequired[torch.Tensor]
+    """int32 [B, S]: the number of each token's branch, −1 for padding. A branch is a sequence of its own: its tokens do
+    not see those of other branches of the row."""
 
 
 def verify_right_padding(

@@ -61,6 +61,19 @@ class Session:
         message: dict[str, Any] = answer["choices"][0]["message"]
         return message
 
+    async def generate(
+        self, token_ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> list[int]:
+        """Returns the tokens that the model samples after `token_ids`, for agents that render messages themselves.
+        Append tokens to both, and the next call continues them.
+
+        Raises RuntimeError with the server's message if the call is refused, as `chat` does.
+        """
+        body = {"token_ids": list(token_ids), "sampling_params": {"max_tokens": max_tokens, "stop": list(stop)}}
+        answer = await _posted(f"{self.base_url.removesuffix('/v1')}/inference/v1/generate", self.api_key, body)
+        sampled: list[int] = answer["choices"][0]["token_ids"]
+        return sampled
+
     async def begin(self) -> None:
         """Makes the gateway forget the calls of an earlier attempt, whose process has died."""
         await _posted(f"{self.base_url.removesuffix('/v1')}/begin", self.api_key, {})

@@ -23,7 +23,6 @@ class RewardFailure(StrEnum):
     TIMEOUT = "reward_timeout"
     CRASHED = "reward_crashed"
     NO_CALL = "agent_made_no_call"
-    FORKED = "agent_forked"
     LIMIT = "agent_limit"
 
 

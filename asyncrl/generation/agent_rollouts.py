@@ -16,7 +16,7 @@ from asyncrl.environments.part_scorers import PartScorers
 from asyncrl.environments.scores import Score
 from asyncrl.environments.scoring_messages import RewardFailure
 from asyncrl.errors import DataError, InfraError, RolloutError
-from asyncrl.generation.episodes import Episode, Node, Origin
+from asyncrl.generation.episodes import Episode, Node, Origin, of_branches
 from asyncrl.generation.gateway import Answered, Asked, EndedSession
 from asyncrl.generation.gateway_server import GatewayServer, RemoteGateway
 from asyncrl.generation.interfaces import InferenceEngine, PartialCompletion, Sampled
@@ -98,14 +98,20 @@ class AgentRollouts:
         """Runs the agent of a task once for each sample. Calls `on_progress` with what the group has sampled so far,
         and `on_environment` with True when the engine has no call of the group any more, and with False when it has.
 
-        A sample fails if its agent makes no call, ends without a result at a limit, or goes back and continues an
-        earlier part of its conversation in another way.
+        A sample fails if its agent makes no call, or ends without a result at a limit. An agent that goes back and
+        continues an earlier part of its conversation in another way makes a branch of its episode.
 
         Raises InfraError if the engine or the gateway failed.
         """
-        max_turns = all_configs(self._config)[task.part].environment.max_turns
+        environment = all_configs(self._config)[task.part].environment
         began_s = time.monotonic()
-        sessions = await self._gateway.open(samples, seed=seed, temperature=temperature, max_turns=max_turns)
+        sessions = await self._gateway.open(
+            samples,
+            seed=seed,
+            temperature=temperature,
+            max_turns=environment.max_turns,
+            max_branches=environment.branches,
+        )
         ids = [id for id, _ in sessions]
         group = _Group(samples, on_progress, on_environment)
         group.called(0)
@@ -159,7 +165,7 @@ class AgentRollouts:
 
     def _episode(self, session: EndedSession) -> Episode:
         if session.episodes:
-            return session.episodes[0]
+            return of_branches(session.episodes)
         nothing = Node(origin=Origin.ENVIRONMENT, token_ids=[self._filler])
         return Episode(nodes=(nothing,), text="", truncated=False)
 
@@ -239,11 +245,4 @@ def _judged(score: Score, session: EndedSession) -> Score:
         return DataError(message, reason=RewardFailure.NO_CALL)
     if isinstance(score, DataError):
         return DataError(f"{score} ({session.limit})", reason=RewardFailure.LIMIT) if session.limit else score
-    if len(session.episodes) > 1:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(session.forks.items()))
-        return DataError(
-            f"the agent's conversation has {len(session.episodes)} branches ({reasons}), and only one can be trained; "
-            "append messages to the history and change nothing before them",
-            reason=RewardFailure.FORKED,
-        )
     return score

@@ -147,11 +147,22 @@ class Turn:
         return (*self.history, self.closing)
 
 
-class Conversation:
-    """The calls of one session, which are one sample of a group."""
+class TooManyBranches(Exception):
+    """A call would begin one branch more than the conversation may have. `fork` is its reason."""
 
-    def __init__(self, renderer: Renderer) -> None:
+    def __init__(self, fork: Fork | None) -> None:
+        super().__init__(fork)
+        self.fork = fork
+
+
+class Conversation:
+    """The calls of one session, which are one sample of a group. A call that would begin a branch beyond `max_branches`
+    raises TooManyBranches."""
+
+    def __init__(self, renderer: Renderer, *, max_branches: int) -> None:
         self._renderer = renderer
+        self._max_branches = max_branches
+        self._branches = 0
         self.turns: list[Turn] = []
         """All calls, in the order in which they came."""
 
@@ -242,6 +253,10 @@ class Conversation:
         return Node(origin=Origin.TEMPLATE, token_ids=rest if ended else [self._renderer.end, *rest])
 
     def _added(self, parent: Turn | None, node: Node, history: tuple[str, ...], tools: str, fork: Fork | None) -> Turn:
+        begins = parent is None or bool(parent.then)
+        if begins and self._branches == self._max_branches:
+            raise TooManyBranches(fork)
+        self._branches += begins
         turn = Turn(history=history, tools=tools, parent=parent, node=node, fork=fork)
         self.turns.append(turn)
         if parent is not None:

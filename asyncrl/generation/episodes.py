@@ -4,13 +4,16 @@ An episode is a sequence of nodes. A node has the tokens that the model sampled 
 prompt, the output of a tool, the text of a template. The tokens of all nodes, one after another, are exactly the
 sequence that the engine saw. Only sampled tokens are trained. An answer to a prompt is the smallest episode: a node
 that is read and a node that is sampled.
+
+An agent that goes back in its conversation makes an episode of several branches. Each of them is such a sequence. They
+are in one row, one after the other, and a token that several of them contain is sampled in the first one only.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from itertools import chain, groupby, takewhile
+from itertools import accumulate, chain, groupby, takewhile
 from typing import Any
 
 import numpy as np
@@ -20,7 +23,7 @@ import torch
 from asyncrl.buffer.records import VersionSpan
 from asyncrl.common.version import Version
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import NO_TOKEN, NO_VERSION, SUPPORT
+from asyncrl.data.specs import BRANCH, NO_BRANCH, NO_TOKEN, NO_VERSION, SUPPORT
 from asyncrl.errors import HandshakeError
 from asyncrl.generation.interfaces import Completion, Supports
 
@@ -68,15 +71,17 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Episode:
-    """One sample of a group. `text` is what is scored. `truncated` is True if a length limit ended it."""
+    """One sample of a group. `text` is what is scored. `truncated` is True if a length limit ended it. `forks` has the
+    number of nodes before each branch but the first."""
 
     nodes: tuple[Node, ...]
     text: str
     truncated: bool
+    forks: tuple[int, ...] = ()
 
     @cached_property
     def tokens(self) -> int:
-        """Number of tokens of the whole sequence."""
+        """Number of tokens of the whole sequence, or of all branches together."""
         return sum(len(node.token_ids) for node in self.nodes)
 
     @cached_property
@@ -123,6 +128,17 @@ def single_turn(prompt_ids: Sequence[int], completion: Completion, *, top_k: int
     )
 
 
+def of_branches(branches: Sequence[Episode]) -> Episode:
+    """Returns the episode of several branches. It ended as the last one did."""
+    ends = list(accumulate(len(branch.nodes) for branch in branches))
+    return Episode(
+        nodes=tuple(chain.from_iterable(branch.nodes for branch in branches)),
+        text=branches[-1].text,
+        truncated=branches[-1].truncated,
+        forks=tuple(ends[:-1]),
+    )
+
+
 def version_spans(versions: Sequence[Version]) -> tuple[VersionSpan, ...]:
     """Returns the runs of equal versions of sampled tokens.
 
@@ -133,9 +149,9 @@ def version_spans(versions: Sequence[Version]) -> tuple[VersionSpan, ...]:
     return tuple(VersionSpan(version.incarnation, version.step, tokens) for version, tokens in runs)
 
 
-def episode_rows(episodes: Sequence[Episode]) -> BatchedDataDict:
+def episode_rows(episodes: Sequence[Episode], *, branches: bool = False) -> BatchedDataDict:
     """Returns the rows of G episodes, of shape [G, S]: their tokens, padded on the right. Supports are a column
-    [G, S, K], if the sampled nodes have them.
+    [G, S, K], if the sampled nodes have them. With `branches`, the numbers of the tokens' branches are a column too.
 
     Tokens that were not sampled have log-prob 0, version NO_VERSION, mask 0 and no support. So has padding.
     """
@@ -165,6 +181,10 @@ def episode_rows(episodes: Sequence[Episode]) -> BatchedDataDict:
         token_mask=torch.from_numpy(sampled_GS.astype(np.float32)),
         input_lengths=torch.from_numpy(lengths),
     )
+    if branches:
+        numbers = [sum(place >= fork for fork in each.forks) for each in episodes for place in range(len(each.nodes))]
+        of_tokens = np.repeat(numbers, [len(node.token_ids) for node in nodes])
+        rows[BRANCH] = column(NO_BRANCH, of_tokens, np.int32, places=within_GS)
     if supports := [node.supports for node in sampled if node.supports is not None]:
         support_GSK = np.full((*within_GS.shape, supports[0].shape[1]), NO_TOKEN, dtype=np.int32)
         support_GSK[sampled_GS] = np.concatenate(supports)

@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from asyncrl.environments.agents import Access
-from asyncrl.generation.conversations import Conversation, Renderer, Turn
+from asyncrl.generation.conversations import Conversation, Renderer, TooManyBranches, Turn
 from asyncrl.generation.episodes import Episode
 from asyncrl.generation.gateway_calls import (
     ChatCall,
@@ -73,9 +73,10 @@ class EndedSession:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits of a session: calls, tokens of the whole sequence, and tokens of one answer."""
+    """Limits of a session: calls, branches, tokens of the whole sequence, and tokens of one answer."""
 
     turns: int
+    branches: int
     length: int
     answer_tokens: int
 
@@ -134,11 +135,14 @@ class Gateway:
             key=secrets.token_urlsafe(24),
             sampling=sampling,
             limits=limits,
-            conversation=Conversation(self._renderer),
+            conversation=self._conversation(limits),
         )
         self._sessions[session.id] = session
         access = Access(base_url=f"{url}/sessions/{session.id}/v1", api_key=session.key, model=self._model)
         return session.id, access
+
+    def _conversation(self, limits: Limits) -> Conversation:
+        return Conversation(self._renderer, max_branches=limits.branches)
 
     async def close(self, id: str) -> EndedSession:
         """Ends a session with all of its calls."""
@@ -186,7 +190,7 @@ class Gateway:
     async def _begin(self, session: _Session, _: Request) -> Response:
         """Forgets the calls of an agent that was started again after its process had died."""
         await _cancelled(session)
-        session.conversation, session.limit = Conversation(self._renderer), ""
+        session.conversation, session.limit = self._conversation(session.limits), ""
         for kept in (session.keys, session.errors, session.answered_s, session.tool_seconds):
             kept.clear()
         return JSONResponse({})
@@ -267,6 +271,12 @@ class Gateway:
             raise session.refuse("max_turns", f"the agent has made {before} calls, the limit environment.max_turns")
         try:
             turn = continued(session.conversation, retry=retry)
+        except TooManyBranches as many:
+            raise session.refuse(
+                "max_branches",
+                f"the call does not continue the conversation ({many.fork}), and the episode has "
+                f"{session.limits.branches} branches already, the limit environment.max_branches",
+            ) from many
         except (AttributeError, KeyError, TypeError, ValueError, TemplateError) as error:
             raise Refused(400, "bad_messages", f"the messages cannot be rendered: {describe_error(error)}") from error
         if idempotent:

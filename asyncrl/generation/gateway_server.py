@@ -45,12 +45,13 @@ class GatewayServer:
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]), name="gateway")
 
     async def open(
-        self, count: int, *, seed: int | None, temperature: float, max_turns: int
+        self, count: int, *, seed: int | None, temperature: float, max_turns: int, max_branches: int
     ) -> list[tuple[str, Access]]:
         """Opens the sessions of a group's samples. With a `seed`, each call of each sample has a seed of its own.
         Returns the id of each session, and the access to it."""
         limits = Limits(
             turns=max_turns,
+            branches=max_branches,
             length=self._config.model.max_length,
             answer_tokens=self._config.generator.max_completion_tokens,
         )
@@ -118,11 +119,19 @@ class RemoteGateway:
         )
 
     async def open(
-        self, count: int, *, seed: int | None, temperature: float, max_turns: int
+        self, count: int, *, seed: int | None, temperature: float, max_turns: int, max_branches: int
     ) -> list[tuple[str, Access]]:
         """As `GatewayServer.open`."""
         opened: list[tuple[str, Access]] = await self._answer(
-            start(self._actor, GatewayActor.open, count, seed=seed, temperature=temperature, max_turns=max_turns)
+            start(
+                self._actor,
+                GatewayActor.open,
+                count,
+                seed=seed,
+                temperature=temperature,
+                max_turns=max_turns,
+                max_branches=max_branches,
+            )
         )
         return opened
 

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from asyncrl.buffer.records import Prefix, Ticket
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import with_support
+from asyncrl.data.specs import SUPPORT
 from asyncrl.data_plane.clients import GroupRows
 from asyncrl.errors import AsyncRLError
 from asyncrl.generation.interfaces import PartialCompletion, Sampled
@@ -39,7 +39,7 @@ class PrefixKeeper:
     ) -> None:
         self._rows = rows
         self._every_tokens = every_tokens
-        self._columns = with_support(PREFIX_COLUMNS, support=support)
+        self._columns = (*PREFIX_COLUMNS, *([SUPPORT] if support else []))
         self._verdict = verdict
         self._stored = stored
         self._lengths: dict[str, Sequence[int]] = {}  # tokens of each sample at the last put of a group

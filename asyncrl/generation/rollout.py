@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.buffer.attempts import seed_of_group
 from asyncrl.buffer.failure_records import Failure
 from asyncrl.buffer.records import GroupMeta, Ticket
-from asyncrl.config.checks import BYTES_PER_ROW, BYTES_PER_SUPPORT_TOKEN, BYTES_PER_TOKEN
+from asyncrl.config.checks import BYTES_PER_BRANCH_ID, BYTES_PER_ROW, BYTES_PER_SUPPORT_TOKEN, BYTES_PER_TOKEN
 from asyncrl.config.parts import part_configs
 from asyncrl.config.schema import Config, HeldoutSet
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
 from asyncrl.data.row_checksums import row_checksums
-from asyncrl.data.specs import SUPPORT
+from asyncrl.data.specs import BRANCH, SUPPORT
 from asyncrl.data.tokenizer import encode_prompt
 from asyncrl.environments.part_scorers import PartScorers
 from asyncrl.environments.prompt_lengths import counted, longest_prompt_tokens
@@ -152,6 +152,7 @@ class Rollouts:
             scoring_s=scoring_s,
             failures=failures_of(scores, prompt=ticket.task.prompt),
             prefix=prefix,
+            branches=self._config.most_branches > 1,
         )
         return await beside_loop(build, tokens=sum(episode.tokens for episode in episodes))
 
@@ -204,17 +205,19 @@ def finished_group(
     scoring_s: float,
     failures: tuple[Failure, ...] = (),
     prefix: Sequence[PartialCompletion] = (),
+    branches: bool = False,
 ) -> FinishedGroup:
     """Builds the rows and the metadata of a scored group. The sampled tokens of its episodes begin with those of
-    `prefix`, if there are any."""
+    `prefix`, if there are any. `branches`: the rows have the column of branches."""
     spans = tuple(episode.version_spans for episode in episodes)
     steps = [span.step for of_episode in spans for span in of_episode]
     lengths = [episode.sampled_tokens for episode in episodes]
     prompt_tokens = min(episode.prompt_tokens for episode in episodes)  # those of agents may differ
     read = tuple(episode.tokens - prompt_tokens - episode.sampled_tokens for episode in episodes)
-    rows = episode_rows(episodes)
+    rows = episode_rows(episodes, branches=branches)
     support_bytes = rows[SUPPORT].shape[2] * BYTES_PER_SUPPORT_TOKEN if SUPPORT in rows else 0
-    token_bytes = sum(episode.tokens for episode in episodes) * (BYTES_PER_TOKEN + support_bytes)
+    branch_bytes = BYTES_PER_BRANCH_ID if BRANCH in rows else 0
+    token_bytes = sum(episode.tokens for episode in episodes) * (BYTES_PER_TOKEN + support_bytes + branch_bytes)
     meta = GroupMeta(
         group=ticket.group,
         attempt=ticket.attempt,

@@ -20,7 +20,7 @@ from asyncrl.algorithms.filters import SampleFilters
 from asyncrl.buffer.records import Lease, LeasedGroup
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
-from asyncrl.data.specs import GENERATED_FIELDS, NO_VERSION, with_support
+from asyncrl.data.specs import BRANCH, GENERATED_FIELDS, NO_VERSION
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.sample_ids import samples_of
@@ -32,7 +32,7 @@ Decode = Callable[[Sequence[int], bool], str]
 """Decodes token ids to text. The text contains the special tokens if the second argument is True."""
 
 SAMPLE_COLUMNS = ("input_ids", "weight_versions", "token_mask", "sample_mask", "advantages")
-"""The columns of rows that `sample_record` needs."""
+"""The columns of rows that `sample_record` needs. It also reads `branch_ids`, if the rows have it."""
 
 
 def check_staleness(lease: Lease) -> None:
@@ -171,16 +171,16 @@ def sample_ids(group: LeasedGroup) -> list[str]:
     return samples_of(group.meta.key, count=len(group.meta.rewards))
 
 
-def step_meta(lease: Lease, *, support: bool = False) -> KVBatchMeta:
+def step_meta(lease: Lease, *, extra: Sequence[str] = ()) -> KVBatchMeta:
     """Returns the names of a lease's rows, with each row's length in tokens and the staleness limit of its ticket. The
-    rows of extended groups are marked: the ranks mask their tokens beyond the limit. `support`: the rows have supports
-    (`generator.top_k`)."""
+    rows of extended groups are marked: the ranks mask their tokens beyond the limit. `extra` are the columns that only
+    the rows of some runs have (`Config.extra_columns`)."""
     samples = [(group, tokens) for group in lease.groups for tokens in group.meta.row_tokens]
     return KVBatchMeta(
         partition_id=TRAIN_PARTITION,
         task_name="train",
         sample_ids=[sample for group in lease.groups for sample in sample_ids(group)],
-        fields=list(with_support(GENERATED_FIELDS, support=support)),
+        fields=[*GENERATED_FIELDS, *extra],
         sequence_lengths=[tokens for _, tokens in samples],
         extra_info={STEP: lease.step},
         tags=[
@@ -250,11 +250,21 @@ def sample_record(
         advantage=float(advantage),
         version_spans=spans,
         turns=turns(versions) if leased.meta.read_tokens else (),
+        forks=forks(rows[BRANCH][row, cut]) if BRANCH in rows else (),
         trained_spans=tuple((trained, len([*run])) for trained, run in groupby(trained_S.tolist())),
         staleness_versions=step - min(sampled, default=step),
         truncated=leased.meta.truncated[sample],
         **logprobs,
     )
+
+
+def forks(branch_ids_S: torch.Tensor) -> tuple[int, ...]:
+    """Returns the places at which a branch begins, without the first one.
+
+    >>> forks(torch.tensor([0, 0, 1, 1]))
+    (2,)
+    """
+    return tuple(((branch_ids_S.diff() != 0).nonzero().flatten() + 1).tolist())
 
 
 def turns(versions: Sequence[int]) -> tuple[tuple[int, int], ...]:

@@ -19,7 +19,7 @@ from asyncrl.atomic_write import write_atomically
 from asyncrl.buffer.records import Lease
 from asyncrl.common.version import Version
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import GENERATED_FIELDS, with_support
+from asyncrl.data.specs import GENERATED_FIELDS
 from asyncrl.learner.audit_records import AUDIT
 from asyncrl.policy.lm_policy import Policy
 
@@ -90,7 +90,6 @@ class KeptSteps:
         return self._batches / f"{version}.msgpack", self._batches / f"{version}.safetensors"
 
 
-def kept_columns(*, with_logprobs: bool, support: bool) -> Sequence[str]:
-    """Returns the columns of a kept batch."""
-    generated = with_support(GENERATED_FIELDS, support=support)
-    return [*generated, *ADDED_COLUMNS, *([PREV_LOGPROBS] if with_logprobs else [])]
+def kept_columns(*, with_logprobs: bool, extra: Sequence[str]) -> Sequence[str]:
+    """Returns the columns of a kept batch. `extra` are those that only some runs have (`Config.extra_columns`)."""
+    return [*GENERATED_FIELDS, *extra, *ADDED_COLUMNS, *([PREV_LOGPROBS] if with_logprobs else [])]

@@ -119,7 +119,7 @@ class LearnerLoop:
             clock=clock,
         )
         logprobs = ["generation_logprobs", *(["prev_logprobs"] if self._stages.writes_logprobs else [])]
-        logged = [*SAMPLE_COLUMNS, *(logprobs if config.learner.logprobs_logged else [])]
+        logged = [*SAMPLE_COLUMNS, *config.extra_columns, *(logprobs if config.learner.logprobs_logged else [])]
         self._end = StepEnd(recorder=self._recorder, log=log, rows=self._rows, logged_columns=logged)
         self._due: RunSnapshot | None = None  # of the step whose checkpoint is due
         self._unpublished = False  # True if the learner has a newer version than the published one
@@ -241,7 +241,7 @@ class LearnerLoop:
         started_s = self._clock()
         check_staleness(lease)
         samples = self._stages.judge(lease)
-        meta = step_meta(lease, support=self._config.has_supports)
+        meta = step_meta(lease, extra=self._config.extra_columns)
         waits = self._stages.policy_waits(lease.step)
         self.phase = "training only the critic (critic.warmup_steps)" if waits else TRAINING
         try:
@@ -289,7 +289,7 @@ class LearnerLoop:
     async def _keep_batch(self, lease: Lease, meta: KVBatchMeta) -> None:
         """Keeps the rows of a trained step, for `audit.keep_weights: all`."""
         if self._kept is not None:
-            columns = kept_columns(with_logprobs=self._stages.writes_logprobs, support=self._config.has_supports)
+            columns = kept_columns(with_logprobs=self._stages.writes_logprobs, extra=self._config.extra_columns)
             await self._kept.keep_batch(lease, self._rows.read(meta, columns))
 
     async def _keep_weights(self, version: Version) -> None:

@@ -209,7 +209,8 @@ class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
     components of the reward by name, if it has any. `tokens` has the text of each completion token. `version_spans` has
     pairs (step of the weights, number of completion tokens that these weights generated), in the order of the tokens.
     `turns` has pairs (tokens that were read, tokens that were then sampled) of the completion; empty if all of it was
-    sampled. `trained_spans` has pairs (whether the loss includes these tokens, number of completion tokens) in the
+    sampled. `forks` has the places of the completion tokens at which a further branch of the episode begins.
+    `trained_spans` has pairs (whether the loss includes these tokens, number of completion tokens) in the
     order of the tokens. `staleness_versions` is the staleness of the oldest token at `step`. With
     `learner.logprobs_logged`, `generation_logprobs` has the engine's log-prob of each completion token, in nats.
     `prev_logprobs` then has the log-probs of the policy before the step, if the objective reads them.
@@ -227,6 +228,7 @@ class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
     advantage: float | None
     version_spans: tuple[tuple[int, int], ...]
     turns: tuple[tuple[int, int], ...] = ()
+    forks: tuple[int, ...] = ()
     trained_spans: tuple[tuple[bool, int], ...] = ()
     staleness_versions: int
     truncated: bool

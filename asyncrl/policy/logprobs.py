@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from asyncrl.errors import ConfigError
 from asyncrl.policy.chunked_head import chunked_logprobs
 from asyncrl.policy.support_head import support_logprobs
+from asyncrl.ranks.branches import Branches
 from asyncrl.ranks.packed import PackedRows
 
 _LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
@@ -26,6 +27,7 @@ def model_logprobs(
     with_entropy: bool,
     packed_lengths_B: torch.Tensor | None = None,
     support_BSK: torch.Tensor | None = None,
+    branch_ids_BS: torch.Tensor | None = None,
     chunk_logits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns log-probs [B, T] of the next tokens and, if `with_entropy`, the entropies [B, T] of their distributions,
@@ -36,9 +38,22 @@ def model_logprobs(
     padding is on the right, where causal attention does not look. With `packed_lengths_B`, the model sees no padding at
     all, and results beyond a row's length are 0; its attention must be the one of `asyncrl.ranks.packed`. With
     `support_BSK`, the softmax of each token is over its support only, and both results are 0 for tokens without a
-    support (`asyncrl.policy.support_head`). Raises ConfigError for a model whose logits are not a plain product with
-    the head.
+    support (`asyncrl.policy.support_head`). With `branch_ids_BS`, each branch of a row is a sequence of its own
+    (`asyncrl.ranks.branches`), and both results are 0 for its first token. Raises ConfigError for a model whose logits
+    are not a plain product with the head.
     """
+    if branch_ids_BS is not None:
+        split = Branches.of(input_ids_BS, branch_ids_BS=branch_ids_BS, support_BSK=support_BSK)
+        logprobs_RT, entropy_RT = model_logprobs(
+            model,
+            split.input_ids_RL,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            packed_lengths_B=None if packed_lengths_B is None else split.lengths_R,
+            support_BSK=split.support_RLK,
+            chunk_logits=chunk_logits,
+        )
+        return split.at_next_tokens(logprobs_RT), None if entropy_RT is None else split.at_next_tokens(entropy_RT)
     head = _plain_head(model)
     packed = None
     support_NK = None if support_BSK is None else support_BSK[:, 1:].flatten(0, 1)

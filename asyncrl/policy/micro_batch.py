@@ -15,9 +15,10 @@ from asyncrl.algorithms.kernel import kernel_sums
 from asyncrl.algorithms.loss import ObjectiveLoss, entropy, gather_logprobs
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.masks import trained_mask
-from asyncrl.data.specs import NO_VERSION, SUPPORT
+from asyncrl.data.specs import BRANCH, NO_VERSION, SUPPORT
 from asyncrl.errors import CallRefused
 from asyncrl.policy.logprobs import model_logprobs
+from asyncrl.ranks.branches import Branches
 from asyncrl.ranks.loss_pass import MicroBatchOutcome, UpdateContext, aligned, outcome_of, slopes_of, without_slopes
 from asyncrl.ranks.packed import PackedRows
 
@@ -120,7 +121,13 @@ def _outputs(
     # for an objective, the chunked head computes entropies; other losses that need entropies get logits
     if not isinstance(loss_fn, ObjectiveLoss) and input_type_of(loss_fn) != LossInputType.LOGPROB:
         assert support_BSK is None, "refused by check_input_type"
-        logits_BSV = _logits(model, data["input_ids"], temperature=temperature, packed_lengths_B=lengths_B)
+        logits_BSV = _logits(
+            model,
+            data["input_ids"],
+            temperature=temperature,
+            packed_lengths_B=lengths_B,
+            branch_ids_BS=data.get(BRANCH),
+        )
         return _Outputs(
             columns={"next_token_logits": logits_BSV},
             logprobs_BT=gather_logprobs(logits_BSV, input_ids_BS=data["input_ids"]),
@@ -133,6 +140,7 @@ def _outputs(
         with_entropy=True,
         packed_lengths_B=lengths_B,
         support_BSK=support_BSK,
+        branch_ids_BS=data.get(BRANCH),
     )
     assert entropy_BT is not None
     columns = {"next_token_logprobs": logprobs_BT}
@@ -184,11 +192,17 @@ def _logits(
     *,
     temperature: float,
     packed_lengths_B: torch.Tensor | None,
+    branch_ids_BS: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns float32 logits [B, S, V], divided by the temperature, for a loss that needs all of them.
 
-    No attention mask is needed: padding is on the right, where causal attention does not look.
+    No attention mask is needed: padding is on the right, where causal attention does not look. Each branch of a row is
+    a sequence of its own.
     """
+    if branch_ids_BS is not None:
+        split = Branches.of(input_ids_BS, branch_ids_BS=branch_ids_BS)
+        lengths_R = None if packed_lengths_B is None else split.lengths_R
+        return split.at_tokens(_logits(model, split.input_ids_RL, temperature=temperature, packed_lengths_B=lengths_R))
     if packed_lengths_B is None:
         logits_BSV: torch.Tensor = model(input_ids=input_ids_BS, use_cache=False).logits.float()
     else:

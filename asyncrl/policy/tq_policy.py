@@ -19,7 +19,7 @@ from asyncrl.algorithms.token_estimators import OUTCOME, TokenEstimator
 from asyncrl.config.schema import Config, DataPlaneSection
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.sharding import DynamicBatchingArgs, SequencePackingArgs
-from asyncrl.data.specs import CRITIC_FIELDS, DP_TRAIN_FIELDS, LP_SEED_FIELDS, SUPPORT, with_support
+from asyncrl.data.specs import CRITIC_FIELDS, DP_TRAIN_FIELDS, EXTRA_FIELDS, LP_SEED_FIELDS
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.codec import encode
 from asyncrl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
@@ -116,7 +116,7 @@ class TQPolicy(Policy):
     @property
     def _scored_fields(self) -> tuple[str, ...]:
         """The columns that the ranks fetch to compute log-probs."""
-        return with_support(LP_SEED_FIELDS, support=self._config.has_supports)
+        return (*LP_SEED_FIELDS, *self._config.extra_columns)
 
     # -- stages --------------------------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class TQPolicy(Policy):
         its row's `tags["max_staleness_versions"]`, and a token beyond it raises StalenessViolation.
         """
         ignore_arguments("train_from_meta", (), kwargs)
-        rows = NamedRows(meta, self._data_plane, (*DP_TRAIN_FIELDS, "weight_versions", SUPPORT))
+        rows = NamedRows(meta, self._data_plane, (*DP_TRAIN_FIELDS, "weight_versions", *EXTRA_FIELDS))
         return self._train(rows, loss_fn, eval_mode, gbs, mbs, timer)
 
     # -- methods that other trainers on TransferQueue call ---------------------------------------------------------

@@ -24,7 +24,7 @@ from asyncrl.common.version import Version
 from asyncrl.complete_directory import prepare, unfinished
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import SUPPORT, with_support
+from asyncrl.data.specs import BRANCH, SUPPORT
 from asyncrl.errors import CallRefused, WeightError
 from asyncrl.policy.export import convert_to_hf
 from asyncrl.policy.flops import model_cost, peak_flops_per_s
@@ -203,10 +203,11 @@ class PolicyWorker(RankWorker[LossFunction]):
                 with_entropy=False,
                 packed_lengths_B=part["input_lengths"] if self._packed else None,
                 support_BSK=part.get(SUPPORT) if of_sampler else None,
+                branch_ids_BS=part.get(BRANCH),
             )
             return aligned(logprobs_BT)
 
-        columns = with_support(SCORED_COLUMNS, support=of_sampler and self._config.has_supports)
+        columns = (*SCORED_COLUMNS, *(self._config.extra_columns if of_sampler else ()))
         return self._scored(data, score, micro_batch_size=micro_batch_size, columns=columns)
 
     def weights_metadata(self) -> tuple[ParameterSpec, ...]:

@@ -13,12 +13,10 @@ from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.masks import trained_mask
 from asyncrl.data.specs import NO_VERSION, SUPPORT
 from asyncrl.errors import StalenessViolation
+from asyncrl.ranks.branches import MIN_WIDTH, branches_as_rows
 from asyncrl.ranks.prefixes import shared_prefixes
 
 _NUMBERS = (*SOURCE_COLUMNS.values(), "advantages")
-
-MIN_WIDTH = 2
-"""Width of the narrowest batch, in tokens: one token to predict from, and one token to predict."""
 
 
 def check_token_staleness(
@@ -100,8 +98,10 @@ def tokens_passed(parts: Sequence[BatchedDataDict], *, packed: bool) -> tuple[in
     """Returns the number of tokens of all rows, and the number of tokens that pass through the model for them.
 
     Padded rows pass with their padding, so the second number is not smaller. Packed rows pass without padding, and a
-    prefix that rows of a micro-batch share passes once, so the second number is not larger.
+    prefix that rows of a micro-batch share passes once, so the second number is not larger. Each branch of an episode
+    passes as a row.
     """
+    parts = list(map(branches_as_rows, parts))
     real = sum(int(part["input_lengths"].sum()) for part in parts)
     if not packed:
         return real, sum(part["input_ids"].numel() for part in parts)
@@ -110,8 +110,8 @@ def tokens_passed(parts: Sequence[BatchedDataDict], *, packed: bool) -> tuple[in
 
 
 def row_lengths(parts: Sequence[BatchedDataDict]) -> list[int]:
-    """Returns the number of real tokens of every row."""
-    return [length for part in parts for length in part["input_lengths"].tolist()]
+    """Returns the number of real tokens of every sequence that the model sees."""
+    return [length for part in parts for length in branches_as_rows(part)["input_lengths"].tolist()]
 
 
 def empty_micro_batch() -> BatchedDataDict:

@@ -15,7 +15,8 @@ from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.sharding import DynamicBatchingArgs, SequencePackingArgs, require
 from asyncrl.data.specs import LP_SEED_FIELDS
 from asyncrl.errors import MissingColumns
-from asyncrl.ranks.batching import MIN_WIDTH, count_trained, empty_micro_batch, valid_sums
+from asyncrl.ranks.batching import count_trained, empty_micro_batch, valid_sums
+from asyncrl.ranks.branches import MIN_WIDTH
 from asyncrl.ranks.report import UpdatePlan, global_plan
 
 CURRENT = SOURCE_COLUMNS["proximal"]

@@ -6,14 +6,15 @@ Legend: B rows, S tokens, K tokens of a support.
 import torch
 
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import NO_TOKEN, SUPPORT
+from asyncrl.data.specs import BRANCH, NO_BRANCH, NO_TOKEN, SUPPORT
 from asyncrl.errors import CallRefused
 
-_INTEGERS = ("input_ids", "input_lengths", "weight_versions", "group_ids")
+_INTEGERS = ("input_ids", "input_lengths", "weight_versions", "group_ids", BRANCH)
 _SHAPES = {
     **dict.fromkeys(("input_lengths", "sample_mask", "rewards", "group_ids"), ("[B]",)),
     **dict.fromkeys(("input_ids", "weight_versions", "staleness", "token_mask", "values", "returns"), ("[B, S]",)),
     **dict.fromkeys(("generation_logprobs", "prev_logprobs", "reference_policy_logprobs"), ("[B, S]",)),
+    BRANCH: ("[B, S]",),
     "advantages": ("[B]", "[B, S]"),
 }
 """The possible shapes of each column that the ranks themselves read."""
@@ -59,6 +60,15 @@ def check_rows(batch: BatchedDataDict, *, vocabulary: int) -> None:
         beyond_BS = torch.arange(width) >= batch["input_lengths"].unsqueeze(1)
         masked_BS = batch["token_mask"].float() * beyond_BS
         _check_range("token_mask", masked_BS, 0.0, 0.0, why="the token is beyond its row's input_lengths")
+    if BRANCH in batch and "input_lengths" in batch:
+        inside_BS = torch.arange(width) < batch["input_lengths"].unsqueeze(1)
+        wrong_BS = (batch[BRANCH] != NO_BRANCH) != inside_BS
+        if wrong_BS.any():
+            row, place = wrong_BS.nonzero()[0].tolist()
+            raise CallRefused(
+                f"{BRANCH}[{row}, {place}] is {int(batch[BRANCH][row, place])}; it must be the number of a branch for "
+                f"the tokens of a row, and {NO_BRANCH} beyond its input_lengths"
+            )
     if SUPPORT in batch and "input_ids" in batch:
         _check_supports(batch, vocabulary=vocabulary)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModel, PreTrainedModel
 
+from asyncrl.ranks.branches import Branches
 from asyncrl.ranks.loss_pass import aligned
 from asyncrl.ranks.packed import ATTENTION, PackedRows
 
@@ -48,13 +49,23 @@ def load_value_model(path: str, *, packed: bool) -> ValueModel:
 
 
 def model_values(
-    model: torch.nn.Module, input_ids_BS: torch.Tensor, *, packed_lengths_B: torch.Tensor | None = None
+    model: torch.nn.Module,
+    input_ids_BS: torch.Tensor,
+    *,
+    packed_lengths_B: torch.Tensor | None = None,
+    branch_ids_BS: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns [B, S]: entry t is V(before token t), and entry 0 is 0. Differentiable.
+
+    With `branch_ids_BS`, each branch of a row is a sequence of its own, and the entry of its first token is 0.
 
     No attention mask is needed: padding is on the right, where causal attention does not look. With `packed_lengths_B`,
     the model sees no padding, and entries beyond a row's length are 0. Without it, these entries have no meaning.
     """
+    if branch_ids_BS is not None:
+        split = Branches.of(input_ids_BS, branch_ids_BS=branch_ids_BS)
+        lengths_R = None if packed_lengths_B is None else split.lengths_R
+        return split.at_tokens(model_values(model, split.input_ids_RL, packed_lengths_B=lengths_R))
     if packed_lengths_B is None:
         before_BT: torch.Tensor = model(input_ids=input_ids_BS)[:, :-1]
     else:

@@ -15,7 +15,7 @@ from typing import Any
 from asyncrl.algorithms.interfaces import ValueLossFunction
 from asyncrl.algorithms.token_estimators import TokenEstimator
 from asyncrl.config.schema import Config
-from asyncrl.data.specs import LP_SEED_FIELDS
+from asyncrl.data.specs import BRANCH, LP_SEED_FIELDS
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.ranks.driver import ignore_arguments
 from asyncrl.ranks.named_rows import DataPlane, NamedRows
@@ -36,7 +36,8 @@ class TQValue(Value):
         self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> None:
         """Adds the column `values` of the current critic, and records it in `meta`."""
-        rows = NamedRows(meta, self._data_plane, LP_SEED_FIELDS, writes={"values": "values"})
+        branches = [name for name in self._config.extra_columns if name == BRANCH]
+        rows = NamedRows(meta, self._data_plane, (*LP_SEED_FIELDS, *branches), writes={"values": "values"})
         self._write(rows, timer, ValueWorker.get_values, micro_batch_size=micro_batch_size)
 
     def get_advantages_from_meta(
@@ -61,5 +62,5 @@ class TQValue(Value):
         """Trains like `train`, on the columns that the loss reads, with the same result. `TQPolicy.train_from_meta`
         explains the columns and the check of token ages, which are the same here."""
         ignore_arguments("train_from_meta", (), kwargs)
-        rows = NamedRows(meta, self._data_plane, (*LP_SEED_FIELDS, "returns", "values", "weight_versions"))
+        rows = NamedRows(meta, self._data_plane, (*LP_SEED_FIELDS, "returns", "values", "weight_versions", BRANCH))
         return self._train(rows, loss_fn, eval_mode, gbs, mbs, timer)

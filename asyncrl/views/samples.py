@@ -111,12 +111,14 @@ def shown_sample(sample: SampleRecord, *, by: ColorBy) -> Iterator[Text]:
     """Yields the lines that show a sample. Raises RunError if it was recorded without what the colours show."""
     yield Text(", ".join([f"step {sample.step}", f"group {sample.group}", *facts(sample)]), style="bold")
     yield Text.assemble(("prompt      ", "dim"), _plain(sample.rendered_prompt))
-    tokens = _tokens(sample, by)
+    tokens, place = _tokens(sample, by), 0
     for read, sampled in sample.turns or ((0, len(tokens)),):
+        end = place + read
         if read:
-            yield Text.assemble(("read        ", "dim"), *tokens[:read])
-        yield Text.assemble(("completion  ", "dim"), *tokens[read : read + sampled])
-        tokens = tokens[read + sampled :]
+            origin = "branch      " if place in sample.forks else "read        "
+            yield Text.assemble((origin, "dim"), *tokens[place:end])
+        yield Text.assemble(("completion  ", "dim"), *tokens[end : end + sampled])
+        place = end + sampled
     if sample.answer:
         yield Text.assemble(("answer      ", "dim"), _plain(sample.answer))
     yield Text.assemble(("tokens      ", "dim"), ages_in_words(sample))

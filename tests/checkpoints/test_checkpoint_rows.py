@@ -10,7 +10,7 @@ from memory_client import MemoryClient
 from asyncrl.checkpoints.rows import load_rows, save_rows
 from asyncrl.common.version import Version
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import GENERATED_FIELDS, with_support
+from asyncrl.data.specs import GENERATED_FIELDS, SUPPORT
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.codec import PAD_VALUES
 from asyncrl.data_plane.sample_ids import samples_of
@@ -43,7 +43,7 @@ def rows_of(prompt: list[int], *completions: Completion) -> BatchedDataDict:
 
 @pytest.mark.parametrize("top_k", [None, 3])
 def test_what_was_saved_comes_back_exactly_and_nothing_else(top_k: int | None, tmp_path: Path) -> None:
-    columns = with_support(GENERATED_FIELDS, support=top_k is not None)
+    columns = (*GENERATED_FIELDS, *([] if top_k is None else [SUPPORT]))
     before, after = client(), client()
     groups = {
         "7.0": rows_of([5, 6], completion(1, 2, 3, top_k=top_k), completion(4, top_k=top_k)),

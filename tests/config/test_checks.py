@@ -9,6 +9,7 @@ from asyncrl.config.checks import check_config, worst_case_group_bytes
 from asyncrl.config.import_path import BUILT_IN_NAMES
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
+from asyncrl.data.specs import BRANCH, SUPPORT
 from asyncrl.errors import ConfigError
 
 _CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
@@ -64,7 +65,7 @@ _LIMITS = [
     (
         ["buffer.capacity_bytes=459775", "generator.top_k=8"],
         ["buffer.capacity_bytes=459776", "generator.top_k=8"],
-        "(model.max_length 64 × 56 + 8) bytes; raise it, or lower generator.top_k",
+        "(64 tokens × 56 + 8) bytes, with rows of model.max_length = 64 tokens; raise it, or lower generator.top_k",
     ),
     (["generator.top_p=0.99"], ["generator.top_p=0.99", "generator.top_k=8"], "set generator.top_k too, or remove"),
     (["generator.min_p=0.01"], ["generator.min_p=0.01", "generator.top_k=8"], "only if their number is limited"),
@@ -74,6 +75,11 @@ _LIMITS = [
         ["learner.batching=packed", "learner.micro_batch_tokens=63"],
         ["learner.batching=packed", "learner.micro_batch_tokens=64"],
         "model.max_length = 64",
+    ),
+    (
+        ["learner.batching=packed", "learner.micro_batch_tokens=511", "environment.agent=tasks:play"],
+        ["learner.micro_batch_tokens=511", "environment.agent=tasks:play", "environment.max_branches=7"],
+        "at least model.max_length = 64 × environment.max_branches = 8 = 512 with learner.batching = packed",
     ),
     (
         ["learner.batching=dynamic", "learner.micro_batch_tokens=1"],
@@ -347,6 +353,29 @@ def test_a_group_is_booked_at_its_columns_bytes_for_every_sample() -> None:
     assert worst_case_group_bytes(config) == 3 * (100 * (8 + 8 + 4 + 4) + 8)
     config = load_config([], ["learner.group_size=3", "model.max_length=100", "generator.top_k=20"])
     assert worst_case_group_bytes(config) == 3 * (100 * (8 + 8 + 4 + 4 + 20 * 4) + 8)
+    overrides = ["learner.group_size=3", "model.max_length=100", "environment.agent=tasks:play"]
+    config = load_config([], [*overrides, "environment.max_branches=4"])
+    assert worst_case_group_bytes(config) == 3 * (4 * 100 * (8 + 8 + 4 + 4 + 4) + 8)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "branches"),
+    [
+        ([], 1),
+        (["environment.name=guess_the_number"], 8),
+        (["environment.name=guess_the_number", "environment.reward=exact_match"], 1),
+        (["environment.name=tasks:Own"], 1),
+        (["environment.name=tasks:Own", "environment.max_branches=3"], 3),
+        (["environment.agent=tasks:play", "environment.max_branches=1"], 1),
+        (["data.mixture=[{name: a, environment: {agent: tasks:play, max_branches: 5}}, {name: b}]"], 5),
+    ],
+    ids=str,
+)
+def test_rows_have_branches_if_a_part_of_the_run_plays_agents(overrides: list[str], branches: int) -> None:
+    config = load_config([], overrides)
+    assert config.most_branches == branches
+    assert config.extra_columns == ((BRANCH,) if branches > 1 else ())
+    assert load_config([], [*overrides, "generator.top_k=2"]).extra_columns[:1] == (SUPPORT,)
 
 
 @pytest.mark.parametrize(

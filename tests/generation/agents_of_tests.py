@@ -42,6 +42,24 @@ async def unlucky(session: Session, task: Task) -> Any:
     return 1.0
 
 
+async def undecided(session: Session, task: Task) -> float:
+    """Makes two turns, asks the second question in another way, and repeats the first call."""
+    first = [{"role": "user", "content": task.question}]
+    begun = [*first, await session.chat(first)]
+    await session.chat([*begun, {"role": "user", "content": "go on"}])
+    await session.chat([*begun, {"role": "user", "content": "go back"}])
+    await session.chat(first)
+    return 1.0
+
+
+async def of_tokens(session: Session, task: Task) -> float:
+    """Continues tokens twice."""
+    begun = [1, 2, 3]
+    sampled = await session.generate(begun, max_tokens=5)
+    await session.generate([*begun, *sampled, 4], stop=["x"])
+    return 1.0
+
+
 def silent(session: Session, task: Task) -> float:
     """Makes no call, and is no coroutine function."""
     del session, task

@@ -12,6 +12,7 @@ from asyncrl.common.version import Version
 from asyncrl.config.parts import all_configs
 from asyncrl.config.schema import Config, HeldoutSet
 from asyncrl.data.prompts import Task
+from asyncrl.data.specs import BRANCH, NO_BRANCH
 from asyncrl.demo.chat_tokenizer import END, build_chat_tokenizer
 from asyncrl.environments.part_scorers import PartScorers
 from asyncrl.environments.scoring_messages import RewardFailure
@@ -141,11 +142,11 @@ async def test_a_bad_sample_does_not_cost_the_others() -> None:
         "hang": RewardFailure.TIMEOUT,
         "exit": RewardFailure.CRASHED,
         "text": RewardFailure.WRONG_TYPE,
-        "fork": RewardFailure.FORKED,
+        "fork": RewardFailure.LIMIT,
         "talk": RewardFailure.LIMIT,
     }
     reasons: dict[str, str] = {}
-    async with playing("unlucky", samples=3, score_timeout_s=2.0, max_turns=5) as setup:
+    async with playing("unlucky", samples=3, score_timeout_s=2.0, max_turns=5, max_branches=1) as setup:
         for how in expected:
             setup.engine.prompts.clear()
             group = await setup.run(how=how)
@@ -153,6 +154,39 @@ async def test_a_bad_sample_does_not_cost_the_others() -> None:
             reasons[how] = failure.reason
             assert sorted(group.meta.rewards, key=str) == [1.0, 1.0, None], how
     assert reasons == expected
+
+
+async def test_an_agent_that_goes_back_has_one_row_with_all_of_its_branches() -> None:
+    async with playing("undecided") as setup:
+        group = await setup.run()
+    meta, rows = group.meta, group.rows
+    assert meta.completion_tokens == (8, 8), "four answers of a digit and the end of a turn, each trained once"
+    assert meta.rewards == (1.0, 1.0)
+    assert group.activity is not None
+    assert group.activity.forks == {"compacted": 2, "resampled": 2}
+    prompts = [tuple(prompt) for prompt in setup.engine.prompts]
+    for row, length in enumerate(rows["input_lengths"].tolist()):
+        ids, masks, numbers = (rows[name][row, :length] for name in ("input_ids", "token_mask", BRANCH))
+        assert numbers.unique(return_counts=False).tolist() == [0, 1, 2]
+        for branch in range(3):
+            sequence, mask = ids[numbers == branch].tolist(), masks[numbers == branch].bool().tolist()
+            last = max(place for place, trained in enumerate(mask) if trained) + 1
+            assert last == len(sequence), "a branch ends with the answer that is its own"
+            begun = len(sequence) - 2
+            assert tuple(sequence[:begun]) in prompts, "its last answer follows what the engine saw"
+        assert rows[BRANCH][row, length:].tolist() == [NO_BRANCH] * (rows[BRANCH].shape[1] - length)
+    assert meta.row_bytes == rows["input_lengths"].sum() * 28 + 2 * 8
+
+
+async def test_an_agent_may_continue_tokens_instead_of_messages() -> None:
+    async with playing("of_tokens") as setup:
+        group = await setup.run()
+    sequences = group.rows["input_ids"].tolist()
+    masks = group.rows["token_mask"].tolist()
+    assert [row[:3] for row in sequences] == [[1, 2, 3]] * 2
+    assert [row[5] for row in sequences] == [4] * 2, "two sampled tokens, and one that the agent added"
+    assert masks == [[0, 0, 0, 1, 1, 0, 1, 1]] * 2
+    assert group.rows[BRANCH].tolist() == [[0] * 8] * 2
 
 
 async def test_an_agent_that_makes_no_call_has_no_reward() -> None:

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from asyncrl.common.version import Version
+from asyncrl.data.specs import BRANCH
 from asyncrl.demo.chat_tokenizer import END, build_chat_tokenizer
 from asyncrl.generation.conversations import Conversation, Fork, TemplateRenderer, Turn, canonical, difference
+from asyncrl.generation.episodes import episode_rows, of_branches
 from asyncrl.generation.interfaces import Completion
 
 TOKENIZER = build_chat_tokenizer(max_length=4096)
@@ -48,7 +50,7 @@ class Client:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.conversation = Conversation(RENDERER)
+        self.conversation = Conversation(RENDERER, max_branches=99)
         self.seen: list[tuple[list[int], list[int]]] = []
         self.history: list[Mapping[str, Any]] = [{"role": "user", "content": self.text()}]
         if self.rng.random() < 0.5:
@@ -126,12 +128,16 @@ def test_hostile_histories_never_train_a_token_twice_or_in_another_context(seeds
             client.act()
         conversation = client.conversation
         trained: list[tuple[list[int], list[int]]] = []
-        for episode in conversation.episodes():
+        branches = list(conversation.episodes())
+        row = episode_rows([of_branches(branches)], branches=True)
+        for number, episode in enumerate(branches):
             sequence: list[int] = []
             for node in episode.nodes:
                 if node.sampled:
                     trained.append((sequence.copy(), list(node.token_ids)))
                 sequence += node.token_ids
+            assert row["input_ids"][row[BRANCH] == number].tolist() == sequence, "a row has its branches in order"
+        assert int(row["token_mask"].sum()) == sum(len(sampled) for _, sampled in client.seen)
         assert sorted(trained) == sorted(client.seen), "each sampled token is trained once, after what the engine saw"
         first, *others = conversation.turns
         assert first.fork is None
@@ -141,7 +147,7 @@ def test_hostile_histories_never_train_a_token_twice_or_in_another_context(seeds
 
 
 def talk(*texts: str) -> tuple[Conversation, list[dict[str, Any]]]:
-    conversation, history = Conversation(RENDERER), [{"role": "user", "content": "first"}]
+    conversation, history = Conversation(RENDERER, max_branches=99), [{"role": "user", "content": "first"}]
     for text in texts:
         turn = conversation.call(history)
         conversation.answered(turn, completion(text), message(text))
@@ -161,7 +167,7 @@ def test_a_plain_conversation_is_one_episode_whose_tokens_are_those_of_the_templ
 
 
 def test_a_turn_that_was_cut_off_is_ended_by_the_template() -> None:
-    conversation, history = Conversation(RENDERER), [{"role": "user", "content": "first"}]
+    conversation, history = Conversation(RENDERER, max_branches=99), [{"role": "user", "content": "first"}]
     turn = conversation.call(history)
     conversation.answered(turn, completion("cut", ended=False), message("cut"))
     later = conversation.call([*history, message("cut"), {"role": "user", "content": "go on"}])

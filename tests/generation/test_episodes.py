@@ -4,13 +4,14 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 
 from asyncrl.buffer.records import Ticket, VersionSpan
 from asyncrl.common.version import Version
 from asyncrl.data.prompts import Task
-from asyncrl.data.specs import SUPPORT
+from asyncrl.data.specs import BRANCH, SUPPORT
 from asyncrl.errors import HandshakeError
-from asyncrl.generation.episodes import Episode, Node, Origin, episode_rows
+from asyncrl.generation.episodes import Episode, Node, Origin, episode_rows, of_branches
 from asyncrl.generation.rollout import finished_group
 from asyncrl.learner.batch import turns
 
@@ -50,6 +51,22 @@ def test_rows_have_the_whole_sequence_and_only_sampled_tokens_are_trained() -> N
         "token_mask": [[0, 0, 1, 0, 0, 0, 1, 1, 0], [0, 0, 1, 1, 0, 0, 0, 0, 0]],
         "input_lengths": [9, 4],
     }
+
+
+def test_branches_follow_each_other_and_have_numbers() -> None:
+    again = episode(read(1, 2), read(3), read(5), sampled(9))
+    both = of_branches([LONG, again])
+    assert (both.tokens, both.sampled_tokens, both.prompt_tokens) == (14, 4, 2)
+    assert [(span.step, span.tokens) for span in both.version_spans] == [(6, 1), (7, 2), (6, 1)]
+    rows = episode_rows([both, SHORT], branches=True)
+    assert rows["input_ids"][0].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 5, 9]
+    assert rows[BRANCH].tolist() == [[0] * 9 + [1] * 5, [0] * 4 + [-1] * 10]
+    assert rows[BRANCH].dtype == torch.int32
+    assert of_branches([SHORT]) == SHORT
+    plain = finished_group(TICKET, episodes=[both], rewards=[1.0], replica="a", scoring_s=0.0).meta
+    numbered = finished_group(TICKET, episodes=[both], rewards=[1.0], replica="a", scoring_s=0.0, branches=True).meta
+    assert numbered.row_bytes == plain.row_bytes + 14 * 4
+    assert numbered.row_checksums != plain.row_checksums, "the checksums contain the branches"
 
 
 def test_only_sampled_tokens_have_supports() -> None:

@@ -57,7 +57,7 @@ async def played(agent: Any, engine: Engine) -> tuple[float, EndedSession]:
     server = GatewayServer(config=CONFIG, renderer=TemplateRenderer(TOKENIZER), sample=engine.sample)
     await server.start()
     try:
-        [(id, access)] = await server.open(1, seed=None, temperature=1.0, max_turns=8)
+        [(id, access)] = await server.open(1, seed=None, temperature=1.0, max_turns=8, max_branches=1)
         session = Session(base_url=access.base_url, api_key=access.api_key, model=access.model)
         reward = await agent(session, TASK)
         [ended] = await server.close([id])

@@ -65,10 +65,10 @@ class Engine:
 class Served:
     """A gateway with a session, and a client with its key."""
 
-    def __init__(self, *, turns: int = 8, length: int = 400) -> None:
+    def __init__(self, *, turns: int = 8, branches: int = 8, length: int = 400) -> None:
         self.engine = Engine()
         self.gateway = Gateway(renderer=TemplateRenderer(TOKENIZER), sample=self.engine.sample, model="run")
-        self.limits = Limits(turns=turns, length=length, answer_tokens=16)
+        self.limits = Limits(turns=turns, branches=branches, length=length, answer_tokens=16)
         self.id, self.access = self.open()
         transport = httpx.ASGITransport(app=self.gateway.app)
         self.client = httpx.AsyncClient(transport=transport, base_url=self.access.base_url)
@@ -143,6 +143,19 @@ async def test_a_session_has_a_limit_of_calls() -> None:
     ended = await served.gateway.close(served.id)
     assert "environment.max_turns" in ended.limit
     assert len(ended.episodes) == 1
+
+
+async def test_a_session_has_a_limit_of_branches() -> None:
+    served = Served(branches=2)
+    answer = (await served.say(HELLO))["choices"][0]["message"]
+    other = [{"role": "user", "content": "another beginning"}]
+    await served.say(other)
+    assert refused(await served.post(json={"messages": HELLO})) == (400, "max_branches")
+    await served.say([*HELLO, answer, {"role": "user", "content": "more"}])  # this continues a branch
+    ended = await served.gateway.close(served.id)
+    assert "(resampled)" in ended.limit
+    assert "environment.max_branches" in ended.limit
+    assert len(ended.episodes) == 2
 
 
 async def test_a_retry_gets_the_recorded_reply_and_another_call_gets_a_new_one(served: Served) -> None:
@@ -316,7 +329,7 @@ async def listening() -> AsyncIterator[tuple[Engine, Access]]:
     server = GatewayServer(config=CONFIG, renderer=TemplateRenderer(TOKENIZER), sample=engine.sample)
     await server.start()
     try:
-        [(id, access)] = await server.open(1, seed=None, temperature=1.0, max_turns=8)
+        [(id, access)] = await server.open(1, seed=None, temperature=1.0, max_turns=8, max_branches=8)
         yield engine, access
         await server.close([id])
     finally:
@@ -374,7 +387,7 @@ async def test_many_sessions_at_once() -> None:
     server = GatewayServer(config=CONFIG, renderer=TemplateRenderer(TOKENIZER), sample=engine.sample)
     await server.start()
     try:
-        sessions = await server.open(200, seed=None, temperature=1.0, max_turns=2)
+        sessions = await server.open(200, seed=None, temperature=1.0, max_turns=2, max_branches=1)
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(timeout=60, limits=limits) as client:
 

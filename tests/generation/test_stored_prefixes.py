@@ -15,7 +15,7 @@ from asyncrl.buffer.records import Prefix, Ticket, VersionSpan
 from asyncrl.common.version import Version
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
-from asyncrl.data.specs import with_support
+from asyncrl.data.specs import SUPPORT
 from asyncrl.data_plane.codec import PAD_VALUES, Picked, decode, encode
 from asyncrl.errors import InfraError, RowsLost
 from asyncrl.generation.interfaces import PartialCompletion
@@ -59,7 +59,7 @@ def test_stored_samples_keep_their_supports() -> None:
         dataclasses.replace(sample(0), supports=supports[:0]),
     ]
     rows = rows_of(samples)
-    assert set(rows) == set(with_support(PREFIX_COLUMNS, support=True))
+    assert set(rows) == {*PREFIX_COLUMNS, SUPPORT}
     stored = encode(BatchedDataDict.from_batches([rows], pad_value_dict=dict(PAD_VALUES)))
     picked = {name: Picked(columns=[column], numbers=[0] * 2, rows=range(2)) for name, column in stored.items()}
     read = samples_of_rows(decode(picked, lengths=[3, 0]), prefix=prefix_of(samples, attempt=1))
@@ -90,7 +90,7 @@ async def test_supports_are_read_if_samples_have_them(support: bool) -> None:
         max_staleness_versions=2, replica="a", prefix=prefix_of([sample(2)], attempt=0),
     )  # fmt: skip
     assert await keeper.read(ticket) == [sample(2)]
-    assert asked == [with_support(PREFIX_COLUMNS, support=support)]
+    assert asked == [(*PREFIX_COLUMNS, SUPPORT) if support else PREFIX_COLUMNS]
 
 
 def test_tokens_of_versions_that_were_not_reported_are_cut_off() -> None:

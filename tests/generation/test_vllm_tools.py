@@ -66,7 +66,7 @@ def test_an_unknown_parser_is_refused_with_the_known_ones() -> None:
 def test_vllms_client_reads_the_answer_of_the_gateway() -> None:
     from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateTokensResponse
 
-    conversation = Conversation(TemplateRenderer(TOKENIZER))
+    conversation = Conversation(TemplateRenderer(TOKENIZER), max_branches=1)
     turn = conversation.call_with_tokens([5, 6])
     versions = [Version(1, 3), Version(1, 4), Version(1, 4)]
     sampled = Completion(token_ids=[7, 8, 9], logprobs=[-0.1, -0.2, -0.3], versions=versions, text="", truncated=True)

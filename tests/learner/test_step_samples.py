@@ -19,6 +19,7 @@ from asyncrl.buffer.records import GroupMeta, Lease, LeasedGroup, VersionSpan
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
+from asyncrl.data.specs import BRANCH
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import StalenessViolation
 from asyncrl.learner import stages
@@ -257,7 +258,13 @@ def test_a_sample_s_record_says_which_of_its_tokens_the_loss_includes() -> None:
         sample_mask=torch.tensor([1.0, 1.0, 0.0]),
         advantages=torch.zeros(3),
     )
+    rows[BRANCH] = torch.tensor([[0] * 5, [0, 0, 0, 1, 1], [0, 1, 1, 2, 2]])
     task = Task(question="q", prompt="q", answer="a")
+    recorded = [
+        sample_record(group, task, rows, step=3, row=row, sample=row, decode=lambda ids, _: str(ids))
+        for row in range(3)
+    ]
+    assert [sample.forks for sample in recorded] == [(), (1,), (1,)], "places in the completion"
 
     def trained(leased: LeasedGroup, sample: int) -> tuple[tuple[bool, int], ...]:
         return sample_record(
@@ -292,6 +299,7 @@ def test_a_step_names_its_rows_with_their_lengths_and_limits_in_the_lease_s_orde
     assert meta.sequence_lengths == [4] * 5, "two tokens of prompt, two of completion"
     assert meta.tags == [{"max_staleness_versions": 0}] * 5
     assert meta.extra_info == {"step": 4}
+    assert step_meta(lease, extra=[BRANCH]).fields == [*(meta.fields or []), BRANCH]
     masked = extended(1, [1.0, 0.0], spans=[[(0, 2)], [(2, 3)]])
     tags = step_meta(Lease(incarnation=1, step=4, groups=(EQUAL, masked))).tags
     assert tags == [{LIMIT: 0}] * 3 + [{LIMIT: 1, MASKS_STALE: True}] * 2

@@ -20,7 +20,7 @@ from asyncrl.algorithms.presets import PRESETS
 from asyncrl.algorithms.shares import with_shares
 from asyncrl.config.load import load_config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import NO_VERSION, SUPPORT
+from asyncrl.data.specs import BRANCH, NO_BRANCH, NO_VERSION, SUPPORT
 from asyncrl.errors import CallRefused, MissingColumns
 from asyncrl.policy.logprobs import model_logprobs
 from asyncrl.policy.micro_batch import OnPolicy, loss_of
@@ -106,6 +106,33 @@ def test_a_loss_without_attributes_gets_logits() -> None:
 
     found = outcome(bare, data)
     assert found.loss == pytest.approx(outcome(Wrapped(objective, LossInputType.LOGPROB), data).loss, rel=1e-5)
+
+
+def test_an_episode_with_branches_counts_once_and_has_one_ratio() -> None:
+    """With GSPO, ln of the ratio of a sequence is the mean of ln ρ over all sampled tokens of its branches."""
+    data = make_group(0, lengths=(4, 4))
+    data["advantages"] = torch.tensor([1.0, -1.0])[:, None].expand_as(data["input_ids"])
+    data["prev_logprobs"] = data["generation_logprobs"]
+    starts_B = data["input_lengths"] - 2
+    places_S = torch.arange(data["input_ids"].shape[1])
+    inside_BS = places_S < data["input_lengths"].unsqueeze(1)
+    data[BRANCH] = (places_S >= starts_B.unsqueeze(1)).int().masked_fill(~inside_BS, NO_BRANCH)
+    data["token_mask"][torch.arange(2), starts_B] = 0  # the first token of a branch is read
+    found = outcome(ObjectiveLoss(PRESETS["gspo"].objective), data)
+    with torch.no_grad():
+        logprobs_BT, _ = model_logprobs(
+            model(), data["input_ids"], temperature=TEMPERATURE, with_entropy=False, branch_ids_BS=data[BRANCH]
+        )
+    log_rho_BT = logprobs_BT - data["generation_logprobs"][:, 1:]
+    mask_BT = data["token_mask"][:, 1:]
+    log_ratio_B = (log_rho_BT * mask_BT).sum(1) / mask_BT.sum(1)
+    clip = PRESETS["gspo"].objective.surrogate
+    assert isinstance(clip, Clipped)
+    ratio_B = log_ratio_B.exp()
+    advantage_B = torch.tensor([1.0, -1.0])
+    clipped_B = ratio_B.clamp(clip.lo, clip.hi)
+    wanted = -torch.minimum(ratio_B * advantage_B, clipped_B * advantage_B).mean()
+    assert found.loss == pytest.approx(float(wanted), rel=1e-4)
 
 
 def with_supports(data: BatchedDataDict) -> BatchedDataDict:

@@ -7,7 +7,7 @@ import torch
 from tiny_groups import VOCABULARY, make_batch
 
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import NO_TOKEN
+from asyncrl.data.specs import BRANCH, NO_BRANCH, NO_TOKEN
 from asyncrl.errors import CallRefused
 from asyncrl.ranks.row_checks import check_rows
 
@@ -44,6 +44,21 @@ def test_rows_of_the_tests_and_no_rows_are_fine() -> None:
     check_rows(BatchedDataDict(scored, support_ids=masked_BSK), vocabulary=VOCABULARY)
     check_rows(BatchedDataDict(), vocabulary=VOCABULARY)
     check_rows(make_batch().slice(0, 0), vocabulary=VOCABULARY)
+
+
+def branches() -> torch.Tensor:
+    """Returns the number 0 for the tokens of the rows, and padding."""
+    batch = make_batch()
+    inside_BS = torch.arange(batch["input_ids"].shape[1]) < batch["input_lengths"].unsqueeze(1)
+    return torch.zeros_like(batch["input_ids"]).masked_fill(~inside_BS, NO_BRANCH)
+
+
+def test_branches_have_numbers_for_all_tokens_and_for_no_padding() -> None:
+    check_rows(changed(**{BRANCH: branches()}), vocabulary=VOCABULARY)
+    with pytest.raises(CallRefused, match=r"branch_ids\[0, 8\] is 0; .* and -1 beyond its input_lengths"):
+        check_rows(changed(**{BRANCH: torch.zeros_like(branches())}), vocabulary=VOCABULARY)
+    with pytest.raises(CallRefused, match=r"branch_ids\[0, 0\] is -1; it must be the number of a branch"):
+        check_rows(changed(**{BRANCH: torch.full_like(branches(), NO_BRANCH)}), vocabulary=VOCABULARY)
 
 
 WRONG = {

@@ -1,0 +1,90 @@
+"""Rows of several branches: the sequences that a model sees, and its results as columns of the rows.
+
+An agent may go back and continue an earlier part of its conversation in another way. Its episode then has branches. One
+row has them all, one after the other, so an episode is one row for batches, losses and advantages. The column
+`branch_ids` has the number of each token's branch. A branch is a sequence of its own: it begins at position 0, and no
+token sees another branch. Branches begin with the same tokens, so packed rows compute these once
+(`asyncrl.ranks.prefixes`).
+
+Legend: B rows, S tokens of the longest row, T = S − 1, R branches of all rows, L tokens of the longest branch, M tokens
+of all rows, K tokens of a support.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data.specs import BRANCH, NO_BRANCH, NO_TOKEN, SUPPORT
+
+MIN_WIDTH = 2
+"""Width of the narrowest batch, in tokens: one token to predict from, and one token to predict."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branches:
+    """The branches of rows, as rows. Token m of the rows that are not padding is token `places_M[m]` of the branch
+    `branches_M[m]`; `inside_BS` marks these tokens."""
+
+    input_ids_RL: torch.Tensor
+    lengths_R: torch.Tensor
+    support_RLK: torch.Tensor | None
+    inside_BS: torch.Tensor
+    branches_M: torch.Tensor
+    places_M: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, input_ids_BS: torch.Tensor, *, branch_ids_BS: torch.Tensor, support_BSK: torch.Tensor | None = None
+    ) -> "Branches":
+        """Cuts rows where the number of the branch changes. `branch_ids_BS` is NO_BRANCH for padding.
+
+        >>> rows, numbers = torch.tensor([[5, 6, 5, 7], [8, 9, 0, 0]]), torch.tensor([[0, 0, 1, 1], [0, 0, -1, -1]])
+        >>> Branches.of(rows, branch_ids_BS=numbers).input_ids_RL.tolist()
+        [[5, 6], [5, 7], [8, 9]]
+        """
+        inside_BS = branch_ids_BS != NO_BRANCH
+        begins_BS = inside_BS.clone()
+        begins_BS[:, 1:] &= branch_ids_BS[:, 1:] != branch_ids_BS[:, :-1]
+        begins_M = begins_BS[inside_BS]
+        branches_M = begins_M.cumsum(0) - 1
+        places_M = torch.arange(len(begins_M), device=begins_M.device) - begins_M.nonzero().flatten()[branches_M]
+        lengths_R = torch.bincount(branches_M)
+        shape = (len(lengths_R), max(MIN_WIDTH, int(lengths_R.max())))
+        input_ids_RL = input_ids_BS.new_zeros(shape)
+        input_ids_RL[branches_M, places_M] = input_ids_BS[inside_BS]
+        support_RLK = None
+        if support_BSK is not None:
+            support_RLK = support_BSK.new_full((*shape, support_BSK.shape[2]), NO_TOKEN)
+            support_RLK[branches_M, places_M] = support_BSK[inside_BS]
+        return cls(
+            input_ids_RL=input_ids_RL,
+            lengths_R=lengths_R,
+            support_RLK=support_RLK,
+            inside_BS=inside_BS,
+            branches_M=branches_M,
+            places_M=places_M,
+        )
+
+    def at_tokens(self, values_RL: torch.Tensor) -> torch.Tensor:
+        """Returns [B, S, …]: the value of each token, and 0 for padding. `values_RL` is [R, L, …]. Differentiable."""
+        values_BS = values_RL.new_zeros(*self.inside_BS.shape, *values_RL.shape[2:])
+        values_BS[self.inside_BS] = values_RL[self.branches_M, self.places_M]
+        return values_BS
+
+    def at_next_tokens(self, values_RT: torch.Tensor) -> torch.Tensor:
+        """Returns [B, T]: entry t of a row is the value of token t + 1, as in `values_RT`, [R, L − 1]. It is 0 for the
+        first token of a branch, which nothing predicts. Differentiable."""
+        return self.at_tokens(torch.nn.functional.pad(values_RT, (1, 0)))[:, 1:]
+
+
+def branches_as_rows(batch: BatchedDataDict) -> BatchedDataDict:
+    """Returns the sequences that the model sees for a batch, with their lengths, and their supports if the rows have
+    them."""
+    if BRANCH not in batch:
+        return batch
+    split = Branches.of(batch["input_ids"], branch_ids_BS=batch[BRANCH], support_BSK=batch.get(SUPPORT))
+    rows = BatchedDataDict(input_ids=split.input_ids_RL, input_lengths=split.lengths_R)
+    if split.support_RLK is not None:
+        rows[SUPPORT] = split.support_RLK
+    return rows
