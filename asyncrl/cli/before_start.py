@@ -104,7 +104,7 @@ def _trials(config: Config, roles: Collection[Role]) -> list[Callable[[Config], 
     for part in all_configs(config).values() if Role.GENERATOR in roles else ():
         environment = part.environment
         named = environment.agent or environment.reward or environment.name
-        own_reward = bool(environment.rewards) or is_import_path(named)
+        own_reward = bool(environment.rewards or environment.tools) or is_import_path(named)
         if own_reward or environment.secrets:
             trials.append(partial(_try_scoring, environment))
     if Role.LEARNER in roles and is_own_loss(config.algorithm):

@@ -201,6 +201,7 @@ def _named_by_tasks(config: Config, roles: Collection[Role]) -> dict[str, object
     if Role.GENERATOR in roles:
         named["environment.agent"] = config.environment.agent
         named["environment.reward"] = config.environment.reward
+        named |= {f"environment.tools.{number}": path for number, path in enumerate(config.environment.tools)}
         named |= {f"environment.rewards.{term.name}.fn": term.fn for term in config.environment.rewards}
     return named
 

@@ -220,6 +220,15 @@ class RewardTerm(Section):
     """Keyword arguments of the function, e.g. `{pattern: "<answer>.*</answer>"}` for `regex`."""
 
 
+class McpServer(Section):
+    """An MCP server whose tools the model may call: a program, or an address."""
+
+    command: list[str] = []
+    """Program and arguments. Each scoring process starts its own. It gets the variables of `environment.secrets`."""
+    url: str = ""
+    """Address of a server that is already running, such as `http://host:8000/mcp`, instead of `command`."""
+
+
 class ScoringSection(Section):
     """An environment, which scores completions and may provide the tasks."""
 
@@ -241,14 +250,22 @@ class ScoringSection(Section):
     """Agent that replaces the single answer and its scoring: an import path `package.module:callable` of a function
     that takes (session, task), calls the model as often as it likes, and returns the reward (docs/agents.md). It may
     be async."""
+    tools: list[str] = []
+    """Tools as import paths `package.module:function` (docs/agents.md). The model may call them in several turns. The
+    reward scores its last answer. A tool is a function with a docstring, and with parameters whose types JSON can
+    express. It may be async."""
+    mcp_servers: list[McpServer] = []
+    """MCP servers, whose tools the model may call as those of `tools`."""
+    tool_timeout_s: PositiveFloat = 10.0
+    """Maximum time of one call of a tool, seconds. The model then reads an error."""
     max_turns: PositiveInt = 16
-    """Maximum number of calls of the model in an episode of an agent."""
+    """Maximum number of calls of the model in an episode of an agent, or of a model with tools."""
     max_branches: PositiveInt | None = None
     """Maximum number of branches of an episode. An agent begins a branch if it does not only append messages to the
     history: it changes or removes earlier ones, or continues an earlier turn twice. All branches are trained, each
     sampled token once. A row has up to this many sequences of `model.max_length` tokens, so `buffer.capacity_bytes` and
-    `learner.micro_batch_tokens` must be large enough for them. Unset: 8 with `agent` and with the built-in environments
-    of several turns, otherwise 1. An environment of your own that plays agents must set it, or has 1."""
+    `learner.micro_batch_tokens` must be large enough for them. Unset: 8 with `agent`, `tools` and the built-in
+    environments of several turns, otherwise 1. An environment of your own that plays agents must set it, or has 1."""
     score_timeout_s: Annotated[PositiveFloat, WATCHED_DEADLINE] = 10.0
     """Maximum time to score one completion, or to run one episode of an agent, seconds. A scoring process that takes
     longer is killed and replaced, and the other completions of its group are scored in the new process. A reward
@@ -264,7 +281,14 @@ class ScoringSection(Section):
     @property
     def plays_agents(self) -> bool:
         """Whether episodes have several turns. Whether the user's own environment runs agents is not known here."""
-        return self.agent is not None or (self.name in OF_SEVERAL_TURNS and not (self.reward or self.rewards))
+        if self.agent is not None or self.has_tools:
+            return True
+        return self.name in OF_SEVERAL_TURNS and not (self.reward or self.rewards)
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether the model may call tools that asyncrl runs (`tools`, `mcp_servers`)."""
+        return bool(self.tools or self.mcp_servers)
 
     @property
     def branches(self) -> int:

@@ -14,8 +14,8 @@ def task_violations(config: Config) -> Iterator[str]:
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"data.mixture: has {names.count(name)} parts with the name {name}; give each its own name"
     for name, part in all_configs(config).items():
-        for violation in (*_data_violations(part), *_rewards_violations(part), *_agent_violations(part)):
-            yield f"{key_of(name)}{violation}"
+        for rule in (_data_violations, _rewards_violations, _agent_violations, _tools_violations):
+            yield from (f"{key_of(name)}{violation}" for violation in rule(part))
         if name and part.environment.score_timeout_s >= part.generator.rollout_timeout_s:
             yield (
                 f"{key_of(name)}environment.score_timeout_s = {part.environment.score_timeout_s:g} must be "
@@ -172,6 +172,8 @@ def _agent(config: Config) -> str:
     environment = config.environment
     if environment.agent is not None:
         return f"environment.agent = {environment.agent}"
+    if environment.has_tools:
+        return f"environment.{'tools' if environment.tools else 'mcp_servers'}"
     return f"environment.name = {environment.name}" if environment.plays_agents else ""
 
 
@@ -188,6 +190,29 @@ def _agent_violations(config: Config) -> Iterator[str]:
             f"{what}: generator.persist_every_tokens = {config.generator.persist_every_tokens} has no effect, because "
             "conversations that have not ended are not stored; set it to 0"
         )
+
+
+def _tools_violations(config: Config) -> Iterator[str]:
+    environment = config.environment
+    if not environment.has_tools:
+        return
+    key = "environment.tools" if environment.tools else "environment.mcp_servers"
+    if config.generator.tool_parser is None:
+        yield (
+            f"{key}: needs generator.tool_parser, the format in which the model writes calls of tools, such as hermes; "
+            "without it, calls stay in the text of an answer"
+        )
+    if environment.agent is not None:
+        yield f"{key}: has no effect with environment.agent, which makes its own calls; remove one of the two"
+    for path in environment.tools:
+        if problem := malformed(path, key="environment.tools"):
+            yield problem
+    for server in environment.mcp_servers:
+        if bool(server.command) == bool(server.url):
+            yield (
+                f"environment.mcp_servers: a server has command = {server.command} and url = {server.url!r}; set one "
+                "of the two"
+            )
 
 
 def _rewards_violations(config: Config) -> Iterator[str]:

@@ -8,6 +8,7 @@ every process. Reward code is the user's code: it runs in the processes of `scor
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
@@ -89,7 +90,8 @@ def build_environment(section: EnvironmentSection) -> "Environment | AgentEnviro
 def build_demonstrations(config: Config) -> list[Demonstration]:
     """Returns the demonstrations of the environment. There are none if it has none, in a mixture, and if neither the
     tasks nor the agent are the environment's."""
-    if config.data.mixture or (config.environment.agent is not None and config.data.dataset != "environment"):
+    own_agent = config.environment.agent is not None or config.environment.has_tools
+    if config.data.mixture or (own_agent and config.data.dataset != "environment"):
         return []
     environment = build_environment(config.environment)
     return list(getattr(environment, "demonstrations", lambda seed: [])(config.run.seed))
@@ -104,6 +106,8 @@ def build_reward(section: EnvironmentSection) -> RewardFunction:
     if section.agent is not None:
         named = f"environment.agent = {section.agent}"
         return as_reward(resolve(section.agent, key="environment.agent"), named=named)
+    if section.has_tools:
+        return _with_tools(section)
     if section.rewards:
         weights = {term.name: term.weight for term in section.rewards}
         return combined({term.name: _term(term) for term in section.rewards}, weights=weights)
@@ -114,6 +118,21 @@ def build_reward(section: EnvironmentSection) -> RewardFunction:
         return reward_function(environment.score, named=named)
     function = _named_reward(section.reward, key="environment.reward")
     return reward_function(function, named=f"environment.reward = {section.reward}")
+
+
+def _with_tools(section: EnvironmentSection) -> RewardFunction:
+    """Returns the agent that calls the tools of `section`. The rewards score its last answer."""
+    scoring = build_reward(section.model_copy(update={"tools": [], "mcp_servers": []}))
+    if scoring.form.agent:
+        raise ConfigError(
+            f"environment.tools: has no effect with environment.name = {section.name}, which makes its own calls to "
+            "the model; remove it, or set environment.reward",
+            key="environment.tools",
+        )
+    from asyncrl.environments.tools import ToolAgent
+
+    made = as_reward(ToolAgent(section, scoring=scoring).run, named="environment.tools")
+    return replace(made, weights=scoring.weights)
 
 
 def _term(term: RewardTerm) -> RewardFunction:

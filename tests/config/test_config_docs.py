@@ -19,7 +19,7 @@ def _keys(tree: dict[str, object], prefix: str = "") -> set[str]:
 def _rows() -> dict[str, str]:
     """Returns the row of each key. The keys of the mappings in a list, or in a mapping by names, are left out, because
     no configuration has a default for them."""
-    lists = ("data.few_shot.", "data.mixture.", "environment.rewards.", "eval.sets.")
+    lists = ("data.few_shot.", "data.mixture.", "environment.mcp_servers.", "environment.rewards.", "eval.sets.")
     rows = {line.split("`")[1]: line for line in docs.page().splitlines() if line.startswith("| `")}
     assert all(any(key.startswith(each) for key in rows) for each in lists)
     return {key: line for key, line in rows.items() if not key.startswith(lists)}

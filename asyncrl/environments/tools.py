@@ -1,0 +1,226 @@
+"""Tools of the model: Python functions and MCP servers. An agent of asyncrl calls them and asks the model again.
+
+An answer of the model may call tools. Their results are appended to the conversation, until an answer calls none. The
+run's rewards score this answer. Functions run in the scoring process. An MCP server (modelcontextprotocol.io) is a
+program that the scoring process starts, or an address; the package mcp talks to it.
+"""
+
+import asyncio
+import inspect
+import json
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, cast
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import ArgsKwargs
+
+from asyncrl.config.import_path import resolve
+from asyncrl.config.schema import EnvironmentSection, McpServer
+from asyncrl.data.prompts import Task
+from asyncrl.environments.agents import Session
+from asyncrl.environments.reward_function import RewardFunction
+from asyncrl.errors import ConfigError
+from asyncrl.user_code import describe_error
+
+Call = Callable[[Mapping[str, Any]], Awaitable[object]]
+"""Calls a tool with its arguments."""
+
+
+class ToolAgent:
+    """Answers tasks with the tools of `section`. `scoring` scores the last answer.
+
+    Raises ConfigError for a function that cannot be a tool, and for two functions with one name.
+    """
+
+    def __init__(self, section: EnvironmentSection, *, scoring: RewardFunction) -> None:
+        self._section = section
+        self._scoring = scoring
+        self._specs: list[dict[str, Any]] = []
+        self._calls: dict[str, Call] = {}
+        for path in section.tools:
+            self._add(*_of_function(resolve(path, key="environment.tools"), path), owner=path)
+        secrets = {name: os.environ[name] for name in section.secrets if name in os.environ}
+        self._servers = [_Server(each, secrets=secrets) for each in section.mcp_servers]
+        self._listing: asyncio.Task[None] | None = None
+
+    async def run(self, session: Session, task: Task) -> object:
+        """Answers one task, and returns its reward. The number of the model's answers has the limit
+        `environment.max_turns`; the last one is scored, even if it calls tools."""
+        if self._listing is None or (self._listing.done() and self._listing.exception() is not None):
+            self._listing = asyncio.create_task(self._list_servers())
+        await asyncio.shield(self._listing)
+        messages: list[dict[str, Any]] = [dict(message) for message in task.messages] or [
+            {"role": "user", "content": task.prompt}
+        ]
+        text = ""
+        for _ in range(self._section.max_turns):
+            reply = await session.chat(messages, tools=self._specs)
+            text = reply.get("content") or ""
+            calls = reply.get("tool_calls") or ()
+            if not calls:
+                break
+            messages += [reply, *await asyncio.gather(*map(self._result, calls))]
+        return await self._scored(task, text)
+
+    async def _scored(self, task: Task, text: str) -> object:
+        form, function = self._scoring.form, self._scoring.function
+        given: Any = [text] if form.batched else text
+        if form.asynchronous:
+            value = await function(task, given)
+        else:
+            value = await asyncio.to_thread(function, task, given)
+        return value[0] if form.batched else value
+
+    async def _result(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the message with the result of a call, or with what was wrong, which the model reads."""
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        limit_s = self._section.tool_timeout_s
+        tool = self._calls.get(name)
+        if tool is None:
+            known = ", ".join(self._calls)
+            return _told(call, f"error: there is no tool {name}; there are {known}")
+        try:
+            async with asyncio.timeout(limit_s):
+                content = _as_text(await tool(json.loads(arguments)))
+        except TimeoutError:
+            content = f"error: {name} took longer than {limit_s:g} s"
+        except ValidationError as error:
+            wrong = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+            content = f"error: {'; '.join(wrong)}"
+        except Exception as error:  # the tool's own errors are answers to the model
+            content = f"error: {describe_error(error)}"
+        return _told(call, content)
+
+    async def _list_servers(self) -> None:
+        listed = await asyncio.gather(*(server.tools() for server in self._servers))
+        for server, tools in zip(self._servers, listed, strict=True):
+            for spec, call in tools:
+                self._add(spec, call, owner=server.named)
+
+    def _add(self, spec: dict[str, Any], call: Call, *, owner: str) -> None:
+        name = spec["function"]["name"]
+        if name in self._calls:
+            raise ConfigError(
+                f"environment.tools: two tools have the name {name}, the second one is of {owner}; remove one",
+                key="environment.tools",
+            )
+        self._specs.append(spec)
+        self._calls[name] = call
+
+
+class _Untitled(GenerateJsonSchema):
+    """Leaves out the titles, which repeat the names of parameters and cost tokens in every prompt."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        del schema
+        return False
+
+
+def _of_function(function: Callable[..., Any], path: str) -> tuple[dict[str, Any], Call]:
+    """Returns the description of a function for the model, from its signature and docstring, and its call."""
+    try:
+        adapter: TypeAdapter[Any] = TypeAdapter(cast(Any, function))
+        schema = adapter.json_schema(schema_generator=_Untitled)
+        described = inspect.getdoc(function)
+        if schema.get("type") != "object" or not described:
+            raise TypeError("it needs a docstring, and parameters that can be given by name")
+    except Exception as error:  # pydantic has several errors for what it cannot describe
+        raise ConfigError(
+            f"environment.tools: {path} cannot be a tool ({error}); a tool is a function with a docstring, and with "
+            "parameters whose types JSON can express",
+            key="environment.tools",
+        ) from error
+
+    async def call(arguments: Mapping[str, Any]) -> object:
+        given = ArgsKwargs((), dict(arguments))
+        if inspect.iscoroutinefunction(function):
+            return await adapter.validate_python(given)
+        return await asyncio.to_thread(adapter.validate_python, given)
+
+    return _spec(function.__name__, described, schema), call
+
+
+def _told(call: Mapping[str, Any], content: str) -> dict[str, Any]:
+    """Returns the message with the result of a call."""
+    return {"role": "tool", "tool_call_id": call["id"], "content": content}
+
+
+def _spec(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": dict(parameters)},
+    }
+
+
+def _as_text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+class _Server:
+    """The connection to an MCP server. It begins with the first use, and is made again after it has ended."""
+
+    def __init__(self, section: McpServer, *, secrets: Mapping[str, str]) -> None:
+        self._section = section
+        self._secrets = secrets
+        self._connected: asyncio.Future[Any] | None = None
+
+    @property
+    def named(self) -> str:
+        return f"environment.mcp_servers: {' '.join(self._section.command) or self._section.url}"
+
+    async def tools(self) -> Sequence[tuple[dict[str, Any], Call]]:
+        """Returns the server's tools. Raises RuntimeError if it cannot be reached."""
+        listed = await (await self._client()).list_tools()
+        return [
+            (_spec(tool.name, tool.description or "", tool.input_schema), self._caller(tool.name))
+            for tool in listed.tools
+        ]
+
+    def _caller(self, name: str) -> Call:
+        async def call(arguments: Mapping[str, Any]) -> str:
+            from mcp import MCPError
+            from mcp_types import CONNECTION_CLOSED
+
+            client = await self._client()
+            try:
+                result = await client.call_tool(name, dict(arguments))
+            except MCPError as error:
+                if error.code == CONNECTION_CLOSED:
+                    self._serving.cancel()
+                    self._connected = None
+                raise
+            text = "\n".join(part.text for part in result.content if part.type == "text")
+            return f"error: {text}" if result.is_error else text
+
+        return call
+
+    async def _client(self) -> Any:
+        if self._connected is None or (self._connected.done() and self._connected.exception() is not None):
+            self._connected = asyncio.get_running_loop().create_future()
+            self._serving = asyncio.create_task(self._serve(self._connected))
+        try:
+            return await asyncio.shield(self._connected)
+        except Exception as error:
+            raise RuntimeError(f"{self.named} cannot be reached: {describe_error(error)}") from error
+
+    async def _serve(self, connected: "asyncio.Future[Any]") -> None:
+        """Keeps the connection open in one task, as mcp needs it."""
+        from mcp import StdioServerParameters, stdio_client
+        from mcp.client import Client
+
+        try:
+            if self._section.url:
+                target: Any = self._section.url
+            else:
+                program, *arguments = self._section.command
+                target = stdio_client(
+                    StdioServerParameters(command=program, args=arguments, env={**self._secrets} or None)
+                )
+            async with Client(target) as client:
+                connected.set_result(client)
+                await asyncio.Event().wait()
+        except Exception as error:  # also an ExceptionGroup of the library
+            if not connected.done():
+                connected.set_exception(error)

@@ -1,0 +1,203 @@
+"""Tools by import path and of MCP servers: what the model reads of them, and how its last answer is scored."""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from asyncrl.config.checks import check_config
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import EnvironmentSection
+from asyncrl.data.prompts import Task
+from asyncrl.environments.agents import Session
+from asyncrl.environments.interfaces import build_reward
+from asyncrl.environments.reward_function import RewardFunction, reward_function
+from asyncrl.environments.tools import ToolAgent
+from asyncrl.errors import ConfigError
+
+TASK = Task(question="q", prompt="the prompt", answer="done")
+SERVER = [sys.executable, str(Path(__file__).with_name("tools_of_tests.py"))]
+
+
+class Model:
+    """A model that makes calls in turn, and then answers `done`. Records what it was asked."""
+
+    def __init__(self, *calls: tuple[str, Mapping[str, Any]]) -> None:
+        self._calls = list(calls)
+        self.tools: Sequence[Mapping[str, Any]] = ()
+        self.messages: list[Mapping[str, Any]] = []
+
+    async def chat(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        self.messages, self.tools = list(messages), tools
+        if not self._calls:
+            return {"role": "assistant", "content": "done"}
+        name, arguments = self._calls.pop(0)
+        function = {"name": name, "arguments": json.dumps(arguments)}
+        return {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": str(len(messages)), "type": "function", "function": function}],
+        }
+
+    @property
+    def read(self) -> list[str]:
+        return [message["content"] for message in self.messages if message["role"] == "tool"]
+
+
+def of_answer(task: Task, completion: str) -> dict[str, float]:
+    return {"right": float(completion == task.answer), "length": float(len(completion))}
+
+
+async def of_answer_awaited(task: Task, completion: str) -> float:
+    return float(completion == task.answer)
+
+
+def of_group(task: Task, completions: Sequence[str]) -> list[float]:
+    return [float(completion == task.answer) for completion in completions]
+
+
+def agent(*tools: str, scoring: RewardFunction | None = None, **settings: Any) -> ToolAgent:
+    section = EnvironmentSection(tools=[f"tools_of_tests:{name}" for name in tools], **settings)
+    return ToolAgent(section, scoring=scoring or reward_function(of_answer, named="environment.reward"))
+
+
+async def played(made: ToolAgent, *calls: tuple[str, Mapping[str, Any]], task: Task = TASK) -> tuple[object, Model]:
+    model = Model(*calls)
+    return await made.run(cast(Session, model), task), model
+
+
+@pytest.mark.asyncio
+async def test_the_model_reads_the_results_of_its_calls_and_its_last_answer_is_scored() -> None:
+    made = agent("search", "doubled")
+    score, model = await played(made, ("search", {"query": "x", "limit": "3"}), ("doubled", {"number": 4}))
+    assert score == {"right": 1.0, "length": 4.0}
+    assert model.read == ['["x", "x", "x"]', "8.0"]
+    assert model.messages[0] == {"role": "user", "content": "the prompt"}
+    [search, doubled] = [tool["function"] for tool in model.tools]
+    assert (search["name"], search["description"], doubled["name"]) == ("search", "Finds pages.", "doubled")
+    assert search["parameters"]["required"] == ["query"]
+    limit = {"type": "integer", "description": "at most so many", "default": 2}
+    assert search["parameters"]["properties"] == {"query": {"type": "string"}, "limit": limit}, "no titles"
+    asked = Task(question="q", prompt="q", answer="no", messages=({"role": "system", "content": "be brief"},))
+    score, model = await played(made, task=asked)
+    assert (score, model.messages[0]["content"]) == ({"right": 0.0, "length": 4.0}, "be brief")
+
+
+@pytest.mark.asyncio
+async def test_a_wrong_call_is_an_error_that_the_model_reads() -> None:
+    made = agent("search", "slow", "broken", tool_timeout_s=0.2)
+    calls: list[tuple[str, dict[str, Any]]] = [
+        ("lookup", {}), ("search", {"limit": "many"}), ("slow", {"seconds": 2}), ("broken", {}),
+    ]  # fmt: skip
+    _, model = await played(made, *calls)
+    unknown, wrong, late, raised = model.read
+    assert unknown == "error: there is no tool lookup; there are search, slow, broken"
+    assert wrong.startswith("error: query: Missing required argument; limit: Input should be a valid integer")
+    assert late == "error: slow took longer than 0.2 s"
+    assert raised.startswith("error: KeyError: 'no luck'")
+
+
+@pytest.mark.asyncio
+async def test_the_last_turn_is_scored_even_if_it_calls_a_tool() -> None:
+    score, model = await played(agent("search", max_turns=2), *[("search", {"query": "x"})] * 5)
+    assert score == {"right": 0.0, "length": 0.0}
+    assert len(model.read) == 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("function", [of_answer_awaited, of_group], ids=["async", "of a group"])
+async def test_rewards_of_all_forms_score_the_answer(function: Any) -> None:
+    made = agent("search", scoring=reward_function(function, named="environment.reward"))
+    assert (await played(made))[0] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("tools", "says"),
+    [
+        (["without_docstring"], "it needs a docstring"),
+        (["of_objects"], "tools_of_tests:of_objects cannot be a tool"),
+        (
+            ["search", "Other.search"],
+            "two tools have the name search, the second one is of tools_of_tests:Other.search",
+        ),
+        (["lookup"], "names 'lookup', which tools_of_tests lacks"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_a_function_that_cannot_be_a_tool_is_refused(tools: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=r"environment\.tools") as caught:
+        agent(*tools)
+    assert says in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+@pytest.mark.timeout(120)
+async def test_the_tools_of_an_mcp_server_are_called_and_a_server_that_died_is_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TOOL_KEY", "a key")
+    made = agent("search", mcp_servers=[{"command": SERVER}], secrets=["TOOL_KEY"], tool_timeout_s=30)
+    _, model = await played(
+        made, ("put", {"key": "a", "value": "1"}), ("get", {"key": "a"}), ("get", {"key": "b"}), ("die", {}),
+        ("put", {"key": "c", "value": "2"}),
+    )  # fmt: skip
+    assert [tool["function"]["name"] for tool in model.tools] == ["search", "put", "get", "die"]
+    assert model.tools[1]["function"]["parameters"]["required"] == ["key", "value"]
+    kept, got, missing, died, again = model.read
+    assert (kept, got, again) == ("kept a, a key", "1", "kept c, a key")
+    assert missing.startswith("error: ")
+    assert died.startswith("error: MCPError")
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+@pytest.mark.timeout(120)
+async def test_a_server_that_cannot_be_reached_costs_the_sample_and_is_tried_again() -> None:
+    made = agent(mcp_servers=[{"command": ["/no/such/program"]}])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"mcp_servers: /no/such/program cannot be reached"):
+            await played(made)
+
+
+def test_the_weights_of_several_rewards_stay_with_tools() -> None:
+    section = EnvironmentSection(
+        tools=["tools_of_tests:search"],
+        rewards=[{"name": "a", "fn": "exact_match", "weight": 2.0}, {"name": "b", "fn": "math_verify"}],
+    )
+    made = build_reward(section)
+    assert (made.form.agent, made.weights) == (True, {"a": 2.0, "b": 1.0})
+    with pytest.raises(ConfigError, match=r"has no effect with environment.name = guess_the_number"):
+        build_reward(EnvironmentSection(tools=["tools_of_tests:search"], name="guess_the_number"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["environment.tools=[a:b]"], "environment.tools: needs generator.tool_parser"),
+        (["environment.mcp_servers=[{url: u}]"], "environment.mcp_servers: needs generator.tool_parser"),
+        (
+            ["environment.tools=[a:b]", "environment.agent=a:b"],
+            "environment.tools: has no effect with environment.agent",
+        ),
+        (["environment.tools=[search]"], "environment.tools = search: must be an import path"),
+        (["environment.mcp_servers=[{}]"], "a server has command = [] and url = ''; set one of the two"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_settings_of_tools_that_do_not_fit_are_refused(overrides: list[str], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_config(load_config([], overrides))
+    assert says in str(caught.value)
+
+
+def test_tools_with_a_parser_pass_the_checks() -> None:
+    overrides = ["environment.tools=[a:b]", "generator.tool_parser=hermes", "data.chat=auto"]
+    config = load_config([], overrides)
+    check_config(config)
+    assert (config.environment.plays_agents, config.most_branches) == (True, 8)

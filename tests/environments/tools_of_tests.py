@@ -1,0 +1,77 @@
+"""Tools for tests, and an MCP server with tools: `python tools_of_tests.py`."""
+
+import asyncio
+import time
+from typing import Annotated
+
+from pydantic import Field
+
+
+def search(query: str, limit: Annotated[int, Field(description="at most so many")] = 2) -> list[str]:
+    """Finds pages."""
+    return [query] * limit
+
+
+async def doubled(number: float) -> float:
+    """Doubles a number."""
+    await asyncio.sleep(0)
+    return number * 2
+
+
+def slow(seconds: float) -> str:
+    """Sleeps."""
+    time.sleep(seconds)
+    return "awake"
+
+
+def broken() -> str:
+    """Raises an error."""
+    raise KeyError("no luck")
+
+
+def without_docstring(number: int) -> int:
+    return number
+
+
+def of_objects(thing: object, /) -> str:
+    """Takes a thing by its place."""
+    return str(thing)
+
+
+class Other:
+    @staticmethod
+    def search(query: str) -> str:
+        """Has the name of another tool."""
+        return query
+
+
+def serve() -> None:
+    """Serves two tools and one that ends the server, over standard input and output."""
+    import os
+
+    from mcp.server import MCPServer
+
+    server = MCPServer("tests")
+    kept: dict[str, str] = {}
+
+    @server.tool()
+    def put(key: str, value: str) -> str:
+        """Keeps a value."""
+        kept[key] = value
+        return f"kept {key}, {os.environ.get('TOOL_KEY', 'no key')}"
+
+    @server.tool()
+    def get(key: str) -> str:
+        """Returns a kept value."""
+        return kept[key]
+
+    @server.tool()
+    def die() -> str:
+        """Ends the server."""
+        os._exit(1)
+
+    server.run("stdio")
+
+
+if __name__ == "__main__":
+    serve()
