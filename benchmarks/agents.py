@@ -2,7 +2,8 @@
 
     python benchmarks/agents.py guess_the_number     # some minutes on two cores, with its audit
     python benchmarks/agents.py calculator
-    python benchmarks/agents.py --write              # writes the table of both into docs/agents.md
+    python benchmarks/agents.py key_value_store
+    python benchmarks/agents.py --write              # writes the table of all into docs/agents.md
 
 The runs are those of configs/agents/. They keep the rows of every step, so that each of these can be checked: every
 sampled turn is trained with the token that ends it, nothing else is trained, and the messages between the turns are
@@ -18,6 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from chat_models import command
@@ -32,6 +34,9 @@ RESULTS = Path(__file__).with_suffix(".jsonl")
 GAMES = {
     "guess_the_number": r"<\|im_start\|>user\n(Guess 1-9|higher|lower|no number)<\|im_end\|>\n"
     r"<\|im_start\|>assistant\n",
+    "key_value_store": r"<\|im_start\|>system\nTools:.*<\|im_end\|>\n<\|im_start\|>user\n"
+    r"([a-h] is \d+\.|What is [a-h]\?)<\|im_end\|>\n<\|im_start\|>assistant\n|<\|im_start\|>user\n<tool_response>.*"
+    r"</tool_response><\|im_end\|>\n<\|im_start\|>assistant\n",
     "calculator": r"(<\|im_start\|>system\nTools:.*<\|im_end\|>\n)?<\|im_start\|>user\n(What is .*\?|<tool_response>.*"
     r"</tool_response>)<\|im_end\|>\n<\|im_start\|>assistant\n",
 }
@@ -66,11 +71,11 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 def checked_rows(run: Path, *, model: Path, game: str) -> tuple[Counter[str], list[float]]:
     """Checks the rows of every step of a run. Returns the number of rows and tokens by kind, and the mean turns of each
     step. Raises AssertionError with the row's text for one that is not as the text at the top of this file says."""
+    from asyncrl.data.specs import BRANCH, extra_fields
     from asyncrl.data.tokenizer import load_tokenizer
     from asyncrl.learner.kept_steps import KeptSteps
 
     tokenizer = load_tokenizer(str(model))
-    end = tokenizer.eos_token_id
     found: Counter[str] = Counter()
     turns = []
     kept = KeptSteps(run)
@@ -85,28 +90,38 @@ def checked_rows(run: Path, *, model: Path, game: str) -> tuple[Counter[str], li
         for row, length in enumerate(rows["input_lengths"].tolist()):
             if rewards[row] is None:
                 continue  # the sample failed and is not trained; its row may be empty
-            ids, mask = rows["input_ids"][row, :length].tolist(), rows["token_mask"][row, :length].tolist()
-            parts = [
-                (trained, [token for token, _ in part])
-                for trained, part in groupby(zip(ids, mask, strict=True), lambda each: each[1])
-            ]
-            text = tokenizer.decode(ids)
-            assert not parts[0][0], f"the row begins with a trained token: {text}"
-            assert parts[-1][0], f"the row ends with a token that is not trained: {text}"
-            for number, (trained, tokens) in enumerate(parts):
-                if trained:
-                    assert end not in tokens[:-1], f"tokens after the end of a turn: {text}"
-                    found["sampled"] += len(tokens)
-                    continue
-                cut_off = number > 0 and parts[number - 1][1][-1] != end
-                assert (tokens[0] == end) == cut_off, f"a turn that was cut off is not closed once: {text}"
-                read = tokenizer.decode(tokens[cut_off:]).removeprefix("\n")
-                assert re.fullmatch(GAMES[game], read, re.DOTALL), f"not a message of the game, {read!r}: {text}"
-                found["read"] += len(tokens)
+            names = ("input_ids", "token_mask", *extra_fields(rows))
+            columns = {name: rows[name][row, :length].tolist() for name in names}
+            branches = columns.get(BRANCH, [0] * length)
+            tokens_of_row = zip(branches, columns["input_ids"], columns["token_mask"], strict=True)
+            for _, tokens in groupby(tokens_of_row, lambda each: each[0]):
+                of_step += _checked_branch([each[1:] for each in tokens], tokenizer, game=game, found=found)
             found["rows"] += 1
-            of_step += sum(trained > 0 for trained, _ in parts)
         turns.append(of_step / max(1, len(rewards) - rewards.count(None)))
     return found, turns
+
+
+def _checked_branch(tokens_of_branch: Sequence[Any], tokenizer: Any, *, game: str, found: Counter[str]) -> int:
+    """Checks the tokens of a branch, pairs of the token and its mask, and counts them in `found`. Returns the number of
+    its trained turns."""
+    end = tokenizer.eos_token_id
+    parts = [
+        (trained, [token for token, _ in part]) for trained, part in groupby(tokens_of_branch, lambda each: each[1])
+    ]
+    text = tokenizer.decode([token for token, _ in tokens_of_branch])
+    assert not parts[0][0], f"the branch begins with a trained token: {text}"
+    assert parts[-1][0], f"the branch ends with a token that is not trained: {text}"
+    for number, (trained, tokens) in enumerate(parts):
+        if trained:
+            assert end not in tokens[:-1], f"tokens after the end of a turn: {text}"
+            found["sampled"] += len(tokens)
+            continue
+        cut_off = number > 0 and parts[number - 1][1][-1] != end
+        assert (tokens[0] == end) == cut_off, f"a turn that was cut off is not closed once: {text}"
+        read = tokenizer.decode(tokens[cut_off:]).removeprefix("\n")
+        assert re.fullmatch(GAMES[game], read, re.DOTALL), f"not a message of the game, {read!r}: {text}"
+        found["read"] += len(tokens)
+    return sum(trained > 0 for trained, _ in parts)
 
 
 def measure(game: str, *, overrides: Sequence[str], folder: Path) -> Result:

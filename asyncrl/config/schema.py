@@ -233,9 +233,9 @@ class ScoringSection(Section):
     """An environment, which scores completions and may provide the tasks."""
 
     name: str = "reasoning_gym"
-    """`reasoning_gym`, `math`, one of the games of several turns `guess_the_number` and `calculator`, `verifiers` for
-    the tasksets of that package (docs/agents.md), or an import path `package.module:callable` that returns an
-    environment."""
+    """`reasoning_gym`, `math`, one of the games of several turns `guess_the_number`, `calculator` and
+    `key_value_store`, `verifiers` for the tasksets of that package (docs/agents.md), or an import path
+    `package.module:callable` that returns an environment."""
     options: dict[str, Any] = {}
     """Keyword arguments of the environment, e.g. `task: spell_backward`."""
     reward: str | None = None

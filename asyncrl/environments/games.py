@@ -5,7 +5,7 @@ import json
 import operator
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from asyncrl.data.prompts import Task
@@ -71,13 +71,54 @@ def _guess(reply: Mapping[str, Any]) -> int | None:
     return int(found[0]) if found else None
 
 
-CALCULATOR = {
-    "type": "function",
-    "function": {
-        "name": "calculator",
-        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
-    },
-}
+def _tool(name: str, *parameters: str) -> dict[str, Any]:
+    """Returns the description of a tool with these parameters, which are texts."""
+    properties = {parameter: {"type": "string"} for parameter in parameters}
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+
+
+def _written(name: str, arguments: Mapping[str, str]) -> str:
+    """Returns a call as the tiny model writes it."""
+    return f'<tool_call>{{"name": "{name}", "arguments": {json.dumps(arguments)}}}</tool_call>'
+
+
+def _called(name: str, arguments: Mapping[str, str], result: str) -> list[dict[str, Any]]:
+    """Returns the messages of a call and of its result."""
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    call = {"id": "1", "type": "function", "function": function}
+    return [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": result},
+    ]
+
+
+async def _answer(
+    session: Session,
+    question: str,
+    *,
+    tools: Sequence[Mapping[str, Any]],
+    calls: int,
+    result: Callable[[Mapping[str, str]], str],
+) -> str:
+    """Asks a question, and answers the model's calls in at most `calls` turns with `result`. Returns the model's first
+    text without a call; empty if there was none."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
+    for _ in range(calls + 1):
+        reply = await session.chat(messages, tools=tools)
+        if not (called := reply.get("tool_calls")):
+            return reply["content"] or ""
+        results = ({"role": "tool", "tool_call_id": c["id"], "content": result(c["function"])} for c in called)
+        messages += [reply, *results]
+    return ""
+
+
+def _right(text: str, answer: str) -> float:
+    """Returns 1 if the last number of a text is the answer, and 0 otherwise."""
+    found = re.findall(r"-?\d+", text)
+    return float(bool(found) and found[-1] == answer)
+
+
+CALCULATOR = _tool("calculator", "expression")
 
 
 class Calculator:
@@ -107,39 +148,90 @@ class Calculator:
         for task in tasks:
             asked: dict[str, Any] = {"role": "user", "content": task.question}
             shown = _expression(draw.choice(tasks) if draw.random() < 0.4 else task)
-            arguments = json.dumps({"expression": shown})
-            call = f'<tool_call>{{"name": "calculator", "arguments": {arguments}}}</tool_call>'
+            arguments, result = {"expression": shown}, str(calculated(shown))
             guess = str(draw.randint(0, self.highest))
-            first = call if draw.random() < 0.6 else guess
+            first = _written("calculator", arguments) if draw.random() < 0.6 else guess
             made.append(Demonstration(messages=(asked,), tools=(CALCULATOR,), answer=first))
-            function = {"name": "calculator", "arguments": arguments}
-            result = _result(function)
-            called: dict[str, Any] = {
-                "role": "assistant",
-                "content": "",
-                "tool_calls": [{"id": "1", "type": "function", "function": function}],
-            }
-            told: dict[str, Any] = {"role": "tool", "tool_call_id": "1", "content": result}
+            then = (asked, *_called("calculator", arguments, result))
             second = result if draw.random() < 0.6 else guess
-            made.append(Demonstration(messages=(asked, called, told), tools=(CALCULATOR,), answer=second))
+            made.append(Demonstration(messages=then, tools=(CALCULATOR,), answer=second))
         return made
 
     async def run(self, session: Session, task: Task) -> float:
         """Answers one question."""
-        messages: list[dict[str, Any]] = [{"role": "user", "content": task.question}]
-        for _ in range(self.calls + 1):
-            reply = await session.chat(messages, tools=[CALCULATOR])
-            calls = reply.get("tool_calls")
-            if not calls:
-                found = re.findall(r"-?\d+", reply["content"] or "")
-                return float(bool(found) and found[-1] == task.answer)
-            results = ({"role": "tool", "tool_call_id": c["id"], "content": _result(c["function"])} for c in calls)
-            messages += [reply, *results]
-        return 0.0
+        text = await _answer(session, task.question, tools=[CALCULATOR], calls=self.calls, result=_result)
+        return _right(text, task.answer)
 
 
 def _expression(task: Task) -> str:
     return task.question.removeprefix("What is ").removesuffix("?")
+
+
+PUT, GET = _tool("put", "key", "value"), _tool("get", "key")
+KEYS = "abcdefgh"
+
+
+class KeyValueStore:
+    """The model is told a value, and is asked for it in a second conversation, which knows nothing of the first one.
+
+    It can keep the value with the tool `put`, and find it with the tool `get`. The reward is 1 if the last number of
+    its answer is the value, and 0 otherwise. Each episode has a store of its own. The two conversations are branches of
+    the episode.
+    """
+
+    def __init__(self, *, highest: int = 99, size: int = 2000) -> None:
+        self.highest, self.size = highest, size
+
+    def tasks(self, seed: int) -> Sequence[Task]:
+        draw = random.Random(seed)
+        values = [str(draw.randint(1, self.highest)) for _ in range(self.size)]
+        return [
+            Task(question=f"{draw.choice(KEYS)} is {value}. #{number}", answer=value)
+            for number, value in enumerate(values)
+        ]
+
+    def demonstrations(self, seed: int) -> Sequence[Demonstration]:
+        """Returns calls and answers of which many are wrong, as those of `Calculator`."""
+        draw, made = random.Random(seed), []
+        for task in self.tasks(seed):
+            key, guess = task.question[0], str(draw.randint(1, self.highest))
+            put = {"key": key, "value": task.answer if draw.random() < 0.6 else guess}
+            get = {"key": key if draw.random() < 0.7 else draw.choice(KEYS)}
+            told, asked = _told(task), _asked(task)
+            calls = (
+                ((told,), _written("put", put) if draw.random() < 0.7 else "ok"),
+                ((told, *_called("put", put, "kept")), "ok"),
+                ((asked,), _written("get", get) if draw.random() < 0.6 else guess),
+                ((asked, *_called("get", get, task.answer)), task.answer if draw.random() < 0.6 else guess),
+            )
+            made += [Demonstration(messages=messages, tools=(PUT, GET), answer=answer) for messages, answer in calls]
+        return made
+
+    async def run(self, session: Session, task: Task) -> float:
+        """Plays one episode."""
+        store: dict[str, str] = {}
+
+        def result(function: Mapping[str, str]) -> str:
+            try:
+                arguments = json.loads(function["arguments"])
+                if function["name"] == "put":
+                    store[str(arguments["key"])] = str(arguments["value"])
+                    return "kept"
+                return store.get(str(arguments["key"]), "nothing")
+            except (ValueError, KeyError, TypeError) as error:
+                return f"error: {error}"
+
+        options: dict[str, Any] = {"tools": [PUT, GET], "calls": 1, "result": result}
+        await _answer(session, _told(task)["content"], **options)
+        return _right(await _answer(session, _asked(task)["content"], **options), task.answer)
+
+
+def _told(task: Task) -> dict[str, Any]:
+    return {"role": "user", "content": task.question.partition(" #")[0]}
+
+
+def _asked(task: Task) -> dict[str, Any]:
+    return {"role": "user", "content": f"What is {task.question[0]}?"}
 
 
 def calculated(expression: str) -> int | float:

@@ -73,6 +73,8 @@ def build_environment(section: EnvironmentSection) -> "Environment | AgentEnviro
             from asyncrl.environments.games import GuessTheNumber as factory
         case "calculator":
             from asyncrl.environments.games import Calculator as factory
+        case "key_value_store":
+            from asyncrl.environments.games import KeyValueStore as factory
         case "verifiers":
             from asyncrl.environments.verifiers_taskset import VerifiersTaskset as factory
         case path:

@@ -7,8 +7,47 @@ import pytest
 
 from asyncrl.config.schema import Config, EnvironmentSection
 from asyncrl.data.prompts import Task
-from asyncrl.environments.games import Calculator, GuessTheNumber, calculated
+from asyncrl.environments.games import Calculator, GuessTheNumber, KeyValueStore, calculated
 from asyncrl.environments.interfaces import build_demonstrations, build_environment, build_reward, build_tasks
+
+
+class Keeper:
+    """A session whose model makes the calls in turn, as (tool, arguments), or gives texts."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        self.seen: list[list[Any]] = []
+
+    async def chat(self, messages: list[Any], *, tools: Any = (), **options: Any) -> dict[str, Any]:
+        del tools, options
+        self.seen.append(list(messages))
+        answer = self.answers.pop(0)
+        if isinstance(answer, str):
+            return {"role": "assistant", "content": answer}
+        function = {"name": answer[0], "arguments": json.dumps(answer[1])}
+        return {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": function}]}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("answers", "reward", "results"),
+    [
+        ([("put", {"key": "b", "value": 4}), "ok", ("get", {"key": "b"}), "it is 4"], 1.0, ["kept", "4"]),
+        (["ok", ("get", {"key": "b"}), "5"], 0.0, ["nothing"]),
+        ([("put", {"key": "b"}), "ok", "4"], 1.0, ["error: 'value'"]),
+        ([("put", {"key": "b", "value": "4"}), ("get", {"key": "b"}), ("get", {"key": "b"}), "4"], 1.0, ["kept", "4"]),
+        (["ok", ("get", {"key": "b"}), ("get", {"key": "b"})], 0.0, ["nothing"]),
+    ],
+)
+async def test_key_value_store(answers: list[Any], reward: float, results: list[str]) -> None:
+    model = Keeper(*answers)
+    task = Task(question="b is 4. #7", answer="4")
+    assert await KeyValueStore().run(model, task) == reward  # type: ignore[arg-type]
+    shown = [messages[0]["content"] for messages in model.seen]
+    assert set(shown) == {"b is 4.", "What is b?"}
+    assert shown == sorted(shown, reverse=True), "the second conversation begins when the first one has ended"
+    last = [message["content"] for seen in model.seen[1:] for message in seen[-1:] if message["role"] == "tool"]
+    assert last[: len(results)] == results
 
 
 class Model:
@@ -71,7 +110,7 @@ def test_the_calculator_calculates() -> None:
     assert [calculated(each) for each in ("2 * (3 + 4)", "-7 / 2", "6 / 3")] == [14, -3.5, 2]
 
 
-@pytest.mark.parametrize("name", ["guess_the_number", "calculator"])
+@pytest.mark.parametrize("name", ["guess_the_number", "calculator", "key_value_store"])
 def test_the_games_are_environments_whose_tasks_a_seed_determines(name: str) -> None:
     config = Config.model_validate({"environment": {"name": name}, "data": {"dataset": "environment"}})
     train, heldout = build_tasks(config)
