@@ -239,7 +239,8 @@ ROWS = {
         lines(
             "Stored tokens",
             "Stored tokens of groups whose replica died or failed: continued by another replica, or dropped because "
-            "they were too old or were lost. 0 without generator.persist_every_tokens.",
+            "they were too old, were lost, or an agent did not ask for them again. 0 without "
+            "generator.persist_every_tokens.",
             Query(rate("asyncrl_buffer_prefix_tokens_total", RUN, by="event"), "{{event}}"),
             unit="suffix: tokens/s",
         ),

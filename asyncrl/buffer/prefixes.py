@@ -62,8 +62,10 @@ class StoredPrefixes:
         if continued_tokens:
             self._ledger.count(Event.PREFIX_CONTINUED)
             self._ledger.count(Event.TOKENS_CONTINUED, continued_tokens)
-        if slot.prefix is not None and slot.prefix.attempt != slot.ticket.attempt:
-            self.count_dropped(slot.prefix, continued_tokens=continued_tokens)
+        if slot.prefix is not None:
+            # An agent may not have used all stored answers. What its attempt stored has the unused ones too.
+            own = slot.prefix.attempt == slot.ticket.attempt
+            self._drop((slot.prefix.continued_tokens if own else slot.prefix.tokens) - continued_tokens)
         if not split:
             self.clear(slot)
             return
@@ -110,9 +112,12 @@ class StoredPrefixes:
 
     def count_dropped(self, prefix: Prefix, *, continued_tokens: int = 0) -> None:
         """Counts the tokens of a prefix that no attempt will continue. An attempt has continued some of them."""
-        if (dropped := prefix.tokens - continued_tokens) > 0:
+        self._drop(prefix.tokens - continued_tokens)
+
+    def _drop(self, tokens: int) -> None:
+        if tokens > 0:
             self._ledger.count(Event.PREFIX_DROPPED)
-            self._ledger.count(Event.TOKENS_DROPPED, dropped)
+            self._ledger.count(Event.TOKENS_DROPPED, tokens)
 
     def _reserved(self, group: int) -> Slot | None:
         slot = self._table.open.get(group)

@@ -391,7 +391,8 @@ class GeneratorSection(Section):
     """Number of tokens of a sample after which its group is stored as it is so far. If the replica dies, another one
     continues the stored tokens, as long as they are not too old to be trained. If the learner goes back to its
     checkpoint, a group that lost weights finished continues the stored tokens of surviving ones. 0: such a group begins
-    again. Each time, all tokens of the group are stored, so a value that takes some seconds to generate is enough."""
+    again. Each time, all tokens of the group are stored, so a value that takes some seconds to generate is enough. The
+    agents of a group begin again, and get the stored answers for equal calls (docs/agents.md)."""
     max_data_failures: PositiveInt = 16
     """Number of groups that fail one after the other as DATA, counted over the whole pool, that stops the run."""
     max_infra_failures: PositiveInt = 3

@@ -185,11 +185,6 @@ def _agent_violations(config: Config) -> Iterator[str]:
         yield problem
     if config.data.chat == "off":
         yield f"{what}: its turns need the model's chat template, which data.chat: off removes; remove data.chat"
-    if config.generator.persist_every_tokens:
-        yield (
-            f"{what}: generator.persist_every_tokens = {config.generator.persist_every_tokens} has no effect, because "
-            "conversations that have not ended are not stored; set it to 0"
-        )
 
 
 def _tools_violations(config: Config) -> Iterator[str]:

@@ -2,8 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ from asyncrl.environments.part_scorers import PartScorers
 from asyncrl.environments.scores import Score
 from asyncrl.environments.scoring_messages import RewardFailure
 from asyncrl.errors import DataError, InfraError, RolloutError
+from asyncrl.generation.agent_progress import GroupProgress, SampleProgress
 from asyncrl.generation.episodes import Episode, Node, Origin, of_branches
 from asyncrl.generation.gateway import Answered, Asked, EndedSession
 from asyncrl.generation.gateway_server import GatewayServer, RemoteGateway
@@ -26,12 +26,13 @@ from asyncrl.generation.vllm_tools import ToolParser
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
     """The episodes of a group and their scores. `environment_s` is the time of the group in which its busiest sample
-    did not wait for the engine, seconds."""
+    did not wait for the engine, seconds. `continued_tokens` is the number of tokens that an earlier attempt sampled."""
 
     episodes: list[Episode]
     scores: list[Score]
     environment_s: float
     activity: "AgentActivity"
+    continued_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +84,7 @@ class AgentRollouts:
         self._scorer = scorer
         self._tools = ToolParser(config.generator.tool_parser, tokenizer) if config.generator.tool_parser else None
         self._filler: int = tokenizer.eos_token_id
-        self._calls: dict[str, _Calls] = {}
+        self._calls: dict[str, SampleProgress] = {}
 
     async def run(
         self,
@@ -92,11 +93,13 @@ class AgentRollouts:
         samples: int,
         seed: int | None,
         temperature: float,
+        prefix: Sequence[PartialCompletion] = (),
         on_progress: Callable[[Sampled], None] | None = None,
         on_environment: Callable[[bool], None] | None = None,
     ) -> Played:
-        """Runs the agent of a task once for each sample. Calls `on_progress` with what the group has sampled so far,
-        and `on_environment` with True when the engine has no call of the group any more, and with False when it has.
+        """Runs the agent of a task once for each sample. A call that has an answer in `prefix`, which an earlier
+        attempt has stored, gets that one. Calls `on_progress` with what the group has sampled so far, and
+        `on_environment` with True when the engine has no call of the group any more, and with False when it has.
 
         A sample fails if its agent makes no call, or ends without a result at a limit. An agent that goes back and
         continues an earlier part of its conversation in another way makes a branch of its episode.
@@ -113,10 +116,8 @@ class AgentRollouts:
             max_branches=environment.branches,
         )
         ids = [id for id, _ in sessions]
-        group = _Group(samples, on_progress, on_environment)
-        group.called(0)
-        calls = {id: _Calls(group, child) for child, id in enumerate(ids)}
-        self._calls |= calls
+        group = GroupProgress(samples, prefix=prefix, on_progress=on_progress, on_environment=on_environment)
+        self._calls |= dict(zip(ids, group.samples, strict=True))
         try:
             accesses = [msgspec.json.encode(access).decode() for _, access in sessions]
             scores = await self._scorer.score(task, accesses)
@@ -129,13 +130,14 @@ class AgentRollouts:
                 raise session.error
             if session.error is not None:
                 raise InfraError(f"a call of an agent failed: {session.error}", reason="gateway")
-        waited_s = max(each.waited_s for each in calls.values())
+        waited_s = max(sample.waited_s for sample in group.samples)
         episodes = [self._episode(session) for session in ended]
         return Played(
             episodes=episodes,
             scores=[_judged(score, session) for score, session in zip(scores, ended, strict=True)],
             environment_s=max(0.0, time.monotonic() - began_s - waited_s),
             activity=AgentActivity.of(ended, episodes),
+            continued_tokens=group.continued_tokens,
         )
 
     def session_ages_s(self) -> list[float]:
@@ -148,7 +150,7 @@ class AgentRollouts:
         calls = self._calls.get(asked.session)
         if calls is None:
             raise InfraError("the session has ended", reason="gateway")
-        with calls.waiting():
+        with calls.answering(asked) as turn:
             [completion] = await self._engine.generate(
                 asked.token_ids,
                 n=1,
@@ -156,9 +158,10 @@ class AgentRollouts:
                 temperature=asked.temperature,
                 max_tokens=asked.max_tokens,
                 stop=asked.stop,
-                on_progress=calls.sampled,
+                prefix=turn.prefix,
+                on_progress=turn.progressed,
             )
-        calls.ended(len(completion.token_ids))
+            turn.answered(completion)
         if asked.tools and self._tools is not None:
             return completion, self._tools.message(completion.token_ids, tools=asked.tools)
         return completion, {"role": "assistant", "content": completion.text}
@@ -168,74 +171,6 @@ class AgentRollouts:
             return of_branches(session.episodes)
         nothing = Node(origin=Origin.ENVIRONMENT, token_ids=[self._filler])
         return Episode(nodes=(nothing,), text="", truncated=False)
-
-
-class _Group:
-    """What the samples of a group have sampled so far. Implements `Sampled`."""
-
-    def __init__(
-        self,
-        samples: int,
-        on_progress: Callable[[Sampled], None] | None,
-        on_environment: Callable[[bool], None] | None,
-    ) -> None:
-        self._lengths = [0] * samples
-        self._on_progress = on_progress
-        self._on_environment = on_environment
-        self._in_engine = 0
-
-    @property
-    def tokens(self) -> int:
-        return sum(self._lengths)
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        return self._lengths
-
-    def partial(self) -> list[PartialCompletion] | None:
-        """Returns None: the answers of an agent are not stored before its episode has ended."""
-        return None
-
-    def called(self, more: int) -> None:
-        """Records that the engine has `more` calls of the group than before."""
-        self._in_engine += more
-        if self._on_environment is not None:
-            self._on_environment(self._in_engine == 0)
-
-    def sampled(self, child: int, tokens: int) -> None:
-        self._lengths[child] = tokens
-        if self._on_progress is not None:
-            self._on_progress(self)
-
-
-class _Calls:
-    """The calls of one sample. While several run at once, only the tokens of one of them are counted with those of the
-    ended ones. `waited_s` is the time of the ended calls in the engine."""
-
-    def __init__(self, group: _Group, child: int) -> None:
-        self._group = group
-        self._child = child
-        self._before = 0
-        self.waited_s = 0.0
-        self.opened_s = time.monotonic()
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """The time of a call in the engine."""
-        began_s = time.monotonic()
-        self._group.called(1)
-        try:
-            yield
-        finally:
-            self._group.called(-1)
-            self.waited_s += time.monotonic() - began_s
-
-    def sampled(self, sampled: Sampled) -> None:
-        self._group.sampled(self._child, self._before + sampled.tokens)
-
-    def ended(self, tokens: int) -> None:
-        self._before += tokens
-        self._group.sampled(self._child, self._before)
 
 
 def _judged(score: Score, session: EndedSession) -> Score:

@@ -38,14 +38,15 @@ from asyncrl.user_code import describe_error
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to an engine: the tokens to continue for one call of a session. `tools` are those of the call, for the
-    tool parser."""
+    """A request to an engine: the tokens to continue for one call of a session. `begun` counts how often the agent of
+    the session has begun. `tools` are those of the call, for the tool parser."""
 
     session: str
     token_ids: list[int]
     max_tokens: int
     temperature: float
     seed: int | None
+    begun: int = 0
     stop: tuple[str, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
 
@@ -101,6 +102,7 @@ class _Session:
     answered_s: dict[Turn, float] = field(default_factory=dict)
     tool_seconds: list[float] = field(default_factory=list)
     limit: str = ""
+    begun: int = 0
     errors: dict[Turn, Exception] = field(default_factory=dict)
 
     def refuse(self, code: str, message: str) -> "Refused":
@@ -191,6 +193,7 @@ class Gateway:
         """Forgets the calls of an agent that was started again after its process had died."""
         await _cancelled(session)
         session.conversation, session.limit = self._conversation(session.limits), ""
+        session.begun += 1
         for kept in (session.keys, session.errors, session.answered_s, session.tool_seconds):
             kept.clear()
         return JSONResponse({})
@@ -307,6 +310,7 @@ class Gateway:
         return Asked(
             session=session.id,
             token_ids=token_ids,
+            begun=session.begun,
             max_tokens=min(room, limits.answer_tokens, answer_tokens or limits.answer_tokens),
             temperature=sampling.temperature,
             seed=sampling.seed(session.conversation.turns.index(turn)),

@@ -210,7 +210,7 @@ class Generator:
         try:
             try:
                 async with asyncio.timeout(self._config.generator.rollout_timeout_s):
-                    prefix = await self._prefixes.read(ticket)
+                    prefix = await self._prefixes.read(ticket, turns=self._rollouts.agents_of(ticket.task) is not None)
                     group = await self._rollouts.run(
                         ticket,
                         prefix=prefix,

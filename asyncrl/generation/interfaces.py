@@ -28,6 +28,7 @@ __all__ = [
     "InferenceEngine",
     "LoadTimes",
     "PartialCompletion",
+    "PartialTurn",
     "Sampled",
     "all_succeeded",
     "verify_right_padding",
@@ -55,9 +56,21 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartialTurn:
+    """The answer to one call of an agent, among the tokens of its sample: the id of the call, the number of the
+    answer's tokens, and whether it is `finished` and `truncated` as in `PartialCompletion`."""
+
+    call: int
+    tokens: int
+    finished: bool = False
+    truncated: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PartialCompletion:
     """The tokens of a completion so far, with the log-prob (nats) and the version of each. `truncated` is True if the
-    length limit has ended it; only a `finished` completion can be truncated. `supports` is as in `Completion`."""
+    length limit has ended it; only a `finished` completion can be truncated. `supports` is as in `Completion`. A sample
+    of an agent has the tokens of all its answers one after another, and `turns` has one entry for each answer."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -65,6 +78,7 @@ class PartialCompletion:
     finished: bool = False
     truncated: bool = False
     supports: Supports | None = field(default=None, compare=False)
+    turns: tuple[PartialTurn, ...] = ()
 
 
 class Sampled(Protocol):

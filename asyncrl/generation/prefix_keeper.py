@@ -16,7 +16,7 @@ from asyncrl.data_plane.clients import GroupRows
 from asyncrl.errors import AsyncRLError
 from asyncrl.generation.interfaces import PartialCompletion, Sampled
 from asyncrl.generation.long_work import beside_loop
-from asyncrl.generation.prefixes import PREFIX_COLUMNS, prefix_of, rows_of, samples_of_rows
+from asyncrl.generation.prefixes import PREFIX_COLUMNS, TURN_COLUMNS, prefix_of, rows_of, samples_of_rows
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +45,15 @@ class PrefixKeeper:
         self._lengths: dict[str, Sequence[int]] = {}  # tokens of each sample at the last put of a group
         self._puts: dict[str, asyncio.Task[None]] = {}
 
-    async def read(self, ticket: Ticket) -> list[PartialCompletion]:
-        """Returns the samples with which the ticket's attempt begins; none if nothing is stored or can be read."""
+    async def read(self, ticket: Ticket, *, turns: bool = False) -> list[PartialCompletion]:
+        """Returns the samples with which the ticket's attempt begins; none if nothing is stored or can be read. Those
+        of agents have `turns`."""
         prefix = ticket.prefix
         if prefix is None:
             return []
+        columns = (*self._columns, *(TURN_COLUMNS if turns else ()))
         try:
-            rows = await self._rows.get(f"{ticket.group}.{prefix.attempt}", self._columns)
+            rows = await self._rows.get(f"{ticket.group}.{prefix.attempt}", columns)
             return samples_of_rows(rows, prefix=prefix)
         except (AsyncRLError, TimeoutError, KeyError) as error:
             logger.warning(

@@ -17,7 +17,7 @@ from asyncrl.common.version import Version
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.specs import NO_TOKEN, SUPPORT
 from asyncrl.errors import InfraError
-from asyncrl.generation.interfaces import PartialCompletion
+from asyncrl.generation.interfaces import PartialCompletion, PartialTurn
 
 PREFIX_COLUMNS = (
     "input_ids",
@@ -30,6 +30,9 @@ PREFIX_COLUMNS = (
 """Columns of stored partial generations: per token its id, log-prob, and version (step and incarnation); per sample the
 number of its tokens, and its state: 0 runs, 1 finished, 2 finished at the length limit. With `generator.top_k`, also
 the support of each token."""
+TURN_COLUMNS = ("turn_calls", "turn_ends")
+"""Further columns of the samples of agents, per token: the id of the call that the token answers, and at the last token
+of an answer its state as above, plus 1; 0 at other tokens."""
 _RUNS, _FINISHED, _TRUNCATED = range(3)
 _SEED_BITS = 63
 
@@ -79,6 +82,8 @@ def rows_of(samples: Sequence[PartialCompletion]) -> BatchedDataDict:
         for i, sample in enumerate(samples):
             if sample.supports is not None:
                 rows[SUPPORT][i, : len(sample.token_ids)] = torch.from_numpy(sample.supports)
+    if any(sample.turns for sample in samples):
+        rows.update(_turn_columns(samples, shape))
     return rows
 
 
@@ -104,6 +109,7 @@ def samples_of_rows(rows: BatchedDataDict, *, prefix: Prefix) -> list[PartialCom
                 finished=state != _RUNS,
                 truncated=state == _TRUNCATED,
                 supports=rows[SUPPORT][i, :kept].numpy() if SUPPORT in rows else None,
+                turns=_turns(rows, i, tokens=kept),
             )
         )
     if not any(sample.token_ids for sample in samples):
@@ -123,7 +129,36 @@ def prefix_of(
     )
 
 
-def _state(sample: PartialCompletion) -> int:
+def _turn_columns(samples: Sequence[PartialCompletion], shape: tuple[int, int]) -> dict[str, torch.Tensor]:
+    calls, ends = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int8)
+    for i, sample in enumerate(samples):
+        end = 0
+        for turn in sample.turns:
+            calls[i, end : end + turn.tokens] = turn.call
+            end += turn.tokens
+            ends[i, end - 1] = _state(turn) + 1
+    return dict(zip(TURN_COLUMNS, (calls, ends), strict=True))
+
+
+def _turns(rows: BatchedDataDict, row: int, *, tokens: int) -> tuple[PartialTurn, ...]:
+    """Returns the turns of the first `tokens` tokens of a row. The last one is not finished if they end within it."""
+    if TURN_COLUMNS[0] not in rows:
+        return ()
+    calls, ends = (rows[name][row, :tokens].tolist() for name in TURN_COLUMNS)
+    turns: list[PartialTurn] = []
+    start = 0
+    for place, end in enumerate(ends, start=1):
+        if not end and place < tokens:
+            continue
+        state = end - 1 if end else _RUNS
+        turns.append(
+            PartialTurn(call=calls[start], tokens=place - start, finished=state != _RUNS, truncated=state == _TRUNCATED)
+        )
+        start = place
+    return tuple(turns)
+
+
+def _state(sample: PartialCompletion | PartialTurn) -> int:
     if not sample.finished:
         return _RUNS
     return _TRUNCATED if sample.truncated else _FINISHED

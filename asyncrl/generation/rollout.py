@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from asyncrl.buffer.attempts import seed_of_group
 from asyncrl.buffer.failure_records import Failure
 from asyncrl.buffer.records import GroupMeta, Ticket
@@ -79,6 +81,10 @@ class Rollouts:
         self._replica = replica
         self._clock = clock
 
+    def agents_of(self, task: Task) -> "AgentRollouts | None":
+        """Returns what runs the agent of a task; None if the task has none."""
+        return self.agents if self.agents is not None and self._scorer.runs_agent(task) else None
+
     async def run(
         self,
         ticket: Ticket,
@@ -91,21 +97,24 @@ class Rollouts:
         """Generates the whole group in one call, so that its samples share the prompt's KV cache, and scores it.
 
         Begins with the samples of `prefix`, if there are any. Calls `on_progress` from time to time with what the group
-        has so far, and `on_generated` when the engine is done with it. With an agent, calls `on_environment` when the
-        group begins and ends to wait for the agent's own code.
+        has so far, and `on_generated` when the engine is done with it. An agent begins anew, and gets the answers of
+        `prefix` for equal calls. With an agent, calls `on_environment` when the group begins and ends to wait for the
+        agent's own code.
         """
-        if self.agents is not None and self._scorer.runs_agent(ticket.task):
-            played = await self.agents.run(
+        if (agents := self.agents_of(ticket.task)) is not None:
+            played = await agents.run(
                 ticket.task,
                 samples=self._config.learner.group_size,
                 seed=ticket.seed if self._config.seeds_samples else None,
                 temperature=self._config.generator.temperature,
+                prefix=prefix,
                 on_progress=on_progress,
                 on_environment=on_environment,
             )
             on_generated()
             group = await self._finished(ticket, played.episodes, played.scores, scoring_s=played.environment_s)
-            return dataclasses.replace(group, activity=played.activity)
+            meta = msgspec.structs.replace(group.meta, continued_tokens=played.continued_tokens)
+            return dataclasses.replace(group, meta=meta, activity=played.activity)
         prompt_ids, budget = self._prompt(ticket.task)
         completions = await self.engine.generate(
             prompt_ids,
@@ -166,8 +175,8 @@ class Rollouts:
         seeded = self._config.seeds_samples and samples > 1
         seed = seed_of_group(self._config.run.seed, number, group_size=samples) if seeded else None
         temperature = how.temperature if samples > 1 else 0.0
-        if self.agents is not None and self._scorer.runs_agent(task):
-            played = await self.agents.run(task, samples=samples, seed=seed, temperature=temperature)
+        if (agents := self.agents_of(task)) is not None:
+            played = await agents.run(task, samples=samples, seed=seed, temperature=temperature)
             texts, scores = [episode.text for episode in played.episodes], played.scores
         else:
             prompt_ids, budget = self._prompt(task)

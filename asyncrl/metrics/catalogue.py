@@ -286,8 +286,8 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             "asyncrl_buffer_prefix_tokens_total",
             "Tokens of groups whose replica died or failed, and which were stored (generator.persist_every_tokens). "
             "`tokens_continued`: another replica continued them, and the group was committed. `tokens_dropped`: they "
-            "were too old to be trained in time, were lost with their row store, were of lost weights, or the whole "
-            "run was resumed.",
+            "were too old to be trained in time, were lost with their row store, were of lost weights, the whole run "
+            "was resumed, or an agent did not make the same calls again.",
             {"event": tuple(sorted(TOKEN_EVENTS))},
         ),
         histogram(BUFFER, "asyncrl_buffer_reserve_wait_seconds", "Time that a reserve call waited for tickets."),

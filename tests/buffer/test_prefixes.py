@@ -130,15 +130,18 @@ def test_an_attempt_that_could_not_read_its_prefix_drops_it(unreadable: bool, dr
     assert (third.prefix.attempt, third.prefix.tokens) == (1, 8 - dropped)
 
 
-def test_a_commit_counts_the_tokens_that_it_did_not_continue() -> None:
+@pytest.mark.parametrize("continued", [0, 2, 5])
+@pytest.mark.parametrize("stores", [False, True])
+def test_a_commit_counts_the_tokens_that_it_did_not_continue(continued: int, stores: bool) -> None:
+    """Agents may not ask for all stored answers. What their attempt stores has the answers that were not asked for."""
     scene = Scene(eta=2, per_step=1)
     left_behind(scene)
     (again,) = scene.reserve(1)
-    assert (
-        scene.buffer.tickets.commit(msgspec.structs.replace(finished(again), continued_tokens=0))
-        is CommitOutcome.ACCEPTED
-    )
-    assert tokens(scene) == (0, 5)
+    if stores:
+        scene.store(again, stored_by(again, tokens=3))
+    meta = msgspec.structs.replace(finished(again), continued_tokens=continued)
+    assert scene.buffer.tickets.commit(meta) is CommitOutcome.ACCEPTED
+    assert tokens(scene) == (continued, 5 - continued)
 
 
 def test_a_commit_with_a_token_older_than_the_prefix_is_refused() -> None:

@@ -397,11 +397,7 @@ def test_what_runs_but_may_surprise_is_a_warning(overrides: list[str], silencer:
     ("settings", "expected"),
     [
         ({"environment": {"agent": "a:b"}, "data": {"chat": "off"}}, "needs? the model's chat template"),
-        (
-            {"environment": {"agent": "a:b"}, "generator": {"persist_every_tokens": 8}},
-            "persist_every_tokens = 8 has no",
-        ),
-        ({"environment": {"name": "calculator"}, "generator": {"persist_every_tokens": 8}}, "environment.name = calc"),
+        ({"environment": {"name": "calculator"}, "data": {"chat": "off"}}, "environment.name = calc"),
         ({"environment": {"agent": "a:b", "reward": "exact_match"}}, "environment.agent: returns the reward itself"),
         ({"environment": {"agent": "not a path"}}, "environment.agent = not a path: must be an import path"),
     ],

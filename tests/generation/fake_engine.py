@@ -62,6 +62,7 @@ class FakeEngine:
         self._paused.set()
         self._aborted = 0
         self.prefixes: list[list[int]] = []
+        self.prompts: list[list[int]] = []
         self.ends_one_in = 5
 
     async def generate(
@@ -77,6 +78,7 @@ class FakeEngine:
         on_progress: Callable[[Sampled], None] | None = None,
     ) -> list[Completion]:
         self.prefixes += [sample.token_ids for sample in prefix]
+        self.prompts.append(list(prompt_ids))
         begun = [_copy(sample) for sample in prefix] or [_nothing() for _ in range(n)]
         so_far = FakeSampled(begun)
         samples = [

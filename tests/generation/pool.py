@@ -141,8 +141,7 @@ class Pool:
 
     def add(self, name: str) -> FakeEngine:
         engine = FakeEngine()
-        rollouts = Rollouts(config=self.config, engine=engine, tokenizer=Tokenizer(), scorer=self.scorer, replica=name)
-        self.rollouts[name] = rollouts
+        rollouts = self.rollouts[name] = self.rollouts_with(engine, name=name)
         metrics = self.metrics[name] = GeneratorMetrics(environment="test")
         updates = WeightUpdates(
             config=self.config,
@@ -169,6 +168,9 @@ class Pool:
         self.engines[name] = engine
         self.running[name] = asyncio.create_task(self.generators[name].run())
         return engine
+
+    def rollouts_with(self, engine: FakeEngine, *, name: str) -> Rollouts:
+        return Rollouts(config=self.config, engine=engine, tokenizer=Tokenizer(), scorer=self.scorer, replica=name)
 
     async def publish(self, step: int, *, parameters: Any = None, handles: Sequence[Any] = (WEIGHTS,)) -> None:
         manifest = manifest_of(step, parameters=parameters)

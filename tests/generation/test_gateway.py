@@ -207,6 +207,7 @@ async def test_begin_forgets_the_calls_of_an_earlier_attempt(served: Served) -> 
     await served.say(HELLO)
     ended = await served.gateway.close(served.id)
     assert (ended.calls, ended.forks, len(ended.episodes)) == (1, {}, 1)
+    assert [asked.begun for asked in served.engine.asked] == [0, 1]
 
 
 async def test_calls_without_the_key_of_an_open_session_are_refused(served: Served) -> None:

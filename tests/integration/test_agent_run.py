@@ -35,6 +35,7 @@ def test_an_agent_with_a_tool_trains(tmp_path: Path) -> None:
         "eval.prompts=4",
         "eval.every_steps=0",
         "algorithm.zero_variance=keep",
+        "generator.persist_every_tokens=2",
     ]
     command = Command(["up", "-c", str(RECIPE), *overrides], log=tmp_path / "log", environment={})
     assert command.wait(500) == 0, command.output()[-4000:]

@@ -1,0 +1,247 @@
+"""What the agents of a group have sampled so far, and the stored answers of an earlier attempt.
+
+If a replica dies, the agents of its groups begin again on another one, because their processes have ended. The stored
+answers of the earlier attempt are then given to the calls that ask for exactly the same: the same tokens, tools and
+limits. An answer that was not complete is continued. So an agent that does the same as before comes to the call at
+which the replica died, and its answers keep their log-probs and versions. If an agent makes other calls, they are sampled.
+Invariant: a stored answer is given at most once in a conversation.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+
+import msgspec
+import numpy as np
+
+from asyncrl.errors import InfraError
+from asyncrl.generation.gateway import Asked
+from asyncrl.generation.interfaces import Completion, PartialCompletion, PartialTurn, Sampled
+
+_CALL_BITS = 63
+"""The id of a call fits into a column of int64."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Turn:
+    """A call and its answer. `stored` is what an earlier attempt has stored of the answer. `asked` is True from the
+    call on, and `answer` is set when the answer is complete. Calls `grown` when `tokens`, those of the answer so far, may
+    have changed."""
+
+    call: int
+    grown: Callable[[], None]
+    stored: PartialCompletion | None = None
+    asked: bool = False
+    answer: PartialCompletion | None = None
+    tokens: int = 0
+    _sampled: Sampled | None = None
+
+    @property
+    def prefix(self) -> list[PartialCompletion]:
+        """What the engine continues."""
+        return [] if self.stored is None else [self.stored]
+
+    @property
+    def continued_tokens(self) -> int:
+        """The number of stored tokens in the complete answer. A stop string in them makes the answer shorter."""
+        if self.stored is None or self.answer is None:
+            return 0
+        return min(len(self.stored.token_ids), len(self.answer.token_ids))
+
+    def progressed(self, sampled: Sampled) -> None:
+        """Records what the engine has so far."""
+        self._sampled, self.tokens = sampled, sampled.tokens
+        self.grown()
+
+    def answered(self, completion: Completion) -> None:
+        """Records the complete answer."""
+        self.answer = PartialCompletion(
+            token_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            versions=completion.versions,
+            finished=True,
+            truncated=completion.truncated,
+            supports=completion.supports,
+        )
+        self._sampled, self.tokens = None, len(completion.token_ids)
+        self.grown()
+
+    def failed(self) -> None:
+        """Records that the engine gave no answer. The call may be made again."""
+        self.asked, self._sampled = False, None
+        self.tokens = 0 if self.stored is None else len(self.stored.token_ids)
+
+    def partial(self) -> list[PartialCompletion] | None:
+        """Returns the answer as it is now; an empty list if it has no token yet. None as for `Sampled.partial`."""
+        if self.answer is not None:
+            return [self.answer]
+        return self.prefix if self._sampled is None else self._sampled.partial()
+
+
+class SampleProgress:
+    """The turns of one sample, which are those that were stored and those that its agent asked for. `waited_s` is the
+    time of its ended calls in the engine, seconds. `opened_s` (monotonic clock) is when its session was opened."""
+
+    def __init__(
+        self, stored: PartialCompletion | None, *, grown: Callable[[], None], called: Callable[[int], None]
+    ) -> None:
+        self._stored = stored
+        self._grown = grown
+        self._called = called
+        self._turns = self._given()
+        self._begun = 0
+        self.waited_s = 0.0
+        self.opened_s = time.monotonic()
+
+    @property
+    def tokens(self) -> int:
+        return sum(turn.tokens for turn in self._turns)
+
+    @property
+    def continued_tokens(self) -> int:
+        """The number of stored tokens in the answers that the agent got."""
+        return sum(turn.continued_tokens for turn in self._turns)
+
+    def partial(self) -> PartialCompletion | None:
+        """Returns a copy of all turns, also of stored ones that the agent has not asked for yet. None as for
+        `Sampled.partial`."""
+        turns: list[tuple[int, PartialCompletion]] = []
+        for turn in self._turns:
+            answer = turn.partial()
+            if answer is None:
+                return None
+            turns += [(turn.call, each) for each in answer if each.token_ids]
+        return joined(turns)
+
+    @contextmanager
+    def answering(self, asked: Asked) -> Iterator[Turn]:
+        """Yields the turn of a call. The block lasts as long as the engine has the call.
+
+        Raises InfraError if the agent has begun again since the call.
+        """
+        turn = self._turn(asked)
+        began_s = time.monotonic()
+        self._called(1)
+        try:
+            yield turn
+        finally:
+            if turn.answer is None:
+                turn.failed()
+                self._turns = [each for each in self._turns if each is not turn or turn.stored is not None]
+            self._called(-1)
+            self.waited_s += time.monotonic() - began_s
+
+    def _turn(self, asked: Asked) -> Turn:
+        if asked.begun < self._begun:
+            raise InfraError("the agent has begun again since this call", reason="gateway")
+        if asked.begun > self._begun:
+            self._begun, self._turns = asked.begun, self._given()
+        call = call_of(asked)
+        turn = next((turn for turn in self._turns if turn.call == call and not turn.asked), None)
+        if turn is None:
+            turn = Turn(call=call, grown=self._grown)
+            self._turns.append(turn)
+        turn.asked = True
+        return turn
+
+    def _given(self) -> list[Turn]:
+        """Returns the stored turns, none of which the agent has asked for."""
+        stored = [] if self._stored is None else turns_of(self._stored)
+        return [
+            Turn(call=call, grown=self._grown, stored=answer, tokens=len(answer.token_ids)) for call, answer in stored
+        ]
+
+
+class GroupProgress:
+    """What the samples of a group have sampled so far, with the stored ones of an earlier attempt (`prefix`).
+    Implements `Sampled`.
+
+    Calls `on_environment` with True when the engine has no call of the group any more, and with False when it has.
+    """
+
+    def __init__(
+        self,
+        samples: int,
+        *,
+        prefix: Sequence[PartialCompletion] = (),
+        on_progress: Callable[[Sampled], None] | None = None,
+        on_environment: Callable[[bool], None] | None = None,
+    ) -> None:
+        self._on_progress = on_progress
+        self._on_environment = on_environment
+        self._in_engine = 0
+        self.samples = [
+            SampleProgress(stored, grown=self._grown, called=self._called) for stored in prefix or [None] * samples
+        ]
+        self._called(0)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [sample.tokens for sample in self.samples]
+
+    @property
+    def continued_tokens(self) -> int:
+        return sum(sample.continued_tokens for sample in self.samples)
+
+    def partial(self) -> list[PartialCompletion] | None:
+        now = [sample.partial() for sample in self.samples]
+        known = [each for each in now if each is not None]
+        return known if len(known) == len(now) else None
+
+    def _called(self, more: int) -> None:
+        """Records that the engine has `more` calls of the group than before."""
+        self._in_engine += more
+        if self._on_environment is not None:
+            self._on_environment(self._in_engine == 0)
+
+    def _grown(self) -> None:
+        if self._on_progress is not None:
+            self._on_progress(self)
+
+
+def call_of(asked: Asked) -> int:
+    """Returns an id of what a call asks for. Equal calls of different sessions have the same id."""
+    what = msgspec.structs.replace(asked, session="", begun=0, seed=None)
+    digest = hashlib.blake2b(msgspec.msgpack.encode(what), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> (64 - _CALL_BITS)
+
+
+def joined(turns: Sequence[tuple[int, PartialCompletion]]) -> PartialCompletion:
+    """Returns the answers to calls, each of which has a token, as one sample."""
+    answers = [answer for _, answer in turns]
+    supports = [answer.supports for answer in answers if answer.supports is not None]
+    return PartialCompletion(
+        token_ids=list(chain.from_iterable(answer.token_ids for answer in answers)),
+        logprobs=list(chain.from_iterable(answer.logprobs for answer in answers)),
+        versions=list(chain.from_iterable(answer.versions for answer in answers)),
+        supports=np.concatenate(supports) if supports else None,
+        turns=tuple(
+            PartialTurn(call=call, tokens=len(answer.token_ids), finished=answer.finished, truncated=answer.truncated)
+            for call, answer in turns
+        ),
+    )
+
+
+def turns_of(sample: PartialCompletion) -> list[tuple[int, PartialCompletion]]:
+    """Returns the answers of a sample with their calls: the inverse of `joined`."""
+    turns: list[tuple[int, PartialCompletion]] = []
+    end = 0
+    for turn in sample.turns:
+        start, end = end, end + turn.tokens
+        answer = PartialCompletion(
+            token_ids=sample.token_ids[start:end],
+            logprobs=sample.logprobs[start:end],
+            versions=sample.versions[start:end],
+            finished=turn.finished,
+            truncated=turn.truncated,
+            supports=None if sample.supports is None else sample.supports[start:end],
+        )
+        turns.append((turn.call, answer))
+    return turns
