@@ -3,8 +3,8 @@
 If a replica dies, the agents of its groups begin again on another one, because their processes have ended. The stored
 answers of the earlier attempt are then given to the calls that ask for exactly the same: the same tokens, tools and
 limits. An answer that was not complete is continued. So an agent that does the same as before comes to the call at
-which the replica died, and its answers keep their log-probs and versions. If an agent makes other calls, they are sampled.
-Invariant: a stored answer is given at most once in a conversation.
+which the replica died, and its answers keep their log-probs and versions. If an agent makes other calls, their answers
+are sampled. Invariant: a stored answer is given at most once in a conversation.
 """
 
 import hashlib
@@ -28,8 +28,8 @@ _CALL_BITS = 63
 @dataclass(eq=False, slots=True, kw_only=True)
 class Turn:
     """A call and its answer. `stored` is what an earlier attempt has stored of the answer. `asked` is True from the
-    call on, and `answer` is set when the answer is complete. Calls `grown` when `tokens`, those of the answer so far, may
-    have changed."""
+    call on, and `answer` is set when the answer is complete. Calls `grown` when `tokens`, those of the answer so far,
+    may have changed."""
 
     call: int
     grown: Callable[[], None]
@@ -173,9 +173,8 @@ class GroupProgress:
         self._on_progress = on_progress
         self._on_environment = on_environment
         self._in_engine = 0
-        self.samples = [
-            SampleProgress(stored, grown=self._grown, called=self._called) for stored in prefix or [None] * samples
-        ]
+        given: Sequence[PartialCompletion | None] = prefix or [None] * samples
+        self.samples = [SampleProgress(stored, grown=self._grown, called=self._called) for stored in given]
         self._called(0)
 
     @property
