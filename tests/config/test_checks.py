@@ -407,6 +407,10 @@ def test_settings_that_agents_cannot_have_are_refused(settings: dict[str, Any], 
         check_config(Config.model_validate(settings))
 
 
+def test_the_answers_of_agents_can_be_stored() -> None:
+    check_config(Config.model_validate({"environment": {"agent": "a:b"}, "generator": {"persist_every_tokens": 8}}))
+
+
 def test_agents_with_fewer_processes_than_groups_are_warned_of() -> None:
     few = {"environment": {"agent": "a:b", "score_workers": 2}, "generator": {"max_concurrent_groups": 4}}
     [warning] = [each for each in check_config(Config.model_validate(few)) if "score_workers" in each]

@@ -86,20 +86,22 @@ async def test_another_replica_samples_only_the_turns_that_are_not_stored() -> N
 
 
 @pytest.mark.asyncio
-async def test_the_rows_are_what_the_engines_saw() -> None:
-    """Stored answers stand in their contexts: the tokens before each answer are those of the call that it answers."""
+async def test_each_answer_stands_in_the_context_in_which_it_was_sampled() -> None:
+    """The answers of the dead replica follow the tokens of its calls, and the later ones those of the other replica."""
     async with agent_pool(talk) as pool:
         await killed_in_the_middle(pool, tokens=STORED)
-        meta = await finished_by(pool, "b")
+        meta = await finished_by(pool, "c")
         rows = pool.rows.kept[meta.key]
+        prompts = [pool.engines[name].prompts for name in ("a", "c")]  # by version
         for row in range(2):
             ids = rows["input_ids"][row, : int(rows["input_lengths"][row])].tolist()
             mask = rows["token_mask"][row].bool().tolist()
             starts = [i for i in range(1, len(ids)) if mask[i] and not mask[i - 1]]
             assert len(starts) == TURNS
             assert all(mask[start : start + ANSWER_TOKENS] == [True] * ANSWER_TOKENS for start in starts)
-            asked = [tuple(prompt) for prompt in pool.engines["b"].prompts]
-            assert all(tuple(ids[:start]) in asked for start in starts)
+            versions = [int(rows["weight_versions"][row, start]) for start in starts]
+            assert versions == [0] * 2 + [1] * 4
+            assert all(ids[:start] in prompts[version] for start, version in zip(starts, versions, strict=True))
 
 
 @pytest.mark.asyncio
