@@ -1,5 +1,6 @@
 """The answers of agents are stored, and another replica gives them to agents that make the same calls."""
 
+import asyncio
 import dataclasses
 from typing import Any
 
@@ -7,12 +8,17 @@ import msgspec
 import numpy as np
 import pytest
 from agent_pool import ANSWER_TOKENS, AgentPool, LocalSession, agent_pool
-from pool import until
+from pool import WEIGHTS, everything_else_runs, manifest_of, until
 from test_stored_prefixes import killed_in_the_middle
 
 from asyncrl.buffer.ledger import Event
-from asyncrl.buffer.records import GroupMeta, Prefix
+from asyncrl.buffer.records import GroupMeta, Prefix, VersionSpan
+from asyncrl.common.lineage import Lineage
+from asyncrl.common.roles import Role
 from asyncrl.common.version import Version
+from asyncrl.config.load import shared_config
+from asyncrl.coordinator.registry import Deployment
+from asyncrl.coordinator.snapshot import Restored
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.codec import PAD_VALUES, Picked, decode, encode
@@ -25,6 +31,7 @@ from asyncrl.generation.prefixes import PREFIX_COLUMNS, TURN_COLUMNS, prefix_of,
 TURNS = 6
 STORED = 34  # two samples, each with four answers and one or more tokens of the fifth one
 OLD, NEW = Version(1, 4), Version(1, 5)
+FIRST, SECOND = (Deployment(id=name, role=Role.LEARNER, host="h", pid=7) for name in ("first", "second"))
 
 
 async def talk(session: LocalSession, task: Task) -> float:
@@ -116,6 +123,57 @@ async def test_an_agent_that_makes_other_calls_gets_new_answers_and_the_stored_o
         dropped = sum(len(sample.token_ids) for sample in before) - 16
         assert (meta.continued_tokens, events[Event.TOKENS_CONTINUED]) == (16, 16)
         assert events[Event.TOKENS_DROPPED] == dropped
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F6")
+async def test_after_a_learner_went_back_only_answers_of_surviving_weights_are_given_again() -> None:
+    """The learner trains a step in the middle of an episode, dies, and another one goes back to before that step."""
+    async with agent_pool(talk) as pool:
+        coordinator, shared = pool.coordinator, shared_config(pool.config)
+        await coordinator.attachments.attach(FIRST, shared=shared)
+        engine = pool.add("a")
+        engine.ends_one_in = 10**9
+        engine.gate.clear()
+        await pool.publish(0)
+        await until(lambda: engine.running)
+        snapshot = coordinator.snapshot()
+        await stored_tokens(pool, at_least=13)
+        coordinator._buffer._state.step = 1
+        await pool.publish(1)
+        await until(lambda: engine.version == Version(1, 1))
+        mixed = await stored_tokens(pool, at_least=27)
+        assert mixed.versions == (Version(1, 0), Version(1, 1))
+        rows = pool.prefixes.kept["0.0"]
+        pairs = zip(rows["weight_versions"], rows["input_lengths"].tolist(), strict=True)
+        kept = [int((versions[:length] == 0).sum()) for versions, length in pairs]
+
+        pool.clock.now_s = pool.config.buffer.heartbeat_timeout_s + 1.0
+        restored = Restored(snapshot=snapshot, lineage=Lineage((snapshot.version,)))
+        await coordinator.attachments.attach(SECOND, shared=shared, restored=restored)
+        again = msgspec.structs.replace(manifest_of(0), version=Version(2, 0))
+        coordinator.learner.published(again.version)
+        await pool.store.publish(again, [WEIGHTS])
+        engine.gate.set()
+        await pool.generators["a"].report()
+        await until(lambda: pool.counts.ready)
+        meta = next(iter(coordinator._buffer._state.groups.table.ready.slots())).meta
+        assert meta is not None
+        assert (meta.group, meta.attempt, meta.continued_tokens) == (0, 1, sum(kept))
+        for spans, tokens in zip(meta.version_spans, kept, strict=True):
+            assert spans == (VersionSpan(1, 0, tokens), VersionSpan(2, 0, TURNS * ANSWER_TOKENS - tokens))
+
+
+async def stored_tokens(pool: AgentPool, *, at_least: int) -> Prefix:
+    """Lets replica `a` sample until it has reported so many stored tokens of group 0."""
+    reserved = pool.coordinator._buffer._state.groups.table.reserved
+    while (prefix := reserved["0.0"].prefix) is None or prefix.tokens < at_least:
+        pool.engines["a"].gate.set()
+        await asyncio.sleep(0)
+        pool.engines["a"].gate.clear()
+        await everything_else_runs()
+        await pool.generators["a"].report()
+    return prefix
 
 
 @pytest.mark.asyncio
