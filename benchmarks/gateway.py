@@ -184,6 +184,12 @@ def write_model(path: Path, *, hidden_size: int, layers: int) -> None:
         part.save_pretrained(path)
 
 
+async def cpu_seconds(actor: Any) -> float:
+    """Returns the CPU time of an actor's process, with all of its threads."""
+    seconds: float = await actor.__ray_call__.remote(lambda _: time.process_time())
+    return seconds
+
+
 def progress(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
@@ -207,11 +213,15 @@ async def measured(folder: Path) -> list[str]:
     progress("engine and gateway have started")
     await engine.converse.remote(2, 4)
     await through_gateway(gateway, 2, 4)
-    ratios, rates, calls = [], [], []
+    ratios, rates, calls, used = [], [], [], []
+    processes = [gateway._actor, engine]
     for _ in range(PAIRS):
         inside_s, inside_tokens = await engine.converse.remote(SESSIONS, TURNS)
         progress(f"in process: {inside_tokens} tokens in {inside_s:.1f} s")
+        before = await asyncio.gather(*map(cpu_seconds, processes))
         took_s, tokens, seconds = await through_gateway(gateway, SESSIONS, TURNS)
+        after = await asyncio.gather(*map(cpu_seconds, processes))
+        used.append([(b - a) / (SESSIONS * TURNS) for a, b in zip(before, after, strict=True)])
         progress(f"through the gateway: {tokens} tokens in {took_s:.1f} s")
         rates.append((tokens / took_s, inside_tokens / inside_s))
         ratios.append(rates[-1][0] / rates[-1][1])
@@ -222,12 +232,15 @@ async def measured(folder: Path) -> list[str]:
     longest = max(call for each in seconds for call in each)
     of = ", ".join(f"{ratio:.2f}" for ratio in ratios)
     means = [statistics.mean(each) for each in zip(*rates, strict=True)]
+    used_ms = [1e3 * statistics.mean(each) for each in zip(*used, strict=True)]
     return [
         f"| tokens per second through the gateway over those in process: {SESSIONS} conversations of {TURNS} turns, "
         f"{ANSWER_TOKENS} tokens each | ≥ 0.9 | {statistics.mean(ratios):.2f} ({of}; {means[0]:,.0f} and "
         f"{means[1]:,.0f} tokens per second; a call takes {statistics.median(calls) * 1e3:.0f} ms) |",
         f"| {MANY} sessions at once, two turns each | no failed call | {2 * MANY} calls answered in {many_s:.0f} s, "
         f"the longest in {longest:.1f} s |",
+        f"| CPU time for a call | – | {used_ms[0]:.1f} ms in the gateway, {used_ms[1]:.1f} ms in the process that runs "
+        "the engine |",
     ]
 
 
