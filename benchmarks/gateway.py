@@ -146,7 +146,7 @@ def turn_seconds(folder: Path) -> tuple[list[float], list[float]]:
     work: list[list[float]] = [[] for _ in range(TURNS)]
     rendering: list[list[float]] = [[] for _ in range(TURNS)]
     for number in range(RENDERED):
-        conversation, messages = Conversation(renderer), [user(number, 0)]
+        conversation, messages = Conversation(renderer, max_branches=1), [user(number, 0)]
         for turn_number in range(TURNS):
             body = json.dumps({"messages": messages}).encode()
             begun_s = time.perf_counter()
