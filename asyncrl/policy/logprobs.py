@@ -42,18 +42,26 @@ def model_logprobs(
     (`asyncrl.ranks.branches`), and both results are 0 for its first token. Raises ConfigError for a model whose logits
     are not a plain product with the head.
     """
-    if branch_ids_BS is not None:
-        split = Branches.of(input_ids_BS, branch_ids_BS=branch_ids_BS, support_BSK=support_BSK)
-        logprobs_RT, entropy_RT = model_logprobs(
-            model,
-            split.input_ids_RL,
-            temperature=temperature,
-            with_entropy=with_entropy,
-            packed_lengths_B=None if packed_lengths_B is None else split.lengths_R,
-            support_BSK=split.support_RLK,
-            chunk_logits=chunk_logits,
-        )
-        return split.at_next_tokens(logprobs_RT), None if entropy_RT is None else split.at_next_tokens(entropy_RT)
+    score = partial(_logprobs, model, temperature=temperature, with_entropy=with_entropy, chunk_logits=chunk_logits)
+    if branch_ids_BS is None:
+        return score(input_ids_BS, packed_lengths_B=packed_lengths_B, support_BSK=support_BSK)
+    split = Branches.of(input_ids_BS, branch_ids_BS=branch_ids_BS, support_BSK=support_BSK)
+    lengths_R = None if packed_lengths_B is None else split.lengths_R
+    logprobs_RT, entropy_RT = score(split.input_ids_RL, packed_lengths_B=lengths_R, support_BSK=split.support_RLK)
+    return split.at_next_tokens(logprobs_RT), None if entropy_RT is None else split.at_next_tokens(entropy_RT)
+
+
+def _logprobs(
+    model: PreTrainedModel,
+    input_ids_BS: torch.Tensor,
+    *,
+    temperature: float,
+    with_entropy: bool,
+    packed_lengths_B: torch.Tensor | None,
+    support_BSK: torch.Tensor | None,
+    chunk_logits: int | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns the log-probs and entropies of rows without branches."""
     head = _plain_head(model)
     packed = None
     support_NK = None if support_BSK is None else support_BSK[:, 1:].flatten(0, 1)
