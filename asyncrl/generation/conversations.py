@@ -6,36 +6,25 @@ an earlier one begins a branch, from the longest part that is the same. Branches
 trained in one row only: that of the first branch that contains it.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any, Protocol
 
 from asyncrl.errors import ConfigError
 from asyncrl.generation.episodes import Episode, Node, Origin
 from asyncrl.generation.interfaces import Completion
+from asyncrl.generation.messages import Fork, Message, canonical, compact, difference, for_template, text_of
 
-Message = Mapping[str, Any]
+CHARACTERS_PER_TOKEN = 16
+"""Text with more characters for each token than this is rare. Usual text has about four."""
 
 
-class Fork(StrEnum):
-    """Why a call began a branch.
+class LimitExceeded(Exception):
+    """A call exceeds a limit of its session. `code` names the limit for programs."""
 
-    RESAMPLED: it repeats an earlier call and is no retry. TOOLS_CHANGED: the tools differ. THINKING_STRIPPED: the
-    model's thinking was removed from a reply. JSON_REORDERED: the arguments of a tool call are written in another way.
-    COMPACTED: messages were left out. EDITED: a message differs in another way. PARALLEL: another call has continued
-    the same history already. TEMPLATE: the chat template writes the earlier turns in another way when messages follow.
-    """
-
-    RESAMPLED = "resampled"
-    TOOLS_CHANGED = "tools_changed"
-    THINKING_STRIPPED = "thinking_stripped"
-    JSON_REORDERED = "json_reordered"
-    COMPACTED = "compacted"
-    EDITED = "edited"
-    PARALLEL = "parallel"
-    TEMPLATE = "template"
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class Renderer(Protocol):
@@ -51,6 +40,10 @@ class Renderer(Protocol):
     def rest(self, messages: Sequence[Message]) -> list[int] | None:
         """Returns the tokens that follow the end of the model's turn: what the template puts behind it, the `messages`,
         and the beginning of the next answer. None if they depend on the turns before."""
+        ...
+
+    def count(self, text: str) -> int:
+        """Returns the number of tokens of a text."""
         ...
 
 
@@ -87,11 +80,14 @@ class TemplateRenderer:
         same = whole[: len(self._closed)] == self._closed
         return whole[len(self._closed) :] if same else None
 
+    def count(self, text: str) -> int:
+        return len(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
     def _render(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), prompted: bool = True
     ) -> list[int]:
         ids: list[int] = self._tokenizer.apply_chat_template(
-            list(map(_for_template, messages)),
+            list(map(for_template, messages)),
             tools=list(tools) or None,
             add_generation_prompt=prompted,
             tokenize=True,
@@ -104,15 +100,16 @@ class TemplateRenderer:
 class Turn:
     """A call of an agent: a place in the tree where the model answers, or has answered.
 
-    `history` are the call's messages in canonical form, and `node` the tokens that the call added. `reply` is set when
-    the model has answered; `answer` is the message for the agent, which has got it if it is `delivered`, and `then` are
-    the turns that continue it.
+    `history` are the call's messages in canonical form, `node` the tokens that the call added, and `length` the number
+    of all tokens of its prompt. `reply` is set when the model has answered; `answer` is the message for the agent,
+    which has got it if it is `delivered`, and `then` are the turns that continue it.
     """
 
     history: tuple[str, ...]
     tools: str
     parent: "Turn | None"
     node: Node
+    length: int
     fork: Fork | None
     reply: Node | None = None
     answer: dict[str, Any] | None = None
@@ -124,7 +121,11 @@ class Turn:
     @property
     def path(self) -> list["Turn"]:
         """The turns from the first one to this one."""
-        return [*(self.parent.path if self.parent else ()), self]
+        turns, before = [self], self.parent
+        while before is not None:
+            turns.append(before)
+            before = before.parent
+        return turns[::-1]
 
     @property
     def token_ids(self) -> list[int]:
@@ -146,43 +147,68 @@ class Turn:
         """The history with the model's answer."""
         return (*self.history, self.closing)
 
+    @property
+    def whole_length(self) -> int:
+        """The number of tokens of `whole`."""
+        return self.length + (len(self.reply.token_ids) if self.reply is not None else 0)
 
-class TooManyBranches(Exception):
-    """A call would begin one branch more than the conversation may have. `fork` is its reason."""
-
-    def __init__(self, fork: Fork | None) -> None:
-        super().__init__(fork)
-        self.fork = fork
+    def begins(self, history: tuple[str, ...], tools: str) -> bool:
+        """Returns True if a call with this history and these tools continues the model's answer."""
+        messages = len(self.history)
+        return (
+            self.reply is not None
+            and self.tools == tools
+            and history[messages : messages + 1] == (self.closing,)
+            and history[:messages] == self.history
+        )
 
 
 class Conversation:
-    """The calls of one session, which are one sample of a group. A call that would begin a branch beyond `max_branches`
-    raises TooManyBranches."""
+    """The calls of one session, which are one sample of a group.
 
-    def __init__(self, renderer: Renderer, *, max_branches: int) -> None:
+    A call raises LimitExceeded if it would begin a branch beyond `max_branches`, if its tokens leave no room for an
+    answer in `max_length`, and after `max_calls` calls. Repeats of a call do not count; calls that were refused do.
+    """
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        *,
+        max_branches: int,
+        max_calls: int | None = None,
+        max_length: int | None = None,
+    ) -> None:
         self._renderer = renderer
         self._max_branches = max_branches
+        self._max_calls = max_calls
+        self._max_length = max_length
         self._branches = 0
+        self._refused = 0
         self.turns: list[Turn] = []
         """All calls, in the order in which they came."""
+
+    @property
+    def calls(self) -> int:
+        """Number of the calls, with those that were refused by a limit."""
+        return len(self.turns) + self._refused
 
     def call(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), retry: bool = False
     ) -> Turn:
         """Returns the turn of a call. If the call is a `retry` of an earlier one, or if the answer of an equal one
         never reached the agent, this is that one's turn."""
-        history, shown = tuple(map(canonical, messages)), _compact(list(tools))
-        same = [turn for turn in self.turns if turn.history == history and turn.tools == shown]
+        history, shown = tuple(map(canonical, messages)), compact(list(tools))
+        as_long = [turn for turn in self.turns if len(turn.history) == len(history)]
+        same = [turn for turn in as_long if turn.history == history and turn.tools == shown]
         if same and (retry or (same[-1].reply is not None and not same[-1].delivered)):
             return same[-1]
+        self._check_calls()
+        self._check_texts(messages, shown)
         if same:
             return self._added(same[0].parent, same[0].node, history, shown, Fork.RESAMPLED)
-        before = [
-            turn
-            for turn in self.turns
-            if turn.reply is not None and turn.tools == shown and history[: len(turn.replied)] == turn.replied
-        ]
-        parent = max(before, key=lambda turn: len(turn.replied), default=None)
+        # The longest one is the first one that fits, so a call compares its history with one earlier history only.
+        longest_first = sorted(self.turns, key=lambda turn: len(turn.history), reverse=True)
+        parent = next((turn for turn in longest_first if turn.begins(history, shown)), None)
         fork = self._why(history, shown, parent)
         if parent is not None:
             added = self._after(parent, messages[len(parent.replied) :])
@@ -196,14 +222,16 @@ class Conversation:
         """Returns the turn of a call whose agent renders the messages itself. It continues the longest earlier sequence
         with which it begins. Retries are as in `call`."""
         asked = list(token_ids)
-        same = [turn for turn in self.turns if turn.token_ids == asked]
+        same = [turn for turn in self.turns if turn.length == len(asked) and turn.token_ids == asked]
         if same and (retry or (same[-1].reply is not None and not same[-1].delivered)):
             return same[-1]
+        self._check_calls()
         if same:
             return self._added(same[0].parent, same[0].node, (), "", Fork.RESAMPLED)
-        wholes = [(turn, turn.whole) for turn in self.turns if turn.reply is not None]
-        before = [(turn, whole) for turn, whole in wholes if asked[: len(whole)] == whole]
-        parent, begun = max(before, key=lambda each: len(each[1]), default=(None, []))
+        # Only sequences that are not longer are built and compared. The first one that fits is the longest one.
+        answered = [turn for turn in self.turns if turn.reply is not None and turn.whole_length <= len(asked)]
+        longest_first = sorted(answered, key=lambda turn: turn.whole_length, reverse=True)
+        parent = next((turn for turn in longest_first if asked[: turn.whole_length] == turn.whole), None)
         fork = None
         if self.turns and (parent is None or parent.then or parent is not self._newest()):
             newest = self._newest()
@@ -211,7 +239,7 @@ class Conversation:
                 fork = Fork.PARALLEL
             else:
                 fork = Fork.COMPACTED if newest.whole[: len(asked)] == asked else Fork.EDITED
-        node = Node(origin=Origin.ENVIRONMENT, token_ids=asked[len(begun) :])
+        node = Node(origin=Origin.ENVIRONMENT, token_ids=asked[parent.whole_length if parent is not None else 0 :])
         return self._added(parent, node, (), "", fork)
 
     def answered(self, turn: Turn, completion: Completion, message: dict[str, Any]) -> None:
@@ -253,15 +281,50 @@ class Conversation:
         return Node(origin=Origin.TEMPLATE, token_ids=rest if ended else [self._renderer.end, *rest])
 
     def _added(self, parent: Turn | None, node: Node, history: tuple[str, ...], tools: str, fork: Fork | None) -> Turn:
+        length = len(node.token_ids) + (parent.whole_length if parent is not None else 0)
+        if self._max_length is not None and length >= self._max_length:
+            raise self._too_long(f"{length}")
         begins = parent is None or bool(parent.then)
         if begins and self._branches == self._max_branches:
-            raise TooManyBranches(fork)
+            raise self._exceeded(
+                "max_branches",
+                f"the call does not continue the conversation ({fork}), and the episode has {self._branches} branches "
+                "already, the limit environment.max_branches",
+            )
         self._branches += begins
-        turn = Turn(history=history, tools=tools, parent=parent, node=node, fork=fork)
+        if parent is not None and history:
+            # Texts that are equal are kept once, or the memory of a conversation would grow with its turns squared.
+            history, tools = (*parent.replied, *history[len(parent.replied) :]), parent.tools
+        turn = Turn(history=history, tools=tools, parent=parent, node=node, length=length, fork=fork)
         self.turns.append(turn)
         if parent is not None:
             parent.then.append(turn)
         return turn
+
+    def _check_calls(self) -> None:
+        if self._max_calls is not None and self.calls >= self._max_calls:
+            raise LimitExceeded("max_turns", f"the agent has made {self.calls} calls, the limit environment.max_turns")
+
+    def _check_texts(self, messages: Sequence[Message], tools: str) -> None:
+        """Refuses texts of a call that are much too long by their beginning. To make tokens of megabytes takes seconds,
+        in which the gateway answers no other call."""
+        if self._max_length is None:
+            return
+        most = CHARACTERS_PER_TOKEN * self._max_length
+        text = "".join([tools, *map(text_of, messages)])
+        if len(text) > most and (tokens := self._renderer.count(text[:most])) > self._max_length:
+            raise self._too_long(f"more than {tokens}")
+
+    def _too_long(self, tokens: str) -> "LimitExceeded":
+        return self._exceeded(
+            "context_length_exceeded",
+            f"the conversation has {tokens} tokens, and model.max_length = {self._max_length} leaves no room for an "
+            "answer",
+        )
+
+    def _exceeded(self, code: str, message: str) -> "LimitExceeded":
+        self._refused += 1
+        return LimitExceeded(code, message)
 
     def _why(self, history: tuple[str, ...], tools: str, parent: Turn | None) -> Fork | None:
         """Returns why a call does not continue the newest branch; None if it does, or if it is the first one."""
@@ -278,85 +341,3 @@ class Conversation:
 
     def _newest(self) -> Turn | None:
         return next((turn for turn in reversed(self.turns) if turn.reply is not None), None)
-
-
-def difference(old: Sequence[str], new: Sequence[str]) -> Fork:
-    """Returns how the history `new` differs from the history `old`."""
-    place = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), None)
-    if place is None:
-        return Fork.COMPACTED if len(new) < len(old) else Fork.PARALLEL
-    was, now = json.loads(old[place]), json.loads(new[place])
-    if was["role"] == now["role"] == "assistant":
-        if _without_thinking(was) == _without_thinking(now):
-            return Fork.THINKING_STRIPPED
-        if _parsed(was) == _parsed(now):
-            return Fork.JSON_REORDERED
-    return Fork.COMPACTED if len(new) < len(old) else Fork.EDITED
-
-
-def canonical(message: Message) -> str:
-    """Returns a message in one form: its role, text, tool calls and the call that it answers. Clients add and leave out
-    other keys at will, send a text as a list of parts, and write the arguments of a call with other spaces and escapes
-    (LangChain parses them and writes them again)."""
-    kept: dict[str, Any] = {"role": message["role"], "content": _text(message)}
-    if calls := message.get("tool_calls"):
-        kept["tool_calls"] = [
-            {
-                "id": call.get("id"),
-                "name": call["function"]["name"],
-                "arguments": _spelled(call["function"]["arguments"]),
-            }
-            for call in calls
-        ]
-    for key in ("tool_call_id", "name"):
-        if message.get(key):
-            kept[key] = message[key]
-    return _compact(kept)
-
-
-def _for_template(message: Message) -> dict[str, Any]:
-    """Returns a message as chat templates expect it: its content is a text, and the arguments of its calls are a
-    dict."""
-    shown = {**message, "content": _text(message)}
-    if calls := message.get("tool_calls"):
-        shown["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": _value(call["function"]["arguments"])}}
-            for call in calls
-        ]
-    return shown
-
-
-def _text(message: Message) -> str:
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    if others := sorted({str(part.get("type")) for part in content if "text" not in part}):
-        raise ValueError(f"a message has a part of the type {', '.join(others)}, but only texts are supported")
-    return "".join(str(part["text"]) for part in content)
-
-
-def _value(text: Any) -> Any:
-    """Returns the value of a JSON text, or what is no JSON text as it is."""
-    try:
-        return json.loads(text)
-    except (TypeError, ValueError, RecursionError):
-        return text
-
-
-def _spelled(arguments: Any) -> str:
-    """Returns the arguments of a call in one spelling, with their keys in the order that they have."""
-    return json.dumps(_value(arguments), ensure_ascii=False, separators=(",", ":"))
-
-
-def _compact(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-
-
-def _without_thinking(message: Mapping[str, Any]) -> str:
-    text = str(message["content"])
-    return _compact({**message, "content": text.rpartition("</think>")[2].strip()})
-
-
-def _parsed(message: Mapping[str, Any]) -> Any:
-    calls = [{**call, "arguments": _value(call["arguments"])} for call in message.get("tool_calls", [])]
-    return {**message, "content": _value(message["content"]), "tool_calls": calls}

@@ -10,7 +10,8 @@ import hmac
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,18 +19,19 @@ import msgspec
 from jinja2 import TemplateError
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
 from asyncrl.environments.agents import Access
-from asyncrl.generation.conversations import Conversation, Renderer, TooManyBranches, Turn
+from asyncrl.errors import DataError
+from asyncrl.generation.conversations import Conversation, LimitExceeded, Renderer, Turn
 from asyncrl.generation.episodes import Episode
 from asyncrl.generation.gateway_calls import (
     ChatCall,
     Refused,
     TokenCall,
     chat_answer,
-    chunks,
+    events,
     read_call,
     token_answer,
 )
@@ -74,12 +76,14 @@ class EndedSession:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits of a session: calls, branches, tokens of the whole sequence, and tokens of one answer."""
+    """Limits of a session: calls, branches, tokens of the whole sequence, tokens of one answer, and calls at the same
+    time."""
 
     turns: int
     branches: int
     length: int
     answer_tokens: int
+    calls_at_once: int = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +108,24 @@ class _Session:
     limit: str = ""
     begun: int = 0
     errors: dict[Turn, Exception] = field(default_factory=dict)
+    at_once: int = 0
 
-    def refuse(self, code: str, message: str) -> "Refused":
+    def refuse(self, code: str, message: str, *, status: int = 400) -> "Refused":
         """Returns the refusal of a call that exceeds a limit, and remembers it."""
         self.limit = message
-        return Refused(400, code, message)
+        return Refused(status, code, message)
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """The time of a call. Raises Refused if too many calls of the session run already."""
+        if self.at_once >= self.limits.calls_at_once:
+            message = f"the agent has {self.at_once} calls at once, the limit; wait until one of them is answered"
+            raise self.refuse("too_many_calls", message, status=429)
+        self.at_once += 1
+        try:
+            yield
+        finally:
+            self.at_once -= 1
 
 
 class Gateway:
@@ -122,8 +139,14 @@ class Gateway:
         self.app = Starlette(
             routes=[
                 Route("/sessions/{id}/v1/models", self._answering(self._models), methods=["GET"]),
-                Route("/sessions/{id}/v1/chat/completions", self._answering(self._chat), methods=["POST"]),
-                Route("/sessions/{id}/inference/v1/generate", self._answering(self._generate), methods=["POST"]),
+                Route(
+                    "/sessions/{id}/v1/chat/completions", self._answering(self._chat, asks_model=True), methods=["POST"]
+                ),
+                Route(
+                    "/sessions/{id}/inference/v1/generate",
+                    self._answering(self._generate, asks_model=True),
+                    methods=["POST"],
+                ),
                 Route("/sessions/{id}/begin", self._answering(self._begin), methods=["POST"]),
             ]
         )
@@ -144,7 +167,9 @@ class Gateway:
         return session.id, access
 
     def _conversation(self, limits: Limits) -> Conversation:
-        return Conversation(self._renderer, max_branches=limits.branches)
+        return Conversation(
+            self._renderer, max_branches=limits.branches, max_calls=limits.turns, max_length=limits.length
+        )
 
     async def close(self, id: str) -> EndedSession:
         """Ends a session with all of its calls."""
@@ -153,25 +178,27 @@ class Gateway:
         turns = session.conversation.turns
         return EndedSession(
             episodes=tuple(session.conversation.episodes()),
-            calls=len(turns),
+            calls=session.conversation.calls,
             tool_calls=sum(len((turn.answer or {}).get("tool_calls", ())) for turn in turns),
             tool_seconds=tuple(session.tool_seconds),
             forks=Counter(turn.fork.value for turn in turns if turn.fork is not None),
             limit=session.limit,
-            error=next(iter(session.errors.values()), None),
+            error=next((error for error in session.errors.values() if not isinstance(error, DataError)), None),
         )
 
     # --- calls --------------------------------------------------------------------------------------------------
 
     def _answering(
-        self, handle: Callable[[_Session, Request], Awaitable[Response]]
+        self, handle: Callable[[_Session, Request], Awaitable[Response]], *, asks_model: bool = False
     ) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             try:
-                return await handle(self._session(request), request)
+                session = self._session(request)
+                with session.calling() if asks_model else nullcontext():
+                    return await handle(session, request)
             except Refused as refused:
                 error = {"message": str(refused), "type": "invalid_request_error", "code": refused.code}
-                return JSONResponse({"error": error}, status_code=refused.status)
+                return _json({"error": error}, status=refused.status)
 
         return answer
 
@@ -181,13 +208,13 @@ class Gateway:
         # An unknown session and a wrong key get the same answer, so that ids cannot be searched for.
         known = session is not None and hmac.compare_digest(key.encode(), session.key.encode())
         if session is None or not known or scheme.lower() != "bearer":
-            raise Refused(401, "no_session", "there is no open session with this id and key")
+            raise _no_session()
         return session
 
     async def _models(self, session: _Session, _: Request) -> Response:
         length = session.limits.length
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "asyncrl", "max_model_len": length}
-        return JSONResponse({"object": "list", "data": [model]})
+        return _json({"object": "list", "data": [model]})
 
     async def _begin(self, session: _Session, _: Request) -> Response:
         """Forgets the calls of an agent that was started again after its process had died."""
@@ -196,7 +223,7 @@ class Gateway:
         session.begun += 1
         for kept in (session.keys, session.errors, session.answered_s, session.tool_seconds):
             kept.clear()
-        return JSONResponse({})
+        return _json({})
 
     async def _chat(self, session: _Session, request: Request) -> Response:
         call = await read_call(request, ChatCall)
@@ -217,11 +244,11 @@ class Gateway:
         answer = chat_answer(turn, model=self._model, number=session.conversation.turns.index(turn))
         if call.stream:
             with_usage = bool((call.stream_options or {}).get("include_usage"))
-            return StreamingResponse(chunks(answer, with_usage=with_usage), media_type="text/event-stream")
+            return Response(events(answer, with_usage=with_usage), media_type="text/event-stream")
         if call.return_token_ids and turn.reply is not None:
             answer["prompt_token_ids"] = turn.token_ids
             answer["choices"][0]["token_ids"] = list(turn.reply.token_ids)
-        return JSONResponse(answer)
+        return _json(answer)
 
     async def _generate(self, session: _Session, request: Request) -> Response:
         call = await read_call(request, TokenCall)
@@ -233,7 +260,7 @@ class Gateway:
         turn = await self._answered(
             session, request, call, continued, answer_tokens=sampling.max_tokens, stop=sampling.stop
         )
-        return JSONResponse(token_answer(turn, number=session.conversation.turns.index(turn)))
+        return _json(token_answer(turn, number=session.conversation.turns.index(turn)))
 
     async def _answered(
         self,
@@ -247,6 +274,8 @@ class Gateway:
         tools: tuple[dict[str, Any], ...] = (),
     ) -> Turn:
         """Returns the answered turn of a call. `continued` finds the place of the call in the conversation."""
+        if self._sessions.get(session.id) is not session:  # it has ended while the body of the call arrived
+            raise _no_session()
         if what := call.not_supported():
             raise Refused(400, "not_supported", f"{what} is not supported; leave it out")
         turn = self._turn(session, continued, request.headers)
@@ -258,9 +287,10 @@ class Gateway:
             # The call goes on if the client gives up: a retry then gets what was sampled.
             await asyncio.shield(asyncio.gather(task, return_exceptions=True))
         if turn.reply is None:
-            raise Refused(
-                503, "engine_failed", f"the engine did not answer: {session.errors.get(turn, 'it was ended')}"
-            )
+            error = session.errors.get(turn, "it was ended")
+            if isinstance(error, DataError):  # such as a token that is not in the model's vocabulary
+                raise Refused(400, "prompt_refused", f"the engine refused the call: {error}")
+            raise Refused(503, "engine_failed", f"the engine did not answer: {error}")
         turn.delivered = turn.delivered or not await request.is_disconnected()
         return turn
 
@@ -270,19 +300,13 @@ class Gateway:
             return session.keys[idempotent]
         retry = headers.get("x-stainless-retry-count", "0") not in ("", "0")
         before = len(session.conversation.turns)
-        if before >= session.limits.turns and not retry:
-            raise session.refuse("max_turns", f"the agent has made {before} calls, the limit environment.max_turns")
         try:
             turn = continued(session.conversation, retry=retry)
-        except TooManyBranches as many:
-            raise session.refuse(
-                "max_branches",
-                f"the call does not continue the conversation ({many.fork}), and the episode has "
-                f"{session.limits.branches} branches already, the limit environment.max_branches",
-            ) from many
-        except (AttributeError, KeyError, TypeError, ValueError, TemplateError) as error:
+        except LimitExceeded as exceeded:
+            raise session.refuse(exceeded.code, str(exceeded)) from exceeded
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError, TemplateError) as error:
             raise Refused(400, "bad_messages", f"the messages cannot be rendered: {describe_error(error)}") from error
-        if idempotent:
+        if idempotent and len(session.conversation.turns) > before:
             session.keys[idempotent] = turn
         answered_s = session.answered_s.pop(turn.parent, None) if turn.parent else None
         if answered_s is not None:
@@ -298,20 +322,12 @@ class Gateway:
         stop: str | list[str] | None,
         tools: tuple[dict[str, Any], ...],
     ) -> Asked:
-        token_ids = turn.token_ids
         limits, sampling = session.limits, session.sampling
-        room = limits.length - len(token_ids)
-        if room < 1:
-            raise session.refuse(
-                "context_length_exceeded",
-                f"the conversation has {len(token_ids)} tokens, and model.max_length = {limits.length} leaves no room "
-                "for an answer",
-            )
         return Asked(
             session=session.id,
-            token_ids=token_ids,
+            token_ids=turn.token_ids,
             begun=session.begun,
-            max_tokens=min(room, limits.answer_tokens, answer_tokens or limits.answer_tokens),
+            max_tokens=min(limits.length - turn.length, limits.answer_tokens, answer_tokens or limits.answer_tokens),
             temperature=sampling.temperature,
             seed=sampling.seed(session.conversation.turns.index(turn)),
             stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
@@ -330,6 +346,14 @@ class Gateway:
                 session.answered_s[turn] = time.monotonic()
         finally:
             session.calls.pop(turn, None)
+
+
+def _no_session() -> Refused:
+    return Refused(401, "no_session", "there is no open session with this id and key")
+
+
+def _json(body: Mapping[str, Any], *, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")
 
 
 async def _cancelled(session: _Session) -> None:

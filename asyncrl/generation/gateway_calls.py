@@ -1,8 +1,7 @@
 """The bodies of calls of a gateway, and of its answers: OpenAI's chat completions, and vLLM's tokens in, tokens out."""
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -13,8 +12,6 @@ from asyncrl.generation.episodes import version_spans
 
 MAX_BODY_BYTES = 4 * 2**20
 """Largest body of a call. A conversation of a million characters fits."""
-BODY_TIMEOUT_S = 30.0
-"""Time for the body of a call. Clients on the same machine need milliseconds."""
 
 
 class Refused(Exception):
@@ -26,6 +23,9 @@ class Refused(Exception):
 
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
+_Text = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+_Stop = _Text | Annotated[list[_Text], msgspec.Meta(max_length=16)]
+"""Stop strings. The engine looks for each of them after every token, and fails for an empty one."""
 
 
 class ChatCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +35,7 @@ class ChatCall(msgspec.Struct, frozen=True, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     max_completion_tokens: _Count | None = None
     max_tokens: _Count | None = None
-    stop: str | list[str] | None = None
+    stop: _Stop | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     return_token_ids: bool | None = None
@@ -61,7 +61,7 @@ class TokenSampling(msgspec.Struct, frozen=True, kw_only=True):
     """The sampling parameters of a `TokenCall` that are used. Others are ignored."""
 
     max_tokens: _Count | None = None
-    stop: str | list[str] | None = None
+    stop: _Stop | None = None
     n: int | None = None
 
 
@@ -89,22 +89,20 @@ Kind = TypeVar("Kind", ChatCall, TokenCall)
 
 
 async def read_call(request: Request, kind: type[Kind]) -> Kind:
-    """Reads the body of a call. Raises Refused if it is too large, too slow, or not of this kind."""
+    """Reads the body of a call. Raises Refused if it is too large, not complete, or not of this kind. The server ends
+    the connection of a body that arrives too slowly (`gateway_connections.py`)."""
     parts, size = [], 0
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for part in request.stream():
-                size += len(part)
-                if size > MAX_BODY_BYTES:
-                    raise Refused(413, "too_large", f"the body of a call may have {MAX_BODY_BYTES} bytes")
-                parts.append(part)
-    except TimeoutError:
-        raise Refused(408, "too_slow", f"the body of a call must arrive within {BODY_TIMEOUT_S:g} s") from None
+        async for part in request.stream():
+            size += len(part)
+            if size > MAX_BODY_BYTES:
+                raise Refused(413, "too_large", f"the body of a call may have {MAX_BODY_BYTES} bytes")
+            parts.append(part)
     except ClientDisconnect:
         raise Refused(400, "incomplete", "the body of the call is not complete") from None
     try:
         return msgspec.json.decode(b"".join(parts), type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Refused(400, "bad_call", f"the body is not as it should be: {error}") from None
 
 
@@ -112,7 +110,7 @@ def chat_answer(turn: Turn, *, model: str, number: int) -> dict[str, Any]:
     """Returns the answer to a `ChatCall`. `number` counts the calls of the session."""
     assert turn.reply is not None, "the turn is answered"
     assert turn.answer is not None, "the turn is answered"
-    prompt, sampled = len(turn.token_ids), len(turn.reply.token_ids)
+    prompt, sampled = turn.length, len(turn.reply.token_ids)
     reason = "tool_calls" if turn.answer.get("tool_calls") else "length" if turn.truncated else "stop"
     choice: dict[str, Any] = {"index": 0, "message": turn.answer, "finish_reason": reason, "logprobs": None}
     return {
@@ -125,8 +123,8 @@ def chat_answer(turn: Turn, *, model: str, number: int) -> dict[str, Any]:
     }
 
 
-async def chunks(answer: Mapping[str, Any], *, with_usage: bool) -> AsyncIterator[bytes]:
-    """Yields an answer as the events of a stream, the last one with the usage if it is wanted."""
+def events(answer: Mapping[str, Any], *, with_usage: bool) -> bytes:
+    """Returns an answer as the events of a stream, the last one with the usage if it is wanted."""
     [choice] = answer["choices"]
     delta = dict(choice["message"])
     if calls := delta.get("tool_calls"):
@@ -136,9 +134,8 @@ async def chunks(answer: Mapping[str, Any], *, with_usage: bool) -> AsyncIterato
     chunks = [{"choices": [{"index": 0, "delta": part, "finish_reason": reason}]} for part, reason in parts]
     if with_usage:
         chunks.append({"choices": [], "usage": answer["usage"]})
-    for chunk in chunks:
-        yield b"data: " + msgspec.json.encode(head | chunk) + b"\n\n"
-    yield b"data: [DONE]\n\n"
+    texts = [*(msgspec.json.encode(head | chunk) for chunk in chunks), b"[DONE]"]
+    return b"".join(b"data: " + text + b"\n\n" for text in texts)
 
 
 def token_answer(turn: Turn, *, number: int) -> dict[str, Any]:

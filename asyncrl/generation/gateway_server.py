@@ -18,6 +18,7 @@ from asyncrl.environments.agents import Access
 from asyncrl.errors import ActorGone, CallTimeout, InfraError
 from asyncrl.generation.conversations import Renderer, TemplateRenderer
 from asyncrl.generation.gateway import Answered, Asked, EndedSession, Gateway, Limits, Sample, Sampling
+from asyncrl.generation.gateway_connections import ConnectionLimits, Connections
 from asyncrl.generation.prefixes import seed_of
 from asyncrl.shown_text import log_to_stderr
 
@@ -30,17 +31,35 @@ CONCURRENCY = 10_000
 class GatewayServer:
     """A gateway that listens on this machine. `sample` answers the calls."""
 
-    def __init__(self, *, config: Config, renderer: Renderer, sample: Sample) -> None:
+    def __init__(
+        self,
+        *,
+        config: Config,
+        renderer: Renderer,
+        sample: Sample,
+        connections: ConnectionLimits | None = None,
+    ) -> None:
         self._config = config
         self._gateway = Gateway(renderer=renderer, sample=sample, model=config.run.name)
         self._server: uvicorn.Server | None = None
+        self._connections = Connections(connections or ConnectionLimits())
         self._url = ""
 
     async def start(self) -> None:
         """Begins to serve."""
         listening = socket.create_server((HOST, 0))
+        # The server writes head and body of an answer one after the other. Without this, the body waits until the
+        # client confirms the head, which takes 40 ms. asyncio sets it for sockets that it has made itself only.
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._url = f"http://{HOST}:{listening.getsockname()[1]}"
-        settings = uvicorn.Config(self._gateway.app, log_level=logging.WARNING, access_log=False, lifespan="off")
+        settings = uvicorn.Config(
+            self._gateway.app,
+            log_level=logging.ERROR,  # it warns of every request that is no HTTP, and clients could fill the log
+            access_log=False,
+            proxy_headers=False,
+            lifespan="off",
+            **self._connections.settings(),
+        )
         self._server = uvicorn.Server(settings)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]), name="gateway")
 

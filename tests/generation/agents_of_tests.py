@@ -39,6 +39,8 @@ async def unlucky(session: Session, task: Task) -> Any:
         case "talk":
             for turn in range(100):
                 messages += [await session.chat(messages), {"role": "user", "content": f"turn {turn}"}]
+        case "flood":
+            await asyncio.gather(*[session.chat([{"role": "user", "content": f"{n}"}]) for n in range(200)])
     return 1.0
 
 

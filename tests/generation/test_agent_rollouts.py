@@ -144,6 +144,7 @@ async def test_a_bad_sample_does_not_cost_the_others() -> None:
         "text": RewardFailure.WRONG_TYPE,
         "fork": RewardFailure.LIMIT,
         "talk": RewardFailure.LIMIT,
+        "flood": RewardFailure.LIMIT,
     }
     reasons: dict[str, str] = {}
     async with playing("unlucky", samples=3, score_timeout_s=2.0, max_turns=5, max_branches=1) as setup:

@@ -10,9 +10,10 @@ import pytest
 from asyncrl.common.version import Version
 from asyncrl.data.specs import BRANCH
 from asyncrl.demo.chat_tokenizer import END, build_chat_tokenizer
-from asyncrl.generation.conversations import Conversation, Fork, TemplateRenderer, Turn, canonical, difference
+from asyncrl.generation.conversations import Conversation, TemplateRenderer, Turn
 from asyncrl.generation.episodes import episode_rows, of_branches
 from asyncrl.generation.interfaces import Completion
+from asyncrl.generation.messages import Fork, canonical, difference
 
 TOKENIZER = build_chat_tokenizer(max_length=4096)
 RENDERER = TemplateRenderer(TOKENIZER)
@@ -221,3 +222,24 @@ def test_keys_that_clients_add_and_texts_in_parts_are_the_same_message() -> None
         canonical({"role": "assistant", "content": "hi", "refusal": None, "audio": None, "tool_calls": None}) == plain
     )
     assert canonical({"role": "assistant", "content": [{"type": "text", "text": "hi"}]}) == plain
+
+
+def test_a_conversation_keeps_each_text_once() -> None:
+    conversation, history = talk("one")
+    first = conversation.turns[0]
+    second = conversation.call(history)
+    assert second.history[0] is first.history[0]
+    assert second.history[1] is first.closing
+
+
+def test_a_conversation_may_have_more_turns_than_python_has_frames() -> None:
+    conversation, tokens = Conversation(RENDERER, max_branches=1), [5]
+    for _ in range(1200):
+        turn = conversation.call_with_tokens(tokens)
+        conversation.answered(turn, completion("a"), message("a"))
+        turn.delivered = True
+        tokens = [*turn.whole, 7]
+    assert [turn.length for turn in conversation.turns] == list(range(1, 3601, 3))
+    assert turn.token_ids == tokens[: turn.length]
+    [episode] = conversation.episodes()
+    assert episode.tokens == len(tokens) - 1

@@ -1,0 +1,143 @@
+"""The connections of a gateway's clients, with bounds for their number, for the bytes of a request, and for its time.
+
+uvicorn has none of these bounds: a client that sends a request slowly, or does not read its answer, keeps its
+connection for ever. Agents run other people's code, and the sessions of other samples must go on whatever one does.
+"""
+
+import asyncio
+import math
+import resource
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from asyncrl.generation.gateway_calls import MAX_BODY_BYTES
+
+HEAD_BYTES = 64 * 2**10
+"""Largest head of a request: its line and its headers. Those of common clients have less than 1 KiB."""
+REQUEST_BYTES = MAX_BODY_BYTES + 2**20
+"""Largest request, with the sizes of its chunks. A larger body is refused before (`read_call`), with an answer."""
+
+
+def most_connections() -> int:
+    """Returns the default of the largest number of connections: 4096, or half of the files that this process may open,
+    because each connection is a file."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 4096 if files == resource.RLIM_INFINITY else min(4096, files // 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectionLimits:
+    """`most` is the number of open connections. `client_timeout_s` limits the time in which a connection waits for its
+    client: from its start or its last answer until a whole request has arrived, or until an answer is read.
+
+    Clients keep an unused connection for less than `client_timeout_s` (httpx 5 s, aiohttp 15 s), so none sends a
+    request at the moment at which its connection is closed.
+    """
+
+    most: int = field(default_factory=most_connections)
+    client_timeout_s: float = 60.0
+
+
+class Connections:
+    """The open connections of a server."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self._limits = limits
+        self._waiting: dict[_Connection, float] = {}
+        """Since when each connection waits for its client, in the order of these times."""
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the arguments of `uvicorn.Config` that make its server keep the limits."""
+        return {
+            "http": cast(type[asyncio.Protocol], partial(_Connection, among=self)),
+            "ws": "none",  # an upgraded connection would leave this protocol, and its limits with it
+            "timeout_keep_alive": math.ceil(self._limits.client_timeout_s),
+            # The server calls this once a second.
+            "callback_notify": self.end_slow,
+            "timeout_notify": 0,
+        }
+
+    def opened(self, connection: "_Connection") -> None:
+        """Makes room for a new connection: the one that has waited longest for its client is ended. If no other one
+        waits, it is the new one."""
+        if len(connection.connections) > self._limits.most:
+            self._end(next(iter(self._waiting)))
+
+    def settle(self, connection: "_Connection") -> None:
+        """Records whether a connection waits for its client."""
+        if connection.waits:
+            self._waiting.setdefault(connection, connection.loop.time())
+        else:
+            self.forget(connection)
+
+    def forget(self, connection: "_Connection") -> None:
+        """Records that a connection does not wait for its client."""
+        self._waiting.pop(connection, None)
+
+    async def end_slow(self) -> None:
+        """Ends the connections that have waited too long for their clients."""
+        begun_s = asyncio.get_running_loop().time() - self._limits.client_timeout_s
+        for connection, since_s in list(self._waiting.items()):
+            if since_s > begun_s:
+                break
+            self._end(connection)
+
+    def _end(self, connection: "_Connection") -> None:
+        self.forget(connection)
+        connection.connections.discard(connection)
+        connection.transport.abort()  # closing it would wait until the client has read what was sent
+
+
+class _Connection(HttpToolsProtocol):
+    def __init__(self, config: uvicorn.Config, *, among: Connections, **state: Any) -> None:
+        super().__init__(config, **state)
+        self._among = among
+        self._received = 0
+        self._in_head = False
+
+    @property
+    def waits(self) -> bool:
+        """True if it waits for its client: for a whole request, or until an answer is read."""
+        cycle = self.cycle
+        return cycle is None or cycle.response_complete or cycle.more_body or self.flow.write_paused
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._among.settle(self)
+        self._among.opened(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._among.forget(self)
+
+    def data_received(self, data: bytes) -> None:
+        was_in_head = self._in_head
+        super().data_received(data)
+        self._received += len(data)
+        if self._received > (HEAD_BYTES if was_in_head and self._in_head else REQUEST_BYTES):
+            self.transport.abort()
+        self._among.settle(self)
+
+    def on_message_begin(self) -> None:
+        self._received, self._in_head = 0, True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._among.settle(self)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._among.settle(self)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._among.settle(self)
