@@ -5,7 +5,7 @@ first one that needs a version fetches it, and the others verify the bytes that 
 The memory is used again for the next version of the same size.
 
     await staged.stage(manifest, fetch)   # waits while another replica of the node changes the buffer, or loads from it
-    ...                                   # nobody changes the buffer, so the engine loads it
+    ...                                   # no replica changes the buffer, so the engine can load it
     staged.release()
 """
 

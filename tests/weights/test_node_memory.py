@@ -1,4 +1,5 @@
-"""The replicas of a node stage a version once, in memory that they share. One that dies or is stuck blocks no other."""
+"""The replicas of a node stage a version once, in memory that they share. One that dies or is stuck does not block the
+others."""
 
 import asyncio
 import multiprocessing
@@ -91,7 +92,7 @@ async def test_replicas_of_a_node_fetch_a_version_once_and_load_it_from_one_memo
     replicas = [Replica(pointer) for _ in range(3)]
     for step in range(2):
         fetched = await asyncio.gather(*[replica.stage(step) for replica in replicas])
-        assert sorted(map(len, fetched)) == [0, 0, BUCKETS], "nobody waits for another one's load, and one fetches"
+        assert sorted(map(len, fetched)) == [0, 0, BUCKETS], "one fetches, and none waits for the load of another one"
         assert len({replica.memory for replica in replicas}) == 1
         for replica in replicas:
             replica.staged.release()
@@ -148,7 +149,7 @@ def stage_two_buckets(pointer: Path, ready: Any) -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("joined", ["before", "after"])
-async def test_a_replica_that_is_killed_while_it_fetches_leaves_what_it_has_verified_and_blocks_nobody(
+async def test_a_replica_that_is_killed_while_it_fetches_leaves_what_it_has_verified_and_blocks_no_other(
     pointer: Path, joined: str
 ) -> None:
     ready = FORK.Event()
