@@ -32,6 +32,8 @@ OTHER_MODEL = {"w": ((3,), "float32")}
 def _no_pause_before_a_retry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl.generation.weight_updates.RETRY_PAUSE_S", 0.0)
     monkeypatch.setattr("asyncrl.generation.weight_updates.REFETCH_PAUSE_S", 0.001)
+    # 0.02 s may pass between two lines of a test, and then other groups are in flight.
+    monkeypatch.setattr("asyncrl.generation.generator.RESERVE_EVERY_S", 0.2)
 
 
 @pytest.mark.asyncio
