@@ -5,6 +5,8 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import threading
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +20,7 @@ from asyncrl.errors import FetchFailed
 from asyncrl.generation.shared_memory import sweep_shared_memory
 from asyncrl.weights import node_memory, staging
 from asyncrl.weights.manifest import Bucket, Bytes, Manifest, Piece, Probe, TensorEntry, checksum
-from asyncrl.weights.node_memory import Block, shared_block
+from asyncrl.weights.node_memory import Block, BroadcastRoom, shared_block
 from asyncrl.weights.staging import Part, StagedWeights
 
 BUCKETS, BUCKET_BYTES = 4, 1000
@@ -255,3 +257,46 @@ def test_a_block_frees_its_memory_and_its_descriptors(pointer: Path) -> None:
     blocks[1].close()
     blocks[1].close()
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_one_replica_of_a_node_puts_a_broadcast_into_its_memory(pointer: Path) -> None:
+    rooms, started_s = [BroadcastRoom(pointer) for _ in range(2)], time.monotonic()
+    for step in range(2):
+        with rooms[0].held(Version(1, step), NBYTES) as block, rooms[1].held(Version(1, step), NBYTES) as other:
+            assert block is not None
+            assert other is None
+            assert not rooms[1].dropped
+    assert time.monotonic() - started_s < node_memory.ROOM_S, "nothing waits until the other one has put it there"
+    reader = shared_block(pointer, NBYTES, held=None)
+    assert reader.broadcast == 0
+    assert reader.lock(alone=True)
+
+
+def test_a_broadcast_waits_for_replicas_that_load_and_is_then_dropped(
+    pointer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_memory, "ROOM_S", 0.1)
+    room, loads = BroadcastRoom(pointer), shared_block(pointer, NBYTES, held=None)
+    assert loads.lock(alone=False)
+    with room.held(Version(1, 0), NBYTES) as block:
+        assert block is None
+        assert room.dropped
+    soon = threading.Timer(0.02, loads.unlock)
+    soon.start()
+    with room.held(Version(1, 1), NBYTES) as block:
+        assert block is not None
+        assert not room.dropped
+    soon.join()
+
+
+def test_a_broadcast_without_memory_is_dropped(pointer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    room = BroadcastRoom(pointer)
+    with room.held(Version(1, 0), NBYTES) as block:
+        assert block is None
+    assert room.dropped
+    with pytest.raises(FetchFailed, match="there is no memory for the"):
+        StagedWeights(pointer).begin(manifest_of(0))

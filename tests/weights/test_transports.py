@@ -21,6 +21,7 @@ from ray.exceptions import GetTimeoutError, OwnerDiedError
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, FetchFailed, ManifestVoid, WeightError, WeightsDamaged
+from asyncrl.weights import node_memory
 from asyncrl.weights.manifest import Bytes, Manifest, ParameterSpec, Probe, check_layout, layout
 from asyncrl.weights.publisher import MOST_BUCKETS, DeliveredBucket, Snapshot, deliver, snapshot_of
 from asyncrl.weights.staging import Part, StagedWeights
@@ -29,7 +30,7 @@ from asyncrl.weights.tensor_views import view_of
 from asyncrl.weights.transports import broadcast, filesystem, ipc, object_store
 from asyncrl.weights.transports.broadcast import CollectiveTransport
 from asyncrl.weights.transports.filesystem import FilesystemTransport
-from asyncrl.weights.transports.interfaces import Transport
+from asyncrl.weights.transports.interfaces import BroadcastEnd, Transport
 from asyncrl.weights.transports.ipc import SharedSnapshotTransport
 from asyncrl.weights.transports.object_store import ObjectStoreTransport
 from asyncrl.weights.transports.of_config import transport_of
@@ -96,13 +97,19 @@ class Sending:
             ray.kill(self.store)
 
     @asynccontextmanager
-    async def replica(self, *, takes_part: bool, may_fetch: bool = False) -> AsyncIterator[None]:
+    async def replica(
+        self,
+        *,
+        takes_part: bool,
+        may_fetch: bool = False,
+        ended: Callable[[BroadcastEnd], None] = lambda end: None,
+    ) -> AsyncIterator[None]:
         """A replica that `takes_part` in broadcasts, if the transport has any. It must then get all bytes by broadcast,
         unless it `may_fetch`."""
         if self.store is None or not takes_part:
             yield
             return
-        taking_part = asyncio.create_task(self.transport.take_part("replica", ended=lambda end: None))
+        taking_part = asyncio.create_task(self.transport.take_part("replica", ended=ended))
         while not await self.store.present.remote((), 1.0):
             await asyncio.sleep(0.01)
         with pytest.MonkeyPatch.context() as patched:
@@ -132,6 +139,10 @@ async def received(sending: Sending, manifest: Manifest, handles: list[Any]) -> 
     flat = torch.from_numpy(sending.staged.flat.copy())
     sending.staged.release()
     return {entry.name: view_of(entry, flat) for entry in manifest.tensors}
+
+
+async def fetch_nothing(part: Part) -> Bytes:
+    raise AssertionError("all of it is staged")
 
 
 @pytest.fixture(scope="module")
@@ -348,6 +359,27 @@ async def test_a_replica_takes_part_again_although_the_last_rank_sends_nothing(
                 found = await sending.store.present.remote(("a replica that never comes",), 1.0)
                 assert len(found) == there
                 await received(sending, *published)
+
+
+@pytest.mark.asyncio
+async def test_a_broadcast_that_comes_while_the_node_loads_other_weights_is_fetched_later(
+    own_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_memory, "ROOM_S", 0.05)
+    ends: list[BroadcastEnd] = []
+    loads = StagedWeights(tmp_path / "pointer")
+    with closing(collective_sending(tmp_path)) as sending:
+        async with sending.replica(takes_part=True, may_fetch=True, ended=ends.append):
+            for step in range(3):
+                published = await asyncio.to_thread(sending.publish, step, change=float(step))
+                loads.release()
+                found = await received(sending, *published)
+                assert torch.equal(found["big"], WEIGHTS["big"] + step)
+                if step == 0:
+                    await loads.stage(published[0], fetch_nothing)
+            there = await sending.store.present.remote((), 1.0)
+    assert [end.outcome for end in ends] == ["received", "missed", "received"]
+    assert list(there.values()) == [1], "it has not left the membership"
 
 
 @pytest.mark.parametrize("shared", [False, True])
