@@ -55,7 +55,8 @@ OVERRIDES = [
     "ray.object_store_mb=2000",
 ]
 OBJECT_STORE, OTHERS, LIVE = "object store", "other processes", "rank, allocated"
-PLACES = {"rank of the learner": ("rank",), "replica": ("engine", "generator", "scoring")}
+STAGED, REPLICAS = "staged weights", "replica"
+PLACES = {"rank of the learner": ("rank",), REPLICAS: ("engine", "generator", "scoring")}
 """The roles of processes at each place of the plan."""
 
 
@@ -77,6 +78,11 @@ SIZES = {
     "30M": Size(98, 640, 640, 10, 10, 10, 64),
     "95M": Size(32_000, 768, 2304, 10, 12, 6, 64),
 }
+
+
+TWO_REPLICAS = "30M, 2 replicas"
+RUNS = {size: (size, []) for size in SIZES} | {TWO_REPLICAS: ("30M", ["generator.replicas=2"])}
+"""The model of each run, and further overrides."""
 
 
 def make_model(size: Size, path: Path) -> int:
@@ -105,10 +111,20 @@ def make_model(size: Size, path: Path) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def pss(process: psutil.Process) -> tuple[int, int]:
-    """Returns the PSS of a process in bytes without Ray's object store, and its part of the object store."""
+class Pss(NamedTuple):
+    """The PSS of a process in bytes: `own` without Ray's object store, and its part of the `store`. `staged` has the
+    size of each block of staged weights that it maps, by the block's number."""
+
+    own: int
+    store: int
+    staged: dict[str, int]
+
+
+def pss(process: psutil.Process) -> Pss:
+    """Returns the PSS of a process."""
     own = store = 0
     in_store = False
+    staged: dict[str, int] = {}
     for line in Path(f"/proc/{process.pid}/smaps").read_text().splitlines():
         name, _, rest = line.partition(" ")
         if name == "Pss:":
@@ -118,26 +134,33 @@ def pss(process: psutil.Process) -> tuple[int, int]:
                 own += int(rest.split()[0])
         elif not name.endswith(":"):
             in_store = "plasma" in line
-    return 1024 * own, 1024 * store
+            if "memfd:asyncrl-weights" in line:
+                first, _, last = name.partition("-")
+                staged[line.split()[4]] = int(last, 16) - int(first, 16)
+    return Pss(own=1024 * own, store=1024 * store, staged=staged)
 
 
 def sampled(run: MeasuredRun) -> dict[str, float]:
-    """Returns the memory of each place, and of the object store, in bytes. Of a place with several processes of one
-    role that the plan counts one by one, it is that of the largest one."""
+    """Returns the memory of each place, of the object store, and of all different blocks of staged weights, in bytes.
+    Of a place with several processes of one role that the plan counts one by one, it is that of the largest one."""
     by_role: dict[str, list[int]] = defaultdict(list)
     store = 0
+    staged: dict[str, int] = {}
     for process, role in run.processes():
         try:
-            own, part = pss(process)
+            found = pss(process)
         except (OSError, psutil.Error):
             continue
-        by_role[role].append(own)
-        store += part
+        by_role[role].append(found.own)
+        store += found.store
+        if role in PLACES[REPLICAS]:
+            staged |= found.staged
     return {
         "rank of the learner": max(by_role["rank"], default=0),
-        "replica": sum(sum(by_role[role]) for role in PLACES["replica"]),
+        REPLICAS: sum(sum(by_role[role]) for role in PLACES[REPLICAS]),
+        STAGED: sum(staged.values()),
         OBJECT_STORE: store,
-        OTHERS: sum(sum(found) for role, found in by_role.items() if not any(role in each for each in PLACES.values())),
+        OTHERS: sum(sum(each) for role, each in by_role.items() if not any(role in roles for roles in PLACES.values())),
     }
 
 
@@ -263,21 +286,30 @@ def planned(model: Path, extra: list[str]) -> dict[str, float]:
     hardware = Hardware(node_bytes=GIB, gpu_bytes=GIB, gpus_per_node=1, copy_speed=GIB, gpu_copy_speed=GIB)
     lines = plan(config, specs_of(config), hardware, reference=False).lines
     stored = [line.nbytes * config.learner.ranks for line in lines if line.what == STORED]
+    counts = dict.fromkeys(PLACES, 1) | {REPLICAS: config.generator.replicas}
     found = {
-        place: sum(line.nbytes for line in lines if line.place == place and line.what != STORED) for place in PLACES
+        place: sum(
+            line.nbytes * min(count, line.processes or count)
+            for line in lines
+            if line.place == place and line.what != STORED
+        )
+        for place, count in counts.items()
     }
+    [staged] = [line.nbytes for line in lines if line.what == STAGED]
     left_out = (PROCESS, KEPT)
     rest = sum(line.nbytes for line in lines if line.place == "rank of the learner" and line.what in left_out)
     live = found["rank of the learner"] - rest
-    return found | {OBJECT_STORE: sum(stored), OTHERS: RAY_BYTES, LIVE: live}
+    return found | {STAGED: staged, OBJECT_STORE: sum(stored), OTHERS: RAY_BYTES, LIVE: live}
 
 
 def measure(name: str, extra: list[str], *, known: dict[str, float] | None) -> dict[str, Any]:
-    """Returns the plan of a size and its measurement, unless that is `known`."""
+    """Returns the plan of a run and its measurement, unless that is `known`."""
+    size, own = RUNS[name]
+    extra = [*own, *extra]
     with tempfile.TemporaryDirectory(prefix="plan-check-") as folder:
         model = Path(folder) / "model"
         result = {
-            "parameters": make_model(SIZES[name], model),
+            "parameters": make_model(SIZES[size], model),
             "planned": planned(model, extra),
             "measured": known or {LIVE: live_bytes(Path(folder), model, extra)} | measured(Path(folder), model, extra),
         }
@@ -306,17 +338,17 @@ def rows(name: str, found: dict[str, Any], baseline: dict[str, Any]) -> Iterator
 
 
 LEGEND = """\
-Memory in MiB. A *rank* is one of two ranks of the learner, *replica* all processes of one replica with the weights
-that it has staged, *other processes* the command, Ray's daemons, the coordinator and the stores of rows and weights.
-*Growth* is the difference to a run of the same kind with a model of a few thousand parameters. *Allocated* are the
-bytes that a rank has allocated at most, without those that it has freed and keeps. These are computed. What a process
-needs without a model, and what it keeps, are constants of the plan that were measured in such runs, so their rows
-show how well one constant fits all sizes."""
+Memory in MiB. A *rank* is one of two ranks of the learner, *replica* all processes of the replicas with the weights
+that they have staged, *staged weights* the memory of these alone, *other processes* the command, Ray's daemons, the
+coordinator and the stores of rows and weights. *Growth* is the difference to a run of one replica with a model of a few
+thousand parameters. *Allocated* are the bytes that a rank has allocated at most, without those that it has freed and
+keeps. These and the staged weights are computed. What a process needs without a model, and what it keeps, are constants
+of the plan that were measured in such runs, so their rows show how well one constant fits all sizes."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=[size for size in SIZES if size != BASELINE], action="append")
+    parser.add_argument("--size", choices=[name for name in RUNS if name != BASELINE], action="append")
     parser.add_argument("--write", action="store_true", help="write the table into docs/benchmarks.md")
     parser.add_argument("--results", type=Path, help="file that keeps the measurements, so that sizes can be added")
     parser.add_argument("overrides", nargs="*", help="section.key=value, for all runs")
@@ -324,7 +356,7 @@ def main() -> None:
     busy = busy_percent()
     kept = arguments.results
     found: dict[str, Any] = json.loads(kept.read_text()) if kept is not None and kept.exists() else {}
-    sizes = arguments.size or [size for size in SIZES if size != BASELINE]
+    sizes = arguments.size or [name for name in RUNS if name != BASELINE]
     for name in [BASELINE, *sizes]:
         found[name] = measure(name, arguments.overrides, known=found.get(name, {}).get("measured"))
         if kept is not None:

@@ -53,7 +53,7 @@ from asyncrl.policy.worker import PolicyWorker
 from asyncrl.ranks.gather import own_shards, parameter_specs
 from asyncrl.weights.manifest import Bytes, Manifest, Probe, layout
 from asyncrl.weights.publisher import snapshot_of
-from asyncrl.weights.staging import StagedWeights
+from asyncrl.weights.staging import Part, StagedWeights
 from asyncrl.weights.store import WeightStore
 from asyncrl.weights.transports import broadcast
 from asyncrl.weights.transports.of_config import transport_of
@@ -104,8 +104,9 @@ def learners_part(config: Config, model: Path, *, rounds: int) -> Measured:
 class SlowReplica:
     """Receives every version, and needs `BUCKET_S` for each bucket."""
 
-    def __init__(self, config: Config) -> None:
-        self._transport = transport_of(config)
+    def __init__(self, config: Config, node: str) -> None:
+        self._transport = transport_of(config, staged_at=Path(node, "pointer"))
+        self._staged = StagedWeights(Path(node, "pointer"))
         self._store = ray.get_actor(WEIGHTS, namespace=config.run.name)
         verify = broadcast.checksum
 
@@ -123,10 +124,16 @@ class SlowReplica:
             if publication is None:
                 continue
             version = publication.manifest.version
-            for handle in publication.handles:
-                with contextlib.suppress(WeightError):
-                    await self._transport.receive(handle, timeout_s=60.0)
-                    await asyncio.sleep(BUCKET_S)
+            handles = publication.handles
+
+            async def fetch(part: Part) -> Bytes:
+                await asyncio.sleep(BUCKET_S)
+                return await self._transport.receive(handles[part.bucket], timeout_s=60.0)  # noqa: B023
+
+            with contextlib.suppress(WeightError):
+                await self._staged.stage(publication.manifest, fetch)
+                self._transport.staged(version)
+            self._staged.release()
 
     async def pid(self) -> int:
         return os.getpid()
@@ -137,7 +144,8 @@ def slow_replicas_part(config: Config, model: Path, *, rounds: int, replicas: in
     measured: Measured = {"snapshot": [], "delivery": []}
     options = {"name": WEIGHTS, "namespace": config.run.name, "num_cpus": 0, "max_concurrency": 100}
     store = ray.remote(WeightStore).options(**options).remote()
-    slow = [ray.remote(SlowReplica).options(num_cpus=0, max_concurrency=10).remote(config) for _ in range(replicas)]
+    make_slow = ray.remote(SlowReplica).options(num_cpus=0, max_concurrency=10).remote
+    slow = [make_slow(config, tempfile.mkdtemp(dir=model.parent)) for _ in range(replicas)]  # on a node each
     ray.get([replica.pid.remote() for replica in slow])
     running = [replica.run.remote(f"slow {number}") for number, replica in enumerate(slow)]
     policy, transport = Policy(config, model_path=str(model)), transport_of(config)

@@ -88,7 +88,7 @@ def _described(config: Config, found: Plan) -> list[str]:
         f"{found.parameters / 1e9:,.4g} billion parameters{trained}, {learner.ranks} ranks, {generator.replicas} "
         f"replicas of {generator.tensor_parallel_size} processes",
         f"a publication: {_gib(found.published_bytes)} in {config.model.dtype}; a rank copies and sends "
-        f"{_gib(found.sent_bytes)}, a replica stages all of it",
+        f"{_gib(found.sent_bytes)}, and all of it is staged once on each node with replicas",
         "",
         "memory of each process:",
         *(f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d}" for a, b, c, d in rows),
@@ -102,7 +102,10 @@ def _described(config: Config, found: Plan) -> list[str]:
 
 
 def _what(line: Line) -> str:
-    return line.what if line.processes is None else f"{line.what} ({line.processes} of the ranks)"
+    if line.processes is None:
+        return line.what
+    who = f"{line.processes} of the ranks" if line.place.startswith("rank") else "once a node"
+    return f"{line.what} ({who})"
 
 
 def _where(line: Line) -> str:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import ray
 
 from asyncrl.common.names import COORDINATOR, WEIGHTS
@@ -29,7 +30,7 @@ from asyncrl.generation.generator import Generator
 from asyncrl.generation.model_parameters import expected_parameters
 from asyncrl.generation.reward_log import RewardLog
 from asyncrl.generation.rollout import Rollouts
-from asyncrl.generation.shared_memory import EngineProcesses
+from asyncrl.generation.shared_memory import SHARED_MEMORY, EngineProcesses, staged_weights
 from asyncrl.generation.vllm_engine import VLLMEngine, preload, prepare_environment
 from asyncrl.generation.weight_updates import WeightUpdates
 from asyncrl.metrics.recorders import GeneratorMetrics
@@ -86,6 +87,7 @@ class GeneratorActor:
         metrics = GeneratorMetrics(environment=environment_name(config))
         server = MetricsServer(metrics.registry, host=config.metrics.host, port=0)
         self._started.callback(server.close)
+        pointer = staged_weights(namespace, cluster=ray.get_runtime_context().gcs_address)
         updates = WeightUpdates(
             config=config,
             name=self._name,
@@ -93,9 +95,10 @@ class GeneratorActor:
             source=WeightClient(
                 ray.get_actor(WEIGHTS, namespace=namespace), timeout_s=timeout_s, patience_s=patience_s
             ),
-            transport=transport_of(config),
+            transport=transport_of(config, staged_at=SHARED_MEMORY / pointer),
             parameters=expected_parameters(model_path, dtype=config.model.dtype, lora=config.model.lora),
             metrics=metrics,
+            staged_at=SHARED_MEMORY / pointer,
         )
         self._agents = agents = await self._with_agents(model_path, engine=engine, scorer=scorer, tokenizer=tokenizer)
         rollouts = Rollouts(
@@ -116,7 +119,7 @@ class GeneratorActor:
             started_s=monotonic_at_process_start(),
             metrics_address=server.address,
         )
-        return engine.processes
+        return msgspec.structs.replace(engine.processes, shared_memory=[*engine.processes.shared_memory, pointer])
 
     async def _with_agents(
         self, model_path: str, *, engine: VLLMEngine, scorer: PartScorers, tokenizer: Any

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import psutil
+import xxhash
 
 SHARED_MEMORY = Path("/dev/shm")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -57,6 +58,13 @@ def node_id() -> str:
     with contextlib.suppress(OSError):
         parts.append(os.readlink("/proc/self/ns/pid"))
     return " ".join(parts)
+
+
+def staged_weights(run: str, *, cluster: str) -> str:
+    """Returns the name of the file in /dev/shm that leads the replicas of a run on this node to the memory for staged
+    weights. Replicas that see other processes, as in another container, have another file."""
+    where = f"{node_id()} {cluster} {run}"
+    return f"asyncrl-weights-{xxhash.xxh3_64_hexdigest(where.encode())}"
 
 
 def segments_of(processes: Iterable[psutil.Process]) -> list[str]:

@@ -9,13 +9,13 @@ Invariants:
 """
 
 import asyncio
-import functools
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from pathlib import Path
 
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
@@ -46,8 +46,6 @@ RETRY_PAUSE_S = 1.0
 REFETCH_PAUSE_S = 0.5
 """Seconds before weights that could not be fetched are fetched again. The pause doubles with each further time."""
 LONGEST_REFETCH_PAUSE_S = 10.0
-LOOP_BYTES = 2**20
-"""To copy and verify this many bytes takes the event loop a millisecond. More bytes are handled in a thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +76,7 @@ class WeightUpdates:
         parameters: Mapping[str, tuple[tuple[int, ...], str]],
         metrics: GeneratorMetrics,
         clock: Callable[[], float] = time.monotonic,
+        staged_at: Path | None = None,
     ) -> None:
         self._limits = config.weights
         self._parity = ParityLimits.of(config)
@@ -96,7 +95,7 @@ class WeightUpdates:
         self.parity_max_nats = 0.0
         """Largest difference (nats) of all probes that passed."""
         self._serial = 0
-        self._staged = StagedWeights()
+        self._staged = StagedWeights(staged_at)
         self._may_start = asyncio.Event()
         self._verified = asyncio.Event()
         self._held = asyncio.Lock()
@@ -144,7 +143,9 @@ class WeightUpdates:
             if self.version is None or publication.serial - self._serial > self._limits.max_lag_publications:
                 self._may_start.clear()
             try:
-                await self._update(publication, replica)
+                if not await self._update(publication, replica):
+                    newest = self.version
+                    continue
             except (ManifestMismatch, ManifestVoid, FetchFailed) as error:
                 lasting = isinstance(error, ManifestMismatch) and not isinstance(error, WeightsDamaged)
                 if self.version is None and lasting:
@@ -199,19 +200,25 @@ class WeightUpdates:
             await self._engine.abort()
             await replica.fail_unverified(InfraError(str(error), reason="parity"))
 
-    async def _update(self, publication: Publication, replica: UpdateHooks) -> None:
+    async def _update(self, publication: Publication, replica: UpdateHooks) -> bool:
+        """Loads a version. Returns False if it waited for `held` instead: there may be a newer version by now."""
         manifest = publication.manifest
         if not is_news(manifest.version, self.version):
             self._metrics.weight_update(outcome="repeated", phase_seconds={})
-            return
+            return True
         check_parameters(manifest, self._parameters)
         check_layout(manifest)
         seconds = {}
         started_s = self._clock()
         await self._stage(publication)
         seconds["fetch"] = self._clock() - started_s
+        if self._held.locked():
+            self._staged.release()  # the other replicas of the node do not wait for an evaluation of this one
+            async with self._held:
+                return False
         async with self._held:
             await self._load(manifest, replica, seconds)
+        return True
 
     async def _load(self, manifest: Manifest, replica: UpdateHooks, seconds: dict[str, float]) -> None:
         """Loads the staged version and verifies it. `seconds` has the time of each phase so far."""
@@ -225,6 +232,7 @@ class WeightUpdates:
             async with self._limited(manifest, doing="loading"):
                 times = await self._engine.load(manifest, self._staged, on_paused=paused)
         finally:
+            self._staged.release()
             replica.show_loading(False)
         seconds |= {"pause": times.pause_s, "load": times.load_s, "resume": times.resume_s}
         self.updates += 1
@@ -239,31 +247,17 @@ class WeightUpdates:
         await replica.report()
 
     async def _stage(self, publication: Publication) -> None:
-        """Fetches the buckets one after the other, or the links of them that the replica lacks, and puts each into its
-        place in the staged weights, where it is verified. The next one is fetched meanwhile. Generation goes on. Bytes
-        that are verified there already are not fetched again."""
-        manifest, handles = publication.manifest, publication.handles
-        deadline_s = time.monotonic() + self._limits.load_timeout_s
+        """Stages a version, and keeps it staged until `release`. Generation goes on."""
+        handles, deadline_s = publication.handles, math.inf
 
-        def fetch(part: Part) -> "asyncio.Future[Bytes]":
-            left_s = max(0.0, deadline_s - time.monotonic())
+        async def fetch(part: Part) -> Bytes:
+            nonlocal deadline_s
+            deadline_s = min(deadline_s, time.monotonic() + self._limits.load_timeout_s)
             handle = handles[part.bucket] if part.link is None else handles[part.bucket][part.link]
-            return asyncio.ensure_future(self._transport.receive(handle, timeout_s=left_s))
+            return await self._transport.receive(handle, timeout_s=max(0.0, deadline_s - time.monotonic()))
 
-        await _beside_loop(lambda: self._staged.begin(manifest), nbytes=manifest.flat_bytes)
-        missing = self._staged.missing
-        following = fetch(missing[0]) if missing else None
-        try:
-            for part, after in pairwise([*missing, None]):
-                assert part is not None
-                assert following is not None
-                data = await following
-                following = None if after is None else fetch(after)
-                put = functools.partial(self._staged.put, part, data)
-                await _beside_loop(put, nbytes=manifest.buckets[part.bucket].nbytes)
-        finally:
-            if following is not None:
-                following.cancel()
+        await self._staged.stage(publication.manifest, fetch)
+        self._transport.staged(publication.manifest.version)
 
     @asynccontextmanager
     async def _limited(self, manifest: Manifest, *, doing: str) -> AsyncIterator[None]:
@@ -297,11 +291,3 @@ class WeightUpdates:
 def _name_error(receiving: "asyncio.Task[None]") -> None:
     if not receiving.cancelled() and (error := receiving.exception()) is not None:
         logger.error("broadcasts of weights are not received any more, so they are fetched", exc_info=error)
-
-
-async def _beside_loop(work: Callable[[], None], *, nbytes: int) -> None:
-    """Runs `work` on `nbytes` bytes, in a thread if there are many."""
-    if nbytes > LOOP_BYTES:
-        await asyncio.to_thread(work)
-    else:
-        work()

@@ -210,6 +210,14 @@ def check_layout(manifest: Manifest) -> None:
             )
 
 
+def place(bucket: Bucket, data: Bytes, *, flat: Bytes) -> None:
+    """Puts the bytes of a bucket into their places in the flat buffer."""
+    start = 0
+    for piece in bucket.pieces:
+        flat[piece.offset : piece.offset + piece.nbytes] = data[start : start + piece.nbytes]
+        start += piece.nbytes
+
+
 def put_bucket(manifest: Manifest, index: int, data: Bytes, *, flat: Bytes, link: Link | None = None) -> None:
     """Puts the bytes of bucket `index` into their places in the flat buffer, and verifies them there. `link`: they are
     those after this link of the bucket.
@@ -223,10 +231,7 @@ def put_bucket(manifest: Manifest, index: int, data: Bytes, *, flat: Bytes, link
         raise WeightsDamaged(
             f"{refused} has {data.nbytes} bytes, but the manifest says {bucket.nbytes}; nothing was applied"
         )
-    start = 0
-    for piece in bucket.pieces:
-        flat[piece.offset : piece.offset + piece.nbytes] = data[start : start + piece.nbytes]
-        start += piece.nbytes
+    place(bucket, data, flat=flat)
     found = checksum(flat[piece.offset : piece.offset + piece.nbytes] for piece in bucket.pieces)
     expected = bucket.checksum if link is None else link.checksum
     if found != expected:

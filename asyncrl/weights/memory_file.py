@@ -1,8 +1,9 @@
 """Bytes in an anonymous file. Every process of the same node and user can open it by its path.
 
-Unlike a file in /dev/shm, it disappears when its owner ends, even when the owner is killed.
+Unlike a file in /dev/shm, it disappears when the last process that has it open ends, even when that one is killed.
 """
 
+import fcntl
 import mmap
 import os
 import weakref
@@ -18,23 +19,51 @@ class MemoryFile:
     """A file of `nbytes` bytes, which this process may write in place: `data`. Other processes map it by its `path`,
     which is valid until `close`, or until this object is freed. Mappings stay readable afterwards.
 
-    Raises OSError if there is no memory for it.
+    `of` is the path of a memory file of another process: then this one has the same memory, and keeps it.
+
+    Raises OSError if there is no memory for it. If there is nothing at `of`, or a smaller file, raises OSError or
+    ValueError.
     """
 
-    def __init__(self, nbytes: int) -> None:
-        self._fd = os.memfd_create("asyncrl-weights")
+    def __init__(self, nbytes: int, *, of: str | None = None) -> None:
+        self._fd = os.memfd_create("asyncrl-weights") if of is None else _opened(of)
         self._closed = weakref.finalize(self, os.close, self._fd)
         try:
-            if nbytes:
+            if of is None and nbytes:
                 # otherwise a lack of memory would show as a SIGBUS at the first write
                 os.posix_fallocate(self._fd, 0, nbytes)
             self.data = np.frombuffer(mmap.mmap(self._fd, nbytes), dtype=np.uint8) if nbytes else NOTHING
-        except OSError:
+        except (OSError, ValueError):
             self._closed()
             raise
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
 
+    def lock(self, *, alone: bool) -> bool:
+        """Calls `try_lock` for this file."""
+        return try_lock(self._fd, alone=alone)
+
+    def unlock(self) -> None:
+        """Gives back what `lock` has got."""
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+
     def close(self) -> None:
-        """Frees the memory, unless a part of `data` is still in use."""
+        """Frees the memory, unless a part of `data` or another process still uses it."""
         self.data = NOTHING  # a mapping of Python has a descriptor of its own
         self._closed()
+
+
+def try_lock(fd: int, *, alone: bool) -> bool:
+    """Locks an open file for its descriptor alone, or together with others. Replaces the lock that it has.
+
+    Returns False if others hold the file; then the descriptor may have lost its lock. The kernel unlocks the file when
+    the process ends."""
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _opened(path: str) -> int:
+    # The number may belong to another file by now: a terminal must not become this process's, a pipe must not block.
+    return os.open(path, os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK)

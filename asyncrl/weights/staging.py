@@ -1,17 +1,41 @@
 """The staged weights of a replica: a version's flat buffer, complete and verified before the engine pauses.
 
-The engine's workers map the buffer by its path, so all of them use the same bytes. The memory is used again for the
-next version of the same size.
+The engine's workers map the buffer by its path, so all of them use the same bytes. So do all replicas of a node: the
+first one that needs a version fetches it, and the others verify the bytes that they find, and fetch what is missing.
+The memory is used again for the next version of the same size.
+
+    await staged.stage(manifest, fetch)   # waits while another replica of the node changes the buffer, or loads from it
+    ...                                   # no replica changes the buffer, so the engine can load it
+    staged.release()
 """
 
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import psutil
 
 from asyncrl.errors import FetchFailed, WeightsDamaged
 from asyncrl.weights.delta import decode
-from asyncrl.weights.manifest import Bytes, Link, Manifest, Piece, put_bucket
-from asyncrl.weights.memory_file import MemoryFile
+from asyncrl.weights.manifest import Bytes, Link, Manifest, Piece, checksum, put_bucket
+from asyncrl.weights.node_memory import POLL_S, Block, shared_block
+
+logger = logging.getLogger(__name__)
+
+LOOP_BYTES = 2**20
+"""To copy and verify this many bytes takes the event loop a millisecond. More bytes are handled in a thread."""
+BLOCKED_S = 10.0
+"""Seconds that a replica waits for the node's memory while its bytes do not change. The others then fetch or load, or
+one of them is stuck, so the replica stages in memory of its own."""
+
+UNKNOWN = -1
+"""Number of a change that is not that of any block."""
 
 
 class Part(NamedTuple):
@@ -21,27 +45,43 @@ class Part(NamedTuple):
     link: int | None
 
 
-class StagedWeights:
-    """Memory for the flat buffer of one version at a time. Call `begin` first, and `put` for each `missing` part, in
-    order."""
+Fetch = Callable[[Part], Awaitable[Bytes]]
 
-    def __init__(self) -> None:
-        self._file: MemoryFile | None = None
+
+class StagedWeights:
+    """Memory for the flat buffer of one version at a time. `pointer` leads to the memory that the replicas of the node
+    share; without it this replica has memory of its own.
+
+    `stage` is all that a replica needs. A process that shares with no other one may also call `begin` first, and `put`
+    for each `missing` part, in order.
+    """
+
+    def __init__(self, pointer: Path | None = None) -> None:
+        self._pointer = pointer
+        self._block: Block | None = None
+        self._apart: Block | None = None
+        """Memory of this replica's own for one version, because it could not use that of the node."""
         self._manifest: Manifest | None = None
         self._held: dict[tuple[Piece, ...], str] = {}
-        """The checksum of the verified bytes that stand in the places of a bucket."""
+        """The checksum of the bytes that stand in the places of a bucket."""
+        self._seen = 0
+        """The number of the change after which `_held` was right."""
 
     @property
     def path(self) -> str:
         """The path by which every process of this node maps the flat buffer."""
-        assert self._file is not None, "call begin() first"
-        return self._file.path
+        return self._memory.address.path
 
     @property
     def flat(self) -> Bytes:
         """The flat buffer."""
-        assert self._file is not None, "call begin() first"
-        return self._file.data
+        return self._memory.flat
+
+    @property
+    def _memory(self) -> Block:
+        memory = self._apart or self._block
+        assert memory is not None, "call begin() first"
+        return memory
 
     @property
     def missing(self) -> list[Part]:
@@ -60,24 +100,126 @@ class StagedWeights:
             parts += [Part(index, number) for number in range(first, len(bucket.links))]
         return parts
 
+    async def stage(self, manifest: Manifest, fetch: Fetch) -> None:
+        """Stages a version, and keeps it in place until `release`. Fetches the parts that are missing, one after the
+        other, and verifies each in its place. The next one is fetched meanwhile.
+
+        Raises FetchFailed if there is no memory, WeightsDamaged, and the errors of `fetch`. Then nothing is kept.
+        """
+        nbytes = manifest.flat_bytes
+        if self._pointer is None:
+            await beside_loop(lambda: self.begin(manifest), nbytes=nbytes)
+        else:
+            await _in_thread(lambda: self.begin(manifest))  # it may wait for another process
+        changes, since_s = self._memory.changes, time.monotonic()
+        try:
+            while True:
+                if self._memory.lock(alone=False):
+                    await beside_loop(self._look, nbytes=nbytes)
+                    if not self.missing:
+                        return
+                if self._memory.lock(alone=True):
+                    await beside_loop(self._look, nbytes=nbytes)
+                    await self._fill(manifest, fetch)
+                    continue
+                if changes != self._memory.changes:
+                    changes, since_s = self._memory.changes, time.monotonic()
+                elif time.monotonic() - since_s > BLOCKED_S:
+                    logger.warning(
+                        "another replica of this node has used the memory for staged weights for %g s without a "
+                        "change, so weights %s are staged in memory of this replica's own",
+                        BLOCKED_S,
+                        manifest.version,
+                    )
+                    await beside_loop(self._move_apart, nbytes=nbytes)
+                await asyncio.sleep(POLL_S)
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Lets other replicas of the node change the buffer."""
+        if self._block is not None:
+            self._block.unlock()
+        if self._apart is not None:
+            self._apart.close()
+            self._apart = None
+            self._seen = UNKNOWN
+
+    async def _fill(self, manifest: Manifest, fetch: Fetch) -> None:
+        missing = self.missing
+        following = asyncio.ensure_future(fetch(missing[0])) if missing else None
+        try:
+            for part, after in pairwise([*missing, None]):
+                assert part is not None
+                assert following is not None
+                data = await following
+                following = None if after is None else asyncio.ensure_future(fetch(after))
+                put = functools.partial(self.put, part, data)
+                await beside_loop(put, nbytes=manifest.buckets[part.bucket].nbytes)
+        finally:
+            if following is not None:
+                following.cancel()
+
     def begin(self, manifest: Manifest) -> None:
         """Provides memory for a version. What an earlier attempt has staged of the same version stays, and so do bytes
         to which the version's deltas can be applied. Raises FetchFailed if there is no memory."""
         if manifest != self._manifest:
             linked = {bucket.pieces for bucket in manifest.buckets if bucket.links}
-            self._held = {pieces: checksum for pieces, checksum in self._held.items() if pieces in linked}
+            self._held = {pieces: found for pieces, found in self._held.items() if pieces in linked}
         self._manifest = manifest
-        if self._file is not None and self._file.data.nbytes == manifest.flat_bytes:
-            return
-        self.close()
-        self._held.clear()
+        nbytes = manifest.flat_bytes
+        if self._block is not None and self._block.address.nbytes != nbytes:
+            self.close()
         try:
-            self._file = MemoryFile(manifest.flat_bytes)
+            if self._pointer is not None:
+                self._use(shared_block(self._pointer, nbytes, held=self._block))
+            elif self._block is None:
+                self._use(Block(nbytes))
+        except TimeoutError as error:
+            raise FetchFailed(
+                f"{error}, so there is no memory for the weights; look for a process that is stuck"
+            ) from error
         except OSError as error:
             raise FetchFailed(
-                f"there is no memory for the {manifest.flat_bytes / 2**20:.0f} MiB of weights {manifest.version} "
-                f"({error}); a replica needs this much besides its engine"
+                f"there is no memory for the {nbytes / 2**20:.0f} MiB of weights {manifest.version} ({error}); the "
+                "replicas of a node need this much besides their engines"
             ) from error
+
+    def _use(self, block: Block) -> None:
+        if block is not self._block:
+            self.close()
+            # The bytes of a new block are not those of any version.
+            self._block, self._seen = block, 0
+
+    def _move_apart(self) -> None:
+        """Takes memory of this replica's own, if the node has enough."""
+        nbytes, free = self._memory.address.nbytes, psutil.virtual_memory().available
+        try:
+            own = Block(nbytes) if free >= 2 * nbytes else None
+        except OSError:  # a container may have less than its machine
+            own = None
+        if own is None:
+            raise FetchFailed(
+                f"another replica of this node has used the memory for staged weights for {BLOCKED_S:g} s without a "
+                f"change, and {free / 2**20:.0f} MiB are too few for another {nbytes / 2**20:.0f} MiB; the kernel "
+                "frees the memory when that replica ends"
+            )
+        self._apart, self._seen = own, 0
+        self._held.clear()
+
+    def _look(self) -> None:
+        """Finds out which bytes stand in the buffer if another replica has changed it."""
+        assert self._manifest is not None, "call begin() first"
+        changes = self._memory.changes
+        if changes != self._seen:
+            self._held = {
+                bucket.pieces: checksum(
+                    self.flat[piece.offset : piece.offset + piece.nbytes] for piece in bucket.pieces
+                )
+                for bucket in self._manifest.buckets
+            }
+            self._seen = changes
 
     def put(self, part: Part, data: Bytes) -> None:
         """Puts the bytes of a bucket into their places, or changes those that stand there by a delta, and verifies them
@@ -86,6 +228,7 @@ class StagedWeights:
         bucket = self._manifest.buckets[part.bucket]
         link = None if part.link is None else bucket.links[part.link]
         self._held.pop(bucket.pieces, None)
+        self._seen = self._memory.will_change()
         if link is not None and link.delta:
             data = self._changed(bucket.pieces, data, link)
         put_bucket(self._manifest, part.bucket, data, flat=self.flat, link=link)
@@ -101,7 +244,27 @@ class StagedWeights:
             ) from error
 
     def close(self) -> None:
-        """Frees the memory. It may be called again."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Gives the memory back. It may be called again."""
+        self.release()
+        if self._block is not None:
+            self._block.close()
+            self._block = None
+            self._held.clear()
+
+
+async def beside_loop(work: Callable[[], None], *, nbytes: int) -> None:
+    """Runs `work` on `nbytes` bytes, in a thread if there are many."""
+    if nbytes > LOOP_BYTES:
+        await _in_thread(work)
+    else:
+        work()
+
+
+async def _in_thread(work: Callable[[], None]) -> None:
+    """Runs `work` in a thread. A cancelled call waits for the thread, which may write into the buffer until its end."""
+    running = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise

@@ -160,7 +160,7 @@ def test_with_hsdp_only_the_first_copy_sends_and_all_ranks_share_the_checkpoint(
     assert snapshots.nbytes == pytest.approx(2 * of_one.nbytes, rel=0.01)
     saved = [lines_of(found, "copy for a checkpoint")[0].nbytes for found in (two_copies, one_copy)]
     assert saved == pytest.approx([12 * parameters / 4] * 2, rel=0.01)
-    sending = [line for line in two_copies.lines if line.processes is not None]
+    sending = [line for line in two_copies.lines if line.place != "replica" and line.processes is not None]
     everything = sum(line.nbytes for line in two_copies.lines if line.place == "rank of the learner")
     replica = sum(line.nbytes for line in two_copies.lines if line.place == "replica")
     [node] = two_copies.sums
@@ -202,6 +202,18 @@ def test_the_object_store_holds_the_newest_two_versions_and_the_next_one_in_the_
     assert 0.95 * planned_bytes < most <= planned_bytes
 
 
+def test_the_replicas_of_a_node_share_the_staged_weights_and_the_buckets_on_their_way(tmp_path: Path) -> None:
+    described, parameters = LARGE["7B"]
+    found = planned(described, tmp_path, learner={"gpus": 1.0}, generator={"gpus": 1.0, "replicas": 12})
+    [node] = [line for line in found.sums if line.place == "node with generators"]
+    lines = [line for line in found.lines if line.place == "replica"]
+    once = {line.what: line.nbytes for line in lines if line.processes == 1}
+    assert once.keys() == {"staged weights", "buckets on their way"}
+    assert once["staged weights"] == pytest.approx(2 * parameters, rel=1e-3)
+    each = sum(line.nbytes for line in lines) - sum(once.values())
+    assert node.nbytes == pytest.approx(RAY_BYTES + sum(once.values()) + 8 * each), "eight GPUs in a node"
+
+
 @pytest.mark.parametrize("size", LARGE)
 def test_large_models_are_planned_without_their_weights(size: str, tmp_path: Path) -> None:
     described, parameters = LARGE[size]
@@ -236,19 +248,19 @@ def test_what_does_not_fit_is_named_with_both_numbers(tmp_path: Path) -> None:
     ]
 
 
-def test_a_broadcast_needs_memory_for_another_copy_in_each_replica_and_may_need_the_object_store(
-    tmp_path: Path,
-) -> None:
-    described, parameters = LARGE["7B"]
+def test_all_replicas_receive_a_broadcast_which_may_need_the_object_store(tmp_path: Path) -> None:
+    described, _ = LARGE["7B"]
 
-    def lines(transport: str) -> dict[str, float]:
+    def lines(transport: str) -> dict[str, Line]:
         found = planned(described, tmp_path, weights={"transport": transport})
-        return {line.what: line.nbytes for line in found.lines}
+        return {line.what: line for line in found.lines}
 
     stored, broadcast = lines("object_store"), lines("collective")
-    added = broadcast.keys() - stored.keys()
-    assert {what: broadcast[what] for what in added} == {"bytes of a broadcast": 2 * parameters}
+    assert broadcast.keys() == stored.keys()
     assert broadcast["versions in the object store"] == stored["versions in the object store"]
+    different = [what for what, line in broadcast.items() if line != stored[what]]
+    assert different == ["buckets on their way"]
+    assert broadcast["buckets on their way"].processes is None
 
 
 def test_pools_without_gpus_share_a_node_and_others_only_if_it_has_enough_gpus(tmp_path: Path) -> None:

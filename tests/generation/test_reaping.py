@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from asyncrl.generation import shared_memory
-from asyncrl.generation.shared_memory import SHARED_MEMORY, EngineProcesses, node_id, reap
+from asyncrl.generation.shared_memory import SHARED_MEMORY, EngineProcesses, node_id, reap, staged_weights
 
 
 @pytest.fixture
@@ -85,6 +85,15 @@ def test_containers_with_one_host_name_are_different_nodes(monkeypatch: pytest.M
     assert node_id() == here
     monkeypatch.setattr(shared_memory.os, "readlink", lambda path: "pid:[2]")
     assert node_id() != here
+
+
+def test_replicas_share_staged_weights_if_they_are_of_one_run_and_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = staged_weights("a", cluster="10.0.0.1:6379")
+    assert staged_weights("a", cluster="10.0.0.1:6379") == own
+    others = {staged_weights("b", cluster="10.0.0.1:6379"), staged_weights("a", cluster="10.0.0.1:6380")}
+    monkeypatch.setattr(shared_memory.os, "readlink", lambda path: "pid:[2]")
+    others.add(staged_weights("a", cluster="10.0.0.1:6379"))
+    assert len(others | {own}) == 4
 
 
 def test_another_machine_with_the_same_host_name_is_another_node(

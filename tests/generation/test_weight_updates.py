@@ -2,8 +2,11 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import pytest_asyncio
 from fake_engine import FakeEngine
@@ -15,7 +18,8 @@ from asyncrl.common.version import Version
 from asyncrl.data.prompts import Task
 from asyncrl.errors import FetchFailed, ManifestMismatch, ParityError, TornReplica, WeightError
 from asyncrl.generation.interfaces import LoadTimes
-from asyncrl.weights.manifest import Manifest
+from asyncrl.weights.manifest import Bucket, Bytes, Manifest, Piece, checksum
+from asyncrl.weights.staging import StagedWeights
 from asyncrl.weights.store import Publication
 from asyncrl.weights.transports.interfaces import BroadcastEnd
 
@@ -28,6 +32,8 @@ OTHER_MODEL = {"w": ((3,), "float32")}
 def _no_pause_before_a_retry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl.generation.weight_updates.RETRY_PAUSE_S", 0.0)
     monkeypatch.setattr("asyncrl.generation.weight_updates.REFETCH_PAUSE_S", 0.001)
+    # 0.02 s may pass between two lines of a test, and then other groups are in flight.
+    monkeypatch.setattr("asyncrl.generation.generator.RESERVE_EVERY_S", 0.2)
 
 
 @pytest.mark.asyncio
@@ -44,6 +50,55 @@ async def test_a_version_that_is_held_stays_and_the_next_one_is_loaded_afterward
             await everything_else_runs()
             assert (engine.version, len(engine.loads)) == (version, loads)
         await until(lambda: engine.version == Version(1, 2))
+
+
+@pytest.mark.asyncio
+async def test_a_version_that_waits_for_an_evaluation_leaves_the_memory_to_the_other_replicas_of_its_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(staged_at=tmp_path / "pointer")
+    receive, load = scene.wire.receive, scene.engine.load
+    received: list[Any] = []
+    loaded: list[bytes] = []
+
+    async def noted(handle: Any, *, timeout_s: float) -> Bytes:
+        received.append(handle)
+        return await receive(handle, timeout_s=timeout_s)
+
+    async def noting(manifest: Manifest, staged: StagedWeights, **options: Any) -> LoadTimes:
+        loaded.append(staged.flat.tobytes())
+        return await load(manifest, staged, **options)
+
+    other, ones = StagedWeights(tmp_path / "pointer"), np.ones(len(WEIGHTS), dtype=np.uint8)
+    bucket = Bucket(pieces=(Piece(0, len(WEIGHTS)),), checksum=checksum([ones]))
+
+    async def other_replica_stages(step: int) -> None:
+        manifest = msgspec.structs.replace(manifest_of(step), buckets=(bucket,))
+        async with asyncio.timeout(5.0):
+            await other.stage(manifest, lambda part: asyncio.sleep(0, ones))
+        other.release()
+
+    async def reached(condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(5.0):
+            while not condition():
+                await asyncio.sleep(0.001)
+
+    monkeypatch.setattr(scene.wire, "receive", noted)
+    monkeypatch.setattr(scene.engine, "load", noting)
+    scene.source.offer(0, serial=1)
+    await reached(lambda: scene.updates.version == Version(1, 0))
+    await other_replica_stages(8)
+    async with scene.updates.held():
+        scene.source.offer(1, serial=2)
+        await reached(lambda: len(received) == 2)
+        await other_replica_stages(9)
+    await reached(lambda: len(scene.source.asked) == 3)
+    assert scene.source.asked[2] == (Version(1, 0), None), "there may be a newer one by now"
+    scene.source.offer(1, serial=2)
+    await reached(lambda: scene.updates.version == Version(1, 1))
+    assert loaded == [WEIGHTS, WEIGHTS]
+    assert len(received) == 3
+    scene.running.cancel()
 
 
 @pytest.mark.asyncio

@@ -3,6 +3,7 @@ calls."""
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from fake_engine import FakeEngine
@@ -63,7 +64,7 @@ class BroadcastingWire(Wire):
 class Scene:
     """One `WeightUpdates` with a fake engine whose loads wait at `may_load`, and the replica that it reports to."""
 
-    def __init__(self, **weights: Any) -> None:
+    def __init__(self, *, staged_at: Path | None = None, **weights: Any) -> None:
         self.engine = FakeEngine()
         self.source = ScriptedSource()
         self.clock = Clock()
@@ -84,6 +85,7 @@ class Scene:
             parameters=PARAMETERS,
             metrics=self.metrics,
             clock=self.clock,
+            staged_at=staged_at,
         )
         hooks = UpdateHooks(show_loading=self.loading.append, fail_unverified=self.fail_unverified, report=self.report)
         self.running = asyncio.create_task(self.updates.run(hooks))

@@ -76,6 +76,7 @@ def test_replicas_that_fail_are_started_again_and_others_continue_their_answers(
     command.wait_for(lambda: len(steps_of(run)) >= 2, timeout_s=300, what="a second step")
     session = Path(ray_session(command.process))
     command.wait_for(lambda: last_broadcast_to(2, after=0), timeout_s=300, what="a broadcast to both")
+    command.wait_for(lambda: len(staged_in(command.process)) == 1, timeout_s=60, what="one memory for both replicas")
     before = max(broadcasts_in(session))
     kill(run, "generator")
     command.wait_for(lambda: last_broadcast_to(1, after=before), timeout_s=300, what="a broadcast to the other one")
@@ -89,6 +90,7 @@ def test_replicas_that_fail_are_started_again_and_others_continue_their_answers(
     assert replicas == set(re.findall(r"replica (\S+) has started again", command.output())), "they keep their names"
     assert len(replicas) == 2, "each replica has failed once"
     command.wait_for(lambda: last_broadcast_to(2, after=before), timeout_s=300, what="a broadcast to both again")
+    command.wait_for(lambda: len(staged_in(command.process)) == 1, timeout_s=60, what="one memory again")
     before = max(broadcasts_in(session))
     scale = run_command("scale", str(run), "generators=1")
     assert scale.wait(300) == 0, scale.output()
@@ -129,6 +131,13 @@ def broadcasts_in(session: Path) -> dict[int, list[str]]:
         for replica, membership in re.findall(r"replica (\S+): weights \S+ came by broadcast, membership (\d+)", text):
             found.setdefault(int(membership), []).append(replica)
     return found
+
+
+def staged_in(command: psutil.Process) -> set[str]:
+    """Returns the numbers of the memory files in which the replicas stage weights."""
+    replicas = [each for each in processes_of(command) if name_of(each).startswith("ray::GeneratorActor")]
+    lines = [line for each in replicas for line in Path(f"/proc/{each.pid}/maps").read_text().splitlines()]
+    return {line.split()[4] for line in lines if "memfd:asyncrl-weights" in line}
 
 
 def oldest_engine(command: psutil.Process) -> psutil.Process:

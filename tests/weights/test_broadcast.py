@@ -3,12 +3,13 @@
 Ranks and replicas are processes, over Ray, with real connections between them.
 """
 
-import asyncio
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from local_ray import end_actor, local_ray
 
 from asyncrl.common.version import Version
 from asyncrl.weights.manifest import Bucket, Bytes, Manifest, Piece, Probe, TensorEntry, checksum
-from asyncrl.weights.staging import StagedWeights
+from asyncrl.weights.staging import Part, StagedWeights
 from asyncrl.weights.store import WeightStore
 from asyncrl.weights.transports import broadcast
 from asyncrl.weights.transports.broadcast import CollectiveTransport
@@ -37,8 +38,8 @@ RANK_BYTES = BUCKETS * BUCKET_BYTES
 ENTRY = TensorEntry(name="a", shape=(RANKS * RANK_BYTES,), dtype="uint8", offset=0, nbytes=RANKS * RANK_BYTES)
 
 
-def transport(store: Any) -> CollectiveTransport:
-    return CollectiveTransport(lambda: store, timeout_s=LATE_S, call_timeout_s=30.0)
+def transport(store: Any, *, staged_at: Path | None = None) -> CollectiveTransport:
+    return CollectiveTransport(lambda: store, timeout_s=LATE_S, call_timeout_s=30.0, staged_at=staged_at)
 
 
 def bytes_of(version: Version) -> Bytes:
@@ -74,11 +75,12 @@ class Rank:
 
 
 class Replica:
-    """A replica's process, without an engine."""
+    """A replica's process, without an engine. `node` has the pointer to the memory of its node."""
 
-    def __init__(self, store: Any) -> None:
-        self.transport = transport(store)
-        self.staged = StagedWeights()
+    def __init__(self, store: Any, node: str) -> None:
+        self.node = node
+        self.transport = transport(store, staged_at=Path(node, "pointer"))
+        self.staged = StagedWeights(Path(node, "pointer"))
         self.number = 0
         self.ends: list[BroadcastEnd] = []
 
@@ -94,20 +96,21 @@ class Replica:
     async def fetch(self, manifest: Manifest, handles: list[Any]) -> tuple[str, int]:
         """Stages a version, as `WeightUpdates` does. Returns its digest, and how many buckets had to be fetched."""
         fetched = 0
-        over_the_store = self.transport._fetched
 
-        async def counted(handle: Any, *, timeout_s: float) -> Bytes:
+        async def receive(part: Part) -> Bytes:
             nonlocal fetched
             fetched += 1
-            return await over_the_store(handle, timeout_s=timeout_s)
+            return await self.transport.receive(handles[part.bucket], timeout_s=FAR_S)
 
-        self.transport._fetched = counted  # type: ignore[method-assign]
-        self.staged.begin(manifest)
-        for part in self.staged.missing:
-            data = await self.transport.receive(handles[part.bucket], timeout_s=FAR_S)
-            await asyncio.to_thread(self.staged.put, part, data)
-        self.transport._fetched = over_the_store  # type: ignore[method-assign]
-        return checksum([self.staged.flat]), fetched
+        await self.staged.stage(manifest, receive)
+        self.transport.staged(manifest.version)
+        digest = checksum([self.staged.flat])
+        self.staged.release()
+        return digest, fetched
+
+    async def where(self) -> tuple[str, int]:
+        """Returns the node, and the number of the memory in which weights are staged."""
+        return self.node, os.stat(self.staged.path).st_ino
 
     async def pid(self) -> int:
         return os.getpid()
@@ -133,7 +136,8 @@ class Replica:
 class World:
     """Two ranks, two replicas and their weight store."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.store = ray.remote(WeightStore).options(num_cpus=0, max_concurrency=1000).remote()
         self.step, self.incarnation = 0, 1
         self.ranks = [self.new_rank(rank) for rank in range(RANKS)]
@@ -142,8 +146,10 @@ class World:
     def new_rank(self, rank: int) -> Any:
         return ray.remote(Rank).options(num_cpus=0).remote(self.store, rank)
 
-    def new_replica(self) -> Any:
-        replica = ray.remote(Replica).options(num_cpus=0, max_concurrency=100).remote(self.store)
+    def new_replica(self, node: str | None = None) -> Any:
+        """Starts a replica, by default on a node of its own."""
+        node = node or tempfile.mkdtemp(dir=self.folder)
+        replica = ray.remote(Replica).options(num_cpus=0, max_concurrency=100).remote(self.store, node)
         replica.take_part.remote()
         return replica
 
@@ -197,10 +203,10 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def running_world() -> Iterator[World]:
+def running_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors cannot import a test module
     with local_ray(cpus=2, object_store_mb=300):
-        yield World()
+        yield World(tmp_path_factory.mktemp("nodes"))
 
 
 @pytest.fixture
@@ -216,10 +222,12 @@ def test_a_broadcast_needs_no_object_store_and_a_membership_stays_as_long_as_its
     for _ in range(2):
         assert world.fetched(world.publish(), *world.replicas) == [0, 0]
     assert world.epoch() == epoch
-    third = world.new_replica()
+    node, memory = ray.get(world.replicas[1].where.remote())
+    third = world.new_replica(node)
     try:
         world.wait_for(3)
         assert world.fetched(world.publish(), *world.replicas, third) == [0, 0, 0], "it joins the next membership"
+        assert ray.get(third.where.remote()) == (node, memory), "both replicas of a node receive into one memory"
         assert {*world.there().values()} == {epoch + 1}
     finally:
         end_actor(third)

@@ -21,14 +21,16 @@ from ray.exceptions import GetTimeoutError, OwnerDiedError
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, FetchFailed, ManifestVoid, WeightError, WeightsDamaged
-from asyncrl.weights.manifest import Manifest, ParameterSpec, Probe, check_layout, layout, put_bucket
+from asyncrl.weights import node_memory
+from asyncrl.weights.manifest import Bytes, Manifest, ParameterSpec, Probe, check_layout, layout
 from asyncrl.weights.publisher import MOST_BUCKETS, DeliveredBucket, Snapshot, deliver, snapshot_of
+from asyncrl.weights.staging import Part, StagedWeights
 from asyncrl.weights.store import WeightStore
 from asyncrl.weights.tensor_views import view_of
 from asyncrl.weights.transports import broadcast, filesystem, ipc, object_store
 from asyncrl.weights.transports.broadcast import CollectiveTransport
 from asyncrl.weights.transports.filesystem import FilesystemTransport
-from asyncrl.weights.transports.interfaces import Transport
+from asyncrl.weights.transports.interfaces import BroadcastEnd, Transport
 from asyncrl.weights.transports.ipc import SharedSnapshotTransport
 from asyncrl.weights.transports.object_store import ObjectStoreTransport
 from asyncrl.weights.transports.of_config import transport_of
@@ -62,7 +64,8 @@ def snapshots(*, shared: bool, change: float = 0.0, last: Sequence[Snapshot | No
 class Sending:
     """The learner's ranks with one transport. The weight store `store` offers what they publish, if there is one."""
 
-    def __init__(self, transport: Transport, *, shared: bool, store: Any = None) -> None:
+    def __init__(self, transport: Transport, *, shared: bool, store: Any = None, pointer: Path | None = None) -> None:
+        self.staged = StagedWeights(pointer)
         self.transport, self.shared, self.store = transport, shared, store
         self.senders = [transport.sender(rank, RANKS) for rank in range(RANKS)]
         self.kept: list[Snapshot] = []
@@ -94,34 +97,52 @@ class Sending:
             ray.kill(self.store)
 
     @asynccontextmanager
-    async def replica(self, *, takes_part: bool, may_fetch: bool = False) -> AsyncIterator[None]:
+    async def replica(
+        self,
+        *,
+        takes_part: bool,
+        may_fetch: bool = False,
+        ended: Callable[[BroadcastEnd], None] = lambda end: None,
+    ) -> AsyncIterator[None]:
         """A replica that `takes_part` in broadcasts, if the transport has any. It must then get all bytes by broadcast,
         unless it `may_fetch`."""
         if self.store is None or not takes_part:
             yield
             return
-        taking_part = asyncio.create_task(self.transport.take_part("replica", ended=lambda end: None))
+        taking_part = asyncio.create_task(self.transport.take_part("replica", ended=ended))
         while not await self.store.present.remote((), 1.0):
             await asyncio.sleep(0.01)
         with pytest.MonkeyPatch.context() as patched:
             if not may_fetch:
-                patched.setattr(self.transport, "_fetched", None)
+                patched.setattr(self.transport, "receive", None)
             yield
         taking_part.cancel()
         await asyncio.gather(taking_part, return_exceptions=True)
 
 
-def collective_sending() -> Sending:
+def collective_sending(folder: Path) -> Sending:
     store = ray.remote(WeightStore).options(num_cpus=0, max_concurrency=100).remote()
-    return Sending(CollectiveTransport(lambda: store, timeout_s=30.0, call_timeout_s=30.0), shared=False, store=store)
+    pointer = folder / "pointer"
+    transport = CollectiveTransport(lambda: store, timeout_s=30.0, call_timeout_s=30.0, staged_at=pointer)
+    return Sending(transport, shared=False, store=store, pointer=pointer)
 
 
-async def received(transport: Transport, manifest: Manifest, handles: list[Any]) -> dict[str, torch.Tensor]:
+async def received(sending: Sending, manifest: Manifest, handles: list[Any]) -> dict[str, torch.Tensor]:
+    """Stages a version. Returns its tensors."""
+
+    async def fetch(part: Part) -> Bytes:
+        return await sending.transport.receive(handles[part.bucket], timeout_s=30.0)
+
     check_layout(manifest)
-    flat = torch.zeros(manifest.flat_bytes, dtype=torch.uint8)
-    for index, handle in enumerate(handles):
-        put_bucket(manifest, index, await transport.receive(handle, timeout_s=30.0), flat=flat.numpy())
+    await sending.staged.stage(manifest, fetch)
+    sending.transport.staged(manifest.version)
+    flat = torch.from_numpy(sending.staged.flat.copy())
+    sending.staged.release()
     return {entry.name: view_of(entry, flat) for entry in manifest.tensors}
+
+
+async def fetch_nothing(part: Part) -> Bytes:
+    raise AssertionError("all of it is staged")
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +155,7 @@ MAKERS: dict[str, Callable[[Path], Sending]] = {
     "object_store": lambda folder: Sending(ObjectStoreTransport(), shared=False),
     "filesystem": lambda folder: Sending(FilesystemTransport(folder / "weights"), shared=False),
     "ipc": lambda folder: Sending(SharedSnapshotTransport(), shared=True),
-    "collective": lambda folder: collective_sending(),
+    "collective": collective_sending,
 }
 OVER_RAY = ("object_store", "collective")
 
@@ -157,7 +178,7 @@ async def test_the_shards_of_all_ranks_arrive_as_whole_weights(sending: Sending,
                 handle if sending.transport.__class__ is ObjectStoreTransport else _over_a_wire(handle)
                 for handle in handles
             ]
-            found = await received(sending.transport, manifest, handles)
+            found = await received(sending, manifest, handles)
             for name, tensor in WEIGHTS.items():
                 assert torch.equal(found[name], tensor + step), name
     assert sending.kept[0].memory is not sending.before[0].memory  # type: ignore[union-attr]
@@ -182,7 +203,7 @@ async def test_bytes_that_change_on_their_way_are_refused(sending: Sending, monk
 
     monkeypatch.setattr(sending.transport, "receive", flipped)
     with pytest.raises(WeightsDamaged, match=r"bucket 0 .* has the checksum"):
-        await received(sending.transport, manifest, handles)
+        await received(sending, manifest, handles)
 
 
 # -- what only one of them does ---------------------------------------------------------------------------------------
@@ -256,8 +277,8 @@ async def test_files_of_the_versions_that_are_named_are_deleted_and_no_other_fil
     assert {path.suffix for path in _files(folder / "1.11")} == {".safetensors"}
     assert {path.stat().st_mode & 0o777 for path in _files(folder / "1.11")} == {0o644}, "others may read them"
     with pytest.raises(ManifestVoid, match=r"cannot be read .*check that weights\.folder"):
-        await received(sending.transport, *first)
-    await received(sending.transport, *newest)
+        await received(sending, *first)
+    await received(sending, *newest)
     sending.transport.delete(lambda version: True)
     assert os.listdir(folder) == ["notes.txt"]
     (folder / "notes.txt").unlink()
@@ -306,13 +327,13 @@ async def test_shared_memory_that_a_newer_snapshot_overwrites_is_no_whole_versio
     manifest, handles = sending.publish(0)
     sending.kept[1].memory[:4] ^= 1
     with pytest.raises(WeightsDamaged):
-        await received(sending.transport, manifest, handles)
+        await received(sending, manifest, handles)
 
 
 @pytest.mark.asyncio
 @pytest.mark.fault("F12")
-async def test_a_rank_stores_no_bytes_of_a_snapshot_that_a_newer_one_overwrites(own_ray: None) -> None:
-    with closing(collective_sending()) as sending:
+async def test_a_rank_stores_no_bytes_of_a_snapshot_that_a_newer_one_overwrites(own_ray: None, tmp_path: Path) -> None:
+    with closing(collective_sending(tmp_path)) as sending:
         _, handles = sending.publish(0)
         sending.kept[0].memory[:4] ^= 1
         with pytest.raises(FetchFailed, match=r"learner rank 0 did not put its bytes of weights 1\.0"):
@@ -323,13 +344,13 @@ async def test_a_rank_stores_no_bytes_of_a_snapshot_that_a_newer_one_overwrites(
 @pytest.mark.asyncio
 @pytest.mark.fault("F12")
 async def test_a_replica_takes_part_again_although_the_last_rank_sends_nothing(
-    own_ray: None, monkeypatch: pytest.MonkeyPatch
+    own_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With HSDP, only the ranks of the first copy send."""
     shards = [[(name, 0, tensor) for name, tensor in WEIGHTS.items()], []]
     taken = [snapshot_of(each, layout(SPECS), probe=PROBE, bucket_bytes=100) for each in shards]
     monkeypatch.setattr(sys.modules[__name__], "snapshots", lambda **_: taken)
-    with closing(collective_sending()) as sending:
+    with closing(collective_sending(tmp_path)) as sending:
         async with sending.replica(takes_part=True, may_fetch=True):
             with pytest.MonkeyPatch.context() as damaging:
                 damaging.setattr(broadcast, "checksum", lambda parts: "damaged")
@@ -337,7 +358,28 @@ async def test_a_replica_takes_part_again_although_the_last_rank_sends_nothing(
             for there in (0, 1):
                 found = await sending.store.present.remote(("a replica that never comes",), 1.0)
                 assert len(found) == there
-                await received(sending.transport, *published)
+                await received(sending, *published)
+
+
+@pytest.mark.asyncio
+async def test_a_broadcast_that_comes_while_the_node_loads_other_weights_is_fetched_later(
+    own_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_memory, "ROOM_S", 0.05)
+    ends: list[BroadcastEnd] = []
+    loads = StagedWeights(tmp_path / "pointer")
+    with closing(collective_sending(tmp_path)) as sending:
+        async with sending.replica(takes_part=True, may_fetch=True, ended=ends.append):
+            for step in range(3):
+                published = await asyncio.to_thread(sending.publish, step, change=float(step))
+                loads.release()
+                found = await received(sending, *published)
+                assert torch.equal(found["big"], WEIGHTS["big"] + step)
+                if step == 0:
+                    await loads.stage(published[0], fetch_nothing)
+            there = await sending.store.present.remote((), 1.0)
+    assert [end.outcome for end in ends] == ["received", "missed", "received"]
+    assert list(there.values()) == [1], "it has not left the membership"
 
 
 @pytest.mark.parametrize("shared", [False, True])

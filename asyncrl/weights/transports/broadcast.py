@@ -6,12 +6,13 @@ one process group (`peers.py`). For each version:
     rank 0         asks who is there, and announces the broadcast; if the members have changed, in a new group
     everyone       joins the group, unless it has joined it for an earlier version
     train ranks    describe their buckets with checksums, and send them
-    replicas       verify and keep the bytes, in a thread
+    replicas       verify the bytes, in a thread; one replica of each node puts them into the node's memory
     everyone       waits until all replicas have verified all bytes
 
-Then the manifest is offered, and a replica finds the bytes in its own memory. It asks for the bytes that it lacks, and
-the ranks put them into the object store. So a replica that has just started, died or was late holds up one broadcast at
-most, until `weights.load_timeout_s`, and no broadcast that fails delays training or loses a version.
+Then the manifest is offered, and a replica finds the bytes in its node's memory for staged weights. It asks for the
+bytes that it lacks, and the ranks put them into the object store. So a replica that has just started, died or was late
+holds up one broadcast at most, until `weights.load_timeout_s`, and no broadcast that fails delays training or loses a
+version.
 
 A group that has broken is not used again. A replica of it takes part again when it has the whole version of the broken
 broadcast, so a replica that cannot receive in time stays out.
@@ -27,6 +28,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -44,9 +46,10 @@ from asyncrl.errors import (
     WeightError,
     WeightsDamaged,
 )
-from asyncrl.weights.manifest import Bucket, Bytes, checksum
+from asyncrl.weights.manifest import Bucket, Bytes, checksum, place
 from asyncrl.weights.memberships import Broadcast
 from asyncrl.weights.memory_file import MemoryFile
+from asyncrl.weights.node_memory import BroadcastRoom
 from asyncrl.weights.transports.collective import descriptions, received_buckets, send_buckets
 from asyncrl.weights.transports.interfaces import BroadcastEnd
 from asyncrl.weights.transports.object_store import ObjectStoreTransport
@@ -66,12 +69,11 @@ CPU = torch.device("cpu")
 
 
 class SentBucket(msgspec.Struct, frozen=True, kw_only=True):
-    """Handle of a bucket: the `index`-th of those that learner rank `rank` has sent. `last`: of this rank."""
+    """Handle of a bucket: the `index`-th of those that learner rank `rank` has sent."""
 
     version: Version
     rank: int
     index: int
-    last: bool
 
 
 class Group:
@@ -168,10 +170,7 @@ class CollectiveSender:
                     time.monotonic() - started_s,
                     broadcast.epoch,
                 )
-        return [
-            SentBucket(version=version, rank=self._rank, index=index, last=index == len(parts) - 1)
-            for index in range(len(parts))
-        ]
+        return [SentBucket(version=version, rank=self._rank, index=index) for index in range(len(parts))]
 
     def close(self) -> None:
         self._closed.set()
@@ -257,19 +256,20 @@ class CollectiveSender:
 
 class CollectiveTransport:
     """Implements `Transport`. `store` returns the handle of the weight store. A broadcast, and joining a group for it,
-    take `timeout_s` at most each."""
+    take `timeout_s` at most each. `staged_at` leads to the memory in which the replicas of the node stage weights.
+    Ranks have none."""
 
-    def __init__(self, store: Callable[[], Any], *, timeout_s: float, call_timeout_s: float) -> None:
+    def __init__(
+        self, store: Callable[[], Any], *, timeout_s: float, call_timeout_s: float, staged_at: Path | None = None
+    ) -> None:
         self._open_store = store
+        self._room = None if staged_at is None else BroadcastRoom(staged_at)
         self._timeout_s, self._call_timeout_s = timeout_s, call_timeout_s
         self._opened: Any = None
         self._group = Group(timeout_s=timeout_s)
-        self._arrived: dict[tuple[Version, int, int], Bytes] = {}  # of the last broadcast, until they are taken
         self._arrived_bytes = 0  # of the last broadcast
-        self._last_sender = 0
-        """The last rank that sends buckets. With HSDP, not all ranks do."""
         self._whole: Version | None = None
-        """The newest version of which the replica has taken the last bucket."""
+        """The newest version of which the replica has all bytes."""
         self._missing: tuple[Version, asyncio.Future[None]] | None = None
 
     @property
@@ -287,15 +287,7 @@ class CollectiveTransport:
     def delete(self, which: Callable[[Version], bool]) -> None: ...
 
     async def receive(self, handle: SentBucket, *, timeout_s: float) -> Bytes:
-        data = self._arrived.pop((handle.version, handle.rank, handle.index), None)
-        if data is None:
-            data = await self._fetched(handle, timeout_s=timeout_s)
-        if handle.last and handle.rank >= self._last_sender:
-            self._has_whole(handle.version)
-        return data
-
-    async def _fetched(self, handle: SentBucket, *, timeout_s: float) -> Bytes:
-        """Returns a bucket that was not broadcast to this replica."""
+        """Fetches a bucket that was not broadcast to this node."""
         deadline_s = time.monotonic() + timeout_s
         try:
             stored: list[Any] | None = await finished(
@@ -313,8 +305,15 @@ class CollectiveTransport:
         left_s = max(0.0, deadline_s - time.monotonic())
         return await ObjectStoreTransport().receive(stored[handle.index], timeout_s=left_s)
 
+    def staged(self, version: Version) -> None:
+        self._whole = version
+        if self._missing is not None and version >= self._missing[0]:
+            self._missing[1].set_result(None)
+            self._missing = None
+
     async def take_part(self, replica: str, *, ended: Callable[[BroadcastEnd], None]) -> None:
-        own, number = f"{replica}-{uuid.uuid4().hex[:8]}", 0
+        assert self._room is not None, "ranks do not receive"
+        own, number, room = f"{replica}-{uuid.uuid4().hex[:8]}", 0, self._room
         try:
             while True:
                 broadcast = await self._next_broadcast(own, after=number)
@@ -328,19 +327,19 @@ class CollectiveTransport:
                 rank = broadcast.ranks + broadcast.members.index(own)
                 started_s, outcome = time.monotonic(), "received"
                 try:
-                    await asyncio.to_thread(self._take, broadcast, rank)
+                    await asyncio.to_thread(self._take, broadcast, rank, room)
                 except WeightError as error:
                     outcome = "missed"
                     logger.warning("replica %s: %s; it gets the weights through the object store", replica, error)
                     self._group.leave()
                 else:
-                    epoch = broadcast.epoch
-                    logger.info(
-                        "replica %s: weights %s came by broadcast, membership %d", replica, broadcast.version, epoch
-                    )
+                    epoch, came = broadcast.epoch, "came by broadcast"
+                    if room.dropped:
+                        outcome, came = "missed", "are fetched later, because engines of this node load others"
+                    logger.info("replica %s: weights %s %s, membership %d", replica, broadcast.version, came, epoch)
                 seconds = time.monotonic() - started_s
                 ended(BroadcastEnd(outcome=outcome, nbytes=self._arrived_bytes, seconds=seconds))
-                if outcome == "missed":
+                if self._group.epoch is None:
                     await self._until_whole(broadcast.version)
         except ActorGone:
             return  # the weight store has ended, and the replica finds out by itself
@@ -359,10 +358,9 @@ class CollectiveTransport:
             return None
         return broadcast
 
-    def _take(self, broadcast: Broadcast, rank: int) -> None:
-        """Receives and verifies a broadcast. The bytes of an earlier one that were not taken are dropped."""
+    def _take(self, broadcast: Broadcast, rank: int, room: BroadcastRoom) -> None:
+        """Receives and verifies a broadcast. Puts the bytes into the node's memory, unless another replica does."""
         version = broadcast.version
-        arrived = self._arrived = {}
         self._arrived_bytes = 0
 
         def take(peers: Peers) -> None:
@@ -370,29 +368,26 @@ class CollectiveTransport:
             if head != str(version).encode():
                 raise CollectiveError(f"weights {head.decode()} arrived instead of {version}")
             expected = [(rank, index, bucket) for rank, each in enumerate(by_rank) for index, bucket in enumerate(each)]
-            self._last_sender = max((sender for sender, _, _ in expected), default=0)
+            nbytes = max((piece.offset + piece.nbytes for _, _, each in expected for piece in each.pieces), default=0)
             damaged: WeightsDamaged | None = None
-            for (sender, index, bucket), data in zip(expected, received_buckets(peers, by_rank), strict=True):
-                if checksum([data]) == bucket.checksum:
-                    arrived[version, sender, index] = data
+            with room.held(version, nbytes) as block:
+                for (sender, index, bucket), data in zip(expected, received_buckets(peers, by_rank), strict=True):
+                    if checksum([data]) != bucket.checksum:
+                        damaged = WeightsDamaged(
+                            f"bucket {index} of learner rank {sender} of weights {version} arrived damaged by broadcast"
+                        )
+                        continue
                     self._arrived_bytes += data.nbytes
-                else:
-                    damaged = WeightsDamaged(
-                        f"bucket {index} of learner rank {sender} of weights {version} arrived damaged by broadcast"
-                    )
+                    if block is not None:
+                        block.will_change()
+                        place(bucket, data, flat=block.flat)
             peers.agree(damaged, what=f"the bytes of weights {version}")
 
         with contextlib.suppress(UpdateRefused):  # another replica got damaged bytes, and this one has all of them
             self._group.exchange(take, broadcast, rank=rank)
 
     async def _until_whole(self, version: Version) -> None:
-        """Waits until the replica has taken all buckets of this version, or of a newer one."""
+        """Waits until the replica has all bytes of this version, or of a newer one."""
         if self._whole is None or self._whole < version:
             self._missing = version, asyncio.get_running_loop().create_future()
             await self._missing[1]
-
-    def _has_whole(self, version: Version) -> None:
-        self._whole = version
-        if self._missing is not None and version >= self._missing[0]:
-            self._missing[1].set_result(None)
-            self._missing = None

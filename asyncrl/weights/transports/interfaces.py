@@ -18,7 +18,8 @@ class BroadcastEnd:
     """How a broadcast ended for a replica.
 
     received    it has all bytes
-    missed      it was a member, and lacks bytes: they were damaged, or another member was late or died, or itself
+    missed      it was a member, and lacks bytes: they were damaged, or another member was late or died, or itself, or
+                engines of its node loaded other weights
     absent      it was not a member, because it had just started, or lacked bytes of an earlier broadcast, or did not
                 answer rank 0 in time
 
@@ -47,8 +48,8 @@ class Sender(Protocol):
 
 
 class Transport(Protocol):
-    """`sender` is called on each of the learner's ranks, `take_part` and `receive` in a replica, and `delete` in the
-    learner's process. The handles travel from rank to replica with the manifest."""
+    """`sender` is called on each of the learner's ranks, `take_part`, `receive` and `staged` in a replica, and `delete`
+    in the learner's process. The handles travel from rank to replica with the manifest."""
 
     def sender(self, rank: int, ranks: int) -> Sender:
         """Returns the sender for learner rank `rank` of `ranks`."""
@@ -61,6 +62,11 @@ class Transport(Protocol):
 
     async def receive(self, handle: Any, *, timeout_s: float) -> Bytes:
         """Returns the bytes of a bucket. Raises ManifestVoid when they are lost, and FetchFailed after `timeout_s`."""
+        ...
+
+    def staged(self, version: Version) -> None:
+        """The replica has all bytes of a version. It did not receive those that another replica of its node has
+        staged."""
         ...
 
     def delete(self, which: Callable[[Version], bool]) -> None:
@@ -77,5 +83,7 @@ class StoresBytes:
     def close(self) -> None: ...
 
     async def take_part(self, replica: str, *, ended: Callable[[BroadcastEnd], None]) -> None: ...
+
+    def staged(self, version: Version) -> None: ...
 
     def delete(self, which: Callable[[Version], bool]) -> None: ...

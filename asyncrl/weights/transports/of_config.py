@@ -15,9 +15,11 @@ from asyncrl.weights.transports.ipc import SharedSnapshotTransport
 from asyncrl.weights.transports.object_store import ObjectStoreTransport
 
 
-def transport_of(config: Config, *, nonce: str = "") -> Transport:
+def transport_of(config: Config, *, nonce: str = "", staged_at: Path | None = None) -> Transport:
     """Returns the transport `weights.transport`. A learner gives the `nonce` of its run, so that runs which share a
-    folder do not share files. Raises ConfigError if the learner cannot use `weights.folder`."""
+    folder do not share files. A replica gives the pointer to its node's memory for staged weights.
+
+    Raises ConfigError if the learner cannot use `weights.folder`."""
     match config.weights.transport:
         case "object_store":
             return ObjectStoreTransport()
@@ -35,6 +37,7 @@ def transport_of(config: Config, *, nonce: str = "") -> Transport:
                 partial(ray.get_actor, WEIGHTS, namespace=config.run.name),
                 timeout_s=config.weights.load_timeout_s,
                 call_timeout_s=config.buffer.call_timeout_s,
+                staged_at=staged_at,
             )
 
 
