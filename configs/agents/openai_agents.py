@@ -4,8 +4,8 @@ pip install openai-agents
 PYTHONPATH=configs/agents asyncrl up -c configs/agents/calculator.yaml environment.agent=openai_agents:run
 """
 
-from agents import Agent, AgentsException, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
-from arithmetic import calculated, reward
+from agents import Agent, AgentsException, FunctionTool, OpenAIChatCompletionsModel, Runner, set_tracing_disabled
+from arithmetic import PARAMETERS, called, reward
 from openai import AsyncOpenAI
 
 from asyncrl import Session, Task
@@ -14,10 +14,19 @@ set_tracing_disabled(True)  # traces would be sent to OpenAI
 CALLS = 3
 
 
-@function_tool
-def calculator(expression: str) -> str:
-    """Calculates."""
-    return calculated(expression)
+async def calculate(context: object, arguments: str) -> str:
+    """Answers a call of the calculator."""
+    return called(arguments)
+
+
+# `function_tool` would describe the function with more words, which the tiny model does not know.
+calculator = FunctionTool(
+    name="calculator",
+    description="",
+    params_json_schema=PARAMETERS,
+    on_invoke_tool=calculate,
+    strict_json_schema=False,
+)
 
 
 async def run(session: Session, task: Task) -> float:
