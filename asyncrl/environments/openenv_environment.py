@@ -26,8 +26,8 @@ class OpenEnvEnvironment:
 
     `python` is the interpreter whose environment has openenv. In `command`, `{port}` is replaced by a free port.
     `message` and `action` are import paths of functions: `message` takes an observation as a dict, and returns the text
-    of a message. `action` takes the text of an answer, and returns an action as a dict, or raises ValueError if the text
-    is not an action. `system_prompt` comes before the first message. An episode ends after `turns` actions if the
+    of a message. `action` takes the text of an answer, and returns an action as a dict, or raises ValueError if the
+    text is not an action. `system_prompt` comes before the first message. An episode ends after `turns` actions if the
     environment does not end it. `reset` has arguments of the environment's reset for all tasks. There are `size` tasks,
     each with a seed of its own.
     """
