@@ -71,20 +71,26 @@ def call(expression: str) -> str:
     return f"[{json.dumps({'expression': expression})}]"
 
 
-@pytest.mark.parametrize("client", ["openai_client", "langgraph_agent"])
+RIGHT = [
+    (["It is 42."], 1.0, None),
+    (["none"], 0.0, None),
+    ([call("6 * 7"), "42"], 1.0, "42"),
+    ([call("6 * 7"), "41"], 0.0, "42"),
+    ([call("6 - 7"), "-1"], 0.0, "-1"),
+    ([call("six"), "42"], 1.0, "error: write two numbers"),
+    ([call("1 + 1"), call("1 + 2"), call("1 + 3")], 0.0, "3"),
+]
+WRONG = [
+    ("openai_client", ["[{}]", "42"], 1.0, "error: 'expression'"),
+    ("openai_client", ['["6 * 7"]', "42"], 1.0, "error: string indices"),
+    ("langgraph_agent", ["[{}]", "42"], 1.0, "Error invoking tool"),
+]
+"""Arguments without the right keys. Each client has its own message for them."""
+
+
 @pytest.mark.parametrize(
-    ("answers", "reward", "result"),
-    [
-        (["It is 42."], 1.0, None),
-        (["none"], 0.0, None),
-        ([call("6 * 7"), "42"], 1.0, "42"),
-        ([call("6 * 7"), "41"], 0.0, "42"),
-        ([call("6 - 7"), "-1"], 0.0, "-1"),
-        ([call("six"), "42"], 1.0, "error: write two numbers"),
-        (["[{}]", "42"], 1.0, "error: 'expression'"),
-        (['["6 * 7"]', "42"], 1.0, "error: string indices"),
-        ([call("1 + 1"), call("1 + 2"), call("1 + 3")], 0.0, "3"),
-    ],
+    ("client", "answers", "reward", "result"),
+    [*((client, *case) for client in ("openai_client", "langgraph_agent") for case in RIGHT), *WRONG],
 )
 async def test_each_client_answers_with_the_calculator(
     client: str, answers: list[str], reward: float, result: str | None, monkeypatch: pytest.MonkeyPatch
