@@ -242,6 +242,25 @@ async def test_a_server_that_has_ended_is_started_again_and_ends_with_the_proces
     assert not any(map(psutil.pid_exists, servers(tmp_path)))
 
 
+@pytest.mark.asyncio
+async def test_an_episode_raises_if_its_process_has_ended_while_the_model_answered(tmp_path: Path) -> None:
+    environment = made(tmp_path)
+
+    class Killing(Model):
+        async def chat(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+            process = environment._interpreter._process
+            assert process is not None
+            for pid in (process.process.pid, *servers(tmp_path)):
+                psutil.Process(pid).kill()
+            await process._reading
+            return await super().chat(messages)
+
+    model: Any = Killing("4")
+    with pytest.raises(RuntimeError, match="the process of OpenEnv has ended"):
+        await asyncio.wait_for(environment.run(model, task(4)), 30)
+    assert (await played(environment, 4, "4"))[0] == 1.0
+
+
 def test_a_server_that_does_not_start_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"OpenEnv cannot run .* the command of the server ended with 3"):
         made(tmp_path, argument="broken").tasks(0)
