@@ -5,8 +5,13 @@ import operator
 import re
 from typing import Any
 
-PARAMETERS: dict[str, Any] = {"type": "object", "properties": {"expression": {"type": "string"}}}
-TOOL: Any = {"type": "function", "function": {"name": "calculator", "parameters": PARAMETERS}}
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
+    },
+}
 """The calculator, as the tiny model of `calculator.yaml` knows it."""
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
