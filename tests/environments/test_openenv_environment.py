@@ -2,7 +2,9 @@
 be installed beside asyncrl. benchmarks/agent_clients.py runs the real one."""
 
 import asyncio
+import contextlib
 import json
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -221,6 +223,25 @@ async def test_a_cancelled_episode_closes_its_session(tmp_path: Path) -> None:
     while len(said(tmp_path)) < 3:
         await asyncio.sleep(0.01)
     assert said(tmp_path)[2] == ["close", 4]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("url", ["http://127.0.0.1:{}", "ws://127.0.0.1:{}/"])
+async def test_an_environment_may_use_a_server_that_runs(tmp_path: Path, url: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = await asyncio.create_subprocess_exec(sys.executable, str(tmp_path / "server.py"), str(port))
+    try:
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+                break
+            await asyncio.sleep(0.01)
+        options = {"python": sys.executable, "url": url.format(port), "search_path": [str(tmp_path / "path")]}
+        assert (await played(OpenEnvEnvironment(**options), 4, "3", "4"))[0] == 1.25
+        assert servers(tmp_path) == [server.pid]
+    finally:
+        server.kill()
+        await server.wait()
 
 
 @pytest.mark.asyncio
