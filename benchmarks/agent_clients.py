@@ -64,7 +64,7 @@ SETTINGS = (
 OWN_SETTINGS = {
     "verifiers": (
         "environment.score_workers=2", "generator.max_concurrent_groups=2", "learner.groups_per_step=1",
-        "eval.every_steps=0", "eval.prompts=2", "environment.score_timeout_s=240",
+        "eval.every_steps=0", "eval.prompts=2", "environment.score_timeout_s=240", "generator.rollout_timeout_s=280",
     ),
     "openenv": ("environment.score_workers=2", "generator.max_concurrent_groups=2"),
 }  # fmt: skip
