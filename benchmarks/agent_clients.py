@@ -1,17 +1,18 @@
 """Trains the agents of configs/agents, which use unmodified client packages, and checks every row that was trained.
 
     python benchmarks/agent_clients.py openai_client openai_agents langgraph_agent    # some minutes each on two cores
-    python benchmarks/agent_clients.py verifiers
+    python benchmarks/agent_clients.py verifiers openenv
     python benchmarks/agent_clients.py --write                    # writes the table of all into docs/agents.md
 
-Each run has a few steps of the recipe of the calculator. It is checked as the runs of `agents.py` are: row by row, and
-with `asyncrl audit`. The numbers of turns, tool calls, failed samples and forks are those of Prometheus in the last
-second of the run.
+Each run has twenty steps of the recipe of the calculator, or of `guess_the_number` for OpenEnv. It is checked as the
+runs of `agents.py` are: row by row, and with `asyncrl audit`. The numbers of turns, tool calls, failed samples and
+forks are those of Prometheus in the last second of the run.
 
 The packages that asyncrl does not install are put into a folder of their own below `.bench`, together with those of
 their requirements that our environment lacks or has in another version. Only the processes of the client's run search
-this folder. `verifiers` has an environment of its own instead. It plays the taskset `sums_v1.py` with its harness
-`null`, which starts a program for each answer.
+this folder. `verifiers` and `openenv` have environments of their own instead. verifiers plays the taskset `sums_v1.py`
+with its harness `null`, which starts a program for each answer. openenv plays `guess_env.py`, with a server for each
+scoring process.
 """
 
 import argparse
@@ -40,28 +41,35 @@ from asyncrl.config.load import load_config
 
 NAME = "agent_clients.py"
 RESULTS = Path(__file__).with_suffix(".jsonl")
-RECIPE = REPOSITORY / "configs" / "agents" / "calculator.yaml"
+AGENTS = REPOSITORY / "configs" / "agents"
 FOLDER = REPOSITORY / ".bench" / "clients"
 PACKAGES = {
     "openai_client": ("openai>=3",),
     "openai_agents": ("openai-agents==0.24.*",),
     "langgraph_agent": ("langgraph==1.2.*", "langchain-openai==1.7.*"),
     "verifiers": ("verifiers==0.4.*", "uv"),
+    "openenv": ("openenv==0.10.*",),
 }
 """The packages of each agent, by its module in configs/agents. verifiers runs the programs of harnesses with uv."""
+OWN_INTERPRETER = ("verifiers", "openenv")
+"""Packages that cannot be installed beside asyncrl."""
+GAMES = {"openenv": "guess_the_number"}
+"""The game whose recipe and model a client uses, if it is not the calculator."""
 SETTINGS = (
     "learner.total_steps=20", "learner.groups_per_step=4", "learner.group_size=4",
     "model.max_length=512",  # the packages describe the calculator with up to 210 tokens
     "environment.score_timeout_s=60", "eval.every_steps=20", "eval.prompts=4",
     "audit.keep_weights=all", "checkpoint.every_steps=0",
 )  # fmt: skip
-SETTINGS_OF_VERIFIERS = (
-    "environment.name=verifiers", "environment.score_workers=2", "generator.max_concurrent_groups=2",
-    "learner.total_steps=5", "learner.groups_per_step=2", "eval.every_steps=0", "eval.prompts=2",
-    "environment.score_timeout_s=240",
-)  # fmt: skip
-"""Each process of verifiers takes seconds to start, and each program of a harness takes about two."""
-COMMAND_TIMEOUT_S = 280
+OWN_SETTINGS = {
+    "verifiers": (
+        "environment.score_workers=2", "generator.max_concurrent_groups=2", "learner.groups_per_step=1",
+        "eval.every_steps=0", "eval.prompts=2", "environment.score_timeout_s=240", "generator.rollout_timeout_s=280",
+    ),
+    "openenv": ("environment.score_workers=2", "generator.max_concurrent_groups=2"),
+}  # fmt: skip
+"""Each process of these packages takes seconds to start, and each program of verifiers' harness takes about two."""
+COMMAND_TIMEOUT_S = 420
 COUNTERS = {
     "asyncrl_agent_turns_count": "episodes",
     "asyncrl_agent_turns_sum": "turns",
@@ -92,12 +100,12 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 def installed(client: str) -> Path:
     """Returns the folder with the packages of a client that our environment lacks, and fills it if it is not there. For
-    verifiers, it is that of an environment."""
+    a package with an interpreter of its own, it is that of an environment."""
     folder, packages = FOLDER / client, PACKAGES[client]
     made = folder / "made.txt"
     if made.exists() and made.read_text() == "\n".join(packages):
         return folder
-    if client == "verifiers":
+    if client in OWN_INTERPRETER:
         venv.create(folder, clear=True, with_pip=True)
         own = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", *packages]
         subprocess.run(own, check=True, stdout=sys.stderr)
@@ -163,30 +171,45 @@ def served(run: Path) -> Counter[str]:
 
 
 def own_recipe(client: str, *, packages: Path, folder: Path) -> tuple[Path, list[str]]:
-    """Returns the recipe of a client, and the settings that name its agent. That of verifiers has no options of the
-    calculator."""
-    if client != "verifiers":
-        return RECIPE, [f"environment.agent={client}:run"]
-    recipe = yaml.safe_load(RECIPE.read_text())
-    recipe["environment"]["options"] = {
-        "python": str(packages / "bin" / "python"),
-        "search_path": [str(REPOSITORY / "benchmarks" / "tasksets")],
-        "env": {"taskset": {"id": "sums-v1"}, "agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}},
-    }
-    path = folder / "verifiers.yaml"
+    """Returns the recipe of a client, and the settings that name its agent or environment. The recipe of a package with
+    an interpreter of its own has the options of its environment instead of those of the game."""
+    game = AGENTS / f"{game_of(client)}.yaml"
+    if client not in OWN_INTERPRETER:
+        return game, [f"environment.agent={client}:run"]
+    benchmarks, options = REPOSITORY / "benchmarks", {"python": str(packages / "bin" / "python")}
+    if client == "verifiers":
+        agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+        options |= {
+            "search_path": [str(benchmarks / "tasksets")],
+            "env": {"taskset": {"id": "sums-v1"}, "agent": agent},
+        }
+    else:
+        options |= {
+            "search_path": [str(benchmarks / "environments")],
+            "command": ["uvicorn", "guess_env:app", "--port", "{port}", "--log-level", "warning"],
+        }
+    recipe = yaml.safe_load(game.read_text())
+    recipe["environment"]["options"] = options
+    path = folder / f"{client}.yaml"
     path.write_text(yaml.safe_dump(recipe))
-    return path, [*SETTINGS_OF_VERIFIERS]
+    return path, [f"environment.name={client}", *OWN_SETTINGS[client]]
 
 
-def measure(client: str, *, overrides: Sequence[str], folder: Path, model: Path) -> Result:
+def game_of(client: str) -> str:
+    """Returns the game whose recipe and model a client uses."""
+    return GAMES.get(client, "calculator")
+
+
+def measure(client: str, *, overrides: Sequence[str], folder: Path) -> Result:
     """Trains with a client, and checks the rows and the tokens."""
     busy = busy_percent()
-    packages = installed(client)
-    search_path = os.pathsep.join(map(str, (REPOSITORY, RECIPE.parent, packages)))
+    packages, game = installed(client), game_of(client)
+    model = FOLDER / f"model-{game}"
+    search_path = os.pathsep.join(map(str, (REPOSITORY, AGENTS, packages)))
     environment = os.environ | {"PYTHONPATH": search_path}
     tiny = [f"run.dir={folder / 'runs'}", f"model.path={model}", "model.tiny.chat=true", *SETTINGS, *overrides]
-    command("model", "-c", str(RECIPE), *tiny, environment=environment, log=folder / "model.log")
-    # The model learns the calculator, and no recipe of its own for other tasks.
+    command("model", "-c", str(AGENTS / f"{game}.yaml"), *tiny, environment=environment, log=folder / "model.log")
+    # The model has learned the game. It must not be built again for other tasks.
     recipe, own = own_recipe(client, packages=packages, folder=folder)
     settings = [*tiny, "model.tiny=null", *own]
     run = folder / "runs" / load_config([recipe], settings).run.name
@@ -196,7 +219,7 @@ def measure(client: str, *, overrides: Sequence[str], folder: Path, model: Path)
     audited = (folder / "audit.log").read_text()
     summary = json.loads((run / "summary.json").read_bytes())
     assert summary["ledger_closed"]
-    rows, _ = checked_rows(run, model=model, game="calculator")
+    rows, _ = checked_rows(run, model=model, game=game)
     replay = re.search(r"\d+ tokens were scored again.*? nats", audited)
     assert replay is not None, audited
     return Result(
@@ -270,7 +293,7 @@ def main() -> None:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; the clients are {', '.join(PACKAGES)}")
     for client in arguments.clients:
         with tempfile.TemporaryDirectory() as temporary:
-            result = measure(client, overrides=arguments.set, folder=Path(temporary), model=FOLDER / "model")
+            result = measure(client, overrides=arguments.set, folder=Path(temporary))
         print("\n".join(table([result])), flush=True)
         if result.parity_nats > 1e-4:
             raise SystemExit(f"parity of {client}: {result.parity_nats:.1e} nats")

@@ -16,7 +16,7 @@ from typing import Any
 from asyncrl.errors import ConfigError
 from asyncrl.user_code import describe_error
 
-OF_SEVERAL_TURNS = ("guess_the_number", "calculator", "key_value_store", "verifiers")
+OF_SEVERAL_TURNS = ("guess_the_number", "calculator", "key_value_store", "verifiers", "openenv")
 """Built-in environments of several turns."""
 BUILT_IN_NAMES: Mapping[str, Sequence[str]] = {
     "data.dataset": ("environment", "jsonl", "hf"),

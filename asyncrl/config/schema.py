@@ -234,8 +234,8 @@ class ScoringSection(Section):
 
     name: str = "reasoning_gym"
     """`reasoning_gym`, `math`, one of the games of several turns `guess_the_number`, `calculator` and
-    `key_value_store`, `verifiers` for the tasksets of that package (docs/agents.md), or an import path
-    `package.module:callable` that returns an environment."""
+    `key_value_store`, `verifiers` for the tasksets and `openenv` for the environments of these packages
+    (docs/agents.md), or an import path `package.module:callable` that returns an environment."""
     options: dict[str, Any] = {}
     """Keyword arguments of the environment, e.g. `task: spell_backward`."""
     reward: str | None = None

@@ -77,6 +77,8 @@ def build_environment(section: EnvironmentSection) -> "Environment | AgentEnviro
             from asyncrl.environments.games import KeyValueStore as factory
         case "verifiers":
             from asyncrl.environments.verifiers_taskset import VerifiersTaskset as factory
+        case "openenv":
+            from asyncrl.environments.openenv_environment import OpenEnvEnvironment as factory
         case path:
             factory = resolve(path, key="environment.name")
     environment = call_with_options(factory, section.options, key="environment.options")

@@ -1,66 +1,38 @@
-"""The program that plays the tasks of a taskset of the package verifiers.
+"""The tasks of a taskset of the package verifiers, played in an interpreter that has it (`own_interpreter_main.py`)."""
 
-It runs in an interpreter whose environment has verifiers, and uses nothing of asyncrl. Its first argument is the
-configuration of verifiers' environment as JSON, and its second one the number of tasks. Each line that it reads is an
-order as a JSON object, and each line that it writes answers the order with the same `id`. It ends when its input ends.
-"""
-
-import asyncio
-import json
 import os
-import sys
-from typing import Any, TextIO
+from typing import Any
 
 
-class Program:
-    """A taskset, and the episodes that are played. `replies` is the stream of the answers."""
+class Part:
+    """A taskset and its harness. `env` is the configuration of verifiers' environment. `size` is the largest number of
+    tasks."""
 
-    def __init__(self, env: Any, *, size: int, replies: TextIO) -> None:
-        self._env = env
-        self._tasks = list(env.taskset.take(size))
-        self._replies = replies
-        self._playing: dict[int, asyncio.Task[None]] = {}
+    def __init__(self, *, env: dict[str, Any], size: int) -> None:
+        from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-    async def run(self) -> None:
-        """Follows orders until there are no more."""
-        async with self._env.serving():
-            while line := await asyncio.to_thread(sys.stdin.readline):
-                order = json.loads(line)
-                number = order["id"]
-                if order["what"] == "tasks":
-                    self._reply(number, tasks=[self._shown(task) for task in self._tasks])
-                elif order["what"] == "stop":
-                    if number in self._playing:
-                        self._playing[number].cancel()
-                else:
-                    self._playing[number] = asyncio.create_task(self._play(order))
-            for playing in list(self._playing.values()):
-                playing.cancel()
-            await asyncio.gather(*self._playing.values(), return_exceptions=True)
+        self._env = load_environment(resolve_env_config(env))
+        self._tasks = list(self._env.taskset.take(size))
 
-    async def _play(self, order: dict[str, Any]) -> None:
+    def serving(self) -> Any:
+        """Returns verifiers' context of the episodes."""
+        return self._env.serving()
+
+    async def answer(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Returns the texts of all tasks, or the rewards of one that it plays."""
+        if order["what"] == "tasks":
+            return {"tasks": [task.data.prompt_text or task.data.name or "" for task in self._tasks]}
         from verifiers.v1.clients import EvalClientConfig, ModelContext
 
-        number = order["id"]
         # The subprocess runtime of verifiers withholds variables with this name from the programs that it runs.
-        variable = f"ASYNCRL_API_KEY_{number}"
+        variable = f"ASYNCRL_API_KEY_{order['id']}"
         os.environ[variable] = order["api_key"]
         try:
             client = EvalClientConfig(base_url=order["base_url"], api_key_var=variable)
             context = ModelContext(client=client, model=order["model"])
-            episode = await self._env.run_episode(self._tasks[order["index"]], context)
-            self._reply(number, **_result(episode))
-        except Exception as error:
-            self._reply(number, error=f"{type(error).__name__}: {error}")
+            return _result(await self._env.run_episode(self._tasks[order["index"]], context))
         finally:
-            del os.environ[variable], self._playing[number]
-
-    def _shown(self, task: Any) -> str:
-        return task.data.prompt_text or task.data.name or ""
-
-    def _reply(self, number: int, **answer: Any) -> None:
-        self._replies.write(json.dumps({"id": number, **answer}) + "\n")
-        self._replies.flush()
+            del os.environ[variable]
 
 
 def _result(episode: Any) -> dict[str, Any]:
@@ -74,17 +46,3 @@ def _result(episode: Any) -> dict[str, Any]:
     if missing := [name for name, reward in rewards.items() if reward is None]:
         return {"error": f"no reward {', '.join(missing)}"}
     return {"rewards": {name: reward.value for name, reward in rewards.items()}}
-
-
-def main() -> None:
-    # A taskset may print. Its output must not be read as an answer.
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    from verifiers.v1.utils.loaders import load_environment, resolve_env_config
-
-    env = load_environment(resolve_env_config(json.loads(sys.argv[1])))
-    asyncio.run(Program(env, size=int(sys.argv[2]), replies=replies).run())
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,18 @@
 """The tool and the reward of the example agents in this folder."""
 
+import json
 import operator
 import re
+from typing import Any
 
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
+    },
+}
+"""The calculator, as the tiny model of `calculator.yaml` knows it."""
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
@@ -17,6 +27,14 @@ def calculated(expression: str) -> str:
         return "error: write two numbers with + - or * between them"
     first, operation, second = found.groups()
     return str(_OPERATIONS[operation](int(first), int(second)))
+
+
+def called(arguments: str) -> str:
+    """Returns what the calculator answers to a call of the model, which may have written wrong arguments."""
+    try:
+        return calculated(str(json.loads(arguments)["expression"]))
+    except (ValueError, KeyError, TypeError) as error:
+        return f"error: {error}"
 
 
 def reward(text: str, answer: str) -> float:

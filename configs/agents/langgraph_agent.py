@@ -4,7 +4,7 @@ pip install langgraph langchain-openai
 PYTHONPATH=configs/agents asyncrl up -c configs/agents/calculator.yaml environment.agent=langgraph_agent:run
 """
 
-from arithmetic import calculated, reward
+from arithmetic import TOOL, calculated, reward
 from httpx import Timeout
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
@@ -27,7 +27,8 @@ async def run(session: Session, task: Task) -> float:
     """Answers one question. Returns 1 if the answer is right."""
     no_limit = Timeout(None)
     chat = ChatOpenAI(model=session.model, base_url=session.base_url, api_key=session.api_key, timeout=no_limit)
-    model = chat.bind_tools([calculator])
+    # `[calculator]` would describe the function with more words, which the tiny model does not know.
+    model = chat.bind_tools([TOOL])
 
     async def answer(state: MessagesState) -> dict:
         return {"messages": [await model.ainvoke(state["messages"])]}

@@ -4,14 +4,24 @@ pip install openai-agents
 PYTHONPATH=configs/agents asyncrl up -c configs/agents/calculator.yaml environment.agent=openai_agents:run
 """
 
-from agents import Agent, AgentsException, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
-from arithmetic import calculated, reward
+from agents import (
+    Agent,
+    AgentsException,
+    ModelSettings,
+    OpenAIChatCompletionsModel,
+    Runner,
+    function_tool,
+    set_tracing_disabled,
+)
+from arithmetic import TOOL, calculated, reward
 from openai import AsyncOpenAI
 
 from asyncrl import Session, Task
 
 set_tracing_disabled(True)  # traces would be sent to OpenAI
 CALLS = 3
+# The package describes the calculator with more words, which the tiny model does not know.
+SHORT = ModelSettings(extra_body={"tools": [TOOL]})
 
 
 @function_tool
@@ -24,7 +34,7 @@ async def run(session: Session, task: Task) -> float:
     """Answers one question. Returns 1 if the answer is right."""
     async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, timeout=None) as client:
         model = OpenAIChatCompletionsModel(model=session.model, openai_client=client)
-        agent = Agent(name="calculator", model=model, tools=[calculator])
+        agent = Agent(name="calculator", model=model, model_settings=SHORT, tools=[calculator])
         try:
             result = await Runner.run(agent, task.question, max_turns=CALLS)
         except AgentsException:  # the model called too often, or called a tool that does not exist

@@ -3,21 +3,13 @@
 PYTHONPATH=configs/agents asyncrl up -c configs/agents/calculator.yaml environment.agent=openai_client:run
 """
 
-import json
 from typing import Any
 
-from arithmetic import calculated, reward
+from arithmetic import TOOL, called, reward
 from openai import AsyncOpenAI
 
 from asyncrl import Session, Task
 
-CALCULATOR: Any = {
-    "type": "function",
-    "function": {
-        "name": "calculator",
-        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
-    },
-}
 CALLS = 3
 
 
@@ -26,7 +18,7 @@ async def run(session: Session, task: Task) -> float:
     messages: list[Any] = [{"role": "user", "content": task.question}]
     async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, timeout=None) as client:
         for _ in range(CALLS):
-            answer = await client.chat.completions.create(model=session.model, messages=messages, tools=[CALCULATOR])
+            answer = await client.chat.completions.create(model=session.model, messages=messages, tools=[TOOL])
             message = answer.choices[0].message
             if not message.tool_calls:
                 return reward(message.content or "", task.answer)
@@ -35,11 +27,3 @@ async def run(session: Session, task: Task) -> float:
                 result = called(call.function.arguments)
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
     return 0.0
-
-
-def called(arguments: str) -> str:
-    """Returns what the calculator answers to the model, which may have written wrong arguments."""
-    try:
-        return calculated(str(json.loads(arguments)["expression"]))
-    except (ValueError, KeyError, TypeError) as error:
-        return f"error: {error}"

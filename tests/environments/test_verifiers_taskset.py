@@ -158,8 +158,9 @@ async def test_a_process_is_replaced_after_some_episodes_and_ends(
     taskset: VerifiersTaskset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verifiers_taskset, "EPISODES", 2)
+    taskset = made(tmp_path)
     await taskset.run(session(), task(0))
-    first = taskset._player
+    first = taskset._interpreter._process
     assert first is not None
     await asyncio.gather(*[taskset.run(session(), task(0)) for _ in range(2)])
     assert len({each[4] for each in said(tmp_path)}) == 2

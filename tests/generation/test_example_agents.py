@@ -15,6 +15,7 @@ from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.demo.chat_tokenizer import END, build_chat_tokenizer
 from asyncrl.environments.agents import Session
+from asyncrl.environments.games import CALCULATOR
 from asyncrl.generation.conversations import TemplateRenderer
 from asyncrl.generation.gateway import Answered, Asked, EndedSession
 from asyncrl.generation.gateway_server import GatewayServer
@@ -36,7 +37,7 @@ class Engine:
         self.read = ""
 
     async def sample(self, asked: Asked) -> Answered:
-        assert [tool["function"]["name"] for tool in asked.tools] == ["calculator"]
+        assert json.dumps(asked.tools) == json.dumps([CALCULATOR]), "the description that the tiny model knows"
         self.read = TOKENIZER.decode(asked.token_ids)
         text = self.answers.pop(0)
         token_ids = [*TOKENIZER(text)["input_ids"], TOKENIZER.convert_tokens_to_ids(END)]
@@ -70,28 +71,35 @@ def call(expression: str) -> str:
     return f"[{json.dumps({'expression': expression})}]"
 
 
+RIGHT = [
+    (["It is 42."], 1.0, None),
+    (["none"], 0.0, None),
+    ([call("6 * 7"), "42"], 1.0, "42"),
+    ([call("6 * 7"), "41"], 0.0, "42"),
+    ([call("6 - 7"), "-1"], 0.0, "-1"),
+    ([call("six"), "42"], 1.0, "error: write two numbers"),
+    ([call("1 + 1"), call("1 + 2"), call("1 + 3")], 0.0, "3"),
+]
+WRONG = [
+    ("openai_client", ["[{}]", "42"], 1.0, "error: 'expression'"),
+    ("openai_client", ['["6 * 7"]', "42"], 1.0, "error: string indices"),
+    ("langgraph_agent", ["[{}]", "42"], 1.0, "Error invoking tool"),
+]
+"""Arguments without the right keys. Each client has its own message for them."""
+
+
 @pytest.mark.parametrize(
-    ("answers", "reward", "result"),
-    [
-        (["It is 42."], 1.0, None),
-        (["none"], 0.0, None),
-        ([call("6 * 7"), "42"], 1.0, "42"),
-        ([call("6 * 7"), "41"], 0.0, "42"),
-        ([call("6 - 7"), "-1"], 0.0, "-1"),
-        ([call("six"), "42"], 1.0, "error: write two numbers"),
-        (["[{}]", "42"], 1.0, "error: 'expression'"),
-        (['["6 * 7"]', "42"], 1.0, "error: string indices"),
-        ([call("1 + 1"), call("1 + 2"), call("1 + 3")], 0.0, "3"),
-    ],
+    ("client", "answers", "reward", "result"),
+    [*((client, *case) for client in ("openai_client", "langgraph_agent") for case in RIGHT), *WRONG],
 )
-async def test_the_openai_client_answers_with_the_calculator(
-    answers: list[str], reward: float, result: str | None, monkeypatch: pytest.MonkeyPatch
+async def test_each_client_answers_with_the_calculator(
+    client: str, answers: list[str], reward: float, result: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    for name in ("arithmetic", "openai_client"):
+    for name in ("arithmetic", client):
         monkeypatch.delitem(sys.modules, name, raising=False)
     engine = Engine(answers)
-    got, ended = await played(importlib.import_module("openai_client").run, engine)
+    got, ended = await played(importlib.import_module(client).run, engine)
     assert got == reward
     assert engine.answers == []
     assert (ended.calls, ended.forks, len(ended.episodes)) == (len(answers), {}, 1)

@@ -1,24 +1,29 @@
-"""Runs of agents: a game of several turns with a tool, with real Ray, vLLM, gateway and FSDP2."""
+"""Runs of agents: questions that are answered with a tool through two client packages, with real Ray, vLLM, gateway
+and FSDP2."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, Command
+from two_clients import client_of
 
 from asyncrl.learner.record_lines import read_lines
 from asyncrl.learner.records import EvalRecord, SampleRecord, StepRecord
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
-RECIPE = REPOSITORY / "configs" / "agents" / "calculator.yaml"
+AGENTS = REPOSITORY / "configs" / "agents"
 STEPS = 3
+SEARCH_PATH = (AGENTS, Path(__file__).parent, os.environ.get("PYTHONPATH", ""))
 
 
-def test_an_agent_with_a_tool_trains(tmp_path: Path) -> None:
+def test_agents_with_a_tool_and_two_client_packages_train(tmp_path: Path) -> None:
     overrides = [
         f"run.dir={tmp_path / 'runs'}",
         f"model.path={tmp_path / 'model'}",
+        "environment.agent=two_clients:run",
         # This model is a quarter of the recipe's. Most of its first answers are calls of the tool.
         "model.tiny.layers=2",
         "model.tiny.hidden_size=64",
@@ -37,7 +42,9 @@ def test_an_agent_with_a_tool_trains(tmp_path: Path) -> None:
         "algorithm.zero_variance=keep",
         "generator.persist_every_tokens=2",
     ]
-    command = Command(["up", "-c", str(RECIPE), *overrides], log=tmp_path / "log", environment={})
+    environment = {"PYTHONPATH": os.pathsep.join(map(str, SEARCH_PATH))}
+    recipe = str(AGENTS / "calculator.yaml")
+    command = Command(["up", "-c", recipe, *overrides], log=tmp_path / "log", environment=environment)
     assert command.wait(500) == 0, command.output()[-4000:]
     run = tmp_path / "runs" / "calculator"
     steps = read_lines(run / "steps.jsonl", StepRecord)
@@ -49,8 +56,12 @@ def test_an_agent_with_a_tool_trains(tmp_path: Path) -> None:
         for sample in read_lines(run / "samples" / f"step-{number}.jsonl", SampleRecord)
     ]
     assert all('"name": "calculator"' in sample.rendered_prompt for sample in samples), "the template shows the tool"
-    turns = [sum(trained for trained, _ in sample.trained_spans) for sample in samples]
-    assert max(turns) >= 2, "some samples have several turns"
+    turns = {client_of(sample.answer): 0 for sample in samples}
+    for sample in samples:
+        trained = sum(trained for trained, _ in sample.trained_spans)
+        turns[client_of(sample.answer)] = max(turns[client_of(sample.answer)], trained)
+    assert set(turns) == {"openai_client", "langgraph_agent"}
+    assert min(turns.values()) >= 2, "some samples of each package have several turns"
     assert sum(step.trained_samples for step in steps) == STEPS * 16
     summary = json.loads((run / "summary.json").read_bytes())
     assert summary["ledger_closed"]

@@ -1,0 +1,16 @@
+"""The agent of test_agent_run.py: each task is answered with one of two unmodified packages."""
+
+import importlib
+
+from asyncrl import Session, Task
+
+
+def client_of(answer: str) -> str:
+    """Returns the module in configs/agents that answers a task."""
+    return ("openai_client", "langgraph_agent")[int(answer) % 2]
+
+
+async def run(session: Session, task: Task) -> float:
+    """Answers one question. Returns 1 if the answer is right."""
+    reward: float = await importlib.import_module(client_of(task.answer)).run(session, task)
+    return reward
