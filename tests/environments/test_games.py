@@ -126,6 +126,7 @@ def test_the_games_are_environments_whose_tasks_a_seed_determines(name: str) -> 
         ({"environment": {"name": "calculator"}}, True),
         ({"environment": {"name": "calculator", "agent": "my_agents:run"}}, True),
         ({"environment": {"name": "calculator", "agent": "my_agents:run"}, "data": {"dataset": "my_data:rows"}}, False),
+        ({"environment": {"reward": "exact_match"}, "data": {"dataset": "my_data:rows"}}, False),
     ],
 )
 def test_an_agent_of_your_own_that_plays_a_games_tasks_has_its_demonstrations(
