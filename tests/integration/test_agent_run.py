@@ -55,10 +55,12 @@ def test_agents_with_a_tool_and_two_client_packages_train(tmp_path: Path) -> Non
         for number in range(STEPS)
         for sample in read_lines(run / "samples" / f"step-{number}.jsonl", SampleRecord)
     ]
-    assert all('"name": "calculator"' in sample.rendered_prompt for sample in samples), "the template shows the tool"
+    shown = {bool(sample.forks): '"name": "calculator"' in sample.rendered_prompt for sample in samples}
+    assert shown == {False: True, True: False}, "the template shows the tool, but not in the branch without it"
+    assert all(len(sample.forks) == (int(sample.answer) % 3 == 0) for sample in samples), "the draft is a branch"
     turns = {client_of(sample.answer): 0 for sample in samples}
     for sample in samples:
-        trained = sum(trained for trained, _ in sample.trained_spans)
+        trained = sum(trained for trained, _ in sample.trained_spans) - len(sample.forks)
         turns[client_of(sample.answer)] = max(turns[client_of(sample.answer)], trained)
     assert set(turns) == {"openai_client", "langgraph_agent"}
     assert min(turns.values()) >= 2, "some samples of each package have several turns"
