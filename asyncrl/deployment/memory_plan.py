@@ -51,8 +51,9 @@ RANK_PROCESS_BYTES = 0.35 * GIB
 """The same of a rank."""
 CUDA_BYTES = 1.0 * GIB
 """Memory of the host that a process needs more if it uses a GPU: CUDA's libraries and its context. An estimate."""
-RAY_BYTES = 1.55 * GIB
-"""Ray's daemons, coordinator, stores and the command, without the object store. Measured: 1.49 to 1.58."""
+RAY_BYTES = 0.97 * GIB
+"""Ray's daemons, coordinator, stores and the command, without the object store. Measured: 0.93 to 0.99. While a run
+starts, Ray also has workers that import the code of ranks and replicas. Their memory counts as that of these."""
 PAUSE_S = 0.022
 """Pause of an engine on a CPU, seconds, as measured with 95 million parameters. It exchanges pointers only."""
 COPIES_OF_A_SNAPSHOT = 1.7
