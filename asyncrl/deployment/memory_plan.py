@@ -29,7 +29,7 @@ STORED_WITH_DELTAS = 4
 """The same with `weights.delta`, in sizes of a version: the chain of the oldest version is less than two, and the next
 two versions may both be sent whole."""
 FREED_VERSIONS = 1
-"""Versions that the object store has freed and whose memory it keeps. Measured: 0.5 and 1.5."""
+"""Versions that the object store has freed and whose memory it keeps. Measured: 0 to 1.6."""
 KEPT_BY_RANKS = 0.75
 """Memory that a rank on a CPU has freed and keeps, as a share of what it uses. Measured: 0.65 and 0.87."""
 KEPT_BY_ENGINES = 1.2
