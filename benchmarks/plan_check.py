@@ -167,17 +167,21 @@ def sampled(run: MeasuredRun) -> dict[str, float]:
 def measured(folder: Path, model: Path, extra: list[str]) -> dict[str, float]:
     """Returns the largest memory of each place during a run, from its start until it has ended."""
     largest: dict[str, float] = defaultdict(float)
-    over = threading.Event()
+    trains, over = threading.Event(), threading.Event()
     run = MeasuredRun(CONFIG, [*OVERRIDES, f"model.path={model}", *extra], folder=folder, pinned=False)
 
     def sample() -> None:
         while not over.wait(EVERY_S):
             for place, nbytes in sampled(run).items():
-                largest[place] = max(largest[place], nbytes)
+                # A worker of Ray has no role yet while it imports the code of its role.
+                if place != OTHERS or trains.is_set():
+                    largest[place] = max(largest[place], nbytes)
 
     sampling = threading.Thread(target=sample)
     sampling.start()
     try:
+        run.wait(1, timeout_s=RUN_S)
+        trains.set()
         run.wait(STEPS, timeout_s=RUN_S)
     finally:
         run.end()  # with a last checkpoint
@@ -340,10 +344,11 @@ def rows(name: str, found: dict[str, Any], baseline: dict[str, Any]) -> Iterator
 LEGEND = """\
 Memory in MiB. A *rank* is one of two ranks of the learner, *replica* all processes of the replicas with the weights
 that they have staged, *staged weights* the memory of these alone, *other processes* the command, Ray's daemons, the
-coordinator and the stores of rows and weights. *Growth* is the difference to a run of one replica with a model of a few
-thousand parameters. *Allocated* are the bytes that a rank has allocated at most, without those that it has freed and
-keeps. These and the staged weights are computed. What a process needs without a model, and what it keeps, are constants
-of the plan that were measured in such runs, so their rows show how well one constant fits all sizes."""
+coordinator and the stores of rows and weights, from the first step on. *Growth* is the difference to a run of one
+replica with a model of a few thousand parameters. *Allocated* are the bytes that a rank has allocated at most, without
+those that it has freed and keeps. These and the staged weights are computed. What a process needs without a model, and
+what it keeps, are constants of the plan that were measured in such runs, so their rows show how well one constant fits
+all sizes."""
 
 
 def main() -> None:

@@ -29,11 +29,11 @@ STORED_WITH_DELTAS = 4
 """The same with `weights.delta`, in sizes of a version: the chain of the oldest version is less than two, and the next
 two versions may both be sent whole."""
 FREED_VERSIONS = 1
-"""Versions that the object store has freed and whose memory it keeps. Measured: 0.5 and 1.5."""
+"""Versions that the object store has freed and whose memory it keeps. Measured: 0 to 1.6."""
 KEPT_BY_RANKS = 0.75
 """Memory that a rank on a CPU has freed and keeps, as a share of what it uses. Measured: 0.65 and 0.87."""
-KEPT_BY_ENGINES = 1.0
-"""The same of an engine, as a share of its packed weights. Measured: 0.8 and 1.3."""
+KEPT_BY_ENGINES = 1.2
+"""The same of an engine, as a share of its packed weights. Measured: 0.9 and 1.6."""
 STORED, PROCESS, PACKED = "versions in the object store", "process", "packed weights, live and new"
 KEPT = "freed memory that it keeps"
 _LAYER = re.compile(r".*?\.\d+\.")
@@ -51,8 +51,9 @@ RANK_PROCESS_BYTES = 0.35 * GIB
 """The same of a rank."""
 CUDA_BYTES = 1.0 * GIB
 """Memory of the host that a process needs more if it uses a GPU: CUDA's libraries and its context. An estimate."""
-RAY_BYTES = 1.55 * GIB
-"""Ray's daemons, coordinator, stores and the command, without the object store. Measured: 1.49 to 1.58."""
+RAY_BYTES = 0.97 * GIB
+"""Ray's daemons, coordinator, stores and the command, without the object store. Measured: 0.93 to 0.99. While a run
+starts, Ray also has workers that import the code of ranks and replicas. Their memory counts as that of these."""
 PAUSE_S = 0.022
 """Pause of an engine on a CPU, seconds, as measured with 95 million parameters. It exchanges pointers only."""
 COPIES_OF_A_SNAPSHOT = 1.7
