@@ -178,6 +178,10 @@ def _judged(score: Score, session: EndedSession) -> Score:
     if not session.calls:
         message = f"the agent made no call to the model{f': {score}' if isinstance(score, DataError) else ''}"
         return DataError(message, reason=RewardFailure.NO_CALL)
+    if not session.episodes and not isinstance(score, DataError):
+        why = session.limit or "all of its calls were refused"
+        reason = RewardFailure.LIMIT if session.limit else RewardFailure.NO_CALL
+        return DataError(f"the model answered no call of the agent ({why})", reason=reason)
     if isinstance(score, DataError):
         return DataError(f"{score} ({session.limit})", reason=RewardFailure.LIMIT) if session.limit else score
     return score

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import asyncrl.data
-from asyncrl.data.specs import DP_TRAIN_FIELDS, LP_SEED_FIELDS, SUPPORT, TrainDatumSpec, verify_right_padding
+from asyncrl.data.specs import DP_TRAIN_FIELDS, EXTRA_FIELDS, LP_SEED_FIELDS, TrainDatumSpec, verify_right_padding
 
 
 def prompts(**columns: Any) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def test_columns_that_have_no_ids_are_a_value_error_with_those_there_are() -> No
 
 def test_every_column_that_a_stage_reads_is_a_column_of_a_sample() -> None:
     counted_by = {"group_ids", "rewards"}  # only some losses read them
-    assert {*LP_SEED_FIELDS} < {*DP_TRAIN_FIELDS} == {*TrainDatumSpec.__annotations__} - counted_by - {SUPPORT}
+    assert {*LP_SEED_FIELDS} < {*DP_TRAIN_FIELDS} == {*TrainDatumSpec.__annotations__} - counted_by - {*EXTRA_FIELDS}
 
 
 def test_every_name_of_the_package_can_be_imported_from_it() -> None:

@@ -1,6 +1,7 @@
 """Agents for tests: polite ones, and ones that fail in every way."""
 
 import asyncio
+import contextlib
 import os
 import time
 from typing import Any
@@ -59,6 +60,13 @@ async def of_tokens(session: Session, task: Task) -> float:
     begun = [1, 2, 3]
     sampled = await session.generate(begun, max_tokens=5)
     await session.generate([*begun, *sampled, 4], stop=["x"])
+    return 1.0
+
+
+async def too_long(session: Session, task: Task) -> float:
+    """Sends more than the model can read, and does not care."""
+    with contextlib.suppress(RuntimeError):
+        await session.chat([{"role": "user", "content": task.question * 500}])
     return 1.0
 
 

@@ -197,6 +197,13 @@ async def test_an_agent_that_makes_no_call_has_no_reward() -> None:
     assert caught.value.reason == RewardFailure.NO_CALL
 
 
+async def test_an_agent_whose_calls_were_all_refused_has_no_reward() -> None:
+    async with playing("too_long") as setup:
+        with pytest.raises(DataError, match=r"answered no call of the agent \(.*model.max_length = 200") as caught:
+            await setup.run()
+    assert caught.value.reason == RewardFailure.LIMIT
+
+
 async def test_a_failure_of_the_engine_is_a_failure_of_the_machine() -> None:
     async with playing("polite") as setup:
         setup.engine.error = InfraError("the engine failed", reason="engine")
