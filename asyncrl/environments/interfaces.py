@@ -93,9 +93,10 @@ def build_environment(section: EnvironmentSection) -> "Environment | AgentEnviro
 
 def build_demonstrations(config: Config) -> list[Demonstration]:
     """Returns the demonstrations of the environment. There are none if it has none, in a mixture, and if neither the
-    tasks nor the agent are the environment's."""
-    own_agent = config.environment.agent is not None or config.environment.has_tools
-    if config.data.mixture or (own_agent and config.data.dataset != "environment"):
+    tasks nor the rewards are the environment's, which is then not built."""
+    section = config.environment
+    replaced = section.agent is not None or section.has_tools or section.reward is not None or section.rewards
+    if config.data.mixture or (replaced and config.data.dataset != "environment"):
         return []
     environment = build_environment(config.environment)
     return list(getattr(environment, "demonstrations", lambda seed: [])(config.run.seed))

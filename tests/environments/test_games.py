@@ -11,8 +11,9 @@ from asyncrl.environments.games import Calculator, GuessTheNumber, KeyValueStore
 from asyncrl.environments.interfaces import build_demonstrations, build_environment, build_reward, build_tasks
 
 
-class Keeper:
-    """A session whose model makes the calls in turn, as (tool, arguments), or gives texts."""
+class Model:
+    """A session whose model gives the `answers` in turn: texts, calls of a tool as (name, arguments), or expressions
+    for the calculator in brackets."""
 
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)
@@ -22,9 +23,10 @@ class Keeper:
         del tools, options
         self.seen.append(list(messages))
         answer = self.answers.pop(0)
-        if isinstance(answer, str):
+        if isinstance(answer, str) and not answer.startswith("["):
             return {"role": "assistant", "content": answer}
-        function = {"name": answer[0], "arguments": json.dumps(answer[1])}
+        name, arguments = ("calculator", {"expression": answer.strip("[]")}) if isinstance(answer, str) else answer
+        function = {"name": name, "arguments": json.dumps(arguments)}
         return {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": function}]}
 
 
@@ -40,7 +42,7 @@ class Keeper:
     ],
 )
 async def test_key_value_store(answers: list[Any], reward: float, results: list[str]) -> None:
-    model = Keeper(*answers)
+    model = Model(*answers)
     task = Task(question="b is 4. #7", answer="4")
     assert await KeyValueStore().run(model, task) == reward  # type: ignore[arg-type]
     shown = [messages[0]["content"] for messages in model.seen]
@@ -48,23 +50,6 @@ async def test_key_value_store(answers: list[Any], reward: float, results: list[
     assert shown == sorted(shown, reverse=True), "the second conversation begins when the first one has ended"
     last = [message["content"] for seen in model.seen[1:] for message in seen[-1:] if message["role"] == "tool"]
     assert last[: len(results)] == results
-
-
-class Model:
-    """A session whose model gives the `answers` in turn: texts, or expressions for the calculator in brackets."""
-
-    def __init__(self, *answers: str) -> None:
-        self.answers = list(answers)
-        self.seen: list[list[Any]] = []
-
-    async def chat(self, messages: list[Any], *, tools: Any = (), **options: Any) -> dict[str, Any]:
-        del tools, options
-        self.seen.append(list(messages))
-        answer = self.answers.pop(0)
-        if not answer.startswith("["):
-            return {"role": "assistant", "content": answer}
-        function = {"name": "calculator", "arguments": json.dumps({"expression": answer.strip("[]")})}
-        return {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": function}]}
 
 
 @pytest.mark.asyncio
@@ -126,6 +111,7 @@ def test_the_games_are_environments_whose_tasks_a_seed_determines(name: str) -> 
         ({"environment": {"name": "calculator"}}, True),
         ({"environment": {"name": "calculator", "agent": "my_agents:run"}}, True),
         ({"environment": {"name": "calculator", "agent": "my_agents:run"}, "data": {"dataset": "my_data:rows"}}, False),
+        ({"environment": {"reward": "exact_match"}, "data": {"dataset": "my_data:rows"}}, False),
     ],
 )
 def test_an_agent_of_your_own_that_plays_a_games_tasks_has_its_demonstrations(
