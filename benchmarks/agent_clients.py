@@ -69,7 +69,7 @@ OWN_SETTINGS = {
     "openenv": ("environment.score_workers=2", "generator.max_concurrent_groups=2"),
 }  # fmt: skip
 """Each process of these packages takes seconds to start, and each program of verifiers' harness takes about two."""
-COMMAND_TIMEOUT_S = 420
+COMMAND_TIMEOUT_S = 280
 COUNTERS = {
     "asyncrl_agent_turns_count": "episodes",
     "asyncrl_agent_turns_sum": "turns",

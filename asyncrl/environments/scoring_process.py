@@ -41,9 +41,10 @@ _AWAITED_GRACE_S = CANCEL_GRACE_S + 1.0
 """Seconds beyond the limit of an asynchronous reward. In this time its process reports that it cancelled the calls, or
 that a call did not end."""
 
-_KEPT_ENVIRONMENT = frozenset(
-    {"PATH", "HOME", "USER", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV"}
-)
+_CERTIFICATES = frozenset({"SSL_CERT_FILE", "SSL_CERT_DIR"})
+_KEPT_ENVIRONMENT = _CERTIFICATES | {
+    *("PATH", "HOME", "USER", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+}
 """Variables that a scoring process inherits. All others are withheld, because they may be tokens or keys."""
 
 _log = logging.getLogger(__name__)

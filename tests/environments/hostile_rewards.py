@@ -122,6 +122,10 @@ def _environment(task: Task) -> float:
     return float(sum(name in os.environ for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "SOME_API_KEY")))
 
 
+def _certificates(task: Task) -> float:
+    return float(os.environ.get("SSL_CERT_FILE") == "/certificates")
+
+
 def _heavy_imports(task: Task) -> float:
     return float(sum(name in sys.modules for name in ("torch", "ray", "vllm", "transformers")))
 
@@ -152,5 +156,6 @@ _BEHAVIOURS = {
     "send_a_pickle": _send_a_pickle,
     "send_without_end": _send_without_end,
     "environment": _environment,
+    "certificates": _certificates,
     "heavy_imports": _heavy_imports,
 }

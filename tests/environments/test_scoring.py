@@ -66,10 +66,11 @@ async def test_groups_are_scored_in_a_process_without_secrets_and_heavy_imports(
 ) -> None:
     for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "SOME_API_KEY"):
         monkeypatch.setenv(name, "secret")
+    monkeypatch.setenv("SSL_CERT_FILE", "/certificates")
     async with scoring(section()) as scorer:
         assert await scorer.score(TASK, ["abc", "", "é\n\x00"]) == [3.0, 0.0, 3.0]
         assert await scorer.score(TASK, []) == []
-        assert await scorer.score(TASK, ["environment", "heavy_imports"]) == [0.0, 0.0]
+        assert await scorer.score(TASK, ["environment", "heavy_imports", "certificates"]) == [0.0, 0.0, 1.0]
         assert pids(scorer) != [os.getpid()]
 
 
