@@ -80,6 +80,9 @@ def test_an_episode_is_shown_by_turns_and_what_was_read_has_no_age() -> None:
     ]
     assert [colors(line) for line in shown[2:5]] == [["dark_orange"], ["bright_black"] * 2, ["green"]]
     assert [line.plain[12:] for line in shown[2:5]] == ["fo", "ur", "<end>"]
+    forked = lines(msgspec.structs.replace(episode, forks=(1,)))
+    assert [line.plain.split()[0] for line in forked[2:5]] == ["completion", "branch", "completion"]
+    assert [line.plain[12:] for line in forked[2:5]] == ["fo", "ur", "<end>"]
     differing = lines(episode, by="difference")
     assert [colors(line) for line in differing[2:5]] == [["green"], ["bright_black"] * 2, ["red"]]
 
