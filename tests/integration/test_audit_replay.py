@@ -96,7 +96,7 @@ def recorded_steps(policy: TQPolicy, config: Config, kept: KeptSteps) -> list[Tr
         rows = BatchedDataDict.from_batches([rows for _, rows in groups], pad_value_dict=dict(PAD_VALUES))
         policy.dp_client.put_samples(meta.sample_ids, TRAIN_PARTITION, fields=rows)
         report, _ = asyncio.run(stages.train(meta, samples, step=step))
-        columns = kept_columns(with_logprobs=stages.writes_logprobs, support=False)
+        columns = kept_columns(with_logprobs=stages.writes_logprobs, extra=())
         rows = policy.read_from_dataplane(meta.subset(range(meta.size)), select_fields=columns)
         record = trained_step(lease, samples=samples, report=report, ledger=NO_LEDGER)
         kept.write_batch(lease, rows)
