@@ -52,6 +52,13 @@ def check_algorithm(config: Config) -> list[str]:
     except ConfigError as error:
         violations.append(str(error))
     violations += _critic(config, advantage)
+    if advantage is not None and has_token_advantages(advantage) and config.most_branches > 1:
+        violations.append(
+            f"algorithm.advantage = {baseline_of(config.algorithm)}: has an advantage for each token, which follows "
+            f"the order of the tokens. The branches of an episode do not follow each other, so it cannot be used with "
+            f"environment.max_branches = {config.most_branches}; set environment.max_branches to 1, or set another "
+            "algorithm.advantage"
+        )
     if isinstance(advantage, Outcome):
         violations += _outcome(config, advantage)
         warnings += _single(config, advantage)

@@ -49,7 +49,8 @@ class RunManifest(msgspec.Struct, frozen=True, kw_only=True):
     """The contents of a checkpoint, and the run that it belongs to.
 
     `nonce` identifies the run. `version` and `lineage` are those of the learner at the checkpoint. `settings` has the
-    settings that all deployments of the run share, by dotted key.
+    settings that all deployments of the run share, by dotted key. `most_branches` is the largest number of branches of
+    an episode (`Config.most_branches`).
 
     `packages` has the versions of the packages that wrote it. `files` lists all files except the manifest itself and
     `COMPLETE`, by their path in the checkpoint.
@@ -61,6 +62,7 @@ class RunManifest(msgspec.Struct, frozen=True, kw_only=True):
     lineage: Lineage
     settings: dict[str, object]
     packages: dict[str, str]
+    most_branches: int = 1
     files: dict[str, FileEntry] = {}
 
 

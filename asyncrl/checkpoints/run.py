@@ -58,6 +58,7 @@ class RunParts:
             lineage=self.lineage,
             settings=dict(shared_config(self.config)),
             packages=self.packages,
+            most_branches=self.config.most_branches,
         )
 
         def fill(folder: Path) -> None:

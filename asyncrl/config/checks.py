@@ -168,6 +168,12 @@ def _step_shape(config: Config) -> Iterator[str]:
                 f"{pool.ranks} × {updates} = {unit}, so that every rank has an equal share of every update; set it to "
                 f"{-(-groups // unit) * unit}"
             )
+    if learner.batching != "packed" and config.most_branches > 1:
+        yield (
+            f"learner.batching = {learner.batching}: must be packed with environment.max_branches = "
+            f"{config.most_branches}, because padded passes would compute each branch of a row as long as the longest "
+            "one; set it to packed, or set environment.max_branches to 1"
+        )
     if learner.batching != "padded" and learner.micro_batch_tokens < row_tokens(config):
         product = f" = {row_tokens(config)}" if config.most_branches > 1 else ""
         yield (

@@ -241,6 +241,13 @@ def _checked(resumed: Resumed, directory: Path, config: Config) -> Resumed:
                 "value, or begin a new run with --fresh or another run.name",
                 key=key,
             )
+    before, branches = resumed.manifest.most_branches, config.most_branches
+    if before != branches:
+        raise ConfigError(
+            f"environment.max_branches = {branches}, but the rows of the checkpoint {resumed.path} have up to {before} "
+            "branches: set it to the old value, or begin a new run with --fresh or another run.name",
+            key="environment.max_branches",
+        )
     return resumed
 
 

@@ -6,9 +6,12 @@ program that the scoring process starts, or an address; the package mcp talks to
 """
 
 import asyncio
+import contextlib
 import inspect
 import json
 import os
+import sys
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -23,6 +26,9 @@ from asyncrl.environments.agents import Session
 from asyncrl.environments.reward_function import RewardFunction
 from asyncrl.errors import ConfigError
 from asyncrl.user_code import describe_error
+
+HUNG_THREADS = 32
+"""Calls of tools that may hang in a process at the same time."""
 
 Call = Callable[[Mapping[str, Any]], Awaitable[object]]
 """Calls a tool with its arguments."""
@@ -55,11 +61,11 @@ class ToolAgent:
             {"role": "user", "content": task.prompt}
         ]
         text = ""
-        for _ in range(self._section.max_turns):
+        for turns_left in reversed(range(self._section.max_turns)):
             reply = await session.chat(messages, tools=self._specs)
             text = reply.get("content") or ""
             calls = reply.get("tool_calls") or ()
-            if not calls:
+            if not calls or not turns_left:
                 break
             messages += [reply, *await asyncio.gather(*map(self._result, calls))]
         return await self._scored(task, text)
@@ -89,7 +95,7 @@ class ToolAgent:
         except ValidationError as error:
             wrong = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
             content = f"error: {'; '.join(wrong)}"
-        except Exception as error:  # the tool's own errors are answers to the model
+        except (Exception, SystemExit) as error:  # the tool's own errors are answers to the model
             content = f"error: {describe_error(error)}"
         return _told(call, content)
 
@@ -137,9 +143,53 @@ def _of_function(function: Callable[..., Any], path: str) -> tuple[dict[str, Any
         given = ArgsKwargs((), dict(arguments))
         if inspect.iscoroutinefunction(function):
             return await adapter.validate_python(given)
-        return await asyncio.to_thread(adapter.validate_python, given)
+        return await _in_thread(lambda: adapter.validate_python(given), named=path)
 
     return _spec(function.__name__, described, schema), call
+
+
+_busy = 0
+
+
+async def _in_thread(work: Callable[[], object], *, named: str) -> object:
+    """Runs `work` in a thread of its own. A thread that hangs cannot be ended. If too many do, this process ends, and
+    the generator replaces it."""
+    global _busy
+    loop, ended = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+    def run() -> None:
+        global _busy
+        result: object = None
+        failure: BaseException | None = None
+        try:
+            result = work()
+        except BaseException as error:
+            failure = error
+        _busy -= 1
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(_settle, ended, result, failure)
+
+    _busy += 1
+    threading.Thread(target=run, name=named, daemon=True).start()
+    try:
+        return await ended
+    except asyncio.CancelledError:
+        if _busy > HUNG_THREADS:
+            sys.stderr.write(f"{_busy} calls of tools hang, such as {named}; the process is replaced\n")
+            sys.stderr.flush()
+            os._exit(1)
+        raise
+
+
+def _settle(ended: "asyncio.Future[object]", result: object, failure: BaseException | None) -> None:
+    if ended.done():
+        return
+    if failure is None:
+        ended.set_result(result)
+    else:
+        # A future does not take StopIteration, and SystemExit would end the event loop.
+        usual = isinstance(failure, Exception) and not isinstance(failure, StopIteration)
+        ended.set_exception(failure if usual else RuntimeError(describe_error(failure)))
 
 
 def _told(call: Mapping[str, Any], content: str) -> dict[str, Any]:
@@ -184,12 +234,15 @@ class _Server:
             from mcp_types import CONNECTION_CLOSED
 
             client = await self._client()
+            connected, serving = self._connected, self._serving
             try:
                 result = await client.call_tool(name, dict(arguments))
             except MCPError as error:
-                if error.code == CONNECTION_CLOSED:
-                    self._serving.cancel()
+                # A server that was started again does not know the session.
+                gone = error.code == CONNECTION_CLOSED or "session" in error.message.lower()
+                if gone and self._connected is connected:
                     self._connected = None
+                    serving.cancel()
                 raise
             text = "\n".join(part.text for part in result.content if part.type == "text")
             return f"error: {text}" if result.is_error else text
@@ -224,3 +277,8 @@ class _Server:
         except Exception as error:  # also an ExceptionGroup of the library
             if not connected.done():
                 connected.set_exception(error)
+        finally:
+            if self._connected is connected and connected.done() and connected.exception() is None:
+                self._connected = None
+            if not connected.done():
+                connected.set_exception(RuntimeError("the connection was given up"))

@@ -8,6 +8,7 @@ are sampled. Invariant: a stored answer is given at most once in a conversation.
 """
 
 import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -207,8 +208,9 @@ class GroupProgress:
 
 def call_of(asked: Asked) -> int:
     """Returns an id of what a call asks for. Equal calls of different sessions have the same id."""
-    what = msgspec.structs.replace(asked, session="", begun=0, seed=None)
-    digest = hashlib.blake2b(msgspec.msgpack.encode(what), digest_size=8).digest()
+    what = msgspec.to_builtins(msgspec.structs.replace(asked, session="", begun=0, seed=None))
+    # json, not msgspec: a schema of a tool may have integers beyond 64 bits
+    digest = hashlib.blake2b(json.dumps(what).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> (64 - _CALL_BITS)
 
 

@@ -116,6 +116,7 @@ class Turn:
     closing: str = ""
     delivered: bool = False
     truncated: bool = False
+    answered_as: int = 0
     then: list["Turn"] = field(default_factory=list)
 
     @property
@@ -183,6 +184,7 @@ class Conversation:
         self._max_calls = max_calls
         self._max_length = max_length
         self._branches = 0
+        self._answers = 0
         self._refused = 0
         self.turns: list[Turn] = []
         """All calls, in the order in which they came."""
@@ -252,12 +254,14 @@ class Conversation:
             supports=completion.supports,
         )
         turn.answer, turn.closing, turn.truncated = message, canonical(message), completion.truncated
+        self._answers += 1
+        turn.answered_as = self._answers
 
     def episodes(self) -> Iterator[Episode]:
         """Yields an episode for each branch, in the order in which the branches ended. A sampled token is sampled in
         the first one that has it. In later ones it is read."""
         trained: set[int] = set()
-        for leaf in self.turns:
+        for leaf in sorted(self.turns, key=lambda turn: turn.answered_as):
             if leaf.reply is None or any(turn.reply is not None for turn in leaf.then):
                 continue
             nodes: list[Node] = []

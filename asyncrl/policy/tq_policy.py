@@ -19,7 +19,7 @@ from asyncrl.algorithms.token_estimators import OUTCOME, TokenEstimator
 from asyncrl.config.schema import Config, DataPlaneSection
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.sharding import DynamicBatchingArgs, SequencePackingArgs
-from asyncrl.data.specs import CRITIC_FIELDS, DP_TRAIN_FIELDS, EXTRA_FIELDS, LP_SEED_FIELDS
+from asyncrl.data.specs import BRANCH, CRITIC_FIELDS, DP_TRAIN_FIELDS, LP_SEED_FIELDS, SUPPORT
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.codec import encode
 from asyncrl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
@@ -113,10 +113,11 @@ class TQPolicy(Policy):
         )
         name_fields(meta, columns)
 
-    @property
-    def _scored_fields(self) -> tuple[str, ...]:
-        """The columns that the ranks fetch to compute log-probs."""
-        return (*LP_SEED_FIELDS, *self._config.extra_columns)
+    def _scored_fields(self, meta: KVBatchMeta) -> tuple[str, ...]:
+        """Returns the columns that the ranks fetch to compute log-probs. Branches are read if `meta` names them, in
+        all stages."""
+        branches = [BRANCH] if BRANCH in (meta.fields or ()) else []
+        return (*LP_SEED_FIELDS, *([SUPPORT] if self._config.has_supports else []), *branches)
 
     # -- stages --------------------------------------------------------------------------------------------------
 
@@ -124,7 +125,7 @@ class TQPolicy(Policy):
         self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> None:
         """Adds the column `prev_logprobs` under the current weights, and records it in `meta`."""
-        rows = NamedRows(meta, self._data_plane, self._scored_fields, writes={"logprobs": "prev_logprobs"})
+        rows = NamedRows(meta, self._data_plane, self._scored_fields(meta), writes={"logprobs": "prev_logprobs"})
         self._write(rows, timer, PolicyWorker.get_logprobs, micro_batch_size=micro_batch_size)
 
     def get_reference_policy_logprobs_from_meta(
@@ -132,7 +133,7 @@ class TQPolicy(Policy):
     ) -> None:
         """Adds the column `reference_policy_logprobs` under the initial weights, and records it in `meta`."""
         writes = {"reference_logprobs": "reference_policy_logprobs"}
-        rows = NamedRows(meta, self._data_plane, self._scored_fields, writes=writes)
+        rows = NamedRows(meta, self._data_plane, self._scored_fields(meta), writes=writes)
         self._write(rows, timer, PolicyWorker.get_reference_policy_logprobs, micro_batch_size=micro_batch_size)
 
     def get_advantages_from_meta(
@@ -165,7 +166,7 @@ class TQPolicy(Policy):
         its row's `tags["max_staleness_versions"]`, and a token beyond it raises StalenessViolation.
         """
         ignore_arguments("train_from_meta", (), kwargs)
-        rows = NamedRows(meta, self._data_plane, (*DP_TRAIN_FIELDS, "weight_versions", *EXTRA_FIELDS))
+        rows = NamedRows(meta, self._data_plane, (*DP_TRAIN_FIELDS, "weight_versions", SUPPORT))
         return self._train(rows, loss_fn, eval_mode, gbs, mbs, timer)
 
     # -- methods that other trainers on TransferQueue call ---------------------------------------------------------

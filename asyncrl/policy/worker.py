@@ -207,7 +207,7 @@ class PolicyWorker(RankWorker[LossFunction]):
             )
             return aligned(logprobs_BT)
 
-        columns = (*SCORED_COLUMNS, *(self._config.extra_columns if of_sampler else ()))
+        columns = (*SCORED_COLUMNS, *([SUPPORT] if of_sampler and self._config.has_supports else []))
         return self._scored(data, score, micro_batch_size=micro_batch_size, columns=columns)
 
     def weights_metadata(self) -> tuple[ParameterSpec, ...]:

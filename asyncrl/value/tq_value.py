@@ -36,7 +36,7 @@ class TQValue(Value):
         self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> None:
         """Adds the column `values` of the current critic, and records it in `meta`."""
-        branches = [name for name in self._config.extra_columns if name == BRANCH]
+        branches = [BRANCH] if BRANCH in (meta.fields or ()) else []
         rows = NamedRows(meta, self._data_plane, (*LP_SEED_FIELDS, *branches), writes={"values": "values"})
         self._write(rows, timer, ValueWorker.get_values, micro_batch_size=micro_batch_size)
 
@@ -62,5 +62,5 @@ class TQValue(Value):
         """Trains like `train`, on the columns that the loss reads, with the same result. `TQPolicy.train_from_meta`
         explains the columns and the check of token ages, which are the same here."""
         ignore_arguments("train_from_meta", (), kwargs)
-        rows = NamedRows(meta, self._data_plane, (*LP_SEED_FIELDS, "returns", "values", "weight_versions", BRANCH))
+        rows = NamedRows(meta, self._data_plane, (*LP_SEED_FIELDS, "returns", "values", "weight_versions"))
         return self._train(rows, loss_fn, eval_mode, gbs, mbs, timer)

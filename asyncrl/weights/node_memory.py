@@ -110,7 +110,7 @@ def shared_block(pointer: Path, nbytes: int, *, held: Block | None) -> Block:
     """Returns the node's block for `nbytes` bytes of weights, to which `pointer` leads: `held`, if that is the one, or
     if there is none yet. Makes one if needed. Raises OSError if there is no memory for it, and TimeoutError if another
     replica has been making one for `POINTER_S`."""
-    with _locked(pointer) as fd:
+    with pointer_held(pointer) as fd:
         block = _pointed(os.pread(fd, 4096, 0), nbytes, held=held) or held or Block(nbytes)
         os.ftruncate(fd, 0)
         os.pwrite(fd, " ".join(map(str, block.address)).encode(), 0)
@@ -128,7 +128,7 @@ def _pointed(text: bytes, nbytes: int, *, held: Block | None) -> Block | None:
 
 
 @contextlib.contextmanager
-def _locked(pointer: Path) -> Iterator[int]:
+def pointer_held(pointer: Path) -> Iterator[int]:
     """Opens the pointer, and holds it alone."""
     fd = os.open(pointer, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:

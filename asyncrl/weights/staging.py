@@ -10,6 +10,7 @@ The memory is used again for the next version of the same size.
 """
 
 import asyncio
+import contextlib
 import functools
 import logging
 import time
@@ -24,7 +25,7 @@ import psutil
 from asyncrl.errors import FetchFailed, WeightsDamaged
 from asyncrl.weights.delta import decode
 from asyncrl.weights.manifest import Bytes, Link, Manifest, Piece, checksum, put_bucket
-from asyncrl.weights.node_memory import POLL_S, Block, shared_block
+from asyncrl.weights.node_memory import POLL_S, Block, pointer_held, shared_block
 
 logger = logging.getLogger(__name__)
 
@@ -194,11 +195,15 @@ class StagedWeights:
 
     def _move_apart(self) -> None:
         """Takes memory of this replica's own, if the node has enough."""
-        nbytes, free = self._memory.address.nbytes, psutil.virtual_memory().available
-        try:
-            own = Block(nbytes) if free >= 2 * nbytes else None
-        except OSError:  # a container may have less than its machine
-            own = None
+        nbytes = self._memory.address.nbytes
+        assert self._pointer is not None, "only shared memory can be in use by another replica"
+        # One replica after the other: the next one then sees the memory of this one as used.
+        with pointer_held(self._pointer):
+            free = psutil.virtual_memory().available
+            try:
+                own = Block(nbytes) if free >= 2 * nbytes else None
+            except OSError:  # a container may have less than its machine
+                own = None
         if own is None:
             raise FetchFailed(
                 f"another replica of this node has used the memory for staged weights for {BLOCKED_S:g} s without a "
@@ -266,5 +271,7 @@ async def _in_thread(work: Callable[[], None]) -> None:
     try:
         await asyncio.shield(running)
     except asyncio.CancelledError:
-        await asyncio.wait([running])
+        while not running.done():
+            with contextlib.suppress(asyncio.CancelledError):  # a second one must not end the wait either
+                await asyncio.wait([running])
         raise

@@ -55,6 +55,17 @@ def test_the_nearest_preset_is_the_one_with_the_fewest_other_axes() -> None:
     assert nearest_corrected(PRESETS["dppo_tv"].objective, with_critic=False)[0] == "dppo_tv"
 
 
+def test_advantages_for_each_token_are_refused_for_episodes_with_branches() -> None:
+    agent, critic = "environment.agent=tasks:play", ["algorithm.loss=ppo", "critic={}"]
+    [violation] = [line for line in violations(agent, *critic) if "max_branches" in line]
+    assert "has an advantage for each token" in violation
+    assert "environment.max_branches = 8" in violation
+    assert "max_branches" not in "".join(
+        violations(agent, "environment.max_branches=1", *critic, "algorithm.loss=dapo")
+    )
+    warnings(agent)
+
+
 @pytest.mark.fault("F28")
 def test_a_penalty_is_no_correction() -> None:
     pulled = "algorithm.overrides={penalties: [{kind: k2, q: behaviour, beta: 1}]}"

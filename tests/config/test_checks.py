@@ -82,6 +82,11 @@ _LIMITS = [
         "at least model.max_length = 64 × environment.max_branches = 8 = 512 with learner.batching = packed",
     ),
     (
+        ["learner.batching=dynamic", "environment.agent=tasks:play"],
+        ["learner.batching=dynamic", "environment.agent=tasks:play", "environment.max_branches=1"],
+        "learner.batching = dynamic: must be packed with environment.max_branches = 8",
+    ),
+    (
         ["learner.batching=dynamic", "learner.micro_batch_tokens=1"],
         ["learner.batching=padded", "learner.micro_batch_tokens=1"],
         "raise it",

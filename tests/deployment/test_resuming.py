@@ -170,6 +170,8 @@ def test_a_setting_that_must_stay_is_refused_with_both_values_and_changes_nothin
         RunDir.create(changed)
     with pytest.raises(ConfigError, match=r"generator\.top_k = 8, but .* started with None"):
         RunDir.create(config_in(tmp_path, generator={"top_k": 8}))
+    with pytest.raises(ConfigError, match=r"environment\.max_branches = 3, but .* have up to 1 branches"):
+        RunDir.create(config_in(tmp_path, environment={"max_branches": 3}))
     after = {path: path.read_bytes() for path in first.path.rglob("*") if path.is_file()}
     assert after == before
     with RunDir.create(config_in(tmp_path, learner={"total_steps": 9})) as again:

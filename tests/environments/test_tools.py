@@ -1,6 +1,8 @@
 """Tools by import path and of MCP servers: what the model reads of them, and how its last answer is scored."""
 
+import asyncio
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +14,7 @@ from asyncrl.config.checks import check_config
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import EnvironmentSection
 from asyncrl.data.prompts import Task
+from asyncrl.environments import tools
 from asyncrl.environments.agents import Session
 from asyncrl.environments.interfaces import build_reward
 from asyncrl.environments.reward_function import RewardFunction, reward_function
@@ -61,8 +64,8 @@ def of_group(task: Task, completions: Sequence[str]) -> list[float]:
     return [float(completion == task.answer) for completion in completions]
 
 
-def agent(*tools: str, scoring: RewardFunction | None = None, **settings: Any) -> ToolAgent:
-    section = EnvironmentSection(tools=[f"tools_of_tests:{name}" for name in tools], **settings)
+def agent(*names: str, scoring: RewardFunction | None = None, **settings: Any) -> ToolAgent:
+    section = EnvironmentSection(tools=[f"tools_of_tests:{name}" for name in names], **settings)
     return ToolAgent(section, scoring=scoring or reward_function(of_answer, named="environment.reward"))
 
 
@@ -110,6 +113,43 @@ async def test_the_last_turn_is_scored_even_if_it_calls_a_tool() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_tool_that_ends_the_program_is_an_error_and_many_that_hang_end_the_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = agent("quits", "slow", tool_timeout_s=0.05)
+    _, model = await played(made, ("quits", {}), ("slow", {"seconds": 0.3}))
+    ended, late = model.read
+    assert ended.startswith("error: RuntimeError: SystemExit: 2")
+    assert late == "error: slow took longer than 0.05 s"
+    monkeypatch.setattr(tools, "HUNG_THREADS", 2)
+    ends: list[int] = []
+    monkeypatch.setattr(os, "_exit", ends.append)
+    while tools._busy:
+        await asyncio.sleep(0.02)  # until the first call has ended
+    for _ in range(2):
+        await played(made, ("slow", {"seconds": 1.0}))
+    assert not ends
+    await played(made, ("slow", {"seconds": 1.0}))
+    assert ends == [1]
+    assert "3 calls of tools hang, such as tools_of_tests:slow" in capsys.readouterr().err
+    while tools._busy:
+        await asyncio.sleep(0.02)  # a thread that ends does not count any more
+
+
+@pytest.mark.asyncio
+async def test_the_tools_of_the_last_turn_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[object] = []
+
+    async def recorded(self: ToolAgent, call: object) -> dict[str, Any]:
+        called.append(call)
+        return {"role": "tool", "content": ""}
+
+    monkeypatch.setattr(ToolAgent, "_result", recorded)
+    await played(agent("search", max_turns=2), *[("search", {"query": "x"})] * 5)
+    assert len(called) == 1
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("function", [of_answer_awaited, of_group], ids=["async", "of a group"])
 async def test_rewards_of_all_forms_score_the_answer(function: Any) -> None:
     made = agent("search", scoring=reward_function(function, named="environment.reward"))
@@ -117,7 +157,7 @@ async def test_rewards_of_all_forms_score_the_answer(function: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tools", "says"),
+    ("names", "says"),
     [
         (["without_docstring"], "it needs a docstring"),
         (["of_objects"], "tools_of_tests:of_objects cannot be a tool"),
@@ -129,9 +169,9 @@ async def test_rewards_of_all_forms_score_the_answer(function: Any) -> None:
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
-def test_a_function_that_cannot_be_a_tool_is_refused(tools: list[str], says: str) -> None:
+def test_a_function_that_cannot_be_a_tool_is_refused(names: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=r"environment\.tools") as caught:
-        agent(*tools)
+        agent(*names)
     assert says in str(caught.value)
 
 

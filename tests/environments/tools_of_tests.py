@@ -29,6 +29,11 @@ def broken() -> str:
     raise KeyError("no luck")
 
 
+def quits() -> str:
+    """Ends the program, as parsers of arguments do."""
+    raise SystemExit(2)
+
+
 def without_docstring(number: int) -> int:
     return number
 

@@ -253,6 +253,8 @@ def test_a_call_is_known_by_what_it_asks_for_and_not_by_its_session() -> None:
     ids = {call_of(asked(1, 2, **changes)) for changes in ({}, *others)}
     assert len(ids) == 1 + len(others)
     assert all(0 <= id < 2**63 for id in ids)
+    large = {"type": "function", "function": {"name": "t", "parameters": {"maximum": 2**70}}}
+    assert call_of(asked(1, 2, tools=(large,))) not in ids, "JSON has integers beyond 64 bits"
 
 
 def test_a_stored_answer_is_given_once_and_only_to_its_call() -> None:

@@ -241,7 +241,7 @@ def test_a_later_file_with_the_path_of_a_block_is_not_taken_for_it(pointer: Path
 
 def test_a_pointer_that_another_process_keeps_has_a_deadline(pointer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_memory, "POINTER_S", 0.05)
-    with node_memory._locked(pointer), pytest.raises(FetchFailed, match="look for a process that is stuck"):
+    with node_memory.pointer_held(pointer), pytest.raises(FetchFailed, match="look for a process that is stuck"):
         StagedWeights(pointer).begin(manifest_of(0))
 
 
