@@ -85,10 +85,11 @@ def watched(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             f"learner.total_steps={STEPS}", "staleness.max_versions=2", "learner.groups_logged=4",
             "learner.logprobs_logged=true",
             f"checkpoint.every_steps={STEPS // 4}", "checkpoint.keep=2",
-            # Replicas generate most of the time, so weights arrive in the middle of sequences.
+            # Sequences are long, and the learner waits for groups, so weights arrive in the middle of sequences.
             "generator.max_concurrent_groups=2",
             "generator.max_completion_tokens=40",
-            "generator.temperature=5",  # almost uniform, so sequences are long, and updates meet them
+            "generator.temperature=2",  # the most that vLLM takes
+            "generator.max_starts_per_s=8",
             f"critic.warmup_steps={WARM_UP_STEPS}",
             DENSE,
         ],
