@@ -158,14 +158,12 @@ async def _in_thread(work: Callable[[], object], *, named: str) -> object:
     loop, ended = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
     def run() -> None:
-        global _busy
         result: object = None
         failure: BaseException | None = None
         try:
             result = work()
         except BaseException as error:
             failure = error
-        _busy -= 1
         with contextlib.suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(_settle, ended, result, failure)
 
@@ -182,6 +180,8 @@ async def _in_thread(work: Callable[[], object], *, named: str) -> object:
 
 
 def _settle(ended: "asyncio.Future[object]", result: object, failure: BaseException | None) -> None:
+    global _busy
+    _busy -= 1
     if ended.done():
         return
     if failure is None:
