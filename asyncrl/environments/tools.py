@@ -149,12 +149,19 @@ def _of_function(function: Callable[..., Any], path: str) -> tuple[dict[str, Any
 
 
 _busy = 0
+_counting = threading.Lock()
+
+
+def _count(more: int) -> None:
+    """Counts the threads that run calls."""
+    global _busy
+    with _counting:
+        _busy += more
 
 
 async def _in_thread(work: Callable[[], object], *, named: str) -> object:
     """Runs `work` in a thread of its own. A thread that hangs cannot be ended. If too many do, this process ends, and
     the generator replaces it."""
-    global _busy
     loop, ended = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
     def run() -> None:
@@ -164,10 +171,11 @@ async def _in_thread(work: Callable[[], object], *, named: str) -> object:
             result = work()
         except BaseException as error:
             failure = error
+        _count(-1)
         with contextlib.suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(_settle, ended, result, failure)
 
-    _busy += 1
+    _count(1)
     threading.Thread(target=run, name=named, daemon=True).start()
     try:
         return await ended
@@ -180,8 +188,6 @@ async def _in_thread(work: Callable[[], object], *, named: str) -> object:
 
 
 def _settle(ended: "asyncio.Future[object]", result: object, failure: BaseException | None) -> None:
-    global _busy
-    _busy -= 1
     if ended.done():
         return
     if failure is None:
