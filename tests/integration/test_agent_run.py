@@ -35,6 +35,7 @@ def test_agents_with_a_tool_and_two_client_packages_train(tmp_path: Path) -> Non
         "generator.max_concurrent_groups=3",
         f"learner.total_steps={STEPS}",
         "learner.groups_per_step=4",
+        "learner.groups_logged=4",
         "learner.group_size=4",
         "learner.optimizer.warmup_steps=0",
         "eval.prompts=4",
