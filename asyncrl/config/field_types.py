@@ -9,6 +9,8 @@ from pydantic import Field
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+Temperature = Annotated[float, Field(gt=0, le=2)]
+"""A sampling temperature. vLLM refuses values above 2."""
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 DecayRate = Annotated[float, Field(ge=0, lt=1)]

@@ -23,6 +23,7 @@ from asyncrl.config.field_types import (
     Port,
     PositiveFloat,
     PositiveInt,
+    Temperature,
     VariableName,
     in_home,
     off,
@@ -368,7 +369,7 @@ class GeneratorSection(Section):
     tool_parser: str | None = None
     """Format in which the model writes tool calls: the name of one of vLLM's tool parsers, e.g. `hermes`. Agents then
     get the calls of their tools (docs/agents.md). Unset: calls stay in the text of the answer."""
-    temperature: PositiveFloat = 1.0
+    temperature: Temperature = 1.0
     """Sampling temperature. The learner divides its logits by the same value."""
     top_k: PositiveInt | None = None
     """Number of most probable tokens among which each token is sampled. These tokens, its support, are stored with it,
@@ -741,7 +742,7 @@ class EvalSetSection(Section):
     """Number of prompts: the first ones of the dataset. Unset: `eval.prompts`."""
     samples: PositiveInt | None = None
     """Completions of each prompt. Unset: `eval.samples`."""
-    temperature: PositiveFloat | None = None
+    temperature: Temperature | None = None
     """Sampling temperature with several `samples`. Unset: `eval.temperature`."""
     pass_reward: float | None = None
     """Reward from which on a completion counts as right. Unset: `eval.pass_reward`."""
@@ -769,7 +770,7 @@ class EvalSection(Section):
     samples: PositiveInt = 1
     """Completions of each prompt. 1: a greedy one. With more, they are sampled with `temperature`, and pass@k is
     recorded for k = 1, 2, 4, … up to this number."""
-    temperature: PositiveFloat = 1.0
+    temperature: Temperature = 1.0
     """Sampling temperature of evaluations with several `samples`. They also use `generator.top_k`, `top_p` and
     `min_p`."""
     pass_reward: float = 1.0
