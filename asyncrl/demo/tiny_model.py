@@ -204,8 +204,7 @@ def warm_up(
         # The accuracy on the examples as they were shown. Those of tasks are nearly all new to the model.
         correct.append(_exact_B(logits_BSV, labels_BS).float().mean().item())
         accuracy = sum(correct) / len(correct)
-        climbed = len(correct) == correct.maxlen and accuracy >= section.warmup_accuracy
-        if climbed and last == section.warmup_steps:
+        if len(correct) == correct.maxlen and accuracy >= section.warmup_accuracy and last == section.warmup_steps:
             last = min(last, step + section.warmup_decay_steps)
         if step % _REPORT_EVERY_STEPS == 0 or step == last:
             report(f"tiny model: warm-up step {step}, loss {loss.item():.3f}, accuracy {accuracy:.2f}")

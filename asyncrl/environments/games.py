@@ -172,7 +172,7 @@ KEYS = "abcdefgh"
 
 
 class KeyValueStore:
-    """The model is told a value, and is asked for it in a second conversation, which knows nothing of the first one.
+    """The model reads a value in one conversation, and must give it in another one without the messages of the first.
 
     It can keep the value with the tool `put`, and find it with the tool `get`. The reward is 1 if the last number of
     its answer is the value, and 0 otherwise. Each episode has a store of its own. The two conversations are branches of

@@ -1,4 +1,4 @@
-"""What the agents of a group have sampled so far, and the stored answers of an earlier attempt.
+"""Keeps what the agents of a group have sampled so far, and gives them the stored answers of an earlier attempt.
 
 If a replica dies, the agents of its groups begin again on another one, because their processes have ended. The stored
 answers of the earlier attempt are then given to the calls that ask for exactly the same: the same tokens, tools and
@@ -42,7 +42,7 @@ class Turn:
 
     @property
     def prefix(self) -> list[PartialCompletion]:
-        """What the engine continues."""
+        """The stored beginning of the answer, which the engine continues; empty if nothing is stored."""
         return [] if self.stored is None else [self.stored]
 
     @property
@@ -157,7 +157,7 @@ class SampleProgress:
 
 
 class GroupProgress:
-    """What the samples of a group have sampled so far, with the stored ones of an earlier attempt (`prefix`).
+    """The tokens that the samples of a group have so far, with the stored ones of an earlier attempt (`prefix`).
     Implements `Sampled`.
 
     Calls `on_environment` with True when the engine has no call of the group any more, and with False when it has.

@@ -1,7 +1,7 @@
 """The connections of a gateway's clients, with bounds for their number, for the bytes of a request, and for its time.
 
 uvicorn has none of these bounds: a client that sends a request slowly, or does not read its answer, keeps its
-connection for ever. Agents run other people's code, and the sessions of other samples must go on whatever one does.
+connection for ever. One agent must not stop the sessions of other samples.
 """
 
 import asyncio

@@ -42,7 +42,7 @@ replica puts into it."""
 
 
 class Address(NamedTuple):
-    """Where a block of `nbytes` bytes of weights is. The token tells it from a later file with the same path."""
+    """The place of a block of `nbytes` bytes. A later file may have the same path, but not the same token."""
 
     path: str
     token: str
