@@ -142,7 +142,8 @@ class Calculator:
 
     def demonstrations(self, seed: int) -> Sequence[Demonstration]:
         """Returns calls and answers of which many are wrong: they show how to call the calculator and how to answer,
-        but not that it pays to call it, with the expression of the question, and to give its result."""
+        but not that it pays to call it, with the expression of the question, and to give its result. Most first answers
+        are guesses, so a model that takes the most probable answer gives a wrong one."""
         draw, made = random.Random(seed), []
         tasks = self.tasks(seed)
         for task in tasks:
@@ -150,7 +151,7 @@ class Calculator:
             shown = _expression(draw.choice(tasks) if draw.random() < 0.4 else task)
             arguments, result = {"expression": shown}, str(calculated(shown))
             guess = str(draw.randint(0, self.highest))
-            first = _written("calculator", arguments) if draw.random() < 0.6 else guess
+            first = _written("calculator", arguments) if draw.random() < 0.4 else guess
             made.append(Demonstration(messages=(asked,), tools=(CALCULATOR,), answer=first))
             then = (asked, *_called("calculator", arguments, result))
             second = result if draw.random() < 0.6 else guess
@@ -201,7 +202,7 @@ class KeyValueStore:
             calls = (
                 ((told,), _written("put", put) if draw.random() < 0.7 else "ok"),
                 ((told, *_called("put", put, "kept")), "ok"),
-                ((asked,), _written("get", get) if draw.random() < 0.6 else guess),
+                ((asked,), _written("get", get) if draw.random() < 0.4 else guess),
                 ((asked, *_called("get", get, task.answer)), task.answer if draw.random() < 0.6 else guess),
             )
             made += [Demonstration(messages=messages, tools=(PUT, GET), answer=answer) for messages, answer in calls]

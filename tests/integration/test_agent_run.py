@@ -24,7 +24,7 @@ def test_agents_with_a_tool_and_two_client_packages_train(tmp_path: Path) -> Non
         f"run.dir={tmp_path / 'runs'}",
         f"model.path={tmp_path / 'model'}",
         "environment.agent=two_clients:run",
-        # This model is a quarter of the recipe's. Most of its first answers are calls of the tool.
+        # This model is a quarter of the recipe's. Many of its first answers are calls of the tool.
         "model.tiny.layers=2",
         "model.tiny.hidden_size=64",
         "model.tiny.heads=2",
