@@ -52,6 +52,7 @@ if TYPE_CHECKING:  # `as` makes a name public for type checkers
     from asyncrl.policy.interfaces import PolicyInterface as PolicyInterface
     from asyncrl.policy.lm_policy import Policy as Policy
     from asyncrl.policy.tq_policy import TQPolicy as TQPolicy
+    from asyncrl.ranks.timer import Timer as Timer
     from asyncrl.value.interfaces import ValueInterface as ValueInterface
     from asyncrl.value.lm_value import Value as Value
     from asyncrl.value.tq_value import TQValue as TQValue
@@ -91,6 +92,7 @@ _NAMES = {
     "policy.interfaces": ["ColocatablePolicyInterface", "PolicyInterface"],
     "policy.lm_policy": ["Policy"],
     "policy.tq_policy": ["TQPolicy"],
+    "ranks.timer": ["Timer"],
     "value.interfaces": ["ValueInterface"],
     "value.lm_value": ["Value"],
     "value.tq_value": ["TQValue"],

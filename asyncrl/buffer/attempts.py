@@ -1,4 +1,4 @@
-"""The groups and attempts that were issued, and how each attempt ended.
+"""The groups and attempts that were issued, how each attempt ended, and which attempt is the next one.
 
 The n-th new prompt is group n. A retry keeps the group, the prompt and the seed, and has the next attempt number.
 """
@@ -6,8 +6,11 @@ The n-th new prompt is group n. A retry keeps the group, the prompt and the seed
 import re
 from collections.abc import Callable
 
-from asyncrl.buffer.records import DuePrompt
+from asyncrl.buffer.fleet import Fleet
+from asyncrl.buffer.ledger import Event, Ledger
+from asyncrl.buffer.records import DuePrompt, Prefix, Ticket
 from asyncrl.buffer.slots import Slot
+from asyncrl.buffer.staleness import Limits
 from asyncrl.buffer.table import GroupTable
 from asyncrl.data.prompts import Task
 
@@ -58,13 +61,17 @@ class Attempts:
         *,
         next_prompt: Callable[[], Task | None],
         task_of: Callable[[int], Task],
-        group_size: int,
+        limits: Limits,
+        ledger: Ledger,
+        fleet: Fleet,
         seed: int,
     ) -> None:
         self._table = table
-        self._next_prompt = next_prompt
+        self._next_task = next_prompt
         self.task_of = task_of
-        self._group_size = group_size
+        self._limits = limits
+        self._ledger = ledger
+        self._fleet = fleet
         self._seed = seed
         self.groups = 0
         self.exhausted = False
@@ -74,14 +81,49 @@ class Attempts:
 
     def new_prompt(self) -> DuePrompt | None:
         """Returns the next new prompt for the first attempt at its group; None if there is none."""
-        task = None if self.exhausted else self._next_prompt()
+        task = None if self.exhausted else self._next_task()
         if task is None:
             self.exhausted = True
             return None
         group = self.groups
         self.groups += 1
-        seed = seed_of_group(self._seed, group, group_size=self._group_size)
+        seed = seed_of_group(self._seed, group, group_size=self._limits.group_size)
         return DuePrompt(group=group, attempt=0, task=task, seed=seed, issued=False)
+
+    def next_prompt(self, *, replica: str) -> DuePrompt | None:
+        """Returns the earliest prompt at the front, else a new prompt; None if there is neither.
+
+        A prompt that failed on this replica comes last, if a healthy replica has not tried it.
+        """
+
+        def other_may_try(prompt: DuePrompt) -> bool:
+            return replica in prompt.failed_on and self._fleet.has_other_than(prompt.failed_on)
+
+        front = self._table.front
+        return front.pop(unless=other_may_try) or self.new_prompt() or front.pop(unless=lambda _: False)
+
+    def again(self, ticket: Ticket, *, issued: bool, failed: bool = False, prefix: Prefix | None = None) -> DuePrompt:
+        """Returns the prompt of a ticket that has ended, for its next attempt, which begins with `prefix`."""
+        self._ledger.count(Event.RETRY)
+        return DuePrompt(
+            group=ticket.group,
+            attempt=ticket.attempt + 1,
+            task=ticket.task,
+            seed=ticket.seed,
+            issued=issued,
+            failed_on=(*ticket.failed_on, ticket.replica) if failed else ticket.failed_on,
+            prefix=prefix,
+        )
+
+    def is_last(self, ticket: Ticket) -> bool:
+        """Returns whether the group has failed if this attempt fails.
+
+        That is the attempt number `max_attempts`. Attempts on replicas that were quarantined do not count, up to the
+        same number: a prompt that ends every engine must not be tried for ever.
+        """
+        failed_on, most = [*ticket.failed_on, ticket.replica], self._limits.max_attempts
+        counted = sum(not self._fleet.is_excused(replica) for replica in failed_on)
+        return counted >= most or len(failed_on) >= 2 * most
 
     def record_end(self, slot: Slot) -> None:
         """Remembers the last attempt at a group that has ended."""

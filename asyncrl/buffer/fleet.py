@@ -148,6 +148,10 @@ class Life:
         """False for a replica that may get no tickets before it is heard again or started again."""
         return self.state not in (ReplicaState.QUARANTINED, ReplicaState.RESTARTING)
 
+    def committed(self) -> None:
+        """Records that a group of its actor was committed, which ends its INFRA failures in a row."""
+        self.failures, self.blocked_until_s = 0, 0.0
+
 
 class Fleet:
     """The lives of all replicas by name. `clock` returns monotonic seconds.
@@ -185,10 +189,6 @@ class Fleet:
         """Returns the life of which `actor` is the newest actor; None if there is none."""
         life = self._lives.get(replica_of(actor))
         return life if life is not None and life.actor == actor else None
-
-    def actors(self) -> list[str]:
-        """Returns the newest actor of each replica."""
-        return [life.actor for life in self._lives.values()]
 
     def may_be_used(self, actor: str) -> bool:
         """Returns whether an actor that was heard before is still the newest one of its replica, and not
@@ -232,11 +232,6 @@ class Fleet:
             life.blocked_until_s = self._clock() + pause_s
             self._backing_off.add(actor)
         return False
-
-    def succeeded(self, actor: str) -> None:
-        """Records that a group of an actor was committed, which ends its INFRA failures in a row."""
-        if (life := self.life_of(actor)) is not None:
-            life.failures, life.blocked_until_s = 0, 0.0
 
     def quarantine(self, actor: str, cause: Cause, reason: str) -> bool:
         """Quarantines an actor. Returns False if it is not the newest one of its replica, or is quarantined already
@@ -288,11 +283,6 @@ class Fleet:
             life.state = ReplicaState.RESTARTING
             self.restarts[life.cause or cause] += 1
 
-    def forget_weights(self) -> None:
-        """Forgets which weights were reported, because the run goes back to a checkpoint, and they may be lost ones."""
-        for life in self._lives.values():
-            life.step = NO_STEP
-
     def retire(self, replica: str) -> None:
         """Forgets a replica that does not come back. Its actors are not heard any more."""
         self._lives.pop(replica, None)
@@ -304,16 +294,11 @@ class Fleet:
             return Refusal.QUARANTINED
         life = self.life(replica_of(actor))
         suspect = life is not None and life.state in (ReplicaState.SUSPECT, ReplicaState.QUARANTINED)
-        return Refusal.UNHEALTHY if suspect or self.back_off_s(actor) else None
-
-    def back_off_s(self, actor: str) -> float:
-        """Returns for how many seconds the actor gets no tickets because of INFRA failures."""
-        life = self.life_of(actor)
-        return 0.0 if life is None else max(0.0, life.blocked_until_s - self._clock())
+        return Refusal.UNHEALTHY if suspect or self._backs_off(actor) else None
 
     def back_off_ended(self) -> bool:
         """Returns whether an actor may get tickets again since the last call."""
-        ended = {actor for actor in self._backing_off if not self.back_off_s(actor)}
+        ended = {actor for actor in self._backing_off if not self._backs_off(actor)}
         self._backing_off -= ended
         return bool(ended)
 
@@ -321,7 +306,7 @@ class Fleet:
         """Returns whether a healthy replica is none of those of `actors`."""
         tried = {replica_of(actor) for actor in actors}
         return any(
-            life.state is ReplicaState.HEALTHY and not self.back_off_s(life.actor)
+            life.state is ReplicaState.HEALTHY and not self._backs_off(life.actor)
             for name in self._lives
             if name not in tried and (life := self.life(name)) is not None
         )
@@ -329,6 +314,11 @@ class Fleet:
     def is_excused(self, actor: str) -> bool:
         """Returns whether the attempts on an actor do not count, because it was quarantined at least once."""
         return actor in self._excused
+
+    def _backs_off(self, actor: str) -> bool:
+        """Returns whether the actor gets no tickets now because of INFRA failures."""
+        life = self.life_of(actor)
+        return life is not None and life.blocked_until_s > self._clock()
 
     def _forget_s(self, life: Life) -> float:
         """Returns for how long a replica may be silent before it is forgotten."""

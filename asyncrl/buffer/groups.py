@@ -47,24 +47,18 @@ class Groups:
         self.ledger = ledger
         self.table = GroupTable()
         self.attempts = Attempts(
-            self.table, next_prompt=next_prompt, task_of=task_of, group_size=limits.group_size, seed=seed
+            self.table,
+            next_prompt=next_prompt,
+            task_of=task_of,
+            limits=limits,
+            ledger=ledger,
+            fleet=fleet,
+            seed=seed,
         )
         self.prefixes = StoredPrefixes(self.table, ledger=ledger)
         self.retained = Retained()
         self.not_loaded: set[str] = set()
         self.fates = Fates(self.table, attempts=self.attempts, ledger=ledger, group_size=limits.group_size)
-
-    def next_prompt(self, *, replica: str) -> DuePrompt | None:
-        """Returns the earliest prompt at the front, else a new prompt; None if there is neither.
-
-        A prompt that failed on this replica comes last, if a healthy replica has not tried it.
-        """
-
-        def other_may_try(prompt: DuePrompt) -> bool:
-            return replica in prompt.failed_on and self.fleet.has_other_than(prompt.failed_on)
-
-        front = self.table.front
-        return front.pop(unless=other_may_try) or self.attempts.new_prompt() or front.pop(unless=lambda _: False)
 
     def admit(self, prompt: DuePrompt, *, replica: str, version: Version, step: int, now_s: float) -> Ticket:
         """Gives the prompt a slot (free → reserved) and returns the ticket."""
@@ -127,22 +121,12 @@ class Groups:
 
         Returns False if it was the last attempt; then the group has failed.
         """
-        if self.is_last_attempt(slot.ticket):
+        if self.attempts.is_last(slot.ticket):
             self.fail(slot)
             return False
         self.table.leave_reserved(slot)
-        self.table.front.push(self.again(slot.ticket, issued=True, failed=True, prefix=slot.prefix))
+        self.table.front.push(self.attempts.again(slot.ticket, issued=True, failed=True, prefix=slot.prefix))
         return True
-
-    def is_last_attempt(self, ticket: Ticket) -> bool:
-        """Returns whether the group has failed if this attempt fails.
-
-        That is the attempt number `max_attempts`. Attempts on replicas that were quarantined do not count, up to the
-        same number: a prompt that ends every engine must not be tried for ever.
-        """
-        failed_on, most = [*ticket.failed_on, ticket.replica], self.limits.max_attempts
-        counted = sum(not self.fleet.is_excused(replica) for replica in failed_on)
-        return counted >= most or len(failed_on) >= 2 * most
 
     def restart(self, slot: Slot) -> None:
         """Ends an attempt at a reserved group that is not the last one. The next attempt begins anew: what is stored of
@@ -159,7 +143,7 @@ class Groups:
         self._store(slot, meta)
         self.table.leave_reserved(slot)
         prefix = self.prefixes.surviving(slot.prefix, lineage)
-        self.table.front.push(self.again(slot.ticket, issued=True, prefix=prefix))
+        self.table.front.push(self.attempts.again(slot.ticket, issued=True, prefix=prefix))
 
     def fail(self, slot: Slot) -> None:
         """Ends a reserved group that will never be committed. Another prompt may take its slot."""
@@ -211,20 +195,7 @@ class Groups:
         """
         self.fates.settle(fate, slot)
         stored = slot.prefix if slot.meta is None else None
-        self.table.front.push(self.again(slot.ticket, issued=False, prefix=stored))
-
-    def again(self, ticket: Ticket, *, issued: bool, failed: bool = False, prefix: Prefix | None = None) -> DuePrompt:
-        """Returns the prompt of a ticket that has ended, for its next attempt, which begins with `prefix`."""
-        self.ledger.count(Event.RETRY)
-        return DuePrompt(
-            group=ticket.group,
-            attempt=ticket.attempt + 1,
-            task=ticket.task,
-            seed=ticket.seed,
-            issued=issued,
-            failed_on=(*ticket.failed_on, ticket.replica) if failed else ticket.failed_on,
-            prefix=prefix,
-        )
+        self.table.front.push(self.attempts.again(slot.ticket, issued=False, prefix=stored))
 
     def release(self, *, complete: int | None) -> tuple[str, ...]:
         """Forgets what was kept for earlier checkpoints than the newest complete one, of step `complete`; with None,

@@ -140,7 +140,7 @@ class Leases:
             limits=limits,
             remaining=remaining,
             reserved=table.reserved.values(),
-            is_last_attempt=groups.is_last_attempt,
+            is_last_attempt=groups.attempts.is_last,
         )
         if blocking is None:
             return LeaseWait.STRAGGLER

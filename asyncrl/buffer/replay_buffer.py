@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from asyncrl.buffer.failures import FailureLog
-from asyncrl.buffer.fleet import Fleet
+from asyncrl.buffer.fleet import NO_STEP, Fleet
 from asyncrl.buffer.groups import Groups
 from asyncrl.buffer.leases import Leases
 from asyncrl.buffer.ledger import Account, Ledger, LedgerEntry
@@ -157,12 +157,14 @@ class ReplayBuffer:
         """
         earlier, self._state.groups = self._state.groups, self._new_groups()
         self._state.lineage, self._state.step = lineage, snapshot.version.step
-        self.fleet.forget_weights()
+        for life in self.fleet.lives().values():
+            life.step = NO_STEP  # the weights that it has reported may be lost ones
         self.leases.restored()
         self.ledger.restore(snapshot.ledger)
         self.failures.restore(snapshot.failures)
         restore(
             self._state.groups, snapshot, earlier=earlier, lineage=lineage, loaded=loaded, now_s=self._state.clock()
         )
-        self._state.groups.table.to_ask.update(self.fleet.actors())  # some of their tickets may have ended
+        # Some of the replicas' tickets may have ended.
+        self._state.groups.table.to_ask.update(life.actor for life in self.fleet.lives().values())
         return earlier.prefixes.split_tokens(lineage)

@@ -119,7 +119,7 @@ def _opened(
         ticket = msgspec.structs.replace(group.ticket, task=task_of(group.ticket.group))
         meta = group.meta
         if meta is None:
-            due.append(groups.again(ticket, issued=True, prefix=group.prefix))
+            due.append(groups.attempts.again(ticket, issued=True, prefix=group.prefix))
             continue
         slot = Slot(ticket, group.reserved_step, now_s, now_s, meta.row_bytes, meta, group.ready_step)
         slot.deadline = group.deadline
@@ -127,7 +127,7 @@ def _opened(
             slots.append(slot)
         else:  # its rows were lost after the snapshot, and another attempt was issued
             groups.fates.settle(Fate.RETURNED_ON_RESUME, slot)
-            due.append(groups.again(ticket, issued=False))
+            due.append(groups.attempts.again(ticket, issued=False))
     return slots, due
 
 

@@ -105,7 +105,7 @@ class Tickets:
         room, refusal = self._room(version, replica=replica)
         tickets: list[Ticket] = []
         while len(tickets) < min(count, room):
-            prompt = self._state.groups.next_prompt(replica=replica)
+            prompt = self._state.groups.attempts.next_prompt(replica=replica)
             if prompt is None:
                 refusal = Refusal.NO_PROMPTS
                 break
@@ -133,7 +133,8 @@ class Tickets:
             return CommitOutcome.OLD_INCARNATION
         check_commit(meta, slot.ticket, limits=self._state.limits, step=self._state.step)
         self._state.failures.succeeded()
-        self._state.fleet.succeeded(slot.ticket.replica)
+        if (life := self._state.fleet.life_of(slot.ticket.replica)) is not None:
+            life.committed()
         if self._is_filtered(meta):
             self._state.groups.filter(slot, meta, step=self._state.step)
             return CommitOutcome.FILTERED

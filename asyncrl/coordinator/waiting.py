@@ -18,7 +18,7 @@ from bisect import bisect_right, insort
 from collections import Counter
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from asyncrl.common.roles import Role
 from asyncrl.common.version import Version
@@ -36,13 +36,15 @@ _WAITS = {
 """Maps (whether the learner waits, whether any generator waits) to the state in the metrics."""
 
 
-class Place(Protocol):
+class Place:
     """The place of one waiting call. `woken` is set when the call has to ask again."""
 
-    woken: asyncio.Event
+    def __init__(self) -> None:
+        self.woken = asyncio.Event()
 
     def stay(self) -> None:
         """Waits on, after the call has asked and its answer was not final."""
+        self.woken.clear()
 
     def leave(self) -> None:
         """Ends the wait."""
@@ -66,13 +68,10 @@ class Bell:
         return place
 
 
-class _PlaceAtBell:
+class _PlaceAtBell(Place):
     def __init__(self, places: "set[_PlaceAtBell]") -> None:
+        super().__init__()
         self._places = places
-        self.woken = asyncio.Event()
-
-    def stay(self) -> None:
-        self.woken.clear()
 
     def leave(self) -> None:
         self._places.discard(self)
@@ -168,14 +167,14 @@ class TicketLine:
             self._awake += 1
 
 
-class _PlaceInLine:
+class _PlaceInLine(Place):
     def __init__(self, line: TicketLine, replica: str, version_now: Callable[[], Version], *, number: int) -> None:
+        super().__init__()
         self._line = line
         self.replica = replica
         self.version_now = version_now
         self.version = version_now()
         self.number = number
-        self.woken = asyncio.Event()
 
     def stay(self) -> None:
         self._line.stay(self)

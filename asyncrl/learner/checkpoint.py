@@ -17,9 +17,9 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from asyncrl.checkpoints.directory import folder_of
+from asyncrl.checkpoints.run import RunParts
 from asyncrl.complete_directory import COMPLETE, discard, unfinished
 from asyncrl.config.schema import CheckpointSection
 from asyncrl.coordinator.snapshot import RunSnapshot
@@ -31,23 +31,9 @@ logger = logging.getLogger(__name__)
 _STEP = re.compile(r"step-(\d+)")
 
 
-class SavedRun(Protocol):
-    """The parts of a run that are saved (`asyncrl.checkpoints.run.RunParts`). The methods may block: they are called in
-    a thread."""
-
-    def check_folder(self, folder: Path) -> None:
-        """Raises CheckpointError if checkpoints cannot be written below `folder`."""
-
-    def stage(self) -> None:
-        """Copies the state of the ranks. Nothing is trained meanwhile. Raises CheckpointError if it cannot."""
-
-    def write(self, path: Path, snapshot: RunSnapshot, *, hf: bool) -> None:
-        """Writes the copies and `snapshot` at `path`: the whole directory or nothing. With `hf`, also the weights as
-        vLLM and transformers load them."""
-
-
 class Checkpoints:
-    """Saves checkpoints of `run` below `folder` and deletes old ones.
+    """Saves checkpoints of `run` below `folder` and deletes old ones. It calls the methods of `run` in a thread,
+    because they block.
 
     `sync_records` returns when the records of all steps, evaluations and the audit are on the disk. It raises
     CheckpointError if they cannot be written. The report and the audit need those of all steps of a checkpoint.
@@ -60,7 +46,7 @@ class Checkpoints:
         config: CheckpointSection,
         *,
         folder: Path,
-        run: SavedRun,
+        run: RunParts,
         sync_records: Callable[[], None],
         metrics: LearnerMetrics,
         restored_step: int = 0,
@@ -107,7 +93,7 @@ class Checkpoints:
             return True
         if not self._postponed:
             self._postponed = True
-            self._metrics.checkpoint_postponed()
+            self._metrics.checkpoint_missed(outcome="postponed")
             logger.warning(
                 "the checkpoint of step %d is postponed, because that of step %d is still being written after %.0f s. "
                 "Training goes on. If this happens often, raise checkpoint.every_steps or use a faster disk",
@@ -191,7 +177,7 @@ class Checkpoints:
         await asyncio.to_thread(self._drop_old)
 
     def _failed(self, step: int, error: Exception, *, at_end: bool) -> None:
-        self._metrics.checkpoint_failed()
+        self._metrics.checkpoint_missed(outcome="failed")
         known = isinstance(error, AsyncRLError | OSError)
         if at_end:
             self.unsaved = error if isinstance(error, CheckpointError) else CheckpointError(f"{error!r}")

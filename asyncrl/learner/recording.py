@@ -116,8 +116,13 @@ class StepRecorder:
     def _show(self, step: EndedStep, *, outcome: str, tokens: int) -> None:
         self.metrics.heartbeat(unix_time_s=time.time())
         self.metrics.versions(learner=step.status.version.step, published=_step_of(step.published))
-        self.metrics.step(outcome=outcome, duration_s=step.duration_s, tokens=tokens)
-        self.metrics.utilisation(model_flops=step.report.model_flops, peak_flops_per_s=step.report.peak_flops_per_s)
+        self.metrics.step(
+            outcome=outcome,
+            duration_s=step.duration_s,
+            tokens=tokens,
+            model_flops=step.report.model_flops,
+            peak_flops_per_s=step.report.peak_flops_per_s,
+        )
 
     def _show_trained(self, step: EndedStep) -> None:
         report, histograms = step.report, counts_by_staleness(step.lease)
@@ -128,8 +133,7 @@ class StepRecorder:
             in_buffer=histograms["in_buffer"],
         )
         self.metrics.numbers(_diagnostics(step) | _measured(step))
-        self.metrics.reward_components(_components(step))
-        self.metrics.reward_parts(_parts(step))
+        self.metrics.rewards(components=_components(step), parts=_parts(step))
 
     # --- records ------------------------------------------------------------------------------------------------
 

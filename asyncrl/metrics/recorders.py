@@ -126,14 +126,21 @@ class LearnerMetrics(ProcessMetrics):
             "asyncrl_run_resumed_timestamp_seconds", math.nan if resumed_unix_s is None else resumed_unix_s
         )
 
-    def step(self, *, outcome: str, duration_s: float, tokens: int) -> None:
-        """Records the end of a step. `outcome` is `trained` or `skipped`, `tokens` the number of trained tokens."""
+    def step(
+        self,
+        *,
+        outcome: str,
+        duration_s: float,
+        tokens: int,
+        model_flops: int | None,
+        peak_flops_per_s: float | None,
+    ) -> None:
+        """Records the end of a step. `outcome` is `trained` or `skipped`, `tokens` the number of trained tokens.
+        `model_flops` are the model FLOPs of the step, and `peak_flops_per_s` is the devices' peak speed in FLOP/s; None
+        where they are not known."""
         self._instruments.add("asyncrl_learner_steps_total", 1, outcome=outcome)
         self._instruments.add("asyncrl_learner_tokens_total", tokens)
         self._instruments.observe("asyncrl_learner_step_duration_seconds", duration_s)
-
-    def utilisation(self, *, model_flops: int | None, peak_flops_per_s: float | None) -> None:
-        """Records the model FLOPs of a step and the devices' peak speed in FLOP/s; None where they are not known."""
         self._instruments.add("asyncrl_learner_model_flops_total", model_flops or 0)
         peak = math.nan if peak_flops_per_s is None else peak_flops_per_s
         self._instruments.set("asyncrl_learner_peak_flops_per_second", peak)
@@ -144,14 +151,12 @@ class LearnerMetrics(ProcessMetrics):
         for name, gauge in GAUGES.items():
             self._instruments.set(gauge, values.get(name, math.nan))
 
-    def reward_components(self, means: Mapping[str, float]) -> None:
-        """Records the mean of each component of a step's rewards, by name."""
-        for name, value in means.items():
+    def rewards(self, *, components: Mapping[str, float], parts: Mapping[str, float]) -> None:
+        """Records the mean of each component of a step's rewards, and the mean reward of each part of a mixture, by
+        name."""
+        for name, value in components.items():
             self._instruments.set("asyncrl_learner_reward_component_mean", value, component=name)
-
-    def reward_parts(self, means: Mapping[str, float]) -> None:
-        """Records the mean reward of each part of a mixture, by name."""
-        for name, value in means.items():
+        for name, value in parts.items():
             self._instruments.set("asyncrl_learner_reward_part_mean", value, part=name)
 
     def staleness(
@@ -188,13 +193,10 @@ class LearnerMetrics(ProcessMetrics):
         """Records the time that training waited for the copies of a checkpoint."""
         self._instruments.observe("asyncrl_checkpoint_wait_seconds", wait_s)
 
-    def checkpoint_postponed(self) -> None:
-        """Records a checkpoint that was due while the last one was being written."""
-        self._instruments.add("asyncrl_checkpoints_total", 1, outcome="postponed")
-
-    def checkpoint_failed(self) -> None:
-        """Records a checkpoint that could not be written."""
-        self._instruments.add("asyncrl_checkpoints_total", 1, outcome="failed")
+    def checkpoint_missed(self, *, outcome: str) -> None:
+        """Records a due checkpoint that there is not: `postponed`, because the last one is still being written, or
+        `failed`."""
+        self._instruments.add("asyncrl_checkpoints_total", 1, outcome=outcome)
 
     def parity(self, nats: float, *, ratio: float) -> None:
         """Records the largest difference of log-probs over the step's on-policy tokens, and the judged number as a

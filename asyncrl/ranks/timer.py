@@ -1,31 +1,34 @@
-"""Measures the stages of a call: with the caller's timer in the driver, with a stopwatch on a rank."""
+"""Measures the time of stages: in the driver for the caller, and on a rank for the report of a step."""
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 
-class Timer(Protocol):
-    """Measures the time of stages: `with timer.time("policy_training/ranks"): …`.
+class Timer:
+    """Measures the wall-clock time of stages: `with timer.time("policy_training/ranks"): …`. `seconds` has the sum of
+    each label.
 
     A call measures its stages under `<call>/…`, but not the call itself, so that the caller can do that:
-    `with timer.time("policy_training"): policy.train(data, loss_fn, timer=timer)`.
+    `with timer.time("policy_training"): policy.train(data, loss_fn, timer=timer)`. It accepts any object that has the
+    same method `time`.
     """
 
-    def time(self, label: str) -> AbstractContextManager[Any]: ...
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def time(self, label: str) -> Iterator[None]:
+        """Adds the seconds of the body to those of `label`, also if the body fails."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[label] += time.perf_counter() - start
 
 
 def timed(timer: Timer | None, label: str) -> AbstractContextManager[Any]:
     """Returns `timer.time(label)`, or a context that does nothing if there is no timer."""
     return nullcontext() if timer is None else timer.time(label)
-
-
-@contextmanager
-def stopwatch(seconds: dict[str, float], stage: str) -> Iterator[None]:
-    """Adds the wall-clock seconds of the body to `seconds[stage]`, also if the body fails."""
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        seconds[stage] += time.perf_counter() - start

@@ -16,7 +16,6 @@ Legend: B rows, S tokens.
 
 import copy
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -46,7 +45,7 @@ from asyncrl.ranks.placement import MODEL, OPTIMIZER, Placement
 from asyncrl.ranks.plan import BatchingPlan, PlannedUpdate, check_columns, planned_updates, required_columns
 from asyncrl.ranks.report import RankRecord, UpdateOutcome
 from asyncrl.ranks.row_checks import check_rows
-from asyncrl.ranks.timer import stopwatch
+from asyncrl.ranks.timer import Timer
 
 SCORED_COLUMNS = ("input_ids", "input_lengths")
 """The columns that scoring reads."""
@@ -152,7 +151,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         """
         self._placement.check(MODEL, *([] if eval_mode else [OPTIMIZER]))
         learner = self._config.learner
-        seconds: dict[str, float] = defaultdict(float)
+        timer = Timer()
         with self.together():
             plan = BatchingPlan.of(learner, micro_batch_size=micro_batch_size)
             updates = plan.number_of_updates(data, rows_per_update=rows_per_update)
@@ -160,12 +159,12 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
             cuts = plan.updates(data, rows_per_update=rows_per_update)
         planned = planned_updates(cuts, gather=self.gather)
         before = self.weights_digest()
-        with stopwatch(seconds, "log_probs"):
+        with timer.time("log_probs"):
             loss_fn = self._step_loss(loss_fn, planned)
         rate = learning_rate(learner.optimizer, step=self._calls, total_steps=learner.total_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        outcomes = self._run_updates(planned, loss_fn=loss_fn, step=step, eval_mode=eval_mode, seconds=seconds)
+        outcomes = self._run_updates(planned, loss_fn=loss_fn, step=step, eval_mode=eval_mode, timer=timer)
         after = before if eval_mode else self.weights_digest()
         run = [i for i, update in enumerate(planned) if update.plan.tokens > 0]
         passed = [part for i in run for part in planned[i].parts]
@@ -178,7 +177,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
             staleness={} if step is None else staleness_counts(data, step=step),
             learning_rate=rate,
             weight_decay=learner.optimizer.weight_decay,
-            seconds=seconds,
+            seconds=timer.seconds,
             nonfinite_tokens=nonfinite_tokens,
             real_tokens=real_tokens,
             passed_tokens=passed_tokens,
@@ -204,7 +203,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         loss_fn: LossT,
         step: int | None,
         eval_mode: bool,
-        seconds: dict[str, float],
+        timer: Timer,
     ) -> tuple[UpdateOutcome, ...]:
         """Runs the updates that have a trained token, and advances the learning-rate schedule."""
         sole_update, updates_before = eval_mode or len(planned) == 1, self._updates
@@ -215,7 +214,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
                     context = UpdateContext(
                         loss_fn=loss_fn, counts=update.plan.counts(self._device), step=step, sole_update=sole_update
                     )
-                    outcomes.append(self._update(update.parts, context, seconds=seconds, train=not eval_mode))
+                    outcomes.append(self._update(update.parts, context, timer=timer, train=not eval_mode))
         except LossFailed:
             # this update is not applied; if earlier updates of this call were, the learning-rate schedule advances
             self._calls += self._updates > updates_before
@@ -232,7 +231,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         parts: Sequence[BatchedDataDict],
         context: UpdateContext[LossT],
         *,
-        seconds: dict[str, float],
+        timer: Timer,
         train: bool,
     ) -> UpdateOutcome:
         """Runs the forward passes. For training, also runs the backward passes and, if every rank is finite, one
@@ -240,7 +239,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         loss_total, sums, grad_norm = 0.0, MetricSums(), 0.0
         metrics: list[Mapping[str, float]] = []
         failure: LossFailed | None = None
-        with stopwatch(seconds, "forward_backward"):
+        with timer.time("forward_backward"):
             self._optimizer.zero_grad()
             for i, part in enumerate(parts):
                 self._model.set_requires_gradient_sync(self._syncs_often or i == len(parts) - 1)
@@ -253,7 +252,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
                 sums += outcome.sums
                 metrics.append(outcome.metrics)
                 failure = failure or outcome.failure
-        with stopwatch(seconds, "optimizer"):
+        with timer.time("optimizer"):
             if train:
                 norm = self._accelerator.clip_grad_norm_(
                     self._model.parameters(), self._config.learner.optimizer.max_grad_norm

@@ -170,9 +170,13 @@ class BufferModel:
         healthy = {
             name
             for name, heard_at_s in self.replica_heard_at_s.items()
-            if self.clock.now_s - heard_at_s <= TIMEOUT_S / 2 and not self.buffer.fleet.back_off_s(name)
+            if self.clock.now_s - heard_at_s <= TIMEOUT_S / 2 and not self.backs_off(name)
         }
         return replica in failed_on and bool(healthy - self.quarantined - set(failed_on))
+
+    def backs_off(self, replica: str) -> bool:
+        life = self.buffer.fleet.life_of(replica)
+        return life is not None and life.blocked_until_s > self.clock.now_s
 
     # Generators.
 
@@ -180,7 +184,7 @@ class BufferModel:
         r, per_step = self.loaded[replica].step, self.limits.groups_per_step
         self.buffer.fleet.hear(replica, has_weights=True)
         self.hear(replica)
-        if self.buffer.fleet.back_off_s(replica):
+        if self.backs_off(replica):
             answer = self.buffer.tickets.reserve(replica, version=self.loaded[replica], count=count)
             assert (answer.tickets, answer.refusal) == ((), Refusal.UNHEALTHY)
             return

@@ -108,7 +108,7 @@ def test_infra_failures_in_a_row_make_a_replica_wait_longer_and_longer_and_then_
     pauses = []
     for _ in range(8):
         assert not fleet.failed("a", INFRA)
-        pauses.append(fleet.back_off_s("a"))
+        pauses.append(fleet.lives()["a"].blocked_until_s - clock.now_s)
         assert fleet.refusal("a") is Refusal.UNHEALTHY
     assert pauses == [min(LONGEST_BACK_OFF_S, BACK_OFF_S * 2**n) for n in range(8)]
     assert not fleet.back_off_ended()
@@ -116,7 +116,7 @@ def test_infra_failures_in_a_row_make_a_replica_wait_longer_and_longer_and_then_
     assert fleet.back_off_ended()
     assert not fleet.back_off_ended(), "a back-off ends once"
     assert fleet.refusal("a") is None
-    fleet.succeeded("a")
+    fleet.lives()["a"].committed()
     for _ in range(9):
         assert not fleet.failed("a", INFRA), "a commit ends the failures in a row"
     assert fleet.failed("a", msgspec.structs.replace(INFRA, message="the disk is full"))
@@ -339,7 +339,7 @@ def test_random_histories_of_failures_never_stop_the_pool_and_lose_no_prompt(see
                 granted = tickets.reserve(actor, version=Version(1, scene.buffer.version.step), count=3)
                 assert granted.tickets or granted.refusal is not Refusal.QUARANTINED
                 if granted.refusal is Refusal.UNHEALTHY:
-                    assert fleet.back_off_s(actor)
+                    assert fleet.lives()[name].blocked_until_s > scene.clock.now_s
                 scene.commit(*granted.tickets)
             case "fail":
                 granted = tickets.reserve(actor, version=Version(1, scene.buffer.version.step), count=2)

@@ -28,18 +28,16 @@ def learner() -> LearnerMetrics:
     metrics.states_from(lambda: {"forward_backward": 2.5})
     metrics.limits(CONFIG)
     metrics.incarnation(3, nonce="ab12", restarts=2, resumed_unix_s=1.7e9)
-    metrics.step(outcome="trained", duration_s=0.3, tokens=640)
-    metrics.utilisation(model_flops=6_000_000, peak_flops_per_s=989e12)
-    metrics.reward_components({"right": 0.5})
-    metrics.reward_parts({"sums": 0.25})
+    metrics.step(outcome="trained", duration_s=0.3, tokens=640, model_flops=6_000_000, peak_flops_per_s=989e12)
+    metrics.rewards(components={"right": 0.5}, parts={"sums": 0.25})
     metrics.numbers({number.name: 0.9 for number in NUMBERS})
     metrics.staleness(groups={0: 10, 2: 6}, tokens={0: 500, 1: 100, 2: 40}, in_flight={1: 6}, in_buffer={0: 12, 1: 4})
     metrics.rows_outstanding(3)
     metrics.heldout("heldout", 0.41)
     metrics.checkpoint_saved(step=10, duration_s=4.0, unix_time_s=1.7e9)
     metrics.checkpoint_staged(0.5)
-    metrics.checkpoint_postponed()
-    metrics.checkpoint_failed()
+    metrics.checkpoint_missed(outcome="postponed")
+    metrics.checkpoint_missed(outcome="failed")
     metrics.parity(3e-6, ratio=0.03)
     metrics.versions(learner=12, published=11)
     metrics.weight_delivery(outcome="failed")
@@ -228,11 +226,17 @@ def test_a_nan_gauge_is_shown_as_such() -> None:
 
 def test_flops_add_up_and_what_is_not_known_of_them_is_no_number() -> None:
     metrics = LearnerMetrics()
-    metrics.utilisation(model_flops=4, peak_flops_per_s=1e12)
-    metrics.utilisation(model_flops=2, peak_flops_per_s=None)
+
+    def step(*, model_flops: int | None, peak_flops_per_s: float | None) -> None:
+        metrics.step(
+            outcome="trained", duration_s=0.3, tokens=9, model_flops=model_flops, peak_flops_per_s=peak_flops_per_s
+        )
+
+    step(model_flops=4, peak_flops_per_s=1e12)
+    step(model_flops=2, peak_flops_per_s=None)
     assert value(metrics, "asyncrl_learner_model_flops_total") == 6
     assert math.isnan(value(metrics, "asyncrl_learner_peak_flops_per_second") or 0.0)
-    metrics.utilisation(model_flops=None, peak_flops_per_s=1e12)
+    step(model_flops=None, peak_flops_per_s=1e12)
     assert value(metrics, "asyncrl_learner_model_flops_total") == 6
     assert value(metrics, "asyncrl_learner_peak_flops_per_second") == 1e12
 

@@ -15,6 +15,7 @@ from asyncrl.common.version import Version
 from asyncrl.data import BatchedDataDict
 from asyncrl.errors import CheckpointError, MissingColumns, RunError
 from asyncrl.policy.lm_policy import Policy
+from asyncrl.ranks.timer import Timer
 from asyncrl.value.lm_value import Value
 
 SCORED = ("prev_logprobs", "reference_policy_logprobs")
@@ -304,6 +305,19 @@ def test_arguments_that_trainers_elsewhere_pass_are_ignored_with_one_warning_tha
     assert warning.filename == __file__, "the warning must name the caller's line"
     getattr(policy, name)(*(args if name in ("save_checkpoint", "init_collective") else ()))
     assert [each for each in recwarn if each.category is UserWarning] == [warning], "known arguments give no warning"
+
+
+def test_a_timer_adds_up_the_seconds_of_each_stage_also_of_a_call_that_fails() -> None:
+    policy, timer = Policy(settings(), model_path="nowhere"), Timer()
+    on(policy, ranks=2)
+    stages = ["policy_training/ranks", "policy_training/shard_data"]
+    policy.train(make_batch(), LOSS, timer=timer)
+    assert sorted(timer.seconds) == stages
+    once = timer.seconds["policy_training/shard_data"]
+    with pytest.raises(AssertionError, match="not a multiple"):
+        policy.train(complete(make_batch()), LOSS, gbs=5, timer=timer)
+    assert sorted(timer.seconds) == stages
+    assert timer.seconds["policy_training/shard_data"] > once > 0
 
 
 def test_a_timer_that_runs_for_a_call_is_given_the_stages_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
