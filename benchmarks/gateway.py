@@ -32,7 +32,7 @@ from asyncrl.config.schema import Config
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.demo.chat_tokenizer import build_chat_tokenizer
 from asyncrl.environments.agents import Access
-from asyncrl.generation.conversations import Conversation, Message, TemplateRenderer
+from asyncrl.generation.conversations import Conversation, Message, Renderer
 from asyncrl.generation.gateway import Answered, Asked
 from asyncrl.generation.gateway_calls import ChatCall, chat_answer
 from asyncrl.generation.gateway_server import RemoteGateway
@@ -57,7 +57,7 @@ class Engine:
     async def start(self) -> None:
         self._engine = await VLLMEngine.start(self._config, model_path=self._path, name=NAME)
         await self._engine.weights.name(Version(1, 0))
-        self._renderer = TemplateRenderer(load_tokenizer(self._path))
+        self._renderer = Renderer(load_tokenizer(self._path))
 
     async def sample(self, asked: Asked) -> Answered:
         """Answers a call of the gateway."""
@@ -119,7 +119,7 @@ async def through_gateway(gateway: RemoteGateway, sessions: int, turns: int) -> 
     return took_s, sum(tokens for tokens, _ in made), [seconds for _, seconds in made]
 
 
-class TimedRenderer(TemplateRenderer):
+class TimedRenderer(Renderer):
     """A renderer that measures the time of its last call."""
 
     seconds = 0.0

@@ -37,7 +37,7 @@ from asyncrl.demo.directory import TINY_RECIPE, is_tiny
 from asyncrl.environments.agents import Demonstration
 from asyncrl.environments.interfaces import build_demonstrations, build_tasks
 from asyncrl.errors import DatasetError
-from asyncrl.generation.conversations import TemplateRenderer
+from asyncrl.generation.conversations import Renderer
 
 PAD, EOS = "<pad>", "<eos>"
 CHARACTERS = "\n" + "".join(chr(code) for code in range(0x20, 0x7F))
@@ -281,7 +281,7 @@ def _encode(tokenizer: PreTrainedTokenizerFast, task: Task) -> Example:
 
 def _demonstrated(tokenizer: PreTrainedTokenizerFast, shown: Demonstration, *, max_length: int) -> Example:
     """Returns the tokens of a demonstration. Raises DatasetError if there are too many."""
-    prompt = TemplateRenderer(tokenizer).first(shown.messages, shown.tools)
+    prompt = Renderer(tokenizer).first(shown.messages, shown.tools)
     answer = [*tokenizer.encode(shown.answer), tokenizer.eos_token_id]
     if len(prompt) + len(answer) > max_length:
         raise DatasetError(

@@ -109,10 +109,10 @@ async def _with_agents(
     if not scorer.any_agent:
         return None
     from asyncrl.generation.agent_rollouts import AgentRollouts
-    from asyncrl.generation.conversations import TemplateRenderer
+    from asyncrl.generation.conversations import Renderer
     from asyncrl.generation.gateway_server import GatewayServer
 
-    renderer = TemplateRenderer(tokenizer)
+    renderer = Renderer(tokenizer)
     server = GatewayServer(config=config, renderer=renderer, sample=lambda asked: agents.sample(asked))
     agents = AgentRollouts(config=config, gateway=server, engine=engine, scorer=scorer, tokenizer=tokenizer)
     await server.start()

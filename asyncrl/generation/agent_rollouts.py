@@ -163,7 +163,7 @@ class AgentRollouts:
             )
             turn.answered(completion)
         if asked.tools and self._tools is not None:
-            return completion, self._tools.message(completion.token_ids, tools=asked.tools)
+            return completion, self._tools.message(completion.token_ids, tools=asked.tools, prompt=asked.token_ids)
         return completion, {"role": "assistant", "content": completion.text}
 
     def _episode(self, session: EndedSession) -> Episode:

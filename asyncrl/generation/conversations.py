@@ -6,9 +6,10 @@ an earlier one begins a branch, from the longest part that is the same. Branches
 trained in one row only: that of the first branch that contains it.
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from asyncrl.errors import ConfigError
 from asyncrl.generation.episodes import Episode, Node, Origin
@@ -17,6 +18,9 @@ from asyncrl.generation.messages import Fork, Message, canonical, compact, diffe
 
 CHARACTERS_PER_TOKEN = 16
 """Text with more characters for each token than this is rare. Usual text has about four."""
+
+_CONTEXT = 8
+"""Number of tokens before others with which these are decoded."""
 
 
 class LimitExceeded(Exception):
@@ -27,29 +31,9 @@ class LimitExceeded(Exception):
         self.code = code
 
 
-class Renderer(Protocol):
-    """Turns messages into tokens."""
-
-    end: int
-    """The token that ends a turn. The model samples it."""
-
-    def first(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Returns the tokens of a conversation up to the place where the model answers."""
-        ...
-
-    def rest(self, messages: Sequence[Message]) -> list[int] | None:
-        """Returns the tokens that follow the end of the model's turn: what the template puts behind it, the `messages`,
-        and the beginning of the next answer. None if they depend on the turns before."""
-        ...
-
-    def count(self, text: str) -> int:
-        """Returns the number of tokens of a text."""
-        ...
-
-
-class TemplateRenderer:
-    """A renderer for any chat template. The tokens of new messages are the difference between a short conversation and
-    the same one with the new messages."""
+class Renderer:
+    """Turns messages into tokens, with any chat template. The tokens of new messages are the difference between a short
+    conversation and the same one with the new messages. `end` is the token that ends a turn; the model samples it."""
 
     _BEFORE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
 
@@ -73,15 +57,32 @@ class TemplateRenderer:
         self._closed = before[: len(before) - before[::-1].index(self.end)]
 
     def first(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Returns the tokens of a conversation up to the place where the model answers."""
         return self._render(messages, tools=tools)
 
     def rest(self, messages: Sequence[Message]) -> list[int] | None:
+        """Returns the tokens that follow the end of the model's turn: what the template puts behind it, the `messages`,
+        and the beginning of the next answer. None if they depend on the turns before."""
         whole = self._render([*self._BEFORE, *messages])
         same = whole[: len(self._closed)] == self._closed
         return whole[len(self._closed) :] if same else None
 
     def count(self, text: str) -> int:
-        return len(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        """Returns the number of tokens of a text."""
+        return len(self.encoded(text, begins=False))
+
+    def encoded(self, text: str, *, begins: bool) -> list[int]:
+        """Returns the tokens of a text. If a sequence `begins` with it, the tokenizer may put a first token before
+        it."""
+        return list(self._tokenizer(text, add_special_tokens=begins, verbose=False)["input_ids"])
+
+    def decoded(self, token_ids: Sequence[int], *, after: Sequence[int]) -> str:
+        """Returns the text of tokens that follow `after`, without special tokens."""
+        before = list(after[-_CONTEXT:])  # some tokenizers write the first token of a text in another way
+        start, whole = (
+            self._tokenizer.decode(ids, skip_special_tokens=True) for ids in (before, [*before, *token_ids])
+        )
+        return str(whole[len(start) :])
 
     def _render(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), prompted: bool = True
@@ -101,8 +102,9 @@ class Turn:
     """A call of an agent: a place in the tree where the model answers, or has answered.
 
     `history` are the call's messages in canonical form, `node` the tokens that the call added, and `length` the number
-    of all tokens of its prompt. `reply` is set when the model has answered; `answer` is the message for the agent,
-    which has got it if it is `delivered`, and `then` are the turns that continue it.
+    of all tokens of its prompt. A call with a text has `text` until it is answered, and then the digest of this text
+    and the answer in `said`. `reply` is set when the model has answered; `answer` is the message for the agent, which
+    has got it if it is `delivered`, and `then` are the turns that continue it.
     """
 
     history: tuple[str, ...]
@@ -111,6 +113,8 @@ class Turn:
     node: Node
     length: int
     fork: Fork | None
+    text: str | None = None
+    said: "Digest | None" = None
     reply: Node | None = None
     answer: dict[str, Any] | None = None
     closing: str = ""
@@ -164,6 +168,14 @@ class Turn:
         )
 
 
+Digest = tuple[int, bytes]
+"""The number of characters of a text, and its hash."""
+
+
+def _digest(text: str) -> Digest:
+    return len(text), hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
+
+
 class Conversation:
     """The calls of one session, which are one sample of a group.
 
@@ -205,7 +217,7 @@ class Conversation:
         if same and (retry or (same[-1].reply is not None and not same[-1].delivered)):
             return same[-1]
         self._check_calls()
-        self._check_texts(messages, shown)
+        self._check_texts(shown, *map(text_of, messages))
         if same:
             return self._added(same[0].parent, same[0].node, history, shown, Fork.RESAMPLED)
         # The longest one is the first one that fits, so a call compares its history with one earlier history only.
@@ -244,6 +256,22 @@ class Conversation:
         node = Node(origin=Origin.ENVIRONMENT, token_ids=asked[parent.whole_length if parent is not None else 0 :])
         return self._added(parent, node, (), "", fork)
 
+    def call_with_text(self, text: str, *, retry: bool = False) -> Turn:
+        """Returns the turn of a call with a text instead of messages. If it begins with the text of an earlier call and
+        the model's answer, these tokens stay as they are, and only the rest of the text is made into tokens. Retries
+        are as in `call`."""
+        self._check_texts(text)
+        spoken = [(turn.said, turn) for turn in self.turns if turn.said is not None]
+        longest_first = sorted(spoken, key=lambda each: each[0], reverse=True)
+        kept, known = next(
+            ((turn.whole, said[0]) for said, turn in longest_first if _digest(text[: said[0]]) == said), ([], 0)
+        )
+        token_ids = [*kept, *self._renderer.encoded(text[known:], begins=not known)]
+        turn = self.call_with_tokens(token_ids, retry=retry)
+        if turn.reply is None:
+            turn.text = text
+        return turn
+
     def answered(self, turn: Turn, completion: Completion, message: dict[str, Any]) -> None:
         """Records what the model sampled in a turn, and the message that the agent gets."""
         turn.reply = Node(
@@ -254,6 +282,10 @@ class Conversation:
             supports=completion.supports,
         )
         turn.answer, turn.closing, turn.truncated = message, canonical(message), completion.truncated
+        if turn.text is not None:
+            # The text of the answer ends before a stop string, but its tokens have the stop string, too.
+            said = turn.text + self._renderer.decoded(completion.token_ids, after=turn.token_ids)
+            turn.text, turn.said = None, _digest(said)
         self._answers += 1
         turn.answered_as = self._answers
 
@@ -309,13 +341,13 @@ class Conversation:
         if self._max_calls is not None and self.calls >= self._max_calls:
             raise LimitExceeded("max_turns", f"the agent has made {self.calls} calls, the limit environment.max_turns")
 
-    def _check_texts(self, messages: Sequence[Message], tools: str) -> None:
+    def _check_texts(self, *texts: str) -> None:
         """Refuses texts of a call that are much too long by their beginning. To make tokens of megabytes takes seconds,
         in which the gateway answers no other call."""
         if self._max_length is None:
             return
         most = CHARACTERS_PER_TOKEN * self._max_length
-        text = "".join([tools, *map(text_of, messages)])
+        text = "".join(texts)
         if len(text) > most and (tokens := self._renderer.count(text[:most])) > self._max_length:
             raise self._too_long(f"more than {tokens}")
 

@@ -29,14 +29,19 @@ from asyncrl.generation.episodes import Episode
 from asyncrl.generation.gateway_calls import (
     ChatCall,
     Refused,
+    TextCall,
     TokenCall,
     chat_answer,
     events,
     read_call,
+    text_answer,
     token_answer,
 )
 from asyncrl.generation.interfaces import Completion
 from asyncrl.user_code import describe_error
+
+TOO_MANY = 429
+"""The HTTP status of a call beyond `Limits.calls_at_once`."""
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,7 +125,7 @@ class _Session:
         """The time of a call. Raises Refused if too many calls of the session run already."""
         if self.at_once >= self.limits.calls_at_once:
             message = f"the agent has {self.at_once} calls at once, the limit; wait until one of them is answered"
-            raise self.refuse("too_many_calls", message, status=429)
+            raise self.refuse("too_many_calls", message, status=TOO_MANY)
         self.at_once += 1
         try:
             yield
@@ -141,6 +146,9 @@ class Gateway:
                 Route("/sessions/{id}/v1/models", self._answering(self._models), methods=["GET"]),
                 Route(
                     "/sessions/{id}/v1/chat/completions", self._answering(self._chat, asks_model=True), methods=["POST"]
+                ),
+                Route(
+                    "/sessions/{id}/v1/completions", self._answering(self._complete, asks_model=True), methods=["POST"]
                 ),
                 Route(
                     "/sessions/{id}/inference/v1/generate",
@@ -198,7 +206,11 @@ class Gateway:
                     return await handle(session, request)
             except Refused as refused:
                 error = {"message": str(refused), "type": "invalid_request_error", "code": refused.code}
-                return _json({"error": error}, status=refused.status)
+                response = _json({"error": error}, status=refused.status)
+                if refused.status == TOO_MANY:
+                    # Or the client says that its next call is a retry, and gets the answer of an equal call.
+                    response.headers["x-should-retry"] = "false"
+                return response
 
         return answer
 
@@ -242,13 +254,25 @@ class Gateway:
             tools=tools,
         )
         answer = chat_answer(turn, model=self._model, number=session.conversation.turns.index(turn))
-        if call.stream:
-            with_usage = bool((call.stream_options or {}).get("include_usage"))
-            return Response(events(answer, with_usage=with_usage), media_type="text/event-stream")
         if call.return_token_ids and turn.reply is not None:
             answer["prompt_token_ids"] = turn.token_ids
             answer["choices"][0]["token_ids"] = list(turn.reply.token_ids)
-        return _json(answer)
+        return _sent(answer, call)
+
+    async def _complete(self, session: _Session, request: Request) -> Response:
+        call = await read_call(request, TextCall)
+        prompt = call.one_prompt()
+
+        def continued(conversation: Conversation, *, retry: bool) -> Turn:
+            if isinstance(prompt, str):
+                return conversation.call_with_text(prompt, retry=retry)
+            return conversation.call_with_tokens(prompt, retry=retry)
+
+        turn = await self._answered(session, request, call, continued, answer_tokens=call.max_tokens, stop=call.stop)
+        answer = text_answer(turn, model=self._model, number=session.conversation.turns.index(turn))
+        if call.return_token_ids and turn.reply is not None:
+            answer["choices"][0] |= {"prompt_token_ids": turn.token_ids, "token_ids": list(turn.reply.token_ids)}
+        return _sent(answer, call)
 
     async def _generate(self, session: _Session, request: Request) -> Response:
         call = await read_call(request, TokenCall)
@@ -266,7 +290,7 @@ class Gateway:
         self,
         session: _Session,
         request: Request,
-        call: ChatCall | TokenCall,
+        call: ChatCall | TextCall | TokenCall,
         continued: Callable[..., Turn],
         *,
         answer_tokens: int | None,
@@ -350,6 +374,14 @@ class Gateway:
 
 def _no_session() -> Refused:
     return Refused(401, "no_session", "there is no open session with this id and key")
+
+
+def _sent(answer: Mapping[str, Any], call: ChatCall | TextCall) -> Response:
+    """Returns the response with an answer, as a stream if the call asks for one."""
+    if not call.stream:
+        return _json(answer)
+    with_usage = bool((call.stream_options or {}).get("include_usage"))
+    return Response(events(answer, with_usage=with_usage), media_type="text/event-stream")
 
 
 def _json(body: Mapping[str, Any], *, status: int = 200) -> Response:

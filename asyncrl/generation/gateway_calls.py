@@ -1,4 +1,5 @@
-"""The bodies of calls of a gateway, and of its answers: OpenAI's chat completions, and vLLM's tokens in, tokens out."""
+"""The bodies of calls of a gateway, and of its answers: OpenAI's chat completions, completions of a text, and vLLM's
+tokens in, tokens out."""
 
 import time
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ class Refused(Exception):
 
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
+_Token = Annotated[int, msgspec.Meta(ge=0)]
 _Text = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 _Stop = _Text | Annotated[list[_Text], msgspec.Meta(max_length=16)]
 """Stop strings. The engine looks for each of them after every token, and fails for an empty one."""
@@ -57,6 +59,46 @@ class ChatCall(msgspec.Struct, frozen=True, kw_only=True):
         return ", ".join(f"{name} = {getattr(self, name)!r}" for name, is_so in honoured.items() if not is_so)
 
 
+class TextCall(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of a call of `completions`: a prompt, as a text or as tokens, in a list of its own or not. What it does
+    not name is ignored, such as sampling settings."""
+
+    prompt: str | list[str | _Token | list[_Token]]
+    max_tokens: _Count | None = None
+    stop: _Stop | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
+    n: int | None = None
+    best_of: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    logprobs: int | None = None
+    logit_bias: dict[str, float] | None = None
+
+    def not_supported(self) -> str:
+        """Returns what the gateway cannot do, as `ChatCall.not_supported`."""
+        honoured = {
+            "n": self.n in (None, 1),
+            "best_of": self.best_of in (None, 1),
+            "echo": not self.echo,
+            "suffix": not self.suffix,
+            "logprobs": self.logprobs is None,
+            "logit_bias": not self.logit_bias,
+        }
+        return ", ".join(f"{name} = {getattr(self, name)!r}" for name, is_so in honoured.items() if not is_so)
+
+    def one_prompt(self) -> str | list[int]:
+        """Returns the prompt: a text, or tokens. Raises Refused if there are several, or if it is empty."""
+        prompt: Any = self.prompt
+        if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+            [prompt] = prompt
+        tokens = [token for token in prompt if isinstance(token, int)]
+        if not prompt or (not isinstance(prompt, str) and len(tokens) < len(prompt)):
+            raise Refused(400, "bad_call", "the prompt must be one text, or the tokens of one prompt")
+        return prompt if isinstance(prompt, str) else tokens
+
+
 class TokenSampling(msgspec.Struct, frozen=True, kw_only=True):
     """The sampling parameters of a `TokenCall` that are used. Others are ignored."""
 
@@ -68,7 +110,7 @@ class TokenSampling(msgspec.Struct, frozen=True, kw_only=True):
 class TokenCall(msgspec.Struct, frozen=True, kw_only=True):
     """The body of a call of `/inference/v1/generate`, as vLLM has it: the tokens of the prompt."""
 
-    token_ids: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(min_length=1)]
+    token_ids: Annotated[list[_Token], msgspec.Meta(min_length=1)]
     sampling_params: TokenSampling = TokenSampling()
     stream: bool | None = None
     features: dict[str, Any] | None = None
@@ -85,7 +127,7 @@ class TokenCall(msgspec.Struct, frozen=True, kw_only=True):
         return ", ".join(f"{name} = {value!r}" for name, (value, is_so) in honoured.items() if not is_so)
 
 
-Kind = TypeVar("Kind", ChatCall, TokenCall)
+Kind = TypeVar("Kind", ChatCall, TextCall, TokenCall)
 
 
 async def read_call(request: Request, kind: type[Kind]) -> Kind:
@@ -108,30 +150,46 @@ async def read_call(request: Request, kind: type[Kind]) -> Kind:
 
 def chat_answer(turn: Turn, *, model: str, number: int) -> dict[str, Any]:
     """Returns the answer to a `ChatCall`. `number` counts the calls of the session."""
-    assert turn.reply is not None, "the turn is answered"
     assert turn.answer is not None, "the turn is answered"
-    prompt, sampled = turn.length, len(turn.reply.token_ids)
     reason = "tool_calls" if turn.answer.get("tool_calls") else "length" if turn.truncated else "stop"
-    choice: dict[str, Any] = {"index": 0, "message": turn.answer, "finish_reason": reason, "logprobs": None}
+    choice = {"message": turn.answer, "finish_reason": reason}
+    return _answer(turn, choice, id=f"chatcmpl-{number}", object="chat.completion", model=model)
+
+
+def text_answer(turn: Turn, *, model: str, number: int) -> dict[str, Any]:
+    """Returns the answer to a `TextCall`. `number` counts the calls of the session."""
+    text = str((turn.answer or {}).get("content") or "")
+    choice = {"text": text, "finish_reason": "length" if turn.truncated else "stop"}
+    return _answer(turn, choice, id=f"cmpl-{number}", object="text_completion", model=model)
+
+
+def _answer(turn: Turn, choice: Mapping[str, Any], **head: str) -> dict[str, Any]:
+    assert turn.reply is not None, "the turn is answered"
     return {
-        "id": f"chatcmpl-{number}",
-        "object": "chat.completion",
+        **head,
         "created": int(time.time()),
-        "model": model,
-        "choices": [choice],
-        "usage": _usage(prompt, sampled),
+        "choices": [{"index": 0, "logprobs": None, **choice}],
+        "usage": _usage(turn.length, len(turn.reply.token_ids)),
     }
 
 
 def events(answer: Mapping[str, Any], *, with_usage: bool) -> bytes:
     """Returns an answer as the events of a stream, the last one with the usage if it is wanted."""
     [choice] = answer["choices"]
-    delta = dict(choice["message"])
-    if calls := delta.get("tool_calls"):
-        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
-    head = {key: answer[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    parts: list[tuple[dict[str, Any], str | None]] = [(delta, None), ({}, choice["finish_reason"])]
-    chunks = [{"choices": [{"index": 0, "delta": part, "finish_reason": reason}]} for part, reason in parts]
+    head = {key: answer[key] for key in ("id", "object", "created", "model")}
+    if "message" in choice:
+        head["object"] += ".chunk"
+        delta = dict(choice["message"])
+        if calls := delta.get("tool_calls"):
+            delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
+        parts: list[dict[str, Any]] = [{"delta": delta}, {"delta": {}}]
+    else:
+        parts = [{"text": choice["text"]}, {"text": ""}]
+    reasons = [None, choice["finish_reason"]]
+    chunks: list[dict[str, Any]] = [
+        {"choices": [{"index": 0, **part, "finish_reason": reason}]}
+        for part, reason in zip(parts, reasons, strict=True)
+    ]
     if with_usage:
         chunks.append({"choices": [], "usage": answer["usage"]})
     texts = [*(msgspec.json.encode(head | chunk) for chunk in chunks), b"[DONE]"]

@@ -16,7 +16,7 @@ from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.data_plane.calls import finished, start
 from asyncrl.environments.agents import Access
 from asyncrl.errors import ActorGone, CallTimeout, InfraError
-from asyncrl.generation.conversations import Renderer, TemplateRenderer
+from asyncrl.generation.conversations import Renderer
 from asyncrl.generation.gateway import Answered, Asked, EndedSession, Gateway, Limits, Sample, Sampling
 from asyncrl.generation.gateway_connections import ConnectionLimits, Connections
 from asyncrl.generation.prefixes import seed_of
@@ -101,7 +101,7 @@ class GatewayActor(GatewayServer):
         log_to_stderr()
         self._replica = ray.get_actor(replica, namespace=config.run.name)
         tokenizer = load_tokenizer(model_path, chat=config.data.chat, chat_options=config.data.chat_options)
-        super().__init__(config=config, renderer=TemplateRenderer(tokenizer), sample=self._ask)
+        super().__init__(config=config, renderer=Renderer(tokenizer), sample=self._ask)
 
     async def _ask(self, asked: Asked) -> Answered:
         timeout_s = self._config.generator.rollout_timeout_s

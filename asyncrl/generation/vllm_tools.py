@@ -1,11 +1,18 @@
 """Reads the tool calls in the answers of a model, with the tool parsers of vLLM."""
 
+import hashlib
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from asyncrl.errors import ConfigError
+
+_RANDOM_ID = re.compile(r"(?:chatcmpl-tool-|call_)?([0-9A-Za-z]{9,})")
+"""The ids of vLLM's parsers that are random: hexadecimal digits, and for Mistral's models nine letters and digits."""
 
 
 class ToolParser:
@@ -34,8 +41,13 @@ class ToolParser:
         self._parser = parser
         self._tokenizer = tokenizer
 
-    def message(self, token_ids: Sequence[int], *, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def message(
+        self, token_ids: Sequence[int], *, tools: Sequence[Mapping[str, Any]], prompt: Sequence[int]
+    ) -> dict[str, Any]:
         """Returns the answer `token_ids` as a message of the chat interface: its text, and the calls of `tools` in it.
+        The same answer to the same `prompt` (tokens) has the same ids of calls: a template may write them into the
+        prompt of the next turn, which is compared with the prompts of an earlier attempt.
+
         All calls stay in the text if one of them is malformed or if its arguments are not a JSON object, as clients
         expect (LangChain raises an error for others).
 
@@ -56,13 +68,23 @@ class ToolParser:
         if found.tool_calls:
             message["tool_calls"] = [
                 {
-                    "id": call.id,
+                    "id": settled_id(call.id, index, prompt, token_ids),
                     "type": "function",
                     "function": {"name": call.function.name, "arguments": call.function.arguments},
                 }
-                for call in found.tool_calls
+                for index, call in enumerate(found.tool_calls)
             ]
         return message
+
+
+def settled_id(id: str, index: int, *tokens: Sequence[int]) -> str:
+    """Returns the id of call number `index` of an answer: `id` with other characters in place of random ones, which
+    `tokens` determine. Ids that a parser makes from the name of the function stay."""
+    found = _RANDOM_ID.fullmatch(id)
+    if found is None:
+        return id
+    digest = hashlib.blake2b(msgspec.json.encode([index, *map(list, tokens)])).hexdigest()
+    return id[: found.start(1)] + digest[: len(found[1])]
 
 
 def _is_object(arguments: str) -> bool:

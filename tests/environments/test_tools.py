@@ -1,14 +1,19 @@
 """Tools by import path and of MCP servers: what the model reads of them, and how its last answer is scored."""
 
 import asyncio
+import contextlib
 import json
 import os
+import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from mcp import MCPError
+from mcp_types import CallToolResult, ListToolsResult, TextContent, Tool
 
 from asyncrl.config.checks import check_config
 from asyncrl.config.load import load_config
@@ -193,6 +198,69 @@ async def test_the_tools_of_an_mcp_server_are_called_and_a_server_that_died_is_s
     assert (kept, got, again) == ("kept a, a key", "1", "kept c, a key")
     assert missing.startswith("error: ")
     assert died.startswith("error: MCPError")
+
+
+@asynccontextmanager
+async def serving(port: int) -> AsyncIterator[None]:
+    server = await asyncio.create_subprocess_exec(*SERVER, str(port), stderr=asyncio.subprocess.DEVNULL)
+    try:
+        while True:
+            with contextlib.suppress(OSError):
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.close()
+                break
+            await asyncio.sleep(0.05)
+        yield
+    finally:
+        server.kill()
+        await server.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+@pytest.mark.timeout(120)
+async def test_a_server_behind_a_url_may_be_started_again() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    made = agent(mcp_servers=[{"url": f"http://127.0.0.1:{port}/mcp"}], tool_timeout_s=30)
+    put = ("put", {"key": "a", "value": "1"})
+    async with serving(port):
+        _, model = await played(made, put)
+        assert model.read == ["kept a, no key"]
+    async with serving(port):
+        _, model = await played(made, put, put)
+        assert model.read == ["kept a, no key"] * 2
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_has_lost_the_session_gets_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers of older versions of MCP have sessions, and refuse those of before their restart."""
+    lost = MCPError(-32600, "Session terminated")
+    answers: list[MCPError | CallToolResult] = [CallToolResult(content=[TextContent(type="text", text="kept")]), lost]
+    connections = []
+
+    class Connection:
+        async def list_tools(self) -> ListToolsResult:
+            return ListToolsResult(tools=[Tool(name="put", description="Keeps a value.", input_schema={})])
+
+        async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> CallToolResult:
+            connections.append(self)
+            answer = answers.pop()
+            if isinstance(answer, MCPError):
+                raise answer
+            return answer
+
+    async def serve(self: Any, connected: "asyncio.Future[Any]") -> None:
+        connected.set_result(Connection())
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(tools._Server, "_serve", serve)
+    _, model = await played(agent(mcp_servers=[{"url": "http://127.0.0.1:1/mcp"}]), ("put", {}), ("put", {}))
+    refused, again = model.read
+    assert "Session terminated" in refused
+    assert again == "kept"
+    assert len(set(map(id, connections))) == 2
 
 
 @pytest.mark.slow

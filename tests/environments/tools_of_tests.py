@@ -1,6 +1,7 @@
-"""Tools for tests, and an MCP server with tools: `python tools_of_tests.py`."""
+"""Tools for tests, and an MCP server with tools: `python tools_of_tests.py`, or with a port for HTTP."""
 
 import asyncio
+import sys
 import time
 from typing import Annotated
 
@@ -50,8 +51,8 @@ class Other:
         return query
 
 
-def serve() -> None:
-    """Serves two tools and one that ends the server, over standard input and output."""
+def serve(port: str = "") -> None:
+    """Serves two tools and one that ends the server: over HTTP, or over standard input and output."""
     import os
 
     from mcp.server import MCPServer
@@ -75,8 +76,11 @@ def serve() -> None:
         """Ends the server."""
         os._exit(1)
 
-    server.run("stdio")
+    if port:
+        server.run("streamable-http", host="127.0.0.1", port=int(port))
+    else:
+        server.run("stdio")
 
 
 if __name__ == "__main__":
-    serve()
+    serve(*sys.argv[1:])

@@ -16,7 +16,7 @@ from asyncrl.demo.chat_tokenizer import build_chat_tokenizer
 from asyncrl.environments.agents import Access
 from asyncrl.environments.scores import Score
 from asyncrl.generation.agent_rollouts import AgentRollouts
-from asyncrl.generation.conversations import TemplateRenderer
+from asyncrl.generation.conversations import Renderer
 from asyncrl.generation.gateway_server import GatewayServer
 from asyncrl.generation.rollout import Rollouts
 
@@ -82,7 +82,7 @@ class AgentPool(Pool):
         scorer = LocalAgents(self._agent, replica=name)
         tokenizer = _tokenizer()
         scorer.gateway = gateway = GatewayServer(
-            config=self.config, renderer=TemplateRenderer(tokenizer), sample=lambda asked: agents.sample(asked)
+            config=self.config, renderer=Renderer(tokenizer), sample=lambda asked: agents.sample(asked)
         )
         gateway._url = f"http://{name}"
         agents = AgentRollouts(

@@ -18,7 +18,7 @@ from asyncrl.environments.part_scorers import PartScorers
 from asyncrl.environments.scoring_messages import RewardFailure
 from asyncrl.errors import DataError, InfraError
 from asyncrl.generation.agent_rollouts import AgentRollouts
-from asyncrl.generation.conversations import TemplateRenderer
+from asyncrl.generation.conversations import Renderer
 from asyncrl.generation.gateway_server import GatewayServer
 from asyncrl.generation.interfaces import Completion, PartialCompletion, Sampled
 from asyncrl.generation.rollout import FinishedGroup, Rollouts
@@ -93,7 +93,7 @@ async def playing(agent: str, *, samples: int = 2, **environment: Any) -> AsyncI
         }
     )
     scorer, engine = PartScorers(all_configs(config)), Engine()
-    renderer = TemplateRenderer(TOKENIZER)
+    renderer = Renderer(TOKENIZER)
     server = GatewayServer(config=config, renderer=renderer, sample=lambda asked: agents.sample(asked))
     agents = AgentRollouts(config=config, gateway=server, engine=engine, scorer=scorer, tokenizer=TOKENIZER)  # type: ignore[arg-type]
     try:

@@ -10,13 +10,13 @@ import pytest
 from asyncrl.common.version import Version
 from asyncrl.data.specs import BRANCH
 from asyncrl.demo.chat_tokenizer import END, build_chat_tokenizer
-from asyncrl.generation.conversations import Conversation, TemplateRenderer, Turn
+from asyncrl.generation.conversations import Conversation, Renderer, Turn
 from asyncrl.generation.episodes import episode_rows, of_branches
 from asyncrl.generation.interfaces import Completion
 from asyncrl.generation.messages import Fork, canonical, difference
 
 TOKENIZER = build_chat_tokenizer(max_length=4096)
-RENDERER = TemplateRenderer(TOKENIZER)
+RENDERER = Renderer(TOKENIZER)
 END_ID = TOKENIZER.convert_tokens_to_ids(END)
 TOOL = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}
 OTHER_TOOL = {"type": "function", "function": {"name": "lookup", "parameters": {"type": "object"}}}
@@ -121,30 +121,109 @@ class Client:
             self.tools = (OTHER_TOOL,)
 
 
+class TextClient:
+    """A client of `completions` that continues its text, changes it, or repeats a call; and an engine."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.conversation = Conversation(RENDERER, max_branches=99)
+        self.seen: list[tuple[list[int], list[int]]] = []
+        self.text = self.words()
+
+    def words(self) -> str:
+        return "".join(self.rng.choices(["42", " red", "é ü", "\n", f"{END}", " the number", "b" * 9], k=4))
+
+    def call(self, *, retry: bool = False) -> Turn:
+        turn = self.conversation.call_with_text(self.text, retry=retry)
+        if turn.reply is None:
+            got = completion(self.words(), ended=self.rng.random() < 0.5)
+            self.seen.append((turn.token_ids, got.token_ids))
+            self.conversation.answered(turn, got, message(got.text))
+            turn.delivered = True
+        return turn
+
+    def act(self) -> None:
+        turn = self.call()
+        kind = self.rng.randrange(8)
+        if kind == 0:
+            assert self.call(retry=True) is turn, "a retry gets the recorded reply"
+        elif kind == 1:
+            self.call()
+        assert turn.answer is not None
+        self.text += turn.answer["content"] + self.words()
+        if kind == 2:
+            self.text = self.text.replace("42", "43", 1)
+        elif kind == 3:
+            self.text = self.text[: self.rng.randrange(1, len(self.text))]
+        elif kind == 4:
+            self.text = self.words()
+
+
+def check(conversation: Conversation, seen: list[tuple[list[int], list[int]]]) -> None:
+    trained: list[tuple[list[int], list[int]]] = []
+    branches = list(conversation.episodes())
+    row = episode_rows([of_branches(branches)], branches=True)
+    for number, episode in enumerate(branches):
+        sequence: list[int] = []
+        for node in episode.nodes:
+            if node.sampled:
+                trained.append((sequence.copy(), list(node.token_ids)))
+            sequence += node.token_ids
+        assert row["input_ids"][row[BRANCH] == number].tolist() == sequence, "a row has its branches in order"
+    assert int(row["token_mask"].sum()) == sum(len(sampled) for _, sampled in seen)
+    assert sorted(trained) == sorted(seen), "each sampled token is trained once, after what the engine saw"
+    first, *others = conversation.turns
+    assert first.fork is None
+    for turn in others:
+        continues = turn.parent is not None and turn.parent.then[0] is turn
+        assert continues or turn.fork is not None, "every branch has a reason"
+
+
 @pytest.mark.parametrize("seeds", [range(start, start + 100) for start in range(0, 1000, 100)], ids=str)
-def test_hostile_histories_never_train_a_token_twice_or_in_another_context(seeds: range) -> None:
+@pytest.mark.parametrize("kind", [Client, TextClient], ids=["messages", "texts"])
+def test_hostile_histories_never_train_a_token_twice_or_in_another_context(
+    kind: type[Client] | type[TextClient], seeds: range
+) -> None:
     for seed in seeds:
-        client = Client(seed)
+        client = kind(seed)
         for _ in range(client.rng.randint(1, 9)):
             client.act()
-        conversation = client.conversation
-        trained: list[tuple[list[int], list[int]]] = []
-        branches = list(conversation.episodes())
-        row = episode_rows([of_branches(branches)], branches=True)
-        for number, episode in enumerate(branches):
-            sequence: list[int] = []
-            for node in episode.nodes:
-                if node.sampled:
-                    trained.append((sequence.copy(), list(node.token_ids)))
-                sequence += node.token_ids
-            assert row["input_ids"][row[BRANCH] == number].tolist() == sequence, "a row has its branches in order"
-        assert int(row["token_mask"].sum()) == sum(len(sampled) for _, sampled in client.seen)
-        assert sorted(trained) == sorted(client.seen), "each sampled token is trained once, after what the engine saw"
-        first, *others = conversation.turns
-        assert first.fork is None
-        for turn in others:
-            continues = turn.parent is not None and turn.parent.then[0] is turn
-            assert continues or turn.fork is not None, "every branch has a reason"
+        check(client.conversation, client.seen)
+
+
+def said(conversation: Conversation, text: str, *, token_text: str, answer: str) -> Turn:
+    turn = conversation.call_with_text(text)
+    got = completion(token_text, ended=False)
+    conversation.answered(turn, got, message(answer))
+    return turn
+
+
+def test_a_text_that_continues_an_answer_keeps_its_tokens() -> None:
+    conversation = Conversation(RENDERER, max_branches=99)
+    said(conversation, "Question: é?\nThought:", token_text=" it is ü.", answer=" it is ü.")
+    second = said(conversation, "Question: é?\nThought: it is ü. More:", token_text="42", answer="42")
+    assert second.fork is None
+    assert second.token_ids == [*ids("Question: é?\nThought:"), *ids(" it is ü."), *ids(" More:")]
+    [episode] = conversation.episodes()
+    assert [node.sampled for node in episode.nodes] == [False, True, False, True]
+
+
+def test_a_stop_string_that_the_client_writes_again_is_not_there_twice() -> None:
+    asked, thought = "Question: 1\n", "Thought: look\n"
+    for written, fork in (("Observation: 5\n", None), ("Result: 5\n", Fork.EDITED)):
+        conversation = Conversation(RENDERER, max_branches=99)
+        said(conversation, asked, token_text=f"{thought}Observation:", answer=thought)
+        second = said(conversation, asked + thought + written, token_text="42", answer="42")
+        assert second.fork is fork
+        assert TOKENIZER.decode(second.token_ids) == asked + thought + written
+
+
+def test_branches_are_in_the_order_in_which_the_model_answered_them() -> None:
+    conversation = Conversation(RENDERER, max_branches=99)
+    first, second = (conversation.call([{"role": "user", "content": text}]) for text in ("one", "two"))
+    for turn, text in ((second, "b"), (first, "a")):
+        conversation.answered(turn, completion(text), message(text))
+    assert [episode.text for episode in conversation.episodes()] == ["b", "a"]
 
 
 def talk(*texts: str) -> tuple[Conversation, list[dict[str, Any]]]:

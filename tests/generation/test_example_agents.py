@@ -16,7 +16,7 @@ from asyncrl.data.prompts import Task
 from asyncrl.demo.chat_tokenizer import END, build_chat_tokenizer
 from asyncrl.environments.agents import Session
 from asyncrl.environments.games import CALCULATOR
-from asyncrl.generation.conversations import TemplateRenderer
+from asyncrl.generation.conversations import Renderer
 from asyncrl.generation.gateway import Answered, Asked, EndedSession
 from asyncrl.generation.gateway_server import GatewayServer
 from asyncrl.generation.interfaces import Completion
@@ -55,7 +55,7 @@ class Engine:
 
 async def played(agent: Any, engine: Engine) -> tuple[float, EndedSession]:
     """Runs an agent in a session of its own. Returns its reward, and what is left of the session."""
-    server = GatewayServer(config=CONFIG, renderer=TemplateRenderer(TOKENIZER), sample=engine.sample)
+    server = GatewayServer(config=CONFIG, renderer=Renderer(TOKENIZER), sample=engine.sample)
     await server.start()
     try:
         [(id, access)] = await server.open(1, seed=None, temperature=1.0, max_turns=8, max_branches=1)

@@ -17,7 +17,7 @@ from asyncrl.demo.chat_tokenizer import END, build_chat_tokenizer
 from asyncrl.environments.agents import Access
 from asyncrl.errors import DataError, InfraError
 from asyncrl.generation import gateway_calls as module
-from asyncrl.generation.conversations import TemplateRenderer
+from asyncrl.generation.conversations import Renderer
 from asyncrl.generation.gateway import Answered, Asked, Gateway, Limits, Sampling
 from asyncrl.generation.gateway_server import GatewayServer
 from asyncrl.generation.interfaces import Completion
@@ -67,7 +67,7 @@ class Served:
 
     def __init__(self, *, turns: int = 8, branches: int = 8, length: int = 400) -> None:
         self.engine = Engine()
-        self.gateway = Gateway(renderer=TemplateRenderer(TOKENIZER), sample=self.engine.sample, model="run")
+        self.gateway = Gateway(renderer=Renderer(TOKENIZER), sample=self.engine.sample, model="run")
         self.limits = Limits(turns=turns, branches=branches, length=length, answer_tokens=16)
         self.id, self.access = self.open()
         transport = httpx.ASGITransport(app=self.gateway.app)
@@ -124,7 +124,7 @@ async def test_the_runs_sampling_settings_apply_whatever_the_agent_asks_for(serv
 
 
 async def test_an_answer_gets_no_more_tokens_than_the_sequence_has_room_for() -> None:
-    length = len(TemplateRenderer(TOKENIZER).first(HELLO, []))
+    length = len(Renderer(TOKENIZER).first(HELLO, []))
     served = Served(length=length + 5)
     await served.say(HELLO)
     assert served.engine.asked[0].max_tokens == 5
@@ -275,6 +275,52 @@ async def test_unusable_calls_are_refused_and_reach_no_engine(
     assert served.engine.asked == []
 
 
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({}, "bad_call"),
+        ({"prompt": ""}, "bad_call"),
+        ({"prompt": []}, "bad_call"),
+        ({"prompt": ["a", "b"]}, "bad_call"),
+        ({"prompt": [[1], [2]]}, "bad_call"),
+        ({"prompt": [1, "a"]}, "bad_call"),
+        ({"prompt": [-1]}, "bad_call"),
+        ({"prompt": "a", "n": 2}, "not_supported"),
+        ({"prompt": "a", "best_of": 2}, "not_supported"),
+        ({"prompt": "a", "echo": True}, "not_supported"),
+        ({"prompt": "a", "suffix": "b"}, "not_supported"),
+        ({"prompt": "a", "logprobs": 0}, "not_supported"),
+        ({"prompt": "a" * 10_000}, "context_length_exceeded"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+async def test_unusable_calls_with_a_text_are_refused(served: Served, body: dict[str, Any], expected: str) -> None:
+    assert refused(await served.post("/completions", json=body)) == (400, expected)
+    assert served.engine.asked == []
+
+
+async def test_a_text_is_continued_as_one_episode(served: Served) -> None:
+    async def complete(prompt: Any, **body: Any) -> dict[str, Any]:
+        response = await served.post("/completions", json={"prompt": prompt, **body})
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    first = await complete("one:", max_tokens=7, stop="\n", return_token_ids=True)
+    [choice] = first["choices"]
+    assert (choice["text"], choice["finish_reason"], first["object"]) == ("answer 1", "stop", "text_completion")
+    assert choice["prompt_token_ids"] == TOKENIZER("one:")["input_ids"]
+    assert (served.engine.asked[0].max_tokens, served.engine.asked[0].stop) == (7, ("\n",))
+    second = await complete(["one:answer 1 two:"])
+    assert second["choices"][0]["text"] == "answer 2"
+    await complete([*choice["prompt_token_ids"], *choice["token_ids"], 5])
+    ended = await served.gateway.close(served.id)
+    assert ended.forks == {"edited": 1}
+    first_branch, second_branch = ended.episodes
+    assert [node.sampled for node in first_branch.nodes] == [False, True, False, True]
+    assert [node.sampled for node in second_branch.nodes] == [False, False, False, True]
+
+
 def generate_path(access: Access) -> str:
     return access.base_url.removesuffix("/v1") + "/inference/v1/generate"
 
@@ -333,12 +379,12 @@ async def test_tokens_that_do_not_continue_the_last_call_are_a_fork(served: Serv
 
 
 @asynccontextmanager
-async def listening() -> AsyncIterator[tuple[Engine, Access]]:
+async def listening(calls: int = 8) -> AsyncIterator[tuple[Engine, Access]]:
     engine = Engine()
-    server = GatewayServer(config=CONFIG, renderer=TemplateRenderer(TOKENIZER), sample=engine.sample)
+    server = GatewayServer(config=CONFIG, renderer=Renderer(TOKENIZER), sample=engine.sample)
     await server.start()
     try:
-        [(id, access)] = await server.open(1, seed=None, temperature=1.0, max_turns=8, max_branches=8)
+        [(id, access)] = await server.open(1, seed=None, temperature=1.0, max_turns=calls, max_branches=calls)
         yield engine, access
         await server.close([id])
     finally:
@@ -386,6 +432,38 @@ async def test_the_openai_client_reads_a_stream(client: openai.AsyncOpenAI) -> N
     assert chunks[-1].usage.completion_tokens > 0
 
 
+async def test_the_openai_client_completes_a_text(client: openai.AsyncOpenAI) -> None:
+    answer = await client.completions.create(model="", prompt="one:")
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("answer 1", "stop")
+    stream = await client.completions.create(
+        model="", prompt="two:", stream=True, stream_options={"include_usage": True}
+    )
+    *chunks, end, usage = [chunk async for chunk in stream]
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "answer 2"
+    assert end.choices[0].finish_reason == "stop"
+    assert usage.usage is not None
+    assert usage.usage.completion_tokens > 0
+
+
+async def test_the_openai_client_does_not_repeat_a_call_beyond_the_calls_at_once() -> None:
+    async with (
+        listening(100) as (engine, access),
+        openai.AsyncOpenAI(base_url=access.base_url, api_key=access.api_key) as client,
+    ):
+        engine.go.clear()
+        calls = [
+            asyncio.create_task(client.chat.completions.create(model="", messages=HELLO))  # type: ignore[arg-type]
+            for _ in range(64)
+        ]
+        while len(engine.asked) < 64:
+            await asyncio.sleep(0.01)
+        with pytest.raises(openai.RateLimitError, match="64 calls at once"):
+            await client.chat.completions.create(model="", messages=HELLO)  # type: ignore[arg-type]
+        engine.go.set()
+        await asyncio.gather(*calls)
+        assert len(engine.asked) == 64
+
+
 async def test_the_openai_client_reports_a_refusal(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="n = 2 is not supported"):
         await client.chat.completions.create(model="", messages=HELLO, n=2)  # type: ignore[call-overload]
@@ -393,7 +471,7 @@ async def test_the_openai_client_reports_a_refusal(client: openai.AsyncOpenAI) -
 
 async def test_many_sessions_at_once() -> None:
     engine = Engine()
-    server = GatewayServer(config=CONFIG, renderer=TemplateRenderer(TOKENIZER), sample=engine.sample)
+    server = GatewayServer(config=CONFIG, renderer=Renderer(TOKENIZER), sample=engine.sample)
     await server.start()
     try:
         sessions = await server.open(200, seed=None, temperature=1.0, max_turns=2, max_branches=1)

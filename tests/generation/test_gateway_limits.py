@@ -21,7 +21,7 @@ from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.demo.chat_tokenizer import build_chat_tokenizer
 from asyncrl.environments.agents import Access
-from asyncrl.generation.conversations import TemplateRenderer
+from asyncrl.generation.conversations import Renderer
 from asyncrl.generation.gateway import Answered, Asked
 from asyncrl.generation.gateway_connections import ConnectionLimits
 from asyncrl.generation.gateway_server import GatewayServer
@@ -31,7 +31,7 @@ from asyncrl.generation.messages import Message
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 
 TOKENIZER = build_chat_tokenizer(max_length=4096)
-RENDERER = TemplateRenderer(TOKENIZER)
+RENDERER = Renderer(TOKENIZER)
 CONFIG = Config.model_validate({"model": {"max_length": 2048}})
 MIB = 2**20
 ENOUGH_S = 20.0
@@ -112,7 +112,7 @@ class Client:
         return b""
 
 
-class Counting(TemplateRenderer):
+class Counting(Renderer):
     """A renderer that adds up the characters of which it makes tokens."""
 
     characters = 0
@@ -127,9 +127,7 @@ class Counting(TemplateRenderer):
 
 
 @asynccontextmanager
-async def serving(
-    *, max_turns: int = 100, renderer: TemplateRenderer = RENDERER, **limits: Any
-) -> AsyncIterator[Scene]:
+async def serving(*, max_turns: int = 100, renderer: Renderer = RENDERER, **limits: Any) -> AsyncIterator[Scene]:
     engine = Engine()
     server = GatewayServer(
         config=CONFIG, renderer=renderer, sample=engine.sample, connections=ConnectionLimits(**limits)

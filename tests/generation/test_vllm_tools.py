@@ -7,10 +7,10 @@ import pytest
 from asyncrl.common.version import Version
 from asyncrl.demo.chat_tokenizer import END, build_chat_tokenizer
 from asyncrl.errors import ConfigError
-from asyncrl.generation.conversations import Conversation, TemplateRenderer
+from asyncrl.generation.conversations import Conversation, Renderer
 from asyncrl.generation.gateway_calls import token_answer
 from asyncrl.generation.interfaces import Completion
-from asyncrl.generation.vllm_tools import ToolParser
+from asyncrl.generation.vllm_tools import ToolParser, settled_id
 
 TOKENIZER = build_chat_tokenizer(max_length=1024)
 TOOL = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}
@@ -30,13 +30,35 @@ def tokens(text: str) -> list[int]:
 
 @pytest.mark.parametrize("end", ["", END], ids=["cut off", "ended"])
 def test_a_call_becomes_a_tool_call_and_the_rest_stays_text(parser: ToolParser, end: str) -> None:
-    message = parser.message(tokens(f"let me see {GOOD}{end}"), tools=[TOOL])
+    message = parser.message(tokens(f"let me see {GOOD}{end}"), tools=[TOOL], prompt=[1])
     [call] = message["tool_calls"]
     assert message["content"] == "let me see "
     assert (call["type"], call["function"]) == (
         "function",
         {"name": "calculator", "arguments": '{"expression": "6 × 7"}'},
     )
+
+
+def test_the_same_answer_to_the_same_prompt_has_the_same_ids(parser: ToolParser) -> None:
+    def ids(answer: str, prompt: list[int]) -> list[str]:
+        return [call["id"] for call in parser.message(tokens(answer), tools=[TOOL], prompt=prompt)["tool_calls"]]
+
+    once = ids(GOOD + GOOD, [1, 2])
+    assert ids(GOOD + GOOD, [1, 2]) == once
+    others = [*ids(GOOD + GOOD, [1, 3]), *ids(f"{GOOD} {GOOD}", [1, 2])]
+    assert len({*once, *others}) == 6
+    assert all(id.startswith("chatcmpl-tool-") for id in [*once, *others])
+
+
+@pytest.mark.parametrize(
+    ("id", "settled"),
+    [("functions.calculator:0", False), ("aB3dE6gH9", True), ("call_0123456789abcdef", True)],
+)
+def test_only_random_ids_are_settled_and_they_keep_their_form(id: str, settled: bool) -> None:
+    found = settled_id(id, 0, [1], [2])
+    assert (found != id) is settled
+    assert len(found) == len(id)
+    assert found.partition("_")[0] == id.partition("_")[0] or "_" not in id
 
 
 @pytest.mark.parametrize(
@@ -51,11 +73,14 @@ def test_a_call_becomes_a_tool_call_and_the_rest_stays_text(parser: ToolParser, 
     ],
 )
 def test_an_answer_with_a_malformed_call_stays_a_text(parser: ToolParser, call: str) -> None:
-    assert parser.message(tokens(f"see {call}{END}"), tools=[TOOL]) == {"role": "assistant", "content": f"see {call}"}
+    assert parser.message(tokens(f"see {call}{END}"), tools=[TOOL], prompt=[1]) == {
+        "role": "assistant",
+        "content": f"see {call}",
+    }
 
 
 def test_an_answer_without_calls_is_a_text(parser: ToolParser) -> None:
-    assert parser.message(tokens(f"42{END}"), tools=[TOOL]) == {"role": "assistant", "content": "42"}
+    assert parser.message(tokens(f"42{END}"), tools=[TOOL], prompt=[1]) == {"role": "assistant", "content": "42"}
 
 
 def test_an_unknown_parser_is_refused_with_the_known_ones() -> None:
@@ -66,7 +91,7 @@ def test_an_unknown_parser_is_refused_with_the_known_ones() -> None:
 def test_vllms_client_reads_the_answer_of_the_gateway() -> None:
     from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateTokensResponse
 
-    conversation = Conversation(TemplateRenderer(TOKENIZER), max_branches=1)
+    conversation = Conversation(Renderer(TOKENIZER), max_branches=1)
     turn = conversation.call_with_tokens([5, 6])
     versions = [Version(1, 3), Version(1, 4), Version(1, 4)]
     sampled = Completion(token_ids=[7, 8, 9], logprobs=[-0.1, -0.2, -0.3], versions=versions, text="", truncated=True)

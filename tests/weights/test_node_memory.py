@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -205,6 +206,59 @@ async def test_a_replica_that_is_stuck_with_the_memory_delays_the_others_for_a_m
         replica.staged.release()
     assert await other.stage(0) == [], "it has joined the others again"
     assert other.memory == stuck.memory
+
+
+def test_replicas_take_memory_of_their_own_one_after_the_other(pointer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node has room for one of them, so the second one must see the memory of the first one as used."""
+    taken: list[int] = []
+
+    def available() -> SimpleNamespace:
+        free = 3 * NBYTES - sum(taken)
+        time.sleep(0.05)
+        return SimpleNamespace(available=free)
+
+    class Counted(Block):
+        def __init__(self, nbytes: int) -> None:
+            super().__init__(nbytes)
+            taken.append(nbytes + 1)
+
+    replicas = [StagedWeights(pointer) for _ in range(3)]
+    for replica in replicas:
+        replica.begin(manifest_of(0))
+    monkeypatch.setattr(staging.psutil, "virtual_memory", available)
+    monkeypatch.setattr(staging, "Block", Counted)
+    with ThreadPoolExecutor() as threads:
+        moves = [threads.submit(replica._move_apart) for replica in replicas]
+    assert [type(move.exception()) for move in moves].count(FetchFailed) == 2
+    assert len(taken) == 1
+
+
+@pytest.mark.asyncio
+async def test_a_replica_that_is_cancelled_twice_keeps_the_memory_until_it_has_written(
+    pointer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, may_end = threading.Event(), threading.Event()
+    put = StagedWeights.put
+
+    def slow_put(self: StagedWeights, part: Part, data: Bytes) -> None:
+        writing.set()
+        may_end.wait(10)
+        put(self, part, data)
+
+    monkeypatch.setattr(StagedWeights, "put", slow_put)
+    monkeypatch.setattr(staging, "LOOP_BYTES", 0)
+    first, second = Replica(pointer), StagedWeights(pointer)
+    second.begin(manifest_of(0))
+    staged = asyncio.create_task(first.stage(0))
+    await asyncio.to_thread(writing.wait, 10)
+    for _ in range(2):
+        staged.cancel()
+        assert await waits(staged)
+        assert not second._memory.lock(alone=True), "the thread writes"
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await staged
+    assert second._memory.lock(alone=True)
 
 
 @pytest.mark.asyncio
