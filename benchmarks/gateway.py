@@ -32,11 +32,12 @@ from asyncrl.config.schema import Config
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.demo.chat_tokenizer import build_chat_tokenizer
 from asyncrl.environments.agents import Access
-from asyncrl.generation.conversations import Conversation, Message, Renderer
+from asyncrl.generation.conversations import Conversation, Message
 from asyncrl.generation.gateway import Answered, Asked
 from asyncrl.generation.gateway_calls import ChatCall, chat_answer
 from asyncrl.generation.gateway_server import RemoteGateway
 from asyncrl.generation.interfaces import Completion
+from asyncrl.generation.rendering import Renderer
 from asyncrl.generation.vllm_engine import VLLMEngine, prepare_environment
 
 BENCHMARK = "gateway.py"

@@ -210,7 +210,7 @@ class SleepingRanks:
         outstanding: dict[str, int] = self._client.rows_outstanding()
         return outstanding
 
-    # The parts of `SavedRun`.
+    # The parts of `RunParts`.
 
     def check_folder(self, folder: Path) -> None: ...
 

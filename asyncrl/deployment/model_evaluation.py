@@ -109,8 +109,8 @@ async def _with_agents(
     if not scorer.any_agent:
         return None
     from asyncrl.generation.agent_rollouts import AgentRollouts
-    from asyncrl.generation.conversations import Renderer
     from asyncrl.generation.gateway_server import GatewayServer
+    from asyncrl.generation.rendering import Renderer
 
     renderer = Renderer(tokenizer)
     server = GatewayServer(config=config, renderer=renderer, sample=lambda asked: agents.sample(asked))

@@ -196,14 +196,14 @@ class KeyValueStore:
         draw, made = random.Random(seed), []
         for task in self.tasks(seed):
             key, guess = task.question[0], str(draw.randint(1, self.highest))
-            put = {"key": key, "value": task.answer if draw.random() < 0.6 else guess}
-            get = {"key": key if draw.random() < 0.7 else draw.choice(KEYS)}
+            put = {"key": key, "value": task.answer if draw.random() < 0.8 else guess}
+            get = {"key": key if draw.random() < 0.8 else draw.choice(KEYS)}
             told, asked = _told(task), _asked(task)
             calls = (
-                ((told,), _written("put", put) if draw.random() < 0.7 else "ok"),
+                ((told,), _written("put", put) if draw.random() < 0.8 else "ok"),
                 ((told, *_called("put", put, "kept")), "ok"),
                 ((asked,), _written("get", get) if draw.random() < 0.4 else guess),
-                ((asked, *_called("get", get, task.answer)), task.answer if draw.random() < 0.6 else guess),
+                ((asked, *_called("get", get, task.answer)), task.answer if draw.random() < 0.8 else guess),
             )
             made += [Demonstration(messages=messages, tools=(PUT, GET), answer=answer) for messages, answer in calls]
         return made

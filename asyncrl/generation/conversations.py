@@ -11,16 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.errors import ConfigError
 from asyncrl.generation.episodes import Episode, Node, Origin
 from asyncrl.generation.interfaces import Completion
-from asyncrl.generation.messages import Fork, Message, canonical, compact, difference, for_template, text_of
+from asyncrl.generation.messages import Fork, Message, canonical, compact, difference, text_of
+from asyncrl.generation.rendering import Renderer
 
 CHARACTERS_PER_TOKEN = 16
 """Text with more characters for each token than this is rare. Usual text has about four."""
-
-_CONTEXT = 8
-"""Number of tokens before others with which these are decoded."""
 
 
 class LimitExceeded(Exception):
@@ -31,80 +28,17 @@ class LimitExceeded(Exception):
         self.code = code
 
 
-class Renderer:
-    """Turns messages into tokens, with any chat template. The tokens of new messages are the difference between a short
-    conversation and the same one with the new messages. `end` is the token that ends a turn; the model samples it."""
-
-    _BEFORE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
-
-    def __init__(self, tokenizer: Any) -> None:
-        """Raises ConfigError if the tokenizer has no chat template, or if the template does not end the turns of the
-        model with the token that ends its answers."""
-        self._tokenizer = tokenizer
-        self.end: int = tokenizer.eos_token_id
-        if not getattr(tokenizer, "chat_template", None):
-            raise ConfigError(
-                "an agent needs a model whose tokenizer has a chat template, and data.chat: auto; use a chat model",
-                key="environment.agent",
-            )
-        if self.end not in self._render(self._BEFORE, prompted=False):
-            raise ConfigError(
-                f"the model's chat template does not end a turn with {tokenizer.eos_token!r}, the end of its answers, "
-                "so an agent's turns cannot be put together; use a tokenizer whose template does",
-                key="environment.agent",
-            )
-        before = self._render(self._BEFORE, prompted=False)
-        self._closed = before[: len(before) - before[::-1].index(self.end)]
-
-    def first(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Returns the tokens of a conversation up to the place where the model answers."""
-        return self._render(messages, tools=tools)
-
-    def rest(self, messages: Sequence[Message]) -> list[int] | None:
-        """Returns the tokens that follow the end of the model's turn: what the template puts behind it, the `messages`,
-        and the beginning of the next answer. None if they depend on the turns before."""
-        whole = self._render([*self._BEFORE, *messages])
-        same = whole[: len(self._closed)] == self._closed
-        return whole[len(self._closed) :] if same else None
-
-    def count(self, text: str) -> int:
-        """Returns the number of tokens of a text."""
-        return len(self.encoded(text, begins=False))
-
-    def encoded(self, text: str, *, begins: bool) -> list[int]:
-        """Returns the tokens of a text. If a sequence `begins` with it, the tokenizer may put a first token before
-        it."""
-        return list(self._tokenizer(text, add_special_tokens=begins, verbose=False)["input_ids"])
-
-    def decoded(self, token_ids: Sequence[int], *, after: Sequence[int]) -> str:
-        """Returns the text of tokens that follow `after`, without special tokens."""
-        before = list(after[-_CONTEXT:])  # some tokenizers write the first token of a text in another way
-        start, whole = (
-            self._tokenizer.decode(ids, skip_special_tokens=True) for ids in (before, [*before, *token_ids])
-        )
-        return str(whole[len(start) :])
-
-    def _render(
-        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), prompted: bool = True
-    ) -> list[int]:
-        ids: list[int] = self._tokenizer.apply_chat_template(
-            list(map(for_template, messages)),
-            tools=list(tools) or None,
-            add_generation_prompt=prompted,
-            tokenize=True,
-            return_dict=False,
-        )
-        return ids
-
-
 @dataclass(eq=False, kw_only=True)
 class Turn:
     """A call of an agent: a place in the tree where the model answers, or has answered.
 
     `history` are the call's messages in canonical form, `node` the tokens that the call added, and `length` the number
-    of all tokens of its prompt. A call with a text has `text` until it is answered, and then the digest of this text
-    and the answer in `said`. `reply` is set when the model has answered; `answer` is the message for the agent, which
-    has got it if it is `delivered`, and `then` are the turns that continue it.
+    of all tokens of its prompt. `reply` is set when the model has answered; `answer` is the message for the agent,
+    which has got it if it is `delivered`, and `then` are the turns that continue it.
+
+    A call with a text has the digest of this text in `asked`, the text itself in `text` until it is answered, and then
+    the digest of the text with the answer in `said`. Its answer ends before a stop string; `tail` is the text of its
+    tokens from there on, and `stop` are the stop strings.
     """
 
     history: tuple[str, ...]
@@ -113,8 +47,11 @@ class Turn:
     node: Node
     length: int
     fork: Fork | None
+    asked: "Digest | None" = None
     text: str | None = None
     said: "Digest | None" = None
+    tail: str = ""
+    stop: tuple[str, ...] = ()
     reply: Node | None = None
     answer: dict[str, Any] | None = None
     closing: str = ""
@@ -168,6 +105,15 @@ class Turn:
         )
 
 
+def _repeated(same: Sequence[Turn], *, retry: bool) -> Turn | None:
+    """Returns the turn of which a call is a repeat, of the earlier ones that are the same: if it is a `retry`, or if
+    the answer of the last one never arrived."""
+    if not same or not (retry or (same[-1].reply is not None and not same[-1].delivered)):
+        return None
+    # The first try of a retry may have failed, while another call of the same kind was answered.
+    return next((turn for turn in same if retry and turn.reply is None), same[-1])
+
+
 Digest = tuple[int, bytes]
 """The number of characters of a text, and its hash."""
 
@@ -214,8 +160,8 @@ class Conversation:
         history, shown = tuple(map(canonical, messages)), compact(list(tools))
         as_long = [turn for turn in self.turns if len(turn.history) == len(history)]
         same = [turn for turn in as_long if turn.history == history and turn.tools == shown]
-        if same and (retry or (same[-1].reply is not None and not same[-1].delivered)):
-            return same[-1]
+        if (repeated := _repeated(same, retry=retry)) is not None:
+            return repeated
         self._check_calls()
         self._check_texts(shown, *map(text_of, messages))
         if same:
@@ -237,11 +183,15 @@ class Conversation:
         with which it begins. Retries are as in `call`."""
         asked = list(token_ids)
         same = [turn for turn in self.turns if turn.length == len(asked) and turn.token_ids == asked]
-        if same and (retry or (same[-1].reply is not None and not same[-1].delivered)):
-            return same[-1]
+        if (repeated := _repeated(same, retry=retry)) is not None:
+            return repeated
         self._check_calls()
         if same:
             return self._added(same[0].parent, same[0].node, (), "", Fork.RESAMPLED)
+        return self._continued(asked)
+
+    def _continued(self, asked: list[int]) -> Turn:
+        """Adds a call with tokens, which continue the longest earlier sequence with which they begin."""
         # Only sequences that are not longer are built and compared. The first one that fits is the longest one.
         answered = [turn for turn in self.turns if turn.reply is not None and turn.whole_length <= len(asked)]
         longest_first = sorted(answered, key=lambda turn: turn.whole_length, reverse=True)
@@ -256,21 +206,39 @@ class Conversation:
         node = Node(origin=Origin.ENVIRONMENT, token_ids=asked[parent.whole_length if parent is not None else 0 :])
         return self._added(parent, node, (), "", fork)
 
-    def call_with_text(self, text: str, *, retry: bool = False) -> Turn:
+    def call_with_text(
+        self, text: str, *, stop: tuple[str, ...] = (), first_token: bool = True, retry: bool = False
+    ) -> Turn:
         """Returns the turn of a call with a text instead of messages. If it begins with the text of an earlier call and
         the model's answer, these tokens stay as they are, and only the rest of the text is made into tokens. Retries
-        are as in `call`."""
+        are as in `call`. `stop` are its stop strings. With `first_token`, the tokenizer may put a token before it."""
+        asked = _digest(text)
+        same = [turn for turn in self.turns if turn.asked == asked]
+        if (repeated := _repeated(same, retry=retry)) is not None:
+            return repeated
+        self._check_calls()
         self._check_texts(text)
+        if same:
+            turn = self._added(same[0].parent, same[0].node, (), "", Fork.RESAMPLED)
+        else:
+            turn = self._continued(self._tokens_of(text, first_token=first_token))
+        turn.asked, turn.text, turn.stop = asked, text, stop
+        return turn
+
+    def _tokens_of(self, text: str, *, first_token: bool) -> list[int]:
         spoken = [(turn.said, turn) for turn in self.turns if turn.said is not None]
         longest_first = sorted(spoken, key=lambda each: each[0], reverse=True)
-        kept, known = next(
-            ((turn.whole, said[0]) for said, turn in longest_first if _digest(text[: said[0]]) == said), ([], 0)
-        )
-        token_ids = [*kept, *self._renderer.encoded(text[known:], begins=not known)]
-        turn = self.call_with_tokens(token_ids, retry=retry)
-        if turn.reply is None:
-            turn.text = text
-        return turn
+        found = next(((said, turn) for said, turn in longest_first if _digest(text[: said[0]]) == said), None)
+        if found is None:
+            return self._renderer.encoded(text, first_token=first_token)
+        (length, _), earlier = found
+        rest = text[length:]
+        # The tokens of the answer have the stop string. The agent may write it again.
+        again = [earlier.tail, *(stop for stop in earlier.stop if earlier.tail.startswith(stop))]
+        rest = next((rest[len(end) :] for end in again if end and rest.startswith(end)), rest)
+        kept, added = earlier.whole, self._renderer.continued(rest)
+        closed = kept[-1] == self._renderer.end and added[:1] == [self._renderer.end]
+        return [*kept, *added[closed:]]
 
     def answered(self, turn: Turn, completion: Completion, message: dict[str, Any]) -> None:
         """Records what the model sampled in a turn, and the message that the agent gets."""
@@ -281,11 +249,14 @@ class Conversation:
             versions=completion.versions,
             supports=completion.supports,
         )
-        turn.answer, turn.closing, turn.truncated = message, canonical(message), completion.truncated
         if turn.text is not None:
-            # The text of the answer ends before a stop string, but its tokens have the stop string, too.
-            said = turn.text + self._renderer.decoded(completion.token_ids, after=turn.token_ids)
-            turn.text, turn.said = None, _digest(said)
+            text, whole = completion.text, self._renderer.decoded(completion.token_ids, after=turn.token_ids)
+            if text not in whole:  # the prompt ends within a character
+                whole = text
+            end = whole.index(text) + len(text)  # behind the space that some tokenizers leave out before a text
+            message = {**message, "content": whole[:end]}
+            turn.tail, turn.said, turn.text = whole[end:], _digest(turn.text + whole[:end]), None
+        turn.answer, turn.closing, turn.truncated = message, canonical(message), completion.truncated
         self._answers += 1
         turn.answered_as = self._answers
 

@@ -24,20 +24,21 @@ from starlette.routing import Route
 
 from asyncrl.environments.agents import Access
 from asyncrl.errors import DataError
-from asyncrl.generation.conversations import Conversation, LimitExceeded, Renderer, Turn
+from asyncrl.generation.conversations import Conversation, LimitExceeded, Turn
 from asyncrl.generation.episodes import Episode
 from asyncrl.generation.gateway_calls import (
     ChatCall,
     Refused,
     TextCall,
     TokenCall,
+    answered,
     chat_answer,
-    events,
     read_call,
     text_answer,
     token_answer,
 )
 from asyncrl.generation.interfaces import Completion
+from asyncrl.generation.rendering import Renderer
 from asyncrl.user_code import describe_error
 
 TOO_MANY = 429
@@ -257,7 +258,7 @@ class Gateway:
         if call.return_token_ids and turn.reply is not None:
             answer["prompt_token_ids"] = turn.token_ids
             answer["choices"][0]["token_ids"] = list(turn.reply.token_ids)
-        return _sent(answer, call)
+        return answered(answer, call)
 
     async def _complete(self, session: _Session, request: Request) -> Response:
         call = await read_call(request, TextCall)
@@ -265,14 +266,16 @@ class Gateway:
 
         def continued(conversation: Conversation, *, retry: bool) -> Turn:
             if isinstance(prompt, str):
-                return conversation.call_with_text(prompt, retry=retry)
+                stop = _strings(call.stop)
+                first_token = call.add_special_tokens
+                return conversation.call_with_text(prompt, stop=stop, first_token=first_token, retry=retry)
             return conversation.call_with_tokens(prompt, retry=retry)
 
         turn = await self._answered(session, request, call, continued, answer_tokens=call.max_tokens, stop=call.stop)
         answer = text_answer(turn, model=self._model, number=session.conversation.turns.index(turn))
         if call.return_token_ids and turn.reply is not None:
             answer["choices"][0] |= {"prompt_token_ids": turn.token_ids, "token_ids": list(turn.reply.token_ids)}
-        return _sent(answer, call)
+        return answered(answer, call)
 
     async def _generate(self, session: _Session, request: Request) -> Response:
         call = await read_call(request, TokenCall)
@@ -310,6 +313,8 @@ class Gateway:
                 task = session.calls[turn] = asyncio.create_task(self._sampled(session, turn, asked))
             # The call goes on if the client gives up: a retry then gets what was sampled.
             await asyncio.shield(asyncio.gather(task, return_exceptions=True))
+        if turn not in session.conversation.turns:
+            raise Refused(503, "begun_again", "the agent of this session has begun again")
         if turn.reply is None:
             error = session.errors.get(turn, "it was ended")
             if isinstance(error, DataError):  # such as a token that is not in the model's vocabulary
@@ -354,7 +359,7 @@ class Gateway:
             max_tokens=min(limits.length - turn.length, limits.answer_tokens, answer_tokens or limits.answer_tokens),
             temperature=sampling.temperature,
             seed=sampling.seed(session.conversation.turns.index(turn)),
-            stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+            stop=_strings(stop),
             tools=tools,
         )
 
@@ -372,16 +377,12 @@ class Gateway:
             session.calls.pop(turn, None)
 
 
+def _strings(stop: str | list[str] | None) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else tuple(stop or ())
+
+
 def _no_session() -> Refused:
     return Refused(401, "no_session", "there is no open session with this id and key")
-
-
-def _sent(answer: Mapping[str, Any], call: ChatCall | TextCall) -> Response:
-    """Returns the response with an answer, as a stream if the call asks for one."""
-    if not call.stream:
-        return _json(answer)
-    with_usage = bool((call.stream_options or {}).get("include_usage"))
-    return Response(events(answer, with_usage=with_usage), media_type="text/event-stream")
 
 
 def _json(body: Mapping[str, Any], *, status: int = 200) -> Response:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
 from asyncrl.generation.conversations import Turn
 from asyncrl.generation.episodes import version_spans
@@ -55,6 +56,7 @@ class ChatCall(msgspec.Struct, frozen=True, kw_only=True):
             "logit_bias": not self.logit_bias,
             "response_format": (self.response_format or {}).get("type", "text") == "text",
             "tool_choice": self.tool_choice in (None, "auto"),
+            "return_token_ids": not (self.return_token_ids and self.stream),
         }
         return ", ".join(f"{name} = {getattr(self, name)!r}" for name, is_so in honoured.items() if not is_so)
 
@@ -64,6 +66,7 @@ class TextCall(msgspec.Struct, frozen=True, kw_only=True):
     not name is ignored, such as sampling settings."""
 
     prompt: str | list[str | _Token | list[_Token]]
+    add_special_tokens: bool = True
     max_tokens: _Count | None = None
     stop: _Stop | None = None
     stream: bool | None = None
@@ -84,6 +87,7 @@ class TextCall(msgspec.Struct, frozen=True, kw_only=True):
             "echo": not self.echo,
             "suffix": not self.suffix,
             "logprobs": self.logprobs is None,
+            "return_token_ids": not (self.return_token_ids and self.stream),
             "logit_bias": not self.logit_bias,
         }
         return ", ".join(f"{name} = {getattr(self, name)!r}" for name, is_so in honoured.items() if not is_so)
@@ -171,6 +175,14 @@ def _answer(turn: Turn, choice: Mapping[str, Any], **head: str) -> dict[str, Any
         "choices": [{"index": 0, "logprobs": None, **choice}],
         "usage": _usage(turn.length, len(turn.reply.token_ids)),
     }
+
+
+def answered(answer: Mapping[str, Any], call: ChatCall | TextCall) -> Response:
+    """Returns the response with an answer, as a stream if the call asks for one."""
+    if not call.stream:
+        return Response(msgspec.json.encode(answer), media_type="application/json")
+    with_usage = bool((call.stream_options or {}).get("include_usage"))
+    return Response(events(answer, with_usage=with_usage), media_type="text/event-stream")
 
 
 def events(answer: Mapping[str, Any], *, with_usage: bool) -> bytes:

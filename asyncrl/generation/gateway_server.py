@@ -16,10 +16,10 @@ from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.data_plane.calls import finished, start
 from asyncrl.environments.agents import Access
 from asyncrl.errors import ActorGone, CallTimeout, InfraError
-from asyncrl.generation.conversations import Renderer
 from asyncrl.generation.gateway import Answered, Asked, EndedSession, Gateway, Limits, Sample, Sampling
 from asyncrl.generation.gateway_connections import ConnectionLimits, Connections
 from asyncrl.generation.prefixes import seed_of
+from asyncrl.generation.rendering import Renderer
 from asyncrl.shown_text import log_to_stderr
 
 HOST = "127.0.0.1"

@@ -11,7 +11,7 @@ import msgspec
 
 from asyncrl.errors import ConfigError
 
-_RANDOM_ID = re.compile(r"(?:chatcmpl-tool-|call_)?([0-9A-Za-z]{9,})")
+_RANDOM_ID = re.compile(r"(?:chatcmpl-tool-|call_(?:\d+_)?)?([0-9A-Za-z]{9,})")
 """The ids of vLLM's parsers that are random: hexadecimal digits, and for Mistral's models nine letters and digits."""
 
 

@@ -16,8 +16,8 @@ from asyncrl.demo.chat_tokenizer import build_chat_tokenizer
 from asyncrl.environments.agents import Access
 from asyncrl.environments.scores import Score
 from asyncrl.generation.agent_rollouts import AgentRollouts
-from asyncrl.generation.conversations import Renderer
 from asyncrl.generation.gateway_server import GatewayServer
+from asyncrl.generation.rendering import Renderer
 from asyncrl.generation.rollout import Rollouts
 
 ANSWER_TOKENS = 4

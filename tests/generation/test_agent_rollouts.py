@@ -18,9 +18,9 @@ from asyncrl.environments.part_scorers import PartScorers
 from asyncrl.environments.scoring_messages import RewardFailure
 from asyncrl.errors import DataError, InfraError
 from asyncrl.generation.agent_rollouts import AgentRollouts
-from asyncrl.generation.conversations import Renderer
 from asyncrl.generation.gateway_server import GatewayServer
 from asyncrl.generation.interfaces import Completion, PartialCompletion, Sampled
+from asyncrl.generation.rendering import Renderer
 from asyncrl.generation.rollout import FinishedGroup, Rollouts
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.integration, pytest.mark.timeout(120)]

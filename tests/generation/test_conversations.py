@@ -3,17 +3,21 @@
 import json
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
 from asyncrl.common.version import Version
 from asyncrl.data.specs import BRANCH
 from asyncrl.demo.chat_tokenizer import END, build_chat_tokenizer
-from asyncrl.generation.conversations import Conversation, Renderer, Turn
+from asyncrl.generation.conversations import Conversation, Turn
 from asyncrl.generation.episodes import episode_rows, of_branches
 from asyncrl.generation.interfaces import Completion
 from asyncrl.generation.messages import Fork, canonical, difference
+from asyncrl.generation.rendering import Renderer
 
 TOKENIZER = build_chat_tokenizer(max_length=4096)
 RENDERER = Renderer(TOKENIZER)
@@ -128,17 +132,22 @@ class TextClient:
         self.rng = random.Random(seed)
         self.conversation = Conversation(RENDERER, max_branches=99)
         self.seen: list[tuple[list[int], list[int]]] = []
-        self.text = self.words()
+        self.text = f"to {self.words()}"
 
     def words(self) -> str:
-        return "".join(self.rng.choices(["42", " red", "é ü", "\n", f"{END}", " the number", "b" * 9], k=4))
+        return "".join(
+            self.rng.choices(["42", " red", "é ü", "\n", f"{END}", " the number", "b" * 9], k=self.rng.randrange(5))
+        )
 
     def call(self, *, retry: bool = False) -> Turn:
         turn = self.conversation.call_with_text(self.text, retry=retry)
         if turn.reply is None:
             got = completion(self.words(), ended=self.rng.random() < 0.5)
             self.seen.append((turn.token_ids, got.token_ids))
-            self.conversation.answered(turn, got, message(got.text))
+            seen = TOKENIZER.decode(turn.token_ids, skip_special_tokens=True)
+            assert seen == self.text.replace(END, ""), "the engine gets the text of the call"
+            text = got.text.replace(END, "")  # the engine gives the agent no special tokens
+            self.conversation.answered(turn, replace(got, text=text), message(text))
             turn.delivered = True
         return turn
 
@@ -156,7 +165,7 @@ class TextClient:
         elif kind == 3:
             self.text = self.text[: self.rng.randrange(1, len(self.text))]
         elif kind == 4:
-            self.text = self.words()
+            self.text = f"to {self.words()}"
 
 
 def check(conversation: Conversation, seen: list[tuple[list[int], list[int]]]) -> None:
@@ -191,9 +200,14 @@ def test_hostile_histories_never_train_a_token_twice_or_in_another_context(
         check(client.conversation, client.seen)
 
 
-def said(conversation: Conversation, text: str, *, token_text: str, answer: str) -> Turn:
-    turn = conversation.call_with_text(text)
-    got = completion(token_text, ended=False)
+def said(conversation: Conversation, text: str, *, token_text: str, answer: str, stop: str = "") -> Turn:
+    """Calls with a text. The model answers with a token for each character, and the agent gets `answer`."""
+    turn = conversation.call_with_text(text, stop=(stop,) if stop else ())
+    token_ids = [token for character in token_text for token in ids(character)]
+    count = len(token_ids)
+    got = Completion(
+        token_ids=token_ids, logprobs=[-1.0] * count, versions=[Version(1, 0)] * count, text=answer, truncated=True
+    )
     conversation.answered(turn, got, message(answer))
     return turn
 
@@ -201,21 +215,128 @@ def said(conversation: Conversation, text: str, *, token_text: str, answer: str)
 def test_a_text_that_continues_an_answer_keeps_its_tokens() -> None:
     conversation = Conversation(RENDERER, max_branches=99)
     said(conversation, "Question: é?\nThought:", token_text=" it is ü.", answer=" it is ü.")
-    second = said(conversation, "Question: é?\nThought: it is ü. More:", token_text="42", answer="42")
-    assert second.fork is None
-    assert second.token_ids == [*ids("Question: é?\nThought:"), *ids(" it is ü."), *ids(" More:")]
+    second = said(conversation, "Question: é?\nThought: it is ü. More:", token_text=" the red", answer=" the red")
+    third = said(conversation, "Question: é?\nThought: it is ü. More: the red End:", token_text="42", answer="42")
+    assert second.fork is third.fork is None
     [episode] = conversation.episodes()
-    assert [node.sampled for node in episode.nodes] == [False, True, False, True]
+    texts = ["Question: é?\nThought:", " it is ü.", " More:", " the red", " End:", "42"]
+    assert [TOKENIZER.decode(node.token_ids) for node in episode.nodes] == texts
+    assert [node.sampled for node in episode.nodes] == [False, True] * 3
 
 
-def test_a_stop_string_that_the_client_writes_again_is_not_there_twice() -> None:
+@pytest.mark.parametrize(
+    ("sampled", "written", "context"),
+    [
+        ("Observation:", "Observation: 5\n", "Observation: 5\n"),
+        ("Observation: x", "Observation: 5\n", "Observation: x 5\n"),
+        ("Observation: x", "Observation: x 5\n", "Observation: x 5\n"),
+        ("Observation:", "Result: 5\n", "Observation:Result: 5\n"),
+    ],
+    ids=["written again", "ends within a token", "with the rest of the token", "left out"],
+)
+def test_the_tokens_of_an_answer_stay_with_their_stop_string(sampled: str, written: str, context: str) -> None:
+    conversation = Conversation(RENDERER, max_branches=99)
     asked, thought = "Question: 1\n", "Thought: look\n"
-    for written, fork in (("Observation: 5\n", None), ("Result: 5\n", Fork.EDITED)):
-        conversation = Conversation(RENDERER, max_branches=99)
-        said(conversation, asked, token_text=f"{thought}Observation:", answer=thought)
-        second = said(conversation, asked + thought + written, token_text="42", answer="42")
-        assert second.fork is fork
-        assert TOKENIZER.decode(second.token_ids) == asked + thought + written
+    said(conversation, asked, token_text=f"{thought}{sampled}", answer=thought, stop="Observation:")
+    second = said(conversation, asked + thought + written, token_text="42", answer="42")
+    assert second.fork is None
+    assert TOKENIZER.decode(second.token_ids) == asked + thought + context
+
+
+def test_an_agent_that_writes_the_template_itself_has_each_end_once() -> None:
+    conversation = Conversation(RENDERER, max_branches=99)
+    asked = f"<|im_start|>user\nhi{END}\n<|im_start|>assistant\n"
+    first = conversation.call_with_text(asked)
+    conversation.answered(first, completion("hello"), message("hello"))
+    more = f"{asked}hello{END}\n<|im_start|>user\nmore{END}\n<|im_start|>assistant\n"
+    second = conversation.call_with_text(more)
+    assert second.fork is None
+    assert TOKENIZER.decode(second.token_ids) == more
+    assert second.token_ids == ids(more)
+
+
+def test_an_empty_answer_is_not_continued_by_an_equal_call() -> None:
+    conversation = Conversation(RENDERER, max_branches=99)
+    first = conversation.call_with_text("one:")
+    conversation.answered(first, completion(""), message(""))
+    assert conversation.call_with_text("one:", retry=True) is first
+    first.delivered = True
+    again = conversation.call_with_text("one:")
+    assert (again.token_ids, again.fork) == (ids("one:"), Fork.RESAMPLED)
+    assert conversation.call_with_text("one: two").token_ids == [*ids("one:"), END_ID, *ids(" two")]
+
+
+def test_a_retry_gets_its_own_answer_although_another_call_has_become_its_beginning() -> None:
+    conversation = Conversation(RENDERER, max_branches=99)
+    pending = conversation.call_with_text("q: a b")
+    said(conversation, "q: a", token_text=" b", answer=" b")
+    assert conversation.call_with_text("q: a b", retry=True) is pending
+
+
+def test_an_answer_that_ends_within_a_character_is_continued() -> None:
+    conversation = Conversation(RENDERER, max_branches=99)
+    die = ids("🎲")
+    assert len(die) > 1
+    first = conversation.call_with_text("throw: ")
+    part = Completion(token_ids=die[:1], logprobs=[-1.0], versions=[Version(1, 0)], text="\ufffd", truncated=True)
+    conversation.answered(first, part, message("\ufffd"))
+    second = conversation.call_with_text("throw: \ufffd")
+    rest = Completion(
+        token_ids=die[1:], logprobs=[-1.0] * (len(die) - 1), versions=[Version(1, 0)] * (len(die) - 1),
+        text="\ufffd" * (len(die) - 1), truncated=True,
+    )  # fmt: skip
+    conversation.answered(second, rest, message(rest.text))
+    assert second.answer is not None
+    third = conversation.call_with_text(f"throw: \ufffd{second.answer['content']}!")
+    assert (second.fork, third.fork) == (None, None)
+    assert TOKENIZER.decode(third.token_ids) == "throw: 🎲!"
+
+
+@pytest.mark.parametrize("scheme", ["prepend", "first", "always"])
+def test_texts_of_tokenizers_that_put_a_space_before_the_first_word(scheme: str) -> None:
+    tokenizer = spaced_tokenizer(scheme)
+    conversation = Conversation(Renderer(tokenizer), max_branches=99)
+    first = conversation.call_with_text("question")
+    sampled = tokenizer("hello world", add_special_tokens=False)["input_ids"]
+    alone = tokenizer.decode(sampled)
+    assert alone == "hello world", "the engine decodes an answer without what is before it"
+    count = len(sampled)
+    got = Completion(
+        token_ids=sampled, logprobs=[-1.0] * count, versions=[Version(1, 0)] * count, text=alone, truncated=True
+    )
+    conversation.answered(first, got, message(alone))
+    assert first.answer is not None
+    assert first.answer["content"] == " hello world"
+    for rest in ("more", " more"):
+        second = conversation.call_with_text(f"question hello world{rest}")
+        assert second.parent is first
+        assert tokenizer.decode(second.token_ids, skip_special_tokens=True) == f"question hello world{rest}"
+        assert second.token_ids.count(tokenizer.bos_token_id) == 1
+    alike = conversation.call_with_text("<s>question", first_token=False)
+    assert alike.token_ids.count(tokenizer.bos_token_id) == 1
+
+
+def spaced_tokenizer(scheme: str) -> Any:
+    core = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    if scheme == "prepend":
+        core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
+    core.train_from_iterator(["the answer is hello world question more two one three"] * 50, trainer=trainer)
+    core.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<s>", eos_token="</s>", unk_token="<unk>", clean_up_tokenization_spaces=False
+    )
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+        "{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    return tokenizer
 
 
 def test_branches_are_in_the_order_in_which_the_model_answered_them() -> None:

@@ -17,10 +17,10 @@ from asyncrl.demo.chat_tokenizer import END, build_chat_tokenizer
 from asyncrl.environments.agents import Access
 from asyncrl.errors import DataError, InfraError
 from asyncrl.generation import gateway_calls as module
-from asyncrl.generation.conversations import Renderer
 from asyncrl.generation.gateway import Answered, Asked, Gateway, Limits, Sampling
 from asyncrl.generation.gateway_server import GatewayServer
 from asyncrl.generation.interfaces import Completion
+from asyncrl.generation.rendering import Renderer
 
 TOKENIZER = build_chat_tokenizer(max_length=4096)
 END_ID = TOKENIZER.convert_tokens_to_ids(END)
@@ -228,6 +228,40 @@ async def test_begin_forgets_the_calls_of_an_earlier_attempt(served: Served) -> 
     ended = await served.gateway.close(served.id)
     assert (ended.calls, ended.forks, len(ended.episodes)) == (1, {}, 1)
     assert [asked.begun for asked in served.engine.asked] == [0, 1]
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/completions"])
+async def test_a_call_whose_agent_begins_again_at_the_moment_of_its_answer_is_refused(
+    served: Served, path: str
+) -> None:
+    served.engine.go.clear()
+    body = {"messages": HELLO, "prompt": "hello"}
+    call = asyncio.create_task(served.post(path, json=body))
+    while not served.engine.asked:
+        await asyncio.sleep(0)
+    served.engine.go.set()
+    while served.gateway._sessions[served.id].calls:
+        await asyncio.sleep(0)
+    begin = served.access.base_url.removesuffix("/v1") + "/begin"
+    session = served.gateway._sessions[served.id]
+    session.conversation = served.gateway._conversation(session.limits)  # as `begin` does
+    assert refused(await call) == (503, "begun_again")
+    assert begin
+
+
+async def test_a_retry_of_a_call_that_failed_is_sampled_although_an_equal_call_was_answered(served: Served) -> None:
+    served.engine.error = InfraError("the engine failed", reason="engine")
+    body = {"prompt": "one:"}
+    assert refused(await served.post("/completions", json=body)) == (503, "engine_failed")
+    served.engine.error = None
+    texts = [
+        (await served.post("/completions", json=body, headers={"x-stainless-retry-count": retry})).json()["choices"][0][
+            "text"
+        ]
+        for retry in ("0", "1", "1")
+    ]
+    assert texts == ["answer 2", "answer 3", "answer 2"]
+    assert (await served.gateway.close(served.id)).error is None
 
 
 async def test_calls_without_the_key_of_an_open_session_are_refused(served: Served) -> None:
@@ -446,9 +480,19 @@ async def test_the_openai_client_completes_a_text(client: openai.AsyncOpenAI) ->
 
 
 async def test_the_openai_client_does_not_repeat_a_call_beyond_the_calls_at_once() -> None:
+    sent = 0
+
+    async def count(_: httpx.Request) -> None:
+        nonlocal sent
+        sent += 1
+
     async with (
         listening(100) as (engine, access),
-        openai.AsyncOpenAI(base_url=access.base_url, api_key=access.api_key) as client,
+        openai.AsyncOpenAI(
+            base_url=access.base_url,
+            api_key=access.api_key,
+            http_client=openai.DefaultAsyncHttpxClient(event_hooks={"request": [count]}),
+        ) as client,
     ):
         engine.go.clear()
         calls = [
@@ -461,7 +505,7 @@ async def test_the_openai_client_does_not_repeat_a_call_beyond_the_calls_at_once
             await client.chat.completions.create(model="", messages=HELLO)  # type: ignore[arg-type]
         engine.go.set()
         await asyncio.gather(*calls)
-        assert len(engine.asked) == 64
+        assert (len(engine.asked), sent) == (64, 65)
 
 
 async def test_the_openai_client_reports_a_refusal(client: openai.AsyncOpenAI) -> None:

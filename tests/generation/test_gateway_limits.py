@@ -21,12 +21,12 @@ from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.demo.chat_tokenizer import build_chat_tokenizer
 from asyncrl.environments.agents import Access
-from asyncrl.generation.conversations import Renderer
 from asyncrl.generation.gateway import Answered, Asked
 from asyncrl.generation.gateway_connections import ConnectionLimits
 from asyncrl.generation.gateway_server import GatewayServer
 from asyncrl.generation.interfaces import Completion
 from asyncrl.generation.messages import Message
+from asyncrl.generation.rendering import Renderer
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 
@@ -121,9 +121,9 @@ class Counting(Renderer):
         self.characters += len(json.dumps([*messages, *tools]))
         return super().first(messages, tools)
 
-    def count(self, text: str) -> int:
+    def encoded(self, text: str, *, first_token: bool) -> list[int]:
         self.characters += len(text)
-        return super().count(text)
+        return super().encoded(text, first_token=first_token)
 
 
 @asynccontextmanager
@@ -301,8 +301,15 @@ async def test_a_text_of_megabytes_is_refused_by_its_beginning() -> None:
                 json={"messages": [{"role": "user", "content": "hello"}], "tools": [tool]},
                 headers={"Authorization": f"Bearer {scene.decent.api_key}"},
             )
-        assert code(response) == (400, "context_length_exceeded")
-        assert renderer.characters < 3 * 16 * 2048 + 100, "tokens are made of the beginnings only"
+            assert code(response) == (400, "context_length_exceeded")
+            for access, expected in ((scene.decent, "context_length_exceeded"), (scene.access, "max_turns")):
+                response = await client.post(
+                    f"{access.base_url}/completions",
+                    json={"prompt": "x" * 3_900_000},
+                    headers={"Authorization": f"Bearer {access.api_key}"},
+                )
+                assert code(response) == (400, expected)
+        assert renderer.characters < 4 * 16 * 2048 + 200, "tokens are made of the beginnings only"
 
 
 @pytest.mark.parametrize(

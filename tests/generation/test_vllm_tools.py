@@ -7,9 +7,10 @@ import pytest
 from asyncrl.common.version import Version
 from asyncrl.demo.chat_tokenizer import END, build_chat_tokenizer
 from asyncrl.errors import ConfigError
-from asyncrl.generation.conversations import Conversation, Renderer
+from asyncrl.generation.conversations import Conversation
 from asyncrl.generation.gateway_calls import token_answer
 from asyncrl.generation.interfaces import Completion
+from asyncrl.generation.rendering import Renderer
 from asyncrl.generation.vllm_tools import ToolParser, settled_id
 
 TOKENIZER = build_chat_tokenizer(max_length=1024)
@@ -52,13 +53,18 @@ def test_the_same_answer_to_the_same_prompt_has_the_same_ids(parser: ToolParser)
 
 @pytest.mark.parametrize(
     ("id", "settled"),
-    [("functions.calculator:0", False), ("aB3dE6gH9", True), ("call_0123456789abcdef", True)],
+    [
+        ("functions.calculator:0", False),
+        ("aB3dE6gH9", True),
+        ("call_0123456789abcdef", True),
+        ("call_0_8014bc83d2515c95", True),
+    ],
 )
 def test_only_random_ids_are_settled_and_they_keep_their_form(id: str, settled: bool) -> None:
     found = settled_id(id, 0, [1], [2])
     assert (found != id) is settled
     assert len(found) == len(id)
-    assert found.partition("_")[0] == id.partition("_")[0] or "_" not in id
+    assert found.rpartition("_")[0] == id.rpartition("_")[0]
 
 
 @pytest.mark.parametrize(
