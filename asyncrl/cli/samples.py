@@ -41,9 +41,10 @@ def samples(
     """
     directory = named_run(run)
     check_there(directory)
+    samples = samples_of(directory, step=step, worst=worst)[:most]
     console = Console(highlight=False, soft_wrap=True)
     console.print(legend(color))
-    for sample in samples_of(directory, step=step, worst=worst)[:most]:
+    for sample in samples:
         console.print()
         for line in shown_sample(sample, by=color):
             console.print(line)

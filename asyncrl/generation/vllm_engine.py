@@ -235,7 +235,10 @@ class VLLMEngine:
         return cause_of_death(f"its process {ended.pid} has ended, for example because the machine's memory was full")
 
     async def shutdown(self) -> None:
+        if self._llm.output_handler is not None and not self._llm.get_num_unfinished_requests():
+            self._llm.output_handler.cancel()  # or it may log that the engine is dead
         await asyncio.to_thread(self._llm.shutdown, ENGINE_EXIT_S)
+        self._llm.shutdown = lambda: None  # it is called again when Python ends, and fails then
         _, alive = await asyncio.to_thread(psutil.wait_procs, self._children, ENGINE_EXIT_S)
         for process in alive:
             with suppress(psutil.NoSuchProcess):

@@ -1,7 +1,6 @@
 """Measures the time of stages: in the driver for the caller, and on a rank for the report of a step."""
 
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -17,7 +16,7 @@ class Timer:
     """
 
     def __init__(self) -> None:
-        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.seconds: dict[str, float] = {}
 
     @contextmanager
     def time(self, label: str) -> Iterator[None]:
@@ -26,7 +25,7 @@ class Timer:
         try:
             yield
         finally:
-            self.seconds[label] += time.perf_counter() - start
+            self.seconds[label] = self.seconds.get(label, 0.0) + time.perf_counter() - start
 
 
 def timed(timer: Timer | None, label: str) -> AbstractContextManager[Any]:

@@ -28,8 +28,9 @@ def totals_lines(summary: Summary, *, total_steps: int) -> list[str]:
             got = f" ({ends.prompts} of {ends.prompts + ends.failed} prompts)" if ends.failed else ""
             of_set = "" if name == HELDOUT else f" of {name}"
             lines.append(f"held-out reward{of_set} {ends.first:.3f} → {ends.last:.3f}{got}")
+    age = summary.max_token_staleness
     lines.append(
-        f"{summary.steps} steps in {summary.wall_s:.0f} s, oldest trained token {summary.max_token_staleness} versions "
+        f"{summary.steps} steps in {summary.wall_s:.0f} s, oldest trained token {age} version{'s' * (age != 1)} old "
         f"(limit {summary.staleness_limit}), {dropped_in_words(summary)}"
     )
     if summary.restarts:

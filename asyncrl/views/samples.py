@@ -57,7 +57,8 @@ def samples_of_step(folder: Path, step: int) -> list[SampleRecord]:
 def samples_of(folder: Path, *, step: int | None, worst: bool) -> list[SampleRecord]:
     """Returns the samples of a step, by default the last one, in their order.
 
-    With `worst`, the lowest reward comes first, and samples without a reward come before it. By default they are then
+    With `worst`, the lowest reward comes first, and samples without a reward come before it; of equal ones, the newest
+    step comes first. By default they are then
     those of the last `WORST_OF` steps, because all samples of a single step may be good. Raises RunError, which names
     the steps that there are, if this one has none.
     """
@@ -69,7 +70,7 @@ def samples_of(folder: Path, *, step: int | None, worst: bool) -> list[SampleRec
     chosen = [step] if step is not None else steps[-WORST_OF if worst else -1 :]
     samples = [sample for each in chosen for sample in samples_of_step(folder, each)]
     if worst:
-        samples.sort(key=lambda sample: float("-inf") if sample.reward is None else sample.reward)
+        samples.sort(key=lambda sample: (float("-inf") if sample.reward is None else sample.reward, -sample.step))
     return samples
 
 
