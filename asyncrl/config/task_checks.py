@@ -185,6 +185,8 @@ def _agent_violations(config: Config) -> Iterator[str]:
         yield problem
     if config.data.chat == "off":
         yield f"{what}: its turns need the model's chat template, which data.chat: off removes; remove data.chat"
+    if config.model.tiny is not None and not config.model.tiny.chat:
+        yield f"{what}: its turns need a model with a chat template; set model.tiny.chat: true"
 
 
 def _tools_violations(config: Config) -> Iterator[str]:

@@ -404,6 +404,7 @@ def test_what_runs_but_may_surprise_is_a_warning(overrides: list[str], silencer:
         ({"environment": {"agent": "a:b"}, "data": {"chat": "off"}}, "needs? the model's chat template"),
         ({"environment": {"name": "calculator"}, "data": {"chat": "off"}}, "environment.name = calc"),
         ({"environment": {"agent": "a:b", "reward": "exact_match"}}, "environment.agent: returns the reward itself"),
+        ({"environment": {"name": "calculator"}, "model": {"tiny": {}}}, "set model.tiny.chat: true"),
         ({"environment": {"agent": "not a path"}}, "environment.agent = not a path: must be an import path"),
     ],
 )
