@@ -29,7 +29,7 @@ class Groups:
     group. The attributes are the parts of the state: `table` (the groups by state), `attempts`, `prefixes` (partial
     generations), `retained` and `fates`. `not_loaded` has the keys of the ready groups whose rows are only in the
     checkpoint that a learner restores. It is empty after the learner's first lease call, before which the learner loads
-    the rows. `fleet` has the replicas.
+    the rows.
     """
 
     def __init__(
@@ -43,7 +43,6 @@ class Groups:
         fleet: Fleet,
     ) -> None:
         self.limits = limits
-        self.fleet = fleet
         self.ledger = ledger
         self.table = GroupTable()
         self.attempts = Attempts(

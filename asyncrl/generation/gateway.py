@@ -31,9 +31,9 @@ from asyncrl.generation.gateway_calls import (
     Refused,
     TextCall,
     TokenCall,
-    answered,
     chat_answer,
     read_call,
+    response_with,
     text_answer,
     token_answer,
 )
@@ -258,7 +258,7 @@ class Gateway:
         if call.return_token_ids and turn.reply is not None:
             answer["prompt_token_ids"] = turn.token_ids
             answer["choices"][0]["token_ids"] = list(turn.reply.token_ids)
-        return answered(answer, call)
+        return response_with(answer, call)
 
     async def _complete(self, session: _Session, request: Request) -> Response:
         call = await read_call(request, TextCall)
@@ -275,7 +275,7 @@ class Gateway:
         answer = text_answer(turn, model=self._model, number=session.conversation.turns.index(turn))
         if call.return_token_ids and turn.reply is not None:
             answer["choices"][0] |= {"prompt_token_ids": turn.token_ids, "token_ids": list(turn.reply.token_ids)}
-        return answered(answer, call)
+        return response_with(answer, call)
 
     async def _generate(self, session: _Session, request: Request) -> Response:
         call = await read_call(request, TokenCall)

@@ -31,6 +31,11 @@ _Stop = _Text | Annotated[list[_Text], msgspec.Meta(max_length=16)]
 """Stop strings. The engine looks for each of them after every token, and fails for an empty one."""
 
 
+def _asked_for(body: msgspec.Struct, honoured: Mapping[str, bool]) -> str:
+    """Returns the arguments of a body that are not honoured, with their values."""
+    return ", ".join(f"{name} = {getattr(body, name)!r}" for name, is_so in honoured.items() if not is_so)
+
+
 class ChatCall(msgspec.Struct, frozen=True, kw_only=True):
     """The body of a call of `chat/completions`. What it does not name is ignored, such as sampling settings."""
 
@@ -58,7 +63,7 @@ class ChatCall(msgspec.Struct, frozen=True, kw_only=True):
             "tool_choice": self.tool_choice in (None, "auto"),
             "return_token_ids": not (self.return_token_ids and self.stream),
         }
-        return ", ".join(f"{name} = {getattr(self, name)!r}" for name, is_so in honoured.items() if not is_so)
+        return _asked_for(self, honoured)
 
 
 class TextCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +95,7 @@ class TextCall(msgspec.Struct, frozen=True, kw_only=True):
             "return_token_ids": not (self.return_token_ids and self.stream),
             "logit_bias": not self.logit_bias,
         }
-        return ", ".join(f"{name} = {getattr(self, name)!r}" for name, is_so in honoured.items() if not is_so)
+        return _asked_for(self, honoured)
 
     def one_prompt(self) -> str | list[int]:
         """Returns the prompt: a text, or tokens. Raises Refused if there are several, or if it is empty."""
@@ -123,12 +128,12 @@ class TokenCall(msgspec.Struct, frozen=True, kw_only=True):
     def not_supported(self) -> str:
         """Returns what the gateway cannot do, as `ChatCall.not_supported`."""
         honoured = {
-            "n": (self.sampling_params.n, self.sampling_params.n in (None, 1)),
-            "stream": (self.stream, not self.stream),
-            "features": (self.features, self.features is None),
-            "content_parts": (self.content_parts, self.content_parts is None),
+            "stream": not self.stream,
+            "features": self.features is None,
+            "content_parts": self.content_parts is None,
         }
-        return ", ".join(f"{name} = {value!r}" for name, (value, is_so) in honoured.items() if not is_so)
+        of_sampling = {"n": self.sampling_params.n in (None, 1)}
+        return _asked_for(self.sampling_params, of_sampling) or _asked_for(self, honoured)
 
 
 Kind = TypeVar("Kind", ChatCall, TextCall, TokenCall)
@@ -177,15 +182,15 @@ def _answer(turn: Turn, choice: Mapping[str, Any], **head: str) -> dict[str, Any
     }
 
 
-def answered(answer: Mapping[str, Any], call: ChatCall | TextCall) -> Response:
+def response_with(answer: Mapping[str, Any], call: ChatCall | TextCall) -> Response:
     """Returns the response with an answer, as a stream if the call asks for one."""
     if not call.stream:
         return Response(msgspec.json.encode(answer), media_type="application/json")
     with_usage = bool((call.stream_options or {}).get("include_usage"))
-    return Response(events(answer, with_usage=with_usage), media_type="text/event-stream")
+    return Response(_events(answer, with_usage=with_usage), media_type="text/event-stream")
 
 
-def events(answer: Mapping[str, Any], *, with_usage: bool) -> bytes:
+def _events(answer: Mapping[str, Any], *, with_usage: bool) -> bytes:
     """Returns an answer as the events of a stream, the last one with the usage if it is wanted."""
     [choice] = answer["choices"]
     head = {key: answer[key] for key in ("id", "object", "created", "model")}
