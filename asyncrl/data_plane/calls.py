@@ -34,6 +34,18 @@ def start(actor: Any, method: Callable[Concatenate[Any, P], Any], *arguments: P.
     return getattr(actor, method.__name__).remote(*arguments, **options)
 
 
+def named_actor(name: str, *, namespace: str) -> Any:
+    """Returns the handle of the actor of this name; None if there is none.
+
+    Ray removes the classes of a job with the job's last actor. If this happens between two reads of `ray.get_actor`,
+    it fails with an AssertionError (Ray 2.60, `_load_actor_class_from_gcs`): the actor has just ended.
+    """
+    try:
+        return ray.get_actor(name, namespace=namespace)
+    except (ValueError, AssertionError):
+        return None
+
+
 def detached(body: type, *arguments: Any, name: str, namespace: str, **options: Any) -> Any:
     """Returns the handle of the only actor of this name in the namespace, and starts it if needed. The actor outlives
     the process that started it."""

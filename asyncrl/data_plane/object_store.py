@@ -24,7 +24,7 @@ import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError
 
-from asyncrl.data_plane.calls import answer, start
+from asyncrl.data_plane.calls import answer, named_actor, start
 from asyncrl.data_plane.partition_actor import Index
 from asyncrl.data_plane.partitioned_client import PartitionedClient
 from asyncrl.data_plane.partitions import Places, StoredAt
@@ -147,10 +147,10 @@ class ObjectStoreClient(PartitionedClient):
 
     def _handle(self, store: str) -> Any:
         if store not in self._handles:
-            try:
-                self._handles[store] = ray.get_actor(store, namespace=self._namespace)
-            except ValueError as error:
-                raise ActorGone(f"the row store {store} has ended, and the rows that it kept are lost") from error
+            handle = named_actor(store, namespace=self._namespace)
+            if handle is None:
+                raise ActorGone(f"the row store {store} has ended, and the rows that it kept are lost")
+            self._handles[store] = handle
         return self._handles[store]
 
 

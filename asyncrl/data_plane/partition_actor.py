@@ -9,9 +9,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import ray
-
-from asyncrl.data_plane.calls import answer, detached, start
+from asyncrl.data_plane.calls import answer, detached, named_actor, start
 from asyncrl.data_plane.partitions import Partitions
 from asyncrl.data_plane.row_store import RowStore
 
@@ -45,8 +43,9 @@ class PartitionActor:
     def _call(self, method: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         result = getattr(self._partitions, method)(*arguments, **options)
         for store, keys in self._partitions.take_unused().items():
-            with contextlib.suppress(ValueError):  # a store that has ended has dropped its objects
-                start(ray.get_actor(store, namespace=self._namespace), RowStore.clear, keys)
+            actor = named_actor(store, namespace=self._namespace)
+            if actor is not None:  # a store that has ended has dropped its objects
+                start(actor, RowStore.clear, keys)
         if method == Partitions.produce.__name__:
             self._produced.set()
             self._produced = asyncio.Event()

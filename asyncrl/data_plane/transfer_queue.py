@@ -20,6 +20,7 @@ import numpy as np
 import ray
 import torch
 
+from asyncrl.data_plane.calls import named_actor
 from asyncrl.data_plane.codec import Column, Picked, encode
 from asyncrl.data_plane.partition_actor import Index
 from asyncrl.data_plane.partitioned_client import PartitionedClient
@@ -153,11 +154,7 @@ def _free_cpus() -> float:
 
 
 def _is_running() -> bool:
-    try:
-        ray.get_actor("TransferQueueController", namespace="transfer_queue")
-    except ValueError:
-        return False
-    return True
+    return named_actor("TransferQueueController", namespace="transfer_queue") is not None
 
 
 def _found(package: Any, *, keys: list[str], partition_id: str, names: list[str]) -> Any:

@@ -28,6 +28,7 @@ from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.registry import Deployment, Registry
 from asyncrl.coordinator.snapshot import Restored
 from asyncrl.data.prompts import Task, prompt_data
+from asyncrl.data_plane.calls import named_actor
 from asyncrl.data_plane.clients import TRAIN_PARTITION, open_client
 from asyncrl.data_plane.interfaces import DataPlaneClient
 from asyncrl.data_plane.partition_actor import PARTITIONS
@@ -79,9 +80,8 @@ async def check_admission(config: Config, *, role: Role, restores: str | None = 
     has a learner, waits up to `patience_s` seconds: one that was killed counts as gone only after
     `buffer.heartbeat_timeout_s`.
     """
-    try:
-        handle: Any = ray.get_actor(COORDINATOR, namespace=config.run.name)
-    except ValueError:
+    handle = named_actor(COORDINATOR, namespace=config.run.name)
+    if handle is None:
         return
     coordinator = await _coordinator(handle, config)
     deployment, deadline_s = new_deployment(role, nonce=restores or ""), time.monotonic() + patience_s
@@ -171,9 +171,8 @@ async def _has_partition(config: Config, learner: Deployment, client: DataPlaneC
     A learner registers it before it publishes, and it stays registered as long as the index lives. Another process may
     have started a new index since.
     """
-    try:
-        handle = ray.get_actor(COORDINATOR, namespace=config.run.name)
-    except ValueError:
+    handle = named_actor(COORDINATOR, namespace=config.run.name)
+    if handle is None:
         return True
     coordinator = await _coordinator(handle, config)
     await coordinator.call(Attachments.check, learner, shared=shared_config(config), restores=True)
@@ -202,10 +201,8 @@ async def _gone(actors: Mapping[str, object], *, namespace: str) -> None:
 
 def _actor_id(name: str, namespace: str) -> object:
     """Returns the id of the actor that has this name; None if there is none."""
-    try:
-        return ray.get_actor(name, namespace=namespace)._actor_id
-    except ValueError:
-        return None
+    actor = named_actor(name, namespace=namespace)
+    return None if actor is None else actor._actor_id
 
 
 async def _coordinator(handle: Any, config: Config) -> CoordinatorClient:
@@ -218,15 +215,12 @@ async def _coordinator(handle: Any, config: Config) -> CoordinatorClient:
 
 def find_run(name: str) -> CoordinatorClient:
     """Returns a client of the coordinator of a run on the joined cluster. Raises RunError if there is no such run."""
-    try:
-        handle = ray.get_actor(COORDINATOR, namespace=name)
-    except ValueError:
+    handle = named_actor(COORDINATOR, namespace=name)
+    if handle is None:
         runs = sorted(
             e["namespace"] for e in ray.util.list_named_actors(all_namespaces=True) if e["name"] == COORDINATOR
         )
-        raise RunError(
-            f"there is no run {name!r} on this cluster; existing runs: {', '.join(runs) or 'none'}"
-        ) from None
+        raise RunError(f"there is no run {name!r} on this cluster; existing runs: {', '.join(runs) or 'none'}")
     return CoordinatorClient.over_ray(handle, timeout_s=STATUS_TIMEOUT_S)
 
 
@@ -291,9 +285,8 @@ def end_actors(namespace: str) -> dict[str, object]:
     """Kills the run's shared actors. Returns their ids by name."""
     ended = {}
     for name in _shared_actors(namespace):
-        try:
-            actor = ray.get_actor(name, namespace=namespace)
-        except ValueError:
+        actor = named_actor(name, namespace=namespace)
+        if actor is None:
             logger.debug("actor %s had already ended", name)
         else:
             ended[name] = actor._actor_id

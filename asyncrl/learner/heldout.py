@@ -14,15 +14,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import ray
-
 from asyncrl.buffer.failure_records import Failure
 from asyncrl.common.version import Version
 from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.data.prompts import Task
-from asyncrl.data_plane.calls import finished
+from asyncrl.data_plane.calls import finished, named_actor
 from asyncrl.errors import ActorGone, ActorUnreachable, FailureClass, RunError, StallError
 from asyncrl.generation.evaluation import Answer
 from asyncrl.learner.eval_numbers import mean_and_error, pass_at
@@ -56,10 +54,9 @@ class ReplicaClient:
         Returns the version of the replica, and for each task the rewards or the failure of its rollout. Raises
         ActorGone when the replica's process has ended.
         """
-        try:
-            handle = ray.get_actor(actor, namespace=self._namespace)
-        except ValueError as error:
-            raise ActorGone(f"replica {actor} has ended") from error
+        handle = named_actor(actor, namespace=self._namespace)
+        if handle is None:
+            raise ActorGone(f"replica {actor} has ended")
         asked: Any = handle.evaluate.remote(list(tasks), name=name, share=share)
         answer: tuple[Version | None, list[Answer]]
         answer = await finished(asked, timeout_s=self._timeout_s, what="held-out evaluation")

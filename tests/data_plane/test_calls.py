@@ -151,3 +151,14 @@ def test_an_actor_that_cannot_be_reached_for_a_while_is_late_and_not_gone() -> N
     away = ActorUnavailableError("the network is down", actor_id=b"0" * 16)
     with pytest.raises(CallTimeout, match="cannot be reached at the moment"):
         asyncio.run(calls.finished(raising(away), timeout_s=9.0, what="asking"))
+
+
+@pytest.mark.parametrize("error", [ValueError("no actor with this name"), AssertionError("Expected str or bytes")])
+def test_an_actor_that_has_ended_has_no_handle_also_if_ray_still_lists_it(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def get_actor(name: str, *, namespace: str) -> None:
+        raise error
+
+    monkeypatch.setattr(calls.ray, "get_actor", get_actor)
+    assert calls.named_actor("buffer", namespace="run") is None

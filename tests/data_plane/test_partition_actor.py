@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.data_plane import partition_actor
+from asyncrl.data_plane import calls
 from asyncrl.data_plane.partition_actor import PartitionActor
 from asyncrl.data_plane.partitions import Claim, Partitions, StoredAt
 
@@ -90,7 +90,7 @@ def test_the_stores_are_told_which_objects_are_unused_and_a_store_that_has_ended
         def remote(self, keys: list[str]) -> None:
             told.append((self._name, keys))
 
-    monkeypatch.setattr(partition_actor.ray, "get_actor", lambda name, namespace: Handle(name))
+    monkeypatch.setattr(calls.ray, "get_actor", lambda name, namespace: Handle(name))
 
     async def run() -> None:
         actor = await registered()

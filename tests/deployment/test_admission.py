@@ -20,6 +20,7 @@ from asyncrl.coordinator.client import Call, perform
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.registry import Deployment, Registry
 from asyncrl.data.prompts import Task
+from asyncrl.data_plane import calls
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.deployment import cluster, compose, generators, pool, shared_actors
 from asyncrl.errors import ActorGone, RunLocked, RunMismatch
@@ -47,7 +48,7 @@ def a_run_is_there(
             raise ValueError("no such actor")
         return SimpleNamespace(__ray_ready__=SimpleNamespace(remote=ready), perform=SimpleNamespace(remote=perform))
 
-    monkeypatch.setattr(shared_actors.ray, "get_actor", get_actor)
+    monkeypatch.setattr(calls.ray, "get_actor", get_actor)
     return members
 
 

@@ -17,8 +17,8 @@ from asyncrl.config.schema import Config
 from asyncrl.deployment import pool as pools
 from asyncrl.deployment.cluster import patiently, placed
 from asyncrl.deployment.generators import GeneratorDeployment
-from asyncrl.deployment.pool import Replica
-from asyncrl.errors import PlacementError
+from asyncrl.deployment.pool import Replica, ReplicaPool
+from asyncrl.errors import ActorGone, PlacementError
 from asyncrl.policy.worker import PolicyWorker
 from asyncrl.ranks.group import RankGroup
 
@@ -31,6 +31,9 @@ CONFIG = {
 
 SOON = {"ray": {"placement_timeout_s": 3.0}}
 """For placements that cannot succeed. A placement that can succeed may take longer on a busy machine."""
+
+
+STARTS = 3
 
 
 class NoEngine:
@@ -59,14 +62,29 @@ def ranks(config: Config) -> list[str]:
 
 
 async def replicas(config: Config, count: int) -> list[Replica]:
+    """Starts replicas that the pool places. On a busy machine, Ray may end a new process that starts too slowly. A run
+    starts such a replica again; this does too."""
+    for left in reversed(range(STARTS)):
+        pool = pool_of(config, count)
+        try:
+            for replica in pool.replicas:
+                await ray_ready(replica, config)
+            break
+        except ActorGone:
+            for replica in pool.replicas:
+                ray.kill(replica.handle)
+            if not left:
+                raise
+    return pool.replicas
+
+
+def pool_of(config: Config, count: int) -> ReplicaPool:
     nothing: Any = None
     generator = config.generator.model_copy(update={"replicas": count})
     wanted = config.model_copy(update={"generator": generator})
     pool = GeneratorDeployment(wanted, model_path=nothing, prompts=nothing)._pool
     pool.make()
-    for replica in pool.replicas:
-        await ray_ready(replica, config)
-    return pool.replicas
+    return pool
 
 
 async def ray_ready(replica: Replica, config: Config) -> None:
