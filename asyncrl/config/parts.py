@@ -16,9 +16,8 @@ def part_configs(config: Config) -> dict[str, Config]:
 
 def of_part(config: Config, *, data: DatasetSection | None, environment: ScoringSection | None) -> Config:
     """Returns `config` with another dataset and other rewards, and without a mixture. None keeps those of `config`."""
-    own_data = {} if data is None else {name: getattr(data, name) for name in DatasetSection.model_fields}
-    scoring = ScoringSection.model_fields
-    own_scoring = {} if environment is None else {name: getattr(environment, name) for name in scoring}
+    own_data = {} if data is None else dict(data)
+    own_scoring = {} if environment is None else dict(environment)
     return config.model_copy(
         update={
             "data": config.data.model_copy(update=own_data | {"mixture": []}),

@@ -45,18 +45,15 @@ _NAMES: KeyPath = ("environment", "secrets")
 """The key whose values are names of environment variables."""
 
 
-def secret_values(tree: Mapping[str, object]) -> Iterator[KeyPath]:
-    """Yields the path of each value of a configuration that looks like a secret. Lists count with their index."""
-    yield from _found(tree, path=(), key="")
-
-
-def _found(value: object, *, path: KeyPath, key: str) -> Iterator[KeyPath]:
+def secret_values(value: object, *, path: KeyPath = (), key: str = "") -> Iterator[KeyPath]:
+    """Yields the path of each value that looks like a secret, in a configuration or in a part of it at `path`. `key` is
+    the last name in the path; the items of a list have their index in the path, and the key of the list."""
     if isinstance(value, Mapping):
         for name, below in value.items():
-            yield from _found(below, path=(*path, name), key=name)
+            yield from secret_values(below, path=(*path, name), key=name)
     elif isinstance(value, list):
         for number, below in enumerate(value):
-            yield from _found(below, path=(*path, str(number)), key="" if path == _NAMES else key)
+            yield from secret_values(below, path=(*path, str(number)), key="" if path == _NAMES else key)
     elif isinstance(value, str) and _is_secret(value, key=_CAMEL.sub("_", key).replace("-", "_").lower()):
         yield path
 
