@@ -82,14 +82,7 @@ class MetricsServer:
         both = CollectorRegistry()
         both.register(registry)
         both.register(REGISTRY)
-        parts = {
-            "registry": both,
-            "discovery": staticmethod(discovery or _no_targets),
-            "told_s": {},
-            "told_lock": Lock(),
-        }
-        self._handler: type[_Handler] = type("Handler", (_Handler,), parts)
-        self._server = _bind(self._handler, host=host, port=port)
+        self._server = _bind(host, port, both, discovery or _no_targets)
         self._thread = Thread(target=self._server.serve_forever, args=(POLL_S,), name="metrics", daemon=True)
         self._thread.start()
 
@@ -104,17 +97,13 @@ class MetricsServer:
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
     @property
-    def url(self) -> str:
-        return f"http://{self.address}/metrics"
-
-    @property
     def linger_s(self) -> float:
         """Seconds to keep serving after the end of the run; 0 when the endpoint was not scraped in the last
         `WATCHED_S`.
 
         In this time Prometheus scrapes the last values, and it does not report a listed target that is down.
         """
-        last_s = self._handler.scraped_s
+        last_s = self._server.scraped_s
         return LINGER_S if last_s is not None and time.monotonic() - last_s < WATCHED_S else 0.0
 
     async def told(self, *, since_s: float) -> None:
@@ -123,7 +112,7 @@ class MetricsServer:
         A client counts only if it sent a request for `/sd` in the `WATCHED_S` before `since_s`, and announced that it
         asks again. Returns after `DISCOVERY_S` even if a client has not asked again.
         """
-        told_s = self._handler.told_s
+        told_s = self._server.told_s
         waiting = [path for path, asked_s in told_s.copy().items() if since_s - asked_s < WATCHED_S]
         while time.monotonic() - since_s < DISCOVERY_S:
             if all(told_s.get(path, since_s) >= since_s for path in waiting):
@@ -143,14 +132,7 @@ def _no_targets() -> bytes:
 
 
 class _Handler(MetricsHandler):
-    discovery: Callable[[], bytes]
-    scraped_s: float | None = None
-    """Time of the last scrape on the monotonic clock. It is an attribute of the class; each server has a class of its
-    own."""
-    told_s: dict[str, float]
-    """Time of the last `/sd` request on the monotonic clock, by path and query, of at most `CLIENTS` clients that will
-    ask again. Each job of a Prometheus sends its own requests, so two jobs with different queries are two clients."""
-    told_lock: Lock
+    server: "_Server"
 
     def do_GET(self) -> None:
         if self.path.partition("?")[0] != DISCOVERY_PATH:
@@ -160,32 +142,42 @@ class _Handler(MetricsHandler):
             # Compression would add a fifth to the time of a scrape, in a process that has other work to do.
             del self.headers["Accept-Encoding"]
             super().do_GET()
-            type(self).scraped_s = time.monotonic()
+            self.server.scraped_s = time.monotonic()
             return
         asked_s = time.monotonic()  # before the list is made: it may change while it is made
-        body = self.discovery()
+        body = self.server.discovery()
         if REFRESH_HEADER in self.headers:
-            self._remember(asked_s)
+            self.server.remember(self.path, asked_s)
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
 
-    def _remember(self, asked_s: float) -> None:
-        with self.told_lock:
-            self.told_s[self.path] = asked_s
-            if len(self.told_s) > CLIENTS:
-                del self.told_s[min(self.told_s, key=self.told_s.__getitem__)]
-
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, address: tuple[str, int], handler: type[_Handler]) -> None:
+    def __init__(self, host: str, port: int, registry: CollectorRegistry, discovery: Callable[[], bytes]) -> None:
+        self.address_family, _, _, _, _ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        self.discovery = discovery
+        self.scraped_s: float | None = None
+        """Time of the last scrape on the monotonic clock."""
+        self.told_s: dict[str, float] = {}
+        """Time of the last `/sd` request on the monotonic clock, by path and query, of at most `CLIENTS` clients that
+        will ask again. Each job of a Prometheus sends its own requests, so two jobs with different queries are two
+        clients."""
+        self._told_lock = Lock()
         self._opened_s: dict[socket.socket, float] = {}
         """Start of each open connection on the monotonic clock."""
-        super().__init__(address, handler)
+        super().__init__((host, port), _Handler.factory(registry))
+
+    def remember(self, client: str, asked_s: float) -> None:
+        """Remembers that a client of `/sd` which will ask again has asked."""
+        with self._told_lock:
+            self.told_s[client] = asked_s
+            if len(self.told_s) > CLIENTS:
+                del self.told_s[min(self.told_s, key=self.told_s.__getitem__)]
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if len(self._opened_s) >= CONNECTIONS:
@@ -218,20 +210,18 @@ class _Server(ThreadingHTTPServer):
         logger.debug("a scrape by %s broke off", client_address, exc_info=True)
 
 
-def _bind(handler: type[_Handler], *, host: str, port: int) -> _Server:
+def _bind(host: str, port: int, registry: CollectorRegistry, discovery: Callable[[], bytes]) -> _Server:
     if host == NODE:
         import ray
 
         host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
     try:
-        family, _, _, _, _ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        server_class: type[_Server] = type("Server", (_Server,), {"address_family": family})
         try:
-            return server_class((host, port), handler)
+            return _Server(host, port, registry, discovery)
         except OSError as error:
             if port == 0 or error.errno not in PORT_REFUSED:
                 raise
-            server = server_class((host, 0), handler)
+            server = _Server(host, 0, registry, discovery)
             logger.warning(
                 "metrics.learner_port = %d cannot be used on %s (%s): metrics and /sd are on port %d instead, which "
                 "metrics/targets.json lists; end the process that uses the port, or choose another port",

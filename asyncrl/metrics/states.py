@@ -39,7 +39,7 @@ class SlotStates:
 
     def __init__(
         self,
-        slots: int,
+        slots: int = 1,
         *,
         states: Sequence[str],
         initial: str,
@@ -126,16 +126,6 @@ class StateClock(SlotStates):
     >>> clock.seconds()
     {'waiting': 3.0, 'training': 1.0}
     """
-
-    def __init__(
-        self,
-        *,
-        states: Sequence[str],
-        initial: str,
-        started_s: float | None = None,
-        clock: Clock = time.monotonic,
-    ) -> None:
-        super().__init__(1, states=states, initial=initial, started_s=started_s, clock=clock)
 
     @property
     def state(self) -> str:

@@ -186,9 +186,9 @@ async def test_vllms_own_metrics_are_on_the_generators_port_beside_ours(engine: 
     metrics = GeneratorMetrics(environment="test")
     metrics.policy_version(80)
     with closing(MetricsServer(metrics.registry, host="127.0.0.1", port=0)) as server:
-        before = samples_at(server.url)
+        before = samples_at(f"http://{server.address}/metrics")
         [completion] = await engine.generate(PROMPT, n=1, seed=1, temperature=1.0, max_tokens=MAX_TOKENS)
-        after = samples_at(server.url)
+        after = samples_at(f"http://{server.address}/metrics")
     assert after["asyncrl_generator_policy_version"] == 80
     generated = after["vllm:generation_tokens_total"] - before["vllm:generation_tokens_total"]
     assert generated == len(completion.token_ids) > 0

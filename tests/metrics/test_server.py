@@ -32,6 +32,10 @@ def scrape(url: str | urllib.request.Request) -> str:
         return str(response.read().decode())
 
 
+def metrics_of(server: MetricsServer) -> str:
+    return scrape(f"http://{server.address}/metrics")
+
+
 def discover(server: MetricsServer, query: str = "") -> str:
     """Asks for the targets as Prometheus does."""
     url = f"http://{server.address}/sd{query}"
@@ -50,7 +54,7 @@ def test_it_serves_our_registry_and_the_default_one(server: MetricsServer) -> No
     engine_metric = Gauge("vllm:a_gauge_of_this_test", "Declared in the default registry, where vLLM declares its own.")
     try:
         engine_metric.set(3)
-        text = scrape(server.url)
+        text = metrics_of(server)
     finally:
         REGISTRY.unregister(engine_metric)
     assert "asyncrl_learner_policy_version 7.0" in text
@@ -69,14 +73,14 @@ ACCEPTED = {
 def test_vllms_names_keep_their_colon_whatever_format_prometheus_prefers(server: MetricsServer, accepted: str) -> None:
     engine_metric = Gauge("vllm:a_gauge_of_this_test", "Declared in the default registry, where vLLM declares its own.")
     try:
-        text = scrape(urllib.request.Request(server.url, headers={"Accept": accepted}))
+        text = scrape(urllib.request.Request(f"http://{server.address}/metrics", headers={"Accept": accepted}))
     finally:
         REGISTRY.unregister(engine_metric)
     assert "vllm:a_gauge_of_this_test 0.0" in text
 
 
 def test_a_scrape_has_no_lines_of_when_a_series_began(server: MetricsServer) -> None:
-    text = scrape(server.url)
+    text = metrics_of(server)
     assert "asyncrl_learner_steps_total{" in text
     assert "_created" not in text
 
@@ -102,7 +106,7 @@ def test_sd_answers_with_the_targets_of_the_moment() -> None:
             "targets": ["127.0.0.1:1"],
             "labels": {"run": "r", "role": "buffer", "replica": "buffer"},
         }
-        assert "asyncrl_learner_policy_version" in scrape(running.url)
+        assert "asyncrl_learner_policy_version" in metrics_of(running)
 
 
 def test_ipv6_addresses_are_written_with_brackets() -> None:
@@ -112,7 +116,7 @@ def test_ipv6_addresses_are_written_with_brackets() -> None:
         pytest.skip("no IPv6 here")
     with closing(running):
         assert running.address.startswith("[::1]:")
-        scrape(running.url)
+        metrics_of(running)
 
 
 @pytest.mark.fault("F31")
@@ -122,7 +126,7 @@ def test_a_taken_port_becomes_a_free_one_with_a_warning(caplog: pytest.LogCaptur
         registry = LearnerMetrics().registry
         with closing(MetricsServer(registry, host="127.0.0.1", port=port, discovery=lambda: b'["here"]')) as running:
             assert running.address == f"127.0.0.1:{running.port}" != f"127.0.0.1:{port}"
-            assert "asyncrl_learner_policy_version" in scrape(running.url)
+            assert "asyncrl_learner_policy_version" in metrics_of(running)
             assert scrape(f"http://{running.address}/sd") == '["here"]'
     (record,) = caplog.records
     assert f"metrics.learner_port = {port} cannot be used" in record.getMessage()
@@ -139,7 +143,7 @@ def test_scrapers_that_say_nothing_or_do_not_read_hold_up_nobody(
     with socket.create_connection(address, DEADLINE_S), socket.create_connection(address, DEADLINE_S) as deaf:
         deaf.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 100)
         for _ in range(3):
-            assert "asyncrl_learner_policy_version 7.0" in scrape(server.url)
+            assert "asyncrl_learner_policy_version 7.0" in metrics_of(server)
 
 
 @pytest.mark.fault("F31")
@@ -161,7 +165,7 @@ def test_a_client_is_dropped_after_the_time_of_a_scrape_also_if_it_goes_on_sendi
                 continue
             except ConnectionError:
                 dropped = True
-    assert "asyncrl_learner_policy_version 7.0" in scrape(server.url)
+    assert "asyncrl_learner_policy_version 7.0" in metrics_of(server)
 
 
 @pytest.mark.fault("F31")
@@ -182,7 +186,7 @@ def test_clients_beyond_the_limit_get_no_thread_until_one_of_the_others_has_ende
         while len(server._server._opened_s) == 3:
             assert time.monotonic() < deadline_s, "the closed connection still has its thread"
             time.sleep(0.01)  # polls another thread
-        assert "asyncrl_learner_policy_version 7.0" in scrape(server.url)
+        assert "asyncrl_learner_policy_version 7.0" in metrics_of(server)
 
 
 @pytest.mark.fault("F31")
@@ -218,7 +222,7 @@ def test_a_malformed_or_huge_request_is_refused_and_leaves_the_server_running(
             client.sendall(request_of_client)
             answer = client.recv(1024)
     assert b"200 OK" not in answer
-    assert "asyncrl_learner_policy_version" in scrape(server.url)
+    assert "asyncrl_learner_policy_version" in metrics_of(server)
 
 
 def test_an_address_of_another_machine_is_refused_by_key() -> None:
@@ -228,9 +232,9 @@ def test_an_address_of_another_machine_is_refused_by_key() -> None:
 
 
 def test_it_lingers_for_who_watches_and_for_nobody_else(server: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    scrape(server.url.replace("/metrics", "/sd"))
+    scrape(f"http://{server.address}/sd")
     assert server.linger_s == 0.0
-    scrape(server.url)
+    metrics_of(server)
     assert server.linger_s == server_module.LINGER_S > 5.0
     monkeypatch.setattr(server_module, "WATCHED_S", 0.0)
     assert server.linger_s == 0.0
@@ -242,12 +246,12 @@ async def test_who_discovers_over_http_is_waited_for_until_the_list_of_the_end_w
 ) -> None:
     monkeypatch.setattr(server_module, "DISCOVERY_S", FOR_EVER_S)
     async with asyncio.timeout(DEADLINE_S):
-        await asyncio.to_thread(scrape, server.url)
+        await asyncio.to_thread(metrics_of, server)
         # The scrape above is not a discovery request, so there is no client to wait for.
         await server.told(since_s=time.monotonic())
         await asyncio.to_thread(discover, server)
         told = asyncio.create_task(server.told(since_s=time.monotonic()))
-        await asyncio.to_thread(scrape, server.url)
+        await asyncio.to_thread(metrics_of, server)
         assert not told.done(), "the client's list is older than `since_s`"
         await asyncio.to_thread(discover, server)
         await told
@@ -279,7 +283,7 @@ async def test_a_request_that_announces_no_next_one_is_not_waited_for_and_not_re
         assert await asyncio.to_thread(scrape, f"http://{server.address}/sd?{number}") == "[]\n"
     async with asyncio.timeout(DEADLINE_S):
         await server.told(since_s=time.monotonic())
-    assert server._handler.told_s == {}
+    assert server._server.told_s == {}
 
 
 @pytest.mark.asyncio
@@ -290,7 +294,7 @@ async def test_the_clients_that_asked_last_are_remembered_up_to_a_limit(
     monkeypatch.setattr(server_module, "DISCOVERY_S", FOR_EVER_S)
     for number in (0, 1, 2, 0, 3):
         await asyncio.to_thread(discover, server, f"?{number}")
-    assert sorted(server._handler.told_s) == ["/sd?0", "/sd?2", "/sd?3"]
+    assert sorted(server._server.told_s) == ["/sd?0", "/sd?2", "/sd?3"]
     told = asyncio.create_task(server.told(since_s=time.monotonic()))
     await asyncio.sleep(0)
     async with asyncio.timeout(DEADLINE_S):
@@ -321,7 +325,7 @@ def test_an_answer_that_was_being_made_when_the_list_changed_is_none() -> None:
 
     with closing(MetricsServer(CollectorRegistry(), host="127.0.0.1", port=0, discovery=discovery)) as running:
         discover(running)
-        assert running._handler.told_s["/sd"] <= asked_s[0]
+        assert running._server.told_s["/sd"] <= asked_s[0]
 
 
 def test_close_frees_the_port_and_may_be_called_twice() -> None:
@@ -329,7 +333,7 @@ def test_close_frees_the_port_and_may_be_called_twice() -> None:
     running.close()
     running.close()
     with pytest.raises(urllib.error.URLError):
-        scrape(running.url)
+        metrics_of(running)
     with closing(MetricsServer(CollectorRegistry(), host="127.0.0.1", port=running.port)) as again:
         assert again.port == running.port
 
