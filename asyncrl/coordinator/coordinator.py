@@ -17,7 +17,7 @@ import msgspec
 
 from asyncrl.buffer.failure_records import FailedTicket
 from asyncrl.buffer.fleet import Cause, Life, replica_of
-from asyncrl.buffer.ledger import TOKEN_EVENTS, Event
+from asyncrl.buffer.ledger import Event
 from asyncrl.buffer.records import CommitOutcome, GroupMeta, HeldReport, Refusal, Renewal, Reservation
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.staleness import limits_of
@@ -141,11 +141,7 @@ class Coordinator:
         metrics = BufferMetrics()
         metrics.states_from(self._states.seconds)
         metrics.run_info(self._config)
-        metrics.limits(
-            max_staleness_versions=self._limits.max_staleness_versions,
-            capacity_groups=self._limits.capacity_groups,
-            capacity_bytes=self._limits.capacity_bytes,
-        )
+        metrics.limits(self._limits)
         return metrics
 
     async def start(self) -> None:
@@ -378,22 +374,9 @@ class Coordinator:
             self._waiting.groups_changed()
 
     def _record(self) -> None:
-        counts, account = self._buffer.counts(), self._buffer.account
         self._metrics.heartbeat(unix_time_s=time.time())
-        self._metrics.fill(
-            reserved=counts.reserved,
-            ready=counts.ready,
-            leased=counts.leased,
-            bytes=counts.booked_bytes,
-            oldest_group_age_s=counts.oldest_group_age_s,
-        )
-        self._metrics.events({event.value: n for event, n in account.events.items() if event not in TOKEN_EVENTS})
-        self._metrics.prefix_tokens({event.value: account.events[event] for event in TOKEN_EVENTS})
+        self._metrics.fill(self._buffer.counts())
+        self._metrics.account(self._buffer.account)
         fleet = self._buffer.fleet
         self._metrics.replicas(self._replicas.by_state(fleet.lives(), holding=self._buffer.tickets.by_replica()))
         self._metrics.causes(quarantines=fleet.quarantines, restarts=fleet.restarts)
-        self._metrics.ledger(
-            issued_groups=account.issued.groups,
-            groups={fate.value: amount.groups for fate, amount in account.fates.items()},
-            tokens={fate.value: amount.tokens for fate, amount in account.fates.items()},
-        )

@@ -233,13 +233,7 @@ class Generator:
                 raise
             except Exception as error:
                 raise DataError(describe_error(error), reason="unknown") from error
-            self._metrics.rollout(
-                duration_s=self._clock() - started_s,
-                prompt_tokens=group.meta.prompt_tokens,
-                completion_tokens=group.meta.completion_tokens,
-                part=group.meta.part,
-            )
-            self._metrics.scored(duration_s=group.scoring_s, part=group.meta.part)
+            self._metrics.rollout(group.meta, duration_s=self._clock() - started_s, scoring_s=group.scoring_s)
             if (did := group.activity) is not None:
                 self._metrics.agents(
                     turns=did.turns,

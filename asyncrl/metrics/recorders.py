@@ -1,9 +1,8 @@
 """Records metrics: one class per process, `LearnerMetrics`, `GeneratorMetrics` and `BufferMetrics`.
 
-The methods take strings, ints and floats; `run_info` and `limits` of the learner take the configuration. They never
-raise: an error is logged once per method, and the value is lost. A metric of the catalogue without a recording method
-must be deleted. tests/metrics/test_recorders.py checks this: it calls every method and looks for a value of every
-metric.
+The methods take strings, ints and floats, the configuration, or records of the buffer. They never raise: an error is
+logged once per method, and the value is lost. A metric of the catalogue without a recording method must be deleted.
+tests/metrics/test_recorders.py checks this: it calls every method and looks for a value of every metric.
 """
 
 import functools
@@ -17,6 +16,9 @@ from prometheus_client import CollectorRegistry
 
 from asyncrl import __version__
 from asyncrl.buffer.fleet import Cause
+from asyncrl.buffer.ledger import OPEN_FATES, TOKEN_EVENTS, Account
+from asyncrl.buffer.records import Counts, GroupMeta
+from asyncrl.buffer.staleness import Limits
 from asyncrl.config.load import flat_config
 from asyncrl.config.parts import environment_name
 from asyncrl.config.schema import Config
@@ -240,18 +242,17 @@ class GeneratorMetrics(ProcessMetrics):
         """Records the step of a version that was completely loaded."""
         self._instruments.set("asyncrl_generator_policy_version", step)
 
-    def rollout(
-        self, *, duration_s: float, prompt_tokens: int, completion_tokens: Sequence[int], part: str = ""
-    ) -> None:
-        """Records a group that was generated and scored.
+    def rollout(self, meta: GroupMeta, *, duration_s: float, scoring_s: float) -> None:
+        """Records a group that was generated and scored, and the time that all of it and its scoring took.
 
         The prompt's tokens count once, because the samples of a group share the prompt's key-value cache.
         """
-        self._instruments.add("asyncrl_generator_tokens_total", prompt_tokens, kind="prompt")
-        self._instruments.add("asyncrl_generator_tokens_total", sum(completion_tokens), kind="completion")
-        environment = part or self._environment
+        self._instruments.add("asyncrl_generator_tokens_total", meta.prompt_tokens, kind="prompt")
+        self._instruments.add("asyncrl_generator_tokens_total", meta.generated_tokens, kind="completion")
+        environment = meta.part or self._environment
         self._instruments.observe("asyncrl_rollout_duration_seconds", duration_s, environment=environment)
-        for length in completion_tokens:
+        self._instruments.observe("asyncrl_reward_duration_seconds", scoring_s, environment=environment)
+        for length in meta.completion_tokens:
             self._instruments.observe("asyncrl_completion_tokens", length, environment=environment)
 
     def samples(self, count: int, *, outcome: str) -> None:
@@ -262,11 +263,6 @@ class GeneratorMetrics(ProcessMetrics):
         """Records a failed rollout of a group."""
         labels = {"class": failure_class, "reason": reason}
         self._instruments.add("asyncrl_rollout_failures_total", 1, **labels)
-
-    def scored(self, *, duration_s: float, part: str = "") -> None:
-        """Records the time that the scoring of one group took."""
-        environment = part or self._environment
-        self._instruments.observe("asyncrl_reward_duration_seconds", duration_s, environment=environment)
 
     def agents(
         self,
@@ -331,18 +327,18 @@ class BufferMetrics(ProcessMetrics):
 
     role = Role.BUFFER
 
-    def limits(self, *, max_staleness_versions: int, capacity_groups: int, capacity_bytes: int) -> None:
+    def limits(self, limits: Limits) -> None:
         """Records the buffer's limits; at the start and when a limit changes."""
-        self._instruments.set("asyncrl_staleness_limit_versions", max_staleness_versions)
-        self._instruments.set("asyncrl_buffer_capacity_groups", capacity_groups)
-        self._instruments.set("asyncrl_buffer_capacity_bytes", capacity_bytes)
+        self._instruments.set("asyncrl_staleness_limit_versions", limits.max_staleness_versions)
+        self._instruments.set("asyncrl_buffer_capacity_groups", limits.capacity_groups)
+        self._instruments.set("asyncrl_buffer_capacity_bytes", limits.capacity_bytes)
 
-    def fill(self, *, reserved: int, ready: int, leased: int, bytes: int, oldest_group_age_s: float) -> None:
+    def fill(self, counts: Counts) -> None:
         """Records the present number of groups by state, their bytes and the age of the oldest."""
-        for state, groups in (("reserved", reserved), ("ready", ready), ("leased", leased)):
-            self._instruments.set("asyncrl_buffer_groups", groups, state=state)
-        self._instruments.set("asyncrl_buffer_bytes", bytes)
-        self._instruments.set("asyncrl_buffer_oldest_group_age_seconds", oldest_group_age_s)
+        for state in BUFFER_STATES:
+            self._instruments.set("asyncrl_buffer_groups", getattr(counts, state), state=state)
+        self._instruments.set("asyncrl_buffer_bytes", counts.booked_bytes)
+        self._instruments.set("asyncrl_buffer_oldest_group_age_seconds", counts.oldest_group_age_s)
 
     def replicas(self, counts: Mapping[str, int]) -> None:
         """Records the number of registered replicas by state. A state that is not in `counts` becomes 0."""
@@ -356,27 +352,22 @@ class BufferMetrics(ProcessMetrics):
         for cause, total in restarts.items():
             self._instruments.raise_to("asyncrl_replica_restarts_total", total, cause=cause.value)
 
-    def events(self, totals: Mapping[str, int]) -> None:
-        """Records the totals of the buffer's event counters."""
-        for event, total in totals.items():
-            self._instruments.raise_to("asyncrl_buffer_events_total", total, event=event)
-
-    def prefix_tokens(self, totals: Mapping[str, int]) -> None:
-        """Records the totals of the buffer's token events."""
-        for event, total in totals.items():
-            self._instruments.raise_to("asyncrl_buffer_prefix_tokens_total", total, event=event)
-
-    def ledger(self, *, issued_groups: int, groups: Mapping[str, int], tokens: Mapping[str, int]) -> None:
-        """Records the ledger's totals by fate. `groups` must have all fates, so that unaccounted groups are found.
+    def account(self, account: Account) -> None:
+        """Records the ledger's totals by fate and by event.
 
         Open fates can shrink, so they are not counters; `fill` records them as gauges.
         """
-        self._instruments.raise_to("asyncrl_ledger_issued_groups_total", issued_groups)
-        self._instruments.set("asyncrl_ledger_unaccounted_groups", issued_groups - sum(groups.values()))
-        for name, totals in (("groups", groups), ("tokens", tokens)):
-            for fate, total in totals.items():
-                if fate not in BUFFER_STATES:
-                    self._instruments.raise_to(f"asyncrl_ledger_{name}_total", total, fate=fate)
+        issued = account.issued.groups
+        accounted = sum(amount.groups for amount in account.fates.values())
+        self._instruments.raise_to("asyncrl_ledger_issued_groups_total", issued)
+        self._instruments.set("asyncrl_ledger_unaccounted_groups", issued - accounted)
+        for fate, amount in account.fates.items():
+            if fate not in OPEN_FATES:
+                self._instruments.raise_to("asyncrl_ledger_groups_total", amount.groups, fate=fate.value)
+                self._instruments.raise_to("asyncrl_ledger_tokens_total", amount.tokens, fate=fate.value)
+        for event, total in account.events.items():
+            counted = "prefix_tokens" if event in TOKEN_EVENTS else "events"
+            self._instruments.raise_to(f"asyncrl_buffer_{counted}_total", total, event=event.value)
 
     def reserve_waited(self, seconds: float) -> None:
         """Records the time that one reserve call waited for tickets."""

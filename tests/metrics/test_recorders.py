@@ -5,11 +5,15 @@ import logging
 import math
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from prometheus_client import generate_latest
 
 from asyncrl import __version__
 from asyncrl.buffer.fleet import Cause
+from asyncrl.buffer.ledger import Account, Amount, Event, Fate
+from asyncrl.buffer.records import Counts, GroupMeta
+from asyncrl.buffer.staleness import limits_of
 from asyncrl.config.load import flat_config
 from asyncrl.config.schema import Config
 from asyncrl.metrics.catalogue import CATALOGUE, DEADLINES, MAX_OPEN_VALUES
@@ -18,6 +22,25 @@ from asyncrl.metrics.recorders import BufferMetrics, GeneratorMetrics, LearnerMe
 
 CONFIG = Config.model_validate(
     {"run": {"name": "tried"}, "model": {"path": "models/tiny"}, "algorithm": {"loss": "tis"}}
+)
+GROUP = GroupMeta(
+    group=0,
+    attempt=1,
+    incarnation=1,
+    replica="generator-0",
+    row_bytes=400,
+    prompt_tokens=6,
+    completion_tokens=(4, 5, 9),
+    rewards=(0.0, 1.0, 1.0),
+    truncated=(False, False, False),
+    oldest=3,
+    newest=3,
+)
+COUNTS = Counts(reserved=16, ready=8, leased=16, waiting=0, booked_bytes=4096, oldest_group_age_s=1.5, lease_wait=None)
+ACCOUNT = Account(
+    issued=Amount(groups=45),
+    fates={Fate.RESERVED: Amount(groups=40), Fate.TRAINED: Amount(groups=3, tokens=900), Fate.FAILED: Amount(groups=1)},
+    events={Event.TICKET_EXPIRED: 2, Event.COMMIT_DUPLICATE: 1, Event.TOKENS_CONTINUED: 30, Event.TOKENS_DROPPED: 4},
 )
 
 
@@ -52,11 +75,10 @@ def generator() -> GeneratorMetrics:
     metrics.states_from(lambda: {"generating": 7.0, "idle": 1.0})
     metrics.inflight(5)
     metrics.policy_version(11)
-    metrics.rollout(duration_s=0.4, prompt_tokens=6, completion_tokens=(4, 5, 9))
+    metrics.rollout(GROUP, duration_s=0.4, scoring_s=0.02)
     metrics.samples(8, outcome="accepted")
     metrics.rollout_failed(failure_class="data", reason="reward_raised")
     metrics.rewards((0.0, 1.0, 1.0))
-    metrics.scored(duration_s=0.02)
     metrics.agents(
         turns=[2, 3],
         tool_calls=3,
@@ -77,13 +99,11 @@ def buffer() -> BufferMetrics:
     metrics.run_info(CONFIG)
     metrics.heartbeat(unix_time_s=1.7e9)
     metrics.states_from(lambda: {"learner_waits": 3.0, "nobody_waits": 1.0})
-    metrics.limits(max_staleness_versions=2, capacity_groups=48, capacity_bytes=2**30)
-    metrics.fill(reserved=16, ready=8, leased=16, bytes=4096, oldest_group_age_s=1.5)
+    metrics.limits(limits_of(CONFIG))
+    metrics.fill(COUNTS)
     metrics.replicas({"generating": 2, "silent": 1})
     metrics.causes(quarantines={Cause.ENGINE_DIED: 2}, restarts={Cause.ENGINE_DIED: 1})
-    metrics.events({"ticket_expired": 2, "commit_duplicate": 1})
-    metrics.prefix_tokens({"tokens_continued": 30, "tokens_dropped": 4})
-    metrics.ledger(issued_groups=45, groups={"reserved": 40, "trained": 3, "failed": 1}, tokens={"trained": 900})
+    metrics.account(ACCOUNT)
     metrics.reserve_waited(0.01)
     metrics.lease_waited(0.2)
     return metrics
@@ -190,7 +210,7 @@ def test_every_timeout_of_the_configuration_is_shown_by_its_key() -> None:
 def test_totals_are_raised_to_and_a_learner_that_goes_back_lowers_none() -> None:
     recorded = BufferMetrics()
     for total in (3, 3, 7, 2, 6):
-        recorded.events({"retry": total})
+        recorded.account(msgspec.structs.replace(ACCOUNT, events={Event.RETRY: total}))
     assert value(recorded, "asyncrl_buffer_events_total", event="retry") == 7 + 4
 
 
