@@ -4,7 +4,6 @@ A run keeps its colour in all charts. Each curve is drawn twice: over steps, whi
 over time, which compares how much an hour teaches.
 """
 
-import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,16 +18,23 @@ from asyncrl.atomic_write import write_atomically
 from asyncrl.config.load import flat_config
 from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.learner.aggregates import mean
-from asyncrl.learner.records import RunInfo, StepRecord, Summary
-from asyncrl.metrics.numbers import charts as charts_of_numbers
+from asyncrl.learner.records import RunInfo, Summary
+from asyncrl.metrics.numbers import NUMBERS, Chart
 from asyncrl.shown_text import shown
-from asyncrl.views import charts
 from asyncrl.views.charts import STEP, Series, line_chart
 from asyncrl.views.quantities import change, duration, number
 from asyncrl.views.report import RunRecords, read_run, summary_so_far
-from asyncrl.views.report_panels import CURVE_POINTS, SHARE_POINTS, Steps, bins_of, per_second, smooth, windows_of
-from asyncrl.views.report_staleness import added, clock_of, histogram_mean
+from asyncrl.views.report_panels import (
+    CURVE_POINTS,
+    SHARE_POINTS,
+    Steps,
+    bins_of,
+    mean_of,
+    smooth,
+    trained_per_second,
+    windows_of,
+)
+from asyncrl.views.report_staleness import clock_of, mean_age
 from asyncrl.views.templates import TEMPLATES
 
 RUN_COLORS = ("blue", "amber", "green", "violet", "red", "teal", "rose", "gray")
@@ -55,14 +61,8 @@ class Compared:
     summary: Summary
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
-    """A curve of every run. Its y axis contains the values `include`."""
-
-    title: str
-    unit: str
-    points: Callable[[RunRecords], Sequence[Point]]
-    include: tuple[float, ...] = ()
+Points = Callable[[RunRecords], Sequence[Point]]
+"""The points of a run's curve."""
 
 
 class Row(NamedTuple):
@@ -73,7 +73,7 @@ class Row(NamedTuple):
 
 
 def read_compared(paths: Sequence[Path], *, info_of: Callable[[Path], RunInfo | None]) -> list[Compared]:
-    """Returns the runs of these run directories, in this order. `info_of` returns what is shown instead of run.json.
+    """Returns the runs of these run directories, in this order. `info_of` returns the `info` of `read_run`.
 
     Raises ConfigError if there are not two to eight different directories. Raises RunError if one is not a run
     directory, or if its run has trained no step.
@@ -96,9 +96,7 @@ def read_compared(paths: Sequence[Path], *, info_of: Callable[[Path], RunInfo | 
 
 
 def _read(path: Path, *, label: str, color: str, info: RunInfo | None) -> Compared:
-    records = read_run(path)
-    if info is not None:
-        records = dataclasses.replace(records, info=info)
+    records = read_run(path, info=info)
     summary = records.summary or summary_so_far(records)
     if summary is None:
         raise RunError(f"{path} has no trained step to compare; leave this run out, or wait for its first step")
@@ -113,7 +111,6 @@ def compare_html(runs: Sequence[Compared]) -> str:
         by_time=curves(runs, over_time=True),
         totals=totals(runs),
         differences=differences([run.records.config for run in runs]),
-        margins=charts.MARGINS,
     )
 
 
@@ -146,15 +143,15 @@ def curves(runs: Sequence[Compared], *, over_time: bool) -> Sequence[str]:
         return Series(name=run.label, color=run.color, xs=xs, ys=[point.value for point in points])
 
     sets = dict.fromkeys([HELDOUT, *(record.name for run in runs for record in run.records.evals)])
-    heldout = [
-        Curve(title=f"Held-out reward{_of_set(name)}", unit="", points=partial(_heldout, name=name)) for name in sets
+    heldout: list[tuple[Chart, Points]] = [
+        (Chart(f"Held-out reward{_of_set(name)}"), partial(_heldout, name=name)) for name in sets
     ]
     figures = []
-    for curve in (*CURVES[:1], *heldout, *CURVES[1:]):
-        lines = [line(run, points) for run in runs if (points := curve.points(run.records))]
+    for chart, points_of in (*CURVES[:1], *heldout, *CURVES[1:]):
+        lines = [line(run, points) for run in runs if (points := points_of(run.records))]
         if lines:
             x_name = clock if over_time else STEP
-            figures.append(line_chart(curve.title, [], lines, unit=curve.unit, include=curve.include, x_name=x_name))
+            figures.append(line_chart(chart.title, [], lines, unit=chart.unit, include=chart.include, x_name=x_name))
     return figures
 
 
@@ -214,10 +211,10 @@ def _per_step(run: RunRecords, *, read: Callable[[Steps], float | None], smoothe
     return _at_ends(bins, smooth(values) if smoothed else values)
 
 
-def _speed(run: RunRecords, *, read: Callable[[StepRecord], float]) -> Sequence[Point]:
-    """Returns amounts per second between the records of windows."""
-    windows = windows_of(run.steps, SHARE_POINTS)
-    return _at_ends(windows, [per_second(window, lambda trained: sum(map(read, trained[1:]))) for window in windows])
+def _speed(run: RunRecords, *, what: str) -> Sequence[Point]:
+    """Returns the trained samples or tokens per second between the records of windows."""
+    windows, read = windows_of(run.steps, SHARE_POINTS), trained_per_second(what)
+    return _at_ends(windows, [read(window) for window in windows])
 
 
 def _at_ends(chunks: Sequence[Steps], values: Sequence[float | None]) -> Sequence[Point]:
@@ -239,43 +236,18 @@ def _heldout(run: RunRecords, *, name: str) -> Sequence[Point]:
     return [Point(record.version, record.wall_s, record.reward_mean) for record in run.evals if record.name == name]
 
 
-def _mean_of(name: str) -> Callable[[Steps], float | None]:
-    return lambda chunk: mean([record.number(name) for record in chunk])
+def _as_in_report(name: str) -> tuple[Chart, Points]:
+    """Returns the curve of a number, in the chart that it has in the report."""
+    chart = next(number.line.chart for number in NUMBERS if number.name == name and number.line is not None)
+    return chart, partial(_per_step, read=mean_of(name))
 
 
-def _mean_age(chunk: Steps) -> float | None:
-    return histogram_mean(added([record.token_staleness for record in chunk]))
-
-
-def _as_in_report(name: str) -> Curve:
-    """Returns the curve of a number as its chart in the report has it."""
-    chart = next(chart for chart, lines in charts_of_numbers().items() if name in {each.name for each, _ in lines})
-    points = partial(_per_step, read=_mean_of(name))
-    return Curve(title=chart.title, unit=chart.unit, include=chart.include, points=points)
-
-
-CURVES = (
-    Curve(
-        title="Reward", unit="mean of a step", points=partial(_per_step, read=_mean_of("reward_mean"), smoothed=True)
-    ),
-    Curve(
-        title="Trained samples",
-        unit="per second",
-        include=(0,),
-        points=partial(_speed, read=lambda record: record.trained_samples),
-    ),
-    Curve(
-        title="Trained tokens",
-        unit="per second",
-        include=(0,),
-        points=partial(_speed, read=lambda record: record.trained_tokens),
-    ),
-    Curve(
-        title="Age of trained tokens",
-        unit="versions, mean",
-        include=(0,),
-        points=partial(_per_step, read=_mean_age),
-    ),
+CURVES: Sequence[tuple[Chart, Points]] = (
+    (Chart("Reward", "mean of a step"), partial(_per_step, read=mean_of("reward_mean"), smoothed=True)),
+    (Chart("Trained samples", "per second", (0,)), partial(_speed, what="samples")),
+    (Chart("Trained tokens", "per second", (0,)), partial(_speed, what="tokens")),
+    (Chart("Age of trained tokens", "versions, mean", (0,)), partial(_per_step, read=mean_age)),
     _as_in_report("ess_ratio"),
     _as_in_report("entropy_nats"),
 )
+"""The curves of every run, in the order of their charts. Those of held-out rewards follow the first."""

@@ -10,7 +10,6 @@ recorded. All text that comes from a run (samples, names, reasons) is escaped, s
 text.
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,6 @@ from asyncrl.learner.aggregates import build_summary
 from asyncrl.learner.failures import groups_by_reason
 from asyncrl.learner.record_lines import read_lines
 from asyncrl.learner.records import LOST_STEPS, EvalRecord, RunInfo, RunTotals, SampleRecord, StepRecord, Summary
-from asyncrl.views import charts
 from asyncrl.views.headline import Headline, headline
 from asyncrl.views.report_panels import flow, learning, restart_marks
 from asyncrl.views.report_samples import shown_samples, some_samples
@@ -60,8 +58,8 @@ class RunRecords:
         return headline(facts_of_steps(self.steps, setting=self.setting, failures=failures, recent=False))
 
 
-def read_run(path: Path) -> RunRecords:
-    """Returns the records of a run directory.
+def read_run(path: Path, *, info: RunInfo | None = None) -> RunRecords:
+    """Returns the records of a run directory. `info` stands for its run.json, for example for a run that was killed.
 
     Raises RunError when `path` is not a run directory. Raises ConfigError or RunError when another version of asyncrl
     wrote its files.
@@ -69,7 +67,7 @@ def read_run(path: Path) -> RunRecords:
     if not (path / "run.json").exists():
         raise RunError(f"{path} is not a run directory: it has no run.json; give a folder such as runs/quickstart")
     try:
-        info = msgspec.json.decode((path / "run.json").read_bytes(), type=RunInfo)
+        written = msgspec.json.decode((path / "run.json").read_bytes(), type=RunInfo)
         summary_path = path / "summary.json"
         summary = msgspec.json.decode(summary_path.read_bytes(), type=Summary) if summary_path.exists() else None
         failures_path = path / "failures.json"
@@ -83,7 +81,7 @@ def read_run(path: Path) -> RunRecords:
     config_path = path / "config.yaml"
     samples, steps_with_samples = some_samples(path)
     return RunRecords(
-        info=info,
+        info=info or written,
         config=load_config([config_path], []),
         config_text=config_path.read_text(encoding="utf-8"),
         setting=setting_at(path),
@@ -98,11 +96,9 @@ def read_run(path: Path) -> RunRecords:
 
 
 def write_report(path: Path, *, output: Path | None = None, info: RunInfo | None = None) -> Path:
-    """Writes the report of the run directory `path` and returns its path. `info` is shown instead of run.json."""
-    target, run = output or path / "report.html", read_run(path)
-    if info is not None:
-        run = dataclasses.replace(run, info=info)
-    write_atomically(target, report_html(run).encode())
+    """Writes the report of the run directory `path` and returns its path. `info` is that of `read_run`."""
+    target = output or path / "report.html"
+    write_atomically(target, report_html(read_run(path, info=info)).encode())
     return target
 
 
@@ -121,7 +117,6 @@ def report_html(run: RunRecords) -> str:
         color_by=SUBJECTS,
         bands=BANDS,
         facts=facts,
-        margins=charts.MARGINS,
     )
 
 

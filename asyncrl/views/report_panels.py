@@ -35,11 +35,8 @@ def learning(steps: Steps, evals: Sequence[EvalRecord], *, marks: Sequence[Mark]
     bins = bins_of(steps, CURVE_POINTS)
     xs = last_steps(bins)
     draw = partial(line_chart, marks=marks)
-
-    def means(name: str) -> Values:
-        return [mean([record.number(name) for record in chunk]) for chunk in bins]
-
-    rewards = means("reward_mean")
+    reward_of = mean_of("reward_mean")
+    rewards = [reward_of(chunk) for chunk in bins]
     reward_lines = [
         Series(name="mean of a step", ys=rewards, color="blue", style="faint"),
         Series(name="training", ys=smooth(rewards), color="blue"),
@@ -58,7 +55,7 @@ def learning(steps: Steps, evals: Sequence[EvalRecord], *, marks: Sequence[Mark]
     recorded = {*StepRecord.__struct_fields__, *(name for record in steps for name in record.diagnostics)}
     for chart, lines in charts().items():
         series = [
-            Series(name=line.legend, ys=means(number.name), color=line.color)
+            curve(line.legend, line.color, bins, mean_of(number.name))
             for number, line in lines
             if number.name in recorded
         ]
@@ -83,17 +80,17 @@ def flow(steps: Steps, *, marks: Sequence[Mark] = ()) -> Sequence[str]:
         css = {state: color.report for state, color in colors.items()}
         return share_chart(title, xs, shares, colors=css, unit="share of time", marks=marks)
 
-    def rate(name: str, color: str, read: Callable[[Steps], float]) -> Series:
-        return curve(name, color, windows, lambda window: per_second(window, read))
-
     def means(name: str, color: str, read: Callable[[StepRecord], float]) -> Series:
         return curve(name, color, windows, lambda window: mean([read(record) for record in window[1:]]))
 
     def speed(what: str) -> list[Series]:
-        generated, trained = f"generated_{what}", f"trained_{what}"
+        def generated_of(window: Steps) -> float | None:
+            first, last = (getattr(record, f"generated_{what}") for record in (window[0], window[-1]))
+            return per_second(window, last - first)
+
         return [
-            rate("generated", "green", lambda window: getattr(window[-1], generated) - getattr(window[0], generated)),
-            rate("trained", "blue", lambda window: sum(getattr(record, trained) for record in window[1:])),
+            curve("generated", "green", windows, generated_of),
+            curve("trained", "blue", windows, trained_per_second(what)),
         ]
 
     buffered = [
@@ -154,10 +151,20 @@ def windows_of(steps: Steps, most: int) -> list[Steps]:
     return windows
 
 
-def per_second(window: Steps, amount: Callable[[Steps], float]) -> float | None:
-    """Returns the amount of a window for each second between its first and its last record; None without time."""
+def mean_of(name: str) -> Callable[[Steps], float | None]:
+    """Returns a function for the mean of a number of `asyncrl.metrics.numbers` over steps."""
+    return lambda steps: mean([record.number(name) for record in steps])
+
+
+def trained_per_second(what: str) -> Callable[[Steps], float | None]:
+    """Returns a function for the trained `samples` or `tokens` of a window per second."""
+    return lambda window: per_second(window, sum(getattr(record, f"trained_{what}") for record in window[1:]))
+
+
+def per_second(window: Steps, amount: float) -> float | None:
+    """Returns `amount` for each second between the first and the last record of a window; None without time."""
     span_s = window[-1].wall_s - window[0].wall_s
-    return amount(window) / span_s if span_s > 0 else None
+    return amount / span_s if span_s > 0 else None
 
 
 def last_steps(bins: Sequence[Steps]) -> list[float]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from asyncrl.learner.aggregates import largest, mean
 from asyncrl.learner.records import StepRecord
 from asyncrl.views.charts import AGE_COLORS, Mark, Series, line_chart, share_chart, version_bars
-from asyncrl.views.report_panels import CURVE_POINTS, SHARE_POINTS, Steps, bins_of, curve, last_steps
+from asyncrl.views.report_panels import CURVE_POINTS, SHARE_POINTS, Steps, bins_of, curve, last_steps, mean_of
 
 DRIFT = "abs_log_rho_nats_staleness_"
 """Prefix of the diagnostics that measure, by staleness, how far the policy is from the policy that sampled."""
@@ -65,7 +65,7 @@ def _ages_over_time(steps: Steps, *, limit: int | None) -> str:
     unit_s, clock = clock_of(steps[-1].wall_s)
     series = [
         curve("oldest", "amber", bins, lambda chunk: largest([age for r in chunk for age in r.token_staleness])),
-        curve("mean", "blue", bins, lambda chunk: histogram_mean(added([r.token_staleness for r in chunk]))),
+        curve("mean", "blue", bins, mean_age),
     ]
     return line_chart(
         "Age of tokens over time",
@@ -149,9 +149,6 @@ def _drift(steps: Steps, marks: Sequence[Mark]) -> list[str]:
     bins = bins_of(steps, CURVE_POINTS)
     ordered = sorted(names, key=_first_age)
 
-    def mean_of(name: str) -> Callable[[Steps], float | None]:
-        return lambda chunk: mean([record.diagnostics.get(name) for record in chunk])
-
     colored = zip(ordered, _age_colors(len(ordered)), strict=True)
     series = [curve(_drift_label(name), color, bins, mean_of(name)) for name, color in colored]
     unit = "mean |log ratio| to the sampler, nats"
@@ -181,7 +178,8 @@ def added(histograms: Sequence[Mapping[int, int]]) -> dict[int, int]:
     return dict(total)
 
 
-def histogram_mean(histogram: Mapping[int, int]) -> float | None:
-    """Returns the mean of a histogram {value: count}; None when it is empty."""
-    count = sum(histogram.values())
-    return sum(value * times for value, times in histogram.items()) / count if count else None
+def mean_age(steps: Steps) -> float | None:
+    """Returns the mean staleness of the trained tokens; None when there are none."""
+    ages = added([record.token_staleness for record in steps])
+    tokens = sum(ages.values())
+    return sum(age * count for age, count in ages.items()) / tokens if tokens else None
