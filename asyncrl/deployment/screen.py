@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from asyncrl.common.roles import TRAINING
 from asyncrl.config.schema import Config
-from asyncrl.views.live import LiveView, starting_view
+from asyncrl.views.live import LiveView
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Screen:
 
     def starting(self, config: Config, phase: str) -> None:
         """Shows a phase of the start at once, because the next call may block the event loop for long."""
-        self.show(starting_view(config, phase=phase, elapsed_s=self.elapsed_s))
+        self.show(LiveView(config=config, phase=phase, elapsed_s=self.elapsed_s))
 
 
 class StartLog:

@@ -18,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl.buffer.staleness import limits_of
 from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.metrics.state_colors import STATES
 from asyncrl.shown_text import shown
@@ -42,11 +43,9 @@ class LiveView:
     sentence below the numbers.
     """
 
-    name: str
+    config: Config
     phase: str
     elapsed_s: float
-    total_steps: int
-    staleness_limit: int
     step: int = 0
     eta_s: float | None = None
     rewards: Sequence[float] = ()
@@ -59,7 +58,6 @@ class LiveView:
     completion_tokens_mean: float | None = None
     truncated_ratio: float | None = None
     buffer_groups: Mapping[str, int] | None = None
-    buffer_capacity_groups: int | None = None
     published_version: int | None = None
     replica_versions: Mapping[str, int] = field(default_factory=dict)
     activity: str | None = None
@@ -68,20 +66,9 @@ class LiveView:
     headline: Headline | None = None
 
 
-def starting_view(config: Config, *, phase: str, elapsed_s: float) -> LiveView:
-    """Returns the view of a run without a step: only its phase and the limits of its configuration are known."""
-    return LiveView(
-        name=config.run.name,
-        phase=phase,
-        elapsed_s=elapsed_s,
-        total_steps=config.learner.total_steps,
-        staleness_limit=config.staleness.max_versions,
-    )
-
-
 def render(view: LiveView) -> RenderableType:
     """Returns the panel of the live view."""
-    title = Text.assemble((view.name, "bold"), "  ", (f"{view.phase}, {duration(view.elapsed_s)}", "dim"))
+    title = Text.assemble((view.config.run.name, "bold"), "  ", (f"{view.phase}, {duration(view.elapsed_s)}", "dim"))
     sentence = [] if view.headline is None else [Text(view.headline.sentence, style=_style(view.headline))]
     if view.step == 0:
         return Panel(Group(Text(f"{view.phase} …"), *sentence), title=title, title_align="left", border_style="dim")
@@ -95,7 +82,7 @@ def render(view: LiveView) -> RenderableType:
     rows.add_row("data", _data(view))
     rows.add_row("speed", Text(_speed(view)))
     if view.buffer_groups is not None:
-        rows.add_row("buffer", Text(_buffer(view.buffer_groups, view.buffer_capacity_groups)))
+        rows.add_row("buffer", Text(_buffer(view.buffer_groups, limits_of(view.config).capacity_groups)))
     if view.replica_versions:
         rows.add_row("weights", Text(_weights(view)))
     if view.activity:
@@ -109,9 +96,9 @@ def render(view: LiveView) -> RenderableType:
 
 def plain_line(view: LiveView) -> str:
     """Returns the view as one line, for logs and pipes."""
-    parts = [f"step {view.step}/{view.total_steps}", f"reward {_last(view.rewards)}"]
+    parts = [f"step {view.step}/{view.config.learner.total_steps}", f"reward {_last(view.rewards)}"]
     if view.oldest_token_versions is not None:
-        parts.append(f"staleness {view.oldest_token_versions} of {view.staleness_limit}")
+        parts.append(f"staleness {view.oldest_token_versions} of {view.config.staleness.max_versions}")
     if view.ess_ratio is not None:
         parts.append(f"effective sample size {view.ess_ratio * 100:.0f} %")
     parts.append(_speed(view))
@@ -123,7 +110,7 @@ def plain_line(view: LiveView) -> str:
 def phase_line(view: LiveView) -> str:
     """Returns the phase of the run and the elapsed time as one line.
 
-    >>> phase_line(LiveView(name="r", phase="loading the model", elapsed_s=8, total_steps=9, staleness_limit=2))
+    >>> phase_line(LiveView(config=Config(), phase="loading the model", elapsed_s=8))
     'loading the model (8.0 s)'
     """
     return f"{view.phase} ({duration(view.elapsed_s)})"
@@ -178,8 +165,9 @@ def _style(headline: Headline) -> str:
 def _progress(view: LiveView) -> RenderableType:
     row = Table.grid(padding=(0, 2))
     left = f"{duration(view.eta_s)} left" if view.eta_s is not None else ""
-    bar = ProgressBar(total=view.total_steps, completed=view.step, width=BAR_CELLS)
-    row.add_row(bar, f"{view.step} of {view.total_steps}", Text(left, style="dim"))
+    total_steps = view.config.learner.total_steps
+    bar = ProgressBar(total=total_steps, completed=view.step, width=BAR_CELLS)
+    row.add_row(bar, f"{view.step} of {total_steps}", Text(left, style="dim"))
     return row
 
 
@@ -197,7 +185,8 @@ def _heldout(view: LiveView) -> Text:
 def _data(view: LiveView) -> Text:
     text = Text()
     if view.oldest_token_versions is not None:
-        text.append(f"at most {view.oldest_token_versions} versions old, limit {view.staleness_limit}")
+        limit = view.config.staleness.max_versions
+        text.append(f"at most {view.oldest_token_versions} versions old, limit {limit}")
     if view.ess_ratio is not None:
         text.append(f"{'; ' if text else ''}effective sample size {view.ess_ratio:.0%}")
     return text
@@ -206,7 +195,7 @@ def _data(view: LiveView) -> Text:
 def _samples(view: LiveView) -> str:
     """Returns the lengths of completions and the share of groups without a gradient, as text.
 
-    >>> _samples(LiveView(name="r", phase="", elapsed_s=0, total_steps=9, staleness_limit=2,
+    >>> _samples(LiveView(config=Config(), phase="", elapsed_s=0,
     ...     completion_tokens_mean=41.5, truncated_ratio=0.25, zero_variance_ratio=0.5))
     'mean length 41.5 tokens, 25 % truncated; all rewards equal in 50 % of groups'
     """
@@ -221,15 +210,15 @@ def _speed(view: LiveView) -> str:
     return ", ".join(f"{number(value)} {unit}" for unit, value in speeds if value is not None)
 
 
-def _buffer(groups: Mapping[str, int], capacity: int | None) -> str:
+def _buffer(groups: Mapping[str, int], capacity: int) -> str:
     states = ", ".join(f"{count} {state}" for state, count in groups.items())
-    return f"{states}; {sum(groups.values())} of {capacity} slots" if capacity is not None else states
+    return f"{states}; {sum(groups.values())} of {capacity} slots"
 
 
 def _weights(view: LiveView) -> str:
     """Returns the published version and the number of replicas at each version, as text.
 
-    >>> _weights(LiveView(name="r", phase="", elapsed_s=0, total_steps=9, staleness_limit=2, published_version=7,
+    >>> _weights(LiveView(config=Config(), phase="", elapsed_s=0, published_version=7,
     ...     replica_versions={"a": 7, "b": 6, "c": 6}))
     'published 7; 1 replica at 7, 2 at 6'
     """
@@ -251,7 +240,7 @@ class LiveDisplay:
     it prints a line for each phase, one every `every_steps` steps, and one for each new kind of warning.
 
     >>> with LiveDisplay(Console(), every_steps=10) as display:
-    ...     display.update(LiveView(name="r", phase="starting", elapsed_s=0, total_steps=9, staleness_limit=2))
+    ...     display.update(LiveView(config=Config(), phase="starting", elapsed_s=0))
     starting (0.0 s)
     """
 
@@ -271,9 +260,10 @@ class LiveDisplay:
         if self._live is not None:
             self._live.update(render(view))
             return
+        total_steps = view.config.learner.total_steps
         new_phase = view.phase != self._phase
         due = view.step // self._every_steps > self._printed_steps // self._every_steps
-        if view.step not in (0, self._printed_steps) and (new_phase or due or view.step in (1, view.total_steps)):
+        if view.step not in (0, self._printed_steps) and (new_phase or due or view.step in (1, total_steps)):
             self._print(plain_line(view))
             self._printed_steps = view.step
         if new_phase:

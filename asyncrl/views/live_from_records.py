@@ -3,13 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from asyncrl.buffer.staleness import limits_of
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.status import RunStatus
-from asyncrl.learner.aggregates import mean, running_s, state_shares
+from asyncrl.learner.aggregates import mean, running_s
 from asyncrl.learner.records import EvalRecord, StepRecord
 from asyncrl.views.headline import headline
-from asyncrl.views.live import LiveView, starting_view
+from asyncrl.views.live import LiveView
 from asyncrl.views.quantities import duration
 from asyncrl.views.run_facts import RECENT_STEPS, Setting, facts_of_steps, with_status
 from asyncrl.views.status import activity
@@ -26,21 +25,20 @@ def live_view(
     steps: Sequence[StepRecord],
     evals: Sequence[EvalRecord],
     setting: Setting,
-    failures: Mapping[str, float] | None = None,
+    failures: Mapping[str, int] | None = None,
     status: RunStatus | None = None,
 ) -> LiveView:
-    """Returns the present view of the run. `failures` has the number of failed rollouts by reason.
+    """Returns the present view of the run. `failures` are those of `groups_by_reason`.
 
     With the buffer's `status`, the failures, the groups in the buffer and the versions are those of the status.
 
     Speeds and shares of time are means over the last `RECENT_STEPS` steps, without the time in which the run was
     started again. Skipped steps count, because they take time too.
     """
-    view = starting_view(config, phase=phase, elapsed_s=elapsed_s)
     facts = facts_of_steps(steps, setting=setting, failures=failures or {}, recent=True)
     if status is not None:
         facts = with_status(facts, status, recent=bool(steps))
-    view = replace(view, headline=headline(facts))
+    view = LiveView(config=config, phase=phase, elapsed_s=elapsed_s, headline=headline(facts))
     if not steps:
         return view
     recent, last = steps[-RECENT_STEPS:], steps[-1]
@@ -62,9 +60,8 @@ def live_view(
         truncated_ratio=mean([record.truncated_ratio for record in recent]),
         tokens_per_s=sum(record.trained_tokens for record in recent[1:]) / span_s if done else None,
         buffer_groups=last.buffer_groups,
-        buffer_capacity_groups=limits_of(config).capacity_groups,
-        learner_shares=state_shares(recent, "learner_state_s"),
-        generator_shares=state_shares(recent, "generator_state_s"),
+        learner_shares=facts.learner_shares,
+        generator_shares=facts.generator_shares,
     )
     if status is None:
         return view

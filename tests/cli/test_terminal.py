@@ -17,6 +17,7 @@ import signal, sys
 from rich.console import Console
 import typer
 from asyncrl.cli.terminal import outlive_terminal
+from asyncrl.config.schema import Config
 from asyncrl.views.live import LiveDisplay, LiveView
 signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a disowned process gets no SIGHUP when its terminal is closed
 outlive_terminal()
@@ -25,7 +26,7 @@ with display:
     print("ready", flush=True)
     sys.stdin.readline()
     for step in range(3):
-        display.update(LiveView(name="r", phase=f"step {step}", elapsed_s=0, total_steps=3, staleness_limit=2))
+        display.update(LiveView(config=Config(), phase=f"step {step}", elapsed_s=0))
         if display._live is not None:
             display._live.refresh()
         typer.echo("a line"); typer.echo("another", err=True)

@@ -30,7 +30,7 @@ outlive_terminal()
 closes = sys.argv[2] == "closes"
 config = Config.model_validate({"run": {"name": "quick", "dir": sys.argv[1]}})
 with reported_run(config, role="up") as run, LiveDisplay(Console(), every_steps=1) as display:
-    view = LiveView(name="quick", phase="training", elapsed_s=0, total_steps=9, staleness_limit=2)
+    view = LiveView(config=config, phase="training", elapsed_s=0)
     display.update(view)
 
     async def main(stop):

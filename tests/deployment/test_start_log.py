@@ -2,12 +2,13 @@
 
 import pytest
 
+from asyncrl.config.schema import Config
 from asyncrl.deployment.screen import StartLog
 from asyncrl.views.live import LiveView
 
 
 def view(phase: str, elapsed_s: float, *, step: int = 0) -> LiveView:
-    return LiveView(name="r", phase=phase, elapsed_s=elapsed_s, total_steps=9, staleness_limit=1, step=step)
+    return LiveView(config=Config(), phase=phase, elapsed_s=elapsed_s, step=step)
 
 
 def logged(views: list[LiveView], caplog: pytest.LogCaptureFixture) -> list[str]:

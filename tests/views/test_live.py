@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from asyncrl.config.schema import Config
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.views import live
 from asyncrl.views.headline import Concern, Headline
@@ -27,11 +28,9 @@ from asyncrl.views.live import (
 
 def view(step: int = 80, **changed: Any) -> LiveView:
     fields: dict[str, Any] = {
-        "name": "quickstart",
+        "config": Config(),
         "phase": "training",
         "elapsed_s": 75.0,
-        "total_steps": 200,
-        "staleness_limit": 2,
         "step": step,
         "eta_s": 62.0,
         "rewards": (0.4, 0.5, 0.625),
@@ -41,7 +40,6 @@ def view(step: int = 80, **changed: Any) -> LiveView:
         "samples_per_s": 213.0,
         "tokens_per_s": 1130.0,
         "buffer_groups": {"reserved": 16, "ready": 9, "leased": 16},
-        "buffer_capacity_groups": 48,
         "learner_shares": {"waiting_for_groups": 0.3, "forward_backward": 0.7},
         "generator_shares": {"generating": 0.9, "blocked_on_staleness": 0.1},
         "headline": Headline(concern=Concern.BOTTLENECK, sentence="The learner waits for groups 30 % of the time."),
@@ -49,7 +47,8 @@ def view(step: int = 80, **changed: Any) -> LiveView:
     return LiveView(**(fields | changed))
 
 
-STARTING = LiveView(name="quickstart", phase="loading the model", elapsed_s=8.0, total_steps=200, staleness_limit=2)
+SHORT = Config.model_validate({"learner": {"total_steps": 25}})
+STARTING = LiveView(config=Config(), phase="loading the model", elapsed_s=8.0)
 
 
 def shown(rendered: LiveView, *, width: int = 120) -> str:
@@ -124,7 +123,7 @@ class Terminal(io.StringIO):
 
 
 def test_the_first_step_needs_no_optional_number() -> None:
-    bare = LiveView(name="r", phase="training", elapsed_s=9.0, total_steps=200, staleness_limit=2, step=1)
+    bare = LiveView(config=Config(), phase="training", elapsed_s=9.0, step=1)
     assert "1 of 200" in shown(bare)
     assert plain_line(bare) == "step 1/200, reward –"
 
@@ -142,8 +141,9 @@ def test_a_plain_line_has_the_numbers_of_the_step() -> None:
 
 
 def test_names_are_text_and_not_rich_markup() -> None:
-    assert "[bold]x[/bold]" in shown(view(name="[bold]x[/bold]"))
-    odd = LiveView(name="r", phase="[red]y", elapsed_s=0, total_steps=1, staleness_limit=0)
+    run = Config().run.model_copy(update={"name": "[bold]x[/bold]"})
+    assert "[bold]x[/bold]" in shown(view(config=Config().model_copy(update={"run": run})))
+    odd = LiveView(config=Config(), phase="[red]y", elapsed_s=0)
     assert "[red]y" in shown(odd)
     assert plain(10, [odd]) == ["[red]y (0.0 s)"]
 
@@ -158,7 +158,7 @@ def plain(every_steps: int, views: list[LiveView]) -> list[str]:
 
 
 def test_without_a_terminal_a_line_is_printed_a_phase_every_n_steps_and_at_the_end() -> None:
-    views = [STARTING, STARTING, *(view(step, total_steps=25) for step in range(1, 26)), view(25, total_steps=25)]
+    views = [STARTING, STARTING, *(view(step, config=SHORT) for step in range(1, 26)), view(25, config=SHORT)]
     lines = plain(10, views)
     assert [line.split(",")[0] for line in lines] == [
         "loading the model (8.0 s)", "step 1/25", "training (1 min 15 s)", "step 10/25", "step 20/25", "step 25/25",
@@ -166,8 +166,8 @@ def test_without_a_terminal_a_line_is_printed_a_phase_every_n_steps_and_at_the_e
 
 
 def test_without_a_terminal_no_step_is_printed_twice_and_the_end_says_what_it_does() -> None:
-    closing = [view(25, total_steps=25, phase=phase) for phase in ("training", "closing", "evaluating", "closing")]
-    lines = plain(10, [view(0, total_steps=25), *closing])
+    closing = [view(25, config=SHORT, phase=phase) for phase in ("training", "closing", "evaluating", "closing")]
+    lines = plain(10, [view(0, config=SHORT), *closing])
     assert [line.split(",")[0].split(" (")[0] for line in lines] == [
         "training", "step 25/25", "closing", "evaluating", "closing",
     ]  # fmt: skip
