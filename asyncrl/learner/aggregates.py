@@ -1,7 +1,7 @@
 """Numbers over many records of a run: its summary, and what views show of several steps."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -96,9 +96,15 @@ def state_shares(steps: Sequence[StepRecord], field: str) -> dict[str, float]:
         return {}
     end: dict[str, float] = getattr(steps[-1], field)
     start: dict[str, float] = getattr(steps[0], field) if len(steps) > 1 else {}
-    seconds = {state: max(0.0, total - start.get(state, 0.0)) for state, total in end.items() if state != "starting"}
-    whole = sum(seconds.values())
-    return {state: part / whole for state, part in seconds.items()} if whole > 0 else {}
+    return shares_of({state: max(0.0, total - start.get(state, 0.0)) for state, total in end.items()})
+
+
+def shares_of(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Returns each state's share of the seconds without those of the state `starting`; empty if no such time has
+    passed."""
+    started = {state: part for state, part in seconds.items() if state != "starting"}
+    total = sum(started.values())
+    return {state: part / total for state, part in started.items()} if total > 0 else {}
 
 
 def running_s(steps: Sequence[StepRecord]) -> float:

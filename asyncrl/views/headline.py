@@ -10,7 +10,7 @@ learner waits and generators are blocked by it. A learner that never waits would
 take to start does not count.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -71,8 +71,8 @@ class RunFacts:
 
     `equal_rewards_ratio` is the share of groups whose rewards are all equal, over the last `equal_rewards_steps` steps.
     `equal_above_zero_ratio` is the share of groups whose rewards are all equal and above 0. Both are None when the
-    algorithm has a gradient with equal rewards too. `groups` maps fates to numbers of groups, `failures` reasons to
-    numbers of failed rollouts. `failed_samples_ratio` is the share of samples that are left out because their reward
+    algorithm has a gradient with equal rewards too. `groups` maps fates to numbers of groups. `failures` are those of
+    `groups_by_reason`. `failed_samples_ratio` is the share of samples that are left out because their reward
     failed. `learner_shares` and `generator_shares` map states to shares of time. `room` is whether cores or GPUs are
     free for another process.
     """
@@ -83,7 +83,7 @@ class RunFacts:
     equal_above_zero_ratio: float | None = None
     equal_rewards_steps: int = 1
     groups: Mapping[str, float] = field(default_factory=dict)
-    failures: Mapping[str, float] = field(default_factory=dict)
+    failures: Mapping[str, int] = field(default_factory=dict)
     failed_samples_ratio: float | None = None
     parity_ratio: float | None = None
     parity_nats: float | None = None
@@ -130,16 +130,8 @@ def headline(facts: RunFacts) -> Headline | None:
     >>> headline(RunFacts(equal_rewards_ratio=1.0, equal_rewards_steps=20)).concern
     <Concern.NO_GRADIENT: 'no_gradient'>
     """
-    candidates = (
-        (Concern.NOTHING_TRAINED, _nothing_trained),
-        (Concern.NO_GRADIENT, _no_gradient),
-        (Concern.FAILURES, _failures),
-        (Concern.PARITY, _parity),
-        (Concern.STALE_DATA, _stale_data),
-    )
-    for concern, sentence_of in candidates:
-        if sentence := sentence_of(facts):
-            return Headline(concern=concern, sentence=sentence)
+    for concern, sentence in _warnings(facts):
+        return Headline(concern=concern, sentence=sentence)
     if not (facts.learner_shares and facts.generator_shares):
         return None
     limits = bottleneck(facts.learner_shares, facts.generator_shares, room=facts.room)
@@ -156,16 +148,16 @@ def failed_share(groups: Mapping[str, float]) -> float:
     return groups.get(Fate.FAILED, 0) / ended if ended else 0.0
 
 
-def by_reason(failures: Mapping[str, float]) -> str:
-    """Returns failures by reason as text, such as `reward_raised 20, reward_timeout 3`, the most frequent first."""
-    ordered = sorted(failures.items(), key=lambda item: -item[1])
-    return ", ".join(f"{reason} {number:.0f}" for reason, number in ordered)
+def by_reason(failures: Mapping[str, int]) -> str:
+    """Returns the numbers of `groups_by_reason` as text, such as `reward_raised 20, reward_timeout 3`."""
+    return ", ".join(f"{reason} {number}" for reason, number in failures.items())
 
 
 def bottleneck(
     learner_shares: Mapping[str, float], generator_shares: Mapping[str, float], *, room: bool | None = None
 ) -> Bottleneck:
-    """Returns what limits a run, from both sides' shares of time by state. The shares of a side add up to 1.
+    """Returns what limits a run, from both sides' shares of time by state. The shares of a side are those of
+    `shares_of`: they add up to 1, without the state `starting`.
 
     `room` is whether cores or GPUs are free for another process; None when it is not known.
 
@@ -174,7 +166,6 @@ def bottleneck(
     >>> bottleneck({"optimizer": 1.0}, {"generating": 0.6, "blocked_on_staleness": 0.4}).bound
     <Bound.LEARNER: 'learner'>
     """
-    learner_shares, generator_shares = _once_started(learner_shares), _once_started(generator_shares)
     waiting = learner_shares.get("waiting_for_groups", 0.0)
     if waiting < NOTABLE_SHARE:
         return _of_the_learner(generator_shares, waiting, room)
@@ -211,13 +202,6 @@ def bottleneck(
     return _found(Bound.GENERATORS, "The learner waits for groups", waiting, f": {advice}.")
 
 
-def _once_started(shares: Mapping[str, float]) -> dict[str, float]:
-    """Returns the shares of the time without the state `starting`; empty when there is no other time."""
-    running_share = 1.0 - shares.get("starting", 0.0)
-    running = {state: share for state, share in shares.items() if state != "starting"}
-    return {state: share / running_share for state, share in running.items()} if running_share > 0 else {}
-
-
 def _of_the_learner(generator_shares: Mapping[str, float], waiting: float, room: bool | None) -> Bottleneck:
     """Returns the bottleneck of a run whose learner does not wait: more generated groups would only wait for it."""
     blocked = sum(generator_shares.get(state, 0.0) for state in HELD_BACK)
@@ -236,68 +220,53 @@ def _found(bound: Bound, what: str, share: float, rest: str) -> Bottleneck:
     return Bottleneck(bound=bound, sentence=f"{what} {_percent(share)} of the time{rest}")
 
 
-def _nothing_trained(facts: RunFacts) -> str | None:
-    if facts.steps_trained != 0 or not facts.steps_skipped:
-        return None
-    return (
-        "No step was trained: every step was skipped, because a loss or a gradient was not finite. Lower "
-        "learner.optimizer.learning_rate, and look at the learner's log for the first skipped step."
-    )
+def _warnings(facts: RunFacts) -> Iterator[tuple[Concern, str]]:
+    """Yields the warnings about a run, the most urgent first."""
+    if facts.steps_trained == 0 and facts.steps_skipped:
+        yield (
+            Concern.NOTHING_TRAINED,
+            "No step was trained: every step was skipped, because a loss or a gradient was not finite. Lower "
+            "learner.optimizer.learning_rate, and look at the learner's log for the first skipped step.",
+        )
+    if (ratio := facts.equal_rewards_ratio) is not None and ratio > MOSTLY_EQUAL:
+        yield Concern.NO_GRADIENT, _no_gradient(facts, ratio)
+    if (share := failed_share(facts.groups)) > MANY_FAILURES:
+        reasons = f" ({by_reason(facts.failures)})" if facts.failures else ""
+        of_reward = facts.failures and all(reason.startswith("reward_") for reason in facts.failures)
+        yield (
+            Concern.FAILURES,
+            f"{_percent(share)} of the groups failed and were not trained{reasons}: "
+            f"{'fix the reward' if of_reward else 'fix the cause'}. The learner's log and report.html have the first "
+            "failure of each kind.",
+        )
+    elif (ratio := facts.failed_samples_ratio) is not None and ratio > MANY_FAILURES:
+        yield (
+            Concern.FAILURES,
+            f"The reward failed for {_percent(ratio)} of the trained groups' samples, which are left out of the loss: "
+            "fix the reward. The learner's log and report.html have the first failure of each kind.",
+        )
+    if facts.parity_ratio is not None and facts.parity_ratio > 1 and facts.parity_nats is not None:
+        yield (
+            Concern.PARITY,
+            f"The log-probs of generators and learner differ by {facts.parity_ratio:.3g} times the accepted "
+            f"difference (weights.parity_tolerance_nats), and by up to {facts.parity_nats:.3g} nats, so importance "
+            "weights are wrong: check model.dtype and weights.kv_cache.",
+        )
+    if facts.ess_ratio is not None and facts.ess_ratio < LOW_ESS:
+        yield (
+            Concern.STALE_DATA,
+            f"The effective sample size is {_percent(facts.ess_ratio)}: the policy is far from the policy that sampled "
+            "the data. Lower staleness.max_versions or learner.optimizer.learning_rate.",
+        )
 
 
-def _no_gradient(facts: RunFacts) -> str | None:
-    ratio = facts.equal_rewards_ratio
-    if ratio is None or ratio <= MOSTLY_EQUAL:
-        return None
+def _no_gradient(facts: RunFacts, ratio: float) -> str:
     steps = "the last step" if facts.equal_rewards_steps == 1 else f"the last {facts.equal_rewards_steps} steps"
     fact = f"In {_percent(ratio)} of the groups of {steps} all rewards are equal"
     if (facts.equal_above_zero_ratio or 0.0) > ratio / 2:
         return f"{fact}, and most of these rewards are above 0, so there is little left to learn: use harder questions."
     gradient = "no gradient" if ratio > 0.995 else "hardly any gradient"  # from 0.995 on, the sentence says 100 %
     return f"{fact}, so there is {gradient}: use easier questions, a denser reward, or a larger learner.group_size."
-
-
-def _failures(facts: RunFacts) -> str | None:
-    share = failed_share(facts.groups)
-    if share <= MANY_FAILURES:
-        return _failed_samples(facts)
-    known = {reason: number for reason, number in facts.failures.items() if number}
-    reasons = f" ({by_reason(known)})" if known else ""
-    of_reward = known and all(reason.startswith("reward_") for reason in known)
-    fix = "fix the reward" if of_reward else "fix the cause"
-    return (
-        f"{_percent(share)} of the groups failed and were not trained{reasons}: {fix}. The learner's log and "
-        "report.html have the first failure of each kind."
-    )
-
-
-def _failed_samples(facts: RunFacts) -> str | None:
-    ratio = facts.failed_samples_ratio
-    if ratio is None or ratio <= MANY_FAILURES:
-        return None
-    return (
-        f"The reward failed for {_percent(ratio)} of the trained groups' samples, which are left out of the loss: fix "
-        "the reward. The learner's log and report.html have the first failure of each kind."
-    )
-
-
-def _parity(facts: RunFacts) -> str | None:
-    if facts.parity_ratio is None or facts.parity_ratio <= 1 or facts.parity_nats is None:
-        return None
-    return (
-        f"The log-probs of generators and learner differ by {facts.parity_ratio:.3g} times the accepted "
-        f"difference (weights.parity_tolerance_nats), and by up to {facts.parity_nats:.3g} nats, so importance weights "
-        "are wrong: check model.dtype and weights.kv_cache."
-    )
-
-
-def _stale_data(facts: RunFacts) -> str | None:
-    if facts.ess_ratio is None or facts.ess_ratio >= LOW_ESS:
-        return None
-    return (
-        f"The effective sample size is {_percent(facts.ess_ratio)}: the policy is far from the policy that sampled the "
-        "data. Lower staleness.max_versions or learner.optimizer.learning_rate."
-    )
 
 
 def _percent(share: float) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.learner.records import EvalRecord, HeldoutEnds, Summary
+from asyncrl.views.headline import by_reason
 
 
 def totals_lines(summary: Summary, *, total_steps: int) -> list[str]:
@@ -51,9 +52,8 @@ def dropped_in_words(summary: Summary) -> str:
     parts = []
     if failed:
         of_reward = all(reason.startswith("reward_") for reason in summary.groups_failed)
-        reasons = ", ".join(f"{reason} {groups}" for reason, groups in summary.groups_failed.items())
         what = "the reward" if of_reward else "their rollouts"
-        parts.append(f"{failed} groups were dropped because {what} failed ({reasons})")
+        parts.append(f"{failed} groups were dropped because {what} failed ({by_reason(summary.groups_failed)})")
     if others:
         parts.append(f"{others} {'other ' if failed else ''}groups were dropped")
     words = " and ".join(parts) or "no group was dropped"

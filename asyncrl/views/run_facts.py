@@ -66,7 +66,7 @@ def usable_cores() -> int:
 
 
 def facts_of_steps(
-    steps: Sequence[StepRecord], *, setting: Setting, failures: Mapping[str, float], recent: bool
+    steps: Sequence[StepRecord], *, setting: Setting, failures: Mapping[str, int], recent: bool
 ) -> RunFacts:
     """Returns the facts from the records of the last `RECENT_STEPS` steps if `recent`, else of all steps.
 

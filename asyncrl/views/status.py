@@ -11,7 +11,7 @@ from asyncrl.common.roles import Role, RunState
 from asyncrl.config.schema import HELDOUT
 from asyncrl.coordinator.replicas import ReplicaReport, ReplicaView, mean_states
 from asyncrl.coordinator.status import RunStatus
-from asyncrl.learner.aggregates import ess_of_steps, heldout_ends
+from asyncrl.learner.aggregates import ess_of_steps, heldout_ends, shares_of
 from asyncrl.learner.failures import in_words
 from asyncrl.learner.records import EvalRecord, StepRecord
 from asyncrl.views.headline import Bottleneck, Headline, bottleneck, failed_share, headline
@@ -122,8 +122,8 @@ def since_start(status: RunStatus, steps: Sequence[StepRecord], *, setting: Sett
     facts = with_status(
         facts_of_steps(steps, setting=setting or Setting(), failures={}, recent=False), status, recent=False
     )
-    learner = shares_of(status.learner_state_seconds)
-    generators = shares_of(mean_states(status.reports.values()))
+    learner = shares_of(status.learner_state_seconds) or None
+    generators = shares_of(mean_states(status.reports.values())) or None
     ess_mean, ess_lowest = ess_of_steps(steps)
     return SinceStart(
         learner_shares=learner,
@@ -135,18 +135,10 @@ def since_start(status: RunStatus, steps: Sequence[StepRecord], *, setting: Sett
     )
 
 
-def shares_of(seconds: Mapping[str, float]) -> dict[str, float] | None:
-    """Returns each state's share of the seconds without those of the state `starting`; None if no such time has
-    passed."""
-    started = {state: part for state, part in seconds.items() if state != "starting"}
-    total = sum(started.values())
-    return {state: part / total for state, part in started.items()} if total > 0 else None
-
-
 def _spent(report: ReplicaReport) -> str:
     """Returns the replica's shares of time since its start as text, or `starting`."""
     shares = shares_of(report.state_seconds)
-    if shares is None:
+    if not shares:
         return "starting"
     ordered = sorted(shares.items(), key=lambda item: -item[1])
     return "since the start: " + ", ".join(f"{state} {share:.0%}" for state, share in ordered if share >= 0.005)

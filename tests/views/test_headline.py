@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.schema import Config
+from asyncrl.learner.aggregates import shares_of
 from asyncrl.metrics.catalogue import GENERATOR_STATES, LEARNER_STATES
 from asyncrl.views import headline as module
 from asyncrl.views.headline import HELD_BACK, OTHER_WAITS, Bound, Concern, RunFacts, bottleneck, headline
@@ -99,14 +100,14 @@ def test_a_start_is_no_time_in_which_anybody_could_have_waited() -> None:
     )
     assert running.bound is Bound.STALENESS
     for learner_start, generator_start in ((0.9, 0.0), (0.0, 0.9), (0.6, 0.8)):
+        learner = {"waiting_for_groups": 0.4 * (1 - learner_start), "optimizer": 0.6 * (1 - learner_start)}
+        generators = {"blocked_on_staleness": 0.25, "generating": 0.75}
+        generators = {state: share * (1 - generator_start) for state, share in generators.items()}
         found = bottleneck(
-            {"starting": learner_start}
-            | {"waiting_for_groups": 0.4 * (1 - learner_start), "optimizer": 0.6 * (1 - learner_start)},
-            {"starting": generator_start}
-            | {"blocked_on_staleness": 0.25 * (1 - generator_start), "generating": 0.75 * (1 - generator_start)},
+            shares_of({"starting": learner_start} | learner), shares_of({"starting": generator_start} | generators)
         )
         assert found == running
-    assert bottleneck({"starting": 1.0}, {"starting": 1.0}).bound is Bound.NOTHING
+    assert shares_of({"starting": 1.0}) == {}
 
 
 def test_every_wait_is_a_state_that_generators_have() -> None:
@@ -114,8 +115,8 @@ def test_every_wait_is_a_state_that_generators_have() -> None:
 
 
 def shares(states: tuple[str, ...]) -> st.SearchStrategy[dict[str, float]]:
-    weights = st.lists(st.integers(0, 100), min_size=len(states), max_size=len(states)).filter(any)
-    return weights.map(lambda each: {state: weight / sum(each) for state, weight in zip(states, each, strict=True)})
+    weights = st.lists(st.integers(0, 100), min_size=len(states), max_size=len(states))
+    return weights.map(lambda each: shares_of(dict(zip(states, each, strict=True)))).filter(bool)
 
 
 @given(learner=shares(LEARNER_STATES), generators=shares(GENERATOR_STATES))
@@ -126,8 +127,8 @@ def test_every_sentence_names_knobs_that_exist_and_advises_more_staleness_only_t
     for section, key in re.findall(r"\b([a-z]+)\.([a-z_]+)", found.sentence):
         assert key in type(getattr(Config(), section)).model_fields
     if "raise staleness.max_versions" in found.sentence:
-        assert learner["waiting_for_groups"] >= 0.2 * (1 - learner["starting"])
-        assert generators["blocked_on_staleness"] >= 0.2 * (1 - generators["starting"])
+        assert learner["waiting_for_groups"] >= 0.2
+        assert generators["blocked_on_staleness"] >= 0.2
 
 
 def test_nothing_known_is_no_bottleneck() -> None:
@@ -162,7 +163,7 @@ TROUBLE: dict[Concern, dict[str, Any]] = {
     Concern.NO_GRADIENT: {"equal_rewards_ratio": 1.0, "equal_rewards_steps": 20},
     Concern.FAILURES: {
         "groups": {"trained": 24, "failed": 23, "reserved": 400},
-        "failures": {"reward_timeout": 3, "reward_raised": 20},
+        "failures": {"reward_raised": 20, "reward_timeout": 3},
     },
     Concern.PARITY: {"parity_ratio": 6.0, "parity_nats": 0.3},
     Concern.STALE_DATA: {"ess_ratio": 0.21},
