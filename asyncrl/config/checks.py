@@ -100,16 +100,6 @@ def _staleness(config: Config) -> Iterator[str]:
         )
 
 
-def _persistence(config: Config) -> Iterator[str]:
-    every = config.generator.persist_every_tokens
-    if every > 0 and config.staleness.max_versions == 0:
-        yield (
-            f"generator.persist_every_tokens = {every}: must be 0 with staleness.max_versions = 0, which trains the "
-            "batches of a sequential loop: a sample that another replica continues is drawn with another seed; set "
-            "it to 0, or raise staleness.max_versions"
-        )
-
-
 def _on_deadline(config: Config) -> Iterator[str]:
     """A step takes B groups. A straggler can only be in its way if the buffer may hold more groups than that."""
     policy, step_groups = config.staleness.on_deadline, config.learner.groups_per_step
@@ -298,23 +288,24 @@ def _audit(config: Config) -> Iterator[str]:
 
 
 def _generator(config: Config) -> Iterator[str]:
-    generator = config.generator
-    if generator.tensor_parallel_size > 1 and generator.gpus not in (0, generator.tensor_parallel_size):
+    generator, tiny = config.generator, config.model.tiny
+    every, parts = generator.persist_every_tokens, generator.tensor_parallel_size
+    if every > 0 and config.staleness.max_versions == 0:
         yield (
-            f"generator.tensor_parallel_size = {generator.tensor_parallel_size}: must equal generator.gpus = "
-            f"{generator.gpus:g}, because each process of the engine needs its own GPU; set both to the same number, "
-            "or generator.gpus to 0 for CPUs"
+            f"generator.persist_every_tokens = {every}: must be 0 with staleness.max_versions = 0, which trains the "
+            "batches of a sequential loop: a sample that another replica continues is drawn with another seed; set "
+            "it to 0, or raise staleness.max_versions"
         )
-    tiny, parts = config.model.tiny, generator.tensor_parallel_size
+    if parts > 1 and generator.gpus not in (0, parts):
+        yield (
+            f"generator.tensor_parallel_size = {parts}: must equal generator.gpus = {generator.gpus:g}, because each "
+            "process of the engine needs its own GPU; set both to the same number, or generator.gpus to 0 for CPUs"
+        )
     if tiny is not None and tiny.heads % parts:
         yield (
             f"generator.tensor_parallel_size = {parts}: must divide model.tiny.heads = {tiny.heads}, because each "
             "process of the engine has whole attention heads; lower it"
         )
-
-
-def _sampling(config: Config) -> Iterator[str]:
-    generator = config.generator
     for key, default in (("top_p", 1.0), ("min_p", 0.0)):
         value = getattr(generator, key)
         if generator.top_k is None and value != default:
@@ -337,7 +328,6 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     task_violations,
     _staleness,
     _on_deadline,
-    _persistence,
     _buffer,
     _step_shape,
     _sharding,
@@ -347,7 +337,6 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _model,
     _audit,
     _generator,
-    _sampling,
     engine_args_violations,
     share_violations,
     eval_violations,
