@@ -143,9 +143,8 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             "Number of the run's incarnation: 1, and one more after each restart. `nonce` distinguishes this run from "
             "other runs of the same name.",
             {"nonce": None},
-            own_unit="",
         ),
-        gauge(LEARNER, "asyncrl_run_restarts", "How often the run was resumed since its first start.", own_unit=""),
+        gauge(LEARNER, "asyncrl_run_restarts", "How often the run was resumed since its first start."),
         gauge(
             LEARNER,
             "asyncrl_run_resumed_timestamp_seconds",

@@ -116,9 +116,10 @@ class Instruments:
         """Sets a gauge. NaN is allowed and means that there is no value."""
         self._labelled(Gauge, name, labels).set(float(value))
 
-    def observe(self, name: str, value: float, **labels: str) -> None:
-        """Adds one value to a histogram."""
-        self._labelled(Histogram, name, labels).observe(_finite(name, value))
+    def observe(self, name: str, *values: float, **labels: str) -> None:
+        """Adds values to a histogram."""
+        for value in values:
+            self._labelled(Histogram, name, labels).observe(_finite(name, value))
 
     def observe_counts(self, name: str, counts: Mapping[int, int]) -> None:
         """Adds each value of `counts` to a histogram `counts[value]` times."""

@@ -252,8 +252,7 @@ class GeneratorMetrics(ProcessMetrics):
         environment = meta.part or self._environment
         self._instruments.observe("asyncrl_rollout_duration_seconds", duration_s, environment=environment)
         self._instruments.observe("asyncrl_reward_duration_seconds", scoring_s, environment=environment)
-        for length in meta.completion_tokens:
-            self._instruments.observe("asyncrl_completion_tokens", length, environment=environment)
+        self._instruments.observe("asyncrl_completion_tokens", *meta.completion_tokens, environment=environment)
 
     def samples(self, count: int, *, outcome: str) -> None:
         """Records the samples of one group with the outcome of its commit, or `failed`."""
@@ -277,11 +276,9 @@ class GeneratorMetrics(ProcessMetrics):
         """Records what the agents of a group did: the calls of each sample, the tool calls of the model and how long
         each took, the forks by reason, and the tokens by origin."""
         environment = part or self._environment
-        for calls in turns:
-            self._instruments.observe("asyncrl_agent_turns", calls, environment=environment)
+        self._instruments.observe("asyncrl_agent_turns", *turns, environment=environment)
         self._instruments.add("asyncrl_agent_tool_calls_total", tool_calls, environment=environment)
-        for seconds in tool_seconds:
-            self._instruments.observe("asyncrl_agent_tool_seconds", seconds, environment=environment)
+        self._instruments.observe("asyncrl_agent_tool_seconds", *tool_seconds, environment=environment)
         for reason, count in forks.items():
             self._instruments.add("asyncrl_agent_forks_total", count, reason=reason)
         for origin, count in tokens.items():
@@ -294,8 +291,7 @@ class GeneratorMetrics(ProcessMetrics):
 
     def rewards(self, values: Sequence[float], *, part: str = "") -> None:
         """Records the rewards of a group's samples."""
-        for value in values:
-            self._instruments.observe("asyncrl_reward", value, environment=part or self._environment)
+        self._instruments.observe("asyncrl_reward", *values, environment=part or self._environment)
 
     def reward_failed(self, *, reason: str, samples: int) -> None:
         """Records samples whose scoring failed."""

@@ -69,11 +69,11 @@ class MetricsServer:
         *,
         host: str,
         port: int,
-        discovery: Callable[[], bytes] | None = None,
+        discovery: Callable[[], bytes] = lambda: b"[]\n",
     ) -> None:
         """Starts the server. The host `node` is this node's Ray address; the process must have joined Ray before.
 
-        `discovery` returns the answer to `GET /sd`; it is called in a thread of the server.
+        `discovery` returns the answer to `GET /sd`, by default no targets; it is called in a thread of the server.
 
         Raises ConfigError when `host` is not an address of this machine.
         """
@@ -82,7 +82,7 @@ class MetricsServer:
         both = CollectorRegistry()
         both.register(registry)
         both.register(REGISTRY)
-        self._server = _bind(host, port, both, discovery or _no_targets)
+        self._server = _bind(host, port, both, discovery)
         self._thread = Thread(target=self._server.serve_forever, args=(POLL_S,), name="metrics", daemon=True)
         self._thread.start()
 
@@ -125,10 +125,6 @@ class MetricsServer:
             self._server.shutdown()
             self._thread.join(CLOSE_TIMEOUT_S)
         self._server.server_close()
-
-
-def _no_targets() -> bytes:
-    return b"[]\n"
 
 
 class _Handler(MetricsHandler):
