@@ -125,13 +125,7 @@ class StepRecorder:
         )
 
     def _show_trained(self, step: EndedStep) -> None:
-        report, histograms = step.report, counts_by_staleness(step.lease)
-        self.metrics.staleness(
-            groups=histograms["groups"],
-            tokens=_tokens_by_staleness(report),
-            in_flight=histograms["in_flight"],
-            in_buffer=histograms["in_buffer"],
-        )
+        self.metrics.staleness(tokens=_tokens_by_staleness(step.report), **counts_by_staleness(step.lease))
         self.metrics.numbers(_diagnostics(step) | _measured(step))
         self.metrics.rewards(components=_components(step), parts=_parts(step))
 
