@@ -5,7 +5,7 @@ over time, which compares how much an hour teaches.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -134,8 +134,8 @@ def terminal_table(runs: Sequence[Compared]) -> Table:
     return table
 
 
-def curves(runs: Sequence[Compared], *, over_time: bool) -> Sequence[str]:
-    """Returns the charts with a line for each run, over steps or over the time since the start of each run."""
+def curves(runs: Sequence[Compared], *, over_time: bool) -> Iterator[str]:
+    """Yields the charts with a line for each run, over steps or over the time since the start of each run."""
     unit_s, clock = clock_of(max(run.records.steps[-1].wall_s for run in runs))
 
     def line(run: Compared, points: Sequence[Point]) -> Series:
@@ -146,13 +146,11 @@ def curves(runs: Sequence[Compared], *, over_time: bool) -> Sequence[str]:
     heldout: list[tuple[Chart, Points]] = [
         (Chart(f"Held-out reward{_of_set(name)}"), partial(_heldout, name=name)) for name in sets
     ]
-    figures = []
     for chart, points_of in (*CURVES[:1], *heldout, *CURVES[1:]):
         lines = [line(run, points) for run in runs if (points := points_of(run.records))]
         if lines:
             x_name = clock if over_time else STEP
-            figures.append(line_chart(chart.title, [], lines, unit=chart.unit, include=chart.include, x_name=x_name))
-    return figures
+            yield line_chart(chart.title, [], lines, unit=chart.unit, include=chart.include, x_name=x_name)
 
 
 def totals(runs: Sequence[Compared]) -> list[Row]:

@@ -3,7 +3,7 @@
 import itertools
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from asyncrl.config.schema import HELDOUT, Config
@@ -11,13 +11,12 @@ from asyncrl.learner.records import EvalRecord, HeldoutEnds, Summary
 from asyncrl.views.headline import by_reason
 
 
-def totals_lines(summary: Summary, *, total_steps: int) -> list[str]:
-    """Returns lines about steps, held-out reward, staleness and dropped groups."""
-    lines = []
+def totals_lines(summary: Summary, *, total_steps: int) -> Iterator[str]:
+    """Yields lines about steps, held-out reward, staleness and dropped groups."""
     if summary.stop_reason is not None:
-        lines.append(f"{summary.stop_reason[:1].upper()}{summary.stop_reason[1:]}.")
+        yield f"{summary.stop_reason[:1].upper()}{summary.stop_reason[1:]}."
     elif summary.steps < total_steps:
-        lines.append(f"Stopped at step {summary.steps} of {total_steps}.")
+        yield f"Stopped at step {summary.steps} of {total_steps}."
     own = HeldoutEnds(
         first=summary.heldout_first,
         last=summary.heldout_last,
@@ -28,21 +27,20 @@ def totals_lines(summary: Summary, *, total_steps: int) -> list[str]:
         if ends.first is not None and ends.last is not None:
             got = f" ({ends.prompts} of {ends.prompts + ends.failed} prompts)" if ends.failed else ""
             of_set = "" if name == HELDOUT else f" of {name}"
-            lines.append(f"held-out reward{of_set} {ends.first:.3f} → {ends.last:.3f}{got}")
+            yield f"held-out reward{of_set} {ends.first:.3f} → {ends.last:.3f}{got}"
     age = summary.max_token_staleness
-    lines.append(
+    yield (
         f"{summary.steps} steps in {summary.wall_s:.0f} s, oldest trained token {age} version{'s' * (age != 1)} old "
         f"(limit {summary.staleness_limit}), {dropped_in_words(summary)}"
     )
     if summary.restarts:
         again = f"{summary.lost_steps} steps were lost and trained again" if summary.lost_steps else "no step was lost"
-        lines.append(f"resumed {summary.restarts} time{'s' * (summary.restarts > 1)}, {again}")
+        yield f"resumed {summary.restarts} time{'s' * (summary.restarts > 1)}, {again}"
     if summary.tokens_continued or summary.tokens_dropped:
-        lines.append(
+        yield (
             f"{summary.tokens_continued} stored tokens of replicas that ended were continued, "
             f"{summary.tokens_dropped} dropped"
         )
-    return lines
 
 
 def dropped_in_words(summary: Summary) -> str:

@@ -3,7 +3,7 @@
 Long runs are drawn as means over bins, because a chart is too narrow to show more than `CURVE_POINTS` points.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import cycle
 
@@ -26,8 +26,8 @@ Steps = Sequence[StepRecord]
 Values = list[float | None]
 
 
-def learning(steps: Steps, evals: Sequence[EvalRecord], *, marks: Sequence[Mark] = ()) -> Sequence[str]:
-    """Returns the charts of rewards, lengths and training: does the run learn? `marks` are drawn in all of them.
+def learning(steps: Steps, evals: Sequence[EvalRecord], *, marks: Sequence[Mark] = ()) -> Iterator[str]:
+    """Yields the charts of rewards, lengths and training: does the run learn? `marks` are drawn in all of them.
 
     `asyncrl.metrics.numbers` declares its charts, except the first. A chart of diagnostics is left out if no step has
     them.
@@ -45,13 +45,13 @@ def learning(steps: Steps, evals: Sequence[EvalRecord], *, marks: Sequence[Mark]
         of_set = [record for record in evals if record.name == name]
         shown = "held out" if name == HELDOUT else f"held out: {name}"
         reward_lines.append(Series(name=shown, ys=_at_versions(of_set, xs), color=color, style="dots"))
-    figures = [draw("Reward", xs, reward_lines)]
+    yield draw("Reward", xs, reward_lines)
     for title, field in (("Reward by part", "reward_parts"), ("Reward by component", "reward_components")):
         names = dict.fromkeys(name for record in steps for name in getattr(record, field))
         if names:
             colored = zip(names, cycle(COLORS), strict=False)
             curves = [curve(name, color, bins, partial(_mean_of, field, name)) for name, color in colored]
-            figures.append(draw(title, xs, curves))
+            yield draw(title, xs, curves)
     recorded = {*StepRecord.__struct_fields__, *(name for record in steps for name in record.diagnostics)}
     for chart, lines in charts().items():
         series = [
@@ -60,8 +60,7 @@ def learning(steps: Steps, evals: Sequence[EvalRecord], *, marks: Sequence[Mark]
             if number.name in recorded
         ]
         if series:
-            figures.append(draw(chart.title, xs, series, unit=chart.unit, include=chart.include))
-    return figures
+            yield draw(chart.title, xs, series, unit=chart.unit, include=chart.include)
 
 
 def _mean_of(field: str, name: str, chunk: Steps) -> float | None:

@@ -1,6 +1,6 @@
 """Renders the status of a run as text and as JSON: versions, buffer, generators, ledger and headline."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
@@ -144,33 +144,31 @@ def _spent(report: ReplicaReport) -> str:
     return "since the start: " + ", ".join(f"{state} {share:.0%}" for state, share in ordered if share >= 0.005)
 
 
-def _heldout(evals: Sequence[EvalRecord]) -> list[str]:
-    """Returns a line with the first and the last reward of each held-out set."""
-    lines = []
+def _heldout(evals: Sequence[EvalRecord]) -> Iterator[str]:
+    """Yields a line with the first and the last reward of each held-out set."""
     for name in dict.fromkeys(record.name for record in evals):
         of_set = [record for record in evals if record.name == name and record.reward_mean is not None]
         ends = [f"{each.reward_mean:.3f} (step {each.version})" for each in [*of_set[:1], *of_set[1:][-1:]]]
-        lines += [f"held-out reward{'' if name == HELDOUT else f' of {name}'}: {' → '.join(ends)}"] if ends else []
-    return lines
+        if ends:
+            yield f"held-out reward{'' if name == HELDOUT else f' of {name}'}: {' → '.join(ends)}"
 
 
-def _failures(status: RunStatus) -> list[str]:
-    """Returns lines with the failures by reason, and with the first failure of each reason."""
-    if not status.failures:
-        return []
-    share = failed_share({fate.value: amount.groups for fate, amount in status.account.fates.items()})
-    lines = [f"failures: {in_words(status.failures)}; {share:.0%} of the groups that ended failed"]
-    return lines + [f"first {count.first.reason}: {count.first.words}" for count in status.failures]
+def _failures(status: RunStatus) -> Iterator[str]:
+    """Yields lines with the failures by reason, and with the first failure of each reason."""
+    if status.failures:
+        share = failed_share({fate.value: amount.groups for fate, amount in status.account.fates.items()})
+        yield f"failures: {in_words(status.failures)}; {share:.0%} of the groups that ended failed"
+    for count in status.failures:
+        yield f"first {count.first.reason}: {count.first.words}"
 
 
-def _continued(status: RunStatus) -> list[str]:
-    """Returns a line with the stored tokens that were continued or dropped, if there are any."""
+def _continued(status: RunStatus) -> Iterator[str]:
+    """Yields a line with the stored tokens that were continued or dropped, if there are any."""
     events = status.account.events
     continued, dropped = events.get(Event.TOKENS_CONTINUED, 0), events.get(Event.TOKENS_DROPPED, 0)
-    if not continued + dropped:
-        return []
-    groups = events.get(Event.PREFIX_CONTINUED, 0)
-    return [f"stored tokens of replicas that ended: {continued} continued in {groups} groups, {dropped} dropped"]
+    if continued + dropped:
+        groups = events.get(Event.PREFIX_CONTINUED, 0)
+        yield f"stored tokens of replicas that ended: {continued} continued in {groups} groups, {dropped} dropped"
 
 
 def activity(status: RunStatus) -> str:

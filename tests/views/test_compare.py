@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ def two(tmp_path: Path) -> tuple[Path, Path]:
     return short, write_run(tmp_path, slow, name="long", limit=3, evals=False, end="finished")
 
 
-def drawn(figures: Sequence[str]) -> dict[str, dict[str, Any]]:
+def drawn(figures: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Returns the numbers of each chart by its title."""
     found = {}
     for figure in figures:
