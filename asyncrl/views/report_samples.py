@@ -145,11 +145,9 @@ def _group(samples: Sequence[SampleRecord], *, tokens: int, characters: int) -> 
 def _sample(sample: SampleRecord, *, most: int, is_open: bool) -> ShownSample:
     tokens = _tokens(sample)
     left_out = max(0, len(tokens) - most)
-    begin = (len(tokens) - left_out + 1) // 2
-    end = tokens[begin + left_out :] if left_out else []
-    return ShownSample(
-        record=sample, begin=tokens[: begin if left_out else None], left_out=left_out, end=end, is_open=is_open
-    )
+    half = (len(tokens) - left_out + 1) // 2
+    begin, end = tokens[:half], tokens[half + left_out :]
+    return ShownSample(record=sample, begin=begin, left_out=left_out, end=end, is_open=is_open)
 
 
 def _tokens(sample: SampleRecord) -> list[Token]:

@@ -61,7 +61,7 @@ def test_a_token_has_the_bands_of_its_age_its_difference_and_its_mask() -> None:
     [step] = shown([SAMPLE]).steps
     [group] = step.groups
     [sample] = group.samples
-    assert sample.begin == [
+    assert [*sample.begin, *sample.end] == [
         Token(text="fo", css="age-2 mask-1"),
         Token(text="u", css="difference-1", title="+0.40 nats"),
         Token(text="r", css="difference-2", title="+0.70 nats"),
@@ -75,7 +75,8 @@ def test_tokens_that_were_read_have_neither_an_age_nor_a_difference() -> None:
     episode = msgspec.structs.replace(
         SAMPLE, turns=((0, 1), (2, 1)), version_spans=((5, 1), (7, 1)), trained_spans=trained
     )
-    assert shown([episode]).steps[0].groups[0].samples[0].begin == [
+    [sample] = shown([episode]).steps[0].groups[0].samples
+    assert [*sample.begin, *sample.end] == [
         Token(text="fo", css="age-2"),
         Token(text="u", css="read mask-1", begins=True),
         Token(text="r", css="read mask-1"),
