@@ -57,11 +57,18 @@ def config_of(*, groups_per_step: int, max_staleness_versions: int) -> Config:
     return Config.model_validate({"learner": learner, "staleness": staleness, "buffer": {"capacity_bytes": 10**15}})
 
 
-def coordinator_of(config: Config) -> Coordinator:
-    async def clear_rows(keys: Sequence[str]) -> None:
-        """No row is stored."""
+class NoRows:
+    """A row client of a run in which no row is stored."""
 
-    return Coordinator(config=config, tasks=TASKS, clear_rows=clear_rows)
+    async def clear(self, keys: Sequence[str]) -> None:
+        pass
+
+    async def keys(self) -> list[str]:
+        return []
+
+
+def coordinator_of(config: Config) -> Coordinator:
+    return Coordinator(config=config, tasks=TASKS, rows=NoRows())
 
 
 def finished(ticket: Ticket) -> GroupMeta:
@@ -176,8 +183,8 @@ async def at_scale(*, groups: int, replicas: int) -> dict[str, float]:
         "own replicas": cpu_us(lambda: cloudpickle.dumps(coordinator.own_replicas("d", own), protocol=5), times=times),
         "own replicas, bytes": wire_bytes(coordinator.own_replicas("d", own)),
         "endpoints, bytes": wire_bytes(coordinator.endpoints(serial)),
-        "account": cpu_us(lambda: coordinator._buffer.account, times=times),
-        "recount": cpu_us(coordinator._buffer.recount, times=1),
+        "account": cpu_us(lambda: coordinator._run.buffer.account, times=times),
+        "recount": cpu_us(coordinator._run.buffer.recount, times=1),
         "metrics": cpu_us(coordinator._record, times=10),
         "heartbeat": cpu_us(heartbeat(lambda _: None), times=times),
         "heartbeat, all sampled": cpu_us(heartbeat(all_sampled), times=times),

@@ -56,6 +56,7 @@ class ReplayBuffer:
     - `fleet`: the lives of the replicas.
     - `unneeded`: the keys whose rows or partial generations may be cleared.
     - `failures`: the failed rollouts so far.
+    - `limits`: its limits.
     - `ledger`: counts fates and events. The owner counts the events that it finds itself, such as a lost replica.
     """
 
@@ -73,6 +74,7 @@ class ReplayBuffer:
         groups_logged: int = 0,
         most_filtered: int = 0,
     ) -> None:
+        self.limits = limits
         self.ledger = Ledger()
         self.failures = FailureLog(max_streak=limits.max_data_failures)
         self.fleet = Fleet(

@@ -18,12 +18,9 @@ class CoordinatorActor:
 
     def __init__(self, *, config: Config, tasks: Sequence[Task]) -> None:
         log_to_stderr()
-        rows = GroupRows(config)
         prefixes = GroupRows(config, partition=PREFIX_PARTITION) if config.generator.persist_every_tokens else None
         self._answers = Answers(kept_s=4 * config.buffer.call_timeout_s)
-        self._coordinator = Coordinator(
-            config=config, tasks=tasks, clear_rows=rows.clear, stored_keys=rows.keys, prefixes=prefixes
-        )
+        self._coordinator = Coordinator(config=config, tasks=tasks, rows=GroupRows(config), prefixes=prefixes)
 
     async def perform(self, call: Call) -> Any:
         """Performs a call of the client, unless it is a repetition of one that was performed."""

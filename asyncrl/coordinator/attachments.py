@@ -3,41 +3,22 @@
 import logging
 from collections.abc import Mapping
 
-from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.common.lineage import Lineage
 from asyncrl.common.roles import Role, RunState
-from asyncrl.coordinator.clearing import Clearing
-from asyncrl.coordinator.registry import OVER, Deployment, Registry
-from asyncrl.coordinator.replicas import Replicas
+from asyncrl.coordinator.parts import RunParts
+from asyncrl.coordinator.registry import OVER, Deployment
 from asyncrl.coordinator.snapshot import Restored
-from asyncrl.coordinator.waiting import Waiting
-from asyncrl.data.prompts import PromptData, PromptSource
+from asyncrl.data.prompts import PromptData
 from asyncrl.errors import LearnerNotRestored
 
 logger = logging.getLogger(__name__)
 
 
 class Attachments:
-    """Admits deployments to the run `run`."""
+    """Admits deployments to the run."""
 
-    def __init__(
-        self,
-        buffer: ReplayBuffer,
-        *,
-        run: str,
-        prompts: PromptSource,
-        registry: Registry,
-        waiting: Waiting,
-        replicas: Replicas,
-        clearing: Clearing,
-    ) -> None:
-        self._buffer = buffer
+    def __init__(self, run: RunParts) -> None:
         self._run = run
-        self._prompts = prompts
-        self._registry = registry
-        self._waiting = waiting
-        self._replicas = replicas
-        self._clearing = clearing
 
     def check(self, deployment: Deployment, *, shared: Mapping[str, object], restores: bool = False) -> None:
         """Raises an error if the deployment may not attach, and changes nothing. `restores` says whether a learner
@@ -47,15 +28,15 @@ class Attachments:
         has ended, or whose trained weights it does not restore: it would train other weights under their numbers. Its
         checkpoint may be of another run.
         """
-        self._registry.check(deployment, shared=shared)
-        if deployment.role is not Role.LEARNER or deployment == self._registry.learner:
+        self._run.registry.check(deployment, shared=shared)
+        if deployment.role is not Role.LEARNER or deployment == self._run.registry.learner:
             return
-        name, step, state = self._run, self._buffer.version.step, self._registry.state
+        name, step, state = self._run.config.run.name, self._run.buffer.version.step, self._run.registry.state
         again = f"end the run with `asyncrl down {name}`, then start it again"
         if state in OVER or (state is RunState.CLOSING and not restores):
-            why = f": {self._registry.message}" if self._registry.message else ""
+            why = f": {self._run.registry.message}" if self._run.registry.message else ""
             raise LearnerNotRestored(f"run {name!r} is {state}{why}; {again}")
-        if restores and (before := self._registry.learner) is not None and before.nonce != deployment.nonce:
+        if restores and (before := self._run.registry.learner) is not None and before.nonce != deployment.nonce:
             raise LearnerNotRestored(
                 f"the run {name!r} on this cluster has the nonce {before.nonce!r} in its run.json, but the checkpoint "
                 f"is of another run with this name, which has the nonce {deployment.nonce!r}; set run.dir to the "
@@ -88,21 +69,21 @@ class Attachments:
         """
         self.check(deployment, shared=shared, restores=restored is not None)
         if prompts is not None:
-            self._prompts.check_same(prompts)
-        replaced, repeated = self._registry.learner, deployment == self._registry.learner
+            self._run.prompts.check_same(prompts)
+        replaced, repeated = self._run.registry.learner, deployment == self._run.registry.learner
         lived_on = not self._untouched
         if restored is not None and not repeated:
             self._check_same_run(restored)
-            self._prompts.restore(restored.snapshot.prompts)
-        self._registry.attach(deployment, shared=shared)
+            self._run.prompts.restore(restored.snapshot.prompts)
+        self._run.registry.attach(deployment, shared=shared)
         if restored is not None and not repeated:
             self._restore(restored, lived_on=lived_on)
-            self._waiting.groups_changed()
+            self._run.waiting.groups_changed()
         elif deployment.role is Role.LEARNER and replaced is not None and not repeated:
-            incarnation = self._buffer.leases.succeed()
+            incarnation = self._run.buffer.leases.succeed()
             logger.warning("learner %s replaces %s as incarnation %d", deployment.id, replaced.id, incarnation)
-            self._waiting.groups_changed()
-        return self._buffer.lineage
+            self._run.waiting.groups_changed()
+        return self._run.buffer.lineage
 
     def _check_same_run(self, restored: Restored) -> None:
         """Raises LearnerNotRestored if the lineage of a restored checkpoint does not continue that of this run.
@@ -110,27 +91,28 @@ class Attachments:
         The same if the checkpoint is of an incarnation that did not train here, but on another cluster: the numbers of
         its attempts may be those of other attempts that generators of this cluster still make.
         """
-        known = restored.snapshot.version.incarnation <= self._buffer.lineage.incarnation
-        if self._untouched or (known and restored.lineage.continues(self._buffer.lineage)):
+        known = restored.snapshot.version.incarnation <= self._run.buffer.lineage.incarnation
+        if self._untouched or (known and restored.lineage.continues(self._run.buffer.lineage)):
             return
+        name = self._run.config.run.name
         raise LearnerNotRestored(
-            f"run {self._run!r} has trained {self._buffer.version.words}, but the checkpoint is of another "
-            "run with this name, or of a learner on another cluster; set run.dir to the directory of this run, "
-            f"or end the run with `asyncrl down {self._run}`, then start it again"
+            f"run {name!r} has trained {self._run.buffer.version.words}, but the checkpoint is of another run with this "
+            "name, or of a learner on another cluster; set run.dir to the directory of this run, or end the run with "
+            f"`asyncrl down {name}`, then start it again"
         )
 
     def _restore(self, restored: Restored, *, lived_on: bool) -> None:
         """Brings the buffer to the state of a checkpoint. If groups were issued since, keeps those that only surviving
         weights made, and the generators go on with their tickets."""
-        left = self._buffer.version
-        split_tokens = self._buffer.restore(
-            restored.snapshot.buffer, lineage=restored.lineage, loaded=self._replicas.loaded_versions()
+        left = self._run.buffer.version
+        split_tokens = self._run.buffer.restore(
+            restored.snapshot.buffer, lineage=restored.lineage, loaded=self._run.replicas.loaded_versions()
         )
-        self._clearing.rows_without_slot()  # the data plane may be older than this buffer
+        self._run.clearing.rows_without_slot()  # the data plane may be older than this buffer
         if not lived_on:
             return
-        self._registry.set_state(RunState.STARTING)
-        kept = self._buffer.account.issued.tokens
+        self._run.registry.set_state(RunState.STARTING)
+        kept = self._run.buffer.account.issued.tokens
         logger.warning(
             "the learner goes back from %s to %s: %d tokens of finished groups stay, and %d tokens of groups that lost "
             "weights finished can be continued, if they were stored (generator.persist_every_tokens)",
@@ -143,4 +125,4 @@ class Attachments:
     @property
     def _untouched(self) -> bool:
         """Whether no group was ever issued, and no learner has attached."""
-        return self._registry.learner is None and self._buffer.account.issued.groups == 0
+        return self._run.registry.learner is None and self._run.buffer.account.issued.groups == 0

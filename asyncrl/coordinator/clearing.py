@@ -7,7 +7,7 @@ did not clear before it died. A failure is logged, and the next search finds the
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from asyncrl.buffer.unneeded import Unneeded
@@ -19,30 +19,15 @@ SWEEP_EVERY_S = 60.0
 """Time between two searches for rows that belong to no group, seconds."""
 
 
-async def no_keys() -> Sequence[str]:
-    """Names no stored group."""
-    return ()
-
-
 class Clearing:
     """Clears what `unneeded` names, and the rows of keys that callers pass. `tasks` are the tasks that run now.
 
-    `clear_rows` drops the rows of groups by key, `stored_keys` returns the keys of the groups that have rows, and
-    `prefixes` are the partial generations of groups; None if the replicas store none.
+    `rows` are the rows of groups, and `prefixes` their partial generations; None if the replicas store none.
     """
 
-    def __init__(
-        self,
-        unneeded: Unneeded,
-        *,
-        clear_rows: Callable[[Sequence[str]], Awaitable[None]],
-        stored_keys: Callable[[], Awaitable[Sequence[str]]],
-        prefixes: GroupRows | None,
-        now_s: float,
-    ) -> None:
+    def __init__(self, unneeded: Unneeded, *, rows: GroupRows, prefixes: GroupRows | None, now_s: float) -> None:
         self._unneeded = unneeded
-        self._clear_rows = clear_rows
-        self._stored_keys = stored_keys
+        self._rows = rows
         self._prefixes = prefixes
         self._swept_s = now_s
         self.tasks: set[asyncio.Task[None]] = set()
@@ -50,7 +35,7 @@ class Clearing:
     def rows(self, keys: Sequence[str]) -> None:
         """Clears the rows of groups that will never be trained."""
         if keys:
-            self._in_background(self._cleared(keys, self._clear_rows), name="clear rows")
+            self._in_background(self._cleared(keys, self._rows), name="clear rows")
 
     def rows_without_slot(self) -> None:
         """Clears the rows of groups that hold no slot, because the learner went back to a checkpoint."""
@@ -60,7 +45,7 @@ class Clearing:
         """Clears the partial generations that became unneeded, and searches for others every `SWEEP_EVERY_S`."""
         unneeded = self._unneeded.take_prefixes()
         if unneeded and self._prefixes is not None:
-            self._in_background(self._cleared(unneeded, self._prefixes.clear), name="clear prefixes")
+            self._in_background(self._cleared(unneeded, self._prefixes), name="clear prefixes")
         if now_s - self._swept_s >= SWEEP_EVERY_S:
             self._swept_s = now_s
             self._in_background(self._sweep_rows(self._unneeded.never_committed), name="sweep rows")
@@ -71,13 +56,13 @@ class Clearing:
         """Clears the rows of groups that belong to nothing. A replica died after it had stored them, or a learner
         before it cleared them. `needless` returns their keys among those of all rows."""
         try:
-            left = needless(await self._stored_keys())
+            left = needless(await self._rows.keys())
         except Exception as error:
             logger.warning("rows without a group were not looked for: %s", error)
             return
         if left:
             logger.warning("clearing the rows of groups that belong to nothing: %s", ", ".join(left))
-            await self._cleared(left, self._clear_rows)
+            await self._cleared(left, self._rows)
 
     async def _sweep_prefixes(self, prefixes: GroupRows) -> None:
         """Clears partial generations that no attempt needs. Their replica died before it had reported them."""
@@ -87,15 +72,15 @@ class Clearing:
             logger.warning("partial generations without a group were not looked for: %s", error)
             return
         if left:
-            await self._cleared(left, prefixes.clear)
+            await self._cleared(left, prefixes)
 
     def _in_background(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
         task = asyncio.create_task(work, name=name)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    async def _cleared(self, keys: Sequence[str], clear: Callable[[Sequence[str]], Awaitable[None]]) -> None:
+    async def _cleared(self, keys: Sequence[str], stored: GroupRows) -> None:
         try:
-            await clear(keys)
+            await stored.clear(keys)
         except Exception as error:
             logger.warning("the rows of groups that will not be trained were not cleared: %s", error)

@@ -11,7 +11,7 @@ The path of a group: `reserve` and `commit` (a generator) in this file, `lease` 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
@@ -20,20 +20,20 @@ from asyncrl.buffer.fleet import Cause, Life, replica_of
 from asyncrl.buffer.ledger import Event
 from asyncrl.buffer.records import CommitOutcome, GroupMeta, HeldReport, Refusal, Renewal, Reservation
 from asyncrl.buffer.replay_buffer import ReplayBuffer
-from asyncrl.buffer.staleness import limits_of
+from asyncrl.buffer.staleness import Limits, limits_of
 from asyncrl.common.names import COORDINATOR
 from asyncrl.common.roles import Role
 from asyncrl.common.version import Version
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.attachments import Attachments
-from asyncrl.coordinator.clearing import Clearing, no_keys
+from asyncrl.coordinator.clearing import Clearing
 from asyncrl.coordinator.endpoints import EndpointChanges
 from asyncrl.coordinator.failures import FailureReports
 from asyncrl.coordinator.learner_calls import LearnerCalls
+from asyncrl.coordinator.parts import RunParts
 from asyncrl.coordinator.registry import Registry
 from asyncrl.coordinator.replicas import ReplicaReport, Replicas, ReplicaView
-from asyncrl.coordinator.snapshot import RunSnapshot
 from asyncrl.coordinator.status import BriefStatus, OwnReplicas, RunStatus
 from asyncrl.coordinator.waiting import Waiting
 from asyncrl.data.prompts import PromptSource, Task
@@ -51,13 +51,33 @@ def _prompts(config: Config, tasks: Sequence[Task]) -> PromptSource:
     return PromptSource(tasks, seed=config.run.seed, shuffle=data.shuffle, epochs=data.epochs, weights=weights)
 
 
+def _empty_buffer(config: Config, prompts: PromptSource, *, clock: Callable[[], float]) -> ReplayBuffer:
+    return ReplayBuffer(
+        limits=limits_of(config),
+        next_prompt=prompts.next,
+        task_of=prompts.task,
+        clock=clock,
+        seed=config.run.seed,
+        drop_last=config.data.drop_last,
+        on_deadline=config.staleness.on_deadline,
+        groups_logged=config.learner.groups_logged,
+        most_filtered=config.most_resamples,
+    )
+
+
+def _described_metrics(config: Config, limits: Limits, states: StateClock) -> BufferMetrics:
+    metrics = BufferMetrics()
+    metrics.states_from(states.seconds)
+    metrics.run_info(config)
+    metrics.limits(limits)
+    return metrics
+
+
 class Coordinator:
     """The groups, deployments and replicas of one run.
 
-    `clear_rows` drops the rows of groups that will never be trained, by key. `stored_keys` returns the keys of the
-    groups that have rows; without it, rows that a dead replica left are not found. `prefixes` are the partial
-    generations of groups; None if the replicas store none. The seconds of the states count from
-    `started_s` (monotonic); if it is left out, from the start of the process. `learner` answers the calls of the
+    `rows` are the rows of groups, and `prefixes` their partial generations; None if the replicas store none. The
+    seconds of the states count from `started_s` (monotonic); if it is left out, from the start of the process. `learner` answers the calls of the
     learner, `attachments` admits deployments, `registry` has them and the state of the run, `failures` the failed
     rollouts.
     """
@@ -67,122 +87,69 @@ class Coordinator:
         *,
         config: Config,
         tasks: Sequence[Task],
-        clear_rows: Callable[[Sequence[str]], Awaitable[None]],
-        stored_keys: Callable[[], Awaitable[Sequence[str]]] = no_keys,
+        rows: GroupRows,
         prefixes: GroupRows | None = None,
         started_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config, self._clock = config, clock
-        self._limits = limits_of(config)
         timeout_s = config.buffer.heartbeat_timeout_s
-        self._prompts = _prompts(config, tasks)
-        self._buffer = self._empty_buffer()
-        self._clearing = Clearing(
-            self._buffer.unneeded, clear_rows=clear_rows, stored_keys=stored_keys, prefixes=prefixes, now_s=clock()
-        )
-        self.registry = Registry(shared=shared_config(config), timeout_s=timeout_s, clock=clock)
-        tickets, fleet = self._buffer.tickets, self._buffer.fleet
-        self._replicas = Replicas(may_come_back=lambda replica: fleet.life(replica) is not None, clock=clock)
+        prompts = _prompts(config, tasks)
+        buffer = _empty_buffer(config, prompts, clock=clock)
+        tickets, fleet = buffer.tickets, buffer.fleet
         self._states = StateClock(
             states=BUFFER_WAITS,
             initial="starting",
             started_s=monotonic_at_process_start() if started_s is None else started_s,
             clock=clock,
         )
-        self._waiting = Waiting(
-            states=self._states,
-            may_get=lambda version: tickets.refusal(version) is None,
-            may_ask=lambda replica: fleet.refusal(replica) is not Refusal.UNHEALTHY,
+        self._run = RunParts(
+            config=config,
             clock=clock,
+            prompts=prompts,
+            buffer=buffer,
+            registry=Registry(shared=shared_config(config), timeout_s=timeout_s, clock=clock),
+            replicas=Replicas(may_come_back=lambda replica: fleet.life(replica) is not None, clock=clock),
+            waiting=Waiting(
+                states=self._states,
+                may_get=lambda version: tickets.refusal(version) is None,
+                may_ask=lambda replica: fleet.refusal(replica) is not Refusal.UNHEALTHY,
+                clock=clock,
+            ),
+            clearing=Clearing(buffer.unneeded, rows=rows, prefixes=prefixes, now_s=clock()),
+            metrics=_described_metrics(config, buffer.limits, self._states),
         )
-        self.failures = FailureReports(self._buffer.failures, waiting=self._waiting)
-        self._metrics = self._described_metrics()
-        self.learner = LearnerCalls(
-            self._buffer,
-            registry=self.registry,
-            waiting=self._waiting,
-            metrics=self._metrics,
-            clear=self._clearing.rows,
-            status=self.brief_status,
-            snapshot=self.snapshot,
-            clock=clock,
-        )
-        self.attachments = Attachments(
-            self._buffer,
-            run=config.run.name,
-            prompts=self._prompts,
-            registry=self.registry,
-            waiting=self._waiting,
-            replicas=self._replicas,
-            clearing=self._clearing,
-        )
+        self.attachments = Attachments(self._run)
+        self.learner = LearnerCalls(self._run)
+        self.registry = self._run.registry
+        self.failures = FailureReports(self._run)
         self._server: MetricsServer | None = None
         self._tick_s = min(1.0, timeout_s / 5)
         self._ticked_s: float | None = None
         self._stalled = False
         self._expiry: asyncio.Task[None] | None = None
 
-    def _empty_buffer(self) -> ReplayBuffer:
-        config = self._config
-        return ReplayBuffer(
-            limits=self._limits,
-            next_prompt=self._prompts.next,
-            task_of=self._prompts.task,
-            clock=self._clock,
-            seed=config.run.seed,
-            drop_last=config.data.drop_last,
-            on_deadline=config.staleness.on_deadline,
-            groups_logged=config.learner.groups_logged,
-            most_filtered=config.most_resamples,
-        )
-
-    def _described_metrics(self) -> BufferMetrics:
-        metrics = BufferMetrics()
-        metrics.states_from(self._states.seconds)
-        metrics.run_info(self._config)
-        metrics.limits(self._limits)
-        return metrics
-
     async def start(self) -> None:
         """Starts the expiry clock and the metrics endpoint. A second call does nothing."""
         if self._expiry is None:
-            self._server = MetricsServer(self._metrics.registry, host=self._config.metrics.host, port=0)
+            self._server = MetricsServer(self._run.metrics.registry, host=self._run.config.metrics.host, port=0)
             self.registry.add_target(COORDINATOR, self._server.address)
             self._states.enter("nobody_waits")
             self._expiry = asyncio.create_task(self._expire_regularly(), name="expiry")
 
     def brief_status(self) -> BriefStatus:
         """Returns the numbers of the run, for processes that poll them."""
-        buffer, registry, replicas = self._buffer, self.registry, self._replicas
-        return BriefStatus(
-            run=self._config.run.name,
-            state=registry.state,
-            message=registry.message,
-            version=buffer.version,
-            published=registry.published,
-            total_steps=self._limits.total_steps,
-            max_staleness_versions=self._limits.max_staleness_versions,
-            capacity_groups=self._limits.capacity_groups,
-            counts=buffer.counts(),
-            account=buffer.account,
-            learner_attached=registry.learner_attached,
-            quiet_s=registry.quiet_s,
-            totals=replicas.totals,
-            able=replicas.able(buffer.tickets.refusal),
-            oldest_replica_step=replicas.oldest_step(),
-        )
+        return self._run.brief_status()
 
     def status(self) -> RunStatus:
         """Returns everything about the run, with each replica and its report: 300 bytes for each. Processes that poll
         call `brief_status`."""
-        failures = self._buffer.failures
+        failures = self._run.buffer.failures
         return RunStatus(
             **msgspec.structs.asdict(self.brief_status()),
             failures=failures.counts(),
             failure_streak=failures.streak,
-            replicas=self._views(self._buffer.fleet.lives()),
-            reports=dict(self._replicas.reports),
+            replicas=self._views(self._run.buffer.fleet.lives()),
+            reports=dict(self._run.replicas.reports),
             deployments=tuple(self.registry.live()),
             learner_state_seconds=self.registry.learner_state_seconds,
             targets=dict(self.registry.endpoints.addresses),
@@ -192,7 +159,7 @@ class Coordinator:
 
     def own_replicas(self, deployment: str, names: Collection[str]) -> OwnReplicas:
         """Returns what a generator deployment has to know of its replicas `names`."""
-        fleet, reports = self._buffer.fleet, self._replicas.reports
+        fleet, reports = self._run.buffer.fleet, self._run.replicas.reports
         lives = {name: life for name in names if (life := fleet.life(name)) is not None}
         return OwnReplicas(
             wanted=self.registry.wanted_of(deployment),
@@ -202,30 +169,24 @@ class Coordinator:
         )
 
     def _views(self, lives: Mapping[str, Life]) -> tuple[ReplicaView, ...]:
-        tickets = self._buffer.tickets
-        return self._replicas.views(lives, reserved_groups=tickets.by_replica(), refusal_at=tickets.refusal)
+        tickets = self._run.buffer.tickets
+        return self._run.replicas.views(lives, reserved_groups=tickets.by_replica(), refusal_at=tickets.refusal)
 
     async def replica_at(
         self, version: Version, *, or_newer: bool = False, other_than: Collection[str], wait_s: float
     ) -> str | None:
         """Waits up to `wait_s` seconds for a live replica that has loaded `version`, or a newer one if that will do.
         Returns the name of its actor, or None. Leaves out the actors `other_than`."""
-        return await self._waiting.answer(
-            lambda: self._replicas.actor_at(version, or_newer=or_newer, other_than=other_than),
+        return await self._run.waiting.answer(
+            lambda: self._run.replicas.actor_at(version, or_newer=or_newer, other_than=other_than),
             final=lambda actor: actor is not None,
-            enter=self._waiting.loads.enter,
+            enter=self._run.waiting.loads.enter,
             wait_s=wait_s,
         )
 
     def endpoints(self, since: int) -> EndpointChanges:
         """Returns the metrics endpoints that changed since the answer with the serial number `since`; all for 0."""
         return self.registry.endpoints.since(since)
-
-    def snapshot(self) -> RunSnapshot:
-        """Returns the present state of the groups and the prompts, for a checkpoint."""
-        if (recount := self._buffer.recount()) != (account := self._buffer.account):
-            logger.error("the ledger has %s, but its groups add up to %s: this is a bug of asyncrl", account, recount)
-        return RunSnapshot(buffer=self._buffer.snapshot(), prompts=self._prompts.state())
 
     # --- generators ---------------------------------------------------------------------------------------------
 
@@ -242,47 +203,47 @@ class Coordinator:
         Returns the keys of named tickets that have ended without a commit. The replica ends their rollouts, or itself
         if it must. A heartbeat that was overtaken by a newer one changes nothing.
         """
-        refused = self._buffer.fleet.refusal(replica)
-        renewal = self._buffer.tickets.renew(replica, held=held, version=version)
+        refused = self._run.buffer.fleet.refusal(replica)
+        renewal = self._run.buffer.tickets.renew(replica, held=held, version=version)
         if renewal is None:
             return Renewal()
         if renewal.must_end:
             return renewal
-        self._replicas.reported(report)
+        self._run.replicas.reported(report)
         self.registry.endpoints.set(replica_of(replica), report.metrics_address)
-        loaded = self._replicas.heard(replica, version=version, free_slots=free_slots)
+        loaded = self._run.replicas.heard(replica, version=version, free_slots=free_slots)
         if loaded or refused is not None:
             # A reserve of this replica may now get a ticket, and rule (2) may let the learner go on without its groups
             # (`staleness.on_deadline: mask`).
-            self._waiting.tickets.wake_replica(replica)
-            self._waiting.leases.ring()
-            self._waiting.loads.ring()
+            self._run.waiting.tickets.wake_replica(replica)
+            self._run.waiting.leases.ring()
+            self._run.waiting.loads.ring()
         return renewal
 
     async def leave(self, replica: str) -> None:
         """Removes a replica that ends cleanly, for good. Its tickets expire at once."""
-        self._buffer.fleet.retire(replica_of(replica))
+        self._run.buffer.fleet.retire(replica_of(replica))
         self._without(replica, lost=False)
 
     async def quarantine(self, replica: str, cause: Cause, reason: str) -> None:
         """Records that a replica must not get tickets any more, because something of it has failed. Its tickets expire
         at once. `replica` calls it itself, when it knows."""
-        if self._buffer.fleet.quarantine(replica, cause, reason):
+        if self._run.buffer.fleet.quarantine(replica, cause, reason):
             self._without(replica, lost=True)
 
     async def restarting(self, replica: str, cause: Cause, reason: str) -> None:
         """Records that the deployment of a replica ends it and starts it again. Its tickets expire at once."""
-        self._buffer.fleet.restarting(replica, cause, reason)
+        self._run.buffer.fleet.restarting(replica, cause, reason)
         self._without(replica, lost=True)
 
     def _without(self, replica: str, *, lost: bool) -> None:
         """Forgets a replica that has ended, and expires its tickets. `lost`: it did not end in order."""
-        if self._replicas.forget(replica):
+        if self._run.replicas.forget(replica):
             self.registry.endpoints.set(replica_of(replica), "")
-            self._buffer.ledger.count(Event.REPLICA_LOST, int(lost))
-        self._clearing.rows(self._buffer.tickets.leave(replica))
-        self._waiting.tickets.wake_replica(replica)
-        self._waiting.groups_changed()
+            self._run.buffer.ledger.count(Event.REPLICA_LOST, int(lost))
+        self._run.clearing.rows(self._run.buffer.tickets.leave(replica))
+        self._run.waiting.tickets.wake_replica(replica)
+        self._run.waiting.groups_changed()
 
     async def reserve(self, replica: str, version: Version, count: int, *, wait_s: float) -> Reservation:
         """Waits up to `wait_s` seconds until at least one ticket can be issued.
@@ -292,46 +253,46 @@ class Coordinator:
 
         def newest() -> Version:
             # While this call waited, the replica may have loaded newer weights and reported them in a heartbeat.
-            return max(version, self._replicas.loaded(replica) or version)
+            return max(version, self._run.replicas.loaded(replica) or version)
 
         def ask() -> Reservation:
-            answer = self._buffer.tickets.reserve(replica, version=newest(), count=count)
-            self._replicas.reserved(replica, version=newest(), asked=count, answer=answer)
+            answer = self._run.buffer.tickets.reserve(replica, version=newest(), count=count)
+            self._run.replicas.reserved(replica, version=newest(), asked=count, answer=answer)
             if answer.refusal is Refusal.NO_PROMPTS:
-                self._waiting.leases.ring()  # the last step may be short now
+                self._run.waiting.leases.ring()  # the last step may be short now
             return answer
 
-        started_s = self._clock()
-        self._buffer.fleet.hear(replica, has_weights=True)
-        await self._waiting.tickets.earlier_have_asked()
-        reservation = await self._waiting.answer(
+        started_s = self._run.clock()
+        self._run.buffer.fleet.hear(replica, has_weights=True)
+        await self._run.waiting.tickets.earlier_have_asked()
+        reservation = await self._run.waiting.answer(
             ask,
             final=lambda answer: bool(answer.tickets) or answer.refusal is Refusal.QUARANTINED,
-            enter=lambda: self._waiting.tickets.enter(replica, newest),
+            enter=lambda: self._run.waiting.tickets.enter(replica, newest),
             wait_s=wait_s,
             role=Role.GENERATOR,
         )
-        self._metrics.reserve_waited(self._clock() - started_s)
+        self._run.metrics.reserve_waited(self._run.clock() - started_s)
         return reservation
 
     async def commit(self, metas: Sequence[GroupMeta]) -> list[CommitOutcome]:
         """Makes generated groups ready, whose rows are stored, or filters them. Returns one outcome for each."""
-        outcomes = [self._buffer.tickets.commit(meta) for meta in metas]
+        outcomes = [self._run.buffer.tickets.commit(meta) for meta in metas]
         if not {CommitOutcome.ACCEPTED, CommitOutcome.FILTERED}.isdisjoint(outcomes):
             self.registry.progressed()
-        self._waiting.groups_changed()
+        self._run.waiting.groups_changed()
         return outcomes
 
     async def fail(self, tickets: Sequence[FailedTicket]) -> None:
         """Ends the attempts of tickets whose rollouts failed. Expires all tickets of a replica that is quarantined for
         that."""
-        before = self._buffer.fleet.quarantines.total()
+        before = self._run.buffer.fleet.quarantines.total()
         for ticket in tickets:
-            self._buffer.tickets.fail(ticket.key, incarnation=ticket.incarnation, failure=ticket.failure)
-        if self._buffer.fleet.quarantines.total() > before:
+            self._run.buffer.tickets.fail(ticket.key, incarnation=ticket.incarnation, failure=ticket.failure)
+        if self._run.buffer.fleet.quarantines.total() > before:
             self._expire()
-        self._waiting.groups_changed()
-        self._waiting.failures.ring()
+        self._run.waiting.groups_changed()
+        self._run.waiting.failures.ring()
 
     # --- private ------------------------------------------------------------------------------------------------
 
@@ -351,7 +312,7 @@ class Coordinator:
         This process has then stalled, and the heartbeats that arrived meanwhile are only answered after this call. The
         call after it expires them in any case, because a process that is always late must not keep dead tickets.
         """
-        now_s = self._clock()
+        now_s = self._run.clock()
         pause_s = 0.0 if self._ticked_s is None else now_s - self._ticked_s
         self._ticked_s = now_s
         self._stalled = pause_s > 2 * self._tick_s and not self._stalled
@@ -359,24 +320,25 @@ class Coordinator:
             logger.warning("the buffer's process stalled for %.1f s; no ticket expires before its next check", pause_s)
             return
         self._expire()
-        self._clearing.tick(now_s)
+        self._run.clearing.tick(now_s)
 
     def _expire(self) -> None:
         """Removes silent replicas, and ends tickets that no heartbeat renewed within the timeout."""
-        keys = self._buffer.tickets.expire()
-        self._clearing.rows(keys)
-        gone = self._replicas.forget_unless(self._buffer.fleet.may_be_used)
-        self._buffer.ledger.count(Event.REPLICA_LOST, len(gone))
+        keys = self._run.buffer.tickets.expire()
+        self._run.clearing.rows(keys)
+        gone = self._run.replicas.forget_unless(self._run.buffer.fleet.may_be_used)
+        self._run.buffer.ledger.count(Event.REPLICA_LOST, len(gone))
         for actor in gone:
             self.registry.endpoints.set(replica_of(actor), "")
-            self._waiting.tickets.wake_replica(actor)  # a quarantined one ends when it knows
-        if self._buffer.fleet.back_off_ended() or keys or gone:
-            self._waiting.groups_changed()
+            self._run.waiting.tickets.wake_replica(actor)  # a quarantined one ends when it knows
+        if self._run.buffer.fleet.back_off_ended() or keys or gone:
+            self._run.waiting.groups_changed()
 
     def _record(self) -> None:
-        self._metrics.heartbeat(unix_time_s=time.time())
-        self._metrics.fill(self._buffer.counts())
-        self._metrics.account(self._buffer.account)
-        fleet = self._buffer.fleet
-        self._metrics.replicas(self._replicas.by_state(fleet.lives(), holding=self._buffer.tickets.by_replica()))
-        self._metrics.causes(quarantines=fleet.quarantines, restarts=fleet.restarts)
+        buffer, metrics = self._run.buffer, self._run.metrics
+        lives, holding = buffer.fleet.lives(), buffer.tickets.by_replica()
+        metrics.heartbeat(unix_time_s=time.time())
+        metrics.fill(buffer.counts())
+        metrics.account(buffer.account)
+        metrics.replicas(self._run.replicas.by_state(lives, holding=holding))
+        metrics.causes(quarantines=buffer.fleet.quarantines, restarts=buffer.fleet.restarts)

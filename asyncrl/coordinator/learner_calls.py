@@ -4,21 +4,18 @@ If another learner has taken over, the calls of the earlier one raise Fenced and
 was only slow ends at its next call, and no step of it is counted.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from asyncrl.buffer.ledger import Event, LedgerEntry
 from asyncrl.buffer.records import Lease, LeaseWait
-from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
-from asyncrl.coordinator.registry import Registry
+from asyncrl.coordinator.parts import RunParts
 from asyncrl.coordinator.snapshot import RunSnapshot
 from asyncrl.coordinator.status import BriefStatus
-from asyncrl.coordinator.waiting import Waiting
 from asyncrl.errors import Fenced, RunEnded
-from asyncrl.metrics.recorders import BufferMetrics
 
 _NO_LEASE_EVER = (LeaseWait.FINISHED, LeaseWait.TOO_MANY_FAILURES)
 """Answers to a lease call that stay the same for the rest of the run, so that waiting is useless."""
@@ -37,28 +34,10 @@ class Acked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LearnerCalls:
-    """Answers the learner. `clear` drops the rows of groups by key, and `status` returns the state of the run."""
+    """Answers the learner."""
 
-    def __init__(
-        self,
-        buffer: ReplayBuffer,
-        *,
-        registry: Registry,
-        waiting: Waiting,
-        metrics: BufferMetrics,
-        clear: Callable[[Sequence[str]], None],
-        status: Callable[[], BriefStatus],
-        snapshot: Callable[[], RunSnapshot],
-        clock: Callable[[], float],
-    ) -> None:
-        self._buffer = buffer
-        self._registry = registry
-        self._waiting = waiting
-        self._metrics = metrics
-        self._clear = clear
-        self._status = status
-        self._snapshot = snapshot
-        self._clock = clock
+    def __init__(self, run: RunParts) -> None:
+        self._run = run
 
     async def lease(self, incarnation: int, *, wait_s: float) -> Lease | LeaseWait:
         """Waits up to `wait_s` seconds for the groups of one step. Returns the lease, or the reason why there is
@@ -69,21 +48,21 @@ class LearnerCalls:
 
         def ask() -> Lease | LeaseWait:
             self._check(incarnation)
-            return self._buffer.leases.lease()
+            return self._run.buffer.leases.lease()
 
-        started_s = self._clock()
-        answer = await self._waiting.answer(
+        started_s = self._run.clock()
+        answer = await self._run.waiting.answer(
             ask,
             final=lambda answer: isinstance(answer, Lease) or answer in _NO_LEASE_EVER,
-            enter=self._waiting.leases.enter,
+            enter=self._run.waiting.leases.enter,
             wait_s=wait_s,
             role=Role.LEARNER,
         )
-        self._metrics.lease_waited(self._clock() - started_s)
-        if cancelled := self._buffer.leases.cancelled:
-            self._buffer.leases.cancelled = []
-            self._clear(cancelled)
-            self._waiting.tickets.wake()
+        self._run.metrics.lease_waited(self._run.clock() - started_s)
+        if cancelled := self._run.buffer.leases.cancelled:
+            self._run.buffer.leases.cancelled = []
+            self._run.clearing.rows(cancelled)
+            self._run.waiting.tickets.wake()
         return answer
 
     async def ack(self, incarnation: int, step: int, *, snapshot: bool = False) -> Acked:
@@ -92,35 +71,35 @@ class LearnerCalls:
         The snapshot is taken before any other call is answered, so it is of the moment after this step.
         """
         self._check(incarnation)
-        over = self._buffer.leases.ack(incarnation, step)
-        ledger = self._buffer.ledger_entry(of_ack=True)
-        taken = self._snapshot() if snapshot else None
-        self._registry.progressed()
-        self._waiting.tickets.wake()
-        return Acked(status=self._status(), ledger=ledger, over=over, snapshot=taken)
+        over = self._run.buffer.leases.ack(incarnation, step)
+        ledger = self._run.buffer.ledger_entry(of_ack=True)
+        taken = self._run.snapshot() if snapshot else None
+        self._run.registry.progressed()
+        self._run.waiting.tickets.wake()
+        return Acked(status=self._run.brief_status(), ledger=ledger, over=over, snapshot=taken)
 
     def ledger_entry(self, incarnation: int) -> LedgerEntry:
         """Returns the ledger's entry of the present moment, for the end of the audit's records."""
         self._check(incarnation)
-        return self._buffer.ledger_entry(of_ack=False)
+        return self._run.buffer.ledger_entry(of_ack=False)
 
     def snapshot(self, incarnation: int) -> RunSnapshot:
         """Returns a snapshot of the present moment. A lease counts as not trained."""
         self._check(incarnation)
-        return self._snapshot()
+        return self._run.snapshot()
 
     async def skip(self, incarnation: int, step: int) -> tuple[str, ...]:
         """Ends a lease whose step changed no weights. Returns the keys of its groups whose rows may be cleared."""
         self._check(incarnation)
-        keys = self._buffer.leases.skip(incarnation, step)
-        self._waiting.tickets.wake()
+        keys = self._run.buffer.leases.skip(incarnation, step)
+        self._run.waiting.tickets.wake()
         return keys
 
     async def give_back(self, incarnation: int, step: int) -> bool:
         """Ends a lease without training. Its groups become ready again. Returns False if there is no such lease."""
         self._check(incarnation)
-        given = self._buffer.leases.give_back(incarnation, step)
-        self._waiting.tickets.wake()
+        given = self._run.buffer.leases.give_back(incarnation, step)
+        self._run.waiting.tickets.wake()
         return given
 
     async def rows_lost(self, incarnation: int, keys: Sequence[str]) -> tuple[str, ...]:
@@ -129,8 +108,8 @@ class LearnerCalls:
         Returns the keys of the groups that were removed.
         """
         self._check(incarnation)
-        lost = self._buffer.leases.rows_lost(keys)
-        self._waiting.tickets.wake()
+        lost = self._run.buffer.leases.rows_lost(keys)
+        self._run.waiting.tickets.wake()
         return lost
 
     def release(self, incarnation: int, complete: int | None) -> tuple[str, ...]:
@@ -138,45 +117,45 @@ class LearnerCalls:
         of step `complete` does not need them; with None, all, because the run ends. Returns their keys; their rows may
         be cleared."""
         self._check(incarnation)
-        return self._buffer.leases.release(complete=complete)
+        return self._run.buffer.leases.release(complete=complete)
 
     def clear_dropped(self, incarnation: int) -> None:
         """Clears the rows of the groups that a lease call dropped. A save that runs may still read them, so the learner
         calls this when its last save has ended."""
         self._check(incarnation)
-        dropped, self._buffer.leases.dropped = self._buffer.leases.dropped, []
-        self._clear(dropped)
+        dropped, self._run.buffer.leases.dropped = self._run.buffer.leases.dropped, []
+        self._run.clearing.rows(dropped)
 
     def published(self, version: Version) -> None:
         """Records that the learner published a version. The incarnation of the version is that of the learner."""
         self._check(version.incarnation)
-        self._registry.publish(version, learner=self._buffer.version)
+        self._run.registry.publish(version, learner=self._run.buffer.version)
 
     def pause(self, incarnation: int) -> None:
         """Stops the admission of new groups. Groups in flight continue."""
         self._check(incarnation)
-        self._buffer.tickets.paused = True
+        self._run.buffer.tickets.paused = True
 
     async def resume(self, incarnation: int) -> None:
         """Starts the admission of new groups again."""
         self._check(incarnation)
-        self._buffer.tickets.paused = False
-        self._waiting.tickets.wake()
+        self._run.buffer.tickets.paused = False
+        self._run.waiting.tickets.wake()
 
     def set_state(self, incarnation: int, state: RunState, message: str = "") -> None:
         """Sets the state of the run."""
         self._check(incarnation)
-        self._registry.set_state(state, message)
+        self._run.registry.set_state(state, message)
 
     def _check(self, incarnation: int) -> None:
         """Raises Fenced if the call comes from a learner that was replaced, and RunEnded if `asyncrl down` ended the
         run."""
-        live = self._buffer.version.incarnation
+        live = self._run.buffer.version.incarnation
         if incarnation != live:
-            self._buffer.ledger.count(Event.LEARNER_FENCED)
+            self._run.buffer.ledger.count(Event.LEARNER_FENCED)
             raise Fenced(
                 f"this learner (incarnation {incarnation}) was silent for longer than buffer.heartbeat_timeout_s, and "
                 f"another learner (incarnation {live}) has taken over; this learner ends"
             )
-        if self._registry.state is RunState.FAILED:
-            raise RunEnded(self._registry.message)
+        if self._run.registry.state is RunState.FAILED:
+            raise RunEnded(self._run.registry.message)

@@ -33,13 +33,19 @@ TASKS = [Task(question=str(i), prompt=str(i), answer="") for i in range(20)]
 TIMEOUT_S = 60.0
 
 
+class NoRows:
+    """A row client of a run in which no row is stored."""
+
+    async def clear(self, keys: Any) -> None:
+        pass
+
+    async def keys(self) -> list[str]:
+        return []
+
+
 @asynccontextmanager
 async def in_process() -> AsyncIterator[CoordinatorClient]:
-    async def clear_rows(keys: Any) -> None:
-        """No row was stored."""
-
-    coordinator = Coordinator(config=CONFIG, tasks=TASKS, clear_rows=clear_rows)
-    yield CoordinatorClient.in_process(coordinator)
+    yield CoordinatorClient.in_process(Coordinator(config=CONFIG, tasks=TASKS, rows=NoRows()))
 
 
 def actor() -> Any:

@@ -20,7 +20,7 @@ from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
-from asyncrl.coordinator.clearing import SWEEP_EVERY_S, no_keys
+from asyncrl.coordinator.clearing import SWEEP_EVERY_S
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.registry import Deployment
 from asyncrl.coordinator.replicas import AbleReplicas, ReplicaReport
@@ -37,10 +37,15 @@ CONFIG = {"learner": {"groups_per_step": 2, "group_size": 2}, "staleness": {"max
 """A buffer with room for two groups: η = 0 and two groups in a step."""
 
 
-class ClearedRows:
-    """A row client that only records the keys that it should clear."""
+async def no_keys() -> list[str]:
+    return []
 
-    def __init__(self) -> None:
+
+class ClearedRows:
+    """A row client that only records the keys that it should clear. `stored_keys` returns the keys that it has."""
+
+    def __init__(self, stored_keys: Callable[[], Awaitable[list[str]]] = no_keys) -> None:
+        self.keys = stored_keys
         self.cleared: list[list[str]] = []
 
     async def clear(self, keys: Sequence[str]) -> None:
@@ -53,19 +58,11 @@ def made(
     started_s: float | None = None,
     clock: Callable[[], float] = time.monotonic,
     tasks: int = 20,
-    stored_keys: Callable[[], Awaitable[Sequence[str]]] = no_keys,
     **sections: Any,
 ) -> Coordinator:
     config = Config.model_validate(CONFIG | sections)
     questions = [Task(question=str(i), prompt=str(i), answer="") for i in range(tasks)]
-    return Coordinator(
-        config=config,
-        tasks=questions,
-        clear_rows=rows.clear,
-        stored_keys=stored_keys,
-        started_s=started_s,
-        clock=clock,
-    )
+    return Coordinator(config=config, tasks=questions, rows=rows, started_s=started_s, clock=clock)
 
 
 def report_of(replica: str) -> ReplicaReport:
@@ -122,7 +119,7 @@ async def test_a_wait_cancelled_in_the_moment_of_its_ticket_leaks_no_slot() -> N
     await free_a_slot(coordinator, held.tickets[0].key)  # wakes the waiting task, which has not run yet
     waiting.cancel()
     assert isinstance((await asyncio.gather(waiting, return_exceptions=True))[0], asyncio.CancelledError)
-    assert coordinator._buffer.counts().reserved == 1
+    assert coordinator._run.buffer.counts().reserved == 1
     assert len((await coordinator.reserve("c", NOW, 9, wait_s=0.0)).tickets) == 1, "the cancelled wait kept the slot"
 
 
@@ -154,7 +151,7 @@ async def test_a_step_that_ends_the_ticket_of_a_straggler_clears_its_rows_and_wa
     assert isinstance(lease, Lease)
     (again,) = (await soon(waiting)).tickets
     assert (again.group, again.attempt) == (straggler.group, 1)
-    await asyncio.gather(*coordinator._clearing.tasks)
+    await asyncio.gather(*coordinator._run.clearing.tasks)
     assert rows.cleared == [[straggler.key]]
     held = progress_of(straggler, again)
     assert (await coordinator.heartbeat("a", Version(1, 1), 0, held, report_of("a"))).ended == (straggler.key,)
@@ -190,7 +187,7 @@ async def test_rows_of_a_generator_that_was_declared_dead_are_cleared_and_its_co
     (ticket, other) = (await coordinator.reserve("zombie", NOW, 2, wait_s=0.0)).tickets
     await coordinator.heartbeat("zombie", NOW, 0, progress_of(ticket, other), report_of("zombie"))
     await coordinator.leave("zombie")
-    await asyncio.gather(*coordinator._clearing.tasks)
+    await asyncio.gather(*coordinator._run.clearing.tasks)
     assert rows.cleared == [[ticket.key, other.key]]
     (winner, _) = (await coordinator.reserve("b", NOW, 2, wait_s=0.0)).tickets
     assert (winner.group, winner.seed) == (ticket.group, ticket.seed)
@@ -221,7 +218,7 @@ async def test_state_seconds_say_who_waits_and_add_up() -> None:
         tasks[0].cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         now_s = 38.0
-        read, name = coordinator._metrics.registry.get_sample_value, "asyncrl_buffer_state_seconds_total"
+        read, name = coordinator._run.metrics.registry.get_sample_value, "asyncrl_buffer_state_seconds_total"
         assert {state: read(name, {"state": state}) for state in BUFFER_WAITS} == {
             "starting": 4.0,
             "nobody_waits": 1.0 + 16.0,
@@ -250,7 +247,7 @@ async def test_only_a_commit_that_is_accepted_is_progress() -> None:
     config = Config.model_validate({"learner": {"groups_per_step": 2, "group_size": 2}})
     tasks = [Task(question="q", prompt="q", answer="")]
     rows = ClearedRows()
-    coordinator = Coordinator(config=config, tasks=tasks, clear_rows=rows.clear, started_s=0.0, clock=lambda: now_s)
+    coordinator = Coordinator(config=config, tasks=tasks, rows=rows, started_s=0.0, clock=lambda: now_s)
     [ticket] = (await coordinator.reserve("a", NOW, 1, wait_s=0.0)).tickets
     now_s = 5.0
     assert await coordinator.commit([finished(ticket)]) == [CommitOutcome.ACCEPTED]
@@ -268,7 +265,7 @@ async def test_metrics_show_replicas_by_state_and_an_account_that_closes_while_g
     await coordinator.heartbeat("idle", NOW, 2, progress_of(), report_of("idle"))
     await coordinator.reserve("busy", NOW, 2, wait_s=0.0)
     coordinator._record()
-    read = coordinator._metrics.registry.get_sample_value
+    read = coordinator._run.metrics.registry.get_sample_value
     shown = {state: read("asyncrl_replicas", {"state": state}) for state in REPLICA_STATES}
     assert {state: count for state, count in shown.items() if count} == {
         "generating": 1, "waiting": 1, "without_weights": 1
@@ -323,7 +320,7 @@ async def test_the_age_of_what_waits_longest_is_shown() -> None:
     await coordinator.reserve("a", NOW, 1, wait_s=0.0)
     now_s = 7.0
     coordinator._record()
-    assert coordinator._metrics.registry.get_sample_value("asyncrl_buffer_oldest_group_age_seconds") == 7.0
+    assert coordinator._run.metrics.registry.get_sample_value("asyncrl_buffer_oldest_group_age_seconds") == 7.0
 
 
 @pytest.mark.asyncio
@@ -375,7 +372,7 @@ async def test_a_learner_that_waits_learns_at_once_that_too_many_groups_failed()
 async def test_a_replica_that_is_silent_too_long_is_counted_as_lost_and_its_tickets_go_elsewhere() -> None:
     now_s, rows = 0.0, ClearedRows()
     coordinator = made(rows, clock=lambda: now_s)
-    timeout_s = coordinator._config.buffer.heartbeat_timeout_s
+    timeout_s = coordinator._run.config.buffer.heartbeat_timeout_s
     lost = (await coordinator.reserve("killed", NOW, 1, wait_s=0.0)).tickets[0]
     kept = (await coordinator.reserve("survivor", NOW, 1, wait_s=0.0)).tickets[0]
     now_s = timeout_s
@@ -384,7 +381,7 @@ async def test_a_replica_that_is_silent_too_long_is_counted_as_lost_and_its_tick
     now_s = timeout_s + 0.1
     coordinator._expire()
     assert (await soon(waiting)).tickets[0].group == lost.group
-    await asyncio.gather(*coordinator._clearing.tasks)
+    await asyncio.gather(*coordinator._run.clearing.tasks)
     assert rows.cleared == [[lost.key]]
     status = coordinator.status()
     assert (status.account.events[Event.REPLICA_LOST], status.account.events[Event.TICKET_EXPIRED]) == (1, 1)
@@ -444,13 +441,13 @@ async def test_a_change_does_not_wake_a_replica_that_has_to_pause(monkeypatch: p
     waiting = [asyncio.create_task(coordinator.reserve(name, NOW, 1, wait_s=FAR_S)) for name in ("a", "b")]
     await asyncio.sleep(0)
     asked: list[str] = []
-    reserve = coordinator._buffer.tickets.reserve
+    reserve = coordinator._run.buffer.tickets.reserve
 
     def noted(replica: str, **options: Any) -> Reservation:
         asked.append(replica)
         return reserve(replica, **options)
 
-    monkeypatch.setattr(coordinator._buffer.tickets, "reserve", noted)
+    monkeypatch.setattr(coordinator._run.buffer.tickets, "reserve", noted)
     await coordinator.learner.resume(1)
     assert (await soon(waiting[1])).tickets
     assert asked == ["b"]
@@ -474,7 +471,7 @@ async def test_a_repeated_heartbeat_is_answered_again() -> None:
 @pytest.mark.asyncio
 async def test_a_deployment_is_told_of_its_own_replicas_only() -> None:
     coordinator = made(ClearedRows())
-    shared = shared_config(coordinator._config)
+    shared = shared_config(coordinator._run.config)
     for name, replicas in (("d", 2), ("e", 1)):
         generators = Deployment(id=name, role=Role.GENERATOR, host="h", pid=1, replicas=replicas)
         await coordinator.attachments.attach(generators, shared=shared)
@@ -494,7 +491,7 @@ async def test_a_stall_of_the_buffers_process_expires_nothing_that_is_still_held
     coordinator = made(ClearedRows(), clock=lambda: now_s)
     [held, lost] = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
     await coordinator._tick()
-    now_s += coordinator._config.buffer.heartbeat_timeout_s + 1.0
+    now_s += coordinator._run.config.buffer.heartbeat_timeout_s + 1.0
     await coordinator._tick()  # before the heartbeats that waited
     assert coordinator.status().account.events[Event.TICKET_EXPIRED] == 0
     assert [view.replica for view in coordinator.status().replicas] == ["a"]
@@ -503,8 +500,8 @@ async def test_a_stall_of_the_buffers_process_expires_nothing_that_is_still_held
     await coordinator._tick()  # late again, because the machine is busy
     assert coordinator.status().account.events[Event.TICKET_EXPIRED] == 1, "no heartbeat names the second one"
     assert (
-        lost.key in coordinator._buffer._state.groups.table.reserved,
-        held.key in coordinator._buffer._state.groups.table.reserved,
+        lost.key in coordinator._run.buffer._state.groups.table.reserved,
+        held.key in coordinator._run.buffer._state.groups.table.reserved,
     ) == (
         False,
         True,
@@ -514,7 +511,7 @@ async def test_a_stall_of_the_buffers_process_expires_nothing_that_is_still_held
 @pytest.mark.asyncio
 @pytest.mark.fault("F40")
 async def test_rows_that_a_dead_replica_stored_after_its_ticket_expired_are_cleared() -> None:
-    now_s, rows, asked = 0.0, ClearedRows(), [0]
+    now_s, asked = 0.0, [0]
 
     async def stored_keys() -> list[str]:
         asked[0] += 1
@@ -522,13 +519,14 @@ async def test_rows_that_a_dead_replica_stored_after_its_ticket_expired_are_clea
             raise TimeoutError("the index is late")
         return [lost.key, kept.key]
 
-    coordinator = made(rows, clock=lambda: now_s, stored_keys=stored_keys)
+    rows = ClearedRows(stored_keys)
+    coordinator = made(rows, clock=lambda: now_s)
     [lost, kept] = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
     for _ in range(int(2 * SWEEP_EVERY_S)):
         now_s += 1.0
         await coordinator.heartbeat("a", NOW, 0, progress_of(kept), report_of("a"))
         await coordinator._tick()
-        await asyncio.gather(*coordinator._clearing.tasks)
+        await asyncio.gather(*coordinator._run.clearing.tasks)
     assert rows.cleared == [[lost.key], [lost.key]], "once when the ticket expired, once because rows came later"
     assert asked == [2], "a search that failed is repeated a minute later"
 
@@ -615,7 +613,7 @@ async def test_a_lease_call_that_waits_is_refused_when_another_learner_takes_ove
     now_s = 0.0
     coordinator = made(ClearedRows(), clock=lambda: now_s)
     await coordinator.attachments.attach(FIRST, shared=SHARED)
-    restored = Restored(snapshot=coordinator.snapshot(), lineage=Lineage((NOW,))) if restores else None
+    restored = Restored(snapshot=coordinator._run.snapshot(), lineage=Lineage((NOW,))) if restores else None
     waiting = asyncio.create_task(coordinator.learner.lease(1, wait_s=FAR_S))
     await asyncio.sleep(0)
     now_s = SILENT_S
@@ -672,10 +670,10 @@ async def test_rows_of_a_dropped_step_are_cleared_once_and_not_before_the_learne
     await coordinator.commit([finished(ticket)])
     for _ in range(2):
         assert await coordinator.learner.lease(1, wait_s=0.0) is LeaseWait.FINISHED
-    assert not coordinator._clearing.tasks, "a save may still read them"
+    assert not coordinator._run.clearing.tasks, "a save may still read them"
     for _ in range(2):
         coordinator.learner.clear_dropped(1)
-    await asyncio.gather(*coordinator._clearing.tasks)
+    await asyncio.gather(*coordinator._run.clearing.tasks)
     assert rows.cleared == [[ticket.key]]
 
 
@@ -711,14 +709,15 @@ async def test_a_learner_that_restored_a_checkpoint_continues_with_the_next_prom
 @pytest.mark.asyncio
 @pytest.mark.fault("F6")
 async def test_a_learner_goes_back_to_its_checkpoint_and_the_generators_go_on() -> None:
-    now_s, rows = 0.0, ClearedRows()
+    now_s = 0.0
 
     async def stored() -> list[str]:
         return ["0.0", "1.0", "2.0", "3.0", "4.0"]
 
+    rows = ClearedRows(stored)
     limit = {"staleness": {"max_versions": 1}}
     shared = shared_config(Config.model_validate(CONFIG | limit))
-    coordinator = made(rows, clock=lambda: now_s, stored_keys=stored, **limit)
+    coordinator = made(rows, clock=lambda: now_s, **limit)
     snapshot = await trained_once(coordinator, shared=shared)
     coordinator.learner.set_state(1, RunState.RUNNING)
     trained, also_trained, stays, continued = (await coordinator.reserve("a", Version(1, 1), 4, wait_s=0.0)).tickets
@@ -739,7 +738,7 @@ async def test_a_learner_goes_back_to_its_checkpoint_and_the_generators_go_on() 
     assert [group.meta.key for group in lease.groups] == [trained.key, also_trained.key]
     assert coordinator.status().counts.waiting == 1, "the prompt of the group with a token of a lost step"
     assert coordinator.status().account.closed
-    await asyncio.gather(*coordinator._clearing.tasks)
+    await asyncio.gather(*coordinator._run.clearing.tasks)
     assert rows.cleared == [["0.0", "1.0"]], "the first learner did not clear them before it died"
 
 
@@ -753,13 +752,13 @@ async def test_a_checkpoint_of_another_run_is_refused_and_changes_nothing() -> N
         SECOND, shared=SHARED, restored=Restored(snapshot=snapshot, lineage=Lineage((NOW,)))
     )
     now_s = 2 * SILENT_S
-    before = coordinator.snapshot()
+    before = coordinator._run.snapshot()
     for branches in ((), (Version(1, 1), Version(2, 1)), (NOW,)):
         with pytest.raises(LearnerNotRestored, match="of another run with this name"):
             await coordinator.attachments.attach(
                 FIRST, shared=SHARED, restored=Restored(snapshot=snapshot, lineage=Lineage(branches))
             )
-    assert coordinator.snapshot() == before
+    assert coordinator._run.snapshot() == before
 
 
 @pytest.mark.asyncio
@@ -806,7 +805,7 @@ async def test_a_learner_in_the_directory_of_another_run_of_this_name_is_refused
     snapshot = await trained_once(coordinator, learner=first)
     restored = Restored(snapshot=snapshot, lineage=Lineage((snapshot.version,)))
     now_s = SILENT_S
-    before = coordinator.snapshot()
+    before = coordinator._run.snapshot()
     for refused in (
         functools.partial(coordinator.attachments.attach, other, restored=restored),
         functools.partial(coordinator.attachments.check, other, restores=True),
@@ -815,7 +814,7 @@ async def test_a_learner_in_the_directory_of_another_run_of_this_name_is_refused
             LearnerNotRestored, match=r"has the nonce 'n1'.* another run .*the nonce 'n0'; set run\.dir"
         ):
             await performed(functools.partial(refused, shared=SHARED))
-    assert coordinator.snapshot() == before
+    assert coordinator._run.snapshot() == before
     assert (await coordinator.attachments.attach(second, shared=SHARED, restored=restored)).incarnation == 2
 
 
@@ -829,7 +828,7 @@ async def test_a_snapshot_of_other_prompts_is_refused() -> None:
 
 def asked_of(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Returns a list to which each question for tickets adds the replica that asks."""
-    tickets, asked = coordinator._buffer.tickets, list[str]()
+    tickets, asked = coordinator._run.buffer.tickets, list[str]()
     reserve = tickets.reserve
 
     def noted(replica: str, *, version: Version, count: int) -> Reservation:
@@ -883,7 +882,7 @@ async def test_a_waiting_generator_that_has_loaded_other_weights_asks_again() ->
     """Without its question, the gate would not know that it is refused at these weights too."""
     coordinator = made(ClearedRows())
     coordinator.learner.pause(1)
-    coordinator._buffer._state.step = 1
+    coordinator._run.buffer._state.step = 1
     waiting = await a_waiting_reserve(coordinator)
     await coordinator.heartbeat("b", Version(1, 1), 2, progress_of(), report_of("b"))
     assert [view.refused_for for view in coordinator.status().replicas] == [None]
@@ -933,7 +932,7 @@ async def test_the_brief_status_agrees_with_the_whole_one_and_does_not_grow_with
             name = f"replica-{number}"
             await coordinator.attachments.attach(
                 Deployment(id=name, role=Role.GENERATOR, host="h", pid=number),
-                shared=shared_config(coordinator._config),
+                shared=shared_config(coordinator._run.config),
             )
             await coordinator.heartbeat(name, NOW, 2, progress_of(), report_of(name))
             await coordinator.reserve(name, NOW, 2, wait_s=0.0)
@@ -965,7 +964,7 @@ async def test_a_lease_has_the_tasks_of_the_logged_groups_only_and_a_snapshot_ha
     lease = await coordinator.learner.lease(1, wait_s=0.0)
     assert isinstance(lease, Lease)
     assert (len(lease.groups), lease.logged_tasks) == (2, (tickets[0].task,))
-    snapshot = coordinator.snapshot()
+    snapshot = coordinator._run.snapshot()
     assert [group.ticket.task for group in snapshot.buffer.open] == [NO_TASK, NO_TASK]
     again = made(ClearedRows())
     await again.attachments.attach(FIRST, shared=SHARED, restored=Restored(snapshot=snapshot, lineage=Lineage((NOW,))))
@@ -979,12 +978,12 @@ async def test_a_running_number_that_is_wrong_is_found_at_a_snapshot(caplog: pyt
     coordinator = made(ClearedRows())
     tickets = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
     await coordinator.commit([finished(ticket) for ticket in tickets])
-    coordinator.snapshot()
+    coordinator._run.snapshot()
     assert coordinator.status().account.closed
     assert "bug of asyncrl" not in caplog.text
-    coordinator._buffer._state.groups.table.ready.tokens -= 1
+    coordinator._run.buffer._state.groups.table.ready.tokens -= 1
     assert not coordinator.status().account.closed, "the ledger counts the issued tokens by itself"
-    coordinator.snapshot()
+    coordinator._run.snapshot()
     assert "bug of asyncrl" in caplog.text
 
 

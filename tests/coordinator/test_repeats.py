@@ -29,16 +29,23 @@ CONFIG = Config.model_validate({"learner": {"groups_per_step": 2, "group_size": 
 FAILURE = Failure(failure_class=FailureClass.DATA, reason="x")
 
 
+class NoRows:
+    """A row client of a run in which no row is stored."""
+
+    async def clear(self, keys: Any) -> None:
+        pass
+
+    async def keys(self) -> list[str]:
+        return []
+
+
 class Late:
     """A coordinator whose first answer to each call is lost, except that of a reserve: a repeated one gets other
     tickets."""
 
     def __init__(self) -> None:
-        async def clear_rows(keys: Any) -> None:
-            """No row was stored."""
-
         tasks = [Task(question=str(i), prompt=str(i), answer="") for i in range(20)]
-        self.coordinator = Coordinator(config=CONFIG, tasks=tasks, clear_rows=clear_rows)
+        self.coordinator = Coordinator(config=CONFIG, tasks=tasks, rows=NoRows())
         self._answers = Answers(kept_s=60.0)
         self.client = CoordinatorClient(self._send)
 
@@ -69,7 +76,7 @@ async def test_the_path_of_a_group_counts_once_and_the_ledger_names_its_groups()
     await call(Coordinator.fail, [FailedTicket(key=first.key, incarnation=1, failure=FAILURE)])
     await call(FailureReports.heldout_failed, FAILURE)
     await call(FailureReports.samples_failed, [FailureCount(first=FAILURE, rollouts=0, groups=0, samples=3)])
-    [count] = scene.coordinator._buffer.failures.counts()
+    [count] = scene.coordinator._run.buffer.failures.counts()
     assert (count.rollouts, count.groups, count.samples) == (2, 1, 3)
     events = scene.coordinator.status().account.events
     assert (events[Event.COMMIT_DUPLICATE], events[Event.LEASE_CALL_REFUSED], events[Event.FAIL_REFUSED]) == (0, 0, 0)

@@ -262,12 +262,16 @@ async def test_the_second_deployment_of_a_run_is_refused_if_its_prompts_are_not_
     async def ready() -> None:
         """Stands for Ray's answer that the actor is placed."""
 
-    async def clear(keys: object) -> None:
-        raise AssertionError("there are no rows")
+    class NoRows:
+        async def clear(self, keys: object) -> None:
+            raise AssertionError("there are no rows")
+
+        async def keys(self) -> list[str]:
+            return []
 
     def create(kind: type, **arguments: Any) -> Any:
         if kind is shared_actors.CoordinatorActor and kind not in actors:
-            coordinator = Coordinator(config=config, tasks=arguments["tasks"], clear_rows=clear, started_s=0.0)
+            coordinator = Coordinator(config=config, tasks=arguments["tasks"], rows=NoRows(), started_s=0.0)
             monkeypatch.setattr(coordinator, "start", ready)  # it would open a port
 
             actors[kind] = SimpleNamespace(

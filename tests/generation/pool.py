@@ -126,7 +126,7 @@ class Pool:
         self.coordinator = Coordinator(
             config=self.config,
             tasks=TASKS,
-            clear_rows=self.rows.clear,
+            rows=self.rows,
             prefixes=self.prefixes,
             started_s=0.0,
             clock=self.clock,
@@ -192,12 +192,12 @@ class Pool:
 
     @property
     def counts(self) -> Counts:
-        return self.coordinator._buffer.counts()
+        return self.coordinator._run.buffer.counts()
 
     @property
     def failures(self) -> Counter[str]:
         """Counts failed rollouts by class and reason."""
-        return Counter({count.first.label: count.rollouts for count in self.coordinator._buffer.failures.counts()})
+        return Counter({count.first.label: count.rollouts for count in self.coordinator._run.buffer.failures.counts()})
 
     async def close(self) -> None:
         for task in self.running.values():
