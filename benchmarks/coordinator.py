@@ -173,7 +173,7 @@ async def at_scale(*, groups: int, replicas: int) -> dict[str, float]:
         for key in tickets:
             tickets.generated(key, tokens)
 
-    serial, own = coordinator.endpoints(0).serial, list(held)[:REPLICAS_OF_DEPLOYMENT]
+    serial, own = coordinator.registry.endpoints.since(0).serial, list(held)[:REPLICAS_OF_DEPLOYMENT]
     times = 200
     return {
         "brief status": cpu_us(lambda: cloudpickle.dumps(coordinator.brief_status(), protocol=5), times=times),
@@ -182,9 +182,9 @@ async def at_scale(*, groups: int, replicas: int) -> dict[str, float]:
         "whole status, bytes": wire_bytes(coordinator.status()),
         "own replicas": cpu_us(lambda: cloudpickle.dumps(coordinator.own_replicas("d", own), protocol=5), times=times),
         "own replicas, bytes": wire_bytes(coordinator.own_replicas("d", own)),
-        "endpoints, bytes": wire_bytes(coordinator.endpoints(serial)),
-        "account": cpu_us(lambda: coordinator._run.buffer.account, times=times),
-        "recount": cpu_us(coordinator._run.buffer.recount, times=1),
+        "endpoints, bytes": wire_bytes(coordinator.registry.endpoints.since(serial)),
+        "account": cpu_us(lambda: coordinator._parts.buffer.account, times=times),
+        "recount": cpu_us(coordinator._parts.buffer.recount, times=1),
         "metrics": cpu_us(coordinator._record, times=10),
         "heartbeat": cpu_us(heartbeat(lambda _: None), times=times),
         "heartbeat, all sampled": cpu_us(heartbeat(all_sampled), times=times),

@@ -15,6 +15,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 from asyncrl.coordinator.attachments import Attachments
 from asyncrl.coordinator.coordinator import Coordinator
+from asyncrl.coordinator.endpoints import Endpoints
 from asyncrl.coordinator.failures import FailureReports
 from asyncrl.coordinator.learner_calls import LearnerCalls
 from asyncrl.coordinator.registry import Registry
@@ -23,7 +24,7 @@ from asyncrl.data_plane.calls import finished, patiently
 
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
-Door = TypeVar("Door", Coordinator, Attachments, LearnerCalls, Registry, FailureReports)
+Door = TypeVar("Door", Coordinator, Attachments, LearnerCalls, Registry, Endpoints, FailureReports)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ async def perform(coordinator: Coordinator, call: Call) -> Any:
         coordinator.attachments,
         coordinator.learner,
         coordinator.registry,
+        coordinator.registry.endpoints,
         coordinator.failures,
     )
     doors = {type(door).__name__: door for door in callable_parts}

@@ -28,10 +28,9 @@ from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.attachments import Attachments
 from asyncrl.coordinator.clearing import Clearing
-from asyncrl.coordinator.endpoints import EndpointChanges
 from asyncrl.coordinator.failures import FailureReports
 from asyncrl.coordinator.learner_calls import LearnerCalls
-from asyncrl.coordinator.parts import RunParts
+from asyncrl.coordinator.parts import CoordinatorParts
 from asyncrl.coordinator.registry import Registry
 from asyncrl.coordinator.replicas import ReplicaReport, Replicas, ReplicaView
 from asyncrl.coordinator.status import BriefStatus, OwnReplicas, RunStatus
@@ -77,9 +76,9 @@ class Coordinator:
     """The groups, deployments and replicas of one run.
 
     `rows` are the rows of groups, and `prefixes` their partial generations; None if the replicas store none. The
-    seconds of the states count from `started_s` (monotonic); if it is left out, from the start of the process. `learner` answers the calls of the
-    learner, `attachments` admits deployments, `registry` has them and the state of the run, `failures` the failed
-    rollouts.
+    seconds of the states count from `started_s` (monotonic); if it is left out, from the start of the process.
+    `learner` answers the calls of the learner, `attachments` admits deployments, `registry` has them and the state of
+    the run, `failures` the failed rollouts.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class Coordinator:
             started_s=monotonic_at_process_start() if started_s is None else started_s,
             clock=clock,
         )
-        self._run = RunParts(
+        self._parts = CoordinatorParts(
             config=config,
             clock=clock,
             prompts=prompts,
@@ -118,10 +117,10 @@ class Coordinator:
             clearing=Clearing(buffer.unneeded, rows=rows, prefixes=prefixes, now_s=clock()),
             metrics=_described_metrics(config, buffer.limits, self._states),
         )
-        self.attachments = Attachments(self._run)
-        self.learner = LearnerCalls(self._run)
-        self.registry = self._run.registry
-        self.failures = FailureReports(self._run)
+        self.attachments = Attachments(self._parts)
+        self.learner = LearnerCalls(self._parts)
+        self.registry = self._parts.registry
+        self.failures = FailureReports(self._parts)
         self._server: MetricsServer | None = None
         self._tick_s = min(1.0, timeout_s / 5)
         self._ticked_s: float | None = None
@@ -131,25 +130,25 @@ class Coordinator:
     async def start(self) -> None:
         """Starts the expiry clock and the metrics endpoint. A second call does nothing."""
         if self._expiry is None:
-            self._server = MetricsServer(self._run.metrics.registry, host=self._run.config.metrics.host, port=0)
-            self.registry.add_target(COORDINATOR, self._server.address)
+            self._server = MetricsServer(self._parts.metrics.registry, host=self._parts.config.metrics.host, port=0)
+            self.registry.endpoints.set(COORDINATOR, self._server.address)
             self._states.enter("nobody_waits")
             self._expiry = asyncio.create_task(self._expire_regularly(), name="expiry")
 
     def brief_status(self) -> BriefStatus:
         """Returns the numbers of the run, for processes that poll them."""
-        return self._run.brief_status()
+        return self._parts.brief_status()
 
     def status(self) -> RunStatus:
         """Returns everything about the run, with each replica and its report: 300 bytes for each. Processes that poll
         call `brief_status`."""
-        failures = self._run.buffer.failures
+        failures = self._parts.buffer.failures
         return RunStatus(
             **msgspec.structs.asdict(self.brief_status()),
             failures=failures.counts(),
             failure_streak=failures.streak,
-            replicas=self._views(self._run.buffer.fleet.lives()),
-            reports=dict(self._run.replicas.reports),
+            replicas=self._views(self._parts.buffer.fleet.lives()),
+            reports=dict(self._parts.replicas.reports),
             deployments=tuple(self.registry.live()),
             learner_state_seconds=self.registry.learner_state_seconds,
             targets=dict(self.registry.endpoints.addresses),
@@ -159,7 +158,7 @@ class Coordinator:
 
     def own_replicas(self, deployment: str, names: Collection[str]) -> OwnReplicas:
         """Returns what a generator deployment has to know of its replicas `names`."""
-        fleet, reports = self._run.buffer.fleet, self._run.replicas.reports
+        fleet, reports = self._parts.buffer.fleet, self._parts.replicas.reports
         lives = {name: life for name in names if (life := fleet.life(name)) is not None}
         return OwnReplicas(
             wanted=self.registry.wanted_of(deployment),
@@ -169,24 +168,20 @@ class Coordinator:
         )
 
     def _views(self, lives: Mapping[str, Life]) -> tuple[ReplicaView, ...]:
-        tickets = self._run.buffer.tickets
-        return self._run.replicas.views(lives, reserved_groups=tickets.by_replica(), refusal_at=tickets.refusal)
+        tickets = self._parts.buffer.tickets
+        return self._parts.replicas.views(lives, reserved_groups=tickets.by_replica(), refusal_at=tickets.refusal)
 
     async def replica_at(
         self, version: Version, *, or_newer: bool = False, other_than: Collection[str], wait_s: float
     ) -> str | None:
         """Waits up to `wait_s` seconds for a live replica that has loaded `version`, or a newer one if that will do.
         Returns the name of its actor, or None. Leaves out the actors `other_than`."""
-        return await self._run.waiting.answer(
-            lambda: self._run.replicas.actor_at(version, or_newer=or_newer, other_than=other_than),
+        return await self._parts.waiting.answer(
+            lambda: self._parts.replicas.actor_at(version, or_newer=or_newer, other_than=other_than),
             final=lambda actor: actor is not None,
-            enter=self._run.waiting.loads.enter,
+            enter=self._parts.waiting.loads.enter,
             wait_s=wait_s,
         )
-
-    def endpoints(self, since: int) -> EndpointChanges:
-        """Returns the metrics endpoints that changed since the answer with the serial number `since`; all for 0."""
-        return self.registry.endpoints.since(since)
 
     # --- generators ---------------------------------------------------------------------------------------------
 
@@ -203,47 +198,47 @@ class Coordinator:
         Returns the keys of named tickets that have ended without a commit. The replica ends their rollouts, or itself
         if it must. A heartbeat that was overtaken by a newer one changes nothing.
         """
-        refused = self._run.buffer.fleet.refusal(replica)
-        renewal = self._run.buffer.tickets.renew(replica, held=held, version=version)
+        refused = self._parts.buffer.fleet.refusal(replica)
+        renewal = self._parts.buffer.tickets.renew(replica, held=held, version=version)
         if renewal is None:
             return Renewal()
         if renewal.must_end:
             return renewal
-        self._run.replicas.reported(report)
+        self._parts.replicas.reported(report)
         self.registry.endpoints.set(replica_of(replica), report.metrics_address)
-        loaded = self._run.replicas.heard(replica, version=version, free_slots=free_slots)
+        loaded = self._parts.replicas.heard(replica, version=version, free_slots=free_slots)
         if loaded or refused is not None:
             # A reserve of this replica may now get a ticket, and rule (2) may let the learner go on without its groups
             # (`staleness.on_deadline: mask`).
-            self._run.waiting.tickets.wake_replica(replica)
-            self._run.waiting.leases.ring()
-            self._run.waiting.loads.ring()
+            self._parts.waiting.tickets.wake_replica(replica)
+            self._parts.waiting.leases.ring()
+            self._parts.waiting.loads.ring()
         return renewal
 
     async def leave(self, replica: str) -> None:
         """Removes a replica that ends cleanly, for good. Its tickets expire at once."""
-        self._run.buffer.fleet.retire(replica_of(replica))
+        self._parts.buffer.fleet.retire(replica_of(replica))
         self._without(replica, lost=False)
 
     async def quarantine(self, replica: str, cause: Cause, reason: str) -> None:
         """Records that a replica must not get tickets any more, because something of it has failed. Its tickets expire
         at once. `replica` calls it itself, when it knows."""
-        if self._run.buffer.fleet.quarantine(replica, cause, reason):
+        if self._parts.buffer.fleet.quarantine(replica, cause, reason):
             self._without(replica, lost=True)
 
     async def restarting(self, replica: str, cause: Cause, reason: str) -> None:
         """Records that the deployment of a replica ends it and starts it again. Its tickets expire at once."""
-        self._run.buffer.fleet.restarting(replica, cause, reason)
+        self._parts.buffer.fleet.restarting(replica, cause, reason)
         self._without(replica, lost=True)
 
     def _without(self, replica: str, *, lost: bool) -> None:
         """Forgets a replica that has ended, and expires its tickets. `lost`: it did not end in order."""
-        if self._run.replicas.forget(replica):
+        if self._parts.replicas.forget(replica):
             self.registry.endpoints.set(replica_of(replica), "")
-            self._run.buffer.ledger.count(Event.REPLICA_LOST, int(lost))
-        self._run.clearing.rows(self._run.buffer.tickets.leave(replica))
-        self._run.waiting.tickets.wake_replica(replica)
-        self._run.waiting.groups_changed()
+            self._parts.buffer.ledger.count(Event.REPLICA_LOST, int(lost))
+        self._parts.clearing.rows(self._parts.buffer.tickets.leave(replica))
+        self._parts.waiting.tickets.wake_replica(replica)
+        self._parts.waiting.groups_changed()
 
     async def reserve(self, replica: str, version: Version, count: int, *, wait_s: float) -> Reservation:
         """Waits up to `wait_s` seconds until at least one ticket can be issued.
@@ -253,46 +248,46 @@ class Coordinator:
 
         def newest() -> Version:
             # While this call waited, the replica may have loaded newer weights and reported them in a heartbeat.
-            return max(version, self._run.replicas.loaded(replica) or version)
+            return max(version, self._parts.replicas.loaded(replica) or version)
 
         def ask() -> Reservation:
-            answer = self._run.buffer.tickets.reserve(replica, version=newest(), count=count)
-            self._run.replicas.reserved(replica, version=newest(), asked=count, answer=answer)
+            answer = self._parts.buffer.tickets.reserve(replica, version=newest(), count=count)
+            self._parts.replicas.reserved(replica, version=newest(), asked=count, answer=answer)
             if answer.refusal is Refusal.NO_PROMPTS:
-                self._run.waiting.leases.ring()  # the last step may be short now
+                self._parts.waiting.leases.ring()  # the last step may be short now
             return answer
 
-        started_s = self._run.clock()
-        self._run.buffer.fleet.hear(replica, has_weights=True)
-        await self._run.waiting.tickets.earlier_have_asked()
-        reservation = await self._run.waiting.answer(
+        started_s = self._parts.clock()
+        self._parts.buffer.fleet.hear(replica, has_weights=True)
+        await self._parts.waiting.tickets.earlier_have_asked()
+        reservation = await self._parts.waiting.answer(
             ask,
             final=lambda answer: bool(answer.tickets) or answer.refusal is Refusal.QUARANTINED,
-            enter=lambda: self._run.waiting.tickets.enter(replica, newest),
+            enter=lambda: self._parts.waiting.tickets.enter(replica, newest),
             wait_s=wait_s,
             role=Role.GENERATOR,
         )
-        self._run.metrics.reserve_waited(self._run.clock() - started_s)
+        self._parts.metrics.reserve_waited(self._parts.clock() - started_s)
         return reservation
 
     async def commit(self, metas: Sequence[GroupMeta]) -> list[CommitOutcome]:
         """Makes generated groups ready, whose rows are stored, or filters them. Returns one outcome for each."""
-        outcomes = [self._run.buffer.tickets.commit(meta) for meta in metas]
+        outcomes = [self._parts.buffer.tickets.commit(meta) for meta in metas]
         if not {CommitOutcome.ACCEPTED, CommitOutcome.FILTERED}.isdisjoint(outcomes):
             self.registry.progressed()
-        self._run.waiting.groups_changed()
+        self._parts.waiting.groups_changed()
         return outcomes
 
     async def fail(self, tickets: Sequence[FailedTicket]) -> None:
         """Ends the attempts of tickets whose rollouts failed. Expires all tickets of a replica that is quarantined for
         that."""
-        before = self._run.buffer.fleet.quarantines.total()
+        before = self._parts.buffer.fleet.quarantines.total()
         for ticket in tickets:
-            self._run.buffer.tickets.fail(ticket.key, incarnation=ticket.incarnation, failure=ticket.failure)
-        if self._run.buffer.fleet.quarantines.total() > before:
+            self._parts.buffer.tickets.fail(ticket.key, incarnation=ticket.incarnation, failure=ticket.failure)
+        if self._parts.buffer.fleet.quarantines.total() > before:
             self._expire()
-        self._run.waiting.groups_changed()
-        self._run.waiting.failures.ring()
+        self._parts.waiting.groups_changed()
+        self._parts.waiting.failures.ring()
 
     # --- private ------------------------------------------------------------------------------------------------
 
@@ -312,7 +307,7 @@ class Coordinator:
         This process has then stalled, and the heartbeats that arrived meanwhile are only answered after this call. The
         call after it expires them in any case, because a process that is always late must not keep dead tickets.
         """
-        now_s = self._run.clock()
+        now_s = self._parts.clock()
         pause_s = 0.0 if self._ticked_s is None else now_s - self._ticked_s
         self._ticked_s = now_s
         self._stalled = pause_s > 2 * self._tick_s and not self._stalled
@@ -320,25 +315,25 @@ class Coordinator:
             logger.warning("the buffer's process stalled for %.1f s; no ticket expires before its next check", pause_s)
             return
         self._expire()
-        self._run.clearing.tick(now_s)
+        self._parts.clearing.tick(now_s)
 
     def _expire(self) -> None:
         """Removes silent replicas, and ends tickets that no heartbeat renewed within the timeout."""
-        keys = self._run.buffer.tickets.expire()
-        self._run.clearing.rows(keys)
-        gone = self._run.replicas.forget_unless(self._run.buffer.fleet.may_be_used)
-        self._run.buffer.ledger.count(Event.REPLICA_LOST, len(gone))
+        keys = self._parts.buffer.tickets.expire()
+        self._parts.clearing.rows(keys)
+        gone = self._parts.replicas.forget_unless(self._parts.buffer.fleet.may_be_used)
+        self._parts.buffer.ledger.count(Event.REPLICA_LOST, len(gone))
         for actor in gone:
             self.registry.endpoints.set(replica_of(actor), "")
-            self._run.waiting.tickets.wake_replica(actor)  # a quarantined one ends when it knows
-        if self._run.buffer.fleet.back_off_ended() or keys or gone:
-            self._run.waiting.groups_changed()
+            self._parts.waiting.tickets.wake_replica(actor)  # a quarantined one ends when it knows
+        if self._parts.buffer.fleet.back_off_ended() or keys or gone:
+            self._parts.waiting.groups_changed()
 
     def _record(self) -> None:
-        buffer, metrics = self._run.buffer, self._run.metrics
+        buffer, metrics = self._parts.buffer, self._parts.metrics
         lives, holding = buffer.fleet.lives(), buffer.tickets.by_replica()
         metrics.heartbeat(unix_time_s=time.time())
         metrics.fill(buffer.counts())
         metrics.account(buffer.account)
-        metrics.replicas(self._run.replicas.by_state(lives, holding=holding))
+        metrics.replicas(self._parts.replicas.by_state(lives, holding=holding))
         metrics.causes(quarantines=buffer.fleet.quarantines, restarts=buffer.fleet.restarts)

@@ -3,35 +3,35 @@
 from collections.abc import Sequence
 
 from asyncrl.buffer.failure_records import Failure, FailureCount
-from asyncrl.coordinator.parts import RunParts
+from asyncrl.coordinator.parts import CoordinatorParts
 
 
 class FailureReports:
     """Access to the buffer's log of failures."""
 
-    def __init__(self, run: RunParts) -> None:
-        self._run = run
+    def __init__(self, parts: CoordinatorParts) -> None:
+        self._parts = parts
 
     def heldout_failed(self, failure: Failure) -> None:
         """Reports a failed rollout of a held-out evaluation."""
-        self._run.buffer.failures.heldout_failed(failure)
-        self._run.waiting.failures.ring()
+        self._parts.buffer.failures.heldout_failed(failure)
+        self._parts.waiting.failures.ring()
 
     async def samples_failed(self, counts: Sequence[FailureCount]) -> None:
         """Reports completions whose reward failed in groups that were committed."""
         for count in counts:
-            self._run.buffer.failures.samples_failed(count.first, samples=count.samples)
-        self._run.waiting.failures.ring()
+            self._parts.buffer.failures.samples_failed(count.first, samples=count.samples)
+        self._parts.waiting.failures.ring()
 
     async def more_than(self, known_failures: int, *, wait_s: float) -> tuple[FailureCount, ...]:
         """Returns the counts of failures.
 
         Waits until there are more than `known_failures`, but at most `wait_s` seconds.
         """
-        log = self._run.buffer.failures
-        return await self._run.waiting.answer(
+        log = self._parts.buffer.failures
+        return await self._parts.waiting.answer(
             log.counts,
             final=lambda _: log.total > known_failures,
-            enter=self._run.waiting.failures.enter,
+            enter=self._parts.waiting.failures.enter,
             wait_s=wait_s,
         )

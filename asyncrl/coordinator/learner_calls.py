@@ -12,7 +12,7 @@ from asyncrl.buffer.ledger import Event, LedgerEntry
 from asyncrl.buffer.records import Lease, LeaseWait
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
-from asyncrl.coordinator.parts import RunParts
+from asyncrl.coordinator.parts import CoordinatorParts
 from asyncrl.coordinator.snapshot import RunSnapshot
 from asyncrl.coordinator.status import BriefStatus
 from asyncrl.errors import Fenced, RunEnded
@@ -36,8 +36,8 @@ class Acked(msgspec.Struct, frozen=True, kw_only=True):
 class LearnerCalls:
     """Answers the learner."""
 
-    def __init__(self, run: RunParts) -> None:
-        self._run = run
+    def __init__(self, parts: CoordinatorParts) -> None:
+        self._parts = parts
 
     async def lease(self, incarnation: int, *, wait_s: float) -> Lease | LeaseWait:
         """Waits up to `wait_s` seconds for the groups of one step. Returns the lease, or the reason why there is
@@ -48,21 +48,21 @@ class LearnerCalls:
 
         def ask() -> Lease | LeaseWait:
             self._check(incarnation)
-            return self._run.buffer.leases.lease()
+            return self._parts.buffer.leases.lease()
 
-        started_s = self._run.clock()
-        answer = await self._run.waiting.answer(
+        started_s = self._parts.clock()
+        answer = await self._parts.waiting.answer(
             ask,
             final=lambda answer: isinstance(answer, Lease) or answer in _NO_LEASE_EVER,
-            enter=self._run.waiting.leases.enter,
+            enter=self._parts.waiting.leases.enter,
             wait_s=wait_s,
             role=Role.LEARNER,
         )
-        self._run.metrics.lease_waited(self._run.clock() - started_s)
-        if cancelled := self._run.buffer.leases.cancelled:
-            self._run.buffer.leases.cancelled = []
-            self._run.clearing.rows(cancelled)
-            self._run.waiting.tickets.wake()
+        self._parts.metrics.lease_waited(self._parts.clock() - started_s)
+        if cancelled := self._parts.buffer.leases.cancelled:
+            self._parts.buffer.leases.cancelled = []
+            self._parts.clearing.rows(cancelled)
+            self._parts.waiting.tickets.wake()
         return answer
 
     async def ack(self, incarnation: int, step: int, *, snapshot: bool = False) -> Acked:
@@ -71,35 +71,35 @@ class LearnerCalls:
         The snapshot is taken before any other call is answered, so it is of the moment after this step.
         """
         self._check(incarnation)
-        over = self._run.buffer.leases.ack(incarnation, step)
-        ledger = self._run.buffer.ledger_entry(of_ack=True)
-        taken = self._run.snapshot() if snapshot else None
-        self._run.registry.progressed()
-        self._run.waiting.tickets.wake()
-        return Acked(status=self._run.brief_status(), ledger=ledger, over=over, snapshot=taken)
+        over = self._parts.buffer.leases.ack(incarnation, step)
+        ledger = self._parts.buffer.ledger_entry(of_ack=True)
+        taken = self._parts.snapshot() if snapshot else None
+        self._parts.registry.progressed()
+        self._parts.waiting.tickets.wake()
+        return Acked(status=self._parts.brief_status(), ledger=ledger, over=over, snapshot=taken)
 
     def ledger_entry(self, incarnation: int) -> LedgerEntry:
         """Returns the ledger's entry of the present moment, for the end of the audit's records."""
         self._check(incarnation)
-        return self._run.buffer.ledger_entry(of_ack=False)
+        return self._parts.buffer.ledger_entry(of_ack=False)
 
     def snapshot(self, incarnation: int) -> RunSnapshot:
         """Returns a snapshot of the present moment. A lease counts as not trained."""
         self._check(incarnation)
-        return self._run.snapshot()
+        return self._parts.snapshot()
 
     async def skip(self, incarnation: int, step: int) -> tuple[str, ...]:
         """Ends a lease whose step changed no weights. Returns the keys of its groups whose rows may be cleared."""
         self._check(incarnation)
-        keys = self._run.buffer.leases.skip(incarnation, step)
-        self._run.waiting.tickets.wake()
+        keys = self._parts.buffer.leases.skip(incarnation, step)
+        self._parts.waiting.tickets.wake()
         return keys
 
     async def give_back(self, incarnation: int, step: int) -> bool:
         """Ends a lease without training. Its groups become ready again. Returns False if there is no such lease."""
         self._check(incarnation)
-        given = self._run.buffer.leases.give_back(incarnation, step)
-        self._run.waiting.tickets.wake()
+        given = self._parts.buffer.leases.give_back(incarnation, step)
+        self._parts.waiting.tickets.wake()
         return given
 
     async def rows_lost(self, incarnation: int, keys: Sequence[str]) -> tuple[str, ...]:
@@ -108,8 +108,8 @@ class LearnerCalls:
         Returns the keys of the groups that were removed.
         """
         self._check(incarnation)
-        lost = self._run.buffer.leases.rows_lost(keys)
-        self._run.waiting.tickets.wake()
+        lost = self._parts.buffer.leases.rows_lost(keys)
+        self._parts.waiting.tickets.wake()
         return lost
 
     def release(self, incarnation: int, complete: int | None) -> tuple[str, ...]:
@@ -117,45 +117,45 @@ class LearnerCalls:
         of step `complete` does not need them; with None, all, because the run ends. Returns their keys; their rows may
         be cleared."""
         self._check(incarnation)
-        return self._run.buffer.leases.release(complete=complete)
+        return self._parts.buffer.leases.release(complete=complete)
 
     def clear_dropped(self, incarnation: int) -> None:
         """Clears the rows of the groups that a lease call dropped. A save that runs may still read them, so the learner
         calls this when its last save has ended."""
         self._check(incarnation)
-        dropped, self._run.buffer.leases.dropped = self._run.buffer.leases.dropped, []
-        self._run.clearing.rows(dropped)
+        dropped, self._parts.buffer.leases.dropped = self._parts.buffer.leases.dropped, []
+        self._parts.clearing.rows(dropped)
 
     def published(self, version: Version) -> None:
         """Records that the learner published a version. The incarnation of the version is that of the learner."""
         self._check(version.incarnation)
-        self._run.registry.publish(version, learner=self._run.buffer.version)
+        self._parts.registry.publish(version, learner=self._parts.buffer.version)
 
     def pause(self, incarnation: int) -> None:
         """Stops the admission of new groups. Groups in flight continue."""
         self._check(incarnation)
-        self._run.buffer.tickets.paused = True
+        self._parts.buffer.tickets.paused = True
 
     async def resume(self, incarnation: int) -> None:
         """Starts the admission of new groups again."""
         self._check(incarnation)
-        self._run.buffer.tickets.paused = False
-        self._run.waiting.tickets.wake()
+        self._parts.buffer.tickets.paused = False
+        self._parts.waiting.tickets.wake()
 
     def set_state(self, incarnation: int, state: RunState, message: str = "") -> None:
         """Sets the state of the run."""
         self._check(incarnation)
-        self._run.registry.set_state(state, message)
+        self._parts.registry.set_state(state, message)
 
     def _check(self, incarnation: int) -> None:
         """Raises Fenced if the call comes from a learner that was replaced, and RunEnded if `asyncrl down` ended the
         run."""
-        live = self._run.buffer.version.incarnation
+        live = self._parts.buffer.version.incarnation
         if incarnation != live:
-            self._run.buffer.ledger.count(Event.LEARNER_FENCED)
+            self._parts.buffer.ledger.count(Event.LEARNER_FENCED)
             raise Fenced(
                 f"this learner (incarnation {incarnation}) was silent for longer than buffer.heartbeat_timeout_s, and "
                 f"another learner (incarnation {live}) has taken over; this learner ends"
             )
-        if self._run.registry.state is RunState.FAILED:
-            raise RunEnded(self._run.registry.message)
+        if self._parts.registry.state is RunState.FAILED:
+            raise RunEnded(self._parts.registry.message)

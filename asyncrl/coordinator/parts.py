@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunParts:
+class CoordinatorParts:
     """The parts of a run that a `Coordinator` holds. `clock` returns monotonic seconds."""
 
     config: Config

@@ -205,10 +205,6 @@ class Registry:
                 "the same files at model.path"
             )
 
-    def add_target(self, name: str, address: str) -> None:
-        """Adds the metrics endpoint of a process."""
-        self.endpoints.set(name, address)
-
     def set_state(self, state: RunState, message: str = "") -> None:
         """Sets the state of the run. The learner calls it. A new state is progress."""
         self.state, self.message = state, message

@@ -15,6 +15,7 @@ from asyncrl.checkpoints.run import RunParts, read_snapshot
 from asyncrl.common.roles import Role, RunState
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import HELDOUT, Config
+from asyncrl.coordinator.endpoints import Endpoints
 from asyncrl.coordinator.learner_calls import LearnerCalls
 from asyncrl.coordinator.registry import Registry
 from asyncrl.coordinator.snapshot import Restored
@@ -150,7 +151,7 @@ class LearnerDeployment:
             "display": self._display.run(),
         }
         beside = [await entered.enter_async_context(running(work, name=name)) for name, work in works.items()]
-        await handles.coordinator.call(Registry.add_target, "learner", server.address)
+        await handles.coordinator.call(Endpoints.set, "learner", server.address)
         self._display.enter("preparing the model")
         model_path = await unless_one_fails(beside, unless_stopped(stop, self._model_path))
         ranks.push_async_callback(self._delete_weights, handles)

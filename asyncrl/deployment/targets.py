@@ -5,7 +5,7 @@ import logging
 from pathlib import Path
 
 from asyncrl.coordinator.client import CoordinatorClient
-from asyncrl.coordinator.coordinator import Coordinator
+from asyncrl.coordinator.endpoints import Endpoints
 from asyncrl.deployment.cluster import ray_nodes
 from asyncrl.errors import RunError
 from asyncrl.metrics.discovery import Target, ray_targets, target_groups, targets_of, write_targets
@@ -51,7 +51,7 @@ class Targets:
         serial, addresses = 0, dict[str, str]()
         while True:
             try:
-                changes = await coordinator.call(Coordinator.endpoints, serial)
+                changes = await coordinator.call(Endpoints.since, serial)
                 serial, addresses = changes.serial, changes.applied_to(addresses)
                 nodes = await ray_nodes(timeout_s=timeout_s)
             except (RunError, TimeoutError) as error:

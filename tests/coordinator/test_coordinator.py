@@ -119,7 +119,7 @@ async def test_a_wait_cancelled_in_the_moment_of_its_ticket_leaks_no_slot() -> N
     await free_a_slot(coordinator, held.tickets[0].key)  # wakes the waiting task, which has not run yet
     waiting.cancel()
     assert isinstance((await asyncio.gather(waiting, return_exceptions=True))[0], asyncio.CancelledError)
-    assert coordinator._run.buffer.counts().reserved == 1
+    assert coordinator._parts.buffer.counts().reserved == 1
     assert len((await coordinator.reserve("c", NOW, 9, wait_s=0.0)).tickets) == 1, "the cancelled wait kept the slot"
 
 
@@ -151,7 +151,7 @@ async def test_a_step_that_ends_the_ticket_of_a_straggler_clears_its_rows_and_wa
     assert isinstance(lease, Lease)
     (again,) = (await soon(waiting)).tickets
     assert (again.group, again.attempt) == (straggler.group, 1)
-    await asyncio.gather(*coordinator._run.clearing.tasks)
+    await asyncio.gather(*coordinator._parts.clearing.tasks)
     assert rows.cleared == [[straggler.key]]
     held = progress_of(straggler, again)
     assert (await coordinator.heartbeat("a", Version(1, 1), 0, held, report_of("a"))).ended == (straggler.key,)
@@ -187,7 +187,7 @@ async def test_rows_of_a_generator_that_was_declared_dead_are_cleared_and_its_co
     (ticket, other) = (await coordinator.reserve("zombie", NOW, 2, wait_s=0.0)).tickets
     await coordinator.heartbeat("zombie", NOW, 0, progress_of(ticket, other), report_of("zombie"))
     await coordinator.leave("zombie")
-    await asyncio.gather(*coordinator._run.clearing.tasks)
+    await asyncio.gather(*coordinator._parts.clearing.tasks)
     assert rows.cleared == [[ticket.key, other.key]]
     (winner, _) = (await coordinator.reserve("b", NOW, 2, wait_s=0.0)).tickets
     assert (winner.group, winner.seed) == (ticket.group, ticket.seed)
@@ -218,7 +218,7 @@ async def test_state_seconds_say_who_waits_and_add_up() -> None:
         tasks[0].cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         now_s = 38.0
-        read, name = coordinator._run.metrics.registry.get_sample_value, "asyncrl_buffer_state_seconds_total"
+        read, name = coordinator._parts.metrics.registry.get_sample_value, "asyncrl_buffer_state_seconds_total"
         assert {state: read(name, {"state": state}) for state in BUFFER_WAITS} == {
             "starting": 4.0,
             "nobody_waits": 1.0 + 16.0,
@@ -265,7 +265,7 @@ async def test_metrics_show_replicas_by_state_and_an_account_that_closes_while_g
     await coordinator.heartbeat("idle", NOW, 2, progress_of(), report_of("idle"))
     await coordinator.reserve("busy", NOW, 2, wait_s=0.0)
     coordinator._record()
-    read = coordinator._run.metrics.registry.get_sample_value
+    read = coordinator._parts.metrics.registry.get_sample_value
     shown = {state: read("asyncrl_replicas", {"state": state}) for state in REPLICA_STATES}
     assert {state: count for state, count in shown.items() if count} == {
         "generating": 1, "waiting": 1, "without_weights": 1
@@ -310,7 +310,9 @@ async def test_endpoints_are_those_of_replicas_that_have_one_until_they_leave() 
     assert coordinator.status().targets == {"b": "127.0.0.1:2"}, "the replica has left, although its report is kept"
     now_s = SILENT_S
     coordinator._expire()
-    assert coordinator.endpoints(0).addresses == coordinator.status().targets == {}, "it is silent for too long"
+    assert coordinator.registry.endpoints.since(0).addresses == coordinator.status().targets == {}, (
+        "it is silent for too long"
+    )
 
 
 @pytest.mark.asyncio
@@ -320,7 +322,7 @@ async def test_the_age_of_what_waits_longest_is_shown() -> None:
     await coordinator.reserve("a", NOW, 1, wait_s=0.0)
     now_s = 7.0
     coordinator._record()
-    assert coordinator._run.metrics.registry.get_sample_value("asyncrl_buffer_oldest_group_age_seconds") == 7.0
+    assert coordinator._parts.metrics.registry.get_sample_value("asyncrl_buffer_oldest_group_age_seconds") == 7.0
 
 
 @pytest.mark.asyncio
@@ -372,7 +374,7 @@ async def test_a_learner_that_waits_learns_at_once_that_too_many_groups_failed()
 async def test_a_replica_that_is_silent_too_long_is_counted_as_lost_and_its_tickets_go_elsewhere() -> None:
     now_s, rows = 0.0, ClearedRows()
     coordinator = made(rows, clock=lambda: now_s)
-    timeout_s = coordinator._run.config.buffer.heartbeat_timeout_s
+    timeout_s = coordinator._parts.config.buffer.heartbeat_timeout_s
     lost = (await coordinator.reserve("killed", NOW, 1, wait_s=0.0)).tickets[0]
     kept = (await coordinator.reserve("survivor", NOW, 1, wait_s=0.0)).tickets[0]
     now_s = timeout_s
@@ -381,7 +383,7 @@ async def test_a_replica_that_is_silent_too_long_is_counted_as_lost_and_its_tick
     now_s = timeout_s + 0.1
     coordinator._expire()
     assert (await soon(waiting)).tickets[0].group == lost.group
-    await asyncio.gather(*coordinator._run.clearing.tasks)
+    await asyncio.gather(*coordinator._parts.clearing.tasks)
     assert rows.cleared == [[lost.key]]
     status = coordinator.status()
     assert (status.account.events[Event.REPLICA_LOST], status.account.events[Event.TICKET_EXPIRED]) == (1, 1)
@@ -441,13 +443,13 @@ async def test_a_change_does_not_wake_a_replica_that_has_to_pause(monkeypatch: p
     waiting = [asyncio.create_task(coordinator.reserve(name, NOW, 1, wait_s=FAR_S)) for name in ("a", "b")]
     await asyncio.sleep(0)
     asked: list[str] = []
-    reserve = coordinator._run.buffer.tickets.reserve
+    reserve = coordinator._parts.buffer.tickets.reserve
 
     def noted(replica: str, **options: Any) -> Reservation:
         asked.append(replica)
         return reserve(replica, **options)
 
-    monkeypatch.setattr(coordinator._run.buffer.tickets, "reserve", noted)
+    monkeypatch.setattr(coordinator._parts.buffer.tickets, "reserve", noted)
     await coordinator.learner.resume(1)
     assert (await soon(waiting[1])).tickets
     assert asked == ["b"]
@@ -471,7 +473,7 @@ async def test_a_repeated_heartbeat_is_answered_again() -> None:
 @pytest.mark.asyncio
 async def test_a_deployment_is_told_of_its_own_replicas_only() -> None:
     coordinator = made(ClearedRows())
-    shared = shared_config(coordinator._run.config)
+    shared = shared_config(coordinator._parts.config)
     for name, replicas in (("d", 2), ("e", 1)):
         generators = Deployment(id=name, role=Role.GENERATOR, host="h", pid=1, replicas=replicas)
         await coordinator.attachments.attach(generators, shared=shared)
@@ -491,7 +493,7 @@ async def test_a_stall_of_the_buffers_process_expires_nothing_that_is_still_held
     coordinator = made(ClearedRows(), clock=lambda: now_s)
     [held, lost] = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
     await coordinator._tick()
-    now_s += coordinator._run.config.buffer.heartbeat_timeout_s + 1.0
+    now_s += coordinator._parts.config.buffer.heartbeat_timeout_s + 1.0
     await coordinator._tick()  # before the heartbeats that waited
     assert coordinator.status().account.events[Event.TICKET_EXPIRED] == 0
     assert [view.replica for view in coordinator.status().replicas] == ["a"]
@@ -500,8 +502,8 @@ async def test_a_stall_of_the_buffers_process_expires_nothing_that_is_still_held
     await coordinator._tick()  # late again, because the machine is busy
     assert coordinator.status().account.events[Event.TICKET_EXPIRED] == 1, "no heartbeat names the second one"
     assert (
-        lost.key in coordinator._run.buffer._state.groups.table.reserved,
-        held.key in coordinator._run.buffer._state.groups.table.reserved,
+        lost.key in coordinator._parts.buffer._state.groups.table.reserved,
+        held.key in coordinator._parts.buffer._state.groups.table.reserved,
     ) == (
         False,
         True,
@@ -526,7 +528,7 @@ async def test_rows_that_a_dead_replica_stored_after_its_ticket_expired_are_clea
         now_s += 1.0
         await coordinator.heartbeat("a", NOW, 0, progress_of(kept), report_of("a"))
         await coordinator._tick()
-        await asyncio.gather(*coordinator._run.clearing.tasks)
+        await asyncio.gather(*coordinator._parts.clearing.tasks)
     assert rows.cleared == [[lost.key], [lost.key]], "once when the ticket expired, once because rows came later"
     assert asked == [2], "a search that failed is repeated a minute later"
 
@@ -613,7 +615,7 @@ async def test_a_lease_call_that_waits_is_refused_when_another_learner_takes_ove
     now_s = 0.0
     coordinator = made(ClearedRows(), clock=lambda: now_s)
     await coordinator.attachments.attach(FIRST, shared=SHARED)
-    restored = Restored(snapshot=coordinator._run.snapshot(), lineage=Lineage((NOW,))) if restores else None
+    restored = Restored(snapshot=coordinator._parts.snapshot(), lineage=Lineage((NOW,))) if restores else None
     waiting = asyncio.create_task(coordinator.learner.lease(1, wait_s=FAR_S))
     await asyncio.sleep(0)
     now_s = SILENT_S
@@ -670,10 +672,10 @@ async def test_rows_of_a_dropped_step_are_cleared_once_and_not_before_the_learne
     await coordinator.commit([finished(ticket)])
     for _ in range(2):
         assert await coordinator.learner.lease(1, wait_s=0.0) is LeaseWait.FINISHED
-    assert not coordinator._run.clearing.tasks, "a save may still read them"
+    assert not coordinator._parts.clearing.tasks, "a save may still read them"
     for _ in range(2):
         coordinator.learner.clear_dropped(1)
-    await asyncio.gather(*coordinator._run.clearing.tasks)
+    await asyncio.gather(*coordinator._parts.clearing.tasks)
     assert rows.cleared == [[ticket.key]]
 
 
@@ -738,7 +740,7 @@ async def test_a_learner_goes_back_to_its_checkpoint_and_the_generators_go_on() 
     assert [group.meta.key for group in lease.groups] == [trained.key, also_trained.key]
     assert coordinator.status().counts.waiting == 1, "the prompt of the group with a token of a lost step"
     assert coordinator.status().account.closed
-    await asyncio.gather(*coordinator._run.clearing.tasks)
+    await asyncio.gather(*coordinator._parts.clearing.tasks)
     assert rows.cleared == [["0.0", "1.0"]], "the first learner did not clear them before it died"
 
 
@@ -752,13 +754,13 @@ async def test_a_checkpoint_of_another_run_is_refused_and_changes_nothing() -> N
         SECOND, shared=SHARED, restored=Restored(snapshot=snapshot, lineage=Lineage((NOW,)))
     )
     now_s = 2 * SILENT_S
-    before = coordinator._run.snapshot()
+    before = coordinator._parts.snapshot()
     for branches in ((), (Version(1, 1), Version(2, 1)), (NOW,)):
         with pytest.raises(LearnerNotRestored, match="of another run with this name"):
             await coordinator.attachments.attach(
                 FIRST, shared=SHARED, restored=Restored(snapshot=snapshot, lineage=Lineage(branches))
             )
-    assert coordinator._run.snapshot() == before
+    assert coordinator._parts.snapshot() == before
 
 
 @pytest.mark.asyncio
@@ -805,7 +807,7 @@ async def test_a_learner_in_the_directory_of_another_run_of_this_name_is_refused
     snapshot = await trained_once(coordinator, learner=first)
     restored = Restored(snapshot=snapshot, lineage=Lineage((snapshot.version,)))
     now_s = SILENT_S
-    before = coordinator._run.snapshot()
+    before = coordinator._parts.snapshot()
     for refused in (
         functools.partial(coordinator.attachments.attach, other, restored=restored),
         functools.partial(coordinator.attachments.check, other, restores=True),
@@ -814,7 +816,7 @@ async def test_a_learner_in_the_directory_of_another_run_of_this_name_is_refused
             LearnerNotRestored, match=r"has the nonce 'n1'.* another run .*the nonce 'n0'; set run\.dir"
         ):
             await performed(functools.partial(refused, shared=SHARED))
-    assert coordinator._run.snapshot() == before
+    assert coordinator._parts.snapshot() == before
     assert (await coordinator.attachments.attach(second, shared=SHARED, restored=restored)).incarnation == 2
 
 
@@ -828,7 +830,7 @@ async def test_a_snapshot_of_other_prompts_is_refused() -> None:
 
 def asked_of(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Returns a list to which each question for tickets adds the replica that asks."""
-    tickets, asked = coordinator._run.buffer.tickets, list[str]()
+    tickets, asked = coordinator._parts.buffer.tickets, list[str]()
     reserve = tickets.reserve
 
     def noted(replica: str, *, version: Version, count: int) -> Reservation:
@@ -882,7 +884,7 @@ async def test_a_waiting_generator_that_has_loaded_other_weights_asks_again() ->
     """Without its question, the gate would not know that it is refused at these weights too."""
     coordinator = made(ClearedRows())
     coordinator.learner.pause(1)
-    coordinator._run.buffer._state.step = 1
+    coordinator._parts.buffer._state.step = 1
     waiting = await a_waiting_reserve(coordinator)
     await coordinator.heartbeat("b", Version(1, 1), 2, progress_of(), report_of("b"))
     assert [view.refused_for for view in coordinator.status().replicas] == [None]
@@ -932,7 +934,7 @@ async def test_the_brief_status_agrees_with_the_whole_one_and_does_not_grow_with
             name = f"replica-{number}"
             await coordinator.attachments.attach(
                 Deployment(id=name, role=Role.GENERATOR, host="h", pid=number),
-                shared=shared_config(coordinator._run.config),
+                shared=shared_config(coordinator._parts.config),
             )
             await coordinator.heartbeat(name, NOW, 2, progress_of(), report_of(name))
             await coordinator.reserve(name, NOW, 2, wait_s=0.0)
@@ -964,7 +966,7 @@ async def test_a_lease_has_the_tasks_of_the_logged_groups_only_and_a_snapshot_ha
     lease = await coordinator.learner.lease(1, wait_s=0.0)
     assert isinstance(lease, Lease)
     assert (len(lease.groups), lease.logged_tasks) == (2, (tickets[0].task,))
-    snapshot = coordinator._run.snapshot()
+    snapshot = coordinator._parts.snapshot()
     assert [group.ticket.task for group in snapshot.buffer.open] == [NO_TASK, NO_TASK]
     again = made(ClearedRows())
     await again.attachments.attach(FIRST, shared=SHARED, restored=Restored(snapshot=snapshot, lineage=Lineage((NOW,))))
@@ -978,12 +980,12 @@ async def test_a_running_number_that_is_wrong_is_found_at_a_snapshot(caplog: pyt
     coordinator = made(ClearedRows())
     tickets = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
     await coordinator.commit([finished(ticket) for ticket in tickets])
-    coordinator._run.snapshot()
+    coordinator._parts.snapshot()
     assert coordinator.status().account.closed
     assert "bug of asyncrl" not in caplog.text
-    coordinator._run.buffer._state.groups.table.ready.tokens -= 1
+    coordinator._parts.buffer._state.groups.table.ready.tokens -= 1
     assert not coordinator.status().account.closed, "the ledger counts the issued tokens by itself"
-    coordinator._run.snapshot()
+    coordinator._parts.snapshot()
     assert "bug of asyncrl" in caplog.text
 
 

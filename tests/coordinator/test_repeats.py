@@ -76,7 +76,7 @@ async def test_the_path_of_a_group_counts_once_and_the_ledger_names_its_groups()
     await call(Coordinator.fail, [FailedTicket(key=first.key, incarnation=1, failure=FAILURE)])
     await call(FailureReports.heldout_failed, FAILURE)
     await call(FailureReports.samples_failed, [FailureCount(first=FAILURE, rollouts=0, groups=0, samples=3)])
-    [count] = scene.coordinator._run.buffer.failures.counts()
+    [count] = scene.coordinator._parts.buffer.failures.counts()
     assert (count.rollouts, count.groups, count.samples) == (2, 1, 3)
     events = scene.coordinator.status().account.events
     assert (events[Event.COMMIT_DUPLICATE], events[Event.LEASE_CALL_REFUSED], events[Event.FAIL_REFUSED]) == (0, 0, 0)

@@ -24,7 +24,6 @@ from asyncrl.common.roles import RunState
 from asyncrl.common.version import Version
 from asyncrl.complete_directory import COMPLETE, unfinished
 from asyncrl.config.schema import CheckpointSection, Config
-from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.endpoints import EndpointChanges, Endpoints
 from asyncrl.coordinator.failures import FailureReports
 from asyncrl.coordinator.learner_calls import LearnerCalls
@@ -232,7 +231,7 @@ def deployment_without_ray(
     async def call(method: object, *arguments: object, **__: object) -> object:
         if method is LearnerCalls.set_state and states is not None:
             states.append(arguments[1])
-        if method is Coordinator.endpoints:
+        if method is Endpoints.since:
             addresses = {"learner": "127.0.0.1:1", "buffer": "127.0.0.1:2"}
             return EndpointChanges(serial=2, whole=True, addresses=addresses)
         return failures if method is FailureReports.more_than else None

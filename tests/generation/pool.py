@@ -192,12 +192,14 @@ class Pool:
 
     @property
     def counts(self) -> Counts:
-        return self.coordinator._run.buffer.counts()
+        return self.coordinator._parts.buffer.counts()
 
     @property
     def failures(self) -> Counter[str]:
         """Counts failed rollouts by class and reason."""
-        return Counter({count.first.label: count.rollouts for count in self.coordinator._run.buffer.failures.counts()})
+        return Counter(
+            {count.first.label: count.rollouts for count in self.coordinator._parts.buffer.failures.counts()}
+        )
 
     async def close(self) -> None:
         for task in self.running.values():

@@ -67,7 +67,7 @@ async def test_groups_that_end_shortly_after_each_other_are_delivered_together()
 async def test_a_replica_asks_for_nothing_before_it_has_loaded_a_version() -> None:
     async with empty_pool() as pool:
         engine = pool.add("a")
-        await until(lambda: "a" in pool.coordinator._run.replicas.reports)
+        await until(lambda: "a" in pool.coordinator._parts.replicas.reports)
         await everything_else_runs()
         assert pool.coordinator.status().account.issued.groups == 0
         await pool.publish(0)
@@ -83,7 +83,7 @@ async def test_a_ticket_that_waits_for_the_throttle_takes_a_slot_like_one_that_i
         await generator.report()
         (view,) = pool.coordinator.status().replicas
         assert (view.reserved_groups, view.free_slots) == (held, generator._slots - held)
-        report = pool.coordinator._run.replicas.reports["a"]
+        report = pool.coordinator._parts.replicas.reports["a"]
         assert (report.running_groups, report.slots) == (1, generator._slots), "the other groups wait for their start"
 
 
@@ -128,7 +128,7 @@ async def test_heartbeats_carry_the_progress_of_held_tickets() -> None:
         engine.gate.clear()
         await everything_else_runs()
         await pool.generators["a"].report()
-        slots = pool.coordinator._run.buffer._state.groups.table.reserved
+        slots = pool.coordinator._parts.buffer._state.groups.table.reserved
         progress = {key: slot.sampled_tokens for key, slot in slots.items()}
         assert any(progress.values())
         assert progress == pool.generators["a"]._held._tokens
@@ -141,7 +141,7 @@ async def test_the_rollout_of_a_ticket_that_the_buffer_has_ended_is_ended_and_is
         engine.gate.clear()
         generator = pool.generators["a"]
         await until(lambda: engine.running == 6)
-        ended = pool.coordinator._run.buffer.tickets.leave("a")
+        ended = pool.coordinator._parts.buffer.tickets.leave("a")
         assert set(ended) == set(generator._running)
         await generator.report()
         await until(lambda: not set(ended) & set(generator._running))
@@ -165,7 +165,7 @@ async def test_a_ticket_that_the_buffer_ended_while_it_waited_for_its_start_is_n
         await pool.publish(0)
         generator = pool.generators["a"]
         await until(lambda: len(generator._held) == 3)
-        pool.coordinator._run.buffer.tickets.leave("a")
+        pool.coordinator._parts.buffer.tickets.leave("a")
         await generator.report()
         assert not generator._held
         throttle.release()  # each start releases it for the next one
@@ -188,9 +188,9 @@ async def test_a_killed_replica_loses_its_tickets_and_no_committed_group() -> No
         assert held
         pool.add("b")
         pool.clock.now_s += 100.0
-        expired = pool.coordinator._run.buffer.tickets.expire()
+        expired = pool.coordinator._parts.buffer.tickets.expire()
         assert set(expired) == held
-        pool.coordinator._run.waiting.groups_changed()
+        pool.coordinator._parts.waiting.groups_changed()
         trained = {group.meta.key for _ in range(3) for group in (await pool.step()).groups}
         assert set(committed) - held <= trained | set(pool.rows.kept)
         status = pool.coordinator.status()
@@ -230,7 +230,7 @@ async def test_a_failed_sample_is_left_out_of_its_group_and_counted_in_metrics_a
         lease = await pool.step()
         assert {reward is None for group in lease.groups for reward in group.meta.rewards[:1]} == {True}
         assert all(group.meta.rewards[1] is not None for group in lease.groups)
-        failures = pool.coordinator._run.buffer.failures
+        failures = pool.coordinator._parts.buffer.failures
         await until(lambda: failures.total >= 4)
         status = pool.coordinator.status()
         [count] = status.failures
@@ -252,7 +252,7 @@ async def test_a_reward_that_always_fails_stops_the_run_also_if_failed_samples_g
         pool.scorer.fail = True
         pool.add("a")
         await pool.publish(0)
-        await until(lambda: pool.coordinator._run.buffer.failures.too_many)
+        await until(lambda: pool.coordinator._parts.buffer.failures.too_many)
 
 
 @pytest.mark.asyncio
@@ -277,7 +277,7 @@ async def test_failures_do_not_overtake_groups_whose_rows_are_still_being_stored
         for _ in range(4):
             await pool.step()
         assert pool.failures["data/reward_raised"] > 10
-        assert not pool.coordinator._run.buffer.failures.too_many
+        assert not pool.coordinator._parts.buffer.failures.too_many
 
 
 @pytest.mark.asyncio
@@ -350,7 +350,7 @@ async def test_generator_and_buffer_say_in_their_metrics_which_run_they_are_of()
             "run_name": pool.config.run.name, "version": __version__, "model": "models/m",
             "environment": "reasoning_gym", "loss": "tis",
         }  # fmt: skip
-        for metrics in (pool.metrics["a"], pool.coordinator._run.metrics):
+        for metrics in (pool.metrics["a"], pool.coordinator._parts.metrics):
             assert metrics.registry.get_sample_value("asyncrl_run_info", labels) == 1
 
 
@@ -360,7 +360,7 @@ async def test_a_replica_that_was_declared_dead_clears_the_rows_that_it_comes_ba
     async with started_pool() as (pool, engine):
         engine.gate.clear()
         await until(lambda: engine.running > 0)
-        buffer = pool.coordinator._run.buffer
+        buffer = pool.coordinator._parts.buffer
         mine = {key for key, slot in buffer._state.groups.table.reserved.items() if slot.ticket.replica == "a"}
         pool.coordinator.learner.pause(1)
         buffer.tickets.leave("a")  # the buffer counts it as dead, although it was only slow
@@ -437,7 +437,7 @@ async def test_a_failure_that_the_buffer_did_not_hear_of_expires() -> None:
             await generator.report()
             pool.clock.now_s += 20.0
         await generator.report()
-        assert len(pool.coordinator._run.buffer.tickets.expire()) == 8
+        assert len(pool.coordinator._parts.buffer.tickets.expire()) == 8
 
 
 @pytest.mark.asyncio
@@ -463,9 +463,9 @@ async def test_a_heldout_question_whose_reward_fails_does_not_spoil_the_others()
             prompt=TASKS[1].prompt,
             completion="c",
         )
-        [reported] = pool.coordinator._run.buffer.failures.counts()
+        [reported] = pool.coordinator._parts.buffer.failures.counts()
         assert (reported.rollouts, reported.groups, reported.first) == (1, 0, rewards[1])
-        assert pool.coordinator._run.buffer.failures.streak is None, "it is no group of the training"
+        assert pool.coordinator._parts.buffer.failures.streak is None, "it is no group of the training"
 
 
 @pytest.mark.asyncio

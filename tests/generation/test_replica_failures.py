@@ -127,7 +127,7 @@ async def test_a_replica_whose_rollouts_fail_in_a_row_waits_and_then_ends_and_no
             await pool.step()
         status = pool.coordinator.status()
         assert status.account.fates[Fate.FAILED].groups == 0
-        assert pool.coordinator._run.buffer.fleet.quarantines == {Cause.INFRA_FAILURES: 1}
+        assert pool.coordinator._parts.buffer.fleet.quarantines == {Cause.INFRA_FAILURES: 1}
 
 
 @pytest.mark.asyncio
@@ -135,7 +135,7 @@ async def test_a_replica_whose_rollouts_fail_in_a_row_waits_and_then_ends_and_no
 async def test_a_replica_that_was_started_again_waits_for_the_current_weights_and_continues_its_totals() -> None:
     async with started_pool() as (pool, doomed):
         await pool.step()
-        await until(lambda: pool.coordinator._run.replicas.reports["a"].samples >= 8)
+        await until(lambda: pool.coordinator._parts.replicas.reports["a"].samples >= 8)
         doomed.die()
         await asyncio.gather(pool.running["a"], return_exceptions=True)
         before = pool.coordinator.status().reports["a"]
@@ -214,6 +214,6 @@ async def test_a_replica_that_asks_for_no_groups_hears_in_its_heartbeat_that_it_
         await until(lambda: pool.counts.ready >= 2)
         engine.gate.clear()
         await until(lambda: engine.running > 0)
-        pool.coordinator._run.buffer.fleet.quarantine("a", Cause.INFRA_FAILURES, "made up")
+        pool.coordinator._parts.buffer.fleet.quarantine("a", Cause.INFRA_FAILURES, "made up")
         with pytest.raises(Quarantined, match="replica a gets no groups any more"):
             await pool.generators["a"].report()

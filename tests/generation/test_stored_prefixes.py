@@ -119,7 +119,7 @@ async def killed_in_the_middle(pool: Pool, *, tokens: int = 6) -> tuple[FakeEngi
     await pool.publish(0)
     generator = pool.generators["a"]
     await until(lambda: engine.running)
-    reserved = pool.coordinator._run.buffer._state.groups.table.reserved
+    reserved = pool.coordinator._parts.buffer._state.groups.table.reserved
 
     prefix: Prefix | None = None
     while prefix is None or prefix.tokens < tokens:
@@ -151,7 +151,7 @@ async def test_another_replica_continues_the_tokens_of_a_killed_one() -> None:
             assert rows["input_ids"][place, stored].tolist() == each.token_ids
             assert torch.equal(rows["generation_logprobs"][place, stored], torch.tensor(each.logprobs))
         await until(lambda: pool.counts.ready)
-        slot = next(iter(pool.coordinator._run.buffer._state.groups.table.ready.slots()))
+        slot = next(iter(pool.coordinator._parts.buffer._state.groups.table.ready.slots()))
         continued = sum(len(each.token_ids) for each in before)
         assert slot.meta is not None
         assert (slot.meta.key, slot.meta.replica, slot.meta.continued_tokens) == ("0.1", "b", continued)
@@ -166,11 +166,11 @@ async def test_another_replica_continues_the_tokens_of_a_killed_one() -> None:
 async def test_a_prefix_keeps_its_versions_when_newer_weights_continue_it() -> None:
     async with empty_pool(**STORED, learner={"groups_per_step": 1, "group_size": 2, "total_steps": 50}) as pool:
         _, before = await killed_in_the_middle(pool)
-        pool.coordinator._run.buffer._state.step = 1  # another replica's group was trained meanwhile
+        pool.coordinator._parts.buffer._state.step = 1  # another replica's group was trained meanwhile
         await pool.publish(1)
         pool.add("b")
         await until(lambda: pool.counts.ready)
-        slot = next(iter(pool.coordinator._run.buffer._state.groups.table.ready.slots()))
+        slot = next(iter(pool.coordinator._parts.buffer._state.groups.table.ready.slots()))
         assert slot.meta is not None
         assert (slot.meta.oldest, slot.meta.newest, slot.ticket.deadline) == (0, 1, 2)
         for each, spans, tokens in zip(before, slot.meta.version_spans, slot.meta.completion_tokens, strict=True):
@@ -239,7 +239,7 @@ async def test_a_commit_names_what_the_attempt_has_stored() -> None:
         pool.add("a")
         await pool.publish(0)
         await until(lambda: pool.counts.ready >= 1)
-        open_groups = pool.coordinator._run.buffer._state.groups.table.open.values()
+        open_groups = pool.coordinator._parts.buffer._state.groups.table.open.values()
         metas = [slot.meta for slot in open_groups if slot.meta is not None]
         stored = [meta.stored for meta in metas if meta.stored is not None]
         assert stored, metas
@@ -262,5 +262,5 @@ async def test_what_no_attempt_needs_is_swept() -> None:
     async with empty_pool(**STORED) as pool:
         await killed_in_the_middle(pool)
         pool.prefixes.kept |= {"0.5": rows_of([sample(1)]), "77.0": rows_of([sample(1)])}
-        await pool.coordinator._run.clearing._sweep_prefixes(pool.prefixes)
+        await pool.coordinator._parts.clearing._sweep_prefixes(pool.prefixes)
         assert set(pool.prefixes.kept) == {"0.0"}

@@ -290,7 +290,7 @@ async def test_tickets_that_arrive_while_the_replica_is_torn_wait_for_a_whole_up
         await pool.publish(1)
         generator = pool.generators["a"]
         await until(lambda: engine.loads == [Version(1, 0), Version(1, 1)] and generator.version is None)
-        ready = next(iter(pool.coordinator._run.buffer._state.groups.table.ready.slots())).ticket.key
+        ready = next(iter(pool.coordinator._parts.buffer._state.groups.table.ready.slots())).ticket.key
         await pool.coordinator.learner.rows_lost(1, [ready])
         await until(lambda: generator._held)
         await everything_else_runs()

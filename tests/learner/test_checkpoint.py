@@ -382,7 +382,7 @@ async def test_rows_of_groups_that_are_dropped_at_the_end_stay_until_the_running
     settle = run.checkpoints.settle
 
     async def answers_at_the_end() -> None:
-        await asyncio.gather(*run.coordinator._run.clearing.tasks)
+        await asyncio.gather(*run.coordinator._parts.clearing.tasks)
         disk.rows.set()
         disk.files.set()
         await settle()

@@ -354,7 +354,7 @@ async def test_groups_that_failed_are_told_apart_by_reason_and_those_that_expire
         await scene.coordinator.fail([FailedTicket(key=ticket.key, incarnation=1, failure=failure)])
     for _ in range(scene.config.buffer.max_attempts):
         await scene._tickets()
-        scene.coordinator._run.buffer.tickets.leave("a")
+        scene.coordinator._parts.buffer.tickets.leave("a")
     status = await scene.status()
     assert status.account.fates[Fate.FAILED].groups == 3 + 4
     totals = scene.loop._recorder.run_totals(status, rows_outstanding=0)
