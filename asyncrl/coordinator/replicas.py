@@ -46,37 +46,14 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     parity_max_nats: float
     replicas: int = 1
 
-    def __add__(self, other: "ReplicaReport") -> "ReplicaReport":
-        """Returns the sum of the totals."""
-        return self._combined(other, sign=1)
-
-    def since(self, earlier: "ReplicaReport") -> "ReplicaReport":
-        """Returns how much the totals have grown since an earlier report of the same replica."""
-        return self._combined(earlier, sign=-1)
-
-    def after(self, earlier: "ReplicaReport") -> "ReplicaReport":
-        """Returns this report with the totals of an `earlier` actor of the replica added."""
-        return msgspec.structs.replace(
-            self + earlier,
-            actor=self.actor,
-            deployment=self.deployment,
-            metrics_address=self.metrics_address,
-            slots=self.slots,
-            running_groups=self.running_groups,
-            replicas=self.replicas,
-        )
-
-    def _combined(self, other: "ReplicaReport", *, sign: int) -> "ReplicaReport":
+    def plus(self, other: "ReplicaReport", *, sign: int = 1) -> "ReplicaReport":
+        """Returns this report with the totals of `other` added to its own; with `sign` -1, subtracted from them."""
         states = dict(self.state_seconds)
         for state, seconds in other.state_seconds.items():
             states[state] = states.get(state, 0.0) + sign * seconds
-        return ReplicaReport(
-            actor="",
-            deployment="",
-            metrics_address="",
+        return msgspec.structs.replace(
+            self,
             state_seconds=states,
-            slots=0,
-            running_groups=0,
             samples=self.samples + sign * other.samples,
             completion_tokens=self.completion_tokens + sign * other.completion_tokens,
             weight_updates=self.weight_updates + sign * other.weight_updates,
@@ -194,9 +171,9 @@ class Replicas:
         last = self.reports.get(name)
         if last is not None and last.actor != report.actor:
             self._earlier[name] = last
-        earlier = self._earlier.get(name)
-        report = report if earlier is None else report.after(earlier)
-        self.totals += report.since(last or NO_REPORT)
+        if (earlier := self._earlier.get(name)) is not None:
+            report = msgspec.structs.replace(report.plus(earlier), replicas=report.replicas)
+        self.totals = self.totals.plus(report).plus(last or NO_REPORT, sign=-1)
         self.reports[name] = report
 
     def heard(self, name: str, *, version: Version | None, free_slots: int) -> bool:
@@ -267,7 +244,7 @@ class Replicas:
         for name in gone[: max(0, len(gone) - GONE_REPORTS)]:
             report = self.reports.pop(name)
             self._earlier.pop(name, None)
-            self.reports[SUM] = self.reports[SUM] + report if SUM in self.reports else report
+            self.reports[SUM] = self.reports.get(SUM, NO_REPORT).plus(report)
 
     def able(self, refusal_at: RefusalAt) -> tuple[AbleReplicas, ...]:
         """Returns the replicas with a free slot by version, without those that have none. The work depends on the
