@@ -50,31 +50,17 @@ class Place:
         """Ends the wait."""
 
 
-class Bell:
-    """Calls that all wake at each `ring`."""
-
-    def __init__(self) -> None:
-        self._places: set[_PlaceAtBell] = set()
+class Bell(Place):
+    """The place of all calls that wake at each `ring`."""
 
     def ring(self) -> None:
-        """Wakes all waiting calls."""
-        for place in self._places:
-            place.woken.set()
+        """Wakes the calls that wait now."""
+        self.woken.set()
+        self.woken = asyncio.Event()
 
     def enter(self) -> Place:
         """Returns the place of a call that begins to wait."""
-        place = _PlaceAtBell(self._places)
-        self._places.add(place)
-        return place
-
-
-class _PlaceAtBell(Place):
-    def __init__(self, places: "set[_PlaceAtBell]") -> None:
-        super().__init__()
-        self._places = places
-
-    def leave(self) -> None:
-        self._places.discard(self)
+        return self
 
 
 class TicketLine:
