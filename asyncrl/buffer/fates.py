@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from asyncrl.buffer.attempts import Attempts
 from asyncrl.buffer.ledger import Account, Amount, EndedGroup, Fate, Ledger, LedgerEntry
-from asyncrl.buffer.slots import Slot, amount_of
+from asyncrl.buffer.slots import Slot
 from asyncrl.buffer.table import GroupTable
 
 
@@ -20,7 +20,7 @@ class Fates:
 
     def amount(self, slots: Collection[Slot]) -> Amount:
         """Returns the number of groups, samples and generated tokens of slots."""
-        return amount_of(slots, group_size=self._group_size)
+        return self._amount(len(slots), tokens=sum(slot.tokens for slot in slots))
 
     def settle(self, fate: Fate, slot: Slot, *, tokens: int = 0) -> None:
         """Counts a final fate of a group's attempt. `tokens` are those of a group that was not committed."""
@@ -32,9 +32,9 @@ class Fates:
         """Returns the ledger's account, including the groups that are open now. Takes O(1) in the number of groups."""
         table = self._table
         return self._ledger.account(
-            reserved=self._open(len(table.reserved) + table.front.issued_groups),
-            ready=self._open(len(table.ready), tokens=table.ready.tokens),
-            leased=self._open(len(table.leased), tokens=table.leased_tokens),
+            reserved=self._amount(len(table.reserved) + table.front.issued_groups),
+            ready=self._amount(len(table.ready), tokens=table.ready.tokens),
+            leased=self._amount(len(table.leased), tokens=table.leased_tokens),
         )
 
     def recount(self) -> Account:
@@ -43,7 +43,7 @@ class Fates:
         table = self._table
         issued = [prompt for prompt in table.front.prompts() if prompt.issued]
         return self._ledger.account(
-            reserved=self.amount(table.reserved.values()) + self._open(len(issued)),
+            reserved=self.amount(table.reserved.values()) + self._amount(len(issued)),
             ready=self.amount(table.ready.slots()),
             leased=self.amount(table.leased),
         )
@@ -64,5 +64,5 @@ class Fates:
             self.ended = []
         return entry
 
-    def _open(self, groups: int, *, tokens: int = 0) -> Amount:
+    def _amount(self, groups: int, *, tokens: int = 0) -> Amount:
         return Amount(groups, groups * self._group_size, tokens)

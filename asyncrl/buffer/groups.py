@@ -105,12 +105,10 @@ class Groups:
         self.prefixes.settle(slot, continued_tokens=meta.continued_tokens, split=self.retained.splits(meta))
         self.ledger.generated(meta.generated_tokens)
 
-    def filter(self, slot: Slot, meta: GroupMeta, *, step: int) -> None:
+    def filter(self, slot: Slot, meta: GroupMeta) -> None:
         """Ends a reserved group that was generated, but is not trained. Another prompt may take its slot."""
         self._store(slot, meta)
-        self.table.commit(slot, meta, step=step)
-        self.table.leave_ready([slot])
-        slot.meta = None  # it does not count as committed: its rows are cleared
+        self.table.leave_filtered(slot)  # without metadata, it does not count as committed: its rows are cleared
         self.prefixes.settle(slot, continued_tokens=meta.continued_tokens, split=False)
         self.ledger.generated(meta.generated_tokens)
         self._end(slot, Fate.FILTERED, tokens=meta.generated_tokens)

@@ -127,7 +127,7 @@ class Leases:
                 self.dropped += groups.drop_ready()
             if not table.ready:
                 return LeaseWait.FINISHED
-        share = earliest(table.ready.by_deadline(), limits.groups_per_step)
+        share = earliest(table.ready.by_deadline, limits.groups_per_step)
         if min(share) < state.step:
             raise StalenessViolation(
                 f"a group that is due at step {min(share)} is still ready at step {state.step} (staleness.max_versions "

@@ -5,12 +5,12 @@ by group, which is the order in which the prompts were first issued.
 """
 
 import heapq
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import msgspec
 
-from asyncrl.buffer.ledger import Amount
 from asyncrl.buffer.records import NO_TASK, DuePrompt, GroupMeta, LeasedGroup, OpenGroup, Prefix, Ticket
 
 
@@ -76,21 +76,16 @@ class Slot:
         )
 
 
-def amount_of(slots: Iterable[Slot], *, group_size: int) -> Amount:
-    """Returns the number of groups, samples and generated tokens of slots."""
-    tokens = [slot.tokens for slot in slots]
-    return Amount(len(tokens), len(tokens) * group_size, sum(tokens))
-
-
 class ReadyQueue:
-    """Ready groups, earliest deadline first, ties in prompt order. `tokens` is the sum of their generated tokens.
+    """Ready groups, earliest deadline first, ties in prompt order. Adding or taking a group takes O(log n).
 
-    Adding or taking a group takes O(log n). There is a heap for each deadline, and only few deadlines occur at a time.
+    `by_deadline` is the number of groups for each deadline, and `tokens` the sum of their generated tokens.
     """
 
     def __init__(self) -> None:
         self._slots: dict[int, Slot] = {}
-        self._order: dict[int, list[int]] = {}  # maps a deadline to a heap of groups
+        self._order: list[tuple[int, int]] = []  # a heap of (deadline, group)
+        self.by_deadline: Counter[int] = Counter()
         self.tokens = 0
 
     def __len__(self) -> int:
@@ -99,27 +94,16 @@ class ReadyQueue:
     def slots(self) -> Collection[Slot]:
         return self._slots.values()
 
-    def by_deadline(self) -> dict[int, int]:
-        """Returns the number of ready groups for each deadline."""
-        return {deadline: len(groups) for deadline, groups in self._order.items()}
-
     def push(self, slot: Slot) -> None:
         self._slots[slot.ticket.group] = slot
-        heapq.heappush(self._order.setdefault(slot.deadline, []), slot.ticket.group)
+        heapq.heappush(self._order, (slot.deadline, slot.ticket.group))
+        self.by_deadline[slot.deadline] += 1
         self.tokens += slot.tokens
 
-    def take(self, share: Mapping[int, int]) -> list[Slot]:
-        """Removes and returns groups, earliest deadline first, ties in prompt order.
-
-        `share` maps a deadline to the number of groups.
-        """
-        taken: list[Slot] = []
-        for deadline in sorted(share):
-            groups = self._order[deadline]
-            taken += [self._slots.pop(heapq.heappop(groups)) for _ in range(share[deadline])]
-            if not groups:
-                del self._order[deadline]
-        self.tokens -= sum(slot.tokens for slot in taken)
+    def take(self, groups: int) -> list[Slot]:
+        """Removes and returns this number of groups, earliest deadline first, ties in prompt order."""
+        taken = [self._slots.pop(heapq.heappop(self._order)[1]) for _ in range(groups)]
+        self._count_out(taken)
         return taken
 
     def discard(self, slots: Collection[Slot]) -> None:
@@ -127,14 +111,13 @@ class ReadyQueue:
         once."""
         for slot in slots:
             del self._slots[slot.ticket.group]
-            self.tokens -= slot.tokens
-        for deadline in {slot.deadline for slot in slots}:
-            groups = [group for group in self._order[deadline] if group in self._slots]
-            if groups:
-                heapq.heapify(groups)
-                self._order[deadline] = groups
-            else:
-                del self._order[deadline]
+        self._order = [(slot.deadline, group) for group, slot in self._slots.items()]
+        heapq.heapify(self._order)
+        self._count_out(slots)
+
+    def _count_out(self, slots: Collection[Slot]) -> None:
+        self.by_deadline -= Counter(slot.deadline for slot in slots)
+        self.tokens -= sum(slot.tokens for slot in slots)
 
 
 class Front:

@@ -106,9 +106,13 @@ class GroupTable:
     def leave_reserved(self, slot: Slot) -> None:
         """Removes a reserved group and frees its slot. Its replica may not know it, so the replica has to name its
         tickets."""
-        self._leave_replica(slot)
         if slot.confirmed:
             self.to_ask.add(slot.ticket.replica)
+        self.leave_filtered(slot)
+
+    def leave_filtered(self, slot: Slot) -> None:
+        """Removes a reserved group that its replica has committed, but that is not trained, and frees its slot."""
+        self._leave_replica(slot)
         self._count_unleased(slot.deadline, -1)
         self._free(slot)
 
@@ -122,7 +126,7 @@ class GroupTable:
     def lease(self, share: Mapping[int, int]) -> list[Slot]:
         """Moves groups from ready to leased. `share` maps a deadline to the number of groups."""
         before = self.ready.tokens
-        self.leased = self.ready.take(share)
+        self.leased = self.ready.take(sum(share.values()))
         self.leased_tokens = before - self.ready.tokens
         for deadline, groups in share.items():
             self._count_unleased(deadline, -groups)

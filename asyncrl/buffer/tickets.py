@@ -136,7 +136,7 @@ class Tickets:
         if (life := self._state.fleet.life_of(slot.ticket.replica)) is not None:
             life.committed()
         if self._is_filtered(meta):
-            self._state.groups.filter(slot, meta, step=self._state.step)
+            self._state.groups.filter(slot, meta)
             return CommitOutcome.FILTERED
         self._state.groups.commit(slot, meta, step=self._state.step)
         return CommitOutcome.ACCEPTED

@@ -565,7 +565,7 @@ def test_what_the_buffer_keeps_does_not_grow_with_the_run() -> None:
     kept, ended = scene.buffer._state.groups.table, scene.buffer._state.groups.attempts.ended()
     sizes = [len(kept.open), len(kept.reserved), len(kept.ready), len(kept.unleased_by_deadline)]
     assert sizes == [0, 0, 0, 0]
-    assert (kept.booked_bytes, ended, kept.ready.by_deadline()) == (0, {}, {})
+    assert (kept.booked_bytes, ended, kept.ready.by_deadline) == (0, {}, {})
 
 
 def test_what_the_buffer_knows_of_replicas_does_not_grow_with_those_that_have_ended() -> None:

@@ -34,10 +34,10 @@ def test_ready_groups_come_by_deadline_then_prompt_order_also_after_losses(
     for slot in slots.values():
         queue.push(slot)
     queue.discard([slot for group, slot in slots.items() if group in lost])
-    assert 0 not in queue.by_deadline().values()
-    taken = [slot.ticket.group for slot in queue.take(queue.by_deadline())]
+    assert 0 not in queue.by_deadline.values()
+    taken = [slot.ticket.group for slot in queue.take(queue.by_deadline.total())]
     assert taken == sorted(slots.keys() - lost, key=lambda group: (deadlines[group], group))
-    assert (len(queue), queue.by_deadline()) == (0, {})
+    assert (len(queue), queue.by_deadline) == (0, {})
 
 
 @given(st.lists(st.integers(0, 40), unique=True), st.integers(0, 10))
