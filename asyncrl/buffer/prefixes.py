@@ -29,19 +29,14 @@ class StoredPrefixes:
 
     def of(self, group: int) -> Prefix | None:
         """Returns what is stored of a group."""
-        holder = self._table.front.get(group) or self._reserved(group)
-        if holder is not None and holder.prefix is not None:
-            return holder.prefix
-        split = self._split.get(group)
-        return split.prefix if split is not None else None
+        return next(iter(self._stored(group)), None)
 
     def is_needed(self, group: int, attempt: int) -> bool:
         """Returns whether an attempt at a group writes its prefix now, reads it, or may read it later."""
         slot = self._reserved(group)
         if slot is not None and slot.ticket.attempt == attempt:
             return True
-        holders = (self._table.front.get(group), slot, self._split.get(group))
-        return any(holder.prefix.attempt == attempt for holder in holders if holder is not None and holder.prefix)
+        return any(prefix.attempt == attempt for prefix in self._stored(group))
 
     def take_unneeded(self) -> tuple[str, ...]:
         """Returns the keys of the attempts whose prefixes became unneeded since the last call. They may be cleared."""
@@ -105,10 +100,12 @@ class StoredPrefixes:
     def surviving(self, prefix: Prefix | None, lineage: Lineage) -> Prefix | None:
         """Returns the part of a prefix up to its first token of a dead version. Counts a prefix that has no such part
         as dropped."""
-        if prefix is None or (kept := prefix.surviving(lineage)) is not None:
-            return kept if prefix is not None else None
-        self.count_dropped(prefix)
-        return None
+        if prefix is None:
+            return None
+        kept = prefix.surviving(lineage)
+        if kept is None:
+            self.count_dropped(prefix)
+        return kept
 
     def count_dropped(self, prefix: Prefix, *, continued_tokens: int = 0) -> None:
         """Counts the tokens of a prefix that no attempt will continue. An attempt has continued some of them."""
@@ -118,6 +115,11 @@ class StoredPrefixes:
         if tokens > 0:
             self._ledger.count(Event.PREFIX_DROPPED)
             self._ledger.count(Event.TOKENS_DROPPED, tokens)
+
+    def _stored(self, group: int) -> list[Prefix]:
+        """Returns what a waiting or reserved group continues, before what is stored of its commit."""
+        holders = (self._table.front.get(group), self._reserved(group), self._split.get(group))
+        return [holder.prefix for holder in holders if holder is not None and holder.prefix is not None]
 
     def _reserved(self, group: int) -> Slot | None:
         slot = self._table.open.get(group)
