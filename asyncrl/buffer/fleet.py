@@ -206,17 +206,18 @@ class Fleet:
         quarantined = life.state is ReplicaState.QUARANTINED and life.cause is not Cause.NO_HEARTBEATS
         return actor == life.actor and not quarantined and life.state is not ReplicaState.RESTARTING
 
-    def hear(self, actor: str, *, has_weights: bool) -> bool:
-        """Records a heartbeat. Returns False if the actor is not heard any more: it must end."""
+    def hear(self, actor: str, *, has_weights: bool) -> Life | None:
+        """Records a heartbeat. Returns the life of the replica; None if the actor is not heard any more: it must
+        end."""
         if not self.is_heard(actor):
-            return False
+            return None
         life = self._lives.get(replica_of(actor))
         if life is None or life.actor != actor:
             cause, reason = (None, "") if life is None else (life.cause, life.reason)
             life = self._lives[replica_of(actor)] = Life(actor, self._clock(), cause=cause, reason=reason)
         life.heard_at_s = self._clock()
         life.state = ReplicaState.HEALTHY if has_weights else ReplicaState.STALE
-        return True
+        return life
 
     def failed(self, actor: str, failure: Failure) -> bool:
         """Counts an INFRA failure of a rollout on an actor. Returns True if the actor is quarantined for it."""

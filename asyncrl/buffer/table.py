@@ -8,6 +8,7 @@ nothing in the ledger.
 
 from collections import Counter
 from collections.abc import Collection, Mapping
+from itertools import takewhile
 
 from asyncrl.buffer.records import GroupMeta
 from asyncrl.buffer.slots import Front, ReadyQueue, Slot
@@ -77,12 +78,7 @@ class GroupTable:
 
     def unconfirmed_before(self, cutoff_s: float) -> list[Slot]:
         """Returns the reserved groups that are not confirmed since before `cutoff_s`. Takes O(their number)."""
-        old: list[Slot] = []
-        for slot in self.unconfirmed.values():
-            if slot.heard_at_s >= cutoff_s:
-                break
-            old.append(slot)
-        return old
+        return list(takewhile(lambda slot: slot.heard_at_s < cutoff_s, self.unconfirmed.values()))
 
     def sort_unconfirmed(self) -> None:
         """Puts the groups that are not confirmed into the order of their times, after groups have entered in another

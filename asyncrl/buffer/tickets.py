@@ -55,10 +55,9 @@ class Tickets:
         life = fleet.life_of(replica)
         if life is not None and held.number < life.heartbeat:
             return None
-        if not fleet.hear(replica, has_weights=version is not None):
+        life = fleet.hear(replica, has_weights=version is not None)
+        if life is None:
             return Renewal(must_end=True)
-        life = fleet.life_of(replica)
-        assert life is not None
         if life.heartbeat == NO_HEARTBEAT:  # it may hold tickets that have ended, also if this is a late heartbeat
             table.to_ask.add(replica)
         elif held.complete:
