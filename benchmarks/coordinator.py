@@ -215,9 +215,7 @@ def buffer_groups_per_s(*, outstanding: int, groups: int) -> float:
     staleness = 4
     config = config_of(groups_per_step=outstanding // staleness, max_staleness_versions=staleness)
     prompts = PromptSource(TASKS, seed=0)
-    buffer = ReplayBuffer(
-        limits=limits_of(config), next_prompt=prompts.next, task_of=prompts.task, clock=time.monotonic
-    )
+    buffer = ReplayBuffer(limits=limits_of(config), prompts=prompts, clock=time.monotonic)
     held: deque[Ticket] = deque()
 
     def reserve_one() -> None:

@@ -49,7 +49,7 @@ from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.staleness import Limits
 from asyncrl.common.version import Version
 from asyncrl.coordinator.replicas import Replicas
-from asyncrl.data.prompts import Task
+from asyncrl.data.prompts import PromptSource, Task
 from asyncrl.errors import FailureClass, StalenessViolation
 from asyncrl.weights.gate import should_publish
 
@@ -247,8 +247,7 @@ class Simulation:
                 max_infra_failures=3,
                 heartbeat_timeout_s=TIMEOUT_S,
             ),
-            next_prompt=lambda: TASK,
-            task_of=lambda _: TASK,
+            prompts=PromptSource([TASK], seed=0),
             clock=lambda: self.now_s,
         )
         self.seen = Replicas(may_come_back=lambda _: True, clock=lambda: self.now_s)

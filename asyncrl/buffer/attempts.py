@@ -4,7 +4,7 @@ The n-th new prompt is group n. A retry keeps the group, the prompt and the seed
 """
 
 import re
-from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from asyncrl.buffer.fleet import Fleet
 from asyncrl.buffer.ledger import Event, Ledger
@@ -12,7 +12,7 @@ from asyncrl.buffer.records import DuePrompt, Prefix, Ticket
 from asyncrl.buffer.slots import Slot
 from asyncrl.buffer.staleness import Limits
 from asyncrl.buffer.table import GroupTable
-from asyncrl.data.prompts import Task
+from asyncrl.data.prompts import PromptSource
 
 SEEDS_A_RUN = 2**32
 """Sample seeds of one `run.seed`. A `run.seed` is below 2**31, so all of them are below 2**63, the limit of vLLM."""
@@ -48,46 +48,34 @@ def seed_of_group(run_seed: int, group: int, *, group_size: int) -> int:
     return (first + group % (SEEDS_A_RUN // group_size - 1)) * group_size
 
 
+@dataclass(kw_only=True)
 class Attempts:
     """What was issued so far.
 
-    `next_prompt` returns the next new prompt, or None when there are no more. `task_of` returns the task of an issued
-    group. `groups` is the number of these groups, and `exhausted` says whether the prompts have run out.
+    `groups` is the number of issued groups, and `exhausted` says whether the prompts have run out. `last_of_ended` has
+    the last attempt at each ended group, and whether it was committed. The common case (attempt 0, committed) is left
+    out, so that memory does not grow with every group.
     """
 
-    def __init__(
-        self,
-        table: GroupTable,
-        *,
-        next_prompt: Callable[[], Task | None],
-        task_of: Callable[[int], Task],
-        limits: Limits,
-        ledger: Ledger,
-        fleet: Fleet,
-        seed: int,
-    ) -> None:
-        self._table = table
-        self._next_task = next_prompt
-        self.task_of = task_of
-        self._limits = limits
-        self._ledger = ledger
-        self._fleet = fleet
-        self._seed = seed
-        self.groups = 0
-        self.exhausted = False
-        # For ended groups: the last attempt and whether it was committed. The common case (attempt 0, committed) is
-        # left out, so that memory does not grow with every group.
-        self._ended: dict[int, tuple[int, bool]] = {}
+    table: GroupTable
+    prompts: PromptSource
+    limits: Limits
+    ledger: Ledger
+    fleet: Fleet
+    seed: int
+    groups: int = 0
+    exhausted: bool = False
+    last_of_ended: dict[int, tuple[int, bool]] = field(default_factory=dict)
 
     def new_prompt(self) -> DuePrompt | None:
         """Returns the next new prompt for the first attempt at its group; None if there is none."""
-        task = None if self.exhausted else self._next_task()
+        task = None if self.exhausted else self.prompts.next()
         if task is None:
             self.exhausted = True
             return None
         group = self.groups
         self.groups += 1
-        seed = seed_of_group(self._seed, group, group_size=self._limits.group_size)
+        seed = seed_of_group(self.seed, group, group_size=self.limits.group_size)
         return DuePrompt(group=group, attempt=0, task=task, seed=seed, issued=False)
 
     def next_prompt(self, *, replica: str) -> DuePrompt | None:
@@ -97,14 +85,14 @@ class Attempts:
         """
 
         def other_may_try(prompt: DuePrompt) -> bool:
-            return replica in prompt.failed_on and self._fleet.has_other_than(prompt.failed_on)
+            return replica in prompt.failed_on and self.fleet.has_other_than(prompt.failed_on)
 
-        front = self._table.front
+        front = self.table.front
         return front.pop(unless=other_may_try) or self.new_prompt() or front.pop(unless=lambda _: False)
 
     def again(self, ticket: Ticket, *, issued: bool, failed: bool = False, prefix: Prefix | None = None) -> DuePrompt:
         """Returns the prompt of a ticket that has ended, for its next attempt, which begins with `prefix`."""
-        self._ledger.count(Event.RETRY)
+        self.ledger.count(Event.RETRY)
         return DuePrompt(
             group=ticket.group,
             attempt=ticket.attempt + 1,
@@ -121,27 +109,27 @@ class Attempts:
         That is the attempt number `max_attempts`. Attempts on replicas that were quarantined do not count, up to the
         same number: a prompt that ends every engine must not be tried for ever.
         """
-        failed_on, most = [*ticket.failed_on, ticket.replica], self._limits.max_attempts
-        counted = sum(not self._fleet.is_excused(replica) for replica in failed_on)
+        failed_on, most = [*ticket.failed_on, ticket.replica], self.limits.max_attempts
+        counted = sum(not self.fleet.is_excused(replica) for replica in failed_on)
         return counted >= most or len(failed_on) >= 2 * most
 
     def record_end(self, slot: Slot) -> None:
         """Remembers the last attempt at a group that has ended."""
         last = (slot.ticket.attempt, slot.meta is not None)
         if last != (0, True):
-            self._ended[slot.ticket.group] = last
-            if len(self._ended) > LAST_ATTEMPTS:
-                del self._ended[next(iter(self._ended))]
+            self.last_of_ended[slot.ticket.group] = last
+            if len(self.last_of_ended) > LAST_ATTEMPTS:
+                del self.last_of_ended[next(iter(self.last_of_ended))]
 
     def last(self, group: int) -> tuple[int, bool] | None:
         """Returns (last issued attempt at a group, whether it was committed); None if there is no such group."""
         if not 0 <= group < self.groups:
             return None
-        if slot := self._table.open.get(group):
+        if slot := self.table.open.get(group):
             return slot.ticket.attempt, slot.meta is not None
-        if due := self._table.front.get(group):
+        if due := self.table.front.get(group):
             return due.attempt - 1, False
-        return self._ended.get(group, (0, True))
+        return self.last_of_ended.get(group, (0, True))
 
     def issued_at(self, group: int) -> int:
         """Returns the number of attempts that were issued at a group."""
@@ -162,14 +150,10 @@ class Attempts:
         last = self.last(group)
         if last is None or attempt > last[0]:
             return False
-        slot = self._table.open.get(group)
+        slot = self.table.open.get(group)
         waits = slot is not None and slot.ticket.attempt == attempt
         return not waits and last != (attempt, True)
 
-    def ended(self) -> dict[int, tuple[int, bool]]:
-        """Returns the ended groups whose last attempt was not attempt 0, or was not committed, for a snapshot."""
-        return dict(self._ended)
-
     def restore(self, *, groups: int, exhausted: bool, ended: dict[int, tuple[int, bool]]) -> None:
         """Continues from the numbers of a snapshot."""
-        self.groups, self.exhausted, self._ended = groups, exhausted, dict(ended)
+        self.groups, self.exhausted, self.last_of_ended = groups, exhausted, dict(ended)

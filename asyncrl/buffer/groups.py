@@ -5,7 +5,7 @@ attempts, the stored prefixes and the retained groups. Transitions that concern 
 `GroupTable`.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from asyncrl.buffer.attempts import Attempts
 from asyncrl.buffer.fates import Fates
@@ -19,25 +19,23 @@ from asyncrl.buffer.staleness import Limits
 from asyncrl.buffer.table import GroupTable
 from asyncrl.common.lineage import Lineage
 from asyncrl.common.version import Version
-from asyncrl.data.prompts import Task
+from asyncrl.data.prompts import PromptSource
 
 
 class Groups:
     """All groups that were issued.
 
-    `next_prompt` returns the next new prompt, or None when there are no more. `task_of` returns the task of an issued
-    group. The attributes are the parts of the state: `table` (the groups by state), `attempts`, `prefixes` (partial
-    generations), `retained` and `fates`. `not_loaded` has the keys of the ready groups whose rows are only in the
-    checkpoint that a learner restores. It is empty after the learner's first lease call, before which the learner loads
-    the rows.
+    `prompts` issues the new prompts. The attributes are the parts of the state: `table` (the groups by state),
+    `attempts`, `prefixes` (partial generations), `retained` and `fates`. `not_loaded` has the keys of the ready groups
+    whose rows are only in the checkpoint that a learner restores. It is empty after the learner's first lease call,
+    before which the learner loads the rows.
     """
 
     def __init__(
         self,
         *,
         limits: Limits,
-        next_prompt: Callable[[], Task | None],
-        task_of: Callable[[int], Task],
+        prompts: PromptSource,
         ledger: Ledger,
         seed: int,
         fleet: Fleet,
@@ -46,9 +44,8 @@ class Groups:
         self.ledger = ledger
         self.table = GroupTable()
         self.attempts = Attempts(
-            self.table,
-            next_prompt=next_prompt,
-            task_of=task_of,
+            table=self.table,
+            prompts=prompts,
             limits=limits,
             ledger=ledger,
             fleet=fleet,

@@ -37,17 +37,16 @@ from asyncrl.buffer.unneeded import Unneeded
 from asyncrl.common.lineage import Lineage
 from asyncrl.common.version import Version
 from asyncrl.config.schema import OnDeadline
-from asyncrl.data.prompts import Task
+from asyncrl.data.prompts import PromptSource
 
 
 class ReplayBuffer:
     """The groups between the generators and the learner.
 
-    `next_prompt` returns the next new prompt, or None when there are no more. `task_of` returns the task of an issued
-    group: group n has the n-th prompt. `clock` returns monotonic seconds. `step` is the learner's version v at the
-    start. A lease has the tasks of its first `groups_logged` groups. Before each lease, up to `most_filtered` groups
-    whose rewards are all equal are filtered. The order of the prompts and their seeds depend
-    only on their source and `seed`, so that a run with η = 0 trains the same batches as a sequential loop.
+    `prompts` issues the new prompts: group n has the n-th one. `clock` returns monotonic seconds. A lease has the tasks
+    of its first `groups_logged` groups. Before each lease, up to `most_filtered` groups whose rewards are all equal are
+    filtered. The order of the prompts and their seeds depend only on their source and `seed`, so that a run with η = 0
+    trains the same batches as a sequential loop.
 
     Attributes for the owner of the buffer:
 
@@ -64,10 +63,8 @@ class ReplayBuffer:
         self,
         *,
         limits: Limits,
-        next_prompt: Callable[[], Task | None],
-        task_of: Callable[[int], Task],
+        prompts: PromptSource,
         clock: Callable[[], float],
-        step: int = 0,
         seed: int = 0,
         drop_last: bool = False,
         on_deadline: OnDeadline = "wait",
@@ -83,8 +80,7 @@ class ReplayBuffer:
         self._new_groups = partial(
             Groups,
             limits=limits,
-            next_prompt=next_prompt,
-            task_of=task_of,
+            prompts=prompts,
             ledger=self.ledger,
             seed=seed,
             fleet=self.fleet,
@@ -96,7 +92,6 @@ class ReplayBuffer:
             failures=self.failures,
             groups=self._new_groups(),
             fleet=self.fleet,
-            step=step,
             most_filtered=most_filtered,
         )
         self.tickets = Tickets(self._state)

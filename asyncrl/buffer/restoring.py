@@ -28,7 +28,7 @@ def take_snapshot(groups: Groups, *, version: Version, failures: FailureState) -
         exhausted=groups.attempts.exhausted,
         open=tuple(slot.as_open() for slot in groups.table.open.values()),
         waiting=tuple(msgspec.structs.replace(prompt, task=NO_TASK) for prompt in groups.table.front.prompts()),
-        last_attempts=groups.attempts.ended(),
+        last_attempts=dict(groups.attempts.last_of_ended),
         ledger=groups.ledger.state(),
         failures=failures,
         ended=tuple(groups.fates.ended),
@@ -113,7 +113,7 @@ def _opened(
 ) -> tuple[list[Slot], list[DuePrompt]]:
     """Returns the groups that were ready at the snapshot and still have their rows, and the prompts of all others."""
     slots: list[Slot] = []
-    task_of = groups.attempts.task_of
+    task_of = groups.attempts.prompts.task
     due = [msgspec.structs.replace(prompt, task=task_of(prompt.group)) for prompt in snapshot.waiting]
     for group in snapshot.open:
         ticket = msgspec.structs.replace(group.ticket, task=task_of(group.ticket.group))

@@ -27,7 +27,7 @@ class BufferState:
     failures: FailureLog
     groups: Groups
     fleet: Fleet
-    step: int
+    step: int = 0
     lineage: Lineage = field(default_factory=Lineage)
     lease: Lease | None = None
     most_filtered: int = 0

@@ -53,8 +53,7 @@ def _prompts(config: Config, tasks: Sequence[Task]) -> PromptSource:
 def _empty_buffer(config: Config, prompts: PromptSource, *, clock: Callable[[], float]) -> ReplayBuffer:
     return ReplayBuffer(
         limits=limits_of(config),
-        next_prompt=prompts.next,
-        task_of=prompts.task,
+        prompts=prompts,
         clock=clock,
         seed=config.run.seed,
         drop_last=config.data.drop_last,

@@ -119,8 +119,7 @@ class BufferModel:
     def new_buffer(self) -> ReplayBuffer:
         return ReplayBuffer(
             limits=self.limits,
-            next_prompt=self.prompts.next,
-            task_of=self.prompts.task,
+            prompts=self.prompts,
             clock=self.clock.read,
             drop_last=self.drop_last,
             on_deadline=self.on_deadline,

@@ -128,8 +128,7 @@ class Scene:
         self.prompts = NumberedPrompts(prompts)
         self.buffer = ReplayBuffer(
             limits=self.limits,
-            next_prompt=self.prompts.next,
-            task_of=self.prompts.task,
+            prompts=self.prompts,
             clock=self.clock.read,
             drop_last=drop_last,
             seed=seed,

@@ -103,8 +103,7 @@ class Simulation:
                 max_attempts=10**6,
                 heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
             ),
-            next_prompt=prompts.next,
-            task_of=prompts.task,
+            prompts=prompts,
             clock=self.clock.read,
         )
         self.seen = Replicas(may_come_back=lambda _: True, clock=self.clock.read)

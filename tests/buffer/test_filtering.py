@@ -17,8 +17,7 @@ def buffer_of(most_filtered: int = 4, **changes: float) -> ReplayBuffer:
     prompts = NumberedPrompts()
     return ReplayBuffer(
         limits=limits(**changes),  # type: ignore[arg-type]
-        next_prompt=prompts.next,
-        task_of=prompts.task,
+        prompts=prompts,
         clock=Clock().read,
         most_filtered=most_filtered,
     )
