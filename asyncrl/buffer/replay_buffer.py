@@ -28,8 +28,7 @@ from asyncrl.buffer.groups import Groups
 from asyncrl.buffer.leases import Leases
 from asyncrl.buffer.ledger import Account, Ledger, LedgerEntry
 from asyncrl.buffer.records import Counts
-from asyncrl.buffer.restoring import restore, take_snapshot
-from asyncrl.buffer.snapshot import BufferSnapshot
+from asyncrl.buffer.snapshot import BufferSnapshot, restore, take_snapshot
 from asyncrl.buffer.staleness import Limits
 from asyncrl.buffer.state import BufferState
 from asyncrl.buffer.tickets import Tickets

@@ -1,17 +1,24 @@
-"""The state of the replay buffer at one moment, for a checkpoint. Metadata only; the rows of ready groups are saved
-beside it.
+"""Snapshots of the buffer for a checkpoint, and how a buffer continues from one.
 
-A snapshot between two calls is consistent, because the buffer is a state machine without threads. It holds no lease: a
-leased group counts as ready, since its step has not been trained.
+A snapshot has the metadata only; the rows of ready groups are saved beside it. It is consistent between two calls,
+because the buffer is a state machine without threads. It holds no lease: a leased group counts as ready, since its step
+has not been trained.
+
+If the buffer died, all of its groups come from the snapshot. If only the learner died, the groups of the buffer went on
+after the snapshot. Those that a surviving version made then stay, and the others are generated again.
 """
 
+from collections.abc import Iterable, Mapping
 from typing import Annotated
 
 import msgspec
 
 from asyncrl.buffer.failures import FailureState
-from asyncrl.buffer.ledger import EndedGroup, LedgerState
-from asyncrl.buffer.records import DuePrompt, OpenGroup
+from asyncrl.buffer.groups import Groups
+from asyncrl.buffer.ledger import EndedGroup, Fate, LedgerState
+from asyncrl.buffer.records import NO_TASK, DuePrompt, OpenGroup
+from asyncrl.buffer.slots import Slot
+from asyncrl.common.lineage import Lineage
 from asyncrl.common.version import Version
 
 SCHEMA = 3
@@ -37,3 +44,150 @@ class BufferSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     ledger: LedgerState
     failures: FailureState
     ended: tuple[EndedGroup, ...] = ()
+
+
+def take_snapshot(groups: Groups, *, version: Version, failures: FailureState) -> BufferSnapshot:
+    """Returns the present state, with these parts of it that belong to the buffer. From now on, groups that a learner
+    would need that goes back to it are retained."""
+    groups.retained.snapshot_taken(step=version.step)
+    return BufferSnapshot(
+        version=version,
+        next_group=groups.attempts.groups,
+        exhausted=groups.attempts.exhausted,
+        open=tuple(slot.as_open() for slot in groups.table.open.values()),
+        waiting=tuple(msgspec.structs.replace(prompt, task=NO_TASK) for prompt in groups.table.front.prompts()),
+        last_attempts=dict(groups.attempts.last_of_ended),
+        ledger=groups.ledger.state(),
+        failures=failures,
+        ended=tuple(groups.fates.ended),
+    )
+
+
+def restore(
+    groups: Groups,
+    snapshot: BufferSnapshot,
+    *,
+    earlier: Groups,
+    lineage: Lineage,
+    loaded: Mapping[str, Version],
+    now_s: float,
+) -> None:
+    """Continues from a snapshot. `groups` is empty, and its ledger is that of the snapshot.
+
+    `earlier` are the groups of a buffer that went on after the snapshot; there are none if that buffer is gone.
+    `lineage` and `loaded` are those of `living`.
+
+    A group that was ready at the snapshot is ready again. Any other group that is living stays as it is. The
+    remaining prompts go to the front. So does a group without room in the buffer, or in the steps before its deadline:
+    the limits may be smaller than those of the snapshot. No attempt that was issued after the snapshot is issued again,
+    because its replica may still commit it.
+
+    What is stored of a prompt is kept up to its first token of a dead version.
+    """
+    step = snapshot.version.step
+    groups.attempts.restore(groups=snapshot.next_group, exhausted=snapshot.exhausted, ended=snapshot.last_attempts)
+    groups.retained.restored(step=step)
+    groups.fates.ended = list(snapshot.ended)
+    slots, due = _opened(groups, snapshot, earlier=earlier, now_s=now_s)
+    groups.not_loaded = {slot.ticket.key for slot in slots} - {slot.ticket.key for slot in _with_rows(earlier)}
+    while groups.attempts.groups < earlier.attempts.groups and (prompt := groups.attempts.new_prompt()) is not None:
+        due.append(prompt)
+    stay = living(earlier, lineage=lineage, loaded=loaded)
+    for prompt in due:
+        if (kept := stay.get(prompt.group)) is not None:
+            if not prompt.issued:
+                groups.ledger.issue(samples=groups.limits.group_size)
+            groups.ledger.generated(groups.fates.amount([kept]).tokens)
+            slots.append(kept)
+        else:
+            groups.table.front.push(_not_issued_since(groups, prompt, earlier=earlier, lineage=lineage))
+    _place(groups, slots, step=step)
+
+
+def living(groups: Groups, *, lineage: Lineage, loaded: Mapping[str, Version]) -> dict[int, Slot]:
+    """Returns the groups of which no token is of a dead version of `lineage`, by group: reserved ones, and ready,
+    leased and retained ones with rows.
+
+    `loaded` has the last version that each replica reported. The tokens of a reserved group are not known, but a
+    replica with a dead version has generated some with it.
+    """
+    stay = {
+        slot.ticket.group: slot
+        for slot in _with_rows(groups)
+        if slot.meta is not None and all(map(lineage.has, slot.meta.versions))
+    }
+    for slot in groups.table.reserved.values():
+        ticket = slot.ticket
+        versions = {ticket.version, loaded.get(ticket.replica, ticket.version)}
+        for prefix in (ticket.prefix, slot.prefix):
+            versions.update(prefix.versions if prefix is not None else ())
+        if all(map(lineage.has, versions)):
+            stay[ticket.group] = slot
+    return stay
+
+
+def _with_rows(groups: Groups) -> list[Slot]:
+    """Returns the groups whose rows are in the data plane: ready, leased and retained ones.
+
+    A learner may have died after the restore of its checkpoint and before it loaded the rows. The groups of which only
+    that checkpoint has the rows are then left out.
+    """
+    committed = [*groups.table.ready.slots(), *groups.table.leased, *groups.retained.slots()]
+    return [slot for slot in committed if slot.ticket.key not in groups.not_loaded]
+
+
+def _opened(
+    groups: Groups, snapshot: BufferSnapshot, *, earlier: Groups, now_s: float
+) -> tuple[list[Slot], list[DuePrompt]]:
+    """Returns the groups that were ready at the snapshot and still have their rows, and the prompts of all others."""
+    slots: list[Slot] = []
+    task_of = groups.attempts.prompts.task
+    due = [msgspec.structs.replace(prompt, task=task_of(prompt.group)) for prompt in snapshot.waiting]
+    for group in snapshot.open:
+        ticket = msgspec.structs.replace(group.ticket, task=task_of(group.ticket.group))
+        meta = group.meta
+        if meta is None:
+            due.append(groups.attempts.again(ticket, issued=True, prefix=group.prefix))
+            continue
+        slot = Slot(ticket, group.reserved_step, now_s, now_s, meta.row_bytes, meta, group.ready_step)
+        slot.deadline = group.deadline
+        if earlier.attempts.issued_at(ticket.group) <= ticket.attempt + 1:
+            slots.append(slot)
+        else:  # its rows were lost after the snapshot, and another attempt was issued
+            groups.fates.settle(Fate.RETURNED_ON_RESUME, slot)
+            due.append(groups.attempts.again(ticket, issued=False))
+    return slots, due
+
+
+def _not_issued_since(groups: Groups, prompt: DuePrompt, *, earlier: Groups, lineage: Lineage) -> DuePrompt:
+    """Returns a prompt of a snapshot for an attempt that was not issued after it, with what is stored and survives."""
+    stored = earlier.prefixes.of(prompt.group)
+    if stored is None and prompt.prefix is not None:  # it was cleared since, or its row store has ended
+        groups.prefixes.count_dropped(prompt.prefix)
+    prompt = prompt.not_before(earlier.attempts.issued_at(prompt.group))
+    return msgspec.structs.replace(prompt, prefix=groups.prefixes.surviving(stored, lineage))
+
+
+def _place(groups: Groups, slots: Iterable[Slot], *, step: int) -> None:
+    """Puts restored groups into their slots, or their prompts to the front. The learner is at `step`, which may be an
+    earlier one than before."""
+    for slot in sorted(slots, key=lambda each: (each.deadline, each.ticket.group)):
+        if _has_room(groups, slot, step=step):
+            slot.reserved_step, slot.ready_step = min(slot.reserved_step, step), min(slot.ready_step, step)
+            groups.table.enter(slot)
+        else:
+            groups.reissue(slot, Fate.RETURNED_ON_RESUME)
+    groups.table.sort_unconfirmed()
+
+
+def _has_room(groups: Groups, slot: Slot, *, step: int) -> bool:
+    """Returns True if a restored group fits into the buffer, and into the steps up to its deadline.
+
+    Groups are restored by deadline, so all groups that have a slot already are due no later than this one.
+    """
+    table, limits = groups.table, groups.limits
+    return (
+        table.slots < (slot.deadline - step + 1) * limits.groups_per_step
+        and table.slots < limits.capacity_groups
+        and table.booked_bytes + slot.booked_bytes <= limits.capacity_bytes
+    )

@@ -1,11 +1,11 @@
 """The generators' side of the replay buffer: tickets from their reserve to their commit, failure or expiry."""
 
+import math
 from collections.abc import Collection, Mapping
 
 import msgspec
 
 from asyncrl.buffer.attempts import parsed_key
-from asyncrl.buffer.commit_check import check_commit
 from asyncrl.buffer.failure_records import Failure, cut_text
 from asyncrl.buffer.fleet import NO_HEARTBEAT, Life
 from asyncrl.buffer.ledger import Event
@@ -22,10 +22,10 @@ from asyncrl.buffer.records import (
     oldest_step,
 )
 from asyncrl.buffer.slots import Slot
-from asyncrl.buffer.staleness import Room, admissible, prefix_fits
+from asyncrl.buffer.staleness import Limits, Room, admissible, prefix_fits
 from asyncrl.buffer.state import BufferState
 from asyncrl.common.version import Version
-from asyncrl.errors import FailureClass
+from asyncrl.errors import FailureClass, StalenessViolation
 
 _REFUSED_COMMITS = {
     CommitOutcome.DUPLICATE: Event.COMMIT_DUPLICATE,
@@ -130,7 +130,7 @@ class Tickets:
             self._state.groups.interrupt(slot, meta, lineage=self._state.lineage)
             self._state.ledger.count(Event.COMMIT_OLD_INCARNATION)
             return CommitOutcome.OLD_INCARNATION
-        check_commit(meta, slot.ticket, limits=self._state.limits, step=self._state.step)
+        _check_commit(meta, slot.ticket, limits=self._state.limits, step=self._state.step)
         self._state.failures.succeeded()
         if (life := self._state.fleet.life_of(slot.ticket.replica)) is not None:
             life.committed()
@@ -254,3 +254,32 @@ class Tickets:
             self._state.groups.retry(slot)
         self._state.ledger.count(Event.TICKET_EXPIRED, len(slots))
         return tuple(slot.ticket.key for slot in slots)
+
+
+def _check_commit(meta: GroupMeta, ticket: Ticket, *, limits: Limits, step: int) -> None:
+    """Raises an error if the metadata of a commit contradicts its ticket, or the learner's present `step`.
+
+    StalenessViolation for a token that is older than the ticket, ValueError for anything else.
+    """
+    if meta.oldest < ticket.oldest:
+        raise StalenessViolation(
+            f"group {meta.key} has a token of step {meta.oldest}, which is older than step {ticket.oldest} of its "
+            "ticket's version and prefix; this is a bug in asyncrl"
+        )
+    if not meta.oldest <= meta.newest <= step:
+        raise ValueError(
+            f"group {meta.key} has tokens of steps {meta.oldest} to {meta.newest}, but the learner is at step {step}"
+        )
+    size = limits.group_size
+    columns = [meta.completion_tokens, meta.rewards, meta.truncated, *meta.components.values()]
+    lengths = {len(column) for column in (*columns, *filter(None, [meta.read_tokens]))}
+    if lengths != {size}:
+        raise ValueError(f"group {meta.key} has {sorted(lengths)} samples, but learner.group_size is {size}")
+    if not meta.known_rewards or not all(map(math.isfinite, meta.known_rewards)):
+        raise ValueError(
+            f"group {meta.key} has rewards {meta.rewards}; a sample must have a reward, and all rewards must be finite"
+        )
+    if not 0 <= meta.row_bytes <= limits.worst_group_bytes:
+        raise ValueError(
+            f"group {meta.key} takes {meta.row_bytes} bytes, but its reserve booked at most {limits.worst_group_bytes}"
+        )
