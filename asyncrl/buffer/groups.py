@@ -191,13 +191,6 @@ class Groups:
         stored = slot.prefix if slot.meta is None else None
         self.table.front.push(self.attempts.again(slot.ticket, issued=False, prefix=stored))
 
-    def release(self, *, complete: int | None) -> tuple[str, ...]:
-        """Forgets what was kept for earlier checkpoints than the newest complete one, of step `complete`; with None,
-        all. Returns the keys of the groups whose rows may be cleared."""
-        over = self.retained.release(complete=complete)
-        self.prefixes.release(self.retained.splits)
-        return over
-
     def _store(self, slot: Slot, meta: GroupMeta) -> None:
         if meta.stored is not None:
             self.prefixes.store(slot, meta.stored)

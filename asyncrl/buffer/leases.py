@@ -66,9 +66,12 @@ class Leases:
         return self._end_lease(incarnation, step, fate=Fate.SKIPPED)
 
     def release(self, *, complete: int | None) -> tuple[str, ...]:
-        """Forgets retained groups that are not needed, now that the newest complete checkpoint is that of step
-        `complete`; with None, all, because the run ends. Returns their keys; their rows may be cleared."""
-        return self._state.groups.release(complete=complete)
+        """Forgets what was kept for earlier checkpoints than the newest complete one, of step `complete`; with None,
+        all, because the run ends. Returns the keys of the groups whose rows may be cleared."""
+        retained, prefixes = self._state.groups.retained, self._state.groups.prefixes
+        over = retained.release(complete=complete)
+        prefixes.release(retained.splits)
+        return over
 
     def give_back(self, incarnation: int, step: int) -> bool:
         """Ends a lease without training. Its groups become ready again. Returns False if there is no such lease."""
