@@ -26,7 +26,8 @@ class GroupTable:
     - `to_ask`: the replicas that have to name all of their tickets, because a ticket that they may hold has ended.
     - `ready`, `leased`: the slots of committed groups. `leased_tokens` is the sum of the tokens of the leased ones.
     - `front`: the prompts that wait for their next attempt. They hold no slot.
-    - `unleased_by_deadline`: the number of reserved and ready groups by deadline.
+    - `unleased_by_deadline`: the number of reserved and ready groups by deadline. `-=` forgets the deadlines that no
+      group has, so it does not grow with every step of the run.
     """
 
     def __init__(self) -> None:
@@ -54,7 +55,7 @@ class GroupTable:
     def enter(self, slot: Slot) -> None:
         """Adds a group with its slot: a reserved one, or a ready one if it has been committed."""
         self.open[slot.ticket.group] = slot
-        self._count_unleased(slot.deadline, 1)
+        self.unleased_by_deadline[slot.deadline] += 1
         self.booked_bytes += slot.booked_bytes
         if slot.meta is not None:
             self.ready.push(slot)
@@ -95,9 +96,9 @@ class GroupTable:
 
     def extend(self, slot: Slot) -> None:
         """Gives a reserved group the deadline of its newest token. Its older tokens may then be too old to train."""
-        self._count_unleased(slot.deadline, -1)
+        self.unleased_by_deadline -= {slot.deadline: 1}
         slot.deadline = slot.newest_deadline
-        self._count_unleased(slot.deadline, 1)
+        self.unleased_by_deadline[slot.deadline] += 1
 
     def leave_reserved(self, slot: Slot) -> None:
         """Removes a reserved group and frees its slot. Its replica may not know it, so the replica has to name its
@@ -109,14 +110,14 @@ class GroupTable:
     def leave_filtered(self, slot: Slot) -> None:
         """Removes a reserved group that its replica has committed, but that is not trained, and frees its slot."""
         self._leave_replica(slot)
-        self._count_unleased(slot.deadline, -1)
+        self.unleased_by_deadline -= {slot.deadline: 1}
         self._free(slot)
 
     def leave_ready(self, slots: Collection[Slot]) -> None:
         """Removes ready groups and frees their slots."""
         self.ready.discard(slots)
+        self.unleased_by_deadline -= Counter(slot.deadline for slot in slots)
         for slot in slots:
-            self._count_unleased(slot.deadline, -1)
             self._free(slot)
 
     def lease(self, share: Mapping[int, int]) -> list[Slot]:
@@ -124,14 +125,13 @@ class GroupTable:
         before = self.ready.tokens
         self.leased = self.ready.take(sum(share.values()))
         self.leased_tokens = before - self.ready.tokens
-        for deadline, groups in share.items():
-            self._count_unleased(deadline, -groups)
+        self.unleased_by_deadline -= share
         return self.leased
 
     def return_leased(self) -> None:
         """Moves the leased groups back to ready."""
         for slot in self._take_leased():
-            self._count_unleased(slot.deadline, 1)
+            self.unleased_by_deadline[slot.deadline] += 1
             self.ready.push(slot)
 
     def leave_leased(self) -> list[Slot]:
@@ -157,8 +157,3 @@ class GroupTable:
     def _free(self, slot: Slot) -> None:
         del self.open[slot.ticket.group]
         self.booked_bytes -= slot.booked_bytes
-
-    def _count_unleased(self, deadline: int, groups: int) -> None:
-        self.unleased_by_deadline[deadline] += groups
-        if not self.unleased_by_deadline[deadline]:
-            del self.unleased_by_deadline[deadline]  # otherwise the dict would grow with every step of the run

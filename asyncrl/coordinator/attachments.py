@@ -106,7 +106,7 @@ class Attachments:
         weights made, and the generators go on with their tickets."""
         left = self._parts.buffer.version
         split_tokens = self._parts.buffer.restore(
-            restored.snapshot.buffer, lineage=restored.lineage, loaded=self._parts.replicas.loaded_versions()
+            restored.snapshot.buffer, lineage=restored.lineage, loaded=self._parts.replicas.loaded
         )
         self._parts.clearing.rows_without_slot()  # the data plane may be older than this buffer
         if not lived_on:

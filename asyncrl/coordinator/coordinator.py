@@ -247,7 +247,7 @@ class Coordinator:
 
         def newest() -> Version:
             # While this call waited, the replica may have loaded newer weights and reported them in a heartbeat.
-            return max(version, self._parts.replicas.loaded(replica) or version)
+            return max(version, self._parts.replicas.loaded.get(replica, version))
 
         def ask() -> Reservation:
             answer = self._parts.buffer.tickets.reserve(replica, version=newest(), count=count)

@@ -58,9 +58,6 @@ class Answers:
         self._known[call_id] = _Answer(value, self._clock() + self._kept_s)
         return value
 
-    def __len__(self) -> int:
-        return len(self._known)
-
     def _forget(self) -> None:
         now_s = self._clock()
         while self._known and (len(self._known) >= MOST or next(iter(self._known.values())).forget_at_s <= now_s):

@@ -147,9 +147,10 @@ class Replicas:
     """The replicas by the name of their actor. Tickets that a replica gets between two heartbeats reduce its free
     slots.
 
-    `reports` has the last report of each replica by the replica's name, with the totals of its earlier actors, also of
-    replicas that are gone; and under the name `SUM` the totals of those that are gone for long. `totals` is the sum of
-    all reports. `may_come_back` returns False for the name of a replica that is gone for good.
+    `loaded` has the last version that each replica reported as loaded, by the name of its actor. `reports` has the last
+    report of each replica by the replica's name, with the totals of its earlier actors, also of replicas that are gone;
+    and under the name `SUM` the totals of those that are gone for long. `totals` is the sum of all reports.
+    `may_come_back` returns False for the name of a replica that is gone for good.
     """
 
     def __init__(self, *, may_come_back: Callable[[str], bool], clock: Callable[[], float]) -> None:
@@ -157,13 +158,10 @@ class Replicas:
         self._clock = clock
         self._by_name: dict[str, _Replica] = {}
         self._standings: Counter[tuple[Version | None, bool, bool]] = Counter()  # of the replicas in `_by_name`
-        self._loaded: dict[str, Version] = {}
         self._earlier: dict[str, ReplicaReport] = {}  # totals of the earlier actors of a replica
+        self.loaded: dict[str, Version] = {}
         self.reports: dict[str, ReplicaReport] = {}
         self.totals = NO_REPORT
-
-    def __len__(self) -> int:
-        return len(self._by_name)
 
     def reported(self, report: ReplicaReport) -> None:
         """Records the report of an actor."""
@@ -184,18 +182,10 @@ class Replicas:
         known = self._by_name.get(name)
         refused = known is not None and known.version == version and known.refused
         self._put(name, _Replica(version, free_slots, refused))
-        if version is None or self._loaded.get(name) == version:
+        if version is None or self.loaded.get(name) == version:
             return False
-        self._loaded[name] = version
+        self.loaded[name] = version
         return True
-
-    def loaded(self, name: str) -> Version | None:
-        """Returns the last version that the replica reported as loaded; None if it reported none."""
-        return self._loaded.get(name)
-
-    def loaded_versions(self) -> Mapping[str, Version]:
-        """Returns the last version that each replica reported as loaded."""
-        return self._loaded
 
     def reserved(self, name: str, *, version: Version, asked: int, answer: Reservation) -> None:
         """Records the answer to a reserve. Before its first heartbeat, a replica counts as having `asked` free
@@ -226,9 +216,7 @@ class Replicas:
         """Replaces a replica, or removes it, and keeps the numbers by version."""
         before = self._by_name.pop(name, None)
         if before is not None:
-            self._standings[before.standing] -= 1
-            if not self._standings[before.standing]:
-                del self._standings[before.standing]  # otherwise it would grow with every version of the run
+            self._standings -= {before.standing: 1}  # forgets what no replica has any more
         if replica is not None:
             self._by_name[name] = replica
             self._standings[replica.standing] += 1
@@ -236,7 +224,7 @@ class Replicas:
     def _gone(self, names: Sequence[str]) -> None:
         """Forgets what the replicas `names` had loaded, and adds up the oldest reports of replicas that are gone."""
         for actor in names:
-            self._loaded.pop(actor, None)
+            self.loaded.pop(actor, None)
             if (name := replica_of(actor)) in self.reports:
                 # the reports of replicas that are gone are in the order in which they went
                 self.reports[name] = self.reports.pop(name)

@@ -104,11 +104,11 @@ async def test_answers_are_forgotten_after_their_time_and_beyond_a_number(monkey
 
     for name in ("a", "b", "c", "d"):
         await answers.to(name, partial(perform, name))
-    assert len(answers) == 3
+    assert len(answers._known) == 3
     assert await answers.to("d", partial(perform, "d")) == 4
     now_s = 10.0
     assert await answers.to("d", partial(perform, "d")) == 5
-    assert len(answers) == 1
+    assert len(answers._known) == 1
     assert performed == ["a", "b", "c", "d", "d"]
 
 

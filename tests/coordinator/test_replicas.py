@@ -120,10 +120,10 @@ def test_a_replica_reports_each_version_that_it_has_loaded_once() -> None:
     assert replicas.heard("a", version=Version(1, 0), free_slots=2)
     assert not replicas.heard("a", version=Version(1, 0), free_slots=1)
     assert not replicas.heard("a", version=None, free_slots=1), "a torn replica has loaded no other version"
-    assert replicas.loaded("a") == Version(1, 0)
+    assert replicas.loaded.get("a") == Version(1, 0)
     assert replicas.heard("a", version=Version(1, 1), free_slots=2)
     replicas.forget("a")
-    assert replicas.loaded("a") is None
+    assert replicas.loaded.get("a") is None
 
 
 def report(samples: int, *, actor: str = "a") -> ReplicaReport:
@@ -151,7 +151,7 @@ def test_replicas_that_are_gone_for_long_are_kept_as_one_sum(silent: bool, monke
         else:
             scene.buffer.fleet.retire(name)
             scene.replicas.forget(name)
-        assert scene.replicas.loaded(name) is None
+        assert scene.replicas.loaded.get(name) is None
     scene.replicas.forget("unknown")
     reports = scene.replicas.reports
     assert list(reports) == ["gone replicas", "generator-4", "generator-5"]
