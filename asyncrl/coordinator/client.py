@@ -3,10 +3,10 @@
     lease = await client.call(LearnerCalls.lease, incarnation, wait_s=5.0)
     await client.call(Registry.keep, deployment_id)
 
-A call reaches the coordinator in another process (`over_ray`) or in this one (`in_process`).
+`over_ray` makes a client of the coordinator in another process. `partial(perform, coordinator)` sends calls to one in
+this process.
 """
 
-import functools
 import inspect
 import uuid
 from collections.abc import Awaitable, Callable
@@ -81,11 +81,6 @@ class CoordinatorClient:
             return await patiently(once, patience_s=patience_s)
 
         return cls(send)
-
-    @classmethod
-    def in_process(cls, coordinator: Coordinator) -> "CoordinatorClient":
-        """Returns a client of a coordinator in this process."""
-        return cls(functools.partial(perform, coordinator))
 
     @overload
     async def call(

@@ -3,6 +3,7 @@
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.actor import CoordinatorActor
 from asyncrl.coordinator.attachments import Attachments
-from asyncrl.coordinator.client import CoordinatorClient
+from asyncrl.coordinator.client import CoordinatorClient, perform
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.failures import FailureReports
 from asyncrl.coordinator.learner_calls import LearnerCalls
@@ -45,7 +46,7 @@ class NoRows:
 
 @asynccontextmanager
 async def in_process() -> AsyncIterator[CoordinatorClient]:
-    yield CoordinatorClient.in_process(Coordinator(config=CONFIG, tasks=TASKS, rows=NoRows()))
+    yield CoordinatorClient(partial(perform, Coordinator(config=CONFIG, tasks=TASKS, rows=NoRows())))
 
 
 def actor() -> Any:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from fake_engine import FakeEngine, log_prob_of
 from asyncrl.buffer.records import Counts, Lease
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
-from asyncrl.coordinator.client import CoordinatorClient
+from asyncrl.coordinator.client import CoordinatorClient, perform
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
@@ -157,7 +158,7 @@ class Pool:
             name=name,
             deployment="d",
             rollouts=rollouts,
-            coordinator=CoordinatorClient.in_process(self.coordinator),
+            coordinator=CoordinatorClient(partial(perform, self.coordinator)),
             rows=self.rows,
             prefix_rows=self.prefixes,
             weights=updates,

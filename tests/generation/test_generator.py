@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from asyncrl.buffer.failure_records import Failure
 from asyncrl.buffer.ledger import Event, Fate
 from asyncrl.buffer.records import Refusal
 from asyncrl.common.version import Version
-from asyncrl.coordinator.client import CoordinatorClient
+from asyncrl.coordinator.client import CoordinatorClient, perform
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
@@ -452,7 +453,7 @@ async def test_a_heldout_question_whose_reward_fails_does_not_spoil_the_others()
             return await score(task, completions)
 
         pool.scorer.score = picky  # type: ignore[method-assign]
-        coordinator = CoordinatorClient.in_process(pool.coordinator)
+        coordinator = CoordinatorClient(partial(perform, pool.coordinator))
         how = pool.config.eval.each_set()["heldout"]
         rewards = await evaluate(TASKS[:3], how=how, rollouts=pool.rollouts["a"], coordinator=coordinator, at_once=2)
         assert [isinstance(reward, Failure) for reward in rewards] == [False, True, False]
