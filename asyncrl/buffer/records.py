@@ -69,25 +69,32 @@ NO_TASK = Task(question="", answer="")
 buffer gets the task from the data. Tasks would be most of the bytes of a snapshot."""
 
 
-class Ticket(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Permission to generate one group. One replica holds it until commit, failure or expiry.
+class Attempt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What a ticket and a prompt that waits for one have in common: the attempt at a group.
 
-    `version` is the replica's version at the reserve. `seed` is a multiple of the group size, because vLLM gives sample
-    i the seed + i. `prefix` is the partial generation of an earlier attempt with which this one begins. `deadline` is
-    the last step that may train the group: `oldest` + `max_staleness_versions` at the time of the reserve. `failed_on`
-    has the replica of each earlier attempt that failed or expired. An attempt that ended with a restart of the run is
-    not among them.
+    `seed` is a multiple of the group size, because vLLM gives sample i the seed + i. `prefix` is the partial generation
+    of an earlier attempt with which this one begins. `failed_on` has the replica of each earlier attempt that failed or
+    expired. An attempt that ended with a restart of the run is not among them.
     """
 
     group: int
     attempt: int
     task: Task
     seed: int
+    failed_on: tuple[str, ...] = ()
+    prefix: Prefix | None = None
+
+
+class Ticket(Attempt, frozen=True, kw_only=True, gc=False):
+    """Permission to generate one group. One replica holds it until commit, failure or expiry.
+
+    `version` is the replica's version at the reserve. `deadline` is the last step that may train the group: `oldest` +
+    `max_staleness_versions` at the time of the reserve.
+    """
+
     version: Version
     max_staleness_versions: int
     replica: str
-    failed_on: tuple[str, ...] = ()
-    prefix: Prefix | None = None
 
     @property
     def key(self) -> str:
@@ -111,19 +118,10 @@ def oldest_step(version: Version, prefix: Prefix | None) -> int:
     return version.step if prefix is None else min(version.step, prefix.oldest)
 
 
-class DuePrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt that waits for an attempt. If `issued` is True, the ledger already counts its group as reserved.
+class DuePrompt(Attempt, frozen=True, kw_only=True, gc=False):
+    """A prompt that waits for an attempt. If `issued` is True, the ledger already counts its group as reserved."""
 
-    `failed_on` is that of the ticket which it will get. `prefix` is what an earlier attempt has stored.
-    """
-
-    group: int
-    attempt: int
-    task: Task
-    seed: int
     issued: bool
-    failed_on: tuple[str, ...] = ()
-    prefix: Prefix | None = None
 
     def not_before(self, attempt: int) -> "DuePrompt":
         """Returns the prompt for attempt number `attempt`, or for its own if that is later."""
