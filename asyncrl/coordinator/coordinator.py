@@ -20,7 +20,7 @@ from asyncrl.buffer.fleet import Cause, Life, replica_of
 from asyncrl.buffer.ledger import Event
 from asyncrl.buffer.records import CommitOutcome, GroupMeta, HeldReport, Refusal, Renewal, Reservation
 from asyncrl.buffer.replay_buffer import ReplayBuffer
-from asyncrl.buffer.staleness import Limits, limits_of
+from asyncrl.buffer.staleness import limits_of
 from asyncrl.common.names import COORDINATOR
 from asyncrl.common.roles import Role
 from asyncrl.common.version import Version
@@ -45,11 +45,6 @@ from asyncrl.metrics.states import StateClock, monotonic_at_process_start
 logger = logging.getLogger(__name__)
 
 
-def _prompts(config: Config, tasks: Sequence[Task]) -> PromptSource:
-    data, weights = config.data, {part.name: part.weight for part in config.data.mixture}
-    return PromptSource(tasks, seed=config.run.seed, shuffle=data.shuffle, epochs=data.epochs, weights=weights)
-
-
 def _empty_buffer(config: Config, prompts: PromptSource, *, clock: Callable[[], float]) -> ReplayBuffer:
     return ReplayBuffer(
         limits=limits_of(config),
@@ -61,14 +56,6 @@ def _empty_buffer(config: Config, prompts: PromptSource, *, clock: Callable[[], 
         groups_logged=config.learner.groups_logged,
         most_filtered=config.most_resamples,
     )
-
-
-def _described_metrics(config: Config, limits: Limits, states: StateClock) -> BufferMetrics:
-    metrics = BufferMetrics()
-    metrics.states_from(states.seconds)
-    metrics.run_info(config)
-    metrics.limits(limits)
-    return metrics
 
 
 class Coordinator:
@@ -91,7 +78,8 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         timeout_s = config.buffer.heartbeat_timeout_s
-        prompts = _prompts(config, tasks)
+        data, weights = config.data, {part.name: part.weight for part in config.data.mixture}
+        prompts = PromptSource(tasks, seed=config.run.seed, shuffle=data.shuffle, epochs=data.epochs, weights=weights)
         buffer = _empty_buffer(config, prompts, clock=clock)
         tickets, fleet = buffer.tickets, buffer.fleet
         self._states = StateClock(
@@ -100,6 +88,10 @@ class Coordinator:
             started_s=monotonic_at_process_start() if started_s is None else started_s,
             clock=clock,
         )
+        metrics = BufferMetrics()
+        metrics.states_from(self._states.seconds)
+        metrics.run_info(config)
+        metrics.limits(buffer.limits)
         self._parts = CoordinatorParts(
             config=config,
             clock=clock,
@@ -114,7 +106,7 @@ class Coordinator:
                 clock=clock,
             ),
             clearing=Clearing(buffer.unneeded, rows=rows, prefixes=prefixes, now_s=clock()),
-            metrics=_described_metrics(config, buffer.limits, self._states),
+            metrics=metrics,
         )
         self.attachments = Attachments(self._parts)
         self.learner = LearnerCalls(self._parts)
