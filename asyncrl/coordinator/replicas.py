@@ -8,7 +8,7 @@ not come back, the oldest are added up. The totals of all replicas are running s
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -196,34 +196,14 @@ class Replicas:
         free_slots = max(0, (asked if known is None else known.free_slots) - len(answer.tickets))
         self._put(name, _Replica(version, free_slots, answer.refusal is not None))
 
-    def forget(self, name: str) -> bool:
-        """Removes a replica that has ended, or must not be used. Returns False if it was not known."""
-        known = name in self._by_name
-        self._put(name, None)
-        self._gone([name])
-        return known
+    def forget(self, *names: str) -> list[str]:
+        """Removes replicas that have ended, or must not be used. Returns those of `names` that were known.
 
-    def forget_unless(self, may_be_used: Callable[[str], bool]) -> list[str]:
-        """Removes the replicas whose actor may not be used any more. Returns the names of these actors."""
-        gone = [name for name in self._by_name if not may_be_used(name)]
-        for name in gone:
-            self._put(name, None)
-        if gone:
-            self._gone(gone)
-        return gone
-
-    def _put(self, name: str, replica: _Replica | None) -> None:
-        """Replaces a replica, or removes it, and keeps the numbers by version."""
-        before = self._by_name.pop(name, None)
-        if before is not None:
-            self._standings -= {before.standing: 1}  # forgets what no replica has any more
-        if replica is not None:
-            self._by_name[name] = replica
-            self._standings[replica.standing] += 1
-
-    def _gone(self, names: Sequence[str]) -> None:
-        """Forgets what the replicas `names` had loaded, and adds up the oldest reports of replicas that are gone."""
+        Adds up the oldest reports of replicas that are gone.
+        """
+        known = [name for name in names if name in self._by_name]
         for actor in names:
+            self._put(actor, None)
             self.loaded.pop(actor, None)
             if (name := replica_of(actor)) in self.reports:
                 # the reports of replicas that are gone are in the order in which they went
@@ -233,6 +213,21 @@ class Replicas:
             report = self.reports.pop(name)
             self._earlier.pop(name, None)
             self.reports[SUM] = self.reports.get(SUM, NO_REPORT).plus(report)
+        return known
+
+    def forget_unless(self, may_be_used: Callable[[str], bool]) -> list[str]:
+        """Removes the replicas whose actor may not be used any more. Returns the names of these actors."""
+        gone = [name for name in self._by_name if not may_be_used(name)]
+        return self.forget(*gone) if gone else []
+
+    def _put(self, name: str, replica: _Replica | None) -> None:
+        """Replaces a replica, or removes it, and keeps the numbers by version."""
+        before = self._by_name.pop(name, None)
+        if before is not None:
+            self._standings -= {before.standing: 1}  # forgets what no replica has any more
+        if replica is not None:
+            self._by_name[name] = replica
+            self._standings[replica.standing] += 1
 
     def able(self, refusal_at: RefusalAt) -> tuple[AbleReplicas, ...]:
         """Returns the replicas with a free slot by version, without those that have none. The work depends on the
