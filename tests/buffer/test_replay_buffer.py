@@ -562,7 +562,7 @@ def test_what_the_buffer_keeps_does_not_grow_with_the_run() -> None:
     for _ in range(60):
         scene.commit(*scene.reserve(2))
         scene.train()
-    kept, ended = scene.buffer._state.groups.table, scene.buffer._state.groups.attempts.ended()
+    kept, ended = scene.buffer._state.groups.table, scene.buffer._state.groups.attempts.last_of_ended
     sizes = [len(kept.open), len(kept.reserved), len(kept.ready), len(kept.unleased_by_deadline)]
     assert sizes == [0, 0, 0, 0]
     assert (kept.booked_bytes, ended, kept.ready.by_deadline) == (0, {}, {})

@@ -773,7 +773,7 @@ async def test_a_checkpoint_that_the_run_made_on_another_cluster_is_refused_wher
     snapshot = await trained_once(here)
     second = Lineage((snapshot.version,))
     await there.attachments.attach(SECOND, shared=SHARED, restored=Restored(snapshot=snapshot, lineage=second))
-    elsewhere = there.snapshot()
+    elsewhere = there._parts.snapshot()
     third = msgspec.structs.replace(SECOND, id="third")
     restored = Restored(snapshot=elsewhere, lineage=second.child(elsewhere.version))
     now_s = SILENT_S
