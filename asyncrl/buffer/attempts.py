@@ -138,21 +138,15 @@ class Attempts:
 
     def has_ended(self, group: int, attempt: int) -> bool:
         """Returns whether no commit of this attempt was accepted or can be accepted. An attempt that was never issued
-        counts as such, because a restore forgets the attempts that were issued after its snapshot."""
-        last = self.last(group)
-        return last is None or attempt > last[0] or self.is_never_committed(group, attempt)
-
-    def is_never_committed(self, group: int, attempt: int) -> bool:
-        """Returns whether this attempt was issued and has ended without a commit that counts.
-
-        An attempt whose rows were lost after its commit counts as such.
-        """
-        last = self.last(group)
-        if last is None or attempt > last[0]:
-            return False
+        counts as such, because a restore forgets the attempts that were issued after its snapshot. So does an attempt
+        whose rows were lost after its commit."""
         slot = self.table.open.get(group)
         waits = slot is not None and slot.ticket.attempt == attempt
-        return not waits and last != (attempt, True)
+        return not waits and self.last(group) != (attempt, True)
+
+    def is_never_committed(self, group: int, attempt: int) -> bool:
+        """Returns whether this attempt was issued and has ended without a commit that counts."""
+        return attempt < self.issued_at(group) and self.has_ended(group, attempt)
 
     def restore(self, *, groups: int, exhausted: bool, ended: dict[int, tuple[int, bool]]) -> None:
         """Continues from the numbers of a snapshot."""

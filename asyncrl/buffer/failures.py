@@ -41,22 +41,16 @@ class FailureLog:
 
     def failed(self, failure: Failure, *, ended_group: bool) -> None:
         """Counts a failed rollout. `ended_group` is False if the prompt of the group is tried again."""
-        self._count(failure, rollouts=1, groups=int(ended_group))
+        self.count(failure, rollouts=1, groups=int(ended_group))
         if failure.failure_class is FailureClass.DATA and not self.too_many:
             streak = self.streak
             self.streak = FailureStreak(
                 groups=(streak.groups if streak else 0) + 1, first=streak.first if streak else failure, last=failure
             )
 
-    def heldout_failed(self, failure: Failure) -> None:
-        """Counts a failed rollout of a held-out evaluation. It belongs to no group and does not change the streak."""
-        self._count(failure, rollouts=1)
-
-    def samples_failed(self, failure: Failure, *, samples: int) -> None:
-        """Counts completions whose reward failed in groups that were committed. They do not change the streak."""
-        self._count(failure, samples=samples)
-
-    def _count(self, failure: Failure, *, rollouts: int = 0, groups: int = 0, samples: int = 0) -> None:
+    def count(self, failure: Failure, *, rollouts: int = 0, groups: int = 0, samples: int = 0) -> None:
+        """Counts failures that do not change the streak: rollouts of a held-out evaluation, which belong to no group,
+        and completions whose reward failed in groups that were committed."""
         known = self._counts.get(failure.label, FailureCount(first=failure))
         self._counts[failure.label] = FailureCount(
             rollouts=known.rollouts + rollouts,

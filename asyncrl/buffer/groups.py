@@ -148,11 +148,10 @@ class Groups:
     def drop(self, slot: Slot) -> None:
         """Drops a reserved group. Another prompt may take its slot. The tokens that its replica reported are counted,
         because they were generated."""
-        tokens = slot.sampled_tokens
         self.table.leave_reserved(slot)
         self.prefixes.clear(slot)
-        self.ledger.generated(tokens)
-        self._end(slot, Fate.DROPPED, tokens=tokens)
+        self.ledger.generated(slot.sampled_tokens)
+        self._end(slot, Fate.DROPPED, tokens=slot.sampled_tokens)
 
     def drop_ready(self) -> tuple[str, ...]:
         """Drops all ready groups, because no step will train them. Returns their keys, in the order of a lease."""

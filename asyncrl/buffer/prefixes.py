@@ -98,14 +98,16 @@ class StoredPrefixes:
             self._forget(slot.ticket.group, slot.prefix)
 
     def surviving(self, prefix: Prefix | None, lineage: Lineage) -> Prefix | None:
-        """Returns the part of a prefix up to its first token of a dead version. Counts a prefix that has no such part
-        as dropped."""
+        """Returns the part of a prefix up to its first token of a dead version of `lineage`. Its `tokens` then counts
+        the dead ones too, because the record does not tell them apart. Counts a prefix that has no such part as
+        dropped."""
         if prefix is None:
             return None
-        kept = prefix.surviving(lineage)
-        if kept is None:
+        versions = tuple(filter(lineage.has, prefix.versions))
+        if not versions:
             self.count_dropped(prefix)
-        return kept
+            return None
+        return msgspec.structs.replace(prefix, versions=versions)
 
     def count_dropped(self, prefix: Prefix, *, continued_tokens: int = 0) -> None:
         """Counts the tokens of a prefix that no attempt will continue. An attempt has continued some of them."""

@@ -57,12 +57,6 @@ class Prefix(msgspec.Struct, frozen=True, kw_only=True):
         """The smallest step of a version that generated a token."""
         return min(version.step for version in self.versions)
 
-    def surviving(self, lineage: Lineage) -> "Prefix | None":
-        """Returns the part up to the first token of a dead version of `lineage`; None if there is none. `tokens` then
-        counts the dead ones too, because the record does not tell them apart."""
-        versions = tuple(filter(lineage.has, self.versions))
-        return msgspec.structs.replace(self, versions=versions) if versions else None
-
 
 NO_TASK = Task(question="", answer="")
 """Stands for the task of a ticket or a prompt in a snapshot. Group n has the n-th prompt of the run, so a restored
@@ -122,10 +116,6 @@ class DuePrompt(Attempt, frozen=True, kw_only=True, gc=False):
     """A prompt that waits for an attempt. If `issued` is True, the ledger already counts its group as reserved."""
 
     issued: bool
-
-    def not_before(self, attempt: int) -> "DuePrompt":
-        """Returns the prompt for attempt number `attempt`, or for its own if that is later."""
-        return msgspec.structs.replace(self, attempt=max(attempt, self.attempt))
 
 
 class HeldReport(msgspec.Struct, frozen=True, kw_only=True):

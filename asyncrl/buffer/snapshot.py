@@ -97,7 +97,7 @@ def restore(
         if (kept := stay.get(prompt.group)) is not None:
             if not prompt.issued:
                 groups.ledger.issue(samples=groups.limits.group_size)
-            groups.ledger.generated(groups.fates.amount([kept]).tokens)
+            groups.ledger.generated(kept.tokens)
             slots.append(kept)
         else:
             groups.table.front.push(_not_issued_since(groups, prompt, earlier=earlier, lineage=lineage))
@@ -164,8 +164,8 @@ def _not_issued_since(groups: Groups, prompt: DuePrompt, *, earlier: Groups, lin
     stored = earlier.prefixes.of(prompt.group)
     if stored is None and prompt.prefix is not None:  # it was cleared since, or its row store has ended
         groups.prefixes.count_dropped(prompt.prefix)
-    prompt = prompt.not_before(earlier.attempts.issued_at(prompt.group))
-    return msgspec.structs.replace(prompt, prefix=groups.prefixes.surviving(stored, lineage))
+    attempt = max(prompt.attempt, earlier.attempts.issued_at(prompt.group))
+    return msgspec.structs.replace(prompt, attempt=attempt, prefix=groups.prefixes.surviving(stored, lineage))
 
 
 def _place(groups: Groups, slots: Iterable[Slot], *, step: int) -> None:

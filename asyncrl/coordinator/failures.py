@@ -14,13 +14,13 @@ class FailureReports:
 
     def heldout_failed(self, failure: Failure) -> None:
         """Reports a failed rollout of a held-out evaluation."""
-        self._parts.buffer.failures.heldout_failed(failure)
+        self._parts.buffer.failures.count(failure, rollouts=1)
         self._parts.waiting.failures.ring()
 
     async def samples_failed(self, counts: Sequence[FailureCount]) -> None:
         """Reports completions whose reward failed in groups that were committed."""
         for count in counts:
-            self._parts.buffer.failures.samples_failed(count.first, samples=count.samples)
+            self._parts.buffer.failures.count(count.first, samples=count.samples)
         self._parts.waiting.failures.ring()
 
     async def more_than(self, known_failures: int, *, wait_s: float) -> tuple[FailureCount, ...]:

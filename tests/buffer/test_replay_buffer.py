@@ -308,7 +308,7 @@ def test_failed_samples_of_committed_groups_are_counted_and_are_no_failed_rollou
     [ticket] = scene.reserve(1)
     scene.buffer.tickets.fail(ticket.key, incarnation=1, failure=failed("one"))
     for _ in range(3):
-        scene.buffer.failures.samples_failed(failed("two"), samples=5)
+        scene.buffer.failures.count(failed("two"), samples=5)
     [count] = scene.buffer.failures.counts()
     assert (count.rollouts, count.groups, count.samples, count.first.message) == (1, 1, 15, "one")
     assert scene.buffer.failures.total == 16

@@ -110,7 +110,7 @@ def test_samples_without_a_reward_and_their_count_go_on() -> None:
     [ticket] = scene.reserve(1)
     meta = msgspec.structs.replace(finished(ticket), rewards=(None, 0.5))
     assert scene.buffer.tickets.commit(meta) is CommitOutcome.ACCEPTED
-    scene.buffer.failures.samples_failed(Failure(failure_class=FailureClass.DATA, reason="reward_raised"), samples=1)
+    scene.buffer.failures.count(Failure(failure_class=FailureClass.DATA, reason="reward_raised"), samples=1)
     after = restored(scene, eta=1, per_step=1)
     assert [count.samples for count in after.buffer.failures.counts()] == [1]
     assert after.lease().groups[0].meta.rewards == (None, 0.5)
