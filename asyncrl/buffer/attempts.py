@@ -62,7 +62,6 @@ class Attempts:
     limits: Limits
     ledger: Ledger
     fleet: Fleet
-    seed: int
     groups: int = 0
     exhausted: bool = False
     last_of_ended: dict[int, tuple[int, bool]] = field(default_factory=dict)
@@ -75,7 +74,7 @@ class Attempts:
             return None
         group = self.groups
         self.groups += 1
-        seed = seed_of_group(self.seed, group, group_size=self.limits.group_size)
+        seed = seed_of_group(self.prompts.seed, group, group_size=self.limits.group_size)
         return DuePrompt(group=group, attempt=0, task=task, seed=seed, issued=False)
 
     def next_prompt(self, *, replica: str) -> DuePrompt | None:

@@ -37,7 +37,6 @@ class Groups:
         limits: Limits,
         prompts: PromptSource,
         ledger: Ledger,
-        seed: int,
         fleet: Fleet,
     ) -> None:
         self.limits = limits
@@ -49,7 +48,6 @@ class Groups:
             limits=limits,
             ledger=ledger,
             fleet=fleet,
-            seed=seed,
         )
         self.prefixes = StoredPrefixes(self.table, ledger=ledger)
         self.retained = Retained()

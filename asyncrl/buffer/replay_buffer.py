@@ -44,8 +44,8 @@ class ReplayBuffer:
 
     `prompts` issues the new prompts: group n has the n-th one. `clock` returns monotonic seconds. A lease has the tasks
     of its first `groups_logged` groups. Before each lease, up to `most_filtered` groups whose rewards are all equal are
-    filtered. The order of the prompts and their seeds depend only on their source and `seed`, so that a run with η = 0
-    trains the same batches as a sequential loop.
+    filtered. The order of the prompts and their seeds depend only on their source, so that a run with η = 0 trains the
+    same batches as a sequential loop.
 
     Attributes for the owner of the buffer:
 
@@ -64,7 +64,6 @@ class ReplayBuffer:
         limits: Limits,
         prompts: PromptSource,
         clock: Callable[[], float],
-        seed: int = 0,
         drop_last: bool = False,
         on_deadline: OnDeadline = "wait",
         groups_logged: int = 0,
@@ -81,7 +80,6 @@ class ReplayBuffer:
             limits=limits,
             prompts=prompts,
             ledger=self.ledger,
-            seed=seed,
             fleet=self.fleet,
         )
         self._state = BufferState(

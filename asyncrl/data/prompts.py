@@ -194,7 +194,8 @@ class PromptSource:
     With `weights` by the names of parts, it issues the parts' tasks in the pattern of `mixture_pattern`, each part in
     its own order and epochs. It ends when one part has ended.
 
-    It stores only the lists and a number. An epoch's order is a keyed permutation, computed for one position at a time.
+    `seed` is that of the run. A source stores only the lists and two numbers. An epoch's order is a keyed permutation,
+    computed for one position at a time.
     """
 
     def __init__(
@@ -217,7 +218,7 @@ class PromptSource:
                 )
         pattern = mixture_pattern(self._weights)
         self._places = [(part, pattern[:place].count(part)) for place, part in enumerate(pattern)]
-        self._seed = seed
+        self.seed = seed
         self._shuffle = shuffle
         self._end = None if epochs is None else self._end_of(epochs)
         self._data = fingerprint(tasks)
@@ -251,7 +252,7 @@ class PromptSource:
         tasks, name = self._parts[part], self._names[part]
         epoch, position = divmod(block * self._weights[part] + rank, len(tasks))
         if self._shuffle:
-            key = f"{self._seed}/{name}/{epoch}" if name else f"{self._seed}/{epoch}"
+            key = f"{self.seed}/{name}/{epoch}" if name else f"{self.seed}/{epoch}"
             position = _permuted(position, size=len(tasks), key=key)
         return tasks[position]
 

@@ -24,8 +24,9 @@ class Clock:
 class NumberedPrompts:
     """A source of `limit` prompts "0", "1", …. `taken` is the number of prompts that were taken."""
 
-    def __init__(self, limit: int | None = None) -> None:
+    def __init__(self, limit: int | None = None, *, seed: int = 0) -> None:
         self.limit = limit
+        self.seed = seed
         self.taken = 0
 
     def next(self) -> Task | None:
@@ -125,13 +126,12 @@ class Scene:
     ) -> None:
         self.clock = Clock()
         self.limits = limits(**changes)  # type: ignore[arg-type]
-        self.prompts = NumberedPrompts(prompts)
+        self.prompts = NumberedPrompts(prompts, seed=seed)
         self.buffer = ReplayBuffer(
             limits=self.limits,
             prompts=self.prompts,
             clock=self.clock.read,
             drop_last=drop_last,
-            seed=seed,
             on_deadline=on_deadline,
         )
 
