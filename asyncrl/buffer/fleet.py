@@ -249,30 +249,24 @@ class Fleet:
         _remember(self._excused, actor)
         return True
 
-    def silent(self) -> list[str]:
-        """Quarantines the actors that sent no heartbeat for the timeout. Returns those that were not before. Forgets
-        replicas that were silent for long.
+    def quarantine_silent(self) -> None:
+        """Quarantines the actors that sent no heartbeat for the timeout. Forgets replicas that were silent for long.
 
         A call takes O(1) until the time at which the first replica can have been silent for the timeout: a heartbeat
         only makes this time later, and there may be 10,000 replicas and a call each second.
         """
         now_s = self._clock()
         if now_s <= self._none_silent_until_s:
-            return []
+            return
         for name, life in list(self._lives.items()):
-            if now_s - life.heard_at_s > self._forget_s(life):
+            silent_s = now_s - life.heard_at_s
+            if silent_s > self._forget_s(life):
                 del self._lives[name]
-        found = [
-            life.actor
-            for life in self._lives.values()
-            if now_s - life.heard_at_s > self._timeout_s and life.may_be_used
-        ]
-        for actor in found:
-            self.quarantine(actor, Cause.NO_HEARTBEATS, f"no heartbeat for {self._timeout_s:g} s")
+            elif silent_s > self._timeout_s and life.may_be_used:
+                self.quarantine(life.actor, Cause.NO_HEARTBEATS, f"no heartbeat for {self._timeout_s:g} s")
         # The timeout from now on is the limit of a replica whose first heartbeat comes later.
         limits_s = [life.heard_at_s + self._next_limit_s(life) for life in self._lives.values()]
         self._none_silent_until_s = min([now_s + self._timeout_s, *limits_s])
-        return found
 
     def restarting(self, actor: str, cause: Cause, reason: str) -> None:
         """Records that the deployment of an actor ends it, for this cause, and starts its replica again."""

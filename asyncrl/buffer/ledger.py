@@ -179,9 +179,8 @@ class Ledger:
 
     def account(self, *, reserved: Amount, ready: Amount, leased: Amount) -> Account:
         """Returns the account. The arguments are the open groups of the buffer."""
-        open_ = {Fate.RESERVED: reserved, Fate.READY: ready, Fate.LEASED: leased}
         return Account(
             issued=self._issued,
-            fates={fate: open_[fate] if fate in OPEN_FATES else self._final[fate] for fate in Fate},
+            fates={Fate.RESERVED: reserved, Fate.READY: ready, Fate.LEASED: leased} | self._final,
             events={event: self._events[event] for event in Event},
         )

@@ -168,7 +168,7 @@ class Tickets:
         Returns the keys of these tickets; rows under them may be cleared.
         """
         fleet, table = self._state.fleet, self._state.groups.table
-        fleet.silent()
+        fleet.quarantine_silent()
         gone = [replica for replica in table.held if not fleet.may_be_used(replica)]
         before_s = self._state.clock() - self._state.limits.heartbeat_timeout_s
         slots = {slot.ticket.key: slot for slot in table.unconfirmed_before(before_s)}

@@ -216,7 +216,7 @@ def test_the_running_numbers_are_those_of_all_replicas_after_every_message(
                 starts[replica] += 1
             case _:
                 clock.now_s += 6.0
-                fleet.silent()
+                fleet.quarantine_silent()
         replicas.forget_unless(fleet.may_be_used)
         views = replicas.views(fleet.lives(), reserved_groups={}, refusal_at=refusals.get)
         able = [view for view in views if view.free_slots]
