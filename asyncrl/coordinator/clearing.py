@@ -55,24 +55,24 @@ class Clearing:
     async def _sweep_rows(self, needless: Callable[[Sequence[str]], Sequence[str]]) -> None:
         """Clears the rows of groups that belong to nothing. A replica died after it had stored them, or a learner
         before it cleared them. `needless` returns their keys among those of all rows."""
-        try:
-            left = needless(await self._rows.keys())
-        except Exception as error:
-            logger.warning("rows without a group were not looked for: %s", error)
-            return
-        if left:
+        if left := await self._found(self._rows, needless, what="rows"):
             logger.warning("clearing the rows of groups that belong to nothing: %s", ", ".join(left))
             await self._cleared(left, self._rows)
 
     async def _sweep_prefixes(self, prefixes: GroupRows) -> None:
         """Clears partial generations that no attempt needs. Their replica died before it had reported them."""
-        try:
-            left = self._unneeded.prefixes(await prefixes.keys())
-        except Exception as error:
-            logger.warning("partial generations without a group were not looked for: %s", error)
-            return
-        if left:
+        if left := await self._found(prefixes, self._unneeded.prefixes, what="partial generations"):
             await self._cleared(left, prefixes)
+
+    async def _found(
+        self, stored: GroupRows, needless: Callable[[Sequence[str]], Sequence[str]], *, what: str
+    ) -> Sequence[str]:
+        """Returns those of the stored keys that `needless` returns; none if they cannot be read now."""
+        try:
+            return needless(await stored.keys())
+        except Exception as error:
+            logger.warning("%s without a group were not looked for: %s", what, error)
+            return ()
 
     def _in_background(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
         task = asyncio.create_task(work, name=name)
