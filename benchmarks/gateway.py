@@ -32,11 +32,12 @@ from asyncrl.config.schema import Config
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.demo.chat_tokenizer import build_chat_tokenizer
 from asyncrl.environments.agents import Access
-from asyncrl.generation.conversations import Conversation, Message
+from asyncrl.generation.conversations import Conversation, SessionSettings
 from asyncrl.generation.gateway import Answered, Asked
-from asyncrl.generation.gateway_calls import ChatCall, chat_answer
+from asyncrl.generation.gateway_calls import ChatCall
 from asyncrl.generation.gateway_server import RemoteGateway
 from asyncrl.generation.interfaces import Completion
+from asyncrl.generation.messages import Message
 from asyncrl.generation.rendering import Renderer
 from asyncrl.generation.vllm_engine import VLLMEngine, prepare_environment
 
@@ -74,7 +75,7 @@ class Engine:
         return time.perf_counter() - begun_s, sum(tokens)
 
     async def _conversation(self, number: int, turns: int) -> int:
-        conversation, messages, tokens = Conversation(self._renderer, max_branches=1), [user(number, 0)], 0
+        conversation, messages, tokens = Conversation(self._renderer, settings(turns)), [user(number, 0)], 0
         for turn_number in range(turns):
             turn = conversation.call(messages)
             completion, reply = await self.sample(
@@ -85,6 +86,19 @@ class Engine:
             tokens += len(completion.token_ids)
             messages += [reply, user(number, turn_number + 1)]
         return tokens
+
+
+def settings(turns: int) -> SessionSettings:
+    """Returns the settings of a session with this number of calls."""
+    return SessionSettings(
+        seed=None,
+        child=0,
+        temperature=1.0,
+        max_calls=turns,
+        max_branches=1,
+        max_length=MAX_LENGTH,
+        answer_tokens=ANSWER_TOKENS,
+    )
 
 
 def user(number: int, turn: int) -> dict[str, Any]:
@@ -109,7 +123,7 @@ async def talk(client: httpx.AsyncClient, access: Access, number: int, turns: in
 
 async def through_gateway(gateway: RemoteGateway, sessions: int, turns: int) -> tuple[float, int, list[list[float]]]:
     """Returns the seconds that all conversations took, the tokens that were sampled, and the seconds of each call."""
-    opened = await gateway.open(sessions, seed=None, temperature=1.0, max_turns=turns, max_branches=1)
+    opened = await gateway.open([settings(turns)] * sessions)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(timeout=600, limits=limits) as client:
         begun_s = time.perf_counter()
@@ -147,14 +161,15 @@ def turn_seconds(folder: Path) -> tuple[list[float], list[float]]:
     work: list[list[float]] = [[] for _ in range(TURNS)]
     rendering: list[list[float]] = [[] for _ in range(TURNS)]
     for number in range(RENDERED):
-        conversation, messages = Conversation(renderer, max_branches=1), [user(number, 0)]
+        conversation, messages = Conversation(renderer, settings(TURNS)), [user(number, 0)]
         for turn_number in range(TURNS):
             body = json.dumps({"messages": messages}).encode()
             begun_s = time.perf_counter()
-            turn = conversation.call(msgspec.json.decode(body, type=ChatCall).messages)
+            call = msgspec.json.decode(body, type=ChatCall)
+            turn = call.turn(conversation, retry=False)
             asked = turn.token_ids
             conversation.answered(turn, completion, reply)
-            msgspec.json.encode(chat_answer(turn, model="", number=turn_number))
+            msgspec.json.encode(call.answer(turn, model="", number=turn_number))
             work[turn_number].append(time.perf_counter() - begun_s)
             rendering[turn_number].append(renderer.seconds)
             assert len(asked) == turn.length

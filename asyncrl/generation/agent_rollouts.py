@@ -16,6 +16,7 @@ from asyncrl.environments.scores import Score
 from asyncrl.environments.scoring_messages import RewardFailure
 from asyncrl.errors import DataError, InfraError, RolloutError
 from asyncrl.generation.agent_progress import GroupProgress, SampleProgress
+from asyncrl.generation.conversations import SessionSettings
 from asyncrl.generation.episodes import Episode, Node, Origin, of_branches
 from asyncrl.generation.gateway import Answered, Asked, EndedSession
 from asyncrl.generation.gateway_server import GatewayServer, RemoteGateway
@@ -48,9 +49,6 @@ class AgentActivity:
 
     @classmethod
     def of(cls, sessions: Sequence[EndedSession], episodes: Sequence[Episode]) -> "AgentActivity":
-        forks: Counter[str] = Counter()
-        for session in sessions:
-            forks.update(session.forks)
         tokens: Counter[str] = Counter()
         for node in (node for episode in episodes for node in episode.nodes):
             tokens[node.origin] += len(node.token_ids)
@@ -58,7 +56,7 @@ class AgentActivity:
             turns=[session.calls for session in sessions],
             tool_calls=sum(session.tool_calls for session in sessions),
             tool_seconds=[seconds for session in sessions for seconds in session.tool_seconds],
-            forks=dict(forks),
+            forks=dict(sum((session.forks for session in sessions), Counter[str]())),
             tokens=dict(tokens),
         )
 
@@ -109,11 +107,18 @@ class AgentRollouts:
         environment = all_configs(self._config)[task.part].environment
         began_s = time.monotonic()
         sessions = await self._gateway.open(
-            samples,
-            seed=seed,
-            temperature=temperature,
-            max_turns=environment.max_turns,
-            max_branches=environment.branches,
+            [
+                SessionSettings(
+                    seed=seed,
+                    child=child,
+                    temperature=temperature,
+                    max_calls=environment.max_turns,
+                    max_branches=environment.branches,
+                    max_length=self._config.model.max_length,
+                    answer_tokens=self._config.generator.max_completion_tokens,
+                )
+                for child in range(samples)
+            ]
         )
         ids = [id for id, _ in sessions]
         group = GroupProgress(samples, prefix=prefix, on_progress=on_progress, on_environment=on_environment)

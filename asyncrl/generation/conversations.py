@@ -7,7 +7,7 @@ trained in one row only: that of the first branch that contains it.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,24 @@ class LimitExceeded(Exception):
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionSettings:
+    """How the calls of a session are sampled, and its limits.
+
+    With a `seed` of the group, each call of each sample has a seed of its own; `child` is the number of the sample. The
+    limits are for calls (also for those at the same time), branches, and tokens of a branch and of one answer.
+    """
+
+    seed: int | None
+    child: int
+    temperature: float
+    max_calls: int
+    max_branches: int
+    max_length: int
+    answer_tokens: int
+    calls_at_once: int = 64
 
 
 @dataclass(eq=False, kw_only=True)
@@ -105,15 +123,6 @@ class Turn:
         )
 
 
-def _repeated(same: Sequence[Turn], *, retry: bool) -> Turn | None:
-    """Returns the turn of which a call is a repeat, of the earlier ones that are the same: if it is a `retry`, or if
-    the answer of the last one never arrived."""
-    if not same or not (retry or (same[-1].reply is not None and not same[-1].delivered)):
-        return None
-    # The first try of a retry may have failed, while another call of the same kind was answered.
-    return next((turn for turn in same if retry and turn.reply is None), same[-1])
-
-
 Digest = tuple[int, bytes]
 """The number of characters of a text, and its hash."""
 
@@ -129,18 +138,9 @@ class Conversation:
     answer in `max_length`, and after `max_calls` calls. Repeats of a call do not count; calls that were refused do.
     """
 
-    def __init__(
-        self,
-        renderer: Renderer,
-        *,
-        max_branches: int,
-        max_calls: int | None = None,
-        max_length: int | None = None,
-    ) -> None:
+    def __init__(self, renderer: Renderer, settings: SessionSettings) -> None:
         self._renderer = renderer
-        self._max_branches = max_branches
-        self._max_calls = max_calls
-        self._max_length = max_length
+        self._settings = settings
         self._branches = 0
         self._answers = 0
         self._refused = 0
@@ -160,16 +160,18 @@ class Conversation:
         history, shown = tuple(map(canonical, messages)), compact(list(tools))
         as_long = [turn for turn in self.turns if len(turn.history) == len(history)]
         same = [turn for turn in as_long if turn.history == history and turn.tools == shown]
-        if (repeated := _repeated(same, retry=retry)) is not None:
-            return repeated
-        self._check_calls()
-        self._check_texts(shown, *map(text_of, messages))
-        if same:
-            return self._added(same[0].parent, same[0].node, history, shown, Fork.RESAMPLED)
+        if (again := self._again(same, shown, *map(text_of, messages), retry=retry)) is not None:
+            return again
         # The longest one is the first one that fits, so a call compares its history with one earlier history only.
         longest_first = sorted(self.turns, key=lambda turn: len(turn.history), reverse=True)
         parent = next((turn for turn in longest_first if turn.begins(history, shown)), None)
-        fork = self._why(history, shown, parent)
+
+        def differs(newest: Turn) -> Fork:
+            if shown != newest.tools and history[: len(newest.history)] == newest.history:
+                return Fork.TOOLS_CHANGED
+            return difference(newest.replied, history)
+
+        fork = self._why(parent, differs)
         if parent is not None:
             added = self._after(parent, messages[len(parent.replied) :])
             if added is not None:
@@ -183,12 +185,7 @@ class Conversation:
         with which it begins. Retries are as in `call`."""
         asked = list(token_ids)
         same = [turn for turn in self.turns if turn.length == len(asked) and turn.token_ids == asked]
-        if (repeated := _repeated(same, retry=retry)) is not None:
-            return repeated
-        self._check_calls()
-        if same:
-            return self._added(same[0].parent, same[0].node, (), "", Fork.RESAMPLED)
-        return self._continued(asked)
+        return self._again(same, retry=retry) or self._continued(asked)
 
     def _continued(self, asked: list[int]) -> Turn:
         """Adds a call with tokens, which continue the longest earlier sequence with which they begin."""
@@ -196,15 +193,12 @@ class Conversation:
         answered = [turn for turn in self.turns if turn.reply is not None and turn.whole_length <= len(asked)]
         longest_first = sorted(answered, key=lambda turn: turn.whole_length, reverse=True)
         parent = next((turn for turn in longest_first if asked[: turn.whole_length] == turn.whole), None)
-        fork = None
-        if self.turns and (parent is None or parent.then or parent is not self._newest()):
-            newest = self._newest()
-            if newest is None or parent is newest:
-                fork = Fork.PARALLEL
-            else:
-                fork = Fork.COMPACTED if newest.whole[: len(asked)] == asked else Fork.EDITED
+
+        def differs(newest: Turn) -> Fork:
+            return Fork.COMPACTED if newest.whole[: len(asked)] == asked else Fork.EDITED
+
         node = Node(origin=Origin.ENVIRONMENT, token_ids=asked[parent.whole_length if parent is not None else 0 :])
-        return self._added(parent, node, (), "", fork)
+        return self._added(parent, node, (), "", self._why(parent, differs))
 
     def call_with_text(
         self, text: str, *, stop: tuple[str, ...] = (), first_token: bool = True, retry: bool = False
@@ -214,16 +208,29 @@ class Conversation:
         are as in `call`. `stop` are its stop strings. With `first_token`, the tokenizer may put a token before it."""
         asked = _digest(text)
         same = [turn for turn in self.turns if turn.asked == asked]
-        if (repeated := _repeated(same, retry=retry)) is not None:
-            return repeated
-        self._check_calls()
-        self._check_texts(text)
-        if same:
-            turn = self._added(same[0].parent, same[0].node, (), "", Fork.RESAMPLED)
-        else:
+        turn = self._again(same, text, retry=retry)
+        if turn is None:
             turn = self._continued(self._tokens_of(text, first_token=first_token))
-        turn.asked, turn.text, turn.stop = asked, text, stop
+        if turn.asked is None:  # it is a new one
+            turn.asked, turn.text, turn.stop = asked, text, stop
         return turn
+
+    def _again(self, same: Sequence[Turn], *texts: str, retry: bool) -> Turn | None:
+        """Returns the turn of a call that repeats the earlier calls `same`; None if there are none.
+
+        This is an earlier turn if the call is a `retry`, or if the answer of the last one never arrived. Otherwise it
+        is a new one. Checks the limits of a new call, also if there are no earlier ones; `texts` are its texts.
+        """
+        if same and (retry or (same[-1].reply is not None and not same[-1].delivered)):
+            # The first try of a retry may have failed, while another call of the same kind was answered.
+            return next((turn for turn in same if retry and turn.reply is None), same[-1])
+        if self.calls >= self._settings.max_calls:
+            raise LimitExceeded("max_turns", f"the agent has made {self.calls} calls, the limit environment.max_turns")
+        self._check_texts(*texts)
+        if not same:
+            return None
+        first = same[0]
+        return self._added(first.parent, first.node, first.history, first.tools, Fork.RESAMPLED)
 
     def _tokens_of(self, text: str, *, first_token: bool) -> list[int]:
         spoken = [(turn.said, turn) for turn in self.turns if turn.said is not None]
@@ -289,10 +296,10 @@ class Conversation:
 
     def _added(self, parent: Turn | None, node: Node, history: tuple[str, ...], tools: str, fork: Fork | None) -> Turn:
         length = len(node.token_ids) + (parent.whole_length if parent is not None else 0)
-        if self._max_length is not None and length >= self._max_length:
+        if length >= self._settings.max_length:
             raise self._too_long(f"{length}")
         begins = parent is None or bool(parent.then)
-        if begins and self._branches == self._max_branches:
+        if begins and self._branches == self._settings.max_branches:
             raise self._exceeded(
                 "max_branches",
                 f"the call does not continue the conversation ({fork}), and the episode has {self._branches} branches "
@@ -308,43 +315,31 @@ class Conversation:
             parent.then.append(turn)
         return turn
 
-    def _check_calls(self) -> None:
-        if self._max_calls is not None and self.calls >= self._max_calls:
-            raise LimitExceeded("max_turns", f"the agent has made {self.calls} calls, the limit environment.max_turns")
-
     def _check_texts(self, *texts: str) -> None:
         """Refuses texts of a call that are much too long by their beginning. To make tokens of megabytes takes seconds,
         in which the gateway answers no other call."""
-        if self._max_length is None:
-            return
-        most = CHARACTERS_PER_TOKEN * self._max_length
+        most = CHARACTERS_PER_TOKEN * self._settings.max_length
         text = "".join(texts)
-        if len(text) > most and (tokens := self._renderer.count(text[:most])) > self._max_length:
-            raise self._too_long(f"more than {tokens}")
+        if len(text) > most:
+            tokens = len(self._renderer.encoded(text[:most], first_token=False))
+            if tokens > self._settings.max_length:
+                raise self._too_long(f"more than {tokens}")
 
     def _too_long(self, tokens: str) -> "LimitExceeded":
         return self._exceeded(
             "context_length_exceeded",
-            f"the conversation has {tokens} tokens, and model.max_length = {self._max_length} leaves no room for an "
-            "answer",
+            f"the conversation has {tokens} tokens, and model.max_length = {self._settings.max_length} leaves no room "
+            "for an answer",
         )
 
     def _exceeded(self, code: str, message: str) -> "LimitExceeded":
         self._refused += 1
         return LimitExceeded(code, message)
 
-    def _why(self, history: tuple[str, ...], tools: str, parent: Turn | None) -> Fork | None:
-        """Returns why a call does not continue the newest branch; None if it does, or if it is the first one."""
-        if not self.turns:
+    def _why(self, parent: Turn | None, differs: Callable[[Turn], Fork]) -> Fork | None:
+        """Returns why a call after `parent` does not continue the newest branch; None if it does, or if it is the first
+        one. `differs` returns how the call differs from the newest turn that is answered."""
+        newest = next((turn for turn in reversed(self.turns) if turn.reply is not None), None)
+        if not self.turns or (parent is not None and not parent.then and parent is newest):
             return None
-        if parent is not None and not parent.then and parent is self._newest():
-            return None
-        newest = self._newest()
-        if newest is None or parent is newest:
-            return Fork.PARALLEL
-        if tools != newest.tools and history[: len(newest.history)] == newest.history:
-            return Fork.TOOLS_CHANGED
-        return difference(newest.replied, history)
-
-    def _newest(self) -> Turn | None:
-        return next((turn for turn in reversed(self.turns) if turn.reply is not None), None)
+        return Fork.PARALLEL if newest is None or parent is newest else differs(newest)

@@ -11,8 +11,9 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,25 +25,26 @@ from starlette.routing import Route
 
 from asyncrl.environments.agents import Access
 from asyncrl.errors import DataError
-from asyncrl.generation.conversations import Conversation, LimitExceeded, Turn
+from asyncrl.generation.conversations import Conversation, LimitExceeded, SessionSettings, Turn
 from asyncrl.generation.episodes import Episode
 from asyncrl.generation.gateway_calls import (
+    Call,
     ChatCall,
     Refused,
     TextCall,
     TokenCall,
-    chat_answer,
+    json_response,
     read_call,
     response_with,
-    text_answer,
-    token_answer,
+    strings,
 )
 from asyncrl.generation.interfaces import Completion
+from asyncrl.generation.prefixes import seed_of
 from asyncrl.generation.rendering import Renderer
 from asyncrl.user_code import describe_error
 
 TOO_MANY = 429
-"""The HTTP status of a call beyond `Limits.calls_at_once`."""
+"""The HTTP status of a call beyond `SessionSettings.calls_at_once`."""
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,37 +77,16 @@ class EndedSession:
     calls: int
     tool_calls: int
     tool_seconds: tuple[float, ...]
-    forks: Mapping[str, int]
+    forks: Counter[str]
     limit: str
     error: Exception | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Limits of a session: calls, branches, tokens of the whole sequence, tokens of one answer, and calls at the same
-    time."""
-
-    turns: int
-    branches: int
-    length: int
-    answer_tokens: int
-    calls_at_once: int = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How the calls of a session are sampled. `seed` returns the seed of a call by its number."""
-
-    temperature: float
-    seed: Callable[[int], int | None]
 
 
 @dataclass(eq=False, kw_only=True)
 class _Session:
     id: str
     key: str
-    sampling: Sampling
-    limits: Limits
+    settings: SessionSettings
     conversation: Conversation
     calls: dict[Turn, "asyncio.Task[None]"] = field(default_factory=dict)
     keys: dict[str, Turn] = field(default_factory=dict)
@@ -124,7 +105,7 @@ class _Session:
     @contextmanager
     def calling(self) -> Iterator[None]:
         """The time of a call. Raises Refused if too many calls of the session run already."""
-        if self.at_once >= self.limits.calls_at_once:
+        if self.at_once >= self.settings.calls_at_once:
             message = f"the agent has {self.at_once} calls at once, the limit; wait until one of them is answered"
             raise self.refuse("too_many_calls", message, status=TOO_MANY)
         self.at_once += 1
@@ -144,41 +125,27 @@ class Gateway:
         self._sessions: dict[str, _Session] = {}
         self.app = Starlette(
             routes=[
-                Route("/sessions/{id}/v1/models", self._answering(self._models), methods=["GET"]),
-                Route(
-                    "/sessions/{id}/v1/chat/completions", self._answering(self._chat, asks_model=True), methods=["POST"]
-                ),
-                Route(
-                    "/sessions/{id}/v1/completions", self._answering(self._complete, asks_model=True), methods=["POST"]
-                ),
-                Route(
-                    "/sessions/{id}/inference/v1/generate",
-                    self._answering(self._generate, asks_model=True),
-                    methods=["POST"],
-                ),
-                Route("/sessions/{id}/begin", self._answering(self._begin), methods=["POST"]),
+                self._route("v1/models", self._models, method="GET"),
+                self._route("v1/chat/completions", partial(self._answered, ChatCall)),
+                self._route("v1/completions", partial(self._answered, TextCall)),
+                self._route("inference/v1/generate", partial(self._answered, TokenCall)),
+                self._route("begin", self._begin),
             ]
         )
 
     # --- sessions -----------------------------------------------------------------------------------------------
 
-    def open(self, *, url: str, sampling: Sampling, limits: Limits) -> tuple[str, Access]:
+    def open(self, settings: SessionSettings, *, url: str) -> tuple[str, Access]:
         """Opens a session and returns its id and the access to it."""
         session = _Session(
             id=secrets.token_hex(8),
             key=secrets.token_urlsafe(24),
-            sampling=sampling,
-            limits=limits,
-            conversation=self._conversation(limits),
+            settings=settings,
+            conversation=Conversation(self._renderer, settings),
         )
         self._sessions[session.id] = session
         access = Access(base_url=f"{url}/sessions/{session.id}/v1", api_key=session.key, model=self._model)
         return session.id, access
-
-    def _conversation(self, limits: Limits) -> Conversation:
-        return Conversation(
-            self._renderer, max_branches=limits.branches, max_calls=limits.turns, max_length=limits.length
-        )
 
     async def close(self, id: str) -> EndedSession:
         """Ends a session with all of its calls."""
@@ -197,23 +164,21 @@ class Gateway:
 
     # --- calls --------------------------------------------------------------------------------------------------
 
-    def _answering(
-        self, handle: Callable[[_Session, Request], Awaitable[Response]], *, asks_model: bool = False
-    ) -> Callable[[Request], Awaitable[Response]]:
+    def _route(
+        self, path: str, handle: Callable[[_Session, Request], Awaitable[Response]], *, method: str = "POST"
+    ) -> Route:
         async def answer(request: Request) -> Response:
             try:
-                session = self._session(request)
-                with session.calling() if asks_model else nullcontext():
-                    return await handle(session, request)
+                return await handle(self._session(request), request)
             except Refused as refused:
                 error = {"message": str(refused), "type": "invalid_request_error", "code": refused.code}
-                response = _json({"error": error}, status=refused.status)
+                response = json_response({"error": error}, status=refused.status)
                 if refused.status == TOO_MANY:
                     # Or the client says that its next call is a retry, and gets the answer of an equal call.
                     response.headers["x-should-retry"] = "false"
                 return response
 
-        return answer
+        return Route(f"/sessions/{{id}}/{path}", answer, methods=[method])
 
     def _session(self, request: Request) -> _Session:
         session = self._sessions.get(request.path_params["id"])
@@ -225,112 +190,56 @@ class Gateway:
         return session
 
     async def _models(self, session: _Session, _: Request) -> Response:
-        length = session.limits.length
+        length = session.settings.max_length
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "asyncrl", "max_model_len": length}
-        return _json({"object": "list", "data": [model]})
+        return json_response({"object": "list", "data": [model]})
 
     async def _begin(self, session: _Session, _: Request) -> Response:
         """Forgets the calls of an agent that was started again after its process had died."""
         await _cancelled(session)
-        session.conversation, session.limit = self._conversation(session.limits), ""
+        session.conversation, session.limit = Conversation(self._renderer, session.settings), ""
         session.begun += 1
         for kept in (session.keys, session.errors, session.answered_s, session.tool_seconds):
             kept.clear()
-        return _json({})
+        return json_response({})
 
-    async def _chat(self, session: _Session, request: Request) -> Response:
-        call = await read_call(request, ChatCall)
-        tools = tuple(call.tools or ())
+    async def _answered(self, kind: type[Call], session: _Session, request: Request) -> Response:
+        """Answers a call of this kind."""
+        with session.calling():
+            call = await read_call(request, kind)
+            if self._sessions.get(session.id) is not session:  # it has ended while the body of the call arrived
+                raise _no_session()
+            if what := call.not_supported():
+                raise Refused(400, "not_supported", f"{what} is not supported; leave it out")
+            turn = self._turn(session, call, request.headers)
+            turns = session.conversation.turns
+            number = turns.index(turn)
+            if turn.reply is None:
+                task = session.calls.get(turn)
+                if task is None:
+                    asked = self._asked(session, turn, call, number=number)
+                    task = session.calls[turn] = asyncio.create_task(self._sampled(session, turn, asked))
+                # The call goes on if the client gives up: a retry then gets what was sampled.
+                await asyncio.shield(asyncio.gather(task, return_exceptions=True))
+            if turns is not session.conversation.turns:
+                raise Refused(503, "begun_again", "the agent of this session has begun again")
+            if turn.reply is None:
+                error = session.errors.get(turn, "it was ended")
+                if isinstance(error, DataError):  # such as a token that is not in the model's vocabulary
+                    raise Refused(400, "prompt_refused", f"the engine refused the call: {error}")
+                raise Refused(503, "engine_failed", f"the engine did not answer: {error}")
+            turn.delivered = turn.delivered or not await request.is_disconnected()
+            return response_with(call.answer(turn, model=self._model, number=number), call)
 
-        def continued(conversation: Conversation, *, retry: bool) -> Turn:
-            return conversation.call(call.messages, tools=tools, retry=retry)
-
-        turn = await self._answered(
-            session,
-            request,
-            call,
-            continued,
-            answer_tokens=call.max_completion_tokens or call.max_tokens,
-            stop=call.stop,
-            tools=tools,
-        )
-        answer = chat_answer(turn, model=self._model, number=session.conversation.turns.index(turn))
-        if call.return_token_ids and turn.reply is not None:
-            answer["prompt_token_ids"] = turn.token_ids
-            answer["choices"][0]["token_ids"] = list(turn.reply.token_ids)
-        return response_with(answer, call)
-
-    async def _complete(self, session: _Session, request: Request) -> Response:
-        call = await read_call(request, TextCall)
-        prompt = call.one_prompt()
-
-        def continued(conversation: Conversation, *, retry: bool) -> Turn:
-            if isinstance(prompt, str):
-                stop = _strings(call.stop)
-                first_token = call.add_special_tokens
-                return conversation.call_with_text(prompt, stop=stop, first_token=first_token, retry=retry)
-            return conversation.call_with_tokens(prompt, retry=retry)
-
-        turn = await self._answered(session, request, call, continued, answer_tokens=call.max_tokens, stop=call.stop)
-        answer = text_answer(turn, model=self._model, number=session.conversation.turns.index(turn))
-        if call.return_token_ids and turn.reply is not None:
-            answer["choices"][0] |= {"prompt_token_ids": turn.token_ids, "token_ids": list(turn.reply.token_ids)}
-        return response_with(answer, call)
-
-    async def _generate(self, session: _Session, request: Request) -> Response:
-        call = await read_call(request, TokenCall)
-
-        def continued(conversation: Conversation, *, retry: bool) -> Turn:
-            return conversation.call_with_tokens(call.token_ids, retry=retry)
-
-        sampling = call.sampling_params
-        turn = await self._answered(
-            session, request, call, continued, answer_tokens=sampling.max_tokens, stop=sampling.stop
-        )
-        return _json(token_answer(turn, number=session.conversation.turns.index(turn)))
-
-    async def _answered(
-        self,
-        session: _Session,
-        request: Request,
-        call: ChatCall | TextCall | TokenCall,
-        continued: Callable[..., Turn],
-        *,
-        answer_tokens: int | None,
-        stop: str | list[str] | None,
-        tools: tuple[dict[str, Any], ...] = (),
-    ) -> Turn:
-        """Returns the answered turn of a call. `continued` finds the place of the call in the conversation."""
-        if self._sessions.get(session.id) is not session:  # it has ended while the body of the call arrived
-            raise _no_session()
-        if what := call.not_supported():
-            raise Refused(400, "not_supported", f"{what} is not supported; leave it out")
-        turn = self._turn(session, continued, request.headers)
-        if turn.reply is None:
-            task = session.calls.get(turn)
-            if task is None:
-                asked = self._asked(session, turn, answer_tokens=answer_tokens, stop=stop, tools=tools)
-                task = session.calls[turn] = asyncio.create_task(self._sampled(session, turn, asked))
-            # The call goes on if the client gives up: a retry then gets what was sampled.
-            await asyncio.shield(asyncio.gather(task, return_exceptions=True))
-        if turn not in session.conversation.turns:
-            raise Refused(503, "begun_again", "the agent of this session has begun again")
-        if turn.reply is None:
-            error = session.errors.get(turn, "it was ended")
-            if isinstance(error, DataError):  # such as a token that is not in the model's vocabulary
-                raise Refused(400, "prompt_refused", f"the engine refused the call: {error}")
-            raise Refused(503, "engine_failed", f"the engine did not answer: {error}")
-        turn.delivered = turn.delivered or not await request.is_disconnected()
-        return turn
-
-    def _turn(self, session: _Session, continued: Callable[..., Turn], headers: Mapping[str, str]) -> Turn:
+    def _turn(self, session: _Session, call: Call, headers: Mapping[str, str]) -> Turn:
+        """Returns the place of a call in the conversation."""
         idempotent = headers.get("idempotency-key", "")
         if idempotent and idempotent in session.keys:
             return session.keys[idempotent]
         retry = headers.get("x-stainless-retry-count", "0") not in ("", "0")
         before = len(session.conversation.turns)
         try:
-            turn = continued(session.conversation, retry=retry)
+            turn = call.turn(session.conversation, retry=retry)
         except LimitExceeded as exceeded:
             raise session.refuse(exceeded.code, str(exceeded)) from exceeded
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError, TemplateError) as error:
@@ -342,25 +251,18 @@ class Gateway:
             session.tool_seconds.append(time.monotonic() - answered_s)
         return turn
 
-    def _asked(
-        self,
-        session: _Session,
-        turn: Turn,
-        *,
-        answer_tokens: int | None,
-        stop: str | list[str] | None,
-        tools: tuple[dict[str, Any], ...],
-    ) -> Asked:
-        limits, sampling = session.limits, session.sampling
+    def _asked(self, session: _Session, turn: Turn, call: Call, *, number: int) -> Asked:
+        settings = session.settings
+        most = settings.answer_tokens
         return Asked(
             session=session.id,
             token_ids=turn.token_ids,
             begun=session.begun,
-            max_tokens=min(limits.length - turn.length, limits.answer_tokens, answer_tokens or limits.answer_tokens),
-            temperature=sampling.temperature,
-            seed=sampling.seed(session.conversation.turns.index(turn)),
-            stop=_strings(stop),
-            tools=tools,
+            max_tokens=min(settings.max_length - turn.length, most, call.answer_tokens or most),
+            temperature=settings.temperature,
+            seed=None if settings.seed is None else seed_of(settings.seed, settings.child, number),
+            stop=strings(call.stop),
+            tools=tuple(call.tools or ()) if isinstance(call, ChatCall) else (),
         )
 
     async def _sampled(self, session: _Session, turn: Turn, asked: Asked) -> None:
@@ -377,16 +279,8 @@ class Gateway:
             session.calls.pop(turn, None)
 
 
-def _strings(stop: str | list[str] | None) -> tuple[str, ...]:
-    return (stop,) if isinstance(stop, str) else tuple(stop or ())
-
-
 def _no_session() -> Refused:
     return Refused(401, "no_session", "there is no open session with this id and key")
-
-
-def _json(body: Mapping[str, Any], *, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")
 
 
 async def _cancelled(session: _Session) -> None:

@@ -3,14 +3,14 @@ tokens in, tokens out."""
 
 import time
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from asyncrl.generation.conversations import Turn
-from asyncrl.generation.episodes import version_spans
+from asyncrl.generation.conversations import Conversation, Turn
+from asyncrl.generation.episodes import Node, version_spans
 
 MAX_BODY_BYTES = 4 * 2**20
 """Largest body of a call. A conversation of a million characters fits."""
@@ -36,76 +36,113 @@ def _asked_for(body: msgspec.Struct, honoured: Mapping[str, bool]) -> str:
     return ", ".join(f"{name} = {getattr(body, name)!r}" for name, is_so in honoured.items() if not is_so)
 
 
-class ChatCall(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of a call of `chat/completions`. What it does not name is ignored, such as sampling settings."""
+class _OpenAICall(msgspec.Struct, frozen=True, kw_only=True):
+    """What the bodies of both calls of OpenAI have. What they do not name is ignored, such as sampling settings."""
+
+    max_tokens: _Count | None = None
+    stop: _Stop | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
+    n: int | None = None
+    logit_bias: dict[str, float] | None = None
+
+    @property
+    def answer_tokens(self) -> int | None:
+        """The most tokens of the answer; None without a limit."""
+        return self.max_tokens
+
+    @property
+    def _honoured(self) -> dict[str, bool]:
+        return {
+            "n": self.n in (None, 1),
+            "logit_bias": not self.logit_bias,
+            "return_token_ids": not (self.return_token_ids and self.stream),
+        }
+
+
+class ChatCall(_OpenAICall, frozen=True, kw_only=True):
+    """The body of a call of `chat/completions`."""
 
     messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
     tools: list[dict[str, Any]] | None = None
     max_completion_tokens: _Count | None = None
-    max_tokens: _Count | None = None
-    stop: _Stop | None = None
-    stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
-    return_token_ids: bool | None = None
-    n: int | None = None
     logprobs: bool | None = None
-    logit_bias: dict[str, float] | None = None
     response_format: dict[str, Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
 
+    @property
+    def answer_tokens(self) -> int | None:
+        """As `_OpenAICall.answer_tokens`."""
+        return self.max_completion_tokens or self.max_tokens
+
     def not_supported(self) -> str:
         """Returns the arguments that ask for what the gateway cannot do, e.g. `n = 2`; empty if there are none."""
-        honoured = {
-            "n": self.n in (None, 1),
+        honoured = self._honoured | {
             "logprobs": not self.logprobs,
-            "logit_bias": not self.logit_bias,
             "response_format": (self.response_format or {}).get("type", "text") == "text",
             "tool_choice": self.tool_choice in (None, "auto"),
-            "return_token_ids": not (self.return_token_ids and self.stream),
         }
         return _asked_for(self, honoured)
 
+    def turn(self, conversation: Conversation, *, retry: bool) -> Turn:
+        """Returns the turn of the call in a conversation. Raises the errors of `Conversation`."""
+        return conversation.call(self.messages, tools=self.tools or (), retry=retry)
 
-class TextCall(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of a call of `completions`: a prompt, as a text or as tokens, in a list of its own or not. What it does
-    not name is ignored, such as sampling settings."""
+    def answer(self, turn: Turn, *, model: str, number: int) -> dict[str, Any]:
+        """Returns the body of the answer, when the turn is answered. `number` counts the calls of the session."""
+        assert turn.answer is not None, "the turn is answered"
+        reason = "tool_calls" if turn.answer.get("tool_calls") else _reason(turn)
+        choice = {"message": turn.answer, "finish_reason": reason}
+        answer = _answer(turn, choice, id=f"chatcmpl-{number}", object="chat.completion", model=model)
+        if self.return_token_ids:
+            answer["prompt_token_ids"] = turn.token_ids
+            answer["choices"][0]["token_ids"] = list(_reply(turn).token_ids)
+        return answer
+
+
+class TextCall(_OpenAICall, frozen=True, kw_only=True):
+    """The body of a call of `completions`: a prompt, as a text or as tokens, in a list of its own or not."""
 
     prompt: str | list[str | _Token | list[_Token]]
     add_special_tokens: bool = True
-    max_tokens: _Count | None = None
-    stop: _Stop | None = None
-    stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
-    return_token_ids: bool | None = None
-    n: int | None = None
     best_of: int | None = None
     echo: bool | None = None
     suffix: str | None = None
     logprobs: int | None = None
-    logit_bias: dict[str, float] | None = None
 
     def not_supported(self) -> str:
-        """Returns what the gateway cannot do, as `ChatCall.not_supported`."""
-        honoured = {
-            "n": self.n in (None, 1),
+        """As `ChatCall.not_supported`."""
+        honoured = self._honoured | {
             "best_of": self.best_of in (None, 1),
             "echo": not self.echo,
             "suffix": not self.suffix,
             "logprobs": self.logprobs is None,
-            "return_token_ids": not (self.return_token_ids and self.stream),
-            "logit_bias": not self.logit_bias,
         }
         return _asked_for(self, honoured)
 
-    def one_prompt(self) -> str | list[int]:
-        """Returns the prompt: a text, or tokens. Raises Refused if there are several, or if it is empty."""
+    def turn(self, conversation: Conversation, *, retry: bool) -> Turn:
+        """As `ChatCall.turn`. Raises Refused if there are several prompts, or if the prompt is empty."""
         prompt: Any = self.prompt
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
             [prompt] = prompt
         tokens = [token for token in prompt if isinstance(token, int)]
         if not prompt or (not isinstance(prompt, str) and len(tokens) < len(prompt)):
             raise Refused(400, "bad_call", "the prompt must be one text, or the tokens of one prompt")
-        return prompt if isinstance(prompt, str) else tokens
+        if not isinstance(prompt, str):
+            return conversation.call_with_tokens(tokens, retry=retry)
+        stop, first_token = strings(self.stop), self.add_special_tokens
+        return conversation.call_with_text(prompt, stop=stop, first_token=first_token, retry=retry)
+
+    def answer(self, turn: Turn, *, model: str, number: int) -> dict[str, Any]:
+        """As `ChatCall.answer`."""
+        choice: dict[str, Any] = {
+            "text": str((turn.answer or {}).get("content") or ""),
+            "finish_reason": _reason(turn),
+        }
+        if self.return_token_ids:
+            choice |= {"prompt_token_ids": turn.token_ids, "token_ids": list(_reply(turn).token_ids)}
+        return _answer(turn, choice, id=f"cmpl-{number}", object="text_completion", model=model)
 
 
 class TokenSampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,8 +162,18 @@ class TokenCall(msgspec.Struct, frozen=True, kw_only=True):
     features: dict[str, Any] | None = None
     content_parts: list[dict[str, Any]] | None = None
 
+    @property
+    def answer_tokens(self) -> int | None:
+        """As `_OpenAICall.answer_tokens`."""
+        return self.sampling_params.max_tokens
+
+    @property
+    def stop(self) -> str | list[str] | None:
+        """The stop strings."""
+        return self.sampling_params.stop
+
     def not_supported(self) -> str:
-        """Returns what the gateway cannot do, as `ChatCall.not_supported`."""
+        """As `ChatCall.not_supported`."""
         honoured = {
             "stream": not self.stream,
             "features": self.features is None,
@@ -135,11 +182,45 @@ class TokenCall(msgspec.Struct, frozen=True, kw_only=True):
         of_sampling = {"n": self.sampling_params.n in (None, 1)}
         return _asked_for(self.sampling_params, of_sampling) or _asked_for(self, honoured)
 
+    def turn(self, conversation: Conversation, *, retry: bool) -> Turn:
+        """As `ChatCall.turn`."""
+        return conversation.call_with_tokens(self.token_ids, retry=retry)
 
-Kind = TypeVar("Kind", ChatCall, TextCall, TokenCall)
+    def answer(self, turn: Turn, *, model: str, number: int) -> dict[str, Any]:
+        """As `ChatCall.answer`.
+
+        Each log-prob is written in both forms that clients read: `token_id` as vLLM 0.32 has it, and `token` with the
+        text `token_id:N`, which the package renderers demands. `weight_versions` are spans over the sampled tokens.
+        """
+        reply = _reply(turn)
+        token_ids = [int(token) for token in reply.token_ids]
+        content: list[dict[str, Any]] = [
+            {"token_id": token, "token": f"token_id:{token}", "logprob": logprob, "rank": None, "top_logprobs": []}
+            for token, logprob in zip(token_ids, reply.logprobs, strict=True)
+        ]
+        spans, start = [], 0
+        for span in version_spans(reply.versions):
+            spans.append({"version": f"{span.incarnation}.{span.step}", "start": start, "end": start + span.tokens})
+            start += span.tokens
+        choice = {
+            "index": 0,
+            "finish_reason": _reason(turn),
+            "token_ids": token_ids,
+            "logprobs": {"content": content},
+            "weight_versions": spans,
+        }
+        return {
+            "request_id": f"{number}",
+            "choices": [choice],
+            "usage": _usage(turn),
+            "prompt_token_ids": turn.token_ids,
+        }
 
 
-async def read_call(request: Request, kind: type[Kind]) -> Kind:
+Call = ChatCall | TextCall | TokenCall
+
+
+async def read_call(request: Request, kind: type[Call]) -> Call:
     """Reads the body of a call. Raises Refused if it is too large, not complete, or not of this kind. The server ends
     the connection of a body that arrives too slowly (`gateway_connections.py`)."""
     parts, size = [], 0
@@ -157,35 +238,42 @@ async def read_call(request: Request, kind: type[Kind]) -> Kind:
         raise Refused(400, "bad_call", f"the body is not as it should be: {error}") from None
 
 
-def chat_answer(turn: Turn, *, model: str, number: int) -> dict[str, Any]:
-    """Returns the answer to a `ChatCall`. `number` counts the calls of the session."""
-    assert turn.answer is not None, "the turn is answered"
-    reason = "tool_calls" if turn.answer.get("tool_calls") else "length" if turn.truncated else "stop"
-    choice = {"message": turn.answer, "finish_reason": reason}
-    return _answer(turn, choice, id=f"chatcmpl-{number}", object="chat.completion", model=model)
+def strings(stop: str | list[str] | None) -> tuple[str, ...]:
+    """Returns the stop strings of a call, which may be one text."""
+    return (stop,) if isinstance(stop, str) else tuple(stop or ())
 
 
-def text_answer(turn: Turn, *, model: str, number: int) -> dict[str, Any]:
-    """Returns the answer to a `TextCall`. `number` counts the calls of the session."""
-    text = str((turn.answer or {}).get("content") or "")
-    choice = {"text": text, "finish_reason": "length" if turn.truncated else "stop"}
-    return _answer(turn, choice, id=f"cmpl-{number}", object="text_completion", model=model)
+def _reply(turn: Turn) -> Node:
+    assert turn.reply is not None, "the turn is answered"
+    return turn.reply
+
+
+def _reason(turn: Turn) -> str:
+    return "length" if turn.truncated else "stop"
 
 
 def _answer(turn: Turn, choice: Mapping[str, Any], **head: str) -> dict[str, Any]:
-    assert turn.reply is not None, "the turn is answered"
     return {
         **head,
         "created": int(time.time()),
         "choices": [{"index": 0, "logprobs": None, **choice}],
-        "usage": _usage(turn.length, len(turn.reply.token_ids)),
+        "usage": _usage(turn),
     }
 
 
-def response_with(answer: Mapping[str, Any], call: ChatCall | TextCall) -> Response:
+def _usage(turn: Turn) -> dict[str, int]:
+    sampled = len(_reply(turn).token_ids)
+    return {"prompt_tokens": turn.length, "completion_tokens": sampled, "total_tokens": turn.length + sampled}
+
+
+def json_response(body: Mapping[str, Any], *, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")
+
+
+def response_with(answer: Mapping[str, Any], call: Call) -> Response:
     """Returns the response with an answer, as a stream if the call asks for one."""
-    if not call.stream:
-        return Response(msgspec.json.encode(answer), media_type="application/json")
+    if isinstance(call, TokenCall) or not call.stream:
+        return json_response(answer)
     with_usage = bool((call.stream_options or {}).get("include_usage"))
     return Response(_events(answer, with_usage=with_usage), media_type="text/event-stream")
 
@@ -211,39 +299,3 @@ def _events(answer: Mapping[str, Any], *, with_usage: bool) -> bytes:
         chunks.append({"choices": [], "usage": answer["usage"]})
     texts = [*(msgspec.json.encode(head | chunk) for chunk in chunks), b"[DONE]"]
     return b"".join(b"data: " + text + b"\n\n" for text in texts)
-
-
-def token_answer(turn: Turn, *, number: int) -> dict[str, Any]:
-    """Returns the answer to a `TokenCall`.
-
-    Each log-prob is written in both forms that clients read: `token_id` as vLLM 0.32 has it, and `token` with the text
-    `token_id:N`, which the package renderers demands. `weight_versions` are spans over the sampled tokens.
-    """
-    assert turn.reply is not None, "the turn is answered"
-    token_ids = [int(token) for token in turn.reply.token_ids]
-    content: list[dict[str, Any]] = [
-        {"token_id": token, "token": f"token_id:{token}", "logprob": logprob, "rank": None, "top_logprobs": []}
-        for token, logprob in zip(token_ids, turn.reply.logprobs, strict=True)
-    ]
-    spans, start = [], 0
-    for span in version_spans(turn.reply.versions):
-        spans.append({"version": f"{span.incarnation}.{span.step}", "start": start, "end": start + span.tokens})
-        start += span.tokens
-    choice = {
-        "index": 0,
-        "finish_reason": "length" if turn.truncated else "stop",
-        "token_ids": token_ids,
-        "logprobs": {"content": content},
-        "weight_versions": spans,
-    }
-    prompt = turn.token_ids
-    return {
-        "request_id": f"{number}",
-        "choices": [choice],
-        "usage": _usage(len(prompt), len(token_ids)),
-        "prompt_token_ids": prompt,
-    }
-
-
-def _usage(prompt: int, sampled: int) -> dict[str, int]:
-    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}

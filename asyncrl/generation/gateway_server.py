@@ -4,7 +4,6 @@ import asyncio
 import logging
 import socket
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import ray
@@ -16,9 +15,9 @@ from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.data_plane.calls import finished, start
 from asyncrl.environments.agents import Access
 from asyncrl.errors import ActorGone, CallTimeout, InfraError
-from asyncrl.generation.gateway import Answered, Asked, EndedSession, Gateway, Limits, Sample, Sampling
+from asyncrl.generation.conversations import SessionSettings
+from asyncrl.generation.gateway import Answered, Asked, EndedSession, Gateway, Sample
 from asyncrl.generation.gateway_connections import ConnectionLimits, Connections
-from asyncrl.generation.prefixes import seed_of
 from asyncrl.generation.rendering import Renderer
 from asyncrl.shown_text import log_to_stderr
 
@@ -63,25 +62,9 @@ class GatewayServer:
         self._server = uvicorn.Server(settings)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]), name="gateway")
 
-    async def open(
-        self, count: int, *, seed: int | None, temperature: float, max_turns: int, max_branches: int
-    ) -> list[tuple[str, Access]]:
-        """Opens the sessions of a group's samples. With a `seed`, each call of each sample has a seed of its own.
-        Returns the id of each session, and the access to it."""
-        limits = Limits(
-            turns=max_turns,
-            branches=max_branches,
-            length=self._config.model.max_length,
-            answer_tokens=self._config.generator.max_completion_tokens,
-        )
-        return [
-            self._gateway.open(
-                url=self._url,
-                sampling=Sampling(temperature=temperature, seed=partial(_seed_of_call, seed, child)),
-                limits=limits,
-            )
-            for child in range(count)
-        ]
+    async def open(self, sessions: Sequence[SessionSettings]) -> list[tuple[str, Access]]:
+        """Opens sessions. Returns the id of each session, and the access to it."""
+        return [self._gateway.open(settings, url=self._url) for settings in sessions]
 
     async def close(self, ids: Sequence[str]) -> list[EndedSession]:
         """Ends sessions with their running calls."""
@@ -137,21 +120,9 @@ class RemoteGateway:
             start(self._actor, GatewayActor.start), timeout_s=self._start_timeout_s, what="the start of the gateway"
         )
 
-    async def open(
-        self, count: int, *, seed: int | None, temperature: float, max_turns: int, max_branches: int
-    ) -> list[tuple[str, Access]]:
+    async def open(self, sessions: Sequence[SessionSettings]) -> list[tuple[str, Access]]:
         """As `GatewayServer.open`."""
-        opened: list[tuple[str, Access]] = await self._answer(
-            start(
-                self._actor,
-                GatewayActor.open,
-                count,
-                seed=seed,
-                temperature=temperature,
-                max_turns=max_turns,
-                max_branches=max_branches,
-            )
-        )
+        opened: list[tuple[str, Access]] = await self._answer(start(self._actor, GatewayActor.open, sessions))
         return opened
 
     async def close(self, ids: Sequence[str]) -> list[EndedSession]:
@@ -164,7 +135,3 @@ class RemoteGateway:
             return await finished(call, timeout_s=self._timeout_s, what="a call of the gateway")
         except (ActorGone, CallTimeout) as error:
             raise InfraError(str(error), reason="gateway") from error
-
-
-def _seed_of_call(seed: int | None, child: int, call: int) -> int | None:
-    return None if seed is None else seed_of(seed, child, call)

@@ -26,13 +26,13 @@ class Renderer:
                 "an agent needs a model whose tokenizer has a chat template, and data.chat: auto; use a chat model",
                 key="environment.agent",
             )
-        if self.end not in self._render(self._BEFORE, prompted=False):
+        before = self._render(self._BEFORE, prompted=False)
+        if self.end not in before:
             raise ConfigError(
                 f"the model's chat template does not end a turn with {tokenizer.eos_token!r}, the end of its answers, "
                 "so an agent's turns cannot be put together; use a tokenizer whose template does",
                 key="environment.agent",
             )
-        before = self._render(self._BEFORE, prompted=False)
         self._closed = before[: len(before) - before[::-1].index(self.end)]
         self._line = self.encoded("\n", first_token=False)
 
@@ -46,10 +46,6 @@ class Renderer:
         whole = self._render([*self._BEFORE, *messages])
         same = whole[: len(self._closed)] == self._closed
         return whole[len(self._closed) :] if same else None
-
-    def count(self, text: str) -> int:
-        """Returns the number of tokens of a text."""
-        return len(self.encoded(text, first_token=False))
 
     def encoded(self, text: str, *, first_token: bool) -> list[int]:
         """Returns the tokens of a text. With `first_token`, the tokenizer may put a token before it."""

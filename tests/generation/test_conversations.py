@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from session_settings import session_settings
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -55,7 +56,7 @@ class Client:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.conversation = Conversation(RENDERER, max_branches=99)
+        self.conversation = Conversation(RENDERER, session_settings(max_branches=99))
         self.seen: list[tuple[list[int], list[int]]] = []
         self.history: list[Mapping[str, Any]] = [{"role": "user", "content": self.text()}]
         if self.rng.random() < 0.5:
@@ -130,7 +131,7 @@ class TextClient:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.conversation = Conversation(RENDERER, max_branches=99)
+        self.conversation = Conversation(RENDERER, session_settings(max_branches=99))
         self.seen: list[tuple[list[int], list[int]]] = []
         self.text = f"to {self.words()}"
 
@@ -213,7 +214,7 @@ def said(conversation: Conversation, text: str, *, token_text: str, answer: str,
 
 
 def test_a_text_that_continues_an_answer_keeps_its_tokens() -> None:
-    conversation = Conversation(RENDERER, max_branches=99)
+    conversation = Conversation(RENDERER, session_settings(max_branches=99))
     said(conversation, "Question: é?\nThought:", token_text=" it is ü.", answer=" it is ü.")
     second = said(conversation, "Question: é?\nThought: it is ü. More:", token_text=" the red", answer=" the red")
     third = said(conversation, "Question: é?\nThought: it is ü. More: the red End:", token_text="42", answer="42")
@@ -235,7 +236,7 @@ def test_a_text_that_continues_an_answer_keeps_its_tokens() -> None:
     ids=["written again", "ends within a token", "with the rest of the token", "left out"],
 )
 def test_the_tokens_of_an_answer_stay_with_their_stop_string(sampled: str, written: str, context: str) -> None:
-    conversation = Conversation(RENDERER, max_branches=99)
+    conversation = Conversation(RENDERER, session_settings(max_branches=99))
     asked, thought = "Question: 1\n", "Thought: look\n"
     said(conversation, asked, token_text=f"{thought}{sampled}", answer=thought, stop="Observation:")
     second = said(conversation, asked + thought + written, token_text="42", answer="42")
@@ -244,7 +245,7 @@ def test_the_tokens_of_an_answer_stay_with_their_stop_string(sampled: str, writt
 
 
 def test_an_agent_that_writes_the_template_itself_has_each_end_once() -> None:
-    conversation = Conversation(RENDERER, max_branches=99)
+    conversation = Conversation(RENDERER, session_settings(max_branches=99))
     asked = f"<|im_start|>user\nhi{END}\n<|im_start|>assistant\n"
     first = conversation.call_with_text(asked)
     conversation.answered(first, completion("hello"), message("hello"))
@@ -256,7 +257,7 @@ def test_an_agent_that_writes_the_template_itself_has_each_end_once() -> None:
 
 
 def test_an_empty_answer_is_not_continued_by_an_equal_call() -> None:
-    conversation = Conversation(RENDERER, max_branches=99)
+    conversation = Conversation(RENDERER, session_settings(max_branches=99))
     first = conversation.call_with_text("one:")
     conversation.answered(first, completion(""), message(""))
     assert conversation.call_with_text("one:", retry=True) is first
@@ -267,14 +268,14 @@ def test_an_empty_answer_is_not_continued_by_an_equal_call() -> None:
 
 
 def test_a_retry_gets_its_own_answer_although_another_call_has_become_its_beginning() -> None:
-    conversation = Conversation(RENDERER, max_branches=99)
+    conversation = Conversation(RENDERER, session_settings(max_branches=99))
     pending = conversation.call_with_text("q: a b")
     said(conversation, "q: a", token_text=" b", answer=" b")
     assert conversation.call_with_text("q: a b", retry=True) is pending
 
 
 def test_an_answer_that_ends_within_a_character_is_continued() -> None:
-    conversation = Conversation(RENDERER, max_branches=99)
+    conversation = Conversation(RENDERER, session_settings(max_branches=99))
     die = ids("🎲")
     assert len(die) > 1
     first = conversation.call_with_text("throw: ")
@@ -295,7 +296,7 @@ def test_an_answer_that_ends_within_a_character_is_continued() -> None:
 @pytest.mark.parametrize("scheme", ["prepend", "first", "always"])
 def test_texts_of_tokenizers_that_put_a_space_before_the_first_word(scheme: str) -> None:
     tokenizer = spaced_tokenizer(scheme)
-    conversation = Conversation(Renderer(tokenizer), max_branches=99)
+    conversation = Conversation(Renderer(tokenizer), session_settings(max_branches=99))
     first = conversation.call_with_text("question")
     sampled = tokenizer("hello world", add_special_tokens=False)["input_ids"]
     alone = tokenizer.decode(sampled)
@@ -340,7 +341,7 @@ def spaced_tokenizer(scheme: str) -> Any:
 
 
 def test_branches_are_in_the_order_in_which_the_model_answered_them() -> None:
-    conversation = Conversation(RENDERER, max_branches=99)
+    conversation = Conversation(RENDERER, session_settings(max_branches=99))
     first, second = (conversation.call([{"role": "user", "content": text}]) for text in ("one", "two"))
     for turn, text in ((second, "b"), (first, "a")):
         conversation.answered(turn, completion(text), message(text))
@@ -348,7 +349,8 @@ def test_branches_are_in_the_order_in_which_the_model_answered_them() -> None:
 
 
 def talk(*texts: str) -> tuple[Conversation, list[dict[str, Any]]]:
-    conversation, history = Conversation(RENDERER, max_branches=99), [{"role": "user", "content": "first"}]
+    conversation = Conversation(RENDERER, session_settings(max_branches=99))
+    history = [{"role": "user", "content": "first"}]
     for text in texts:
         turn = conversation.call(history)
         conversation.answered(turn, completion(text), message(text))
@@ -368,7 +370,8 @@ def test_a_plain_conversation_is_one_episode_whose_tokens_are_those_of_the_templ
 
 
 def test_a_turn_that_was_cut_off_is_ended_by_the_template() -> None:
-    conversation, history = Conversation(RENDERER, max_branches=99), [{"role": "user", "content": "first"}]
+    conversation = Conversation(RENDERER, session_settings(max_branches=99))
+    history = [{"role": "user", "content": "first"}]
     turn = conversation.call(history)
     conversation.answered(turn, completion("cut", ended=False), message("cut"))
     later = conversation.call([*history, message("cut"), {"role": "user", "content": "go on"}])
@@ -433,7 +436,7 @@ def test_a_conversation_keeps_each_text_once() -> None:
 
 
 def test_a_conversation_may_have_more_turns_than_python_has_frames() -> None:
-    conversation, tokens = Conversation(RENDERER, max_branches=1), [5]
+    conversation, tokens = Conversation(RENDERER, session_settings(max_branches=1)), [5]
     for _ in range(1200):
         turn = conversation.call_with_tokens(tokens)
         conversation.answered(turn, completion("a"), message("a"))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from session_settings import session_settings
 
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
@@ -58,7 +59,9 @@ async def played(agent: Any, engine: Engine) -> tuple[float, EndedSession]:
     server = GatewayServer(config=CONFIG, renderer=Renderer(TOKENIZER), sample=engine.sample)
     await server.start()
     try:
-        [(id, access)] = await server.open(1, seed=None, temperature=1.0, max_turns=8, max_branches=1)
+        [(id, access)] = await server.open(
+            [session_settings(max_calls=8, max_branches=1, max_length=CONFIG.model.max_length)]
+        )
         session = Session(base_url=access.base_url, api_key=access.api_key, model=access.model)
         reward = await agent(session, TASK)
         [ended] = await server.close([id])

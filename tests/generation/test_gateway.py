@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 import pytest_asyncio
+from session_settings import session_settings
 
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
@@ -17,9 +18,11 @@ from asyncrl.demo.chat_tokenizer import END, build_chat_tokenizer
 from asyncrl.environments.agents import Access
 from asyncrl.errors import DataError, InfraError
 from asyncrl.generation import gateway_calls as module
-from asyncrl.generation.gateway import Answered, Asked, Gateway, Limits, Sampling
+from asyncrl.generation.conversations import Conversation
+from asyncrl.generation.gateway import Answered, Asked, Gateway
 from asyncrl.generation.gateway_server import GatewayServer
 from asyncrl.generation.interfaces import Completion
+from asyncrl.generation.prefixes import seed_of
 from asyncrl.generation.rendering import Renderer
 
 TOKENIZER = build_chat_tokenizer(max_length=4096)
@@ -68,14 +71,14 @@ class Served:
     def __init__(self, *, turns: int = 8, branches: int = 8, length: int = 400) -> None:
         self.engine = Engine()
         self.gateway = Gateway(renderer=Renderer(TOKENIZER), sample=self.engine.sample, model="run")
-        self.limits = Limits(turns=turns, branches=branches, length=length, answer_tokens=16)
+        limits = {"max_calls": turns, "max_branches": branches, "max_length": length}
+        self.settings = session_settings(seed=98, child=2, temperature=0.7, **limits)
         self.id, self.access = self.open()
         transport = httpx.ASGITransport(app=self.gateway.app)
         self.client = httpx.AsyncClient(transport=transport, base_url=self.access.base_url)
 
     def open(self) -> tuple[str, Access]:
-        sampling = Sampling(temperature=0.7, seed=lambda call: 100 + call)
-        return self.gateway.open(url="http://gateway", sampling=sampling, limits=self.limits)
+        return self.gateway.open(self.settings, url="http://gateway")
 
     async def post(self, path: str = "/chat/completions", *, key: str | None = None, **options: Any) -> httpx.Response:
         headers = {"Authorization": f"Bearer {self.access.api_key if key is None else key}"} | options.pop(
@@ -120,7 +123,7 @@ async def test_the_runs_sampling_settings_apply_whatever_the_agent_asks_for(serv
     await served.say([*HELLO, {"role": "user", "content": "other"}], max_completion_tokens=3)
     first, second = served.engine.asked
     assert (first.temperature, first.seed, first.max_tokens, first.stop) == (0.7, 100, 16, ("\n",))
-    assert (second.seed, second.max_tokens) == (101, 3)
+    assert (second.seed, second.max_tokens) == (seed_of(98, 2, 1), 3)
 
 
 async def test_an_answer_gets_no_more_tokens_than_the_sequence_has_room_for() -> None:
@@ -243,7 +246,7 @@ async def test_a_call_whose_agent_begins_again_at_the_moment_of_its_answer_is_re
     while served.gateway._sessions[served.id].calls:
         await asyncio.sleep(0)
     session = served.gateway._sessions[served.id]
-    session.conversation = served.gateway._conversation(session.limits)  # as `begin` does
+    session.conversation = Conversation(served.gateway._renderer, session.settings)  # as `begin` does
     assert refused(await call) == (503, "begun_again")
 
 
@@ -416,7 +419,7 @@ async def listening(calls: int = 8) -> AsyncIterator[tuple[Engine, Access]]:
     server = GatewayServer(config=CONFIG, renderer=Renderer(TOKENIZER), sample=engine.sample)
     await server.start()
     try:
-        [(id, access)] = await server.open(1, seed=None, temperature=1.0, max_turns=calls, max_branches=calls)
+        [(id, access)] = await server.open([session_settings(max_calls=calls, max_branches=calls, max_length=512)])
         yield engine, access
         await server.close([id])
     finally:
@@ -516,7 +519,7 @@ async def test_many_sessions_at_once() -> None:
     server = GatewayServer(config=CONFIG, renderer=Renderer(TOKENIZER), sample=engine.sample)
     await server.start()
     try:
-        sessions = await server.open(200, seed=None, temperature=1.0, max_turns=2, max_branches=1)
+        sessions = await server.open(200 * [session_settings(max_calls=2, max_branches=1, max_length=512)])
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(timeout=60, limits=limits) as client:
 

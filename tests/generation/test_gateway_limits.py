@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from session_settings import session_settings
 
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
@@ -134,7 +135,7 @@ async def serving(*, max_turns: int = 100, renderer: Renderer = RENDERER, **limi
     )
     await server.start()
     try:
-        sessions = await server.open(2, seed=None, temperature=1.0, max_turns=max_turns, max_branches=1000)
+        sessions = await server.open(2 * [session_settings(max_calls=max_turns, max_length=2048)])
         yield Scene(server, engine, sessions)
         engine.go.set()
         await server.close([id for id, _ in sessions])
@@ -202,7 +203,7 @@ async def trickled(client: Client, data: bytes) -> bytes:
 
 async def test_a_slow_client_loses_its_connection_and_a_long_call_does_not() -> None:
     async with serving(client_timeout_s=1.0) as scene:
-        [(unread_id, unread)] = await scene.server.open(1, seed=None, temperature=1.0, max_turns=8, max_branches=1000)
+        [(unread_id, unread)] = await scene.server.open([session_settings(max_calls=8, max_length=2048)])
         scene.engine.texts[unread_id] = "x" * (16 * MIB)
         scene.engine.held.add(scene.id)
         reads_nothing = await scene.connect(buffer=4096)  # or the system would take all of the answer
@@ -336,7 +337,7 @@ async def test_a_session_of_another_run_and_an_ended_session_get_no_answer() -> 
             base_url=scene.access.base_url.replace(port, f":{other.port}/"), api_key=scene.access.api_key, model=""
         )
         assert code(await posted(elsewhere, "hello")) == (401, "no_session")
-        [(id, ended)] = await scene.server.open(1, seed=None, temperature=1.0, max_turns=8, max_branches=1000)
+        [(id, ended)] = await scene.server.open([session_settings(max_calls=8, max_length=2048)])
         assert (await posted(ended, "hello")).status_code == 200
         await scene.server.close([id])
         assert code(await posted(ended, "hello")) == (401, "no_session")
@@ -345,7 +346,7 @@ async def test_a_session_of_another_run_and_an_ended_session_get_no_answer() -> 
 
 async def test_a_session_that_ends_while_a_call_arrives_asks_no_engine() -> None:
     async with serving() as scene:
-        [(id, access)] = await scene.server.open(1, seed=None, temperature=1.0, max_turns=8, max_branches=1000)
+        [(id, access)] = await scene.server.open([session_settings(max_calls=8, max_length=2048)])
         client = await scene.connect()
         await client.send(call(access)[:-1])
         await scene.others_go_on()  # by then, the call waits for the last byte

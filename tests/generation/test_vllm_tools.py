@@ -3,12 +3,13 @@
 import json
 
 import pytest
+from session_settings import session_settings
 
 from asyncrl.common.version import Version
 from asyncrl.demo.chat_tokenizer import END, build_chat_tokenizer
 from asyncrl.errors import ConfigError
 from asyncrl.generation.conversations import Conversation
-from asyncrl.generation.gateway_calls import token_answer
+from asyncrl.generation.gateway_calls import TokenCall
 from asyncrl.generation.interfaces import Completion
 from asyncrl.generation.rendering import Renderer
 from asyncrl.generation.vllm_tools import ToolParser, settled_id
@@ -97,12 +98,13 @@ def test_an_unknown_parser_is_refused_with_the_known_ones() -> None:
 def test_vllms_client_reads_the_answer_of_the_gateway() -> None:
     from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateTokensResponse
 
-    conversation = Conversation(Renderer(TOKENIZER), max_branches=1)
+    conversation = Conversation(Renderer(TOKENIZER), session_settings(max_branches=1))
     turn = conversation.call_with_tokens([5, 6])
     versions = [Version(1, 3), Version(1, 4), Version(1, 4)]
     sampled = Completion(token_ids=[7, 8, 9], logprobs=[-0.1, -0.2, -0.3], versions=versions, text="", truncated=True)
     conversation.answered(turn, sampled, {"role": "assistant", "content": ""})
-    answer = GenerateTokensResponse.model_validate_json(json.dumps(token_answer(turn, number=1)))
+    body = TokenCall(token_ids=[5, 6]).answer(turn, model="run", number=1)
+    answer = GenerateTokensResponse.model_validate_json(json.dumps(body))
     [choice] = answer.choices
     assert choice.logprobs is not None
     assert choice.logprobs.content is not None
