@@ -5,12 +5,12 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
 from asyncrl.buffer.failure_records import FailedTicket, Failure
-from asyncrl.buffer.records import CommitOutcome, GroupMeta
+from asyncrl.buffer.records import CommitOutcome
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.data_plane.clients import GroupRows
@@ -106,7 +106,8 @@ class Delivery:
         return ended
 
     async def _commit(self, groups: Sequence[FinishedGroup]) -> None:
-        outcomes = await self._coordinator.call(Coordinator.commit, [self._with_stored(group.meta) for group in groups])
+        metas = [msgspec.structs.replace(group.meta, stored=self._held.prefix_of(group.meta.key)) for group in groups]
+        outcomes = await self._coordinator.call(Coordinator.commit, metas)
         refused, failures = list[str](), list[Failure]()
         for group, outcome in zip(groups, outcomes, strict=True):
             self._held.settle(group.meta.key)
@@ -124,9 +125,6 @@ class Delivery:
         if refused:
             await self._rows.clear(refused)
 
-    def _with_stored(self, meta: GroupMeta) -> GroupMeta:
-        return msgspec.structs.replace(meta, stored=self._held.prefix_of(meta.key))
-
     async def _clear(self, keys: Sequence[str]) -> None:
         """Clears the rows of a put that failed, because it may have stored them before its answer was lost."""
         try:
@@ -134,8 +132,7 @@ class Delivery:
         except (RunError, TimeoutError) as error:
             logger.warning("rows of groups %s may be left, and the buffer clears them later: %s", keys, error)
 
-    async def _report(self, tickets: Iterable[FailedTicket]) -> None:
-        tickets = list(tickets)
+    async def _report(self, tickets: Sequence[FailedTicket]) -> None:
         keys = [ticket.key for ticket in tickets]
         if not keys:
             return

@@ -28,10 +28,8 @@ def expected_parameters(
     return {name: (tuple(value.shape), dtype) for name, value in named if value.requires_grad}
 
 
-def adapted_modules(model_path: str, lora: LoraSection | None) -> list[str]:
+def adapted_modules(model_path: str, lora: LoraSection) -> list[str]:
     """Returns the last parts of the names of the layers that have an adapter, each once."""
-    if lora is None:
-        return []
     from asyncrl.policy.adapter import module_of
 
     return sorted({module_of(name) for name in expected_parameters(model_path, dtype="", lora=lora)})

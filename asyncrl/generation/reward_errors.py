@@ -1,7 +1,6 @@
 """Decides about groups in which the reward of some completions failed (`environment.on_error`), and reports these."""
 
 import logging
-from collections import Counter
 from collections.abc import Sequence
 
 from asyncrl.algorithms.presets import compares_groups
@@ -73,11 +72,10 @@ async def report_failures(failures: Sequence[Failure], coordinator: CoordinatorC
     """Reports failed completions of groups that were committed, with the first of each reason."""
     if not failures:
         return
-    samples = Counter(failure.label for failure in failures)
-    first: dict[str, Failure] = {}
+    of_label: dict[str, list[Failure]] = {}
     for failure in failures:
-        first.setdefault(failure.label, failure)
-    counts = [FailureCount(samples=samples[label], first=failure) for label, failure in first.items()]
+        of_label.setdefault(failure.label, []).append(failure)
+    counts = [FailureCount(samples=len(each), first=each[0]) for each in of_label.values()]
     logger.warning("completions without a reward: %s", ", ".join(f"{c.first.reason} {c.samples}" for c in counts))
     try:
         await coordinator.call(FailureReports.samples_failed, counts)

@@ -36,11 +36,8 @@ VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values of vLLM's `max_lora_rank`. Adapters of a smaller rank are padded."""
 
 
-def engine_arguments(config: Config, modules: list[str]) -> dict[str, Any]:
-    """Returns vLLM's arguments for adapters of the layers `modules`. Without `model.lora` there are none."""
-    lora = config.model.lora
-    if lora is None:
-        return {}
+def engine_arguments(config: Config, lora: LoraSection, modules: list[str]) -> dict[str, Any]:
+    """Returns vLLM's arguments for adapters of the layers `modules`."""
     return {
         "enable_lora": True,
         "max_loras": slots(config),

@@ -33,8 +33,9 @@ def engine_arguments(
         "seed": engine_seed(config.run.seed, name),
         "load_format": "auto" if load_weights or lora is not None else "dummy",
         "enable_sleep_mode": sleep_mode,
-        **vllm_adapters.engine_arguments(config, adapted_modules(model_path, lora)),
     }
+    if lora is not None:
+        arguments |= vllm_adapters.engine_arguments(config, lora, adapted_modules(model_path, lora))
     if generator.top_k is not None:
         arguments["max_logprobs"] = generator.top_k  # vLLM refuses more log-probs for each token than this
     if config.model.dtype == "bfloat16":

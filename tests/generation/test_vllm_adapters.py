@@ -144,6 +144,6 @@ async def test_a_killed_engine_s_folder_is_removed_with_its_segments(
 
 async def test_an_engine_has_room_for_all_adapters_that_the_staleness_limit_allows() -> None:
     config = Config.model_validate({"model": {"lora": {"rank": 9}}, "staleness": {"max_versions": 5}})
-    found = engine_arguments(config, ["q_proj"])
+    assert config.model.lora is not None
+    found = engine_arguments(config, config.model.lora, ["q_proj"])
     assert (found["max_loras"], found["max_lora_rank"], found["lora_target_modules"]) == (7, 16, ["q_proj"])
-    assert engine_arguments(Config(), []) == {}

@@ -23,6 +23,10 @@ def test_the_users_arguments_are_added(place: list[str]) -> None:
     assert arguments(*place, own) == arguments(*place) | {"max_num_batched_tokens": 9999, "block_size": 16}
 
 
+def test_an_engine_has_room_for_adapters_only_if_the_model_has_one() -> None:
+    assert not {"enable_lora", "max_loras"} & arguments().keys()
+
+
 def test_vllm_may_return_the_log_probs_of_a_support() -> None:
     assert arguments("generator.top_k=50") == arguments() | {"max_logprobs": 50}
 
