@@ -145,7 +145,7 @@ async def sequences(engine: VLLMEngine, prompts: Sequence[list[int]], reached: a
 
     async def one(index: int) -> list[Completion]:
         def progress(sampled: Sampled) -> None:
-            tokens[index] = sampled.tokens
+            tokens[index] = sum(sampled.lengths)
             if reached is not None and sum(tokens) >= len(prompts) * SAMPLES * UPDATE_AT:
                 reached.set()
 

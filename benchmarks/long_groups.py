@@ -20,13 +20,14 @@ from vllm.outputs import CompletionOutput, WeightVersionSpan
 
 from asyncrl.buffer.records import Ticket
 from asyncrl.common.version import Version
+from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.demo.tiny_model import build_tokenizer
 from asyncrl.generation.episodes import single_turn
-from asyncrl.generation.interfaces import Completion
+from asyncrl.generation.interfaces import NOTHING, Completion
 from asyncrl.generation.long_work import beside_loop
-from asyncrl.generation.rollout import FinishedGroup, finished_group
-from asyncrl.generation.vllm_sampled import NOTHING, joined
+from asyncrl.generation.rollout import FinishedGroup, Played, finished_group
+from asyncrl.generation.vllm_sampled import Child
 
 TICK_S = 0.0005
 REPEATS = 9
@@ -51,7 +52,7 @@ def group_of(outputs: Sequence[CompletionOutput], tokenizer: Any) -> FinishedGro
         group=0, attempt=0, task=Task(question="q", prompt="q", answer="a"), seed=0, version=Version(1, 0),
         max_staleness_versions=4, replica="a",
     )  # fmt: skip
-    samples = [joined(NOTHING, output) for output in outputs]
+    samples = [Child(NOTHING).ended(output) for output in outputs]
     completions = [
         Completion(
             token_ids=sample.token_ids, logprobs=sample.logprobs, versions=sample.versions, truncated=False,
@@ -59,10 +60,9 @@ def group_of(outputs: Sequence[CompletionOutput], tokenizer: Any) -> FinishedGro
         )
         for sample in samples
     ]  # fmt: skip
-    return finished_group(
-        ticket, episodes=[single_turn([1] * 64, completion) for completion in completions],
-        rewards=[0.0] * len(outputs), replica="a", scoring_s=0.0,
-    )  # fmt: skip
+    episodes = [single_turn([1] * 64, completion) for completion in completions]
+    played = Played(episodes=episodes, scores=[0.0] * len(outputs), environment_s=0.0)
+    return finished_group(ticket, played, config=Config(), replica="a")
 
 
 async def gaps(work: Callable[[], Awaitable[object]]) -> tuple[float, float, float]:

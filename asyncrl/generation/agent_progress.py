@@ -10,7 +10,7 @@ are sampled. Invariant: a stored answer is given at most once in a conversation.
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -20,7 +20,8 @@ import numpy as np
 
 from asyncrl.errors import InfraError
 from asyncrl.generation.gateway import Asked
-from asyncrl.generation.interfaces import Completion, PartialCompletion, PartialTurn, Sampled
+from asyncrl.generation.interfaces import NOTHING, Completion, PartialCompletion, PartialTurn, Sampled
+from asyncrl.generation.rollout import Attempt
 
 _CALL_BITS = 63
 """The id of a call fits into a column of int64."""
@@ -28,52 +29,46 @@ _CALL_BITS = 63
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Turn:
-    """A call and its answer. `stored` is what an earlier attempt has stored of the answer. `asked` is True from the
-    call on, and `answer` is set when the answer is complete. Calls `grown` when `tokens`, those of the answer so far,
-    may have changed."""
+    """A call of an agent of `group`, and its answer. `stored` is what an earlier attempt has stored of the answer.
+    `asked` is True from the call on, and `answer` is set when the answer is complete."""
 
     call: int
-    grown: Callable[[], None]
-    stored: PartialCompletion | None = None
+    group: "GroupProgress"
+    stored: PartialCompletion = NOTHING
     asked: bool = False
-    answer: PartialCompletion | None = None
-    tokens: int = 0
+    answer: Completion | None = None
     _sampled: Sampled | None = None
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of the answer so far."""
+        if self._sampled is not None:
+            return sum(self._sampled.lengths)
+        return len((self.answer or self.stored).token_ids)
 
     @property
     def prefix(self) -> list[PartialCompletion]:
         """The stored beginning of the answer, which the engine continues; empty if nothing is stored."""
-        return [] if self.stored is None else [self.stored]
+        return [self.stored] if self.stored.token_ids else []
 
     @property
     def continued_tokens(self) -> int:
         """The number of stored tokens in the complete answer. A stop string in them makes the answer shorter."""
-        if self.stored is None or self.answer is None:
-            return 0
-        return min(len(self.stored.token_ids), len(self.answer.token_ids))
+        return 0 if self.answer is None else min(len(self.stored.token_ids), len(self.answer.token_ids))
 
     def progressed(self, sampled: Sampled) -> None:
         """Records what the engine has so far."""
-        self._sampled, self.tokens = sampled, sampled.tokens
-        self.grown()
+        self._sampled = sampled
+        self.group.grown()
 
     def answered(self, completion: Completion) -> None:
         """Records the complete answer."""
-        self.answer = PartialCompletion(
-            token_ids=completion.token_ids,
-            logprobs=completion.logprobs,
-            versions=completion.versions,
-            finished=True,
-            truncated=completion.truncated,
-            supports=completion.supports,
-        )
-        self._sampled, self.tokens = None, len(completion.token_ids)
-        self.grown()
+        self.answer, self._sampled = completion, None
+        self.group.grown()
 
     def failed(self) -> None:
         """Records that the engine gave no answer. The call may be made again."""
         self.asked, self._sampled = False, None
-        self.tokens = 0 if self.stored is None else len(self.stored.token_ids)
 
     def partial(self) -> list[PartialCompletion] | None:
         """Returns the answer as it is now; an empty list if it has no token yet. None as for `Sampled.partial`."""
@@ -86,12 +81,9 @@ class SampleProgress:
     """The turns of one sample, which are those that were stored and those that its agent asked for. `waited_s` is the
     time of its ended calls in the engine, seconds. `opened_s` (monotonic clock) is when its session was opened."""
 
-    def __init__(
-        self, stored: PartialCompletion | None, *, grown: Callable[[], None], called: Callable[[int], None]
-    ) -> None:
+    def __init__(self, stored: PartialCompletion, group: "GroupProgress") -> None:
         self._stored = stored
-        self._grown = grown
-        self._called = called
+        self._group = group
         self._turns = self._given()
         self._begun = 0
         self.waited_s = 0.0
@@ -125,14 +117,14 @@ class SampleProgress:
         """
         turn = self._turn(asked)
         began_s = time.monotonic()
-        self._called(1)
+        self._group.called(1)
         try:
             yield turn
         finally:
             if turn.answer is None:
                 turn.failed()
-                self._turns = [each for each in self._turns if each is not turn or turn.stored is not None]
-            self._called(-1)
+                self._turns = [each for each in self._turns if each is not turn or turn.stored.token_ids]
+            self._group.called(-1)
             self.waited_s += time.monotonic() - began_s
 
     def _turn(self, asked: Asked) -> Turn:
@@ -143,44 +135,25 @@ class SampleProgress:
         call = call_of(asked)
         turn = next((turn for turn in self._turns if turn.call == call and not turn.asked), None)
         if turn is None:
-            turn = Turn(call=call, grown=self._grown)
+            turn = Turn(call=call, group=self._group)
             self._turns.append(turn)
         turn.asked = True
         return turn
 
     def _given(self) -> list[Turn]:
         """Returns the stored turns, none of which the agent has asked for."""
-        stored = [] if self._stored is None else turns_of(self._stored)
-        return [
-            Turn(call=call, grown=self._grown, stored=answer, tokens=len(answer.token_ids)) for call, answer in stored
-        ]
+        return [Turn(call=call, group=self._group, stored=answer) for call, answer in turns_of(self._stored)]
 
 
 class GroupProgress:
-    """The tokens that the samples of a group have so far, with the stored ones of an earlier attempt (`prefix`).
-    Implements `Sampled`.
+    """The tokens that the samples of a group have so far, with the stored ones of an earlier attempt. Implements
+    `Sampled`."""
 
-    Calls `on_environment` with True when the engine has no call of the group any more, and with False when it has.
-    """
-
-    def __init__(
-        self,
-        samples: int,
-        *,
-        prefix: Sequence[PartialCompletion] = (),
-        on_progress: Callable[[Sampled], None] | None = None,
-        on_environment: Callable[[bool], None] | None = None,
-    ) -> None:
-        self._on_progress = on_progress
-        self._on_environment = on_environment
+    def __init__(self, samples: int, attempt: Attempt) -> None:
+        self._attempt = attempt
         self._in_engine = 0
-        given: Sequence[PartialCompletion | None] = prefix or [None] * samples
-        self.samples = [SampleProgress(stored, grown=self._grown, called=self._called) for stored in given]
-        self._called(0)
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
+        self.samples = [SampleProgress(stored, self) for stored in attempt.prefix or [NOTHING] * samples]
+        self.called(0)
 
     @property
     def lengths(self) -> list[int]:
@@ -195,15 +168,15 @@ class GroupProgress:
         known = [each for each in now if each is not None]
         return known if len(known) == len(now) else None
 
-    def _called(self, more: int) -> None:
+    def called(self, more: int) -> None:
         """Records that the engine has `more` calls of the group than before."""
         self._in_engine += more
-        if self._on_environment is not None:
-            self._on_environment(self._in_engine == 0)
+        self._attempt.on_environment(self._in_engine == 0)
 
-    def _grown(self) -> None:
-        if self._on_progress is not None:
-            self._on_progress(self)
+    def grown(self) -> None:
+        """Records that the number of tokens may have changed."""
+        if self._attempt.on_progress is not None:
+            self._attempt.on_progress(self)
 
 
 def call_of(asked: Asked) -> int:
@@ -236,13 +209,5 @@ def turns_of(sample: PartialCompletion) -> list[tuple[int, PartialCompletion]]:
     end = 0
     for turn in sample.turns:
         start, end = end, end + turn.tokens
-        answer = PartialCompletion(
-            token_ids=sample.token_ids[start:end],
-            logprobs=sample.logprobs[start:end],
-            versions=sample.versions[start:end],
-            finished=turn.finished,
-            truncated=turn.truncated,
-            supports=None if sample.supports is None else sample.supports[start:end],
-        )
-        turns.append((turn.call, answer))
+        turns.append((turn.call, sample.part(start, end, finished=turn.finished, truncated=turn.truncated)))
     return turns

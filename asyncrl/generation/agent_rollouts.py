@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,20 +20,9 @@ from asyncrl.generation.conversations import SessionSettings
 from asyncrl.generation.episodes import Episode, Node, Origin, of_branches
 from asyncrl.generation.gateway import Answered, Asked, EndedSession
 from asyncrl.generation.gateway_server import GatewayServer, RemoteGateway
-from asyncrl.generation.interfaces import InferenceEngine, PartialCompletion, Sampled
+from asyncrl.generation.interfaces import InferenceEngine
+from asyncrl.generation.rollout import Attempt, Played
 from asyncrl.generation.vllm_tools import ToolParser
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
-    """The episodes of a group and their scores. `environment_s` is the time of the group in which its busiest sample
-    did not wait for the engine, seconds. `continued_tokens` is the number of tokens that an earlier attempt sampled."""
-
-    episodes: list[Episode]
-    scores: list[Score]
-    environment_s: float
-    activity: "AgentActivity"
-    continued_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,20 +73,9 @@ class AgentRollouts:
         self._filler: int = tokenizer.eos_token_id
         self._calls: dict[str, SampleProgress] = {}
 
-    async def run(
-        self,
-        task: Task,
-        *,
-        samples: int,
-        seed: int | None,
-        temperature: float,
-        prefix: Sequence[PartialCompletion] = (),
-        on_progress: Callable[[Sampled], None] | None = None,
-        on_environment: Callable[[bool], None] | None = None,
-    ) -> Played:
-        """Runs the agent of a task once for each sample. A call that has an answer in `prefix`, which an earlier
-        attempt has stored, gets that one. Calls `on_progress` with what the group has sampled so far, and
-        `on_environment` with True when the engine has no call of the group any more, and with False when it has.
+    async def run(self, task: Task, *, samples: int, seed: int | None, temperature: float, attempt: Attempt) -> Played:
+        """Runs the agent of a task once for each sample. A call that has an answer in the prefix of the attempt, which
+        an earlier one has stored, gets that answer.
 
         A sample fails if its agent makes no call, or ends without a result at a limit. An agent that goes back and
         continues an earlier part of its conversation in another way makes a branch of its episode.
@@ -121,7 +99,7 @@ class AgentRollouts:
             ]
         )
         ids = [id for id, _ in sessions]
-        group = GroupProgress(samples, prefix=prefix, on_progress=on_progress, on_environment=on_environment)
+        group = GroupProgress(samples, attempt)
         self._calls |= dict(zip(ids, group.samples, strict=True))
         try:
             accesses = [msgspec.json.encode(access).decode() for _, access in sessions]
@@ -135,6 +113,7 @@ class AgentRollouts:
                 raise session.error
             if session.error is not None:
                 raise InfraError(f"a call of an agent failed: {session.error}", reason="gateway")
+        attempt.on_generated()
         waited_s = max(sample.waited_s for sample in group.samples)
         episodes = [self._episode(session) for session in ended]
         return Played(

@@ -249,13 +249,7 @@ class Conversation:
 
     def answered(self, turn: Turn, completion: Completion, message: dict[str, Any]) -> None:
         """Records what the model sampled in a turn, and the message that the agent gets."""
-        turn.reply = Node(
-            origin=Origin.SAMPLED,
-            token_ids=completion.token_ids,
-            logprobs=completion.logprobs,
-            versions=completion.versions,
-            supports=completion.supports,
-        )
+        turn.reply = Node.of(completion)
         if turn.text is not None:
             text, whole = completion.text, self._renderer.decoded(completion.token_ids, after=turn.token_ids)
             if text not in whole:  # the prompt ends within a character

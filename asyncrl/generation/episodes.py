@@ -64,6 +64,17 @@ class Node:
                 "token may have any"
             )
 
+    @classmethod
+    def of(cls, completion: Completion) -> "Node":
+        """Returns the node with what the model has sampled."""
+        return cls(
+            origin=Origin.SAMPLED,
+            token_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            versions=completion.versions,
+            supports=completion.supports,
+        )
+
     @property
     def sampled(self) -> bool:
         return self.origin is Origin.SAMPLED
@@ -113,16 +124,7 @@ def single_turn(prompt_ids: Sequence[int], completion: Completion, *, top_k: int
             f"generator.top_k = {top_k}"
         )
     return Episode(
-        nodes=(
-            Node(origin=Origin.ENVIRONMENT, token_ids=prompt_ids),
-            Node(
-                origin=Origin.SAMPLED,
-                token_ids=completion.token_ids,
-                logprobs=completion.logprobs,
-                versions=completion.versions,
-                supports=completion.supports,
-            ),
-        ),
+        nodes=(Node(origin=Origin.ENVIRONMENT, token_ids=prompt_ids), Node.of(completion)),
         text=completion.text,
         truncated=completion.truncated,
     )

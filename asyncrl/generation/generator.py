@@ -31,7 +31,7 @@ from asyncrl.generation.delivery import Delivery
 from asyncrl.generation.held_tickets import HeldTickets
 from asyncrl.generation.interfaces import PartialCompletion, Sampled
 from asyncrl.generation.prefix_keeper import PrefixKeeper
-from asyncrl.generation.rollout import Rollouts
+from asyncrl.generation.rollout import Attempt, Rollouts
 from asyncrl.generation.running import RunningRollouts
 from asyncrl.generation.weight_updates import UpdateHooks, WeightUpdates
 from asyncrl.metrics.catalogue import GENERATOR_STATES
@@ -148,7 +148,8 @@ class Generator:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(loop, name=name) for name, loop in loops.items()]
-                await self._drained()
+                await self._draining.wait()
+                await self._held.all_settled()
                 for task in tasks:
                     task.cancel()
         except ExceptionGroup as failures:
@@ -193,7 +194,8 @@ class Generator:
                     # A failed update may have torn the replica since the reserve. Then this waits for a whole version.
                     await self._weights.startable()
                     if ticket.key in self._held:  # the buffer may have ended the ticket while it waited here
-                        self._start(ticket)
+                        self._running.start(ticket.key, self._rollout(ticket))
+                        self._show_states()
 
     def _quarantined(self) -> Quarantined:
         return Quarantined(
@@ -201,34 +203,26 @@ class Generator:
             "rollouts failed in a row (generator.max_infra_failures), or it was replaced"
         )
 
-    def _start(self, ticket: Ticket) -> None:
-        self._running.start(ticket.key, self._rollout(ticket))
-        self._show_states()
-
     async def _rollout(self, ticket: Ticket) -> None:
         started_s = self._clock()
         try:
             try:
                 async with asyncio.timeout(self._config.generator.rollout_timeout_s):
                     prefix = await self._prefixes.read(ticket, turns=self._rollouts.agents_of(ticket.task) is not None)
-                    group = await self._rollouts.run(
-                        ticket,
+                    attempt = Attempt(
                         prefix=prefix,
                         on_progress=functools.partial(self._progressed, ticket, prefix),
                         on_generated=functools.partial(self._generated, ticket.key),
                         on_environment=functools.partial(self._in_environment, ticket.key),
                     )
+                    group = await self._rollouts.run(ticket, attempt)
                     if ticket.key in self._spoiled:
                         raise self._spoiled[ticket.key]
             except TimeoutError as error:
                 limit_s = self._config.generator.rollout_timeout_s
                 notes = getattr(error.__cause__, "__notes__", [])  # what the cancelled rollout was doing
-                raise InfraError(
-                    "; ".join(
-                        [f"group {ticket.key} took longer than generator.rollout_timeout_s = {limit_s:g} s", *notes]
-                    ),
-                    reason="rollout_timeout",
-                ) from None
+                late = f"group {ticket.key} took longer than generator.rollout_timeout_s = {limit_s:g} s"
+                raise InfraError("; ".join([late, *notes]), reason="rollout_timeout") from None
             except (RolloutError, asyncio.CancelledError):
                 raise
             except Exception as error:
@@ -262,7 +256,7 @@ class Generator:
 
     def _progressed(self, ticket: Ticket, prefix: Sequence[PartialCompletion], sampled: Sampled) -> None:
         if ticket.key in self._held and ticket.key not in self._spoiled:
-            if self._held.generated(ticket.key, sampled.tokens):
+            if self._held.generated(ticket.key, sum(sampled.lengths)):
                 self._last_token_s = self._clock()
             self._prefixes.sampled(ticket, sampled, continued=prefix)
 
@@ -355,11 +349,7 @@ class Generator:
                 self._metrics.sessions(self._rollouts.agents.session_ages_s())
             await asyncio.sleep(min(1.0, interval_s))
 
-    # --- settling and states --------------------------------------------------------------------------------------
-
-    async def _drained(self) -> None:
-        await self._draining.wait()
-        await self._held.all_settled()
+    # --- states ---------------------------------------------------------------------------------------------------
 
     def _show_states(self) -> None:
         self._metrics.inflight(self._running.generating)

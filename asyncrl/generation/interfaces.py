@@ -39,23 +39,6 @@ Supports = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """One sampled continuation of a prompt.
-
-    `token_ids`, `logprobs` (nats, as sampled) and `versions` have one entry for each token. `text` has no special
-    tokens. `truncated` is True if the length limit ended the completion. `supports` [tokens, K] has the ids of the
-    tokens among which each token was sampled, −1 beyond them; it is None without `generator.top_k`.
-    """
-
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[Version]
-    text: str
-    truncated: bool
-    supports: Supports | None = field(default=None, compare=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PartialTurn:
     """The answer to one call of an agent, among the tokens of its sample: the id of the call, the number of the
     answer's tokens, and whether it is `finished` and `truncated` as in `PartialCompletion`."""
@@ -68,9 +51,13 @@ class PartialTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialCompletion:
-    """The tokens of a completion so far, with the log-prob (nats) and the version of each. `truncated` is True if the
-    length limit has ended it; only a `finished` completion can be truncated. `supports` is as in `Completion`. A sample
-    of an agent has the tokens of all its answers one after another, and `turns` has one entry for each answer."""
+    """The tokens of a completion so far.
+
+    `token_ids`, `logprobs` (nats, as sampled) and `versions` have one entry for each token. `truncated` is True if the
+    length limit has ended the completion; only a `finished` completion can be truncated. `supports` [tokens, K] has the
+    ids of the tokens among which each token was sampled, −1 beyond them; it is None without `generator.top_k`. A sample
+    of an agent has the tokens of all its answers one after another, and `turns` has one entry for each answer.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
@@ -80,18 +67,36 @@ class PartialCompletion:
     supports: Supports | None = field(default=None, compare=False)
     turns: tuple[PartialTurn, ...] = ()
 
+    def part(self, start: int, end: int, *, finished: bool, truncated: bool = False) -> PartialCompletion:
+        """Returns the tokens from `start` to `end`, without turns."""
+        return PartialCompletion(
+            token_ids=self.token_ids[start:end],
+            logprobs=self.logprobs[start:end],
+            versions=self.versions[start:end],
+            finished=finished,
+            truncated=truncated,
+            supports=None if self.supports is None else self.supports[start:end],
+        )
+
+
+NOTHING = PartialCompletion(token_ids=[], logprobs=[], versions=[])
+"""A completion without a token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion(PartialCompletion):
+    """One sampled continuation of a prompt, which is finished. `text` has no special tokens."""
+
+    text: str
+    finished: bool = True
+
 
 class Sampled(Protocol):
     """What an engine has sampled so far of the completions of one call."""
 
     @property
-    def tokens(self) -> int:
-        """Number of tokens of all completions, with those of a prefix."""
-        ...
-
-    @property
     def lengths(self) -> Sequence[int]:
-        """Number of tokens of each completion."""
+        """Number of tokens of each completion, with those of a prefix."""
         ...
 
     def partial(self) -> list[PartialCompletion] | None:

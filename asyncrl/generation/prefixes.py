@@ -8,9 +8,10 @@ Only completion tokens are stored, because the prompt is in the ticket. A finish
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from asyncrl.buffer.records import Prefix
 from asyncrl.common.version import Version
@@ -61,29 +62,26 @@ def engine_seed(seed: int, name: str) -> int:
 
 def rows_of(samples: Sequence[PartialCompletion]) -> BatchedDataDict:
     """Returns the rows [G, S] that store the samples. Supports are a column [G, S, K]."""
-    shape = (len(samples), max(len(sample.token_ids) for sample in samples))
+
+    def column(of_samples: Iterable[Sequence[float]], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return pad_sequence([torch.tensor(of_tokens, dtype=dtype) for of_tokens in of_samples], batch_first=True)
+
     rows = BatchedDataDict(
-        input_ids=torch.zeros(shape, dtype=torch.int64),
+        input_ids=column(sample.token_ids for sample in samples),
         input_lengths=torch.tensor([len(sample.token_ids) for sample in samples]),
-        generation_logprobs=torch.zeros(shape),
-        weight_versions=torch.zeros(shape, dtype=torch.int64),
-        weight_incarnations=torch.zeros(shape, dtype=torch.int64),
+        generation_logprobs=column((sample.logprobs for sample in samples), torch.float32),
+        weight_versions=column([version.step for version in sample.versions] for sample in samples),
+        weight_incarnations=column([version.incarnation for version in sample.versions] for sample in samples),
         sample_state=torch.tensor([_state(sample) for sample in samples]),
     )
-    for i, sample in enumerate(samples):
-        tokens = slice(0, len(sample.token_ids))
-        rows["input_ids"][i, tokens] = torch.tensor(sample.token_ids, dtype=torch.int64)
-        rows["generation_logprobs"][i, tokens] = torch.tensor(sample.logprobs)
-        rows["weight_versions"][i, tokens] = torch.tensor([v.step for v in sample.versions], dtype=torch.int64)
-        incarnations = [version.incarnation for version in sample.versions]
-        rows["weight_incarnations"][i, tokens] = torch.tensor(incarnations, dtype=torch.int64)
-    if width := max((sample.supports.shape[1] for sample in samples if sample.supports is not None), default=0):
-        rows[SUPPORT] = torch.full((*shape, width), NO_TOKEN, dtype=torch.int32)
-        for i, sample in enumerate(samples):
-            if sample.supports is not None:
-                rows[SUPPORT][i, : len(sample.token_ids)] = torch.from_numpy(sample.supports)
+    if supports := [sample.supports for sample in samples if sample.supports is not None]:
+        no_token = supports[0][:0]
+        of_samples = [no_token if sample.supports is None else sample.supports for sample in samples]
+        rows[SUPPORT] = pad_sequence(list(map(torch.from_numpy, of_samples)), batch_first=True, padding_value=NO_TOKEN)
     if any(sample.turns for sample in samples):
-        rows.update(_turn_columns(samples, shape))
+        calls, ends = TURN_COLUMNS
+        rows[calls] = column([turn.call for turn in sample.turns for _ in range(turn.tokens)] for sample in samples)
+        rows[ends] = column((_ends(sample.turns) for sample in samples), torch.int8)
     return rows
 
 
@@ -129,15 +127,9 @@ def prefix_of(
     )
 
 
-def _turn_columns(samples: Sequence[PartialCompletion], shape: tuple[int, int]) -> dict[str, torch.Tensor]:
-    calls, ends = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int8)
-    for i, sample in enumerate(samples):
-        end = 0
-        for turn in sample.turns:
-            calls[i, end : end + turn.tokens] = turn.call
-            end += turn.tokens
-            ends[i, end - 1] = _state(turn) + 1
-    return dict(zip(TURN_COLUMNS, (calls, ends), strict=True))
+def _ends(turns: Sequence[PartialTurn]) -> list[int]:
+    """Returns the column `turn_ends` of a sample."""
+    return [end for turn in turns for end in (*[0] * (turn.tokens - 1), _state(turn) + 1)]
 
 
 def _turns(rows: BatchedDataDict, row: int, *, tokens: int) -> tuple[PartialTurn, ...]:

@@ -21,13 +21,13 @@ from asyncrl.common.kept_memory import KEPT_MEMORY
 from asyncrl.config.schema import Config
 from asyncrl.errors import DataError, InfraError
 from asyncrl.generation.engine_start import cause_of_death, children_begin_with, engine_starts, first_end
-from asyncrl.generation.interfaces import Completion, LoadTimes, PartialCompletion, Sampled
+from asyncrl.generation.interfaces import NOTHING, Completion, LoadTimes, PartialCompletion, Sampled
 from asyncrl.generation.long_work import beside_loop
 from asyncrl.generation.prefixes import seed_of
 from asyncrl.generation.shared_memory import EngineProcesses, sweep_shared_memory
 from asyncrl.generation.vllm_adapters import Adapter, VLLMAdapters
 from asyncrl.generation.vllm_arguments import engine_arguments
-from asyncrl.generation.vllm_sampled import NOTHING, Child, SampledByVLLM, before_stop, check_end, joined, until_stop
+from asyncrl.generation.vllm_sampled import Child, SampledByVLLM, before_stop, check_end, until_stop
 from asyncrl.generation.vllm_supports import sampling_parameters
 from asyncrl.generation.vllm_weights import VLLMWeights
 from asyncrl.weights.manifest import Manifest
@@ -164,8 +164,7 @@ class VLLMEngine:
         top_k = self._top_k if temperature > 0 else None
         if not any(sample.token_ids for sample in prefix):
             children = [Child(NOTHING, index=index, top_k=top_k) for index in range(n)]
-            with self._progress(children, on_progress):
-                await self._request(prompt_ids, children, n=n, seed=seed, max_tokens=max_tokens, **sampling)
+            requests = [self._request(prompt_ids, children, n=n, seed=seed, max_tokens=max_tokens, **sampling)]
         else:
             children = [Child(_ended_at(max_tokens, sample), top_k=top_k) for sample in prefix]
             requests = [
@@ -179,9 +178,9 @@ class VLLMEngine:
                 for i, child in enumerate(children)
                 if not child.prefix.finished
             ]
-            with self._progress(children, on_progress):
-                await _all_or_none(requests)
-        tokens = SampledByVLLM(self._llm, children).tokens
+        with self._progress(children, on_progress):
+            await _all_or_none(requests)
+        tokens = sum(SampledByVLLM(self._llm, children).lengths)
         return await beside_loop(lambda: [self._completion(child, stops) for child in children], tokens=tokens)
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
@@ -259,7 +258,7 @@ class VLLMEngine:
         def report() -> None:
             nonlocal timer
             timer = loop.call_later(self._progress_every_s, report)
-            if sampled.tokens:
+            if any(sampled.lengths):
                 on_progress(sampled)
 
         timer = loop.call_later(self._progress_every_s, report)
@@ -276,9 +275,7 @@ class VLLMEngine:
             text: str = self._llm.tokenizer.decode(token_ids, skip_special_tokens=True)
             return text
 
-        sample = child.prefix
-        if child.output is not None:
-            sample = joined(child.prefix, child.output, version=child.version, top_k=child.top_k)
+        sample = child.prefix if child.output is None else child.ended(child.output)
         if stops and not child.prefix.token_ids:
             text = child.output.text
         else:

@@ -18,7 +18,6 @@ from asyncrl.errors import DataError, InfraError
 from asyncrl.generation.interfaces import PartialCompletion
 from asyncrl.generation.vllm_supports import supports_of
 
-NOTHING = PartialCompletion(token_ids=[], logprobs=[], versions=[])
 _ENDS = ("stop", "length")
 """vLLM's finish reasons of a completion that ended in order."""
 
@@ -29,7 +28,10 @@ class Child:
     output for it when the request has ended. `sampled` is the number of tokens that its request had at the last look. A
     completion that was finished before has no request. `version` is that of the request's adapter: with an adapter, all
     tokens of a request have one version, and vLLM's labels are not of it. `top_k` is `generator.top_k` if the request
-    samples with it."""
+    samples with it.
+
+    What it returns raises DataError if a token lacks its log-prob or its version, or with `top_k` its support.
+    """
 
     prefix: PartialCompletion
     request_id: str = ""
@@ -39,6 +41,39 @@ class Child:
     version: Version | None = None
     top_k: int | None = None
 
+    def so_far(self, state: Any) -> PartialCompletion:
+        """Returns the completion while its request runs: its prefix, and the rest from the state of the request."""
+        tokens, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
+        return self._continued(tokens, logprobs, state.weight_version_starts)
+
+    def ended(self, output: Any) -> PartialCompletion:
+        """Returns the completion with the final output of vLLM for the rest. Its `finished` is False if it did not end
+        in order, so that another attempt continues it."""
+        starts = [(span.version, span.start) for span in output.weight_versions or []]
+        return self._continued(output.token_ids, output.logprobs, starts, reason=output.finish_reason)
+
+    def _continued(
+        self, token_ids: Sequence[int], logprobs: Any, starts: Sequence[tuple[str, int]], *, reason: str | None = None
+    ) -> PartialCompletion:
+        # For each token, the flat lists have an entry of the sampled token, and then with `top_k` those of the most
+        # probable ones. With `logprobs=0` the first one is the only one.
+        each = max(1, len(logprobs.token_ids) // max(1, len(token_ids))) if self.top_k is not None else 1
+        if logprobs.token_ids[::each] != list(token_ids):
+            raise DataError("vLLM returned log-probs of other tokens than the sampled ones", reason="logprobs")
+        supports = None
+        if self.top_k is not None:
+            supports = supports_of(token_ids, logprobs, top_k=self.top_k)
+            if self.prefix.supports is not None:
+                supports = np.concatenate([self.prefix.supports, supports])
+        return PartialCompletion(
+            token_ids=[*self.prefix.token_ids, *token_ids],
+            logprobs=[*self.prefix.logprobs, *logprobs.logprobs[::each]],
+            versions=[*self.prefix.versions, *_versions(starts, len(token_ids), version=self.version)],
+            finished=reason in _ENDS,
+            truncated=reason == "length",
+            supports=supports,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class SampledByVLLM:
@@ -46,10 +81,6 @@ class SampledByVLLM:
 
     llm: Any
     children: Sequence[Child]
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
 
     @property
     def lengths(self) -> list[int]:
@@ -68,12 +99,9 @@ class SampledByVLLM:
             if child.prefix.finished:
                 samples.append(child.prefix)
             elif output is not None:
-                samples.append(joined(child.prefix, output, version=child.version, top_k=child.top_k))
+                samples.append(child.ended(output))
             elif state is not None:
-                starts = state.weight_version_starts
-                tokens, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
-                versions = _versions(starts, len(tokens), version=child.version)
-                samples.append(_joined(child.prefix, tokens, logprobs, versions, top_k=child.top_k))
+                samples.append(child.so_far(state))
             else:
                 return None
         return samples
@@ -112,57 +140,6 @@ def check_end(finish_reason: str | None) -> None:
         )
 
 
-def joined(
-    prefix: PartialCompletion, output: Any, *, version: Version | None = None, top_k: int | None = None
-) -> PartialCompletion:
-    """Returns a completion that has ended: its prefix, and the final output of vLLM for the rest. `version` is that of
-    the request's adapter, if it has one.
-
-    Its `finished` is False if it did not end in order, so that another attempt continues it. Raises DataError if a
-    token lacks its log-prob or its version, or with `top_k` its support.
-    """
-    starts = [(span.version, span.start) for span in output.weight_versions or []]
-    return _joined(
-        prefix,
-        output.token_ids,
-        output.logprobs,
-        _versions(starts, len(output.token_ids), version=version),
-        top_k=top_k,
-        finished=output.finish_reason in _ENDS,
-        truncated=output.finish_reason == "length",
-    )
-
-
-def _joined(
-    prefix: PartialCompletion,
-    token_ids: Sequence[int],
-    logprobs: Any,
-    versions: Sequence[Version],
-    *,
-    top_k: int | None,
-    finished: bool = False,
-    truncated: bool = False,
-) -> PartialCompletion:
-    # For each token, the flat lists have an entry of the sampled token, and then with `top_k` those of the most
-    # probable ones. With `logprobs=0` the first one is the only one.
-    each = max(1, len(logprobs.token_ids) // max(1, len(token_ids))) if top_k is not None else 1
-    if logprobs.token_ids[::each] != list(token_ids):
-        raise DataError("vLLM returned log-probs of other tokens than the sampled ones", reason="logprobs")
-    supports = None
-    if top_k is not None:
-        supports = supports_of(token_ids, logprobs, top_k=top_k)
-        if prefix.supports is not None:
-            supports = np.concatenate([prefix.supports, supports])
-    return PartialCompletion(
-        token_ids=[*prefix.token_ids, *token_ids],
-        logprobs=[*prefix.logprobs, *logprobs.logprobs[::each]],
-        versions=[*prefix.versions, *versions],
-        finished=finished,
-        truncated=truncated,
-        supports=supports,
-    )
-
-
 def _versions(starts: Sequence[tuple[str, int]], tokens: int, *, version: Version | None) -> list[Version]:
     """Returns the version of each token. `starts` are (version, first token) of the spans. With an adapter it is the
     adapter's `version`."""
@@ -197,13 +174,7 @@ def until_stop(
     if not has_stop(tokens):
         return sample
     first = bisect_left(range(tokens), True, key=has_stop)
-    return PartialCompletion(
-        token_ids=sample.token_ids[:first],
-        logprobs=sample.logprobs[:first],
-        versions=sample.versions[:first],
-        finished=True,
-        supports=None if sample.supports is None else sample.supports[:first],
-    )
+    return sample.part(0, first, finished=True)
 
 
 def before_stop(text: str, stops: Sequence[str]) -> str:

@@ -35,10 +35,6 @@ class FakeSampled:
     samples: list[PartialCompletion]
 
     @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
-
-    @property
     def lengths(self) -> list[int]:
         return [len(sample.token_ids) for sample in self.samples]
 

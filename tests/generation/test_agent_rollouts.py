@@ -21,7 +21,7 @@ from asyncrl.generation.agent_rollouts import AgentRollouts
 from asyncrl.generation.gateway_server import GatewayServer
 from asyncrl.generation.interfaces import Completion, PartialCompletion, Sampled
 from asyncrl.generation.rendering import Renderer
-from asyncrl.generation.rollout import FinishedGroup, Rollouts
+from asyncrl.generation.rollout import Attempt, FinishedGroup, Rollouts
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.integration, pytest.mark.timeout(120)]
 
@@ -77,9 +77,10 @@ class Setup:
         ticket = Ticket(
             group=3, attempt=1, task=task, seed=50, version=Version(1, 0), max_staleness_versions=2, replica="a"
         )
-        return await self.rollouts.run(
-            ticket, on_progress=lambda sampled: self.progress.append((sampled.tokens, list(sampled.lengths)))
-        )
+        return await self.rollouts.run(ticket, Attempt(on_progress=self.note))
+
+    def note(self, sampled: Sampled) -> None:
+        self.progress.append((sum(sampled.lengths), list(sampled.lengths)))
 
 
 @asynccontextmanager

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.buffer.records import Ticket, VersionSpan
+from asyncrl.buffer.records import GroupMeta, Ticket, VersionSpan
 from asyncrl.common.version import Version
+from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.data.specs import BRANCH, SUPPORT
 from asyncrl.errors import HandshakeError
 from asyncrl.generation.episodes import Episode, Node, Origin, episode_rows, of_branches
-from asyncrl.generation.rollout import finished_group
+from asyncrl.generation.rollout import Played, finished_group
 from asyncrl.learner.batch import turns
 
 TICKET = Ticket(
@@ -42,6 +43,12 @@ LONG = episode(read(1, 2), sampled(3), read(4, origin=Origin.TEMPLATE), read(5, 
 SHORT = episode(read(1, 2), sampled(3, 3))
 
 
+def meta_of(episodes: list[Episode], *, max_branches: int = 1) -> GroupMeta:
+    config = Config.model_validate({"environment": {"max_branches": max_branches}})
+    played = Played(episodes=episodes, scores=[1.0] * len(episodes), environment_s=0.0)
+    return finished_group(TICKET, played, config=config, replica="a").meta
+
+
 def test_rows_have_the_whole_sequence_and_only_sampled_tokens_are_trained() -> None:
     rows = episode_rows([LONG, SHORT])
     assert {name: column.tolist() for name, column in rows.items()} == {
@@ -63,8 +70,7 @@ def test_branches_follow_each_other_and_have_numbers() -> None:
     assert rows[BRANCH].tolist() == [[0] * 9 + [1] * 5, [0] * 4 + [-1] * 10]
     assert rows[BRANCH].dtype == torch.int32
     assert of_branches([SHORT]) == SHORT
-    plain = finished_group(TICKET, episodes=[both], rewards=[1.0], replica="a", scoring_s=0.0).meta
-    numbered = finished_group(TICKET, episodes=[both], rewards=[1.0], replica="a", scoring_s=0.0, branches=True).meta
+    plain, numbered = meta_of([both]), meta_of([both], max_branches=2)
     assert numbered.row_bytes == plain.row_bytes + 14 * 4
     assert numbered.row_checksums != plain.row_checksums, "the checksums contain the branches"
 
@@ -83,14 +89,14 @@ def test_only_sampled_tokens_have_supports() -> None:
 
 
 def test_a_group_counts_what_was_sampled_and_what_was_read() -> None:
-    meta = finished_group(TICKET, episodes=[LONG, SHORT], rewards=[1.0, 0.0], replica="a", scoring_s=0.0).meta
+    meta = meta_of([LONG, SHORT])
     assert (meta.prompt_tokens, meta.completion_tokens, meta.read_tokens) == (2, (3, 2), (4, 0))
     assert meta.row_tokens == [9, 4]
     assert meta.generated_tokens == 5
     assert (meta.oldest, meta.newest, meta.mid_sequence_updates) == (6, 7, 1)
     assert meta.version_spans == ((VersionSpan(1, 6, 1), VersionSpan(1, 7, 2)), (VersionSpan(1, 6, 2),))
     assert meta.part == "games"
-    alone = finished_group(TICKET, episodes=[SHORT], rewards=[1.0], replica="a", scoring_s=0.0).meta
+    alone = meta_of([SHORT])
     assert alone.read_tokens == ()
     assert alone.row_tokens == [4]
 

@@ -16,7 +16,7 @@ from asyncrl.data.prompts import Task
 from asyncrl.environments.scores import Score
 from asyncrl.errors import DataError, RunError
 from asyncrl.generation.reward_errors import failures_of, report_failures, rewards_of
-from asyncrl.generation.rollout import Rollouts
+from asyncrl.generation.rollout import Attempt, Rollouts
 from asyncrl.weights.staging import StagedWeights
 
 RAISED = DataError("it raised", reason="reward_raised", completion="4")
@@ -142,9 +142,9 @@ async def test_a_held_out_question_whose_reward_failed_has_no_reward_whatever_be
     ticket = Ticket(group=3, attempt=1, task=task, seed=0, version=Version(1, 7), max_staleness_versions=2, replica="a")
     if on_error == "fail":
         with pytest.raises(DataError, match="the reward raised"):
-            await rollouts.run(ticket)
+            await rollouts.run(ticket, Attempt())
         return
-    group = await rollouts.run(ticket)
+    group = await rollouts.run(ticket, Attempt())
     assert group.meta.rewards[0] == (None if on_error == "mask" else 0.0)
     assert [(each.reason, each.prompt) for each in group.failures] == [("reward_raised", "q")]
     assert group.rows.size == 3, "the rows of all samples are stored"

@@ -23,7 +23,7 @@ from asyncrl.environments.scores import Score
 from asyncrl.errors import DataError, HandshakeError
 from asyncrl.generation.episodes import Episode, single_turn
 from asyncrl.generation.interfaces import Completion
-from asyncrl.generation.rollout import Rollouts, finished_group
+from asyncrl.generation.rollout import Attempt, FinishedGroup, Played, Rollouts, finished_group
 from asyncrl.weights.staging import StagedWeights
 
 TICKET = Ticket(
@@ -43,22 +43,21 @@ def episodes(*completions: Completion) -> list[Episode]:
     return [single_turn([4, 5], each) for each in completions]
 
 
+def finished(rewards: list[Score], episodes: list[Episode]) -> FinishedGroup:
+    played = Played(episodes=episodes, scores=rewards, environment_s=0.0)
+    return finished_group(TICKET, played, config=Config(), replica="a")
+
+
 @pytest.mark.fault("F24")
 def test_a_group_of_empty_completions_is_as_old_as_its_ticket_and_has_no_token() -> None:
-    group = finished_group(
-        TICKET, episodes=episodes(completion(), completion()), rewards=[0.0, 0.0], replica="a",
-        scoring_s=0.0,
-    )  # fmt: skip
+    group = finished([0.0, 0.0], episodes(completion(), completion()))
     assert (group.meta.oldest, group.meta.newest, group.meta.generated_tokens) == (7, 7, 0)
     assert group.rows["input_lengths"].tolist() == [2, 2]
     assert not group.rows["token_mask"].any()
 
 
 def test_rows_are_prompt_completion_padding_and_only_what_was_sampled_has_a_version() -> None:
-    group = finished_group(
-        TICKET, episodes=episodes(completion(6), completion(7, 8)), rewards=[0.0, 1.0], replica="a",
-        scoring_s=0.0,
-    )  # fmt: skip
+    group = finished([0.0, 1.0], episodes(completion(6), completion(7, 8)))
     assert {name: column.tolist() for name, column in group.rows.items()} == {
         "input_ids": [[4, 5, 6, 0], [4, 5, 7, 8]],
         "weight_versions": [[-1, -1, 8, -1], [-1, -1, 8, 8]],
@@ -74,12 +73,10 @@ def test_rows_are_prompt_completion_padding_and_only_what_was_sampled_has_a_vers
 def test_supports_are_a_column_of_sampled_tokens_and_count_in_the_booked_size() -> None:
     first, second = completion(6), completion(7, 8)
     supports = [np.array([[6, 9]], dtype=np.int32), np.array([[3, 7], [8, -1]], dtype=np.int32)]
-    group = finished_group(
-        TICKET, rewards=[0.0, 1.0], replica="a", scoring_s=0.0,
-        episodes=episodes(
-            dataclasses.replace(first, supports=supports[0]), dataclasses.replace(second, supports=supports[1])
-        ),
-    )  # fmt: skip
+    group = finished(
+        [0.0, 1.0],
+        episodes(dataclasses.replace(first, supports=supports[0]), dataclasses.replace(second, supports=supports[1])),
+    )
     no = [-1, -1]
     assert group.rows[SUPPORT].tolist() == [[no, no, [6, 9], no], [no, no, [3, 7], [8, -1]]]
     assert group.rows[SUPPORT].dtype == torch.int32
@@ -89,7 +86,7 @@ def test_supports_are_a_column_of_sampled_tokens_and_count_in_the_booked_size() 
     assert group.meta.row_bytes + bytes_per_token(config) == worst_case_group_bytes(config), "one token is missing"
     picked = {name: Picked(columns=[column], numbers=[0, 0], rows=[0, 1]) for name, column in columns.items()}
     assert torch.equal(decode(picked)[SUPPORT], group.rows[SUPPORT])
-    plain = finished_group(TICKET, episodes=episodes(first, second), rewards=[0.0, 1.0], replica="a", scoring_s=0.0)
+    plain = finished([0.0, 1.0], episodes(first, second))
     assert plain.meta.row_checksums != group.meta.row_checksums, "the audit sees other supports"
 
 
@@ -110,15 +107,12 @@ async def test_an_engine_that_returns_no_supports_fails_the_group() -> None:
     config = load_config([], ["generator.top_k=3"])
     rollouts = Rollouts(config=config, engine=engine, tokenizer=Tokenizer(), scorer=LengthScorer(), replica="a")
     with pytest.raises(HandshakeError, match="with supports of no tokens"):
-        await rollouts.run(TICKET)
+        await rollouts.run(TICKET, Attempt())
 
 
 @pytest.mark.fault("F24")
 def test_a_completion_of_only_the_end_token_is_one_token() -> None:
-    group = finished_group(
-        TICKET, episodes=episodes(completion(1), completion()), rewards=[0.0, 0.0], replica="a",
-        scoring_s=0.0,
-    )  # fmt: skip
+    group = finished([0.0, 0.0], episodes(completion(1), completion()))
     assert (group.meta.oldest, group.meta.newest, group.meta.completion_tokens) == (8, 8, (1, 0))
 
 
@@ -151,7 +145,7 @@ async def test_a_group_says_how_long_its_scores_took() -> None:
     rollouts = Rollouts(
         config=Config(), engine=engine, tokenizer=Tokenizer(), scorer=SlowScorer(), replica="a", clock=lambda: now_s
     )
-    assert (await rollouts.run(TICKET)).scoring_s == 2.0
+    assert (await rollouts.run(TICKET, Attempt())).scoring_s == 2.0
 
 
 @pytest.mark.parametrize(
@@ -172,5 +166,5 @@ async def test_samples_have_seeds_of_their_own_in_a_synchronous_run_or_if_asked_
 
     engine.generate = noted  # type: ignore[method-assign, assignment]
     rollouts = Rollouts(config=config, engine=engine, tokenizer=Tokenizer(), scorer=LengthScorer(), replica="a")
-    await rollouts.run(msgspec.structs.replace(TICKET, seed=8))
+    await rollouts.run(msgspec.structs.replace(TICKET, seed=8), Attempt())
     assert seeds == expected

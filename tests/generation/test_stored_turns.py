@@ -27,6 +27,7 @@ from asyncrl.generation.agent_progress import GroupProgress, call_of, joined, tu
 from asyncrl.generation.gateway import Asked
 from asyncrl.generation.interfaces import Completion, PartialCompletion, PartialTurn
 from asyncrl.generation.prefixes import PREFIX_COLUMNS, TURN_COLUMNS, prefix_of, rows_of, samples_of_rows
+from asyncrl.generation.rollout import Attempt
 
 TURNS = 6
 STORED = 34  # two samples, each with four answers and one or more tokens of the fifth one
@@ -259,7 +260,7 @@ def test_a_call_is_known_by_what_it_asks_for_and_not_by_its_session() -> None:
 
 def test_a_stored_answer_is_given_once_and_only_to_its_call() -> None:
     stored = answer(2, 3, finished=True)
-    group = GroupProgress(1, prefix=[joined([(call_of(asked(1)), stored)])])
+    group = GroupProgress(1, Attempt(prefix=[joined([(call_of(asked(1)), stored)])]))
     [sample] = group.samples
     with sample.answering(asked(9)) as other:
         assert other.prefix == []
@@ -277,7 +278,7 @@ def test_a_stored_answer_is_given_once_and_only_to_its_call() -> None:
 def test_what_is_not_used_yet_is_stored_again() -> None:
     calls = [call_of(asked(token)) for token in (1, 2, 3)]
     stored = [(call, answer(call % 100, finished=True)) for call in calls]
-    group = GroupProgress(1, prefix=[joined(stored)])
+    group = GroupProgress(1, Attempt(prefix=[joined(stored)]))
     with group.samples[0].answering(asked(1)) as turn:
         turn.answered(completion(*stored[0][1].token_ids))
     with group.samples[0].answering(asked(4)) as turn:
@@ -285,46 +286,46 @@ def test_what_is_not_used_yet_is_stored_again() -> None:
     now = group.partial()
     assert now is not None
     assert [(each.call, each.tokens) for each in now[0].turns] == [*((c, 1) for c in calls), (call_of(asked(4)), 2)]
-    assert (group.tokens, group.continued_tokens) == (5, 1)
+    assert (group.lengths, group.continued_tokens) == ([5], 1)
 
 
 def test_an_agent_that_begins_again_gets_the_stored_answers_again() -> None:
     stored = answer(2, 3, finished=True)
-    group = GroupProgress(1, prefix=[joined([(call_of(asked(1)), stored)])])
+    group = GroupProgress(1, Attempt(prefix=[joined([(call_of(asked(1)), stored)])]))
     [sample] = group.samples
     for _ in range(2):
         with sample.answering(asked(1)) as turn:
             turn.answered(completion(2, 3))
-    assert group.tokens == 4
+    assert group.lengths == [4]
     with sample.answering(asked(1, begun=2)) as turn:
         assert turn.prefix == [stored]
         turn.answered(completion(2, 3))
-    assert group.tokens == 2
+    assert group.lengths == [2]
     with pytest.raises(InfraError, match="begun again"), sample.answering(asked(1)):
         pass
 
 
 def test_a_call_that_failed_may_be_made_again() -> None:
     stored = answer(2, 3)
-    group = GroupProgress(1, prefix=[joined([(call_of(asked(1)), stored)])])
+    group = GroupProgress(1, Attempt(prefix=[joined([(call_of(asked(1)), stored)])]))
     [sample] = group.samples
     for call in (asked(1), asked(9)):
         with pytest.raises(InfraError), sample.answering(call):
             raise InfraError("the engine failed", reason="engine")
     with sample.answering(asked(1)) as turn:
         assert turn.prefix == [stored]
-    assert (group.tokens, group.partial()) == (2, [joined([(call_of(asked(1)), stored)])])
+    assert (group.lengths, group.partial()) == ([2], [joined([(call_of(asked(1)), stored)])])
 
 
 def test_nothing_is_known_while_an_answer_is_on_its_way() -> None:
     class OnItsWay:
-        tokens, lengths = 3, (3,)
+        lengths = (3,)
 
         def partial(self) -> None:
             return None
 
     reports: list[int] = []
-    group = GroupProgress(2, on_progress=lambda sampled: reports.append(sampled.tokens))
+    group = GroupProgress(2, Attempt(on_progress=lambda sampled: reports.append(sum(sampled.lengths))))
     with group.samples[0].answering(asked(1)) as turn:
         turn.progressed(OnItsWay())
         assert group.partial() is None

@@ -9,8 +9,9 @@ import pytest
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import DataError, InfraError, RolloutError
+from asyncrl.generation.interfaces import NOTHING
 from asyncrl.generation.vllm_engine import VLLMEngine
-from asyncrl.generation.vllm_sampled import NOTHING, Child, SampledByVLLM
+from asyncrl.generation.vllm_sampled import Child, SampledByVLLM
 
 pytestmark = pytest.mark.slow  # imports torch
 

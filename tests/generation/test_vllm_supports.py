@@ -11,9 +11,9 @@ from test_vllm_ends import EndedLLM
 from asyncrl.common.version import Version
 from asyncrl.config.load import load_config
 from asyncrl.errors import DataError
-from asyncrl.generation.interfaces import PartialCompletion
+from asyncrl.generation.interfaces import NOTHING, PartialCompletion
 from asyncrl.generation.vllm_engine import VLLMEngine
-from asyncrl.generation.vllm_sampled import NOTHING, Child, SampledByVLLM, joined, until_stop
+from asyncrl.generation.vllm_sampled import Child, SampledByVLLM, until_stop
 from asyncrl.generation.vllm_supports import sampling_parameters, supports_of
 
 pytestmark = pytest.mark.slow  # imports torch
@@ -68,19 +68,19 @@ def test_a_support_of_more_than_top_k_tokens_is_refused(token: list[tuple[int, f
 
 
 def test_a_completion_has_the_sampled_tokens_log_probs_and_all_supports() -> None:
-    sample = joined(NOTHING, output(TWO_TOKENS, [7, 3]), top_k=3)
+    sample = Child(NOTHING, top_k=3).ended(output(TWO_TOKENS, [7, 3]))
     assert (sample.token_ids, sample.logprobs) == ([7, 3], [math.log(0.25), 0.0])
     assert sample.supports is not None
     assert sample.supports.tolist() == [[4, 7, 9], [3, -1, -1]]
     with pytest.raises(DataError, match="other tokens than the sampled ones"):
-        joined(NOTHING, output(TWO_TOKENS, [4, 3]), top_k=3)
+        Child(NOTHING, top_k=3).ended(output(TWO_TOKENS, [4, 3]))
 
 
 def test_a_continued_completion_keeps_the_supports_of_its_prefix() -> None:
     prefix = PartialCompletion(
         token_ids=[5], logprobs=[-0.1], versions=[Version(1, 2)], supports=np.array([[5, 6, -1]], dtype=np.int32)
     )
-    sample = joined(prefix, output(TWO_TOKENS, [7, 3]), top_k=3)
+    sample = Child(prefix, top_k=3).ended(output(TWO_TOKENS, [7, 3]))
     assert sample.supports is not None
     assert sample.supports.tolist() == [[5, 6, -1], [4, 7, 9], [3, -1, -1]]
     cut = until_stop(sample, ["57"], lambda tokens: "".join(map(str, tokens)))
