@@ -33,15 +33,13 @@ def rewards_of(scores: Sequence[Score], *, config: Config) -> tuple[float | None
     Raises DataError with the first error if the group fails.
     """
     errors, on_error = [score for score in scores if isinstance(score, DataError)], config.environment.on_error
-    if not errors:
-        return tuple(total(score) for score in scores if not isinstance(score, DataError))
-    first = next((error for error in errors if error.completion), errors[0])
-    if on_error == "fail":
-        raise first
-    good, fewest = len(scores) - len(errors), fewest_rewards(config)
-    if good < fewest:
-        few = f"; {len(errors)} of {len(scores)} completions of the group have no reward" if len(scores) > 1 else ""
-        raise DataError(f"{first}{few}", reason=first.reason, completion=first.completion)
+    if errors:
+        first = next((error for error in errors if error.completion), errors[0])
+        if on_error == "fail":
+            raise first
+        if len(scores) - len(errors) < fewest_rewards(config):
+            few = f"; {len(errors)} of {len(scores)} completions of the group have no reward" if len(scores) > 1 else ""
+            raise DataError(f"{first}{few}", reason=first.reason, completion=first.completion)
     substitute = 0.0 if on_error == "zero" else None
     return tuple(substitute if isinstance(score, DataError) else total(score) for score in scores)
 

@@ -321,8 +321,6 @@ class VLLMEngine:
                     final = output
         except ValueError as error:
             raise DataError(f"vLLM refused the prompt: {error}", reason="prompt_refused") from error
-        except asyncio.CancelledError:
-            raise
         except Exception as error:
             cause = cause_of_death(f"{type(error).__name__}: {error}")
             raise InfraError(f"the engine failed: {cause}", reason="engine") from error
