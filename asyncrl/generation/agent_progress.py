@@ -10,17 +10,16 @@ are sampled. Invariant: a stored answer is given at most once in a conversation.
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 
 import msgspec
-import numpy as np
 
 from asyncrl.errors import InfraError
 from asyncrl.generation.gateway import Asked
-from asyncrl.generation.interfaces import NOTHING, Completion, PartialCompletion, PartialTurn, Sampled
+from asyncrl.generation.interfaces import NOTHING, Completion, PartialCompletion, Sampled
+from asyncrl.generation.prefixes import joined, turns_of
 from asyncrl.generation.rollout import Attempt
 
 _CALL_BITS = 63
@@ -185,29 +184,3 @@ def call_of(asked: Asked) -> int:
     # json, not msgspec: a schema of a tool may have integers beyond 64 bits
     digest = hashlib.blake2b(json.dumps(what).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> (64 - _CALL_BITS)
-
-
-def joined(turns: Sequence[tuple[int, PartialCompletion]]) -> PartialCompletion:
-    """Returns the answers to calls, each of which has a token, as one sample."""
-    answers = [answer for _, answer in turns]
-    supports = [answer.supports for answer in answers if answer.supports is not None]
-    return PartialCompletion(
-        token_ids=list(chain.from_iterable(answer.token_ids for answer in answers)),
-        logprobs=list(chain.from_iterable(answer.logprobs for answer in answers)),
-        versions=list(chain.from_iterable(answer.versions for answer in answers)),
-        supports=np.concatenate(supports) if supports else None,
-        turns=tuple(
-            PartialTurn(call=call, tokens=len(answer.token_ids), finished=answer.finished, truncated=answer.truncated)
-            for call, answer in turns
-        ),
-    )
-
-
-def turns_of(sample: PartialCompletion) -> list[tuple[int, PartialCompletion]]:
-    """Returns the answers of a sample with their calls: the inverse of `joined`."""
-    turns: list[tuple[int, PartialCompletion]] = []
-    end = 0
-    for turn in sample.turns:
-        start, end = end, end + turn.tokens
-        turns.append((turn.call, sample.part(start, end, finished=turn.finished, truncated=turn.truncated)))
-    return turns

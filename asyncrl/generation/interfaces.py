@@ -28,7 +28,6 @@ __all__ = [
     "InferenceEngine",
     "LoadTimes",
     "PartialCompletion",
-    "PartialTurn",
     "Sampled",
     "all_succeeded",
     "verify_right_padding",
@@ -39,24 +38,16 @@ Supports = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartialTurn:
-    """The answer to one call of an agent, among the tokens of its sample: the id of the call, the number of the
-    answer's tokens, and whether it is `finished` and `truncated` as in `PartialCompletion`."""
-
-    call: int
-    tokens: int
-    finished: bool = False
-    truncated: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PartialCompletion:
     """The tokens of a completion so far.
 
     `token_ids`, `logprobs` (nats, as sampled) and `versions` have one entry for each token. `truncated` is True if the
     length limit has ended the completion; only a `finished` completion can be truncated. `supports` [tokens, K] has the
-    ids of the tokens among which each token was sampled, −1 beyond them; it is None without `generator.top_k`. A sample
-    of an agent has the tokens of all its answers one after another, and `turns` has one entry for each answer.
+    ids of the tokens among which each token was sampled, −1 beyond them; it is None without `generator.top_k`.
+
+    A sample of an agent has the tokens of all its answers one after another. `calls` has for each token the id of the
+    call that it answers. `ends` has at the last token of an answer its state (`asyncrl.generation.prefixes`), and 0 at
+    the others.
     """
 
     token_ids: list[int]
@@ -65,10 +56,11 @@ class PartialCompletion:
     finished: bool = False
     truncated: bool = False
     supports: Supports | None = field(default=None, compare=False)
-    turns: tuple[PartialTurn, ...] = ()
+    calls: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
 
     def part(self, start: int, end: int, *, finished: bool, truncated: bool = False) -> PartialCompletion:
-        """Returns the tokens from `start` to `end`, without turns."""
+        """Returns the tokens from `start` to `end`, as those of one answer."""
         return PartialCompletion(
             token_ids=self.token_ids[start:end],
             logprobs=self.logprobs[start:end],

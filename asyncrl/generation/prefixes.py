@@ -9,7 +9,9 @@ Only completion tokens are stored, because the prompt is in the ticket. A finish
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
+import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
@@ -18,7 +20,7 @@ from asyncrl.common.version import Version
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.specs import NO_TOKEN, SUPPORT
 from asyncrl.errors import InfraError
-from asyncrl.generation.interfaces import PartialCompletion, PartialTurn
+from asyncrl.generation.interfaces import PartialCompletion
 
 PREFIX_COLUMNS = (
     "input_ids",
@@ -78,10 +80,10 @@ def rows_of(samples: Sequence[PartialCompletion]) -> BatchedDataDict:
         no_token = supports[0][:0]
         of_samples = [no_token if sample.supports is None else sample.supports for sample in samples]
         rows[SUPPORT] = pad_sequence(list(map(torch.from_numpy, of_samples)), batch_first=True, padding_value=NO_TOKEN)
-    if any(sample.turns for sample in samples):
+    if any(sample.calls for sample in samples):
         calls, ends = TURN_COLUMNS
-        rows[calls] = column([turn.call for turn in sample.turns for _ in range(turn.tokens)] for sample in samples)
-        rows[ends] = column((_ends(sample.turns) for sample in samples), torch.int8)
+        rows[calls] = column(sample.calls for sample in samples)
+        rows[ends] = column((sample.ends for sample in samples), torch.int8)
     return rows
 
 
@@ -99,6 +101,7 @@ def samples_of_rows(rows: BatchedDataDict, *, prefix: Prefix) -> list[PartialCom
         versions = [Version(incarnation, step) for incarnation, step in pairs]
         kept = next((place for place, version in enumerate(versions) if version not in allowed), length)
         state = int(rows["sample_state"][i]) if kept == length else _RUNS
+        calls, ends = (rows[name][i, :kept].tolist() if name in rows else [] for name in TURN_COLUMNS)
         samples.append(
             PartialCompletion(
                 token_ids=rows["input_ids"][i, :kept].tolist(),
@@ -107,7 +110,8 @@ def samples_of_rows(rows: BatchedDataDict, *, prefix: Prefix) -> list[PartialCom
                 finished=state != _RUNS,
                 truncated=state == _TRUNCATED,
                 supports=rows[SUPPORT][i, :kept].numpy() if SUPPORT in rows else None,
-                turns=_turns(rows, i, tokens=kept),
+                calls=calls,
+                ends=ends,
             )
         )
     if not any(sample.token_ids for sample in samples):
@@ -127,30 +131,34 @@ def prefix_of(
     )
 
 
-def _ends(turns: Sequence[PartialTurn]) -> list[int]:
-    """Returns the column `turn_ends` of a sample."""
-    return [end for turn in turns for end in (*[0] * (turn.tokens - 1), _state(turn) + 1)]
+def joined(turns: Sequence[tuple[int, PartialCompletion]]) -> PartialCompletion:
+    """Returns the answers of an agent's sample to calls, each of which has a token, as one sample."""
+    answers = [answer for _, answer in turns]
+    supports = [answer.supports for answer in answers if answer.supports is not None]
+    return PartialCompletion(
+        token_ids=list(chain.from_iterable(answer.token_ids for answer in answers)),
+        logprobs=list(chain.from_iterable(answer.logprobs for answer in answers)),
+        versions=list(chain.from_iterable(answer.versions for answer in answers)),
+        supports=np.concatenate(supports) if supports else None,
+        calls=[call for call, answer in turns for _ in answer.token_ids],
+        ends=[end for answer in answers for end in (*[0] * (len(answer.token_ids) - 1), _state(answer) + 1)],
+    )
 
 
-def _turns(rows: BatchedDataDict, row: int, *, tokens: int) -> tuple[PartialTurn, ...]:
-    """Returns the turns of the first `tokens` tokens of a row. The last one is not finished if they end within it."""
-    if TURN_COLUMNS[0] not in rows:
-        return ()
-    calls, ends = (rows[name][row, :tokens].tolist() for name in TURN_COLUMNS)
-    turns: list[PartialTurn] = []
+def turns_of(sample: PartialCompletion) -> list[tuple[int, PartialCompletion]]:
+    """Returns the answers of a sample with their calls: the inverse of `joined`. The last answer is not finished if the
+    sample ends within it."""
+    turns: list[tuple[int, PartialCompletion]] = []
     start = 0
-    for place, end in enumerate(ends, start=1):
-        if not end and place < tokens:
-            continue
-        state = end - 1 if end else _RUNS
-        turns.append(
-            PartialTurn(call=calls[start], tokens=place - start, finished=state != _RUNS, truncated=state == _TRUNCATED)
-        )
-        start = place
-    return tuple(turns)
+    for place, end in enumerate(sample.ends, start=1):
+        if end or place == len(sample.ends):
+            finished, truncated = end - 1 > _RUNS, end - 1 == _TRUNCATED
+            turns.append((sample.calls[start], sample.part(start, place, finished=finished, truncated=truncated)))
+            start = place
+    return turns
 
 
-def _state(sample: PartialCompletion | PartialTurn) -> int:
+def _state(sample: PartialCompletion) -> int:
     if not sample.finished:
         return _RUNS
     return _TRUNCATED if sample.truncated else _FINISHED

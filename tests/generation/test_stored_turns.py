@@ -23,10 +23,18 @@ from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.codec import PAD_VALUES, Picked, decode, encode
 from asyncrl.errors import InfraError
-from asyncrl.generation.agent_progress import GroupProgress, call_of, joined, turns_of
+from asyncrl.generation.agent_progress import GroupProgress, call_of
 from asyncrl.generation.gateway import Asked
-from asyncrl.generation.interfaces import Completion, PartialCompletion, PartialTurn
-from asyncrl.generation.prefixes import PREFIX_COLUMNS, TURN_COLUMNS, prefix_of, rows_of, samples_of_rows
+from asyncrl.generation.interfaces import Completion, PartialCompletion
+from asyncrl.generation.prefixes import (
+    PREFIX_COLUMNS,
+    TURN_COLUMNS,
+    joined,
+    prefix_of,
+    rows_of,
+    samples_of_rows,
+    turns_of,
+)
 from asyncrl.generation.rollout import Attempt
 
 TURNS = 6
@@ -74,8 +82,10 @@ def sampled_of(pool: AgentPool, key: str) -> list[list[tuple[int, float, int]]]:
 async def test_another_replica_samples_only_the_turns_that_are_not_stored() -> None:
     async with agent_pool(talk) as pool:
         _, before = await killed_in_the_middle(pool, tokens=STORED)
-        assert all([turn.tokens for turn in sample.turns[:4]] == [ANSWER_TOKENS] * 4 for sample in before)
-        assert all(0 < sample.turns[4].tokens < ANSWER_TOKENS for sample in before)
+        for sample in before:
+            *whole, last = [len(answer.token_ids) for _, answer in turns_of(sample)]
+            assert whole == [ANSWER_TOKENS] * 4
+            assert 0 < last < ANSWER_TOKENS
         meta = await finished_by(pool, "b")
         heir = pool.engines["b"]
         answers = [answer.token_ids for sample in before for _, answer in turns_of(sample)]
@@ -219,11 +229,12 @@ SAMPLES = [
 
 
 def test_rows_keep_the_turns_of_samples() -> None:
-    assert SAMPLES[0].turns == (
-        PartialTurn(call=11, tokens=2, finished=True),
-        PartialTurn(call=12, tokens=1, finished=True, truncated=True),
-        PartialTurn(call=11, tokens=2),
-    )
+    assert (SAMPLES[0].calls, SAMPLES[0].ends) == ([11, 11, 12, 11, 11], [0, 2, 3, 0, 1])
+    assert turns_of(SAMPLES[0]) == [
+        (11, answer(2, 3, finished=True)),
+        (12, answer(4, finished=True, truncated=True)),
+        (11, answer(5, 6)),
+    ]
     rows = rows_of(SAMPLES)
     assert set(rows) == {*PREFIX_COLUMNS, *TURN_COLUMNS}
     stored = encode(BatchedDataDict.from_batches([rows], pad_value_dict=dict(PAD_VALUES)))
@@ -285,7 +296,8 @@ def test_what_is_not_used_yet_is_stored_again() -> None:
         turn.answered(completion(6, 7))
     now = group.partial()
     assert now is not None
-    assert [(each.call, each.tokens) for each in now[0].turns] == [*((c, 1) for c in calls), (call_of(asked(4)), 2)]
+    tokens = [(call, len(each.token_ids)) for call, each in turns_of(now[0])]
+    assert tokens == [*((call, 1) for call in calls), (call_of(asked(4)), 2)]
     assert (group.lengths, group.continued_tokens) == ([5], 1)
 
 
