@@ -7,7 +7,6 @@ which the replica died, and its answers keep their log-probs and versions. If an
 are sampled. Invariant: a stored answer is given at most once in a conversation.
 """
 
-import hashlib
 import json
 import time
 from collections.abc import Iterator
@@ -19,11 +18,8 @@ import msgspec
 from asyncrl.errors import InfraError
 from asyncrl.generation.gateway import Asked
 from asyncrl.generation.interfaces import NOTHING, Completion, PartialCompletion, Sampled
-from asyncrl.generation.prefixes import joined, turns_of
+from asyncrl.generation.prefixes import hash_of, joined, turns_of
 from asyncrl.generation.rollout import Attempt
-
-_CALL_BITS = 63
-"""The id of a call fits into a column of int64."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -182,5 +178,4 @@ def call_of(asked: Asked) -> int:
     """Returns an id of what a call asks for. Equal calls of different sessions have the same id."""
     what = msgspec.to_builtins(msgspec.structs.replace(asked, session="", begun=0, seed=None))
     # json, not msgspec: a schema of a tool may have integers beyond 64 bits
-    digest = hashlib.blake2b(json.dumps(what).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> (64 - _CALL_BITS)
+    return hash_of(json.dumps(what))

@@ -336,4 +336,6 @@ class Conversation:
         newest = next((turn for turn in reversed(self.turns) if turn.reply is not None), None)
         if not self.turns or (parent is not None and not parent.then and parent is newest):
             return None
-        return Fork.PARALLEL if newest is None or parent is newest else differs(newest)
+        if newest is None or parent is newest:
+            return Fork.PARALLEL
+        return differs(newest)

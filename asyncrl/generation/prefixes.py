@@ -37,7 +37,6 @@ TURN_COLUMNS = ("turn_calls", "turn_ends")
 """Further columns of the samples of agents, per token: the id of the call that the token answers, and at the last token
 of an answer its state as above, plus 1; 0 at other tokens."""
 _RUNS, _FINISHED, _TRUNCATED = range(3)
-_SEED_BITS = 63
 
 
 def seed_of(seed: int, child: int, tokens: int) -> int:
@@ -53,8 +52,12 @@ def seed_of(seed: int, child: int, tokens: int) -> int:
     """
     if not tokens:
         return seed + child
-    digest = hashlib.blake2b(f"{seed},{child},{tokens}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> (64 - _SEED_BITS)
+    return hash_of(f"{seed},{child},{tokens}")
+
+
+def hash_of(text: str) -> int:
+    """Returns a hash of 63 bits, which fits into a column of int64."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def engine_seed(seed: int, name: str) -> int:
