@@ -3,8 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 
@@ -25,29 +24,16 @@ from asyncrl.generation.rollout import Attempt, Played
 from asyncrl.generation.vllm_tools import ToolParser
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentActivity:
-    """What the agents of a group did: the calls of each sample, the tool calls of the model, how long each took until
-    the agent's next call (seconds), the forks by reason, and the tokens by origin."""
+class AgentActivity(TypedDict):
+    """What the agents of a group did, as `GeneratorMetrics.agents` takes it: the calls of each sample, the tool calls
+    of the model, how long each took until the agent's next call (seconds), the forks by reason, and the tokens by
+    origin."""
 
     turns: list[int]
     tool_calls: int
     tool_seconds: list[float]
     forks: dict[str, int]
     tokens: dict[str, int]
-
-    @classmethod
-    def of(cls, sessions: Sequence[EndedSession], episodes: Sequence[Episode]) -> "AgentActivity":
-        tokens: Counter[str] = Counter()
-        for node in (node for episode in episodes for node in episode.nodes):
-            tokens[node.origin] += len(node.token_ids)
-        return cls(
-            turns=[session.calls for session in sessions],
-            tool_calls=sum(session.tool_calls for session in sessions),
-            tool_seconds=[seconds for session in sessions for seconds in session.tool_seconds],
-            forks=dict(sum((session.forks for session in sessions), Counter[str]())),
-            tokens=dict(tokens),
-        )
 
 
 class AgentRollouts:
@@ -120,7 +106,7 @@ class AgentRollouts:
             episodes=episodes,
             scores=[_judged(score, session) for score, session in zip(scores, ended, strict=True)],
             environment_s=max(0.0, time.monotonic() - began_s - waited_s),
-            activity=AgentActivity.of(ended, episodes),
+            activity=_activity(ended, episodes),
             continued_tokens=group.continued_tokens,
         )
 
@@ -155,6 +141,19 @@ class AgentRollouts:
             return of_branches(session.episodes)
         nothing = Node(origin=Origin.ENVIRONMENT, token_ids=[self._filler])
         return Episode(nodes=(nothing,), text="", truncated=False)
+
+
+def _activity(sessions: Sequence[EndedSession], episodes: Sequence[Episode]) -> AgentActivity:
+    tokens: Counter[str] = Counter()
+    for node in (node for episode in episodes for node in episode.nodes):
+        tokens[node.origin] += len(node.token_ids)
+    return AgentActivity(
+        turns=[session.calls for session in sessions],
+        tool_calls=sum(session.tool_calls for session in sessions),
+        tool_seconds=[seconds for session in sessions for seconds in session.tool_seconds],
+        forks=dict(sum((session.forks for session in sessions), Counter[str]())),
+        tokens=dict(tokens),
+    )
 
 
 def _judged(score: Score, session: EndedSession) -> Score:

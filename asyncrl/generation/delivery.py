@@ -58,15 +58,14 @@ class Delivery:
         self.tokens = 0
         """Completion tokens of these samples."""
 
-    def add(self, group: FinishedGroup) -> None:
-        """Delivers a group soon."""
-        self._ended.append(group)
+    def add(self, ended: FinishedGroup | FailedTicket) -> None:
+        """Delivers a group, or reports a failure, soon."""
+        self._ended.append(ended)
         self._something_ended.set()
 
     def add_failed(self, key: str, incarnation: int, error: RolloutError) -> None:
         """Reports soon that the rollout of a ticket failed."""
-        self._ended.append(self._failed(key, incarnation, error))
-        self._something_ended.set()
+        self.add(self._failed(key, incarnation, error))
 
     async def fail_finished(self, error: InfraError) -> None:
         """Reports at once that all groups which are not delivered yet have failed, because they cannot be used."""

@@ -228,15 +228,8 @@ class Generator:
             except Exception as error:
                 raise DataError(describe_error(error), reason="unknown") from error
             self._metrics.rollout(group.meta, duration_s=self._clock() - started_s, scoring_s=group.scoring_s)
-            if (did := group.activity) is not None:
-                self._metrics.agents(
-                    turns=did.turns,
-                    tool_calls=did.tool_calls,
-                    tool_seconds=did.tool_seconds,
-                    forks=did.forks,
-                    tokens=did.tokens,
-                    part=group.meta.part,
-                )
+            if group.activity is not None:
+                self._metrics.agents(**group.activity, part=group.meta.part)
             self._delivery.add(group)
         except RolloutError as error:
             self._delivery.add_failed(ticket.key, ticket.version.incarnation, error)

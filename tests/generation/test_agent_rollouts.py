@@ -165,7 +165,7 @@ async def test_an_agent_that_goes_back_has_one_row_with_all_of_its_branches() ->
     assert meta.completion_tokens == (8, 8), "four answers of a digit and the end of a turn, each trained once"
     assert meta.rewards == (1.0, 1.0)
     assert group.activity is not None
-    assert group.activity.forks == {"compacted": 2, "resampled": 2}
+    assert group.activity["forks"] == {"compacted": 2, "resampled": 2}
     prompts = [tuple(prompt) for prompt in setup.engine.prompts]
     for row, length in enumerate(rows["input_lengths"].tolist()):
         ids, masks, numbers = (rows[name][row, :length] for name in ("input_ids", "token_mask", BRANCH))
