@@ -66,13 +66,16 @@ class StepSamples:
       from `rewards_B`. When the policy's ranks compute token-level advantages, they read `advantages_B` as the column
       `outcome_advantages`.
     - `mask_B`: 1.0 for a sample that is trained, else 0.0.
+
+    `numbers` has the step's numbers by their names in `asyncrl.metrics.numbers`:
+
     - `zero_variance_ratio`: the share of groups whose rewards, as the estimator sees them, are all equal.
     - `all_right_ratio`: the share of groups whose scored rewards (before the filters) are all equal and above 0.
     - `all_wrong_ratio`: the share of groups whose scored rewards are all equal and not above 0.
-    - `overlong_ratio`: the share of samples that were truncated at their length limit.
-    - `masked_ratio`: the share of samples with a mask of 0, because a filter masks them, because they have no token
-      that may be trained, or because their reward failed.
-    - `failed_ratio`: the share of samples whose reward failed (`environment.on_error: mask`).
+    - `truncated_ratio`: the share of samples that were truncated at their length limit.
+    - `masked_samples_ratio`: the share of samples with a mask of 0, because a filter masks them, because they have no
+      token that may be trained, or because their reward failed.
+    - `failed_samples_ratio`: the share of samples whose reward failed (`environment.on_error: mask`).
     - `stale_tokens`: the number of tokens that are masked because they are older than η.
     - `stale_samples`: the number of samples that have no token that is not older than η.
 
@@ -83,14 +86,7 @@ class StepSamples:
     group_ids_B: torch.Tensor
     advantages_B: torch.Tensor | None
     mask_B: torch.Tensor
-    zero_variance_ratio: float
-    all_right_ratio: float
-    all_wrong_ratio: float
-    overlong_ratio: float
-    masked_ratio: float
-    failed_ratio: float
-    stale_tokens: int
-    stale_samples: int
+    numbers: dict[str, float]
 
 
 def judge_samples(lease: Lease, *, estimator: Estimator | None, filters: SampleFilters) -> StepSamples:
@@ -140,14 +136,16 @@ def judge_samples(lease: Lease, *, estimator: Estimator | None, filters: SampleF
         group_ids_B=ids_N,
         advantages_B=advantages_N,
         mask_B=mask_N.float(),
-        zero_variance_ratio=sum(bool(part.all()) for part in torch.split(zero_variance_N, sizes)) / compared,
-        all_right_ratio=sum(reward > 0 for reward in agreed) / compared,
-        all_wrong_ratio=sum(reward <= 0 for reward in agreed) / compared,
-        overlong_ratio=float(truncated_N.float().mean()),
-        masked_ratio=float((~mask_N).float().mean()),
-        failed_ratio=float((~scored_N).float().mean()),
-        stale_tokens=int(stale_N.sum()),
-        stale_samples=int(((stale_N > 0) & (stale_N == tokens_N)).sum()),
+        numbers={
+            "zero_variance_ratio": sum(bool(part.all()) for part in torch.split(zero_variance_N, sizes)) / compared,
+            "all_right_ratio": sum(reward > 0 for reward in agreed) / compared,
+            "all_wrong_ratio": sum(reward <= 0 for reward in agreed) / compared,
+            "truncated_ratio": float(truncated_N.float().mean()),
+            "masked_samples_ratio": float((~mask_N).float().mean()),
+            "failed_samples_ratio": float((~scored_N).float().mean()),
+            "stale_tokens": int(stale_N.sum()),
+            "stale_samples": int(((stale_N > 0) & (stale_N == tokens_N)).sum()),
+        },
     )
 
 

@@ -15,6 +15,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 
 from asyncrl.buffer.records import Lease, LeaseWait
 from asyncrl.common.roles import TRAINING, RunState
@@ -57,6 +58,7 @@ UNPUBLISHED_WAIT_S = 0.5
 """The same while the newest version is not published: the generators may come to need it while the learner waits."""
 
 
+@dataclass(kw_only=True)
 class LearnerLoop:
     """Runs the `learner.total_steps` steps of a run.
 
@@ -66,64 +68,55 @@ class LearnerLoop:
     resumed. `kept` keeps all weights and batches, for `audit.keep_weights: all`.
     """
 
-    def __init__(
-        self,
-        *,
-        config: Config,
-        incarnation: int,
-        policy: TQPolicy,
-        critic: TQValue | None = None,
-        publisher: Publisher,
-        coordinator: CoordinatorClient,
-        heldout: HeldoutEvaluation,
-        checkpoints: Checkpoints,
-        log: RunLog,
-        metrics: LearnerMetrics,
-        states: StateClock,
-        decode: Decode,
-        started_s: float,
-        before: StepRecord | None = None,
-        kept: KeptSteps | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._config = config
-        self._incarnation = incarnation
-        self._policy = policy
-        self._publisher = publisher
-        self._coordinator = coordinator
-        self._heldout = heldout
-        self._checkpoints = checkpoints
-        self._metrics = metrics
-        self._clock = clock
-        self._states = states
-        self._stages = Stages(config=config, policy=policy, critic=critic, states=states, clock=clock)
-        self._log = log
-        self._kept = kept
-        self._recorder = StepRecorder(
-            log=log,
-            metrics=metrics,
-            groups_logged=config.learner.groups_logged,
-            decode=decode,
-            elapsed_s=lambda: clock() - started_s,
-            state_seconds=states.seconds,
-            before=before,
+    config: Config
+    incarnation: int
+    policy: TQPolicy
+    critic: TQValue | None = None
+    publisher: Publisher
+    coordinator: CoordinatorClient
+    heldout: HeldoutEvaluation
+    checkpoints: Checkpoints
+    log: RunLog
+    metrics: LearnerMetrics
+    states: StateClock
+    decode: Decode
+    started_s: float
+    before: StepRecord | None = None
+    kept: KeptSteps | None = None
+    clock: Callable[[], float] = time.monotonic
+    phase: str = field(default="publishing the first weights", init=False)
+    _due: RunSnapshot | None = field(default=None, init=False)
+    """Of the step whose checkpoint is due."""
+    _unpublished: bool = field(default=False, init=False)
+    """True if the learner has a newer version than the published one."""
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self._stages = Stages(
+            config=config, policy=self.policy, critic=self.critic, states=self.states, clock=self.clock
         )
-        self._checks = StepChecks(config=config, metrics=metrics)
+        self._recorder = StepRecorder(
+            log=self.log,
+            metrics=self.metrics,
+            elapsed_s=lambda: self.clock() - self.started_s,
+            state_seconds=self.states.seconds,
+            before=self.before,
+        )
+        self._checks = StepChecks(config=config, metrics=self.metrics)
         self._rows = StepRows(
             config=config,
-            incarnation=incarnation,
-            policy=policy,
-            coordinator=coordinator,
-            checkpoints=checkpoints,
-            metrics=metrics,
-            clock=clock,
+            incarnation=self.incarnation,
+            policy=self.policy,
+            coordinator=self.coordinator,
+            checkpoints=self.checkpoints,
+            metrics=self.metrics,
+            clock=self.clock,
         )
         logprobs = ["generation_logprobs", *(["prev_logprobs"] if self._stages.writes_logprobs else [])]
         logged = [*SAMPLE_COLUMNS, *config.extra_columns, *(logprobs if config.learner.logprobs_logged else [])]
-        self._end = StepEnd(recorder=self._recorder, log=log, rows=self._rows, logged_columns=logged)
-        self._due: RunSnapshot | None = None  # of the step whose checkpoint is due
-        self._unpublished = False  # True if the learner has a newer version than the published one
-        self.phase = "publishing the first weights"
+        self._end = StepEnd(
+            recorder=self._recorder, log=self.log, rows=self._rows, logged_columns=logged, decode=self.decode
+        )
 
     async def run(self, stop: asyncio.Event) -> RunTotals:
         """Trains until `learner.total_steps`, the last prompt, `run.stop_when` or `stop`, and returns the run's totals.
@@ -133,31 +126,31 @@ class LearnerLoop:
         try:
             return await self._run(stop)
         finally:
-            await self._heldout.end_beside()
-            await self._publisher.stop()
+            await self.heldout.end_beside()
+            await self.publisher.stop()
 
     async def _run(self, stop: asyncio.Event) -> RunTotals:
-        self._states.enter("other")
-        await self._checkpoints.check()
-        learner = self._config.learner
+        self.states.enter("other")
+        await self.checkpoints.check()
+        learner = self.config.learner
         samples = learner.groups_per_step * learner.group_size
-        await asyncio.to_thread(self._policy.prepare_step, samples, learner.group_size)
+        await asyncio.to_thread(self.policy.prepare_step, samples, learner.group_size)
         # Admission stays paused until the first version is published and evaluated: see `asyncrl.learner.heldout`.
-        await self._coordinator.call(LearnerCalls.pause, self._incarnation)
-        first = version = (await self._coordinator.call(Coordinator.brief_status)).version
+        await self.coordinator.call(LearnerCalls.pause, self.incarnation)
+        first = version = (await self.coordinator.call(Coordinator.brief_status)).version
         await self._publish(version)
         await self._keep_weights(version)
-        if self._recorder.before is None:
+        if self.before is None:
             await self._evaluate(version, stop)
         else:  # the run was resumed, and has evaluated its first version
-            await self._publisher.settle()
-        await self._coordinator.call(LearnerCalls.resume, self._incarnation)
-        await self._coordinator.call(LearnerCalls.set_state, self._incarnation, RunState.RUNNING)
+            await self.publisher.settle()
+        await self.coordinator.call(LearnerCalls.resume, self.incarnation)
+        await self.coordinator.call(LearnerCalls.set_state, self.incarnation, RunState.RUNNING)
         self.phase = TRAINING
         try:
             while (lease := await self._lease(stop)) is not None:
                 version = await self._step_or_give_back(lease)
-                self._heldout.begin_beside(version)
+                self.heldout.begin_beside(version)
                 if self._due is not None:
                     await self._save(self._due)
                     self._due = None
@@ -166,26 +159,26 @@ class LearnerLoop:
             raise
         await self._end.settle()
         if not stop.is_set():
-            await self._heldout.beside_ended()
+            await self.heldout.beside_ended()
         self.phase = "closing"
-        self._states.enter("other")
-        await self._coordinator.call(LearnerCalls.set_state, self._incarnation, RunState.CLOSING)
+        self.states.enter("other")
+        await self.coordinator.call(LearnerCalls.set_state, self.incarnation, RunState.CLOSING)
         if not stop.is_set():
-            if self._publisher.published != version:
+            if self.publisher.published != version:
                 await self._publish(version)
-            if await self._last_delivered() and not self._heldout.has_evaluated(version):
+            if await self._last_delivered() and not self.heldout.has_evaluated(version):
                 await self._evaluate(version, stop)
-        ledger = await self._coordinator.call(LearnerCalls.ledger_entry, self._incarnation)
-        self._log.append_audit(Ended(version, ledger))
+        ledger = await self.coordinator.call(LearnerCalls.ledger_entry, self.incarnation)
+        self.log.append_audit(Ended(version, ledger))
         if version != first:  # a run that trained no step has no new weights to save
-            snapshot = await self._coordinator.call(LearnerCalls.snapshot, self._incarnation)
-            await self._while_saving(self._checkpoints.save_last(snapshot), version)
-        retained = await self._coordinator.call(LearnerCalls.release, self._incarnation, None)
+            snapshot = await self.coordinator.call(LearnerCalls.snapshot, self.incarnation)
+            await self._while_saving(self.checkpoints.save_last(snapshot), version)
+        retained = await self.coordinator.call(LearnerCalls.release, self.incarnation, None)
         await self._rows.clear(retained)
-        await self._coordinator.call(LearnerCalls.clear_dropped, self._incarnation)
-        stop_reason = self._heldout.stop_reason(version)
+        await self.coordinator.call(LearnerCalls.clear_dropped, self.incarnation)
+        stop_reason = self.heldout.stop_reason(version)
         rows = await self._rows.outstanding(until_none=stop_reason is None and not stop.is_set())
-        status = await self._coordinator.call(Coordinator.status)
+        status = await self.coordinator.call(Coordinator.status)
         return self._recorder.run_totals(status, rows_outstanding=rows, stop_reason=stop_reason)
 
     # --- one step -----------------------------------------------------------------------------------------------
@@ -197,32 +190,32 @@ class LearnerLoop:
         Raises StallError when nothing moves, RunError after too many failures (`check_progress`), and ActorGone when
         the index of the data plane has died.
         """
-        self._states.enter("waiting_for_groups")
-        while not stop.is_set() and self._heldout.reached is None:
-            wait_s = min(LEASE_WAIT_S, self._config.run.stall_timeout_s)
+        self.states.enter("waiting_for_groups")
+        while not stop.is_set() and self.heldout.reached is None:
+            wait_s = min(LEASE_WAIT_S, self.config.run.stall_timeout_s)
             if self._unpublished:
                 wait_s = min(wait_s, UNPUBLISHED_WAIT_S)
-            answer = await self._coordinator.call(LearnerCalls.lease, self._incarnation, wait_s=wait_s)
+            answer = await self.coordinator.call(LearnerCalls.lease, self.incarnation, wait_s=wait_s)
             if isinstance(answer, Lease):
-                self._states.enter("other")
+                self.states.enter("other")
                 return answer
             if answer is LeaseWait.FINISHED:
                 return None
             # Raises if the index of the data plane has died. It comes first: a dead index makes rollouts fail, so that
             # the check of the progress would name another cause.
             await self._rows.outstanding()
-            self._publisher.check()
-            status = await self._coordinator.call(Coordinator.brief_status)
+            self.publisher.check()
+            status = await self.coordinator.call(Coordinator.brief_status)
             await self._publish_if_due(status)
-            if must_look(status, waits=answer, config=self._config):
+            if must_look(status, waits=answer, config=self.config):
                 check_progress(
-                    await self._coordinator.call(Coordinator.status),
+                    await self.coordinator.call(Coordinator.status),
                     waits=answer,
-                    config=self._config,
-                    delivery=self._publisher.trouble,
+                    config=self.config,
+                    delivery=self.publisher.trouble,
                 )
-            if self._checkpoints.due(status.version.step):
-                await self._save(await self._coordinator.call(LearnerCalls.snapshot, self._incarnation))
+            if self.checkpoints.due(status.version.step):
+                await self._save(await self.coordinator.call(LearnerCalls.snapshot, self.incarnation))
         return None
 
     async def _step_or_give_back(self, lease: Lease) -> Version:
@@ -233,15 +226,15 @@ class LearnerLoop:
             # The coordinator refuses and counts a give-back of a lease that has already ended. An error of the
             # give-back is suppressed, so that the caller gets the error that ended the step.
             with contextlib.suppress(Exception):
-                await self._coordinator.call(LearnerCalls.give_back, lease.incarnation, lease.step)
+                await self.coordinator.call(LearnerCalls.give_back, lease.incarnation, lease.step)
             raise
 
     async def _step(self, lease: Lease) -> Version:
         """Trains the groups of one lease and ends the lease. Returns the learner's version afterwards."""
-        started_s = self._clock()
+        started_s = self.clock()
         check_staleness(lease)
         samples = self._stages.judge(lease)
-        meta = step_meta(lease, extra=self._config.extra_columns)
+        meta = step_meta(lease, extra=self.config.extra_columns)
         waits = self._stages.policy_waits(lease.step)
         self.phase = "training only the critic (critic.warmup_steps)" if waits else TRAINING
         try:
@@ -261,8 +254,8 @@ class LearnerLoop:
             report=report,
             critic_report=critic_report,
             status=status,
-            published=self._publisher.published,
-            duration_s=self._clock() - started_s,
+            published=self.publisher.published,
+            duration_s=self.clock() - started_s,
             parity_ratio=parity_ratio,
         )
         if acked is not None:
@@ -280,29 +273,29 @@ class LearnerLoop:
         """
         logger.warning("step %d was not trained and is repeated without the lost rows: %s", lease.step, lost)
         keys = {group_of(sample): None for sample in lost.sample_ids}
-        await self._coordinator.call(LearnerCalls.give_back, lease.incarnation, lease.step)
-        await self._coordinator.call(LearnerCalls.rows_lost, lease.incarnation, list(keys))
+        await self.coordinator.call(LearnerCalls.give_back, lease.incarnation, lease.step)
+        await self.coordinator.call(LearnerCalls.rows_lost, lease.incarnation, list(keys))
         samples = [name for g in lease.groups if g.meta.key in keys for name in sample_ids(g)]
-        await asyncio.to_thread(self._policy.discard_samples, samples, TRAIN_PARTITION)
+        await asyncio.to_thread(self.policy.discard_samples, samples, TRAIN_PARTITION)
         return Version(lease.incarnation, lease.step)
 
     async def _keep_batch(self, lease: Lease, meta: KVBatchMeta) -> None:
         """Keeps the rows of a trained step, for `audit.keep_weights: all`."""
-        if self._kept is not None:
-            columns = kept_columns(with_logprobs=self._stages.writes_logprobs, extra=self._config.extra_columns)
-            await self._kept.keep_batch(lease, self._rows.read(meta, columns))
+        if self.kept is not None:
+            columns = kept_columns(with_logprobs=self._stages.writes_logprobs, extra=self.config.extra_columns)
+            await self.kept.keep_batch(lease, self._rows.read(meta, columns))
 
     async def _keep_weights(self, version: Version) -> None:
         """Keeps the weights of a version, for `audit.keep_weights: all`."""
-        if self._kept is not None:
+        if self.kept is not None:
             # The ranks have one copy of their weights to write from, which a running save still reads.
-            await self._checkpoints.settle()
-            await asyncio.to_thread(self._kept.keep_weights, self._policy, version)
+            await self.checkpoints.settle()
+            await asyncio.to_thread(self.kept.keep_weights, self.policy, version)
 
     async def _ack(self, lease: Lease) -> Acked:
         """Acknowledges a trained step, which increments the version. Publishes the version if it is due."""
-        due = self._checkpoints.due(lease.step + 1)
-        acked = await self._coordinator.call(LearnerCalls.ack, lease.incarnation, lease.step, snapshot=due)
+        due = self.checkpoints.due(lease.step + 1)
+        acked = await self.coordinator.call(LearnerCalls.ack, lease.incarnation, lease.step, snapshot=due)
         self._due = acked.snapshot
         await self._publish_if_due(acked.status)
         return acked
@@ -318,34 +311,34 @@ class LearnerLoop:
             lease.step,
             names_of(lease),
         )
-        over = await self._coordinator.call(LearnerCalls.skip, lease.incarnation, lease.step)
-        return await self._coordinator.call(Coordinator.brief_status), over
+        over = await self.coordinator.call(LearnerCalls.skip, lease.incarnation, lease.step)
+        return await self.coordinator.call(Coordinator.brief_status), over
 
     # --- checkpoints, weights and evaluation --------------------------------------------------------------------
 
     async def _save(self, snapshot: RunSnapshot) -> None:
         """Begins a save. Returns when the state is copied, and training can go on."""
         await self._end.settle()
-        last_step = snapshot.version.step >= self._config.learner.total_steps
-        await self._while_saving(self._checkpoints.begin(snapshot, last_step=last_step), snapshot.version)
+        last_step = snapshot.version.step >= self.config.learner.total_steps
+        await self._while_saving(self.checkpoints.begin(snapshot, last_step=last_step), snapshot.version)
 
     async def _while_saving(self, saving: Awaitable[None], version: Version) -> None:
         """Awaits `saving` with the phase and the state that show that training waits for a checkpoint."""
         before, self.phase = self.phase, f"saving the weights of {version.words}"
-        with self._states.within("checkpoint"):
+        with self.states.within("checkpoint"):
             await saving
         self.phase = before
 
     async def _publish(self, version: Version) -> None:
         """Publishes `version`. The time until its snapshot is taken counts as `publish`."""
-        with self._states.within("publish"):
-            await self._publisher.publish(version)
+        with self.states.within("publish"):
+            await self.publisher.publish(version)
 
     async def _last_delivered(self) -> bool:
         """Waits until the last weights are delivered. If they cannot be, logs it and returns False: they must still be
         saved."""
         try:
-            await self._publisher.settle()
+            await self.publisher.settle()
         except StallError as error:
             logger.error("the last weights are saved, but not evaluated: %s", error)
             return False
@@ -355,20 +348,20 @@ class LearnerLoop:
         """Publishes the learner's version if the gate allows it."""
         if should_publish(
             version=status.version,
-            published=self._publisher.published,
-            publish_every_steps=self._config.weights.publish_every_steps,
+            published=self.publisher.published,
+            publish_every_steps=self.config.weights.publish_every_steps,
             able=status.able,
         ):
             await self._publish(status.version)
-        self._unpublished = self._publisher.published != status.version
+        self._unpublished = self.publisher.published != status.version
 
     async def _evaluate(self, version: Version, stop: asyncio.Event) -> None:
         """Evaluates `version` on held-out tasks, and cancels the evaluation at `stop`: the generators may be shutting
         down too, so the evaluation might never end."""
-        await self._publisher.settle()
-        if not self._heldout.wanted:
+        await self.publisher.settle()
+        if not self.heldout.wanted:
             return
-        await self._coordinator.call(LearnerCalls.pause, self._incarnation)
+        await self.coordinator.call(LearnerCalls.pause, self.incarnation)
         evaluation = asyncio.create_task(self._heldout_reward(version), name=f"evaluation of {version}")
         stopping = asyncio.create_task(stop.wait(), name="stopping")
         try:
@@ -388,9 +381,9 @@ class LearnerLoop:
         """
         self.phase = f"waiting for a generator to load the weights of {version.words}"
         try:
-            actor = await self._heldout.replica_at(version)
+            actor = await self.heldout.replica_at(version)
             self.phase = f"evaluating the weights of {version.words}"
-            await self._heldout.evaluate(version, actor=actor)
+            await self.heldout.evaluate(version, actor=actor)
         except StallError as error:
             if not version.step:
                 raise

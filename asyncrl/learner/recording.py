@@ -1,4 +1,4 @@
-"""Records each ended step, trained or skipped: metrics, a step record and some samples. Also records the run's totals.
+"""Records each ended step, trained or skipped: metrics and a step record. Also records the run's totals.
 
 Before the first step, `described_metrics` sets the metrics that describe the run and its limits.
 
@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +20,7 @@ from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.replicas import mean_states
 from asyncrl.coordinator.status import BriefStatus, RunStatus
-from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.learner.batch import Decode, StepSamples, counts_by_staleness, sample_record
+from asyncrl.learner.batch import StepSamples, counts_by_staleness
 from asyncrl.learner.critic import critic_numbers
 from asyncrl.learner.failures import groups_by_reason
 from asyncrl.learner.records import RunTotals, StepRecord
@@ -64,15 +63,12 @@ class EndedStep:
 class StepRecorder:
     """Records the steps of a run in order.
 
-    `elapsed_s` returns the seconds since the start of the run, `state_seconds` the learner's seconds by state. The
-    first `groups_logged` groups of a trained step are written to the sample file with all of their samples. `before` is
-    the last record before the run was resumed: totals that processes count from their start continue from it.
+    `elapsed_s` returns the seconds since the start of the run, `state_seconds` the learner's seconds by state. `before`
+    is the last record before the run was resumed: totals that processes count from their start continue from it.
     """
 
     log: RunLog
     metrics: LearnerMetrics
-    groups_logged: int
-    decode: Decode
     elapsed_s: Callable[[], float]
     state_seconds: Callable[[], dict[str, float]]
     before: StepRecord | None = None
@@ -81,16 +77,12 @@ class StepRecorder:
     def __post_init__(self) -> None:
         self._mid_sequence_updates = self.before.mid_sequence_updates if self.before else 0
 
-    def trained(self, step: EndedStep) -> None:
-        """Records a step that was acked."""
-        self._mid_sequence_updates += sum(group.meta.mid_sequence_updates for group in step.lease.groups)
-        self._show(step, outcome="trained", tokens=step.report.trained_tokens)
-        self._show_trained(step)
-        self.log.append_step(self._record(step))
-
-    def skipped(self, step: EndedStep) -> None:
-        """Records a step that changed no weights because a loss or a gradient was not finite."""
-        self._show(step, outcome="skipped", tokens=0)
+    def record(self, step: EndedStep) -> None:
+        """Records a step that was acked, or that changed no weights because a loss or a gradient was not finite."""
+        if not step.report.skipped:
+            self._mid_sequence_updates += sum(group.meta.mid_sequence_updates for group in step.lease.groups)
+            self._show_trained(step)
+        self._show(step)
         self.log.append_step(self._record(step))
 
     def run_totals(self, status: RunStatus, *, rows_outstanding: int, stop_reason: str | None = None) -> RunTotals:
@@ -113,15 +105,16 @@ class StepRecorder:
 
     # --- metrics ------------------------------------------------------------------------------------------------
 
-    def _show(self, step: EndedStep, *, outcome: str, tokens: int) -> None:
+    def _show(self, step: EndedStep) -> None:
+        report = step.report
         self.metrics.heartbeat(unix_time_s=time.time())
         self.metrics.versions(learner=step.status.version.step, published=_step_of(step.published))
         self.metrics.step(
-            outcome=outcome,
+            outcome="skipped" if report.skipped else "trained",
             duration_s=step.duration_s,
-            tokens=tokens,
-            model_flops=step.report.model_flops,
-            peak_flops_per_s=step.report.peak_flops_per_s,
+            tokens=0 if report.skipped else report.trained_tokens,
+            model_flops=report.model_flops,
+            peak_flops_per_s=report.peak_flops_per_s,
         )
 
     def _show_trained(self, step: EndedStep) -> None:
@@ -161,39 +154,11 @@ class StepRecorder:
             reward_components=_components(step),
             reward_parts=_parts(step),
             part_groups=_part_groups(step) if trained else {},
-            diagnostics=measured | {name: _finite(value) for name, value in _diagnostics(step).items()},
+            diagnostics={name: _finite(value) for name, value in _diagnostics(step).items()} | measured,
         )
 
     def _weight_updates(self, status: BriefStatus) -> int:
         return status.totals.weight_updates + (self.before.weight_updates if self.before else 0)
-
-    # --- samples ------------------------------------------------------------------------------------------------
-
-    def logged_samples(self, lease: Lease) -> list[tuple[int, int]]:
-        """Returns the (group, sample) positions of the rollouts that are written to the sample file.
-
-        All samples of a group are written, so that a reader can compare them.
-        """
-        groups = enumerate(lease.groups[: self.groups_logged])
-        return [(place, sample) for place, group in groups for sample in range(len(group.meta.rewards))]
-
-    def write_samples(self, lease: Lease, places: Sequence[tuple[int, int]], rows: BatchedDataDict) -> None:
-        """Writes the rollouts at `places`. Row i of `rows` belongs to the i-th place."""
-        self.log.write_samples(
-            lease.step,
-            [
-                sample_record(
-                    lease.groups[group],
-                    lease.logged_tasks[group],
-                    rows,
-                    step=lease.step,
-                    row=row,
-                    sample=sample,
-                    decode=self.decode,
-                )
-                for row, (group, sample) in enumerate(places)
-            ],
-        )
 
 
 def _added(seconds: Mapping[str, float], earlier: Mapping[str, float]) -> dict[str, float]:
@@ -216,7 +181,7 @@ def _measured(step: EndedStep) -> dict[str, float]:
 
     The loss, a gradient or a mean over no token may be NaN.
     """
-    report, samples = step.report, step.samples
+    report = step.report
     metas = [group.meta for group in step.lease.groups]
     rewards = [reward for meta in metas for reward in meta.known_rewards]
     rewards += [group.reward for group in step.lease.filtered for _ in range(group.samples)]
@@ -226,11 +191,9 @@ def _measured(step: EndedStep) -> dict[str, float]:
         "reward_std": statistics.pstdev(rewards),
         "reward_min": min(rewards),
         "reward_max": max(rewards),
-        "zero_variance_ratio": samples.zero_variance_ratio,
         "completion_tokens_mean": statistics.fmean(tokens),
         "completion_tokens_max": max(tokens),
-        "truncated_ratio": samples.overlong_ratio,
-        "masked_samples_ratio": samples.masked_ratio,
+        **step.samples.numbers,
         "loss": report.loss,
         "grad_norm": report.grad_norm,
         "entropy_nats": report.entropy_nats,
@@ -276,12 +239,7 @@ def _diagnostics(step: EndedStep) -> dict[str, float]:
         **({} if step.parity_ratio is None else {"parity_ratio": step.parity_ratio}),
         "parity_mean_nats": step.report.on_policy_parity_mean_nats,
         "length_ratio": _length_ratio(step.status),
-        "failed_samples_ratio": step.samples.failed_ratio,
-        "stale_tokens": step.samples.stale_tokens,
-        "stale_samples": step.samples.stale_samples,
         "filtered_groups": len(step.lease.filtered),
-        "all_right_ratio": step.samples.all_right_ratio,
-        "all_wrong_ratio": step.samples.all_wrong_ratio,
     }
 
 

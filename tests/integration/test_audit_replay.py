@@ -36,7 +36,7 @@ from asyncrl.learner.audit_records import Began, Machine, TrainedStep, framed, r
 from asyncrl.learner.batch import step_meta
 from asyncrl.learner.kept_steps import KeptSteps, kept_columns
 from asyncrl.learner.stages import Stages
-from asyncrl.learner.trained_step import trained_step
+from asyncrl.learner.step_end import trained_step
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.metrics.states import StateClock
 from asyncrl.policy.tq_policy import TQPolicy

@@ -11,7 +11,7 @@ from typing import Any
 import learner_scenes
 import msgspec
 import pytest
-from learner_scenes import Scene, decoded, judged, skipped, trained
+from learner_scenes import Scene, judged, skipped, trained
 
 from asyncrl.buffer.failure_records import FailedTicket, Failure
 from asyncrl.buffer.ledger import Fate
@@ -85,7 +85,7 @@ async def an_ended_step() -> EndedStep:
     """Returns the second step of a scene, as the recorder gets it."""
     scene = Scene()
     ended: list[EndedStep] = []
-    scene.loop._recorder.trained = ended.append  # type: ignore[method-assign]
+    scene.loop._recorder.record = ended.append  # type: ignore[method-assign]
     await scene.run()
     return ended[1]
 
@@ -109,8 +109,8 @@ async def test_every_gauge_of_a_trained_step_shows_the_number_that_bears_its_nam
         on_policy_parity_mean_nats=parity, loss_metrics=of_loss, diagnostics=measured,
     )  # fmt: skip
     of_samples |= {"stale_tokens": 111, "stale_samples": 112}
-    ratios = {"overlong_ratio": overlong, "masked_ratio": masked, "failed_ratio": failed}
-    samples = dataclasses.replace(step.samples, **of_samples, **ratios)
+    ratios = {"truncated_ratio": overlong, "masked_samples_ratio": masked, "failed_samples_ratio": failed}
+    samples = dataclasses.replace(step.samples, numbers=of_samples | ratios)
     filtered = (FilteredGroup(reward=0.5, samples=4), FilteredGroup(reward=0.5, samples=4))
     lease = msgspec.structs.replace(step.lease, filtered=filtered)
     step = dataclasses.replace(
@@ -122,10 +122,8 @@ async def test_every_gauge_of_a_trained_step_shows_the_number_that_bears_its_nam
         published=Version(1, 40),
     )
     metrics = LearnerMetrics()
-    recorder = StepRecorder(
-        log=Scene().log, metrics=metrics, groups_logged=0, decode=decoded, elapsed_s=lambda: 1.0, state_seconds=dict
-    )
-    recorder.trained(step)
+    recorder = StepRecorder(log=Scene().log, metrics=metrics, elapsed_s=lambda: 1.0, state_seconds=dict)
+    recorder.record(step)
     expected = measured | same | of_samples | of_loss
     expected |= {"ess_ratio": ess, "kl_to_behaviour_nats": k3, "overlong_ratio": overlong, "value_loss": value_loss}
     expected |= {

@@ -70,6 +70,10 @@ def masks(samples: StepSamples, *sizes: int) -> list[list[float]]:
     return [part.tolist() for part in torch.split(samples.mask_B, sizes)]
 
 
+def numbers(samples: StepSamples, *names: str) -> list[float]:
+    return [samples.numbers[name] for name in names]
+
+
 VARIED, EQUAL = leased(7, [1.0, 0.0]), leased(3, [1.0, 1.0, 1.0])
 
 
@@ -77,20 +81,20 @@ def test_kept_groups_of_equal_rewards_have_advantage_zero_and_stay_in_the_denomi
     samples = judged([VARIED, EQUAL])
     assert advantages(samples, 2, 3) == [[0.5, -0.5], [0.0] * 3]
     assert masks(samples, 2, 3) == [[1.0] * 2, [1.0] * 3]
-    assert (samples.zero_variance_ratio, samples.overlong_ratio, samples.masked_ratio) == (0.5, 0.0, 0.0)
+    assert numbers(samples, "zero_variance_ratio", "truncated_ratio", "masked_samples_ratio") == [0.5, 0.0, 0.0]
 
 
 def test_masked_groups_of_equal_rewards_leave_the_denominators_and_stay_in_the_step() -> None:
     samples = judged([VARIED, EQUAL], zero_variance="mask")
     assert masks(samples, 2, 3) == [[1.0] * 2, [0.0] * 3]
-    assert samples.masked_ratio == pytest.approx(3 / 5)
+    assert samples.numbers["masked_samples_ratio"] == pytest.approx(3 / 5)
 
 
 def test_masked_overlong_samples_still_count_in_their_groups_baseline() -> None:
     samples = judged([leased(0, [1.0, 0.0, 0.5], truncated=[False, True, False])], overlong="mask")
     assert advantages(samples, 3) == [[0.5, -0.5, 0.0]]
     assert masks(samples, 3) == [[1.0, 0.0, 1.0]]
-    assert (samples.overlong_ratio, samples.masked_ratio) == pytest.approx((1 / 3, 1 / 3))
+    assert numbers(samples, "truncated_ratio", "masked_samples_ratio") == pytest.approx([1 / 3, 1 / 3])
 
 
 def test_the_length_penalty_is_seen_by_advantages_and_by_the_variance() -> None:
@@ -102,15 +106,15 @@ def test_the_length_penalty_is_seen_by_advantages_and_by_the_variance() -> None:
     penalised = judged([group], overlong="penalise", overlong_buffer_tokens=4, zero_variance="mask")
     assert advantages(penalised, 2) == [[0.25, -0.25]]
     assert masks(penalised, 2) == [[1.0, 1.0]]
-    assert penalised.zero_variance_ratio == 0.0
-    assert judged([group]).zero_variance_ratio == 1.0
+    assert penalised.numbers["zero_variance_ratio"] == 0.0
+    assert judged([group]).numbers["zero_variance_ratio"] == 1.0
 
 
 def test_equal_rewards_are_not_measured_where_a_group_has_one_sample() -> None:
     """With one sample per group, no rewards can differ. A share of 1 would wrongly suggest rewards without signal."""
     alone = judged([leased(0, [1.0]), leased(1, [0.0])])
-    assert all(math.isnan(share) for share in (alone.zero_variance_ratio, alone.all_right_ratio, alone.all_wrong_ratio))
-    assert judged([leased(0, [1.0, 1.0]), leased(1, [0.0])]).zero_variance_ratio == 1.0
+    assert all(map(math.isnan, numbers(alone, "zero_variance_ratio", "all_right_ratio", "all_wrong_ratio")))
+    assert judged([leased(0, [1.0, 1.0]), leased(1, [0.0])]).numbers["zero_variance_ratio"] == 1.0
 
 
 @pytest.mark.asyncio
@@ -120,7 +124,8 @@ async def test_shares_that_were_not_measured_are_no_numbers_in_metrics_and_recor
     unmeasured = dict.fromkeys(("zero_variance_ratio", "all_right_ratio", "all_wrong_ratio"), math.nan)
 
     def judged_without(*given: Any, **settings: Any) -> StepSamples:
-        return dataclasses.replace(judge_samples(*given, **settings), **unmeasured)
+        samples = judge_samples(*given, **settings)
+        return dataclasses.replace(samples, numbers=samples.numbers | unmeasured)
 
     monkeypatch.setattr(stages, "judge_samples", judged_without)
     scene = Scene()
@@ -150,7 +155,7 @@ def test_equal_rewards_that_a_length_penalty_tells_apart_are_not_masked() -> Non
     group = leased(0, [1.0, 1.0], tokens=[6, 2])
     penalised = judged([group], estimator="gr3", zero_variance="mask")
     assert masks(penalised, 2) == [[1.0, 1.0]]
-    assert penalised.zero_variance_ratio == 0.0
+    assert penalised.numbers["zero_variance_ratio"] == 0.0
     assert advantages(penalised, 2)[0][1] > 0
     assert masks(judged([group], estimator="opo", zero_variance="mask"), 2) == [[0.0, 0.0]]
 
@@ -159,7 +164,7 @@ def test_equal_rewards_that_a_length_penalty_tells_apart_are_not_masked() -> Non
 def test_empty_completions_are_masked_and_counted() -> None:
     samples = judged([leased(0, [1.0, 0.0], tokens=[0, 2])])
     assert masks(samples, 2) == [[0.0, 1.0]]
-    assert samples.masked_ratio == 0.5
+    assert samples.numbers["masked_samples_ratio"] == 0.5
 
 
 @pytest.mark.fault("F19")
@@ -170,7 +175,7 @@ def test_a_sample_whose_reward_failed_is_masked_and_in_no_baseline_and_no_statis
     assert advantages(samples, 3, 3) == [[0.5, 0.0, -0.5], [0.0, 1.0, -1.0]]
     assert masks(samples, 3, 3) == [[1.0, 0.0, 1.0], [0.0, 1.0, 1.0]]
     assert samples.rewards_B.tolist() == [1.0, 0.0, 0.0, 0.0, 4.0, 2.0]
-    assert (samples.failed_ratio, samples.masked_ratio) == pytest.approx((1 / 3, 1 / 3))
+    assert numbers(samples, "failed_samples_ratio", "masked_samples_ratio") == pytest.approx([1 / 3, 1 / 3])
     whole = judged(groups, estimator="reinforce_pp")
     without = judged([leased(0, [1.0, 0.0]), leased(1, [4.0, 2.0])], estimator="reinforce_pp")
     assert whole.advantages_B[whole.mask_B > 0].tolist() == without.advantages_B.tolist()
@@ -180,8 +185,8 @@ def test_a_sample_whose_reward_failed_is_masked_and_in_no_baseline_and_no_statis
 def test_failed_samples_do_not_hide_that_the_other_rewards_of_a_group_are_equal() -> None:
     groups = [leased(0, [1.0, None, 1.0]), leased(1, [0.0, 0.0, None]), leased(2, [1.0, 0.0, None])]
     samples = judged(groups, zero_variance="mask")
-    assert samples.zero_variance_ratio == pytest.approx(2 / 3)
-    assert (samples.all_right_ratio, samples.all_wrong_ratio) == pytest.approx((1 / 3, 1 / 3))
+    assert samples.numbers["zero_variance_ratio"] == pytest.approx(2 / 3)
+    assert numbers(samples, "all_right_ratio", "all_wrong_ratio") == pytest.approx([1 / 3, 1 / 3])
     assert masks(samples, 3, 3, 3) == [[0.0] * 3, [0.0] * 3, [1.0, 1.0, 0.0]]
 
 
@@ -240,10 +245,10 @@ def test_samples_whose_tokens_are_all_too_old_are_masked_but_count_in_their_grou
     samples = judged([group], step=3)
     assert masks(samples, 3) == [[0.0, 1.0, 1.0]]
     assert advantages(samples, 3) == [[0.5, -0.5, 0.0]]
-    assert (samples.stale_tokens, samples.stale_samples) == (3, 1)
-    assert samples.masked_ratio == pytest.approx(1 / 3)
+    assert numbers(samples, "stale_tokens", "stale_samples") == [3, 1]
+    assert samples.numbers["masked_samples_ratio"] == pytest.approx(1 / 3)
     fresh = judged([group], step=2)
-    assert (masks(fresh, 3), fresh.stale_tokens, fresh.stale_samples) == ([[1.0] * 3], 0, 0)
+    assert (masks(fresh, 3), numbers(fresh, "stale_tokens", "stale_samples")) == ([[1.0] * 3], [0, 0])
 
 
 def test_a_sample_s_record_says_which_of_its_tokens_the_loss_includes() -> None:
@@ -345,4 +350,4 @@ async def test_overlong_samples_are_counted_whatever_becomes_of_them(monkeypatch
 def test_groups_that_are_all_right_and_all_wrong_are_told_apart() -> None:
     verdicts = [VARIED, EQUAL, leased(4, [0.0, 0.0]), leased(5, [-1.0, -1.0]), leased(6, [2.0, 2.0]), leased(8, [3.0])]
     samples = judged(verdicts)
-    assert (samples.all_right_ratio, samples.all_wrong_ratio) == (3 / 6, 2 / 6)
+    assert numbers(samples, "all_right_ratio", "all_wrong_ratio") == [3 / 6, 2 / 6]
