@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.buffer.failure_records import Failure
@@ -38,12 +39,12 @@ EVALUATIONS = 5
 REPEAT_PAUSE_S = 2.0
 
 
+@dataclass(frozen=True, kw_only=True)
 class ReplicaClient:
     """Calls the replicas of a run, which are Ray actors in the run's namespace."""
 
-    def __init__(self, *, namespace: str, timeout_s: float) -> None:
-        self._namespace = namespace
-        self._timeout_s = timeout_s
+    namespace: str
+    timeout_s: float
 
     async def evaluate(
         self, actor: str, tasks: Sequence[Task], *, name: str, share: float = 1.0
@@ -54,52 +55,41 @@ class ReplicaClient:
         Returns the version of the replica, and for each task the rewards or the failure of its rollout. Raises
         ActorGone when the replica's process has ended.
         """
-        handle = named_actor(actor, namespace=self._namespace)
+        handle = named_actor(actor, namespace=self.namespace)
         if handle is None:
             raise ActorGone(f"replica {actor} has ended")
         asked: Any = handle.evaluate.remote(list(tasks), name=name, share=share)
         answer: tuple[Version | None, list[Answer]]
-        answer = await finished(asked, timeout_s=self._timeout_s, what="held-out evaluation")
+        answer = await finished(asked, timeout_s=self.timeout_s, what="held-out evaluation")
         return answer
 
 
+@dataclass(kw_only=True)
 class HeldoutEvaluation:
     """Evaluates versions on the first prompts of each held-out set. `tasks` has the tasks of the sets by name.
     `started_s` is the start of the run on `clock`."""
 
-    def __init__(
-        self,
-        *,
-        config: Config,
-        tasks: Mapping[str, Sequence[Task]],
-        coordinator: CoordinatorClient,
-        replicas: ReplicaClient,
-        log: RunLog,
-        metrics: LearnerMetrics,
-        started_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._how = config.eval.each_set()
-        found = {name: list(tasks.get(name, ())[: how.prompts]) for name, how in self._how.items()}
+    config: Config
+    tasks: Mapping[str, Sequence[Task]]
+    coordinator: CoordinatorClient
+    replicas: ReplicaClient
+    log: RunLog
+    metrics: LearnerMetrics
+    started_s: float
+    clock: Callable[[], float] = time.monotonic
+    reached: EvalRecord | None = field(default=None, init=False)
+    """The first evaluation of trained weights whose reward ends the run (`run.stop_when`)."""
+    _beside: asyncio.Task[None] | None = field(default=None, init=False)
+    _beside_step: int | None = field(default=None, init=False)
+    _gone: set[str] = field(default_factory=set, init=False)
+    _newest: dict[str, Version] = field(default_factory=dict, init=False)
+    """The weights of the last evaluation of each set."""
+    _evaluated: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._how = self.config.eval.each_set()
+        found = {name: list(self.tasks.get(name, ())[: how.prompts]) for name, how in self._how.items()}
         self._tasks = {name: of_set for name, of_set in found.items() if of_set}
-        self._coordinator = coordinator
-        self._replicas = replicas
-        self._log = log
-        self._metrics = metrics
-        self._section = config.eval
-        self._timeout_s = config.eval.timeout_s
-        self._stall_timeout_s = config.run.stall_timeout_s
-        self._started_s = started_s
-        self._clock = clock
-        self._total_steps = config.learner.total_steps
-        self._stop_when = config.run.stop_when
-        self.reached: EvalRecord | None = None
-        """The first evaluation of trained weights whose reward ends the run (`run.stop_when`)."""
-        self._beside: asyncio.Task[None] | None = None
-        self._beside_step: int | None = None
-        self._gone: set[str] = set()
-        self._newest: dict[str, Version] = {}  # the weights of the last evaluation of each set
-        self._evaluated = False
 
     @property
     def wanted(self) -> bool:
@@ -108,12 +98,13 @@ class HeldoutEvaluation:
 
     def stop_reason(self, version: Version) -> str | None:
         """Returns why the run ends after `version`; None if no evaluation ends it, or if it is the last version."""
-        if self.reached is None or self._stop_when is None or version.step >= self._total_steps:
+        stop, total_steps = self.config.run.stop_when, self.config.learner.total_steps
+        if self.reached is None or stop is None or version.step >= total_steps:
             return None
         return (
-            f"ended after step {version.step} of {self._total_steps}, because the evaluation {self.reached.name} of "
+            f"ended after step {version.step} of {total_steps}, because the evaluation {self.reached.name} of "
             f"step {self.reached.version} has the reward {self.reached.reward_mean:.3f} (run.stop_when.reward = "
-            f"{self._stop_when.reward:g})"
+            f"{stop.reward:g})"
         )
 
     def has_evaluated(self, version: Version) -> bool:
@@ -126,21 +117,22 @@ class HeldoutEvaluation:
 
         Raises StallError when no live replica has loaded it within `run.stall_timeout_s`.
         """
-        deadline_s = self._clock() + self._stall_timeout_s
+        timeout_s = self.config.run.stall_timeout_s
+        deadline_s = self.clock() + timeout_s
         while True:
-            actor = await self._coordinator.call(
+            actor = await self.coordinator.call(
                 Coordinator.replica_at,
                 version,
                 other_than=(*self._gone, *filter(None, [rather_not])),
-                wait_s=0.0 if rather_not else min(REPLICA_WAIT_S, self._stall_timeout_s),
+                wait_s=0.0 if rather_not else min(REPLICA_WAIT_S, timeout_s),
             )
             if actor is not None:
                 return actor
-            if rather_not is None and self._clock() > deadline_s:
-                status = await self._coordinator.call(Coordinator.status)
+            if rather_not is None and self.clock() > deadline_s:
+                status = await self.coordinator.call(Coordinator.status)
                 raise StallError(
                     f"no live replica has loaded the weights of {version.words} within run.stall_timeout_s = "
-                    f"{self._stall_timeout_s:g} s; {replicas_in_words(status)}. Look at the generators' logs for a "
+                    f"{timeout_s:g} s; {replicas_in_words(status)}. Look at the generators' logs for a "
                     "failed weight update, or raise run.stall_timeout_s"
                 )
             rather_not = None
@@ -154,7 +146,8 @@ class HeldoutEvaluation:
         evaluation that takes longer is left out, and an error is logged. If the replica or its engine ends before it
         answers, another replica at that version runs the evaluation (F2), or the same one after its restart.
         """
-        may_end_run, self._evaluated = self._may_end_run(version), True
+        # a resumed run has no evaluation of step 0
+        may_end_run, self._evaluated = version.step == 0 and not self._evaluated, True
         for name in self._tasks:
             try:
                 actor, at, answers = await self._answers(name, version, actor=actor)
@@ -177,10 +170,10 @@ class HeldoutEvaluation:
     def begin_beside(self, version: Version) -> None:
         """Begins an evaluation of `version` that runs beside training, if one is due (`eval.every_steps`) and none
         runs. The last version of the run is evaluated by `evaluate`."""
-        every = self._section.every_steps
-        if not (every and self.wanted) or version.step % every or version.step >= self._total_steps:
+        every = self.config.eval.every_steps
+        if not (every and self.wanted) or version.step % every or version.step >= self.config.learner.total_steps:
             return
-        if self._beside is not None and not self._beside.done():
+        if self.running_step is not None:
             logger.warning("held-out evaluation of %s is left out, because the last one still runs", version.words)
             return
         self._beside_step = version.step
@@ -206,22 +199,22 @@ class HeldoutEvaluation:
     async def _evaluate_beside(self, name: str, version: Version) -> None:
         what = f"{_on(name)} of {version.words} is left out"
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self.config.eval.timeout_s):
                 actor = None
                 while actor is None:
-                    actor = await self._coordinator.call(
+                    actor = await self.coordinator.call(
                         Coordinator.replica_at,
                         version,
                         or_newer=True,
                         other_than=(*self._gone,),
                         wait_s=REPLICA_WAIT_S,
                     )
-                tasks, share = self._tasks[name], self._section.share
-                at, answers = await self._replicas.evaluate(actor, tasks, name=name, share=share)
+                tasks, share = self._tasks[name], self.config.eval.share
+                at, answers = await self.replicas.evaluate(actor, tasks, name=name, share=share)
         except (RunError, TimeoutError) as error:
             logger.error("%s: %s", what, error or "it took too long")
             return
-        infra = [each for each in answers if isinstance(each, Failure) and each.failure_class is FailureClass.INFRA]
+        infra = _infra(answers)
         if at is None:
             logger.error("%s: replica %s has no weights", what, actor)
         elif infra:  # the rest would be a biased choice of the prompts
@@ -248,7 +241,7 @@ class HeldoutEvaluation:
             name=name,
             version=version.step,
             due=None if due == version.step else due,
-            wall_s=self._clock() - self._started_s,
+            wall_s=self.clock() - self.started_s,
             prompts=len(rewards),
             failed=len(failures),
             reward_mean=mean,
@@ -256,18 +249,18 @@ class HeldoutEvaluation:
             samples=how.samples,
             pass_at=pass_at(rewards, pass_reward=how.pass_reward) if how.samples > 1 else {},
         )
-        self._log.append_eval(record)
+        self.log.append_eval(record)
         self._newest[name] = version
         if mean is not None:
             self._may_stop(record, mean)
-            self._metrics.heldout(name, mean)
+            self.metrics.heldout(name, mean)
             prompts = f"{len(rewards)} of {len(answers)} prompts"
             logger.info("%s of %s: reward %.3f (%s)", _on(name), version.words, mean, prompts)
 
     def _may_stop(self, record: EvalRecord, mean: float) -> None:
         """Ends the run if the reward of trained weights is high enough. The weights of step 0 are not trained. A reward
         that is the mean over too few of the prompts does not count."""
-        stop = self._stop_when
+        stop = self.config.run.stop_when
         if stop is None or self.reached is not None or not (record.version and record.covers):
             return
         if record.name == stop.eval and mean >= stop.reward:
@@ -282,19 +275,15 @@ class HeldoutEvaluation:
         """
         for left in reversed(range(EVALUATIONS)):
             try:
-                at, answers = await self._replicas.evaluate(actor, self._tasks[name], name=name)
-            except ActorGone as error:
+                at, answers = await self.replicas.evaluate(actor, self._tasks[name], name=name)
+            except (ActorGone, ActorUnreachable) as error:
                 why = str(error)
-                self._gone.add(actor)
-                if not left:
-                    break
-            except ActorUnreachable as error:
-                why = str(error)
+                if isinstance(error, ActorGone):
+                    self._gone.add(actor)
                 if not left:
                     break
             else:
-                failed = [each for each in answers if isinstance(each, Failure)]
-                infra = [each for each in failed if each.failure_class is FailureClass.INFRA]
+                infra = _infra(answers)
                 if not infra or not left:
                     return actor, at, answers
                 why = f"{len(infra)} of {len(answers)} rollouts failed as INFRA, the first one: {infra[0].words}"
@@ -303,16 +292,12 @@ class HeldoutEvaluation:
             actor = await self.replica_at(version, rather_not=actor)
         raise StallError(f"{_on(name)} of {version.words}: {why}; {EVALUATIONS} attempts have failed")
 
-    def _may_end_run(self, version: Version) -> bool:
-        """Whether this is the first evaluation of a new run. A resumed run has no evaluation of step 0."""
-        return version.step == 0 and not self._evaluated
-
     def _late(self, name: str, version: Version, *, may_end_run: bool) -> None:
         of_set = "eval" if name == HELDOUT else f"eval.sets.{name}"
         what = (
             f"{_on(name)} of {version.words}: {len(self._tasks[name])} prompts ({of_set}.prompts) × "
             f"{self._how[name].samples} completions ({of_set}.samples) took longer than eval.timeout_s = "
-            f"{self._timeout_s:g} s"
+            f"{self.config.eval.timeout_s:g} s"
         )
         if may_end_run:
             raise RunError(
@@ -321,6 +306,11 @@ class HeldoutEvaluation:
                 "raise eval.timeout_s"
             )
         logger.error("%s; it is left out", what)
+
+
+def _infra(answers: Sequence[Answer]) -> list[Failure]:
+    """Returns the failures of machines and processes, which another attempt may not have."""
+    return [each for each in answers if isinstance(each, Failure) and each.failure_class is FailureClass.INFRA]
 
 
 def _on(name: str) -> str:
