@@ -12,15 +12,15 @@ written, the run first writes its other records and then fails.
 import asyncio
 import contextlib
 import logging
-import re
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
-from asyncrl.checkpoints.directory import folder_of
+from asyncrl.checkpoints.directory import by_step, complete_steps, folder_of
 from asyncrl.checkpoints.run import RunParts
-from asyncrl.complete_directory import COMPLETE, discard, unfinished
+from asyncrl.complete_directory import discard, unfinished
 from asyncrl.config.schema import CheckpointSection
 from asyncrl.coordinator.snapshot import RunSnapshot
 from asyncrl.errors import AsyncRLError, CheckpointError
@@ -28,9 +28,8 @@ from asyncrl.metrics.recorders import LearnerMetrics
 
 logger = logging.getLogger(__name__)
 
-_STEP = re.compile(r"step-(\d+)")
 
-
+@dataclass
 class Checkpoints:
     """Saves checkpoints of `run` below `folder` and deletes old ones. It calls the methods of `run` in a thread,
     because they block.
@@ -41,41 +40,33 @@ class Checkpoints:
     checkpoints, and returns those that must stay although they are not among the newest ones.
     """
 
-    def __init__(
-        self,
-        config: CheckpointSection,
-        *,
-        folder: Path,
-        run: RunParts,
-        sync_records: Callable[[], None],
-        metrics: LearnerMetrics,
-        restored_step: int = 0,
-        best: Callable[[Sequence[int]], Collection[int]] = lambda steps: (),
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._config = config
-        self._folder = folder
-        self._run = run
-        self._sync_records = sync_records
-        self._metrics = metrics
-        self._best = best
-        self._clock = clock
-        self.saved = restored_step
+    config: CheckpointSection
+    _: KW_ONLY
+    folder: Path
+    run: RunParts
+    sync_records: Callable[[], None]
+    metrics: LearnerMetrics
+    restored_step: int = 0
+    best: Callable[[Sequence[int]], Collection[int]] = lambda steps: ()
+    clock: Callable[[], float] = time.monotonic
+    saves_ended: int = field(default=0, init=False)
+    """Number of saves that have succeeded or failed."""
+    unsaved: CheckpointError | None = field(default=None, init=False)
+    """The error that prevented the save of the final weights; None when there was no such error."""
+
+    def __post_init__(self) -> None:
+        self.saved = self.restored_step
         """The step of the newest checkpoint. Step 0 needs none."""
-        self.saves_ended = 0
-        """Number of saves that have succeeded or failed."""
         self._saved_hf = True  # whether the newest checkpoint has `hf/`
-        self._begun, self._begun_s = restored_step, clock()  # the step and the time at which the last save began
+        self._begun, self._begun_s = self.saved, self.clock()  # the step and the time at which the last save began
         self._postponed = False
         self._running: asyncio.Task[None] | None = None
         self._last_save_s: float | None = None
-        self.unsaved: CheckpointError | None = None
-        """The error that prevented the save of the final weights; None when there was no such error."""
 
     async def check(self) -> None:
         """Raises CheckpointError if checkpoints cannot be written. Called before the first step, so that the run does
         not train steps that it cannot save."""
-        await asyncio.to_thread(self._run.check_folder, self._folder)
+        await asyncio.to_thread(self.run.check_folder, self.folder)
 
     def due(self, step: int) -> bool:
         """Returns whether a save must begin at `step` trained steps.
@@ -84,22 +75,22 @@ class Checkpoints:
         """
         if step == self._begun:
             return False
-        steps, minutes = self._config.every_steps, self._config.every_minutes
+        steps, minutes = self.config.every_steps, self.config.every_minutes
         by_steps = steps > 0 and step % steps == 0
-        by_time = minutes > 0 and self._clock() - self._begun_s >= 60 * minutes
+        by_time = minutes > 0 and self.clock() - self._begun_s >= 60 * minutes
         if not (by_steps or by_time or self._postponed):
             return False
         if self._running is None or self._running.done():
             return True
         if not self._postponed:
             self._postponed = True
-            self._metrics.checkpoint_missed(outcome="postponed")
+            self.metrics.checkpoint_missed(outcome="postponed")
             logger.warning(
                 "the checkpoint of step %d is postponed, because that of step %d is still being written after %.0f s. "
                 "Training goes on. If this happens often, raise checkpoint.every_steps or use a faster disk",
                 step,
                 self._begun,
-                self._clock() - self._begun_s,
+                self.clock() - self._begun_s,
             )
         return False
 
@@ -108,7 +99,7 @@ class Checkpoints:
 
         `last_step` says that no step will follow. A failure is logged: the next checkpoint may succeed.
         """
-        await self._begin(snapshot, hf=self._config.hf or last_step, at_end=False)
+        await self._begin(snapshot, hf=self.config.hf or last_step, at_end=False)
 
     def expected_end_s(self) -> float | None:
         """Returns the seconds that the saves at the end of the run need if each takes as long as the last one; None
@@ -117,7 +108,7 @@ class Checkpoints:
             return None
         if self._running is None or self._running.done():
             return save_s
-        return save_s + max(0.0, save_s - (self._clock() - self._begun_s))
+        return save_s + max(0.0, save_s - (self.clock() - self._begun_s))
 
     async def settle(self) -> None:
         """Waits until no save runs."""
@@ -136,16 +127,16 @@ class Checkpoints:
         await self.settle()
 
     async def _begin(self, snapshot: RunSnapshot, *, hf: bool, at_end: bool) -> None:
-        step, started_s = snapshot.version.step, self._clock()
+        step, started_s = snapshot.version.step, self.clock()
         self._begun, self._begun_s, self._postponed = step, started_s, False
         try:
             await self._keep_records(at_end=at_end)
-            await asyncio.to_thread(self._run.stage)
+            await asyncio.to_thread(self.run.stage)
         except CheckpointError as error:  # any other error is one of ranks that cannot train either
             self.saves_ended += 1
             self._failed(step, error, at_end=at_end)
             return
-        self._metrics.checkpoint_staged(self._clock() - started_s)
+        self.metrics.checkpoint_staged(self.clock() - started_s)
         writing = self._write(snapshot, hf=hf, started_s=started_s, at_end=at_end)
         self._running = asyncio.create_task(writing, name=f"save step {step}")
 
@@ -153,7 +144,7 @@ class Checkpoints:
         """Puts the records of all steps on the disk. At the end of the run, a failure is logged only, because the
         weights are worth more than the records."""
         try:
-            await asyncio.to_thread(self._sync_records)
+            await asyncio.to_thread(self.sync_records)
         except CheckpointError as error:
             if not at_end:
                 raise
@@ -162,9 +153,9 @@ class Checkpoints:
     async def _write(self, snapshot: RunSnapshot, *, hf: bool, started_s: float, at_end: bool) -> None:
         """Writes what was staged. Raises nothing, because training does not need the checkpoint."""
         step = snapshot.version.step
-        path = folder_of(self._folder, step)
+        path = folder_of(self.folder, step)
         try:
-            await asyncio.to_thread(self._run.write, path, snapshot, hf=hf)
+            await asyncio.to_thread(self.run.write, path, snapshot, hf=hf)
         except Exception as error:
             await asyncio.to_thread(self._drop_unfinished, step)
             self._failed(step, error, at_end=at_end)
@@ -172,12 +163,12 @@ class Checkpoints:
         finally:
             self.saves_ended += 1
         self.saved, self._saved_hf = step, hf
-        self._last_save_s = self._clock() - started_s
-        self._metrics.checkpoint_saved(step=step, duration_s=self._last_save_s, unix_time_s=time.time())
+        self._last_save_s = self.clock() - started_s
+        self.metrics.checkpoint_saved(step=step, duration_s=self._last_save_s, unix_time_s=time.time())
         await asyncio.to_thread(self._drop_old)
 
     def _failed(self, step: int, error: Exception, *, at_end: bool) -> None:
-        self._metrics.checkpoint_missed(outcome="failed")
+        self.metrics.checkpoint_missed(outcome="failed")
         known = isinstance(error, AsyncRLError | OSError)
         if at_end:
             self.unsaved = error if isinstance(error, CheckpointError) else CheckpointError(f"{error!r}")
@@ -187,24 +178,23 @@ class Checkpoints:
             "end either, they are lost: free space on the disk of %s",
             step,
             error,
-            self._folder,
+            self.folder,
             exc_info=None if known else error,
         )
 
     def _drop_unfinished(self, step: int) -> None:
         """Deletes the files of the failed save of `step`, which may have filled the disk."""
-        shutil.rmtree(unfinished(folder_of(self._folder, step)), ignore_errors=True)
+        shutil.rmtree(unfinished(folder_of(self.folder, step)), ignore_errors=True)
 
     def _drop_old(self) -> None:
         """Deletes all but the newest `checkpoint.keep` complete checkpoints and the best ones, and the remains of
         unfinished saves."""
         with self._warning():
-            found = {int(match[1]): path for path in self._folder.iterdir() if (match := _STEP.fullmatch(path.name))}
-            whole = sorted(step for step, path in found.items() if (path / COMPLETE).exists())
-            for step in found.keys() - {*whole[-self._config.keep :], *self._best(whole)}:
+            found, whole = by_step(self.folder), complete_steps(self.folder)
+            for step in found.keys() - {*whole[-self.config.keep :], *self.best(whole)}:
                 with self._warning():  # one folder that cannot be deleted must not keep the others from being deleted
                     discard(found[step])  # renames it first, so that a kill leaves no part of a checkpoint
-            for left in self._folder.glob("step-*.tmp"):
+            for left in self.folder.glob("step-*.tmp"):
                 with self._warning():
                     shutil.rmtree(left)
 
@@ -214,4 +204,4 @@ class Checkpoints:
         try:
             yield
         except OSError as error:
-            logger.warning("old checkpoints in %s could not be deleted: %s. Delete them by hand", self._folder, error)
+            logger.warning("old checkpoints in %s could not be deleted: %s. Delete them by hand", self.folder, error)

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from asyncrl.buffer.failure_records import FailureCount
 from asyncrl.coordinator.client import CoordinatorClient
@@ -24,6 +25,7 @@ PAUSE_S = 0.5
 """Seconds between two calls, so that many failures in a row do not become as many calls."""
 
 
+@dataclass(kw_only=True)
 class FailureWatch:
     """Polls the coordinator for failures and logs them.
 
@@ -31,20 +33,15 @@ class FailureWatch:
     all counts each time something was logged.
     """
 
-    def __init__(
-        self,
-        *,
-        coordinator: CoordinatorClient,
-        keep: Callable[[Sequence[FailureCount]], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._coordinator = coordinator
-        self._keep = keep
-        self._clock = clock
-        self._seen: set[str] = set()
-        self._shown_failures = 0
-        self._shown_s = clock()
-        self.counts: tuple[FailureCount, ...] = ()
+    coordinator: CoordinatorClient
+    keep: Callable[[Sequence[FailureCount]], None]
+    clock: Callable[[], float] = time.monotonic
+    counts: tuple[FailureCount, ...] = field(default=(), init=False)
+    _seen: set[str] = field(default_factory=set, init=False)
+    _shown_failures: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._shown_s = self.clock()
 
     @property
     def failures(self) -> int:
@@ -56,7 +53,7 @@ class FailureWatch:
         seconds."""
         while True:
             try:
-                counts = await self._coordinator.call(FailureReports.more_than, self.failures, wait_s=WAIT_S)
+                counts = await self.coordinator.call(FailureReports.more_than, self.failures, wait_s=WAIT_S)
             except (RunError, TimeoutError) as error:
                 logger.warning("failures cannot be shown until the buffer answers again: %s", error)
                 await asyncio.sleep(WAIT_S)
@@ -66,7 +63,7 @@ class FailureWatch:
 
     async def finish(self) -> None:
         """Reads the counts a last time and shows all failures that were not shown yet."""
-        counts = await self._coordinator.call(FailureReports.more_than, -1, wait_s=0.0)
+        counts = await self.coordinator.call(FailureReports.more_than, -1, wait_s=0.0)
         self.show(counts, at_once=True)
 
     def show(self, counts: Sequence[FailureCount], *, at_once: bool = False) -> None:
@@ -82,11 +79,11 @@ class FailureWatch:
         if new and self.failures == self._shown_failures + len(new):
             # Each new failure is the only one of its kind and was just shown in full: a line of counts adds nothing.
             self._shown_failures = self.failures
-            self._shown_s = self._clock()
-        due = at_once or self._clock() - self._shown_s >= COUNTS_EVERY_S
+            self._shown_s = self.clock()
+        due = at_once or self.clock() - self._shown_s >= COUNTS_EVERY_S
         more = self.failures > self._shown_failures
         if due and more:
-            self._shown_failures, self._shown_s = self.failures, self._clock()
+            self._shown_failures, self._shown_s = self.failures, self.clock()
             logger.warning("failures so far: %s", in_words(counts))
         if new or (due and more):
-            self._keep(self.counts)
+            self.keep(self.counts)

@@ -15,7 +15,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
@@ -59,6 +59,7 @@ class _Taken:
     snapshot_s: float
 
 
+@dataclass(kw_only=True)
 class Publisher:
     """Publishes the current weights of the policy's ranks.
 
@@ -66,29 +67,21 @@ class Publisher:
     with each manifest that the weight store has.
     """
 
-    def __init__(
-        self,
-        *,
-        config: Config,
-        policy: TQPolicy,
-        entries: tuple[TensorEntry, ...],
-        probe_tokens: Sequence[Sequence[int]],
-        transport: Transport,
-        coordinator: CoordinatorClient,
-        weights: WeightClient,
-        metrics: LearnerMetrics,
-        delivered: Callable[[Manifest], None],
-    ) -> None:
-        self._config = config
-        self._policy = policy
-        self._entries = entries
-        self._probe_tokens = tuple(tuple(tokens) for tokens in probe_tokens)
-        self._transport = transport
-        self._coordinator = coordinator
-        self._weights = weights
-        self._metrics = metrics
-        self._delivered = delivered
-        self._published: Version | None = None
+    config: Config
+    policy: TQPolicy
+    entries: tuple[TensorEntry, ...]
+    probe_tokens: Sequence[Sequence[int]]
+    transport: Transport
+    coordinator: CoordinatorClient
+    weights: WeightClient
+    metrics: LearnerMetrics
+    delivered: Callable[[Manifest], None]
+    published: Version | None = field(default=None, init=False)
+    """The newest version whose snapshot was taken."""
+    trouble: str = field(default="", init=False)
+    """Why the delivery that is under way has not succeeded yet, for error messages; "" if it has no trouble."""
+
+    def __post_init__(self) -> None:
         self._stored: tuple[_Taken, Manifest] | None = None  # the newest snapshot that the weight store has
         self._used: set[Version] = set()  # the versions whose bytes are needed for it
         self._used_before: set[Version] = set()  # and for the one before
@@ -100,13 +93,6 @@ class Publisher:
         self._newer = asyncio.Event()
         self._deliveries: asyncio.Task[None] | None = None
         self._refusals: asyncio.Task[None] | None = None
-        self.trouble = ""
-        """Why the delivery that is under way has not succeeded yet, for error messages; "" if it has no trouble."""
-
-    @property
-    def published(self) -> Version | None:
-        """The newest version whose snapshot was taken."""
-        return self._published
 
     async def publish(self, version: Version) -> None:
         """Takes a snapshot of the weights, whose delivery begins when the one under way has ended. Returns when the
@@ -114,22 +100,23 @@ class Publisher:
         self.check()
         if self._waiting is not None:
             logger.info("weights %s are not delivered: newer ones follow", self._waiting.version)
-            self._metrics.weight_delivery(outcome="replaced")
+            self.metrics.weight_delivery(outcome="replaced")
             self._waiting = None
         # The snapshot before stays whole as long as it can: with some transports, replicas still read its memory.
         slot = 1 - (self._slot if self._sending is None else self._sending.slot)
         self._slot = slot
         started_s = time.monotonic()
+        probe_tokens = tuple(map(tuple, self.probe_tokens))
         logprobs, *_ = await asyncio.to_thread(
-            self._policy.on_ranks, PolicyWorker.take_snapshot, self._entries, self._probe_tokens, slot
+            self.policy.on_ranks, PolicyWorker.take_snapshot, self.entries, probe_tokens, slot
         )
         self._waiting = _Taken(
             version=version,
             slot=slot,
-            probe=Probe(tokens=self._probe_tokens, logprobs=tuple(tuple(row) for row in logprobs)),
+            probe=Probe(tokens=probe_tokens, logprobs=tuple(tuple(row) for row in logprobs)),
             snapshot_s=time.monotonic() - started_s,
         )
-        self._published = version
+        self.published = version
         self._newer.set()
         self._begin_deliveries()
         if self._refusals is None:
@@ -149,11 +136,11 @@ class Publisher:
         error after which no delivery can succeed."""
         if self._deliveries is None:
             return
-        limit_s = self._config.run.stall_timeout_s
+        limit_s = self.config.run.stall_timeout_s
         _, late = await asyncio.wait([self._deliveries], timeout=limit_s)
         if late:
             raise StallError(
-                f"the weights of {self._published} were not delivered within run.stall_timeout_s = {limit_s:g} s: "
+                f"the weights of {self.published} were not delivered within run.stall_timeout_s = {limit_s:g} s: "
                 f"{self.trouble or 'the delivery has not ended'}"
             )
         self._deliveries.result()
@@ -191,14 +178,14 @@ class Publisher:
         pause_s = min(LONGEST_PAUSE_S, PAUSE_S * 2 ** min(failures - 1, 10))
         self.trouble = f"delivering weights {self._sending.version} failed ({type(error).__name__}: {error})"
         logger.error("%s; training goes on, and the delivery is repeated in %.1f s", self.trouble, pause_s)
-        self._metrics.weight_delivery(outcome="failed")
+        self.metrics.weight_delivery(outcome="failed")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause_s):
                 await self._newer.wait()
 
     async def _named_if_slow(self, taken: _Taken) -> None:
         """Delivers a snapshot. Logs a warning each time that it has taken another `weights.load_timeout_s`."""
-        limit_s = self._config.weights.load_timeout_s
+        limit_s = self.config.weights.load_timeout_s
         started_s = time.monotonic()
         delivery = asyncio.create_task(self._deliver(taken), name=f"deliver {taken.version}")
         try:
@@ -218,9 +205,9 @@ class Publisher:
         stored = None if self._stored is None else self._stored[1]
         again = stored is not None and stored.version == taken.version
         by_rank: list[list[DeliveredBucket]] = await asyncio.to_thread(
-            self._policy.send_beside,
+            self.policy.send_beside,
             PolicyWorker.deliver,
-            self._transport,
+            self.transport,
             taken.slot,
             taken.version,
             None if stored is None else stored.version,
@@ -230,15 +217,15 @@ class Publisher:
         manifest = Manifest(
             version=taken.version,
             previous=None if stored is None else stored.previous if again else stored.version,
-            tensors=self._entries,
+            tensors=self.entries,
             buckets=tuple(bucket.bucket for bucket in buckets),
             probe=taken.probe,
         )
         # The coordinator must get the version before any replica can load it: a replica may load it as soon as the
         # weight store has it, and the gate (asyncrl/weights/gate.py) compares the replicas' versions with the published
         # one.
-        await self._coordinator.call(LearnerCalls.published, taken.version)
-        await self._weights.publish(manifest, [bucket.handle for bucket in buckets], again=again)
+        await self.coordinator.call(LearnerCalls.published, taken.version)
+        await self.weights.publish(manifest, [bucket.handle for bucket in buckets], again=again)
         self._stored = taken, manifest
         self._whole = self._whole and not whole
         # The weight store offers the newest two versions, and with `weights.delta` their links name earlier ones.
@@ -248,22 +235,22 @@ class Publisher:
         self._used = {taken.version, *links}
         used, own = self._used_before | self._used, taken.version.incarnation
         await asyncio.to_thread(
-            self._transport.delete, lambda version: version not in used and version.incarnation <= own
+            self.transport.delete, lambda version: version not in used and version.incarnation <= own
         )
         seconds = {"snapshot": taken.snapshot_s, "deliver": time.monotonic() - started_s}
         sent, nbytes = manifest.sent_bytes, sum(bucket.nbytes for bucket in manifest.buckets)
         logger.info("weights %s are delivered: %d of %d bytes were sent", taken.version, sent, nbytes)
-        self._metrics.published(bytes=sent, whole_bytes=nbytes, phase_seconds=seconds)
-        self._metrics.weight_delivery(outcome="again" if again else "delivered")
+        self.metrics.published(bytes=sent, whole_bytes=nbytes, phase_seconds=seconds)
+        self.metrics.weight_delivery(outcome="again" if again else "delivered")
         if not again:
-            self._delivered(manifest)
+            self.delivered(manifest)
 
     async def _answer_refusals(self) -> None:
         """Delivers weights whole when a replica needs another delivery, until the weight store ends."""
         last = 0
         while True:
             try:
-                refused = await self._weights.refused(last, wait_s=REFUSED_WAIT_S)
+                refused = await self.weights.refused(last, wait_s=REFUSED_WAIT_S)
             except ActorGone:
                 return
             except CallTimeout as error:

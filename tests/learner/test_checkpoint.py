@@ -57,7 +57,7 @@ async def test_the_best_ones_stay_besides_the_newest() -> None:
         asked.append(list(steps))
         return {1, 2} if len(asked) < 4 else {2}
 
-    run.checkpoints._best = best
+    run.checkpoints.best = best
     await run.run()
     assert asked == [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4], [2, 4, 5]], "from the fourth on, 1 and 3 are not kept"
     assert left(run) == ["step-2", "step-5"]
