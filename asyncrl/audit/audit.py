@@ -1,13 +1,12 @@
 """Runs the checks of `asyncrl audit` on a run's directory."""
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from asyncrl.audit.books import exactly_once, ledger_closes, versions_in_bounds
 from asyncrl.audit.chain import chain_holds
-from asyncrl.audit.history import read_history
-from asyncrl.audit.outcome import Outcome, checked
+from asyncrl.audit.history import History, read_history
+from asyncrl.audit.outcome import Counterexample, NotPossible, Outcome, Verdict
 from asyncrl.audit.replay import steps_replay
 
 CHECKS = {
@@ -23,4 +22,15 @@ def audit(directory: Path) -> Iterator[Outcome]:
     """Yields the outcome of each check, as soon as it is known. Raises RunError if the run has no records."""
     history = read_history(directory)
     for name, check in CHECKS.items():
-        yield checked(name, partial(check, history))
+        yield checked(name, check, history)
+
+
+def checked(name: str, check: Callable[[History], str], history: History) -> Outcome:
+    """Runs a check of a run's history, which returns what it checked, and returns its outcome."""
+    try:
+        history.require_steps()
+        return Outcome(name, Verdict.PASSED, check(history))
+    except Counterexample as found:
+        return Outcome(name, Verdict.FAILED, str(found))
+    except NotPossible as why:
+        return Outcome(name, Verdict.NOT_POSSIBLE, str(why))

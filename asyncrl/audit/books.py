@@ -19,7 +19,6 @@ def exactly_once(history: History) -> str:
     The n-th prompt of the order is group n. The learner and the buffer recorded the trained groups independently; both
     lists must agree.
     """
-    history.require_steps()
     size = history.settings["learner.group_size"]
     fates: dict[int, str] = {}
     reissued: dict[int, int] = {}
@@ -40,7 +39,7 @@ def exactly_once(history: History) -> str:
     if history.end is not None:
         _settle_ended(fates, reissued, history.end.ledger.ended)
         _check_all_there(fates, history.end.ledger, moment="at the end of the run")
-    *_, (_, last) = history.entries()
+    last = history.last_ledger
     return (
         f"{len(history.steps)} steps trained {sum(len(step.groups) for step in history.steps)} of {last.prompts} "
         f"prompts, each once; {len(fates) - sum(len(step.groups) for step in history.steps)} ended otherwise, "
@@ -100,7 +99,6 @@ def _check_all_there(fates: dict[int, str], entry: LedgerEntry, *, moment: str) 
 def ledger_closes(history: History) -> str:
     """Check 2: the account of the ledger is closed after every step, in groups, samples and tokens, and equals the sums
     over the groups that ended so far. The step's line in steps.jsonl has the same numbers."""
-    history.require_steps()
     lines = {
         record.step: record for record in read_lines(history.directory / "steps.jsonl", StepRecord) if record.trained
     }
@@ -119,8 +117,7 @@ def ledger_closes(history: History) -> str:
         _check_line(step, lines.get(step.step), trained=sums[Fate.TRAINED].groups)
     if history.end is not None:
         _add(sums, history.end.ledger, moment="at the end of the run")
-    *_, (_, last) = history.entries()
-    issued = last.issued
+    issued = history.last_ledger.issued
     return (
         f"{issued.groups} groups, {issued.samples} samples and {issued.tokens} tokens were issued in "
         f"{history.lineage.incarnation} incarnations, and each has one fate"
@@ -174,7 +171,6 @@ def versions_in_bounds(history: History) -> str:
 
     In a group with an extended deadline, older tokens were masked: the ranks must not have counted them.
     """
-    history.require_steps()
     total, oldest, masked = 0, 0, 0
     for step in history.steps:
         ages: Counter[int] = Counter()

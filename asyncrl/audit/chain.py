@@ -1,7 +1,6 @@
 """Check 4 of the audit: the chain of the weights' digests, with what was published and saved on the way."""
 
 import json
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,23 +9,19 @@ from safetensors.torch import load_file
 
 from asyncrl.audit.history import History
 from asyncrl.audit.outcome import Counterexample
-from asyncrl.checkpoints.directory import CHECKPOINTS, verified
+from asyncrl.checkpoints.directory import CHECKPOINTS, complete_steps, folder_of, verified
 from asyncrl.checkpoints.run import POLICY, ROWS
 from asyncrl.common.version import Version
-from asyncrl.complete_directory import COMPLETE
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.row_checksums import row_checksums
 from asyncrl.errors import CheckpointError
 from asyncrl.learner.kept_steps import KeptSteps
 from asyncrl.ranks.digest import combined, tensor_digest
 
-_STEP = re.compile(r"step-(\d+)")
-
 
 def chain_holds(history: History) -> str:
     """Check 4: the surviving steps are numbered without a gap, each started from the weights that the step before it
     made, every version was published with one content only, and every checkpoint has the weights of its step."""
-    history.require_steps()
     for number, step in enumerate(history.steps):
         if step.step != number:
             raise Counterexample(f"the record of step {step.step} stands where step {number} is expected")
@@ -74,24 +69,23 @@ def _check_checkpoints(history: History) -> int:
         for group in step.groups
     }
     digests, compared = history.digests(), 0
-    for path in sorted((history.directory / CHECKPOINTS).glob("step-*")):
-        match = _STEP.fullmatch(path.name)
-        if match is None or not (path / COMPLETE).exists():
-            continue
+    checkpoints = history.directory / CHECKPOINTS
+    for step in complete_steps(checkpoints):
+        path = folder_of(checkpoints, step)
         try:
             manifest = verified(path)
         except (CheckpointError, FileNotFoundError) as error:
             if not path.exists():  # the run lives, and has deleted it now
                 continue
             raise Counterexample(str(error)) from error
-        if manifest.version.step != int(match[1]):
-            raise Counterexample(f"{path} is a checkpoint of version {manifest.version}, not of step {match[1]}")
-        if not history.lineage.has(manifest.version) or manifest.version.step not in digests:
+        if manifest.version.step != step:
+            raise Counterexample(f"{path} is a checkpoint of version {manifest.version}, not of step {step}")
+        if not history.lineage.has(manifest.version) or step not in digests:
             continue
-        found, wanted = saved_digest(path / POLICY / "weights"), digests[manifest.version.step]
+        found, wanted = saved_digest(path / POLICY / "weights"), digests[step]
         if found != wanted:
             raise Counterexample(
-                f"{path} has weights with the digest {found:016x}, but step {manifest.version.step - 1} made "
+                f"{path} has weights with the digest {found:016x}, but step {step - 1} made "
                 f"{wanted:016x}"
             )
         _check_rows(path / ROWS, rows)

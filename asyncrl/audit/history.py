@@ -5,7 +5,6 @@ earlier checkpoint: their versions are dead (`asyncrl.common.lineage`), and thei
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,12 +44,10 @@ class History:
         """The shared settings of the newest incarnation that wrote records."""
         return self.began[max(self.began)].settings
 
-    def entries(self) -> Iterator[tuple[str, LedgerEntry]]:
-        """Yields the ledger's entries along the surviving history, each with its moment in words."""
-        for step in self.steps:
-            yield f"after step {step.step}", step.ledger
-        if self.end is not None:
-            yield "at the end of the run", self.end.ledger
+    @property
+    def last_ledger(self) -> LedgerEntry:
+        """The newest entry of the ledger: that of the end of the run, or of the last surviving step."""
+        return self.steps[-1].ledger if self.end is None else self.end.ledger
 
     def require_steps(self) -> None:
         """Raises NotPossible if there is no surviving step, and Counterexample if records are damaged."""

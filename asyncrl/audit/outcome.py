@@ -1,6 +1,5 @@
-"""The outcome of one check of the audit."""
+"""The outcome of one check of the audit, and the errors with which a check says that it did not pass."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -34,13 +33,3 @@ class Counterexample(RunError):
 
 class NotPossible(RunError):
     """A check cannot be made."""
-
-
-def checked(name: str, check: Callable[[], str]) -> Outcome:
-    """Runs a check, which returns what it checked, and returns its outcome."""
-    try:
-        return Outcome(name, Verdict.PASSED, check())
-    except Counterexample as found:
-        return Outcome(name, Verdict.FAILED, str(found))
-    except NotPossible as why:
-        return Outcome(name, Verdict.NOT_POSSIBLE, str(why))

@@ -54,7 +54,6 @@ def steps_replay(history: History) -> str:
     """Check 5: the kept batches are those that were trained; each step computed again gives the recorded loss, gradient
     norm and weights, and the kept advantages and log-probs, bit by bit; and every trained token has its sampling
     log-prob under the kept weights of its version, within the run's own limit for the parity of on-policy tokens."""
-    history.require_steps()
     kept = KeptSteps(history.directory)
     if not kept.versions():
         raise NotPossible(

@@ -17,8 +17,9 @@ from local_ray import local_ray
 from tiny_groups import make_config, make_model
 
 from asyncrl.audit.chain import saved_digest
+from asyncrl.audit.audit import checked
 from asyncrl.audit.history import read_history
-from asyncrl.audit.outcome import Outcome, Verdict, checked
+from asyncrl.audit.outcome import Outcome, Verdict
 from asyncrl.audit.replay import steps_replay
 from asyncrl.buffer.ledger import Amount, LedgerEntry
 from asyncrl.buffer.records import Lease, LeasedGroup, Ticket, VersionSpan
@@ -133,7 +134,7 @@ def test_saved_shards_of_two_ranks_have_the_digest_that_the_ranks_measured(run: 
 
 
 def audited(directory: Path) -> Outcome:
-    return checked("5", lambda: steps_replay(read_history(directory)))
+    return checked("5", steps_replay, read_history(directory))
 
 
 def test_the_steps_of_a_run_are_computed_again_bit_by_bit(run: Path) -> None:
