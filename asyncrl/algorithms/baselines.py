@@ -131,15 +131,6 @@ class DiscountedOutcome(Outcome, frozen=True, kw_only=True, forbid_unknown_field
         """True if each token of a sample has its own advantage."""
         return self.kl is not None or self.gamma != 1
 
-    def outcome(self) -> Outcome:
-        """Returns the axes for the sample's reward less its baseline, without whitening. The driver computes it."""
-        axes = {name: getattr(self, name) for name in Outcome.__struct_fields__}
-        return Outcome(**{**axes, "whiten": "none", "keep_mean": False})
-
-    def whitening(self) -> Whitening:
-        """Returns how the advantages of tokens are whitened."""
-        return Whitening(**{name: getattr(self, name) for name in Whitening.__struct_fields__})
-
 
 class CriticBased(Whitening, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One advantage for each token, from a critic's values. γ and λ are fields of the configuration section
@@ -185,19 +176,6 @@ OUTCOMES: Mapping[str, Outcome] = MappingProxyType(
 
 CRITIC_BASED: Mapping[str, CriticBased] = MappingProxyType({"gae": CriticBased(), "vtrace": CriticBased()})
 """Estimators that need the configuration section `critic`."""
-
-
-class PublishedCritic(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of the section `critic` for which a paper gives values. They apply if the user does not set the field."""
-
-    value_lam: float
-    length_alpha: float
-
-
-CRITICS: Mapping[str, PublishedCritic] = MappingProxyType(
-    {"vapo": PublishedCritic(value_lam=1.0, length_alpha=0.05)}  # 2504.05118, sections 4.1 and 5.1
-)
-"""The published critic settings, by preset of `algorithm.loss`."""
 
 
 def advantage_name(advantage: str | Mapping[str, Any] | None) -> str | None:

@@ -10,35 +10,35 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncrl.config.schema import AlgorithmSection, Config
+from asyncrl.config.schema import Config
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SampleFilters:
-    """The filters that `zero_variance` and `overlong` of the section `algorithm` select."""
+    """The filters that `algorithm.zero_variance` and `algorithm.overlong` of `config` select."""
 
-    section: AlgorithmSection
-    max_completion_tokens: int
+    config: Config
 
     def shaped_rewards(
         self, rewards_N: torch.Tensor, *, truncated_N: torch.Tensor, completion_tokens_N: torch.Tensor
     ) -> torch.Tensor:
         """Returns the rewards [N] from which the advantages are computed."""
-        if self.section.overlong != "penalise":
+        section = self.config.algorithm
+        if section.overlong != "penalise":
             return rewards_N
         return rewards_N + overlong_penalty(
             completion_tokens_N,
             truncated_N=truncated_N,
-            max_completion_tokens=self.max_completion_tokens,
-            buffer_tokens=self.section.overlong_buffer_tokens,
+            max_completion_tokens=self.config.generator.max_completion_tokens,
+            buffer_tokens=section.overlong_buffer_tokens,
         )
 
     def masked(self, *, zero_variance_N: torch.Tensor, truncated_N: torch.Tensor) -> torch.Tensor:
         """Returns the samples that are excluded from the loss, bool [N]."""
         masked_N = torch.zeros_like(truncated_N)
-        if self.section.zero_variance == "mask":
+        if self.config.algorithm.zero_variance == "mask":
             masked_N = masked_N | zero_variance_N
-        if self.section.overlong == "mask":
+        if self.config.algorithm.overlong == "mask":
             masked_N = masked_N | truncated_N
         return masked_N
 
@@ -57,8 +57,3 @@ def overlong_penalty(
     """
     over_N = completion_tokens_N.float() - (max_completion_tokens - buffer_tokens)
     return torch.where(truncated_N, -1.0, 0.0 - (over_N / buffer_tokens).clamp(0.0, 1.0))
-
-
-def build_filters(config: Config) -> SampleFilters:
-    """Returns the filters that the configuration selects."""
-    return SampleFilters(section=config.algorithm, max_completion_tokens=config.generator.max_completion_tokens)

@@ -9,14 +9,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.algorithms.axis_errors import explained
-from asyncrl.algorithms.baselines import (
-    CRITICS,
-    CriticBased,
-    OwnEstimator,
-    PublishedCritic,
-    advantage_name,
-    resolve_advantage,
-)
+from asyncrl.algorithms.baselines import CriticBased, OwnEstimator, advantage_name, resolve_advantage
 from asyncrl.algorithms.objective import (
     Aggregation,
     Clamp,
@@ -45,6 +38,13 @@ DEFAULT_BASELINE = "group_norm"
 SEQUENCE_MEAN, SEQUENCE_SUM = Aggregation.SEQUENCE_MEAN, Aggregation.SEQUENCE_SUM
 
 
+class PublishedCritic(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of the section `critic` for which a paper gives values. They apply if the user does not set the field."""
+
+    value_lam: float
+    length_alpha: float
+
+
 class Preset(msgspec.Struct, frozen=True, kw_only=True):
     """A published objective: its source, when to use it, and its choice on each axis."""
 
@@ -54,10 +54,8 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True):
     objective: Objective
     baseline: str | None = None
     """The advantage estimator that the objective was published with, if asyncrl has it."""
-
-
-def _ppo_clip(*, hi: float = 1.2, dual: float | None = None) -> Clipped:
-    return Clipped(lo=0.8, hi=hi, dual=dual)
+    critic: PublishedCritic | None = None
+    """The settings of the critic that the objective was published with."""
 
 
 def _same(kernel: Clamp | Inverse | Gamma) -> Weighted:
@@ -71,46 +69,46 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "decoupled_icepop": Preset(
             source="2110.00641, 2510.18855, 2503.14476, 1912.09729",
             use="The default of asynchronous runs: a wide clip; tokens that drifted too far are left out.",
-            objective=Objective(surrogate=_ppo_clip(hi=1.28, dual=3.0), weight=_ICEPOP),
+            objective=Objective(surrogate=Clipped(hi=1.28, dual=3.0), weight=_ICEPOP),
         ),
         "decoupled_ppo": Preset(
             source="2110.00641, 2505.24298",
             use="Several updates a step on stale data: the clip is against the step's start, the weight for staleness.",
-            objective=Objective(surrogate=_ppo_clip(), weight=Weight(), gates=(Gate(stat="ratio", hi=5.0),)),
+            objective=Objective(surrogate=Clipped(), weight=Weight(), gates=(Gate(stat="ratio", hi=5.0),)),
         ),
         "a3po": Preset(
             source="2512.06547",
             use="Like decoupled_ppo without its extra forward pass: the proximal policy is interpolated.",
             objective=Objective(
-                surrogate=_ppo_clip(), weight=Weight(), gates=(Gate(stat="ratio", hi=5.0),), proximal="interpolated"
+                surrogate=Clipped(), weight=Weight(), gates=(Gate(stat="ratio", hi=5.0),), proximal="interpolated"
             ),
         ),
         "tis": Preset(
             source="Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training",
             use="Sampler and trainer disagree a little: their ratio is a weight, truncated at 2.",
-            objective=Objective(surrogate=_ppo_clip(), weight=Weight(hi=2.0)),
+            objective=Objective(surrogate=Clipped(), weight=Weight(hi=2.0)),
         ),
         "icepop": Preset(
             source="2510.18855",
             use="Sampler and trainer disagree on a few tokens, e.g. in mixtures of experts: these tokens are left out.",
-            objective=Objective(surrogate=_ppo_clip(), weight=_ICEPOP),
+            objective=Objective(surrogate=Clipped(), weight=_ICEPOP),
             baseline="group_norm",
         ),
         "seq_tis": Preset(
             source="Liu et al. 2025, When Speed Kills Stability",
             use="Short sequences with one reward for the whole sequence: the unbiased weight, truncated at 2.",
-            objective=Objective(surrogate=_ppo_clip(), weight=Weight(pool="sum", hi=2.0)),
+            objective=Objective(surrogate=Clipped(), weight=Weight(pool="sum", hi=2.0)),
         ),
         "geometric_rejection": Preset(
             source="Liu et al. 2025, When Speed Kills Stability",
             use="A whole sequence is left out if sampler and trainer disagree on it on average.",
-            objective=Objective(surrogate=_ppo_clip(), gates=(Gate(stat="ratio", pool="mean", lo=0.999, hi=1.001),)),
+            objective=Objective(surrogate=Clipped(), gates=(Gate(stat="ratio", pool="mean", lo=0.999, hi=1.001),)),
         ),
         "opsm": Preset(
             source="2512.02556",
             use="A bad sample is left out as a whole if the policy has already moved away from it.",
             objective=Objective(
-                surrogate=_ppo_clip(),
+                surrogate=Clipped(),
                 gates=(Gate(stat="k1", pool="mean", hi=0.02, p="current", q="behaviour", when="negative_advantage"),),
                 aggregation=SEQUENCE_MEAN,
             ),
@@ -227,50 +225,51 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "reinforce_pp": Preset(
             source="2501.03262",
             use="On-policy, with one baseline for the whole batch and a penalty against a reference model.",
-            objective=Objective(surrogate=_ppo_clip(), penalties=(Penalty(beta=0.01, kind="k2"),)),
+            objective=Objective(surrogate=Clipped(), penalties=(Penalty(beta=0.01, kind="k2"),)),
             baseline="reinforce_pp",
         ),
         "grpo": Preset(
             source="2402.03300",
             use="On-policy, near a reference model; every sequence has the same weight at any length.",
             objective=Objective(
-                surrogate=_ppo_clip(), penalties=(Penalty(beta=0.04, kind="k3"),), aggregation=SEQUENCE_MEAN
+                surrogate=Clipped(), penalties=(Penalty(beta=0.04, kind="k3"),), aggregation=SEQUENCE_MEAN
             ),
             baseline="group_norm",
         ),
         "dr_grpo": Preset(
             source="2503.20783",
             use="On-policy, without the biases of dividing by lengths and by the rewards' standard deviation.",
-            objective=Objective(surrogate=_ppo_clip(), aggregation=Aggregation.SEQUENCE_SUM_CONSTANT),
+            objective=Objective(surrogate=Clipped(), aggregation=Aggregation.SEQUENCE_SUM_CONSTANT),
             baseline="group_mean",
         ),
         "dapo": Preset(
             source="2503.14476",
             use="On-policy, long answers: rare tokens may grow further, and every token has the same weight.",
-            objective=Objective(surrogate=_ppo_clip(hi=1.28)),
+            objective=Objective(surrogate=Clipped(hi=1.28)),
             baseline="group_norm",
         ),
         "ppo": Preset(
             source="1707.06347",
             use="On-policy, with a critic and GAE.",
-            objective=Objective(surrogate=_ppo_clip()),
+            objective=Objective(surrogate=Clipped()),
             baseline="gae",
         ),
         "vapo": Preset(
             source="2504.05118",
             use="On-policy, with a critic, length-adaptive GAE and long answers; good answers are imitated as well.",
-            objective=Objective(surrogate=_ppo_clip(hi=1.28), penalties=(Penalty(beta=0.1, kind="positive_nll"),)),
+            objective=Objective(surrogate=Clipped(hi=1.28), penalties=(Penalty(beta=0.1, kind="positive_nll"),)),
             baseline="gae",
+            critic=PublishedCritic(value_lam=1.0, length_alpha=0.05),  # sections 4.1 and 5.1
         ),
         "dual_clip": Preset(
             source="1912.09729",
             use="Bad samples that have become much more likely must not dominate a step.",
-            objective=Objective(surrogate=_ppo_clip(dual=3.0)),
+            objective=Objective(surrogate=Clipped(dual=3.0)),
         ),
         "two_sided": Preset(
             source="2505.07291",
             use="Like dual_clip, with bound 4: the ratio itself is capped, which is the same function.",
-            objective=Objective(surrogate=_ppo_clip(dual=4.0)),
+            objective=Objective(surrogate=Clipped(dual=4.0)),
             baseline="group_norm",
         ),
         "gspo": Preset(
@@ -344,13 +343,13 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "maxrl": Preset(
             source="2602.02710",
             use="On-policy, rewards of 0 and 1: maximises the likelihood of right answers, so hard prompts weigh more.",
-            objective=Objective(surrogate=_ppo_clip()),
+            objective=Objective(surrogate=Clipped()),
             baseline="maxrl",
         ),
         "gdpo": Preset(
             source="2601.05242",
             use="On-policy, several rewards, each normalised in its group before the sum; only for your own loops.",
-            objective=Objective(surrogate=_ppo_clip()),
+            objective=Objective(surrogate=Clipped()),
             baseline="gdpo",
         ),
         "opo": Preset(
@@ -435,14 +434,18 @@ def baseline_of(section: AlgorithmSection) -> str:
 
 def published_baseline(section: AlgorithmSection) -> str | None:
     """Returns the estimator that the preset was published with, or None if there is none."""
-    preset = PRESETS.get(section.loss) if isinstance(section.loss, str) else None
+    preset = _preset_of(section)
     return None if preset is None else preset.baseline
 
 
 def published_critic(section: AlgorithmSection) -> PublishedCritic | None:
     """Returns the published fields of `critic`, if the loss is a preset that has them and uses its own estimator."""
-    name = section.loss if isinstance(section.loss, str) else None
-    return CRITICS.get(name) if name is not None and baseline_of(section) == published_baseline(section) else None
+    preset = _preset_of(section)
+    return None if preset is None or baseline_of(section) != preset.baseline else preset.critic
+
+
+def _preset_of(section: AlgorithmSection) -> Preset | None:
+    return PRESETS.get(section.loss) if isinstance(section.loss, str) else None
 
 
 def _replaced(current: object, value: object) -> object:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import msgspec
 import torch
 
 from asyncrl.algorithms.advantages import Estimator, OutcomeEstimator, resolve_estimator
@@ -81,7 +82,9 @@ def resolve_estimators(advantage: str | Mapping[str, Any]) -> tuple[Estimator, D
     axes = resolve_advantage(advantage)
     if not (isinstance(axes, DiscountedOutcome) and axes.by_token):
         return resolve_estimator(advantage), None
-    return OutcomeEstimator(axes.outcome()), DiscountedReturns(gamma=axes.gamma, kl=axes.kl, whitening=axes.whitening())
+    # the tokens are whitened, and not the samples: those are the rewards less their baselines
+    of_samples = OutcomeEstimator(msgspec.structs.replace(axes, whiten="none", keep_mean=False))
+    return of_samples, DiscountedReturns(gamma=axes.gamma, kl=axes.kl, whitening=axes)
 
 
 def token_rewards(data: BatchedDataDict, rewards_B: torch.Tensor, *, kl: RewardKL | None = None) -> torch.Tensor:

@@ -5,7 +5,6 @@ from typing import Annotated
 import msgspec
 import typer
 
-from asyncrl.algorithms.baselines import CRITICS
 from asyncrl.algorithms.checks import NEEDS_CRITIC
 from asyncrl.algorithms.objective_properties import is_corrected
 from asyncrl.algorithms.presets import DEFAULT_BASELINE, PRESETS, Preset, resolve_objective
@@ -52,8 +51,8 @@ def losses(
     say(f"# {name}: {preset.use}\n# {preset.source}; {published}")
     section = {"loss": msgspec.to_builtins(objective), "advantage": preset.baseline or DEFAULT_BASELINE}
     printed: dict[str, object] = {"algorithm": section}
-    if name in CRITICS:
-        printed["critic"] = msgspec.to_builtins(CRITICS[name])
+    if preset.critic is not None:
+        printed["critic"] = msgspec.to_builtins(preset.critic)
     say(dump_yaml(printed).removesuffix("\n"))
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.algorithms.advantages import Estimator
-from asyncrl.algorithms.filters import build_filters
+from asyncrl.algorithms.filters import SampleFilters
 from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
 from asyncrl.algorithms.loss import build_loss
 from asyncrl.algorithms.presets import advantage_of
@@ -47,7 +47,7 @@ class Stages:
 
     def __post_init__(self) -> None:
         self._loss = build_loss(self.config)
-        self._filters = build_filters(self.config)
+        self._filters = SampleFilters(self.config)
         self._estimator: Estimator | None = None
         self._by_token: TokenEstimator | None
         if self.critic is None:

@@ -14,17 +14,16 @@ import torch
 from asyncrl.algorithms.advantages import Samples, compute_advantages, resolve_estimator
 from asyncrl.algorithms.baselines import (
     CRITIC_BASED,
-    CRITICS,
     OUTCOMES,
     CriticBased,
     DiscountedOutcome,
     OwnEstimator,
-    PublishedCritic,
     RewardKL,
     has_token_advantages,
     resolve_advantage,
     reward_kl,
 )
+from asyncrl.algorithms.presets import PRESETS, PublishedCritic
 from asyncrl.errors import ConfigError
 
 SAMPLES = Samples(
@@ -85,7 +84,8 @@ def test_the_kl_in_the_reward_is_found_wherever_an_estimator_has_one() -> None:
 # no worked example fixes these numbers; they are the paper's numbers, not those of the table
 def test_vapo_s_critic_is_the_papers() -> None:
     """2504.05118: returns use λ = 1, advantages use λ = 1 − 1/(0.05 · length)."""
-    assert dict(CRITICS) == {"vapo": PublishedCritic(value_lam=1.0, length_alpha=0.05)}
+    critics = {name: preset.critic for name, preset in PRESETS.items() if preset.critic is not None}
+    assert critics == {"vapo": PublishedCritic(value_lam=1.0, length_alpha=0.05)}
 
 
 @pytest.mark.parametrize(

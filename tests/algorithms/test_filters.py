@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from asyncrl.algorithms import filters
-from asyncrl.algorithms.filters import SampleFilters, build_filters, overlong_penalty
+from asyncrl.algorithms.filters import SampleFilters, overlong_penalty
 from asyncrl.config.schema import Config
 
 REWARDS = torch.tensor([1.0, 0.5, 0.0])
@@ -17,11 +17,11 @@ EQUAL = torch.tensor([True, False, False])
 
 def filters_of(**settings: object) -> SampleFilters:
     algorithm = {"overlong_buffer_tokens": 4} | settings
-    return build_filters(Config.model_validate({"algorithm": algorithm, "generator": {"max_completion_tokens": 10}}))
+    return SampleFilters(Config.model_validate({"algorithm": algorithm, "generator": {"max_completion_tokens": 10}}))
 
 
 def test_by_default_nothing_is_masked_and_rewards_stay_as_they_are() -> None:
-    default = build_filters(Config())
+    default = SampleFilters(Config())
     assert torch.equal(default.shaped_rewards(REWARDS, truncated_N=TRUNCATED, completion_tokens_N=TOKENS), REWARDS)
     assert not default.masked(zero_variance_N=EQUAL, truncated_N=TRUNCATED).any()
 

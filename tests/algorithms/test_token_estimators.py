@@ -4,11 +4,12 @@ covers the whole step for every distribution of the rows over ranks."""
 import math
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from asyncrl.algorithms.advantages import OutcomeEstimator, Samples, compute_advantages, resolve_estimator
-from asyncrl.algorithms.baselines import Outcome, RewardKL, Whitening
+from asyncrl.algorithms.baselines import DiscountedOutcome, RewardKL
 from asyncrl.algorithms.returns import TokenAdvantages
 from asyncrl.algorithms.token_estimators import (
     OUTCOME,
@@ -135,8 +136,9 @@ def test_the_other_whitenings_are_those_of_a_loop_over_tokens(whiten: str) -> No
 
 def test_a_discount_alone_gives_tokens_advantages_of_their_own_and_reads_no_log_prob() -> None:
     of_samples, of_tokens = resolve_estimators({"name": "reinforce_pp", "gamma": 0.5, "whiten": "none"})
-    assert of_samples == OutcomeEstimator(Outcome())
-    assert of_tokens == DiscountedReturns(gamma=0.5, whitening=Whitening(whiten="none"))
+    axes = DiscountedOutcome(gamma=0.5)
+    assert of_samples == OutcomeEstimator(axes)
+    assert of_tokens == DiscountedReturns(gamma=0.5, whitening=axes)
     assert of_tokens.reads == ("input_lengths", "token_mask", "sample_mask", OUTCOME)
     rows = BatchedDataDict({"token_mask": torch.tensor([[0.0, 1, 0, 1]]), OUTCOME: torch.tensor([4.0])})
     assert of_tokens(rows).advantages_BS.tolist() == [[0.0, 2.0, 0.0, 4.0]]
@@ -156,11 +158,14 @@ def test_an_estimator_of_samples_alone_refuses_a_kl_and_names_the_call_that_take
 
 
 def test_the_part_of_a_sample_keeps_its_other_axes_and_is_whitened_once() -> None:
-    options = {"baseline": "leave_one_out", "single": "raw", "keep_mean": True, "eps": 0.1, "divisor": "n"}
-    of_samples, of_tokens = resolve_estimators({"name": "reinforce_pp", "kl": {"beta": 1, "kind": "k3"}, **options})
-    assert of_samples == OutcomeEstimator(Outcome(baseline="leave_one_out", single="raw", eps=0.1, divisor="n"))
-    whitening = Whitening(whiten="tokens", keep_mean=True, eps=0.1, divisor="n")
-    assert of_tokens == DiscountedReturns(kl=RewardKL(beta=1.0, kind="k3"), whitening=whitening)
+    options: dict[str, Any] = {"baseline": "leave_one_out", "single": "raw", "eps": 0.1, "divisor": "n"}
+    advantage = {"name": "reinforce_pp", "kl": {"beta": 1, "kind": "k3"}, "keep_mean": True, **options}
+    of_samples, of_tokens = resolve_estimators(advantage)
+    kl = RewardKL(beta=1.0, kind="k3")
+    axes = DiscountedOutcome(kl=kl, **options)
+    assert of_samples == OutcomeEstimator(axes)
+    whitening = msgspec.structs.replace(axes, whiten="tokens", keep_mean=True)
+    assert of_tokens == DiscountedReturns(kl=kl, whitening=whitening)
 
 
 def test_an_answer_of_another_shape_is_refused_with_both_shapes() -> None:
