@@ -53,42 +53,8 @@ def interpolated_proximal(
     return behaviour_BT + share_BT * (wide(logprobs_BT.detach()) - behaviour_BT)
 
 
-def coefficients(
-    objective: Objective,
-    *,
-    segments: Segments,
-    token_mask_BT: torch.Tensor,
-    sample_mask_B1: torch.Tensor,
-    global_valid_seqs: torch.Tensor,
-    global_valid_toks: torch.Tensor,
-    prompt_share_BT: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Returns a_t [B, T], the coefficient by which each token's loss is multiplied before the sum; zero at masked
-    tokens.
-
-    Masks are weights: the global counts are their sums, and a row whose sample mask is ½ counts half. If a count is 0,
-    the divisor is 1, because there is nothing to sum (F24). `prompt_share_BT` is [B, T] or [B, 1]; only the prompt mean
-    reads it (`asyncrl.algorithms.shares`).
-    """
-    token_BT = torch.where(segments.mask_BT, token_mask_BT.float(), 0.0)
-    share_BT = token_BT * sample_mask_B1.float()
-    if objective.aggregation is Aggregation.PROMPT_MEAN:
-        assert prompt_share_BT is not None, "the prompt mean needs a coefficient of every token"
-        return share_BT * prompt_share_BT
-    sequences, tokens = _divisor(global_valid_seqs), _divisor(global_valid_toks)
-    if objective.aggregation is Aggregation.TOKEN_MEAN:
-        return share_BT / tokens
-    if objective.aggregation is Aggregation.SEQUENCE_MEAN:
-        return share_BT / _divisor(segments.pool(token_BT, "sum")) / sequences
-    if objective.aggregation is Aggregation.SEQUENCE_SUM:
-        return share_BT / sequences
-    if objective.aggregation is Aggregation.SEQUENCE_SUM_CONSTANT:
-        assert objective.constant is not None, "build_loss sets it"
-        return share_BT / (sequences * objective.constant)
-    return share_BT
-
-
 def _divisor(count: torch.Tensor) -> torch.Tensor:
+    """Returns the count, or 1 if it is 0, because there is then nothing to sum (F24)."""
     return torch.where(count > 0, count, 1)
 
 
@@ -153,18 +119,9 @@ class ObjectiveLoss:
         next_token_logprobs = wide(next_token_logprobs)
         terms = self.terms(data, logprobs_BT=next_token_logprobs, entropy_BT=next_token_entropies)
         segments = _segments(data)
-        token_mask_BT, sample_mask_B1 = data["token_mask"][:, 1:], data["sample_mask"].unsqueeze(1)
-        prompt_mean = self.objective.aggregation is Aggregation.PROMPT_MEAN
-        a_BT = coefficients(
-            self.objective,
-            segments=segments,
-            token_mask_BT=token_mask_BT,
-            sample_mask_B1=sample_mask_B1,
-            global_valid_seqs=global_valid_seqs,
-            global_valid_toks=global_valid_toks,
-            prompt_share_BT=_share(data, "prompt_share") if prompt_mean else None,
-        )
-        weight_BT = token_mask_BT.float() * sample_mask_B1.float()
+        sequences, tokens = _divisor(global_valid_seqs), _divisor(global_valid_toks)
+        a_BT = self._coefficients(data, segments, sequences=sequences, tokens=tokens)
+        weight_BT = data["token_mask"][:, 1:].float() * data["sample_mask"].float().unsqueeze(1)
         loss = (a_BT * terms.loss_BT).sum()
         for penalty in self.objective.penalties:
             if penalty.kind == "positive_nll":
@@ -174,6 +131,31 @@ class ObjectiveLoss:
             "clipped_ratio": float(masked_mean(terms.clipped_BT, weight_BT, global_valid_toks)),
             "gated_ratio": float(masked_mean(terms.gated_BT, weight_BT, global_valid_toks)),
         }
+
+    def _coefficients(
+        self, data: BatchedDataDict, segments: Segments, *, sequences: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns a_t [B, T], the coefficient by which each token's loss is multiplied before the sum; zero at masked
+        tokens.
+
+        Masks are weights: the global counts `sequences` and `tokens` are their sums, and a row whose sample mask is ½
+        counts half.
+        """
+        objective = self.objective
+        token_BT = torch.where(segments.mask_BT, data["token_mask"][:, 1:].float(), 0.0)
+        share_BT = token_BT * data["sample_mask"].unsqueeze(1).float()
+        if objective.aggregation is Aggregation.PROMPT_MEAN:
+            return share_BT * _share(data, "prompt_share")
+        if objective.aggregation is Aggregation.TOKEN_MEAN:
+            return share_BT / tokens
+        if objective.aggregation is Aggregation.SEQUENCE_MEAN:
+            return share_BT / _divisor(segments.pool(token_BT, "sum")) / sequences
+        if objective.aggregation is Aggregation.SEQUENCE_SUM:
+            return share_BT / sequences
+        if objective.aggregation is Aggregation.SEQUENCE_SUM_CONSTANT:
+            assert objective.constant is not None, "build_loss sets it"
+            return share_BT / (sequences * objective.constant)
+        return share_BT
 
     def check_precision(self, columns: Mapping[str, Any]) -> None:
         """Raises ImpreciseColumns if a column in half precision is used in a ratio, weight or gate of whole sequences.

@@ -157,7 +157,8 @@ class Checkpoints:
         try:
             await asyncio.to_thread(self.run.write, path, snapshot, hf=hf)
         except Exception as error:
-            await asyncio.to_thread(self._drop_unfinished, step)
+            # the files of the failed save may have filled the disk
+            await asyncio.to_thread(shutil.rmtree, unfinished(path), ignore_errors=True)
             self._failed(step, error, at_end=at_end)
             return
         finally:
@@ -181,10 +182,6 @@ class Checkpoints:
             self.folder,
             exc_info=None if known else error,
         )
-
-    def _drop_unfinished(self, step: int) -> None:
-        """Deletes the files of the failed save of `step`, which may have filled the disk."""
-        shutil.rmtree(unfinished(folder_of(self.folder, step)), ignore_errors=True)
 
     def _drop_old(self) -> None:
         """Deletes all but the newest `checkpoint.keep` complete checkpoints and the best ones, and the remains of
