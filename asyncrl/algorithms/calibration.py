@@ -16,6 +16,7 @@ import torch
 
 from asyncrl.algorithms.diagnostics import MAX_FLOAT64_LOG_RATIO
 from asyncrl.algorithms.objective import Clamp, Gamma, Gate, Inverse, Objective, Weight, Weighted, reads_effective_share
+from asyncrl.algorithms.token_terms import acts_on
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Returns the sum of a small tensor over all ranks."""
@@ -106,11 +107,7 @@ def _budgeted(gate: Gate, *, tokens: StepTokens, reduce: Reduce) -> Gate:
     """
     assert gate.budget is not None
     difference = tokens.log_ratio(gate.p, gate.q)
-    subject = torch.ones_like(difference, dtype=torch.bool)
-    if gate.when == "moving_away":
-        subject = tokens.advantages * difference > 0
-    elif gate.when == "negative_advantage":
-        subject = tokens.advantages < 0
+    subject = acts_on(gate, advantages=tokens.advantages, log_ratio=difference)
     stat = difference.square()[subject] / 2
 
     def sums(bound: float) -> tuple[float, float]:

@@ -243,11 +243,16 @@ def _gated(gate: Gate, *, fixed: Mapping[str, torch.Tensor], adv_BT: torch.Tenso
         stat_BT = segments.pool(gate_stat(gate.stat, log_p=log_p_BT, log_q=log_q_BT), gate.pool)
         lo, hi = gate.lo, gate.hi
     out_BT = (stat_BT < lo) | (stat_BT > hi)
+    return out_BT & acts_on(gate, advantages=adv_BT, log_ratio=difference_BT)
+
+
+def acts_on(gate: Gate, *, advantages: torch.Tensor, log_ratio: torch.Tensor) -> torch.Tensor:
+    """Returns True for the tokens on which the gate acts (`when`). `log_ratio` is log p − log q."""
     if gate.when == "negative_advantage":
-        return out_BT & (adv_BT < 0)
+        return advantages < 0
     if gate.when == "moving_away":
-        return out_BT & (adv_BT * difference_BT > 0)
-    return out_BT
+        return advantages * log_ratio > 0
+    return torch.ones_like(log_ratio, dtype=torch.bool)
 
 
 def gate_stat(stat: str, *, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
