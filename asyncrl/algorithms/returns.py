@@ -63,24 +63,6 @@ def gae(
     return steps.result(advantages_BS=advantages_BS, returns_BS=advantages_BS + steps.values_BS)
 
 
-def decoupled_gae(
-    rewards_BS: torch.Tensor,
-    values_BS: torch.Tensor,
-    token_mask_BS: torch.Tensor,
-    *,
-    gamma: float,
-    policy_lam: float | torch.Tensor,
-    value_lam: float | torch.Tensor,
-) -> TokenAdvantages:
-    """Returns advantages that use `policy_lam` and returns that use `value_lam` (VC-PPO, 2503.01491).
-
-    A critic that is trained with λ = 1 is unbiased over long sequences. A policy with λ < 1 has less variance.
-    """
-    policy = gae(rewards_BS, values_BS, token_mask_BS, gamma=gamma, lam=policy_lam)
-    value = gae(rewards_BS, values_BS, token_mask_BS, gamma=gamma, lam=value_lam)
-    return TokenAdvantages(advantages_BS=policy.advantages_BS, returns_BS=value.returns_BS)
-
-
 def length_adaptive_lambda(token_mask_BS: torch.Tensor, *, alpha: float) -> torch.Tensor:
     """Returns λ [B] = 1 − 1/(α·l) for l trained tokens (VAPO, 2504.05118, α = 0.05).
 

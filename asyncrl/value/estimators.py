@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from asyncrl.algorithms.baselines import CriticBased, Whitening
-from asyncrl.algorithms.returns import TokenAdvantages, decoupled_gae, length_adaptive_lambda, vtrace
+from asyncrl.algorithms.returns import TokenAdvantages, gae, length_adaptive_lambda, vtrace
 from asyncrl.algorithms.token_estimators import TokenEstimator, token_rewards
 from asyncrl.data.batched_data_dict import BatchedDataDict
 
@@ -19,7 +19,8 @@ _READS = ("input_lengths", "token_mask", "sample_mask", "rewards", "values")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GAE(TokenEstimator):
-    """Generalised advantage estimation (`decoupled_gae`): advantages use `lam`, and returns use `value_lam`.
+    """Generalised advantage estimation (`gae`): advantages use `lam`, and returns use `value_lam` (VC-PPO, 2503.01491).
+    A critic that is trained with λ = 1 is unbiased over long sequences. A policy with λ < 1 has less variance.
 
     If `length_alpha` is set, `length_adaptive_lambda` replaces `lam`. With `kl`, the rows must also have the columns
     `prev_logprobs` and `reference_policy_logprobs`.
@@ -38,9 +39,9 @@ class GAE(TokenEstimator):
             self.lam if self.length_alpha is None else length_adaptive_lambda(mask_BS, alpha=self.length_alpha)
         )
         rewards_BS = token_rewards(data, data["rewards"], kl=self.kl)
-        return decoupled_gae(
-            rewards_BS, data["values"], mask_BS, gamma=self.gamma, policy_lam=lam, value_lam=self.value_lam
-        )
+        of_policy = gae(rewards_BS, data["values"], mask_BS, gamma=self.gamma, lam=lam)
+        of_value = gae(rewards_BS, data["values"], mask_BS, gamma=self.gamma, lam=self.value_lam)
+        return TokenAdvantages(advantages_BS=of_policy.advantages_BS, returns_BS=of_value.returns_BS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

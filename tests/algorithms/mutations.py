@@ -376,7 +376,6 @@ PRESETS = [
 RETURNS = [
     ("accumulators stop at masked tokens", "index_BS.flip(1).cummin(dim=1).values.flip(1)", "index_BS"),
     ("returns without the values", "returns_BS=advantages_BS + steps.values_BS", "returns_BS=advantages_BS"),
-    ("one lambda for policy and critic", "returns_BS=value.returns_BS", "returns_BS=policy.returns_BS"),
     ("V-trace carries by ρ", "decay_BS=gamma * c_BS", "decay_BS=gamma * rho_BS"),
     (
         "V-trace weighs the advantages too",

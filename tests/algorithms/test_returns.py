@@ -12,7 +12,6 @@ from asyncrl.algorithms.baselines import Whitening
 from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.algorithms.presets import PRESETS
 from asyncrl.algorithms.returns import (
-    decoupled_gae,
     discounted_returns,
     gae,
     kl_estimate,
@@ -115,13 +114,6 @@ def test_rows_may_have_their_own_lambda() -> None:
         torch.testing.assert_close(together.advantages_BS[row], alone.advantages_BS[row])
     with pytest.raises(RunError, match="lam has 3 entries for 5 rows"):
         gae_of(data, gamma=0.95, lam=lam_B[:3])
-
-
-def test_decoupled_lambdas_make_advantages_by_one_and_returns_by_the_other() -> None:
-    data = scene(6)
-    found = decoupled_gae(data["rewards"], data["values"], data["mask"], gamma=0.9, policy_lam=0.4, value_lam=1.0)
-    assert torch.equal(found.advantages_BS, gae_of(data, gamma=0.9, lam=0.4).advantages_BS)
-    assert torch.equal(found.returns_BS, gae_of(data, gamma=0.9, lam=1.0).returns_BS)
 
 
 def test_returns_at_lambda_one_are_discounted_rewards_whatever_the_critic_says() -> None:
