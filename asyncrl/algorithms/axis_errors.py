@@ -23,6 +23,12 @@ def check_positive(name: str, value: float, advice: str = "") -> None:
         raise ValueError(f"{name} is {value:g}: it must be finite and above 0{advice}")
 
 
+def check_ratio_bounds(name: str, lo: float, hi: float, advice: str = "") -> None:
+    """Raises ValueError with `advice` unless the bounds of a ratio enclose 1."""
+    if not 0 <= lo <= 1 <= hi:
+        raise ValueError(f"{name} bounds are ratios and must satisfy 0 ≤ lo ≤ 1 ≤ hi, got lo={lo}, hi={hi}{advice}")
+
+
 def explained(error: msgspec.ValidationError, *, struct: type[msgspec.Struct], axes: Mapping[str, Any]) -> str:
     """Returns the error of `msgspec.convert(axes, struct)` with the choices at the place of the error.
 

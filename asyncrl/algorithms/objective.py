@@ -25,7 +25,7 @@ from typing import Literal
 
 import msgspec
 
-from asyncrl.algorithms.axis_errors import check_positive
+from asyncrl.algorithms.axis_errors import check_positive, check_ratio_bounds
 
 Anchor = Literal["current", "proximal", "behaviour"]
 Source = Literal["current", "proximal", "behaviour", "reference"]
@@ -59,11 +59,7 @@ class Clipped(_Axis, frozen=True, kw_only=True, tag="clipped", tag_field="kind")
     dual: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.lo <= 1 <= self.hi:
-            raise ValueError(
-                f"clip bounds are ratios and must satisfy 0 ≤ lo ≤ 1 ≤ hi, got lo={self.lo}, hi={self.hi}; for "
-                "example, ε = 0.2 is lo 0.8 and hi 1.2"
-            )
+        check_ratio_bounds("clip", self.lo, self.hi, "; for example, ε = 0.2 is lo 0.8 and hi 1.2")
         if self.dual is not None and not 1 < self.dual < math.inf:
             raise ValueError(f"dual is a ratio: it must be finite and above 1, or null for no bound, got {self.dual}")
 
@@ -85,10 +81,8 @@ class Clamp(_Axis, frozen=True, kw_only=True, tag="clamp", tag_field="kind"):
                 f"a kernel with ess must have lo 0 and hi above 0, because its cap is the effective share, got "
                 f"lo={self.lo}, hi={self.hi}"
             )
-        if not self.ess and not 0 <= self.lo <= 1 <= self.hi:
-            raise ValueError(
-                f"kernel bounds are ratios and must satisfy 0 ≤ lo ≤ 1 ≤ hi, got lo={self.lo}, hi={self.hi}"
-            )
+        if not self.ess:
+            check_ratio_bounds("kernel", self.lo, self.hi)
 
 
 class Inverse(_Axis, frozen=True, kw_only=True, tag="inverse", tag_field="kind"):
