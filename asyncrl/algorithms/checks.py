@@ -145,14 +145,12 @@ def _outcome(config: Config, advantage: Outcome) -> Iterator[str]:
     """Refuses estimators that read columns which a run does not have, or that cannot take the run's rewards or
     groups."""
     named, group_size = f"algorithm.advantage = {baseline_of(config.algorithm)}", config.learner.group_size
-    if advantage.rewards == "components" and not any(
-        part.environment.rewards for part in part_configs(config).values()
-    ):
+    names = {frozenset(term.name for term in part.environment.rewards) for part in part_configs(config).values()}
+    if advantage.rewards == "components" and not any(names):
         yield (
             f"{named} reads several rewards of a sample, but this configuration gives one reward; name the rewards in "
             "environment.rewards, or set algorithm.advantage to an estimator of one reward such as group_norm"
         )
-    names = {frozenset(term.name for term in part.environment.rewards) for part in part_configs(config).values()}
     if advantage.rewards == "components" and len(names) > 1:
         yield (
             f"{named} reads several rewards of a sample, but the parts of data.mixture have rewards with different "
