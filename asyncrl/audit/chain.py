@@ -85,8 +85,7 @@ def _check_checkpoints(history: History) -> int:
         found, wanted = saved_digest(path / POLICY / "weights"), digests[step]
         if found != wanted:
             raise Counterexample(
-                f"{path} has weights with the digest {found:016x}, but step {step - 1} made "
-                f"{wanted:016x}"
+                f"{path} has weights with the digest {found:016x}, but step {step - 1} made {wanted:016x}"
             )
         _check_rows(path / ROWS, rows)
         compared += 1

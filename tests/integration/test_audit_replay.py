@@ -16,8 +16,8 @@ from learner_scenes import meta_of, rows_of
 from local_ray import local_ray
 from tiny_groups import make_config, make_model
 
-from asyncrl.audit.chain import saved_digest
 from asyncrl.audit.audit import checked
+from asyncrl.audit.chain import saved_digest
 from asyncrl.audit.history import read_history
 from asyncrl.audit.outcome import Outcome, Verdict
 from asyncrl.audit.replay import steps_replay
