@@ -143,7 +143,7 @@ class ObjectiveLoss:
         """
         objective = self.objective
         token_BT = torch.where(segments.mask_BT, data["token_mask"][:, 1:].float(), 0.0)
-        share_BT = token_BT * data["sample_mask"].unsqueeze(1).float()
+        share_BT: torch.Tensor = token_BT * data["sample_mask"].unsqueeze(1).float()
         if objective.aggregation is Aggregation.PROMPT_MEAN:
             return share_BT * _share(data, "prompt_share")
         if objective.aggregation is Aggregation.TOKEN_MEAN:
