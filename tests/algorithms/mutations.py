@@ -525,7 +525,7 @@ CHECKS = [
     ("a second pull to the reference", "if pulls and reward_kl(", "if False and reward_kl("),
     ("any penalty is a second pull", 'part.q == "reference" and part.kind not in', "part.kind not in"),
     ("an entropy is a second pull", 'part.kind not in ("entropy", "positive_nll")', "True"),
-    ("components in a run", 'if advantage.rewards == "components"', "if False"),
+    ("components in a run", 'advantage.rewards == "components" and not any(names)', "False"),
     ("greedy rewards in a run", 'if advantage.baseline == "greedy"', "if False"),
     ("penalties below 0", "if advantage.refuses_negative_rewards and", "if False and"),
     ("idle raw groups of one", 'advantage.single == "raw" and group_size > 1', "False"),
