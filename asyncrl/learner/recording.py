@@ -81,9 +81,9 @@ class StepRecorder:
         """Records a step that was acked, or that changed no weights because a loss or a gradient was not finite."""
         if not step.report.skipped:
             self._mid_sequence_updates += sum(group.meta.mid_sequence_updates for group in step.lease.groups)
-            self._show_trained(step)
-        self._show(step)
-        self.log.append_step(self._record(step))
+        record = self._record(step)
+        self._show(step, record)
+        self.log.append_step(record)
 
     def run_totals(self, status: RunStatus, *, rows_outstanding: int, stop_reason: str | None = None) -> RunTotals:
         """Returns the totals of the run from the buffer's last `status`."""
@@ -103,30 +103,26 @@ class StepRecorder:
             stop_reason=stop_reason,
         )
 
-    # --- metrics ------------------------------------------------------------------------------------------------
-
-    def _show(self, step: EndedStep) -> None:
-        report = step.report
+    def _show(self, step: EndedStep, record: StepRecord) -> None:
+        """Shows the step in the metrics."""
         self.metrics.heartbeat(unix_time_s=time.time())
-        self.metrics.versions(learner=step.status.version.step, published=_step_of(step.published))
+        self.metrics.versions(learner=step.status.version.step, published=record.published_version)
         self.metrics.step(
-            outcome="skipped" if report.skipped else "trained",
-            duration_s=step.duration_s,
-            tokens=0 if report.skipped else report.trained_tokens,
-            model_flops=report.model_flops,
-            peak_flops_per_s=report.peak_flops_per_s,
+            outcome="trained" if record.trained else "skipped",
+            duration_s=record.duration_s,
+            tokens=record.trained_tokens,
+            model_flops=record.model_flops,
+            peak_flops_per_s=step.report.peak_flops_per_s,
         )
-
-    def _show_trained(self, step: EndedStep) -> None:
-        self.metrics.staleness(tokens=_tokens_by_staleness(step.report), **counts_by_staleness(step.lease))
-        self.metrics.numbers(_diagnostics(step) | _measured(step))
-        self.metrics.rewards(components=_components(step), parts=_parts(step))
-
-    # --- records ------------------------------------------------------------------------------------------------
+        if record.trained:
+            self.metrics.staleness(tokens=record.token_staleness, **counts_by_staleness(step.lease))
+            self.metrics.numbers(_diagnostics(step) | _measured(step))
+            self.metrics.rewards(components=record.reward_components, parts=record.reward_parts)
 
     def _record(self, step: EndedStep) -> StepRecord:
         report, status, before = step.report, step.status, self.before
         trained = not report.skipped
+        tokens_by_staleness = {age: count for age, count in enumerate(report.token_staleness) if count}
         measured = {name: _finite(value) for name, value in _measured(step).items()}
         own: dict[str, Any] = {name: measured.pop(name) for name in StepRecord.__struct_fields__ if name in measured}
         return StepRecord(
@@ -136,7 +132,7 @@ class StepRecorder:
             trained=trained,
             **own,
             group_staleness=counts_by_staleness(step.lease)["groups"] if trained else {},
-            token_staleness=_tokens_by_staleness(report) if trained else {},
+            token_staleness=tokens_by_staleness if trained else {},
             trained_samples=report.trained_samples if trained else 0,
             trained_tokens=report.trained_tokens if trained else 0,
             model_flops=report.model_flops,
@@ -147,7 +143,7 @@ class StepRecorder:
             generator_state_s=_added(mean_states([status.totals]), before.generator_state_s if before else {}),
             buffer_groups=status.groups_by_state,
             ledger_groups={fate.value: amount.groups for fate, amount in status.account.fates.items()},
-            published_version=_step_of(step.published),
+            published_version=0 if step.published is None else step.published.step,
             oldest_replica_version=status.oldest_replica_step,
             weight_updates=self._weight_updates(status),
             mid_sequence_updates=self._mid_sequence_updates,
@@ -249,10 +245,6 @@ def _mfu_ratio(step: EndedStep) -> float | None:
     return None if flops is None or peak is None else flops / (peak * step.duration_s)
 
 
-def _tokens_by_staleness(report: StepReport) -> dict[int, int]:
-    return {age: count for age, count in enumerate(report.token_staleness) if count}
-
-
 def _length_ratio(status: BriefStatus) -> float:
     """Returns the mean completion length of trained samples divided by that of all samples with counted tokens.
 
@@ -269,7 +261,3 @@ def _length_ratio(status: BriefStatus) -> float:
 def _finite(value: float) -> float | None:
     """Returns `value`, or None when it is not finite, because reports use NaN for what was not measured."""
     return value if math.isfinite(value) else None
-
-
-def _step_of(version: Version | None) -> int:
-    return version.step if version is not None else 0
