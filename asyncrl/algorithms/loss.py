@@ -9,7 +9,7 @@ Invariants, in addition to those of `token_terms.py`:
 - A packed row and padded rows give the same loss and gradient.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -38,19 +38,6 @@ SOURCE_COLUMNS: Mapping[str, str] = {
     "reference": "reference_policy_logprobs",
 }
 """The column [B, S] that contains each policy's log-probs."""
-
-
-def interpolated_proximal(
-    *, logprobs_BT: torch.Tensor, behaviour_BT: torch.Tensor, staleness_BT: torch.Tensor
-) -> torch.Tensor:
-    """Returns proximal log-probs without a forward pass (A-3PO, 2512.06547).
-
-    For a token that is d versions old, it is behaviour + (1 − 1/d) · (sg lp − behaviour), where sg is stop-gradient.
-    For d = 0 it is sg lp, the current log-probs.
-    """
-    behaviour_BT, staleness_BT = wide(behaviour_BT), wide(staleness_BT)
-    share_BT = torch.where(staleness_BT > 0, 1 - 1 / staleness_BT.clamp(min=1), 1.0)
-    return behaviour_BT + share_BT * (wide(logprobs_BT.detach()) - behaviour_BT)
 
 
 def _divisor(count: torch.Tensor) -> torch.Tensor:
@@ -176,25 +163,35 @@ class ObjectiveLoss:
         self, data: BatchedDataDict, *, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor | None = None
     ) -> TokenTerms:
         """Returns the terms of every token, before the aggregation."""
+        if missing := sorted(self.columns - set(data)):
+            raise missing_columns(missing)
         return token_terms(
             self.objective,
             logprobs_BT=logprobs_BT,
-            sources=self._sources(data, logprobs_BT=logprobs_BT),
+            sources=self.sources(lambda name: data[name][:, 1:], logprobs=logprobs_BT),
             advantages_BT=data["advantages"][:, 1:],
             segments=_segments(data),
             entropy_BT=entropy_BT,
         )
 
-    def _sources(self, data: BatchedDataDict, *, logprobs_BT: torch.Tensor) -> dict[str, torch.Tensor]:
-        missing = sorted(self.columns - set(data))
-        if missing:
-            raise missing_columns(missing)
-        sources = {name: data[column][:, 1:] for name, column in SOURCE_COLUMNS.items() if column in self.columns}
-        if "staleness" in self.columns:
-            sources["proximal"] = interpolated_proximal(
-                logprobs_BT=logprobs_BT, behaviour_BT=sources["behaviour"], staleness_BT=data["staleness"][:, 1:]
-            )
-        return sources
+    def sources(self, column: Callable[[str], torch.Tensor], *, logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns the log-probs of the other policies that the objective reads, by the policy's name. `column` returns
+        a column of some tokens by its name, and `logprobs` are the current log-probs of these tokens."""
+        found = {name: column(source) for name, source in SOURCE_COLUMNS.items() if source in self.columns}
+        if self.objective.proximal == "interpolated":
+            found["proximal"] = _interpolated(logprobs, behaviour=found["behaviour"], staleness=column("staleness"))
+        return found
+
+
+def _interpolated(logprobs: torch.Tensor, *, behaviour: torch.Tensor, staleness: torch.Tensor) -> torch.Tensor:
+    """Returns proximal log-probs without a forward pass (A-3PO, 2512.06547).
+
+    For a token that is d versions old, it is behaviour + (1 − 1/d) · (sg lp − behaviour), where sg is stop-gradient.
+    For d = 0 it is sg lp, the current log-probs.
+    """
+    behaviour, staleness = wide(behaviour), wide(staleness)
+    share = torch.where(staleness > 0, 1 - 1 / staleness.clamp(min=1), 1.0)
+    return behaviour + share * (wide(logprobs.detach()) - behaviour)
 
 
 def _segments(data: BatchedDataDict) -> Segments:

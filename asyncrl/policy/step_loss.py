@@ -7,7 +7,7 @@ import torch
 
 from asyncrl.algorithms.calibration import StepTokens, calibrated, needs_calibration
 from asyncrl.algorithms.interfaces import LossFunction
-from asyncrl.algorithms.loss import SOURCE_COLUMNS, ObjectiveLoss, interpolated_proximal
+from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.algorithms.shares import SHARES, TokenCounts, add_shares, count_tokens
 from asyncrl.data.masks import trained_mask
 from asyncrl.ranks.plan import CURRENT, PlannedUpdate
@@ -56,12 +56,7 @@ def calibrated_loss(
     def flat(column: str) -> torch.Tensor:
         return torch.cat([torch.zeros(0), *(part[column].cpu()[trained_mask(part)] for part in parts)])
 
-    objective = loss_fn.objective
-    sources = {name: flat(column) for name, column in SOURCE_COLUMNS.items() if column in loss_fn.columns}
-    sources["current"] = flat(CURRENT)
-    if objective.proximal == "interpolated":
-        sources["proximal"] = interpolated_proximal(
-            logprobs_BT=sources["current"], behaviour_BT=sources["behaviour"], staleness_BT=flat("staleness")
-        )
+    current = flat(CURRENT)
+    sources = loss_fn.sources(flat, logprobs=current) | {"current": current}
     tokens = StepTokens(advantages=flat("advantages"), sources=sources)
-    return ObjectiveLoss(calibrated(objective, tokens=tokens, reduce=reduce))
+    return ObjectiveLoss(calibrated(loss_fn.objective, tokens=tokens, reduce=reduce))

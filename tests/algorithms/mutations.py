@@ -16,13 +16,13 @@ class Mutation(NamedTuple):
 LOSS = [
     (
         "an interpolated policy in half precision",
-        "behaviour_BT, staleness_BT = wide(behaviour_BT), wide(staleness_BT)",
+        "behaviour, staleness = wide(behaviour), wide(staleness)",
         "pass",
     ),
     ("gradients add up in half precision", "next_token_logprobs = wide(next_token_logprobs)", "pass"),
     ("half precision is pooled", "if is_half(columns[name].dtype):", "if False:"),
-    ("α and 1 − α swapped", "1 - 1 / staleness_BT.clamp(min=1)", "1 / staleness_BT.clamp(min=1)"),
-    ("fresh tokens take the behaviour policy", "staleness_BT.clamp(min=1), 1.0)", "staleness_BT.clamp(min=1), 0.0)"),
+    ("α and 1 − α swapped", "1 - 1 / staleness.clamp(min=1)", "1 / staleness.clamp(min=1)"),
+    ("fresh tokens take the behaviour policy", "staleness.clamp(min=1), 1.0)", "staleness.clamp(min=1), 0.0)"),
     (
         "masked samples are trained",
         'data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(1)',
