@@ -21,7 +21,6 @@ from asyncrl.common.version import Version
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.specs import GENERATED_FIELDS
 from asyncrl.learner.audit_records import AUDIT
-from asyncrl.policy.lm_policy import Policy
 
 logger = logging.getLogger(__name__)
 
@@ -39,17 +38,13 @@ class KeptSteps:
         self._batches = run / AUDIT / "batches"
 
     def weights_path(self, version: Version) -> Path:
-        """Returns the folder with the weights of a version."""
+        """Returns the folder with the weights of a version, which the ranks save."""
         return self._weights / str(version)
 
     def versions(self) -> list[Version]:
         """Returns the versions whose weights are kept, in order."""
         found = self._weights.glob("*/COMPLETE") if self._weights.exists() else ()
         return sorted(Version.parse(path.parent.name) for path in found)
-
-    def keep_weights(self, policy: Policy, version: Version) -> None:
-        """Writes the present weights of the ranks as those of `version`."""
-        policy.save_checkpoint(self.weights_path(version))
 
     async def keep_batch(self, lease: Lease, reading: Awaitable[BatchedDataDict]) -> None:
         """Writes the lease of a step, and its rows, which `reading` gets.

@@ -290,7 +290,7 @@ class LearnerLoop:
         if self.kept is not None:
             # The ranks have one copy of their weights to write from, which a running save still reads.
             await self.checkpoints.settle()
-            await asyncio.to_thread(self.kept.keep_weights, self.policy, version)
+            await asyncio.to_thread(self.policy.save_checkpoint, self.kept.weights_path(version))
 
     async def _ack(self, lease: Lease) -> Acked:
         """Acknowledges a trained step, which increments the version. Publishes the version if it is due."""

@@ -85,7 +85,7 @@ def run(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recorded_steps(policy: TQPolicy, config: Config, kept: KeptSteps) -> list[TrainedStep]:
     states = StateClock(states=LEARNER_STATES, initial="other", started_s=time.monotonic())
     stages = Stages(config=config, policy=policy, critic=None, states=states, clock=time.monotonic)
-    kept.keep_weights(policy, Version(1, 0))
+    policy.save_checkpoint(kept.weights_path(Version(1, 0)))
     steps: list[TrainedStep] = []
     waiting = [generated(policy, group=0, step=0)]
     for step in range(STEPS):
@@ -101,7 +101,7 @@ def recorded_steps(policy: TQPolicy, config: Config, kept: KeptSteps) -> list[Tr
         rows = policy.read_from_dataplane(meta.subset(range(meta.size)), select_fields=columns)
         record = trained_step(lease, samples=samples, report=report, ledger=NO_LEDGER)
         kept.write_batch(lease, rows)
-        kept.keep_weights(policy, record.made)
+        policy.save_checkpoint(kept.weights_path(record.made))
         policy.finish_step(meta)
         steps.append(record)
     return steps
