@@ -6,41 +6,33 @@ and does not count in the loss's denominators. It still counts in its group's ba
 Legend: N samples of the step, in any order.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from asyncrl.config.schema import Config
 
 
-@dataclass(frozen=True, slots=True)
-class SampleFilters:
-    """The filters that `algorithm.zero_variance` and `algorithm.overlong` of `config` select."""
+def shaped_rewards(
+    rewards_N: torch.Tensor, *, truncated_N: torch.Tensor, completion_tokens_N: torch.Tensor, config: Config
+) -> torch.Tensor:
+    """Returns the rewards [N] from which the advantages are computed (`algorithm.overlong`)."""
+    if config.algorithm.overlong != "penalise":
+        return rewards_N
+    return rewards_N + overlong_penalty(
+        completion_tokens_N,
+        truncated_N=truncated_N,
+        max_completion_tokens=config.generator.max_completion_tokens,
+        buffer_tokens=config.algorithm.overlong_buffer_tokens,
+    )
 
-    config: Config
 
-    def shaped_rewards(
-        self, rewards_N: torch.Tensor, *, truncated_N: torch.Tensor, completion_tokens_N: torch.Tensor
-    ) -> torch.Tensor:
-        """Returns the rewards [N] from which the advantages are computed."""
-        section = self.config.algorithm
-        if section.overlong != "penalise":
-            return rewards_N
-        return rewards_N + overlong_penalty(
-            completion_tokens_N,
-            truncated_N=truncated_N,
-            max_completion_tokens=self.config.generator.max_completion_tokens,
-            buffer_tokens=section.overlong_buffer_tokens,
-        )
-
-    def masked(self, *, zero_variance_N: torch.Tensor, truncated_N: torch.Tensor) -> torch.Tensor:
-        """Returns the samples that are excluded from the loss, bool [N]."""
-        masked_N = torch.zeros_like(truncated_N)
-        if self.config.algorithm.zero_variance == "mask":
-            masked_N = masked_N | zero_variance_N
-        if self.config.algorithm.overlong == "mask":
-            masked_N = masked_N | truncated_N
-        return masked_N
+def masked_samples(*, zero_variance_N: torch.Tensor, truncated_N: torch.Tensor, config: Config) -> torch.Tensor:
+    """Returns the samples that `algorithm.zero_variance` and `algorithm.overlong` exclude from the loss, bool [N]."""
+    masked_N = torch.zeros_like(truncated_N)
+    if config.algorithm.zero_variance == "mask":
+        masked_N = masked_N | zero_variance_N
+    if config.algorithm.overlong == "mask":
+        masked_N = masked_N | truncated_N
+    return masked_N
 
 
 def overlong_penalty(

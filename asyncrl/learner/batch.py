@@ -16,8 +16,9 @@ from itertools import groupby
 import torch
 
 from asyncrl.algorithms.advantages import Estimator, Samples, check_rewards, compute_advantages, varied
-from asyncrl.algorithms.filters import SampleFilters
+from asyncrl.algorithms.filters import masked_samples, shaped_rewards
 from asyncrl.buffer.records import Lease, LeasedGroup
+from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
 from asyncrl.data.specs import BRANCH, GENERATED_FIELDS, NO_VERSION
@@ -89,7 +90,7 @@ class StepSamples:
     numbers: dict[str, float]
 
 
-def judge_samples(lease: Lease, *, estimator: Estimator | None, filters: SampleFilters) -> StepSamples:
+def judge_samples(lease: Lease, *, estimator: Estimator | None, config: Config) -> StepSamples:
     """Computes the advantages and masks of all samples of a step.
 
     A sample whose tokens are all too old to train is masked, but its reward still counts in the advantages. A sample
@@ -109,10 +110,11 @@ def judge_samples(lease: Lease, *, estimator: Estimator | None, filters: SampleF
     tokens_N = torch.tensor([tokens for group in groups for tokens in group.meta.completion_tokens])
     stale_N = torch.tensor([tokens for group in groups for tokens in group.stale_tokens(lease.step)])
     truncated_N = torch.tensor([truncated for group in groups for truncated in group.meta.truncated])
-    shaped_K = filters.shaped_rewards(
+    shaped_K = shaped_rewards(
         torch.tensor([reward for reward in rewards if reward is not None], dtype=torch.float32),
         truncated_N=truncated_N[scored_N],
         completion_tokens_N=tokens_N[scored_N],
+        config=config,
     )
     check_rewards(shaped_K)
     samples = Samples(
@@ -129,7 +131,7 @@ def judge_samples(lease: Lease, *, estimator: Estimator | None, filters: SampleF
     zero_variance_N = torch.ones_like(scored_N).masked_scatter(scored_N, ~varied(estimator, samples))
     compared = len(groups) if max(len(group.meta.known_rewards) for group in groups) > 1 else math.nan
     mask_N = scored_N & (tokens_N > stale_N)
-    mask_N &= ~filters.masked(zero_variance_N=zero_variance_N, truncated_N=truncated_N)
+    mask_N &= ~masked_samples(zero_variance_N=zero_variance_N, truncated_N=truncated_N, config=config)
     sizes = [len(group.meta.rewards) for group in groups]
     return StepSamples(
         rewards_B=rewards_N,

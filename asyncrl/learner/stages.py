@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.algorithms.advantages import Estimator
-from asyncrl.algorithms.filters import SampleFilters
 from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
 from asyncrl.algorithms.loss import build_loss
 from asyncrl.algorithms.presets import advantage_of
@@ -47,7 +46,6 @@ class Stages:
 
     def __post_init__(self) -> None:
         self._loss = build_loss(self.config)
-        self._filters = SampleFilters(self.config)
         self._estimator: Estimator | None = None
         self._by_token: TokenEstimator | None
         if self.critic is None:
@@ -71,7 +69,7 @@ class Stages:
 
     def judge(self, lease: Lease) -> StepSamples:
         """Returns the filtered samples of a step, with their advantages if these are per sample."""
-        return judge_samples(lease, estimator=self._estimator, filters=self._filters)
+        return judge_samples(lease, estimator=self._estimator, config=self.config)
 
     async def train(
         self, meta: KVBatchMeta, samples: StepSamples, *, step: int

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from asyncrl.algorithms import filters
-from asyncrl.algorithms.filters import SampleFilters, overlong_penalty
+from asyncrl.algorithms.filters import masked_samples, overlong_penalty, shaped_rewards
 from asyncrl.config.schema import Config
 
 REWARDS = torch.tensor([1.0, 0.5, 0.0])
@@ -15,19 +15,27 @@ TOKENS = torch.tensor([3, 9, 10])
 EQUAL = torch.tensor([True, False, False])
 
 
-def filters_of(**settings: object) -> SampleFilters:
+def config_of(**settings: object) -> Config:
     algorithm = {"overlong_buffer_tokens": 4} | settings
-    return SampleFilters(Config.model_validate({"algorithm": algorithm, "generator": {"max_completion_tokens": 10}}))
+    return Config.model_validate({"algorithm": algorithm, "generator": {"max_completion_tokens": 10}})
+
+
+def masked(config: Config) -> list[bool]:
+    found: list[bool] = masked_samples(zero_variance_N=EQUAL, truncated_N=TRUNCATED, config=config).tolist()
+    return found
+
+
+def shaped(config: Config) -> torch.Tensor:
+    return shaped_rewards(REWARDS, truncated_N=TRUNCATED, completion_tokens_N=TOKENS, config=config)
 
 
 def test_by_default_nothing_is_masked_and_rewards_stay_as_they_are() -> None:
-    default = SampleFilters(Config())
-    assert torch.equal(default.shaped_rewards(REWARDS, truncated_N=TRUNCATED, completion_tokens_N=TOKENS), REWARDS)
-    assert not default.masked(zero_variance_N=EQUAL, truncated_N=TRUNCATED).any()
+    assert torch.equal(shaped(Config()), REWARDS)
+    assert not any(masked(Config()))
 
 
 @pytest.mark.parametrize(
-    ("settings", "masked"),
+    ("settings", "expected"),
     [
         ({"zero_variance": "mask"}, [True, False, False]),
         ({"overlong": "mask"}, [False, False, True]),
@@ -35,19 +43,17 @@ def test_by_default_nothing_is_masked_and_rewards_stay_as_they_are() -> None:
         ({"overlong": "penalise"}, [False, False, False]),
     ],
 )
-def test_each_filter_masks_its_own_samples_and_no_others(settings: dict[str, str], masked: list[bool]) -> None:
-    assert filters_of(**settings).masked(zero_variance_N=EQUAL, truncated_N=TRUNCATED).tolist() == masked
+def test_each_filter_masks_its_own_samples_and_no_others(settings: dict[str, str], expected: list[bool]) -> None:
+    assert masked(config_of(**settings)) == expected
 
 
 @pytest.mark.parametrize("overlong", ["keep", "mask"])
 def test_only_penalise_touches_rewards(overlong: str) -> None:
-    shaped = filters_of(overlong=overlong).shaped_rewards(REWARDS, truncated_N=TRUNCATED, completion_tokens_N=TOKENS)
-    assert torch.equal(shaped, REWARDS)
+    assert torch.equal(shaped(config_of(overlong=overlong)), REWARDS)
 
 
 def test_the_penalty_is_taken_off_rewards() -> None:
-    shaped = filters_of(overlong="penalise").shaped_rewards(REWARDS, truncated_N=TRUNCATED, completion_tokens_N=TOKENS)
-    assert shaped.tolist() == pytest.approx([1.0, 0.5 - 0.75, -1.0])
+    assert shaped(config_of(overlong="penalise")).tolist() == pytest.approx([1.0, 0.5 - 0.75, -1.0])
 
 
 def test_the_penalty_is_dapos_equation_13() -> None:

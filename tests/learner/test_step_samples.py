@@ -13,7 +13,6 @@ import torch
 from learner_scenes import GROUP_SIZE, GROUPS_PER_STEP, Scene
 
 from asyncrl.algorithms.advantages import resolve_estimator
-from asyncrl.algorithms.filters import SampleFilters
 from asyncrl.buffer.ledger import Fate
 from asyncrl.buffer.records import GroupMeta, Lease, LeasedGroup, VersionSpan
 from asyncrl.config.schema import Config
@@ -59,7 +58,7 @@ def judged(
 ) -> StepSamples:
     config = Config.model_validate({"algorithm": settings, "generator": {"max_completion_tokens": 10}})
     lease = Lease(incarnation=1, step=step, groups=tuple(groups))
-    return judge_samples(lease, estimator=resolve_estimator(estimator), filters=SampleFilters(config))
+    return judge_samples(lease, estimator=resolve_estimator(estimator), config=config)
 
 
 def advantages(samples: StepSamples, *sizes: int) -> list[list[float]]:
@@ -201,7 +200,7 @@ def test_failed_samples_are_in_no_length_weighted_baseline_and_get_no_length_pen
 @pytest.mark.fault("F19")
 def test_the_critic_gets_a_mask_for_a_sample_whose_reward_failed() -> None:
     lease = Lease(incarnation=1, step=0, groups=(leased(0, [1.0, None]),))
-    samples = judge_samples(lease, estimator=None, filters=SampleFilters(Config()))
+    samples = judge_samples(lease, estimator=None, config=Config())
     assert samples.advantages_B is None
     assert (samples.rewards_B.tolist(), samples.mask_B.tolist()) == ([1.0, 0.0], [1.0, 0.0])
 
