@@ -14,15 +14,23 @@ from asyncrl.config.schema import Config
 def shaped_rewards(
     rewards_N: torch.Tensor, *, truncated_N: torch.Tensor, completion_tokens_N: torch.Tensor, config: Config
 ) -> torch.Tensor:
-    """Returns the rewards [N] from which the advantages are computed (`algorithm.overlong`)."""
+    """Returns the rewards [N] from which the advantages are computed.
+
+    With `algorithm.overlong: penalise`, they contain the soft overlong penalty of DAPO (2503.14476, eq. 13). It is 0
+    until `overlong_buffer_tokens` tokens before the limit, and falls linearly to −1 at the limit. A truncated sample
+    gets −1 at any length, because the model's maximum length may have cut it before `max_completion_tokens`.
+
+    >>> settings = {"algorithm": {"overlong": "penalise", "overlong_buffer_tokens": 4}}
+    >>> config = Config.model_validate({**settings, "generator": {"max_completion_tokens": 10}})
+    >>> lengths, truncated = torch.tensor([6, 7, 8, 10, 3]), torch.tensor([0, 0, 0, 0, 1]).bool()
+    >>> shaped_rewards(torch.zeros(5), truncated_N=truncated, completion_tokens_N=lengths, config=config).tolist()
+    [0.0, -0.25, -0.5, -1.0, -1.0]
+    """
     if config.algorithm.overlong != "penalise":
         return rewards_N
-    return rewards_N + overlong_penalty(
-        completion_tokens_N,
-        truncated_N=truncated_N,
-        max_completion_tokens=config.generator.max_completion_tokens,
-        buffer_tokens=config.algorithm.overlong_buffer_tokens,
-    )
+    buffer_tokens = config.algorithm.overlong_buffer_tokens
+    over_N = completion_tokens_N.float() - (config.generator.max_completion_tokens - buffer_tokens)
+    return rewards_N + torch.where(truncated_N, -1.0, 0.0 - (over_N / buffer_tokens).clamp(0.0, 1.0))
 
 
 def masked_samples(*, zero_variance_N: torch.Tensor, truncated_N: torch.Tensor, config: Config) -> torch.Tensor:
@@ -33,19 +41,3 @@ def masked_samples(*, zero_variance_N: torch.Tensor, truncated_N: torch.Tensor, 
     if config.algorithm.overlong == "mask":
         masked_N = masked_N | truncated_N
     return masked_N
-
-
-def overlong_penalty(
-    completion_tokens_N: torch.Tensor, *, truncated_N: torch.Tensor, max_completion_tokens: int, buffer_tokens: int
-) -> torch.Tensor:
-    """Returns the soft overlong penalty [N] of DAPO (2503.14476, eq. 13).
-
-    It is 0 until `buffer_tokens` tokens before the limit, and falls linearly to −1 at the limit. A truncated sample
-    gets −1 at any length, because the model's maximum length may have cut it before `max_completion_tokens`.
-
-    >>> overlong_penalty(torch.tensor([6, 7, 8, 10, 3]), truncated_N=torch.tensor([0, 0, 0, 0, 1]).bool(),
-    ...     max_completion_tokens=10, buffer_tokens=4).tolist()
-    [0.0, -0.25, -0.5, -1.0, -1.0]
-    """
-    over_N = completion_tokens_N.float() - (max_completion_tokens - buffer_tokens)
-    return torch.where(truncated_N, -1.0, 0.0 - (over_N / buffer_tokens).clamp(0.0, 1.0))

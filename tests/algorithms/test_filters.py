@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from asyncrl.algorithms import filters
-from asyncrl.algorithms.filters import masked_samples, overlong_penalty, shaped_rewards
+from asyncrl.algorithms.filters import masked_samples, shaped_rewards
 from asyncrl.config.schema import Config
 
 REWARDS = torch.tensor([1.0, 0.5, 0.0])
@@ -56,21 +56,24 @@ def test_the_penalty_is_taken_off_rewards() -> None:
     assert shaped(config_of(overlong="penalise")).tolist() == pytest.approx([1.0, 0.5 - 0.75, -1.0])
 
 
+def penalties(lengths: torch.Tensor, truncated: torch.Tensor) -> list[float]:
+    algorithm = {"overlong": "penalise", "overlong_buffer_tokens": 5}
+    config = Config.model_validate({"algorithm": algorithm, "generator": {"max_completion_tokens": 20}})
+    none = torch.zeros(len(lengths))
+    found: list[float] = shaped_rewards(
+        none, truncated_N=truncated, completion_tokens_N=lengths, config=config
+    ).tolist()
+    return found
+
+
 def test_the_penalty_is_dapos_equation_13() -> None:
     """L_max = 20 and L_cache = 5: 0 up to 15 tokens, then ((L_max − L_cache) − |y|) / L_cache, and −1 at 20 tokens."""
-    lengths = torch.arange(21)
     expected = [0.0] * 16 + [(15 - length) / 5 for length in range(16, 21)]
-    found = overlong_penalty(
-        lengths, truncated_N=torch.zeros(21, dtype=torch.bool), max_completion_tokens=20, buffer_tokens=5
-    )
-    assert found.tolist() == pytest.approx(expected)
+    assert penalties(torch.arange(21), torch.zeros(21, dtype=torch.bool)) == pytest.approx(expected)
 
 
 def test_a_sample_cut_by_the_models_length_is_at_its_limit_however_short() -> None:
-    found = overlong_penalty(
-        torch.tensor([2, 2]), truncated_N=torch.tensor([True, False]), max_completion_tokens=20, buffer_tokens=5
-    )
-    assert found.tolist() == [-1.0, 0.0]
+    assert penalties(torch.tensor([2, 2]), torch.tensor([True, False])) == [-1.0, 0.0]
 
 
 def test_examples_in_docstrings_of_filters_are_true() -> None:
