@@ -27,7 +27,9 @@ def exactly_once(history: History) -> str:
             _check_group(group, step=step, size=size, reissued=reissued)
         settled = sorted(ended.group for ended in step.ledger.ended if ended.fate is Fate.TRAINED)
         trained = sorted(group.group for group in step.groups)
-        _check_repeated(trained, step=step)
+        repeated = [group for group, times in Counter(trained).items() if times > 1]
+        if repeated:
+            raise Counterexample(f"step {step.step} trained group {repeated[0]} more than once")
         for group in step.groups:
             _settle(fates, group.group, f"trained by step {step.step}")
         if settled != trained:
@@ -58,12 +60,6 @@ def _check_group(group: TrainedGroup, *, step: TrainedStep, size: object, reissu
             f"step {step.step} trained attempt {group.attempt} at group {group.group}, but its rows were lost or given "
             "up before"
         )
-
-
-def _check_repeated(groups: Iterable[int], *, step: TrainedStep) -> None:
-    repeated = [group for group, times in Counter(groups).items() if times > 1]
-    if repeated:
-        raise Counterexample(f"step {step.step} trained group {repeated[0]} more than once")
 
 
 def _settle_ended(fates: dict[int, str], reissued: dict[int, int], ended: Iterable[EndedGroup]) -> None:

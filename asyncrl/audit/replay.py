@@ -30,7 +30,7 @@ from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.deployment.cluster import start_local
 from asyncrl.deployment.provenance import processor, provenance
 from asyncrl.learner.audit_records import TrainedStep
-from asyncrl.learner.batch import StepSamples, step_meta
+from asyncrl.learner.batch import step_meta
 from asyncrl.learner.kept_steps import ADDED_COLUMNS, PREV_LOGPROBS, KeptSteps
 from asyncrl.learner.stages import Stages
 from asyncrl.metrics.catalogue import LEARNER_STATES
@@ -159,7 +159,9 @@ def _replay(
     for step, (lease, rows) in zip(steps, batches, strict=True):
         extra = extra_fields(rows)
         meta, samples = step_meta(lease, extra=extra), stages.judge(lease)
-        _check_samples(step, samples)
+        masks = [sample.trained for group in step.groups for sample in group.samples]
+        if masks != (samples.mask_B > 0).tolist():
+            raise Counterexample(f"step {step.step} masks other samples when its filters are applied again")
         generated = {name: rows[name] for name in (*GENERATED_FIELDS, *extra)}
         policy.dp_client.put_samples(meta.sample_ids, TRAIN_PARTITION, fields=BatchedDataDict(generated))
         report, _ = asyncio.run(stages.train(meta, samples, step=lease.step))
@@ -174,12 +176,6 @@ def _replay(
             if recorded != found:
                 raise Counterexample(f"step {step.step} computed again has {name} {found}, but recorded was {recorded}")
         policy.finish_step(meta)
-
-
-def _check_samples(step: TrainedStep, samples: StepSamples) -> None:
-    masks = [sample.trained for group in step.groups for sample in group.samples]
-    if masks != (samples.mask_B > 0).tolist():
-        raise Counterexample(f"step {step.step} masks other samples when its filters are applied again")
 
 
 def _check_columns(step: TrainedStep, policy: TQPolicy, meta: KVBatchMeta, rows: BatchedDataDict) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from asyncrl.buffer.failure_records import FailureCount, FailureStreak
+from asyncrl.buffer.failure_records import FailureCount
 from asyncrl.buffer.records import LeaseWait
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.status import BriefStatus, RunStatus
@@ -24,15 +24,21 @@ def check_progress(status: RunStatus, *, waits: LeaseWait, config: Config, deliv
     """
     streak = status.failure_streak
     if waits is LeaseWait.TOO_MANY_FAILURES and streak is not None:
+        first, last = streak.first, streak.last
+        what = "your reward" if first.of_reward and last.of_reward else "generating a group"
+        differs = "" if last.message == first.message else f"; the last failure: {last.words}"
         raise RunError(
-            f"{_streak_in_words(streak, limit=config.generator.max_data_failures)}. Fix the cause and start again."
+            f"{what} failed {streak.groups} times in a row (generator.max_data_failures = "
+            f"{config.generator.max_data_failures}): {first.words}{differs}. Fix the cause and start again."
         )
     limit_s = config.run.stall_timeout_s
     if status.quiet_s > limit_s:
+        failures = status.failures
+        causes = f"; failures: {in_words(failures)}; the first cause: {failures[0].first.words}" if failures else ""
         raise StallError(
             f"no group was committed and no step was trained for {status.quiet_s:.0f} s (run.stall_timeout_s = "
             f"{limit_s:g}). The learner waits ({waits.value}); {replicas_in_words(status)}"
-            f"{_failures_in_words(status)}{f'; {delivery}' if delivery else ''}. Look at the generators' logs, or "
+            f"{causes}{f'; {delivery}' if delivery else ''}. Look at the generators' logs, or "
             "raise run.stall_timeout_s if a group needs longer than that"
         )
 
@@ -62,19 +68,3 @@ def replicas_in_words(status: RunStatus) -> str:
         for view in status.replicas
     ]
     return "generators: " + "; ".join(words)
-
-
-def _failures_in_words(status: RunStatus) -> str:
-    """Returns the failures by reason and the first cause, as the end of a sentence; "" if nothing failed."""
-    if not status.failures:
-        return ""
-    return f"; failures: {in_words(status.failures)}; the first cause: {status.failures[0].first.words}"
-
-
-def _streak_in_words(streak: FailureStreak, *, limit: int) -> str:
-    """Returns the failures in a row as text: the failing part, the number, the first cause, and the last if it
-    differs."""
-    first, last = streak.first, streak.last
-    what = "your reward" if first.of_reward and last.of_reward else "generating a group"
-    words = f"{what} failed {streak.groups} times in a row (generator.max_data_failures = {limit}): {first.words}"
-    return words if last.message == first.message else f"{words}; the last failure: {last.words}"

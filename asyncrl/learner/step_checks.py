@@ -28,7 +28,13 @@ class StepChecks:
         Returns how much they differ, as a share of what `weights.parity_*` accept. Above 1, raises ParityError or logs
         an error.
         """
-        differences = differences_of(report)
+        tokens = report.on_policy_tokens
+        differences = Differences(
+            tokens=tokens,
+            beyond=round(report.on_policy_parity_beyond_ratio * tokens),
+            sum_nats=report.on_policy_parity_mean_nats * tokens,
+            max_nats=report.on_policy_parity_max_nats,
+        )
         ratio = self._judge.ratio(differences)
         self._metrics.parity(differences.max_nats, ratio=ratio)
         if ratio <= 1.0:
@@ -56,17 +62,6 @@ class StepChecks:
                 f"The last one had groups {names_of(lease, most=8)}. Lower the learning rate, or look at the "
                 "rewards and samples of these groups"
             )
-
-
-def differences_of(report: StepReport) -> Differences:
-    """Returns the differences between the log-probs of a step's on-policy tokens."""
-    tokens = report.on_policy_tokens
-    return Differences(
-        tokens=tokens,
-        beyond=round(report.on_policy_parity_beyond_ratio * tokens),
-        sum_nats=report.on_policy_parity_mean_nats * tokens,
-        max_nats=report.on_policy_parity_max_nats,
-    )
 
 
 def names_of(lease: Lease, *, most: int | None = None) -> str:
