@@ -9,7 +9,7 @@ Invariants, in addition to those of `token_terms.py`:
 - A packed row and padded rows give the same loss and gradient.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -164,7 +164,11 @@ class ObjectiveLoss:
     ) -> TokenTerms:
         """Returns the terms of every token, before the aggregation."""
         if missing := sorted(self.columns - set(data)):
-            raise missing_columns(missing)
+            hints = [hint for name, hint in _HINTS.items() if name in missing]
+            raise RunError(
+                f"algorithm.loss reads {', '.join(missing)}, but the rows do not have them; add these columns"
+                f"{''.join(hints)}"
+            )
         return token_terms(
             self.objective,
             logprobs_BT=logprobs_BT,
@@ -232,14 +236,6 @@ _HINTS = {
     "group_ids": "; `group_ids` has one int for each row [B], equal for the rows of one prompt",
     "rewards": "; `rewards` has one number for each row [B]",
 }
-
-
-def missing_columns(names: Sequence[str]) -> RunError:
-    """Returns the error for rows that lack columns which the loss reads."""
-    hints = [hint for name, hint in _HINTS.items() if name in names]
-    return RunError(
-        f"algorithm.loss reads {', '.join(names)}, but the rows do not have them; add these columns{''.join(hints)}"
-    )
 
 
 def gather_logprobs(logits_BSV: torch.Tensor, *, input_ids_BS: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from asyncrl.algorithms.loss import ObjectiveLoss, missing_columns
+from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.algorithms.objective import Aggregation, Clipped, Gate, Linear, Objective, Penalty, Reinforce, Weight
 from asyncrl.algorithms.presets import resolve_objective
 from asyncrl.algorithms.shares import TokenCounts, add_shares, count_tokens, with_shares
@@ -156,13 +156,15 @@ def test_log_probs_that_are_masked_may_be_nan() -> None:
 
 def test_a_loss_says_what_it_counts_by_and_where_its_coefficients_come_from() -> None:
     assert ObjectiveLoss(PROMPT_MEAN).columns == {"group_ids"}
-    assert ObjectiveLoss(Objective(surrogate=Reinforce(), penalties=(IMITATION,))).columns == {"rewards"}
+    imitation = Objective(surrogate=Reinforce(), penalties=(IMITATION,))
+    assert ObjectiveLoss(imitation).columns == {"rewards"}
     with pytest.raises(RunError, match=r"prompt_share.*Policy.train, which adds it.*with_shares"):
         evaluated(PROMPT_MEAN, batch())
-    bare = BatchedDataDict({name: column for name, column in batch().items() if name != "group_ids"})
+    bare = BatchedDataDict({name: column for name, column in batch().items() if name not in ("group_ids", "rewards")})
     with pytest.raises(RunError, match=r"reads group_ids, but the rows do not have them; .*`group_ids` has one int"):
         evaluated(PROMPT_MEAN, bare)
-    assert "`rewards` has one number for each row" in str(missing_columns(["rewards"]))
+    with pytest.raises(RunError, match="`rewards` has one number for each row"):
+        evaluated(imitation, bare)
 
 
 @pytest.mark.parametrize("idle", [{"q": "proximal"}, {"corrected_by": "current"}])
