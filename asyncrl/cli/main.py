@@ -19,7 +19,7 @@ import typer
 import typer.main
 from typer.core import TyperCommand, TyperGroup
 
-from asyncrl.cli.restarts import RESTART_MENDS, supervise
+from asyncrl.cli.restarts import RESTART_MENDS, ends_on_purpose, supervise
 from asyncrl.cli.terminal import say
 from asyncrl.errors import AsyncRLError, ConfigError
 
@@ -131,10 +131,10 @@ def main() -> None:
     """Runs the command in `sys.argv`, in a child process if it is supervised."""
     # By default the garbage collector looks at new objects so often that this takes a seventh of the time of imports.
     gc.set_threshold(GARBAGE_AFTER)
-    on_purpose = supervise() if sys.argv[1:2] and sys.argv[1] in SUPERVISED else None
+    if sys.argv[1:2] and sys.argv[1] in SUPERVISED:
+        supervise()
     try:
         app()
     except SystemExit:  # every command ends with it; other exceptions are unexpected
-        if on_purpose is not None:
-            on_purpose()
+        ends_on_purpose()
         raise
