@@ -87,6 +87,13 @@ RunningRun = Annotated[
     Path,
     typer.Argument(metavar="RUN", help="Name of a run, such as quickstart, or its directory."),
 ]
+"""A run whose processes a command calls."""
+
+RecordedRun = Annotated[
+    Path,
+    typer.Argument(metavar="RUN", help="Directory of a run, or the name of a run in runs/, such as quickstart."),
+]
+"""A run whose files a command reads."""
 
 LINE_EVERY_STEPS = 10
 """Steps between two lines of progress, if the output is not a terminal."""
