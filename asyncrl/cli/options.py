@@ -20,11 +20,12 @@ from asyncrl.config.checks import check_config
 from asyncrl.config.load import Layer, config_origins, load_config
 from asyncrl.config.metrics_host import check_metrics_host
 from asyncrl.config.schema import Config
+from asyncrl.deployment.known_runs import address_of, best_checkpoint, dead_runs, newest_weights
+from asyncrl.deployment.resuming import Choice, no_checkpoint, unfinished_run
 from asyncrl.environments.secrets import hide_secrets
 from asyncrl.errors import AsyncRLError, ConfigError, DatasetError
 
 if TYPE_CHECKING:
-    from asyncrl.deployment.resuming import Choice
     from asyncrl.deployment.run_dir import RunDir
     from asyncrl.learner.records import Summary
 
@@ -99,13 +100,11 @@ LINE_EVERY_STEPS = 10
 """Steps between two lines of progress, if the output is not a terminal."""
 
 
-def choice(*, fresh: bool) -> "Choice":
+def choice(*, fresh: bool) -> Choice:
     """Returns how the checkpoint of an ended run of the same name is chosen, with or without --fresh.
 
     A restart after a process has died ignores --fresh if that process had begun the new run.
     """
-    from asyncrl.deployment.resuming import no_checkpoint, unfinished_run
-
     return no_checkpoint if fresh and not begun_before() else unfinished_run
 
 
@@ -124,8 +123,6 @@ def running_address(directory: Path, option: str | None) -> str:
 
     It is the address that the user gave, else the address in the run's directory, else `auto`.
     """
-    from asyncrl.deployment.known_runs import address_of
-
     return named_address(option) or address_of(directory) or "auto"
 
 
@@ -183,7 +180,6 @@ def print_warnings(warnings: list[str]) -> None:
 def clear_previous(config: Config) -> None:
     """Ends and removes the processes and files that a killed run of this name left, and prints what was removed. Prints
     also what killed runs of other names left."""
-    from asyncrl.deployment.known_runs import dead_runs
     from asyncrl.deployment.remains import clear, remains_of
 
     print_warnings(clear(config.run.dir / config.run.name))
@@ -227,8 +223,6 @@ def again(
 @contextlib.contextmanager
 def weights_named(directory: Path) -> Iterator[None]:
     """Prints where the run's newest weights are, if it saved any, before an error in the block ends the command."""
-    from asyncrl.deployment.known_runs import newest_weights
-
     try:
         yield
     except Exception:
@@ -246,7 +240,6 @@ def print_outcome(summary: "Summary | None", run_dir: Path, *, config: Config, a
     if summary is None:
         say("the run ended before a step was trained", err=True)
         raise typer.Exit(1)
-    from asyncrl.deployment.known_runs import best_checkpoint, newest_weights
     from asyncrl.views.outcome import best_line, lines_to_go_on, totals_lines, weights_lines
 
     say("\n".join(totals_lines(summary, total_steps=config.learner.total_steps)))
