@@ -94,7 +94,7 @@ class GeneratorDeployment:
             self._pool.make()
             tasks = (await self._prompts).train
             handles = await enter_run(config, deployment=self._deployment, tasks=tasks)
-            entered.push_async_callback(leave_run, handles, namespace=config.run.name)
+            entered.push_async_callback(leave_run, handles.coordinator, self._deployment, namespace=config.run.name)
             # Heartbeats begin now and continue while engines start and drain. Without them the run would count this
             # deployment as gone, and the last live deployment that leaves ends the run's actors.
             every_s = config.buffer.heartbeat_timeout_s / 5

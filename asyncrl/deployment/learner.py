@@ -380,7 +380,7 @@ class LearnerDeployment:
             if self._starts_again:
                 state = RunState.STARTING
             await handles.coordinator.call(LearnerCalls.set_state, handles.lineage.incarnation, state, self._failure)
-        await leave_run(handles, namespace=self._config.run.name)
+        await leave_run(handles.coordinator, handles.deployment, namespace=self._config.run.name)
 
     async def _serve_end(self, server: MetricsServer, grace: "asyncio.Future[None]") -> None:
         """Serves until the clients of the HTTP discovery have received the empty list, but not beyond the grace."""
