@@ -106,11 +106,17 @@ def run_until_done(
             with contextlib.suppress(RuntimeError):  # the loop is closed, because `main` has just ended
                 loop.call_soon_threadsafe(stop.set)
 
+    def work() -> None:
+        run_in(loop, main(stop), outcome)
+        # The kernel ends Ray's daemons when the thread that started them ends (PR_SET_PDEATHSIG). Ray ends them in
+        # order when the process exits, so this thread must still be there.
+        threading.Event().wait()
+
     with contextlib.ExitStack() as handlers:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 handlers.callback(signal.signal, number, signal.signal(number, on_signal) or signal.SIG_DFL)
-        threading.Thread(target=_work, args=[main(stop), loop, outcome], name="asyncrl", daemon=True).start()
+        threading.Thread(target=work, name="asyncrl", daemon=True).start()
         while not outcome.done():
             with contextlib.suppress(TimeoutError):  # an error of `main` is raised below
                 outcome.exception(timeout=WAKE_EVERY_S)
@@ -129,8 +135,8 @@ def take_sigterm_back() -> None:
         signal.signal(signal.SIGTERM, ours)
 
 
-def _work(main: Coroutine[Any, Any, Result], loop: asyncio.AbstractEventLoop, outcome: "Future[Result]") -> None:
-    """Runs `main` in `loop` and sets the outcome."""
+def run_in(loop: asyncio.AbstractEventLoop, main: Coroutine[Any, Any, Result], outcome: "Future[Result]") -> None:
+    """Runs `main` in `loop`, closes the loop, and sets the outcome."""
     try:
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
             result = runner.run(main)
@@ -138,9 +144,6 @@ def _work(main: Coroutine[Any, Any, Result], loop: asyncio.AbstractEventLoop, ou
         outcome.set_exception(error)
     else:
         outcome.set_result(result)
-    # The kernel ends Ray's daemons when the thread that started them ends (PR_SET_PDEATHSIG). Ray ends them in order
-    # when the process exits, so this thread must still be there.
-    threading.Event().wait()
 
 
 def _end_at_once(at_once: Sequence[Callable[[], None]]) -> None:
