@@ -54,9 +54,7 @@ def start_local(config: Config, *, generators: int = 1) -> str:
     """
     require_token()
     logical_cpus = generators * config.generator.replicas * config.generator.cpus
-    logical_cpus += config.learner.ranks * config.learner.cpus
-    if config.critic is not None:
-        logical_cpus += config.critic.ranks * config.critic.cpus
+    logical_cpus += sum(pool.ranks * pool.cpus for pool in config.rank_pools().values())
     with _children_in_sessions_of_their_own(), without_unused_daemons():
         context: Any = patiently(
             lambda: _connect(
