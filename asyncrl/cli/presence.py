@@ -49,10 +49,11 @@ def check_presence(config: Config, *, roles: Collection[Role], origins: Mapping[
 
 def _of_part(config: Config, roles: Collection[Role], *, prefix: str) -> Iterator[str]:
     """Yields what the dataset and the rewards of `config` need and this machine lacks."""
-    missing = [*_file(config)]
+    path = config.data.path
+    if config.data.dataset == "jsonl" and path is not None and not path.is_file():
+        yield f"{prefix}data.path = {path}: there is no such file; name a file with one JSON object in each line"
     if config.environment.name == "reasoning_gym" and builds_environment(config, roles):
-        missing += _reasoning_gym_task(config)
-    yield from (f"{prefix}{each}" for each in missing)
+        yield from (f"{prefix}{problem}" for problem in _reasoning_gym_task(config))
 
 
 def check_model(config: Config) -> None:
@@ -84,12 +85,6 @@ def model_directory(config: Config) -> Path | None:
         text.startswith(("/", "./", "../", "~", "models/")) or len(rest) > 1 or (bool(rest) and Path(first).is_dir())
     )
     return path if local or path.exists() or config.model.tiny is not None else None
-
-
-def _file(config: Config) -> Iterator[str]:
-    path = config.data.path
-    if config.data.dataset == "jsonl" and path is not None and not path.is_file():
-        yield f"data.path = {path}: there is no such file; name a file with one JSON object in each line"
 
 
 def _run_directory(config: Config) -> Iterator[str]:

@@ -167,11 +167,8 @@ def _lives(directory: Path, info: RunInfo) -> bool | None:
         return None
     if not psutil.pid_exists(info.pid):
         return False
-    with contextlib.suppress(OSError), (directory / "lock").open("rb") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+    with contextlib.suppress(OSError), (directory / "lock").open("rb") as lock:  # fails if the run holds the lock
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return False
     return True
 
