@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from asyncrl.config.load import flat_config
 from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.deployment.resuming import last_set_aside
-from asyncrl.deployment.run_dir import AuditFile, RunDir
+from asyncrl.deployment.run_dir import RunDir
 from asyncrl.learner.aggregates import build_summary
+from asyncrl.learner.audit_records import Began
 from asyncrl.learner.best_checkpoints import best_first
 from asyncrl.learner.record_lines import read_lines
 from asyncrl.learner.records import LOST_STEPS, EvalRecord, RunTotals, SampleRecord, StepRecord, Summary
@@ -47,13 +48,13 @@ class LearnerLog:
         )
         self.close = self._trackers.close
 
-    def for_loop(self, audit: AuditFile) -> RunLog:
-        """Returns this log as the learner's loop uses it, with the file of the audit's records."""
+    def for_loop(self, began: Began) -> RunLog:
+        """Begins the records for the audit. Returns this log as the learner's loop uses it."""
         return RunLog(
             append_step=self.append_step,
             append_eval=self.append_eval,
             write_samples=self.write_samples,
-            append_audit=audit.append,
+            append_audit=self._run_dir.begin_audit(began),
         )
 
     def best_steps(self, steps: Sequence[int], *, running: Callable[[], int | None]) -> set[int]:

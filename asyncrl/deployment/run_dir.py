@@ -184,14 +184,18 @@ class RunDir:
         self._evals.append(_lines([record]))
         self.on_eval(record)
 
-    def begin_audit(self, began: Began) -> "AuditFile":
-        """Begins the records for the audit of this incarnation."""
+    def begin_audit(self, began: Began) -> Callable[[Record], None]:
+        """Begins the records for the audit of this incarnation. Returns the function that appends one."""
         path = records_path(self.path, began.lineage.incarnation)
         path.parent.mkdir(exist_ok=True)
         file = RecordFile(path)
         file.append(framed(began))
         self._records.append(file)
-        return AuditFile(file)
+
+        def append(record: Record) -> None:
+            file.append(framed(record))
+
+        return append
 
     def sync(self) -> None:
         """Returns when all records so far are on the disk, so that they survive a crash of the machine. Raises
@@ -293,16 +297,6 @@ class RunDir:
                 self._write_info()
             except OSError as error:
                 logger.error("run.json was not updated with %s: %s", what, error)
-
-
-class AuditFile:
-    """The records for the audit of one incarnation."""
-
-    def __init__(self, file: RecordFile) -> None:
-        self._file = file
-
-    def append(self, record: Record) -> None:
-        self._file.append(framed(record))
 
 
 def _lines(records: Sequence[msgspec.Struct]) -> bytes:
