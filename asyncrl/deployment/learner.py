@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -90,11 +90,8 @@ class LearnerDeployment:
         self._metrics = self._described_metrics()
         self._log = LearnerLog(config, run_dir)
         self._targets = Targets(run=config.run.name, path=run_dir.targets_path)
-        self._display = LearnerDisplay(
-            config, screen=screen, log=self._log, cores=lambda: self._targets.cores, failures=self._failed_groups
-        )
+        self._display = LearnerDisplay(config=config, screen=screen, log=self._log, cores=lambda: self._targets.cores)
         self._transport = transport_of(config, nonce=run_dir.nonce)
-        self._failures: FailureWatch | None = None
         self._checkpoints: Checkpoints | None = None
         self._save_hf: Callable[[Path], None] = lambda path: None
         self._trained_step: Callable[[], int | None] = lambda: None
@@ -142,7 +139,8 @@ class LearnerDeployment:
         serving.callback(server.close)
         grace = await serving.enter_async_context(running(self._grace(stop)))
         serving.push_async_callback(self._serve_end, server, grace)
-        self._failures = failures = FailureWatch(coordinator=handles.coordinator, keep=self._run_dir.write_failures)
+        failures = FailureWatch(coordinator=handles.coordinator, keep=self._run_dir.write_failures)
+        self._display.failures = lambda: groups_by_reason(failures.counts)
         entered.push_async_callback(self._show_end, server, failures, stop)
         every_s = config.buffer.heartbeat_timeout_s / 5
         works = {
@@ -344,9 +342,6 @@ class LearnerDeployment:
                 await asyncio.to_thread(self._save_hf, folder / HF)
         except Exception as error:
             logger.error("the trained weights could not be saved: %s", error)
-
-    def _failed_groups(self) -> Mapping[str, int]:
-        return groups_by_reason(self._failures.counts) if self._failures is not None else {}
 
     async def _delete_weights(self, handles: RunHandles) -> None:
         """Deletes what the transport keeps of this learner's versions outside of the ranks."""

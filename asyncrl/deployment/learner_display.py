@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from asyncrl.config.schema import Config
 from asyncrl.deployment.learner_log import LearnerLog
@@ -12,28 +13,20 @@ from asyncrl.views.run_facts import setting_of
 SHOW_EVERY_S = 0.5
 
 
+@dataclass(kw_only=True)
 class LearnerDisplay:
     """`run` shows the records every `SHOW_EVERY_S` until it is cancelled.
 
-    `phase` returns the learner's current activity in a few words. `cores` returns the number of cores of the run's
-    machines, `failures` the number of failed groups by reason.
+    `cores` returns the number of cores of the run's machines. `phase` returns the learner's current activity in a few
+    words, `failures` the number of failed groups by reason.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        screen: Screen,
-        log: LearnerLog,
-        cores: Callable[[], int],
-        failures: Callable[[], Mapping[str, int]],
-    ) -> None:
-        self._config = config
-        self._screen = screen
-        self._log = log
-        self._cores = cores
-        self._failures = failures
-        self.phase: Callable[[], str] = lambda: "starting the buffer"
+    config: Config
+    screen: Screen
+    log: LearnerLog
+    cores: Callable[[], int]
+    phase: Callable[[], str] = lambda: "starting the buffer"
+    failures: Callable[[], Mapping[str, int]] = dict
 
     def enter(self, phase: str) -> None:
         """Sets the phase and shows it at once, because the next call may block the event loop for long."""
@@ -41,15 +34,15 @@ class LearnerDisplay:
         self.show()
 
     def show(self) -> None:
-        self._screen.show(
+        self.screen.show(
             live_view(
-                self._config,
+                self.config,
                 phase=self.phase(),
-                elapsed_s=self._screen.elapsed_s,
-                steps=self._log.steps,
-                evals=self._log.evals,
-                setting=setting_of(self._config, cores=self._cores()),
-                failures=self._failures(),
+                elapsed_s=self.screen.elapsed_s,
+                steps=self.log.steps,
+                evals=self.log.evals,
+                setting=setting_of(self.config, cores=self.cores()),
+                failures=self.failures(),
             )
         )
 
