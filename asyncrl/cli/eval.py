@@ -13,9 +13,9 @@ import typer
 from asyncrl.atomic_write import write_atomically
 from asyncrl.checkpoints.directory import HF
 from asyncrl.cli.before_start import try_hub
-from asyncrl.cli.options import ConfigFiles, Overrides, command_app, print_warnings, run_checks
+from asyncrl.cli.options import ConfigFiles, Overrides, print_warnings, run_checks
 from asyncrl.cli.presence import check_model, model_directory
-from asyncrl.cli.terminal import say, sigterm_exits
+from asyncrl.cli.terminal import command_app, say, sigterm_exits
 from asyncrl.config.checks import check_config
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config

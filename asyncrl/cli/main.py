@@ -20,7 +20,7 @@ import typer.main
 from typer.core import TyperCommand, TyperGroup
 
 from asyncrl.cli.restarts import RESTART_MENDS, ends_on_purpose, supervise
-from asyncrl.cli.terminal import say
+from asyncrl.cli.terminal import command_app, say
 from asyncrl.errors import AsyncRLError, ConfigError
 
 SUPERVISED = ("up", "resume", "learner")
@@ -102,8 +102,6 @@ class _LazyGroup(TyperGroup):
 
 
 def _app_of(command: str) -> typer.Typer:
-    from asyncrl.cli.options import command_app  # imports pydantic, which `asyncrl --help` does not need
-
     module = importlib.import_module(f"asyncrl.cli.{command}")
     app: typer.Typer = getattr(module, "app", None) or command_app()
     if not hasattr(module, "app"):
@@ -111,15 +109,7 @@ def _app_of(command: str) -> typer.Typer:
     return app
 
 
-app = typer.Typer(
-    cls=_LazyGroup,
-    help=_HELP,
-    epilog=_EPILOG,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    add_completion=False,
-    no_args_is_help=True,
-)
+app = command_app(help=_HELP, cls=_LazyGroup, epilog=_EPILOG)
 
 
 @app.callback()

@@ -126,17 +126,6 @@ def running_address(directory: Path, option: str | None) -> str:
     return named_address(option) or address_of(directory) or "auto"
 
 
-def command_app(*, help: str | None = None) -> typer.Typer:
-    """Returns a Typer app with the settings of all commands: plain help text, and plain tracebacks for bugs."""
-    return typer.Typer(
-        help=help,
-        rich_markup_mode=None,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        no_args_is_help=help is not None,
-    )
-
-
 def checked_config(
     files: Sequence[Layer],
     overrides: Sequence[str],
