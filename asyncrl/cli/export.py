@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from asyncrl.cli.options import RecordedRun
+from asyncrl.cli.options import RecordedRun, at_option
 from asyncrl.cli.presence import model_directory
 from asyncrl.cli.terminal import say
 from asyncrl.config.load import load_config
@@ -25,10 +25,7 @@ def export(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to write. An earlier export is replaced.")],
     at: Annotated[
         str | None,
-        typer.Option(
-            "--at",
-            metavar="CHECKPOINT",
-            show_default=False,
+        at_option(
             help="Checkpoint to export, such as step-140, or best: the one with the highest held-out reward. Default: "
             "the newest one that is undamaged.",
         ),

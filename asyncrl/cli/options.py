@@ -96,6 +96,9 @@ RecordedRun = Annotated[
 ]
 """A run whose files a command reads."""
 
+at_option = functools.partial(typer.Option, "--at", metavar="CHECKPOINT", show_default=False)
+"""The option --at of commands that use a checkpoint of a run. Its `help` says for what."""
+
 LINE_EVERY_STEPS = 10
 """Steps between two lines of progress, if the output is not a terminal."""
 

@@ -3,10 +3,8 @@
 from functools import partial
 from typing import Annotated
 
-import typer
-
 from asyncrl.cli.before_start import prepared
-from asyncrl.cli.options import AllowPublic, Overrides, RunningRun, again
+from asyncrl.cli.options import AllowPublic, Overrides, RunningRun, again, at_option
 from asyncrl.cli.restarts import begun_before
 from asyncrl.cli.up import run_here
 from asyncrl.deployment.known_runs import existing_run, saved_config
@@ -15,12 +13,7 @@ from asyncrl.errors import ConfigError
 
 At = Annotated[
     str | None,
-    typer.Option(
-        "--at",
-        metavar="CHECKPOINT",
-        show_default=False,
-        help="Checkpoint to go back to, such as step-140. Default: the newest one that is undamaged.",
-    ),
+    at_option(help="Checkpoint to go back to, such as step-140. Default: the newest one that is undamaged."),
 ]
 
 
