@@ -1,6 +1,11 @@
 """Code that the commands `up`, `learner`, `generator` and `head` share: the log of a process, and signals.
 
 The first SIGTERM, SIGINT or SIGHUP asks for a clean end. A second SIGTERM or SIGINT ends the process at once.
+run.json records the request at once.
+
+If the run has not finished its first step, it ends within `run.shutdown_grace_s`. The start may hang, because a model
+may be built in a thread and some calls of Ray have no deadline. If the run has trained a step, it gets the time to
+finish the current step and save the weights, because each of these waits has its own deadline.
 """
 
 import asyncio
@@ -16,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
+from asyncrl.deployment.run_dir import RunDir
 from asyncrl.shown_text import LogFormatter
 
 logger = logging.getLogger(__name__)
@@ -148,12 +154,44 @@ def run_in(loop: asyncio.AbstractEventLoop, main: Coroutine[Any, Any, Result], o
 
 def _end_at_once(at_once: Sequence[Callable[[], None]]) -> None:
     # The process must also exit if a disk or a terminal blocks the functions below.
-    timer = threading.Timer(AT_ONCE_S, os._exit, [INTERRUPTED])
-    timer.daemon = True
-    timer.start()
+    _later(AT_ONCE_S, os._exit, INTERRUPTED)
     try:
         logger.warning("second signal: the process exits now")
         for last_move in at_once:
             last_move()
     finally:
         os._exit(INTERRUPTED)
+
+
+def _later(after_s: float, call: Callable[..., object], *arguments: object) -> None:
+    """Calls `call` after `after_s` seconds in a thread, because the event loop or the main thread may hang."""
+    timer = threading.Timer(after_s, call, [*arguments])
+    timer.daemon = True
+    timer.start()
+
+
+def asked_to_end(run_dir: RunDir, grace_s: float) -> None:
+    """Records the request to end, and starts the timer of the grace. For the first signal."""
+    run_dir.asked_to_end()
+    _later(grace_s, give_up, run_dir, grace_s)
+
+
+def ended_at_once(run_dir: RunDir) -> None:
+    """Records that a second signal ended the run. For the second signal, before the process exits."""
+    if not run_dir.closed:
+        run_dir.close(state="stopped", reason=f"ended at once by a second signal, after {run_dir.steps_written} steps")
+
+
+def give_up(run_dir: RunDir, grace_s: float, *, leave: Callable[[int], object] = os._exit) -> None:
+    """Exits the process if the run has not closed and has trained no step. Ray's daemons end with the process."""
+    if run_dir.closed or run_dir.steps_written:
+        return
+    reason = (
+        "asked to end before this process had trained a step, and not closed within run.shutdown_grace_s = "
+        f"{grace_s:g} s"
+    )
+    logger.error("%s: the process exits now", reason)
+    try:
+        run_dir.close(state="failed", reason=reason)
+    finally:
+        leave(INTERRUPTED)
