@@ -52,6 +52,7 @@ from asyncrl.learner.records import EvalRecord, Resumption, RunInfo, SampleRecor
 from asyncrl.shown_text import redacted
 
 logger = logging.getLogger(__name__)
+_json = msgspec.json.Encoder()
 
 State = Literal["finished", "stopped", "failed"]
 """State of a run that recorded its own end."""
@@ -177,11 +178,11 @@ class RunDir:
 
     def append_step(self, record: StepRecord) -> None:
         self.steps_written += 1
-        self._steps.append(_lines([record]))
+        self._steps.append(_json.encode_lines([record]))
         self.on_step(record)
 
     def append_eval(self, record: EvalRecord) -> None:
-        self._evals.append(_lines([record]))
+        self._evals.append(_json.encode_lines([record]))
         self.on_eval(record)
 
     def begin_audit(self, began: Began) -> Callable[[Record], None]:
@@ -213,7 +214,7 @@ class RunDir:
             return
         path = self.path / SAMPLES / f"step-{step}.jsonl"
         try:
-            append_whole(path, _lines(samples))
+            append_whole(path, _json.encode_lines(samples))
             self._samples_failing = False
         except OSError as error:
             if not self._samples_failing:
@@ -297,10 +298,6 @@ class RunDir:
                 self._write_info()
             except OSError as error:
                 logger.error("run.json was not updated with %s: %s", what, error)
-
-
-def _lines(records: Sequence[msgspec.Struct]) -> bytes:
-    return b"".join(msgspec.json.encode(record) + b"\n" for record in records)
 
 
 def reward_log_path(config: Config) -> Path:

@@ -276,10 +276,7 @@ def end_actors(namespace: str) -> dict[str, object]:
     """Kills the run's shared actors. Returns their ids by name."""
     ended = {}
     for name in _shared_actors(namespace):
-        actor = named_actor(name, namespace=namespace)
-        if actor is None:
-            logger.debug("actor %s had already ended", name)
-        else:
+        if (actor := named_actor(name, namespace=namespace)) is not None:  # it may have ended meanwhile
             ended[name] = actor._actor_id
             ray.kill(actor, no_restart=True)
     return ended
