@@ -42,7 +42,6 @@ def evaluate(
         typer.Option(
             min=1,
             metavar="N",
-            show_default=False,
             help="Completions of each prompt: the same as eval.samples=N. 1 is a greedy one. Default: eval.samples.",
         ),
     ] = None,
@@ -51,7 +50,6 @@ def evaluate(
         typer.Option(
             "--json",
             metavar="FILE",
-            show_default=False,
             help="Write the results to this file, with every prompt, completion and reward.",
         ),
     ] = None,

@@ -32,26 +32,22 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 Prompt = Annotated[
     str | None,
-    typer.Option(
-        metavar="COLUMN", show_default=False, help="Column of the prompts; default: `prompt`, or a likely one."
-    ),
+    typer.Option(metavar="COLUMN", help="Column of the prompts; default: `prompt`, or a likely one."),
 ]
 Answer = Annotated[
     str | None,
     typer.Option(
         metavar="COLUMN",
-        show_default=False,
         help=f"Column of the answers; default: `answer`, or a likely one. {NO_ANSWER}: there are no answers.",
     ),
 ]
-Subset = Annotated[str | None, typer.Option(metavar="NAME", show_default=False, help="Subset of a dataset on the Hub.")]
+Subset = Annotated[str | None, typer.Option(metavar="NAME", help="Subset of a dataset on the Hub.")]
 Split = Annotated[str, typer.Option(metavar="SPLIT", help="Split of a dataset on the Hub, or a part of it.")]
 CompletionTokens = Annotated[
     int | None,
     typer.Option(
         metavar="N",
         min=1,
-        show_default=False,
         help="Maximum length of a completion, tokens; default: four times the longest answer.",
     ),
 ]

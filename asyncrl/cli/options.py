@@ -38,7 +38,7 @@ ConfigFiles = Annotated[
         "-c",
         metavar="FILE",
         default_factory=list,
-        show_default=False,
+        show_default=False,  # Typer would show the class `list`
         help="YAML file; several are merged from left to right.",
     ),
 ]
@@ -47,7 +47,7 @@ Overrides = Annotated[
     typer.Argument(
         metavar="[KEY=VALUE]...",
         default_factory=list,
-        show_default=False,
+        show_default=False,  # Typer would show the class `list`
         help="Overrides, e.g. staleness.max_versions=4. Values are YAML.",
     ),
 ]
@@ -68,7 +68,7 @@ Fresh = Annotated[
     ),
 ]
 
-_address = functools.partial(typer.Option, "--address", metavar="HOST:PORT", show_default=False)
+_address = functools.partial(typer.Option, "--address", metavar="HOST:PORT")
 
 Address = Annotated[
     str | None,
@@ -96,7 +96,7 @@ RecordedRun = Annotated[
 ]
 """A run whose files a command reads."""
 
-at_option = functools.partial(typer.Option, "--at", metavar="CHECKPOINT", show_default=False)
+at_option = functools.partial(typer.Option, "--at", metavar="CHECKPOINT")
 """The option --at of commands that use a checkpoint of a run. Its `help` says for what."""
 
 LINE_EVERY_STEPS = 10

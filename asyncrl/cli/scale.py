@@ -25,9 +25,7 @@ def scale(
     run: RunningRun,
     size: Annotated[
         str,
-        typer.Argument(
-            metavar="generators=N", help="Number of replicas of all generator deployments together.", show_default=False
-        ),
+        typer.Argument(metavar="generators=N", help="Number of replicas of all generator deployments together."),
     ],
     address: RunningAddress = None,
     wait: Annotated[bool, typer.Option(help="Wait until the pool has the new size. Ctrl-C ends the wait only.")] = True,
