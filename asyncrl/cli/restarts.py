@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import time
-from collections import deque
 
 from asyncrl.parent_death import die_with
 
@@ -76,7 +75,6 @@ def supervise() -> None:
     # A signal that is ignored (SIGHUP, under nohup) would still be reported to `sigwait` while it is blocked.
     ending = {number for number in _ENDING if signal.getsignal(number) != signal.SIG_IGN}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*ending, signal.SIGCHLD})
-    starts: deque[float] = deque()
     early_deaths = 0
     while True:
         parent, started_s = os.getpid(), time.monotonic()
@@ -88,7 +86,6 @@ def supervise() -> None:
             os.setpgid(0, 0)
             die_with(parent)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            _started_s = tuple(starts)
             return
         status, asked = _wait(child, ending)
         on_purpose = bool(_on_purpose[0])
@@ -107,9 +104,7 @@ def supervise() -> None:
                 flush=True,
             )
             os._exit(code if code >= 0 else 128 - code)
-        starts.append(now_s)
-        while now_s - starts[0] > WINDOW_S:
-            starts.popleft()
+        _started_s += (now_s,)
 
 
 def _how(code: int) -> str:
