@@ -29,13 +29,10 @@ class LearnerLog:
         self._run_dir = run_dir
         self._staleness_limit = config.staleness.max_versions
         self._keep_best, self._best_eval = config.checkpoint.keep_best, config.checkpoint.best_eval
-        self.steps: list[StepRecord] = []
-        self._lost: list[StepRecord] = []
-        self.evals: list[EvalRecord] = []
-        if run_dir.resumed is not None:
-            self.steps = list(read_lines(run_dir.path / "steps.jsonl", StepRecord))
-            self._lost = read_lines(run_dir.path / LOST_STEPS, StepRecord)
-            self.evals = list(read_lines(run_dir.path / "evals.jsonl", EvalRecord))
+        resumed = run_dir.resumed is not None
+        self.steps = read_lines(run_dir.path / "steps.jsonl", StepRecord) if resumed else []
+        self._lost = read_lines(run_dir.path / LOST_STEPS, StepRecord) if resumed else []
+        self.evals = read_lines(run_dir.path / "evals.jsonl", EvalRecord) if resumed else []
         self.before = self.steps[-1] if self.steps else None
         """The last record before the run was resumed; None in a new run."""
         self._trackers = Trackers(
