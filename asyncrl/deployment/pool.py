@@ -126,10 +126,6 @@ class ReplicaPool:
     async def end(self, coordinator: CoordinatorClient | None) -> None:
         """Ends all replicas: drains them within the grace, and ends their engines. Without a coordinator, none of them
         has joined the run."""
-        for replica in self.replicas:
-            if replica.work is not None:
-                replica.work.cancel()
-        await asyncio.gather(*[replica.work for replica in self.replicas if replica.work], return_exceptions=True)
         await asyncio.gather(*[self._end_and_leave(replica, coordinator) for replica in self.replicas], *self._ending)
 
     # --- failures -----------------------------------------------------------------------------------------------
@@ -257,9 +253,6 @@ class ReplicaPool:
         self.replicas.remove(replica)
 
         async def drained() -> None:
-            if replica.work is not None:
-                replica.work.cancel()
-                await asyncio.gather(replica.work, return_exceptions=True)
             await self._end_and_leave(replica, coordinator, grace_s=self._config.generator.rollout_timeout_s)
             logger.info("replica %s has ended", replica.name)
 
@@ -327,7 +320,11 @@ class ReplicaPool:
     async def _end_and_leave(
         self, replica: Replica, coordinator: CoordinatorClient | None, *, grace_s: float | None = None
     ) -> None:
-        """Ends a replica that does not come back. It leaves the run also if it had to be killed."""
+        """Ends a replica that does not come back, and its supervision first. It leaves the run also if it had to be
+        killed."""
+        if replica.work is not None:
+            replica.work.cancel()
+            await asyncio.gather(replica.work, return_exceptions=True)
         await self._end_actor(replica, grace_s=grace_s)
         if coordinator is None or not replica.start:
             return
