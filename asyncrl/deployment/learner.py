@@ -23,11 +23,10 @@ from asyncrl.data.tokenizer import load_tokenizer, shown_prompt, tokenizer_finge
 from asyncrl.deployment.closing import LEAVE_S, Stopped, running, short_grace, unless_one_fails, unless_stopped
 from asyncrl.deployment.inputs import Prompts
 from asyncrl.deployment.known_runs import has_checkpoint
-from asyncrl.deployment.learner_display import LearnerDisplay
 from asyncrl.deployment.learner_log import LearnerLog
 from asyncrl.deployment.provenance import processor, provenance
 from asyncrl.deployment.run_dir import STOPPED_EARLY, RunDir
-from asyncrl.deployment.screen import Screen
+from asyncrl.deployment.screen import LearnerDisplay, Screen
 from asyncrl.deployment.shared_actors import (
     RunHandles,
     enter_run,
