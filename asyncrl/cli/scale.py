@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from asyncrl.cli.options import RunningAddress, RunningRun
-from asyncrl.cli.status import connecting, joined_run, left_at_the_end
-from asyncrl.cli.terminal import say, sigterm_exits
+from asyncrl.cli.status import connecting, joined_run, onlooking
+from asyncrl.cli.terminal import say
 from asyncrl.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 LOOK_EVERY_S = 1.0
 
 
-@sigterm_exits()
-@left_at_the_end()
+@onlooking()
 def scale(
     run: RunningRun,
     size: Annotated[

@@ -49,17 +49,18 @@ def joined_run(directory: Path, address: str | None) -> "CoordinatorClient":
 
 
 @contextlib.contextmanager
-def left_at_the_end() -> Iterator[None]:
-    """Leaves the Ray cluster that the block joins.
+def onlooking() -> Iterator[None]:
+    """A block that looks at a run from outside. It exits at SIGTERM, and leaves the Ray cluster that it joins.
 
     If Ray leaves it when the interpreter exits, it sleeps half a second first, and a loaded machine takes longer.
     """
     joined_before = _joined()
-    try:
-        yield
-    finally:
-        if _joined() and not joined_before:
-            sys.modules["ray"].shutdown()
+    with sigterm_exits():
+        try:
+            yield
+        finally:
+            if _joined() and not joined_before:
+                sys.modules["ray"].shutdown()
 
 
 def _joined() -> bool:
@@ -67,8 +68,7 @@ def _joined() -> bool:
     return ray is not None and hasattr(ray, "is_initialized") and bool(ray.is_initialized())
 
 
-@sigterm_exits()
-@left_at_the_end()
+@onlooking()
 def status(
     run: RunningRun,
     address: RunningAddress = None,
@@ -125,8 +125,7 @@ def status(
         say("\n".join(status_lines(found, steps=steps, evals=evals, setting=setting, now=now)))
 
 
-@sigterm_exits()
-@left_at_the_end()
+@onlooking()
 def watch_run(run: Path, *, address: str | None, every_s: float, once: bool = False) -> None:
     """Shows the live view of a run until the run ends or Ctrl-C; with `once`, shows it one time.
 
