@@ -27,18 +27,13 @@ from asyncrl.cli.live_run import join_admitted, shown_run
 from asyncrl.cli.options import checked_config, print_warnings
 from asyncrl.config.load import Layer
 from asyncrl.config.schema import Config
-from asyncrl.deployment.closing import ended_at_once
 from asyncrl.deployment.known_runs import newest_weights
-from asyncrl.deployment.launch import take_sigterm_back
+from asyncrl.deployment.launch import WAKE_EVERY_S, ended_at_once, run_in, take_sigterm_back
 from asyncrl.deployment.ray_token import use_ray_token
 from asyncrl.deployment.resuming import Choice, no_checkpoint, unfinished_run
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import RunError
 from asyncrl.learner.records import EvalRecord, StepRecord, Summary
-
-WAKE_EVERY_S = 0.5
-"""Longest wait of the caller's thread, seconds. A signal that arrives right before a wait does not interrupt it: Python
-raises KeyboardInterrupt after the wait."""
 
 Training = Callable[[asyncio.Event], Coroutine[Any, Any, Summary | None]]
 """Trains a run, and ends it in order once the event is set."""
@@ -170,11 +165,7 @@ def _attended(
     outcome: Future[Summary | None] = Future()
 
     def work() -> None:
-        try:
-            with asyncio.Runner(loop_factory=lambda: loop) as runner:
-                outcome.set_result(runner.run(training(stop)))
-        except BaseException as error:
-            outcome.set_exception(error)
+        run_in(loop, training(stop), outcome)
         try:
             ray.shutdown(wait_for_processes=True)  # this process can start the next run only without Ray
         finally:

@@ -338,7 +338,7 @@ async def measure(setting: Setting, *, steps: int, folder: Path) -> Measured:
     for replica in replicas:
         ray.kill(replica)
     attached.cancel()
-    await leave_run(handles, namespace=config.run.name)
+    await leave_run(handles.coordinator, handles.deployment, namespace=config.run.name)
     before, after = records[WARM_UP_STEPS - 1], records[WARM_UP_STEPS + steps - 1]
     seconds, groups = after.wall_s - before.wall_s, steps * setting.groups_per_step
     learner, generator = _spent(before, after, "learner"), _spent(before, after, "generator")

@@ -1,20 +1,13 @@
 """`asyncrl audit RUN`: checks from a run's records that every prompt was trained exactly once by known weights."""
 
-from pathlib import Path
-from typing import Annotated
-
 import typer
 
+from asyncrl.cli.options import RecordedRun
 from asyncrl.cli.terminal import say
-from asyncrl.deployment.known_runs import check_there, named_run
+from asyncrl.deployment.known_runs import existing_run
 
 
-def audit(
-    run: Annotated[
-        Path,
-        typer.Argument(metavar="RUN", help="Directory of a run, or the name of a run in runs/, such as quickstart."),
-    ],
-) -> None:
+def audit(run: RecordedRun) -> None:
     """Check from the files of a run that nothing was lost, repeated or exchanged. Restarts of the run are included.
 
     Each check prints one line. A failed check prints its first counterexample. The exit code is 1 if a check failed.
@@ -35,10 +28,8 @@ def audit(
     from asyncrl.audit.audit import audit as outcomes_of
     from asyncrl.audit.outcome import Verdict
 
-    directory = named_run(run)
-    check_there(directory)
     failed = False
-    for outcome in outcomes_of(directory):
+    for outcome in outcomes_of(existing_run(run)):
         say(str(outcome))
         failed |= outcome.verdict is Verdict.FAILED
     if failed:

@@ -44,7 +44,7 @@ def look(config: Config) -> list[str]:
     Returns notes about the rows that were read. Raises ConfigError with one line for each problem. Sends no request to
     the Hugging Face Hub.
     """
-    notes = run_checks(config, [_try_hub_files, *_trials(config, tuple(Role)), _first_rows])
+    notes = run_checks(config, [*_trials(config, tuple(Role)), _first_rows])
     if model_directory(config) is None:
         notes.append(
             f"model.path = {config.model.path}: a model of the Hugging Face Hub; this check sends no request to the "
@@ -87,7 +87,7 @@ def prepare(config: Config, *, roles: Collection[Role] = tuple(Role)) -> "Prompt
     """
     from asyncrl.deployment.inputs import read_prompts
 
-    run_checks(config, [try_hub, _try_hub_files, *_trials(config, roles)])
+    run_checks(config, [try_hub, *_trials(config, roles)])
     if not _has_own_rows(config):
         return None
     prompts = read_prompts(config)
@@ -223,20 +223,6 @@ def _model_files(config: Config) -> Path | None:
     from asyncrl.data.light_tokenizer import cached_files
 
     return cached_files(config.model.path)
-
-
-def _try_hub_files(config: Config) -> None:
-    """Makes the checks of a model's directory for a model whose files are in the local cache of the Hugging Face Hub.
-
-    Raises ConfigError with one line for each problem.
-    """
-    path = _model_files(config)
-    if path is None or model_directory(config) is not None:
-        return
-    from asyncrl.policy.model_directory import model_problems, read_model
-
-    if problems := model_problems(read_model(path), config):
-        raise ConfigError("\n".join(problems))
 
 
 def try_hub(config: Config) -> None:

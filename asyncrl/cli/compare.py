@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from asyncrl.cli.terminal import say
-from asyncrl.deployment.known_runs import as_it_is, check_there, named_run
+from asyncrl.deployment.known_runs import as_it_is, existing_run
 from asyncrl.views.compare import differences, read_compared, terminal_table, write_compare
 
 
@@ -29,10 +29,7 @@ def compare(
       asyncrl compare quickstart quickstart.1
       asyncrl compare runs/a runs/b runs/c -o page.html
     """
-    directories = [named_run(run) for run in runs]
-    for directory in directories:
-        check_there(directory)
-    compared = read_compared(directories, info_of=as_it_is)
+    compared = read_compared([existing_run(run) for run in runs], info_of=as_it_is)
     Console(highlight=False).print(terminal_table(compared))
     keys = [row.name for row in differences([run.records.config for run in compared])]
     say(f"settings that differ: {', '.join(keys) or 'none'}")

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from asyncrl.cli.before_start import look
-from asyncrl.cli.options import AllowPublic, ConfigFiles, Overrides, checked_config, command_app, print_warnings
-from asyncrl.cli.terminal import say
+from asyncrl.cli.options import AllowPublic, ConfigFiles, Overrides, checked_config, print_warnings
+from asyncrl.cli.terminal import command_app, say
 from asyncrl.config.load import dump_config, load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError

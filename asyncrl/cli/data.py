@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from asyncrl.cli.options import ConfigFiles, Overrides, checked_config, command_app, print_warnings
-from asyncrl.cli.terminal import say
+from asyncrl.cli.options import ConfigFiles, Overrides, checked_config, print_warnings
+from asyncrl.cli.terminal import command_app, say
 from asyncrl.config.parts import part_configs
 from asyncrl.config.schema import Config
 from asyncrl.data.conversation import asked

@@ -280,9 +280,7 @@ def doctor(
     ] = False,
     node_gib: Annotated[
         float | None,
-        typer.Option(
-            min=0.1, show_default=False, help="--plan: memory of a node, GiB. Default: this machine's; with GPUs 1024."
-        ),
+        typer.Option(min=0.1, help="--plan: memory of a node, GiB. Default: this machine's; with GPUs 1024."),
     ] = None,
     gpu_gib: Annotated[float, typer.Option(min=1, help="--plan: memory of a GPU, GiB.")] = 80.0,
     gpus_per_node: Annotated[int, typer.Option(min=1, help="--plan: GPUs of a node.")] = 8,

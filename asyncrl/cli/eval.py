@@ -13,9 +13,9 @@ import typer
 from asyncrl.atomic_write import write_atomically
 from asyncrl.checkpoints.directory import HF
 from asyncrl.cli.before_start import try_hub
-from asyncrl.cli.options import ConfigFiles, Overrides, command_app, print_warnings, run_checks
+from asyncrl.cli.options import ConfigFiles, Overrides, print_warnings, run_checks
 from asyncrl.cli.presence import check_model, model_directory
-from asyncrl.cli.terminal import say, sigterm_exits
+from asyncrl.cli.terminal import command_app, say, sigterm_exits
 from asyncrl.config.checks import check_config
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
@@ -42,7 +42,6 @@ def evaluate(
         typer.Option(
             min=1,
             metavar="N",
-            show_default=False,
             help="Completions of each prompt: the same as eval.samples=N. 1 is a greedy one. Default: eval.samples.",
         ),
     ] = None,
@@ -51,7 +50,6 @@ def evaluate(
         typer.Option(
             "--json",
             metavar="FILE",
-            show_default=False,
             help="Write the results to this file, with every prompt, completion and reward.",
         ),
     ] = None,

@@ -7,30 +7,25 @@ from typing import Annotated
 
 import typer
 
+from asyncrl.cli.options import RecordedRun, at_option
 from asyncrl.cli.presence import model_directory
 from asyncrl.cli.terminal import say
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
-from asyncrl.deployment.known_runs import best_checkpoint, check_there, named_run
+from asyncrl.deployment.known_runs import best_checkpoint, existing_run, saved_config
 from asyncrl.deployment.resuming import found_checkpoint, step_of
-from asyncrl.errors import ConfigError, RunError
+from asyncrl.errors import ConfigError
 
 BEST = "best"
 """Name for --at of the checkpoint with the highest held-out reward."""
 
 
 def export(
-    run: Annotated[
-        Path,
-        typer.Argument(metavar="RUN", help="Directory of a run, or the name of a run in runs/, such as quickstart."),
-    ],
+    run: RecordedRun,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to write. An earlier export is replaced.")],
     at: Annotated[
         str | None,
-        typer.Option(
-            "--at",
-            metavar="CHECKPOINT",
-            show_default=False,
+        at_option(
             help="Checkpoint to export, such as step-140, or best: the one with the highest held-out reward. Default: "
             "the newest one that is undamaged.",
         ),
@@ -52,12 +47,8 @@ def export(
       asyncrl export lora speller --at step-100
       asyncrl export quickstart speller --at best       the best evaluation (checkpoint.keep_best)
     """
-    directory = named_run(run)
-    check_there(directory)
-    saved = directory / "config.yaml"
-    if not saved.is_file():
-        raise RunError(f"{directory} is not the directory of a run: it has no config.yaml")
-    config = load_config([saved], [])
+    directory = existing_run(run)
+    config = load_config([saved_config(directory)], [])
     checkpoint, _ = found_checkpoint(directory, _step(directory, at, name=config.checkpoint.best_eval))
     if config.model.lora is not None:
         _export_adapter(config, checkpoint, folder, merge=merge)

@@ -36,8 +36,7 @@ def head(
 
     use_ray_token(own=True)
     with log_to(None):
-        from asyncrl.deployment.cluster import start_local
-        from asyncrl.deployment.ray_access import advertised
+        from asyncrl.deployment.cluster import advertised, start_local
 
         async def main(stop: asyncio.Event) -> None:
             address = start_local(config, generators=generators)

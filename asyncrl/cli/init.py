@@ -30,32 +30,6 @@ LOOKED_AT = 10_000
 """Number of prompts whose lengths are measured. This takes seconds and finds the longest prompt of most datasets."""
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
-Prompt = Annotated[
-    str | None,
-    typer.Option(
-        metavar="COLUMN", show_default=False, help="Column of the prompts; default: `prompt`, or a likely one."
-    ),
-]
-Answer = Annotated[
-    str | None,
-    typer.Option(
-        metavar="COLUMN",
-        show_default=False,
-        help=f"Column of the answers; default: `answer`, or a likely one. {NO_ANSWER}: there are no answers.",
-    ),
-]
-Subset = Annotated[str | None, typer.Option(metavar="NAME", show_default=False, help="Subset of a dataset on the Hub.")]
-Split = Annotated[str, typer.Option(metavar="SPLIT", help="Split of a dataset on the Hub, or a part of it.")]
-CompletionTokens = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        min=1,
-        show_default=False,
-        help="Maximum length of a completion, tokens; default: four times the longest answer.",
-    ),
-]
-
 
 def init(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Directory or Hugging Face Hub id of a model.")],
@@ -67,15 +41,32 @@ def init(
             "dataset of the Hugging Face Hub (owner/name), or package.module:function that returns tasks.",
         ),
     ],
-    prompt: Prompt = None,
-    answer: Answer = None,
-    subset: Subset = None,
-    split: Split = "train",
+    prompt: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="Column of the prompts; default: `prompt`, or a likely one.")
+    ] = None,
+    answer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COLUMN",
+            help=f"Column of the answers; default: `answer`, or a likely one. {NO_ANSWER}: there are no answers.",
+        ),
+    ] = None,
+    subset: Annotated[str | None, typer.Option(metavar="NAME", help="Subset of a dataset on the Hub.")] = None,
+    split: Annotated[
+        str, typer.Option(metavar="SPLIT", help="Split of a dataset on the Hub, or a part of it.")
+    ] = "train",
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="File to write.")] = Path("run.yaml"),
     reward: Annotated[
         str, typer.Option(metavar="REWARD", help="exact_match, math_verify, or package.module:function.")
     ] = "exact_match",
-    completion_tokens: CompletionTokens = None,
+    completion_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Maximum length of a completion, tokens; default: four times the longest answer.",
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
     """Write a first configuration, whose numbers fit together and fit your model and your data.

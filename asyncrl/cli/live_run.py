@@ -15,9 +15,8 @@ from asyncrl.cli.restarts import mark_begun, restarts
 from asyncrl.cli.terminal import show_cursor
 from asyncrl.common.roles import Role
 from asyncrl.config.schema import Config
-from asyncrl.deployment.closing import asked_to_end, ended_at_once
 from asyncrl.deployment.known_runs import has_checkpoint, may_have_died, read_info
-from asyncrl.deployment.launch import log_to, run_until_done
+from asyncrl.deployment.launch import asked_to_end, ended_at_once, log_to, run_until_done
 from asyncrl.deployment.resuming import Choice, Resumed, no_checkpoint, unfinished_run
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.screen import Screen, StartLog

@@ -19,8 +19,8 @@ import typer
 import typer.main
 from typer.core import TyperCommand, TyperGroup
 
-from asyncrl.cli.restarts import RESTART_MENDS, supervise
-from asyncrl.cli.terminal import say
+from asyncrl.cli.restarts import RESTART_MENDS, ends_on_purpose, supervise
+from asyncrl.cli.terminal import command_app, say
 from asyncrl.errors import AsyncRLError, ConfigError
 
 SUPERVISED = ("up", "resume", "learner")
@@ -102,8 +102,6 @@ class _LazyGroup(TyperGroup):
 
 
 def _app_of(command: str) -> typer.Typer:
-    from asyncrl.cli.options import command_app  # imports pydantic, which `asyncrl --help` does not need
-
     module = importlib.import_module(f"asyncrl.cli.{command}")
     app: typer.Typer = getattr(module, "app", None) or command_app()
     if not hasattr(module, "app"):
@@ -111,15 +109,7 @@ def _app_of(command: str) -> typer.Typer:
     return app
 
 
-app = typer.Typer(
-    cls=_LazyGroup,
-    help=_HELP,
-    epilog=_EPILOG,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    add_completion=False,
-    no_args_is_help=True,
-)
+app = command_app(help=_HELP, cls=_LazyGroup, epilog=_EPILOG)
 
 
 @app.callback()
@@ -131,10 +121,10 @@ def main() -> None:
     """Runs the command in `sys.argv`, in a child process if it is supervised."""
     # By default the garbage collector looks at new objects so often that this takes a seventh of the time of imports.
     gc.set_threshold(GARBAGE_AFTER)
-    on_purpose = supervise() if sys.argv[1:2] and sys.argv[1] in SUPERVISED else None
+    if sys.argv[1:2] and sys.argv[1] in SUPERVISED:
+        supervise()
     try:
         app()
     except SystemExit:  # every command ends with it; other exceptions are unexpected
-        if on_purpose is not None:
-            on_purpose()
+        ends_on_purpose()
         raise

@@ -20,11 +20,12 @@ from asyncrl.config.checks import check_config
 from asyncrl.config.load import Layer, config_origins, load_config
 from asyncrl.config.metrics_host import check_metrics_host
 from asyncrl.config.schema import Config
+from asyncrl.deployment.known_runs import address_of, best_checkpoint, dead_runs, newest_weights
+from asyncrl.deployment.resuming import Choice, no_checkpoint, unfinished_run
 from asyncrl.environments.secrets import hide_secrets
 from asyncrl.errors import AsyncRLError, ConfigError, DatasetError
 
 if TYPE_CHECKING:
-    from asyncrl.deployment.resuming import Choice
     from asyncrl.deployment.run_dir import RunDir
     from asyncrl.learner.records import Summary
 
@@ -37,7 +38,7 @@ ConfigFiles = Annotated[
         "-c",
         metavar="FILE",
         default_factory=list,
-        show_default=False,
+        show_default=False,  # Typer would show the class `list`
         help="YAML file; several are merged from left to right.",
     ),
 ]
@@ -46,7 +47,7 @@ Overrides = Annotated[
     typer.Argument(
         metavar="[KEY=VALUE]...",
         default_factory=list,
-        show_default=False,
+        show_default=False,  # Typer would show the class `list`
         help="Overrides, e.g. staleness.max_versions=4. Values are YAML.",
     ),
 ]
@@ -67,7 +68,7 @@ Fresh = Annotated[
     ),
 ]
 
-_address = functools.partial(typer.Option, "--address", metavar="HOST:PORT", show_default=False)
+_address = functools.partial(typer.Option, "--address", metavar="HOST:PORT")
 
 Address = Annotated[
     str | None,
@@ -87,18 +88,26 @@ RunningRun = Annotated[
     Path,
     typer.Argument(metavar="RUN", help="Name of a run, such as quickstart, or its directory."),
 ]
+"""A run whose processes a command calls."""
+
+RecordedRun = Annotated[
+    Path,
+    typer.Argument(metavar="RUN", help="Directory of a run, or the name of a run in runs/, such as quickstart."),
+]
+"""A run whose files a command reads."""
+
+at_option = functools.partial(typer.Option, "--at", metavar="CHECKPOINT")
+"""The option --at of commands that use a checkpoint of a run. Its `help` says for what."""
 
 LINE_EVERY_STEPS = 10
 """Steps between two lines of progress, if the output is not a terminal."""
 
 
-def choice(*, fresh: bool) -> "Choice":
+def choice(*, fresh: bool) -> Choice:
     """Returns how the checkpoint of an ended run of the same name is chosen, with or without --fresh.
 
     A restart after a process has died ignores --fresh if that process had begun the new run.
     """
-    from asyncrl.deployment.resuming import no_checkpoint, unfinished_run
-
     return no_checkpoint if fresh and not begun_before() else unfinished_run
 
 
@@ -117,20 +126,7 @@ def running_address(directory: Path, option: str | None) -> str:
 
     It is the address that the user gave, else the address in the run's directory, else `auto`.
     """
-    from asyncrl.deployment.known_runs import address_of
-
     return named_address(option) or address_of(directory) or "auto"
-
-
-def command_app(*, help: str | None = None) -> typer.Typer:
-    """Returns a Typer app with the settings of all commands: plain help text, and plain tracebacks for bugs."""
-    return typer.Typer(
-        help=help,
-        rich_markup_mode=None,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        no_args_is_help=help is not None,
-    )
 
 
 def checked_config(
@@ -176,7 +172,6 @@ def print_warnings(warnings: list[str]) -> None:
 def clear_previous(config: Config) -> None:
     """Ends and removes the processes and files that a killed run of this name left, and prints what was removed. Prints
     also what killed runs of other names left."""
-    from asyncrl.deployment.known_runs import dead_runs
     from asyncrl.deployment.remains import clear, remains_of
 
     print_warnings(clear(config.run.dir / config.run.name))
@@ -220,8 +215,6 @@ def again(
 @contextlib.contextmanager
 def weights_named(directory: Path) -> Iterator[None]:
     """Prints where the run's newest weights are, if it saved any, before an error in the block ends the command."""
-    from asyncrl.deployment.known_runs import newest_weights
-
     try:
         yield
     except Exception:
@@ -239,7 +232,6 @@ def print_outcome(summary: "Summary | None", run_dir: Path, *, config: Config, a
     if summary is None:
         say("the run ended before a step was trained", err=True)
         raise typer.Exit(1)
-    from asyncrl.deployment.known_runs import best_checkpoint, newest_weights
     from asyncrl.views.outcome import best_line, lines_to_go_on, totals_lines, weights_lines
 
     say("\n".join(totals_lines(summary, total_steps=config.learner.total_steps)))

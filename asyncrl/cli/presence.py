@@ -1,7 +1,7 @@
 """Checks that the parts a configuration names are on this machine: files, models, modules, tasks, GPUs and cores.
 
 Only the parts that the command's roles need are checked, and nothing is imported. `before_start.py` tries the user's
-own code, the rows of datasets, and models of the Hugging Face Hub.
+own code, the rows of datasets, and whether the Hugging Face Hub has a model.
 """
 
 import difflib
@@ -49,14 +49,16 @@ def check_presence(config: Config, *, roles: Collection[Role], origins: Mapping[
 
 def _of_part(config: Config, roles: Collection[Role], *, prefix: str) -> Iterator[str]:
     """Yields what the dataset and the rewards of `config` need and this machine lacks."""
-    missing = [*_file(config)]
+    path = config.data.path
+    if config.data.dataset == "jsonl" and path is not None and not path.is_file():
+        yield f"{prefix}data.path = {path}: there is no such file; name a file with one JSON object in each line"
     if config.environment.name == "reasoning_gym" and builds_environment(config, roles):
-        missing += _reasoning_gym_task(config)
-    yield from (f"{prefix}{each}" for each in missing)
+        yield from (f"{prefix}{problem}" for problem in _reasoning_gym_task(config))
 
 
 def check_model(config: Config) -> None:
-    """Raises ConfigError if `model.path` is a directory that does not exist or that lacks a part of a model."""
+    """Raises ConfigError if `model.path` is a directory that does not exist or that lacks a part of a model, or if the
+    sizes of the model do not fit."""
     problems, _ = _model(config, tuple(Role), {})
     if problems:
         raise ConfigError("\n".join(problems), key="model.path")
@@ -84,12 +86,6 @@ def model_directory(config: Config) -> Path | None:
         text.startswith(("/", "./", "../", "~", "models/")) or len(rest) > 1 or (bool(rest) and Path(first).is_dir())
     )
     return path if local or path.exists() or config.model.tiny is not None else None
-
-
-def _file(config: Config) -> Iterator[str]:
-    path = config.data.path
-    if config.data.dataset == "jsonl" and path is not None and not path.is_file():
-        yield f"data.path = {path}: there is no such file; name a file with one JSON object in each line"
 
 
 def _run_directory(config: Config) -> Iterator[str]:
@@ -121,10 +117,13 @@ def _inside_run(config: Config) -> list[str]:
 
 
 def _model(config: Config, roles: Collection[Role], origins: Mapping[KeyPath, str]) -> tuple[list[str], list[str]]:
-    """Returns (problems, warnings) of `model.path`."""
+    """Returns (problems, warnings) of `model.path`: a directory, or a model in the cache of the Hugging Face Hub."""
     path, named = model_directory(config), f"model.path = {config.model.path}"
     if path is None:
-        return [], []
+        from asyncrl.data.light_tokenizer import cached_files
+
+        files = cached_files(config.model.path)
+        return ([] if files is None else model_problems(read_model(files), config)), []
     if config.model.tiny is not None and is_tiny(path):
         return [], []
     if not path.exists():

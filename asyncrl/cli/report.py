@@ -5,17 +5,14 @@ from typing import Annotated
 
 import typer
 
-from asyncrl.cli.options import print_warnings
+from asyncrl.cli.options import RecordedRun, print_warnings
 from asyncrl.cli.terminal import say
-from asyncrl.deployment.known_runs import as_it_is, check_there, ended_run, named_run
+from asyncrl.deployment.known_runs import as_it_is, ended_run, existing_run
 from asyncrl.views.report import write_report
 
 
 def report(
-    run: Annotated[
-        Path,
-        typer.Argument(metavar="RUN", help="Directory of a run, or the name of a run in runs/, such as quickstart."),
-    ],
+    run: RecordedRun,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -24,8 +21,7 @@ def report(
     ] = None,
 ) -> None:
     """Write a self-contained HTML page with the curves, totals and samples of a run. The run may still be running."""
-    directory = named_run(run)
-    check_there(directory)
+    directory = existing_run(run)
     info = as_it_is(directory)
     if info is not None and info.state == "died":
         print_warnings([ended_run(directory) or ""])

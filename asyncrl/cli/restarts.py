@@ -12,9 +12,6 @@ import os
 import signal
 import sys
 import time
-from collections import deque
-from collections.abc import Callable
-from functools import partial
 
 from asyncrl.parent_death import die_with
 
@@ -45,6 +42,8 @@ def earlier_end() -> str:
 
 _begun = mmap.mmap(-1, 1)
 """1 after `mark_begun`. The memory is shared with the processes that are forked later, so it outlives the child."""
+_on_purpose = mmap.mmap(-1, 1)
+"""1 after `ends_on_purpose`. The parent reads it after the child has ended."""
 
 
 def mark_begun() -> None:
@@ -57,10 +56,15 @@ def begun_before() -> bool:
     return bool(restarts() and _begun[0])
 
 
-def supervise() -> Callable[[], None]:
+def ends_on_purpose() -> None:
+    """Records that this process is about to exit on purpose."""
+    _on_purpose[0] = 1
+
+
+def supervise() -> None:
     """Returns in a child process, which runs the command. This process waits for it and then exits with its exit code.
 
-    The child calls the returned function right before it exits on purpose. The next child is started, and `supervise`
+    The child calls `ends_on_purpose` right before it exits on purpose. The next child is started, and `supervise`
     returns there, if a child has ended without that call (it was killed, or a library ended it), or has the exit code
     `RESTART_MENDS`. SIGTERM, SIGINT and SIGHUP are passed on to the child. After one of them, no child is started, and
     none after `EARLY_DEATHS` children in a row that died within `EARLY_S` seconds.
@@ -71,11 +75,10 @@ def supervise() -> Callable[[], None]:
     # A signal that is ignored (SIGHUP, under nohup) would still be reported to `sigwait` while it is blocked.
     ending = {number for number in _ENDING if signal.getsignal(number) != signal.SIG_IGN}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*ending, signal.SIGCHLD})
-    starts: deque[float] = deque()
     early_deaths = 0
     while True:
         parent, started_s = os.getpid(), time.monotonic()
-        told, tell = os.pipe()
+        _on_purpose[0] = 0
         child = os.fork()
         if child == 0:
             # A process group of its own: a signal to the group of the terminal, or from `timeout`, reaches this process
@@ -83,12 +86,9 @@ def supervise() -> Callable[[], None]:
             os.setpgid(0, 0)
             die_with(parent)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            os.close(told)
-            _started_s = tuple(starts)
-            return partial(_tell, tell)
-        os.close(tell)
+            return
         status, asked = _wait(child, ending)
-        on_purpose = _was_told(told)
+        on_purpose = bool(_on_purpose[0])
         code = os.waitstatus_to_exitcode(status)
         if asked or (on_purpose and code != RESTART_MENDS):
             # The child has written all output. Buffers that were copied at the fork must not be flushed again.
@@ -104,9 +104,7 @@ def supervise() -> Callable[[], None]:
                 flush=True,
             )
             os._exit(code if code >= 0 else 128 - code)
-        starts.append(now_s)
-        while now_s - starts[0] > WINDOW_S:
-            starts.popleft()
+        _started_s += (now_s,)
 
 
 def _how(code: int) -> str:
@@ -127,18 +125,3 @@ def _wait(child: int, ending: set[signal.Signals]) -> tuple[int, bool]:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
             return status, asked
-
-
-def _tell(pipe: int) -> None:
-    os.write(pipe, b".")
-
-
-def _was_told(pipe: int) -> bool:
-    """Returns whether the child wrote to the pipe, and closes it."""
-    os.set_blocking(pipe, False)  # a process that the child left may still have the other end
-    try:
-        return os.read(pipe, 1) == b"."
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(pipe)

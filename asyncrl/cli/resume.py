@@ -3,24 +3,17 @@
 from functools import partial
 from typing import Annotated
 
-import typer
-
 from asyncrl.cli.before_start import prepared
-from asyncrl.cli.options import AllowPublic, Overrides, RunningRun, again
+from asyncrl.cli.options import AllowPublic, Overrides, RunningRun, again, at_option
 from asyncrl.cli.restarts import begun_before
 from asyncrl.cli.up import run_here
-from asyncrl.deployment.known_runs import check_there, named_run
+from asyncrl.deployment.known_runs import existing_run, saved_config
 from asyncrl.deployment.resuming import chosen_checkpoint, step_of
-from asyncrl.errors import ConfigError, RunError
+from asyncrl.errors import ConfigError
 
 At = Annotated[
     str | None,
-    typer.Option(
-        "--at",
-        metavar="CHECKPOINT",
-        show_default=False,
-        help="Checkpoint to go back to, such as step-140. Default: the newest one that is undamaged.",
-    ),
+    at_option(help="Checkpoint to go back to, such as step-140. Default: the newest one that is undamaged."),
 ]
 
 
@@ -38,12 +31,9 @@ def resume(run: RunningRun, overrides: Overrides, at: At = None, allow_public: A
       asyncrl resume quickstart learner.total_steps=400   train a finished run further
     """
     step = None if at is None else step_of(at)
-    directory = named_run(run)
-    check_there(directory)
+    directory = existing_run(run)
     directory = directory if directory.name else directory.resolve()
-    saved = directory / "config.yaml"
-    if not saved.is_file():
-        raise RunError(f"{directory} is not the directory of a run: it has no config.yaml")
+    saved = saved_config(directory)
     # The directory may have been moved since the run wrote its configuration.
     here = {"run": {"dir": str(directory.parent), "name": directory.name}}
     config, prompts = prepared([saved, here], overrides, allow_public=allow_public)

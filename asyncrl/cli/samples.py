@@ -1,20 +1,17 @@
 """`asyncrl samples RUN`: shows trained samples of a run, with their rewards and the age of each token."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from asyncrl.deployment.known_runs import check_there, named_run
+from asyncrl.cli.options import RecordedRun
+from asyncrl.deployment.known_runs import existing_run
 from asyncrl.views.samples import WORST_OF, ColorBy, legend, samples_of, shown_sample
 
 
 def samples(
-    run: Annotated[
-        Path,
-        typer.Argument(metavar="RUN", help="Directory of a run, or the name of a run in runs/, such as quickstart."),
-    ],
+    run: RecordedRun,
     step: Annotated[
         int | None, typer.Option(metavar="N", help="Step whose samples are shown. Default: the last one.")
     ] = None,
@@ -39,9 +36,7 @@ def samples(
 
     The run writes the samples of `learner.groups_logged` groups of each step.
     """
-    directory = named_run(run)
-    check_there(directory)
-    samples = samples_of(directory, step=step, worst=worst)[:most]
+    samples = samples_of(existing_run(run), step=step, worst=worst)[:most]
     console = Console(highlight=False, soft_wrap=True)
     console.print(legend(color))
     for sample in samples:

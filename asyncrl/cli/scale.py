@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from asyncrl.cli.options import RunningAddress, RunningRun
-from asyncrl.cli.status import connecting, joined_run, left_at_the_end
-from asyncrl.cli.terminal import say, sigterm_exits
+from asyncrl.cli.status import connecting, joined_run, onlooking
+from asyncrl.cli.terminal import say
 from asyncrl.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
@@ -19,15 +19,12 @@ if TYPE_CHECKING:
 LOOK_EVERY_S = 1.0
 
 
-@sigterm_exits()
-@left_at_the_end()
+@onlooking()
 def scale(
     run: RunningRun,
     size: Annotated[
         str,
-        typer.Argument(
-            metavar="generators=N", help="Number of replicas of all generator deployments together.", show_default=False
-        ),
+        typer.Argument(metavar="generators=N", help="Number of replicas of all generator deployments together."),
     ],
     address: RunningAddress = None,
     wait: Annotated[bool, typer.Option(help="Wait until the pool has the new size. Ctrl-C ends the wait only.")] = True,

@@ -25,6 +25,7 @@ from asyncrl.cli.options import (
     running_address,
 )
 from asyncrl.cli.terminal import say, sigterm_exits
+from asyncrl.deployment.known_runs import as_it_is, check_there, ended_run, existing_run, named_run
 from asyncrl.errors import RunEnded, RunError
 
 if TYPE_CHECKING:
@@ -48,17 +49,18 @@ def joined_run(directory: Path, address: str | None) -> "CoordinatorClient":
 
 
 @contextlib.contextmanager
-def left_at_the_end() -> Iterator[None]:
-    """Leaves the Ray cluster that the block joins.
+def onlooking() -> Iterator[None]:
+    """A block that looks at a run from outside. It exits at SIGTERM, and leaves the Ray cluster that it joins.
 
     If Ray leaves it when the interpreter exits, it sleeps half a second first, and a loaded machine takes longer.
     """
     joined_before = _joined()
-    try:
-        yield
-    finally:
-        if _joined() and not joined_before:
-            sys.modules["ray"].shutdown()
+    with sigterm_exits():
+        try:
+            yield
+        finally:
+            if _joined() and not joined_before:
+                sys.modules["ray"].shutdown()
 
 
 def _joined() -> bool:
@@ -66,8 +68,7 @@ def _joined() -> bool:
     return ray is not None and hasattr(ray, "is_initialized") and bool(ray.is_initialized())
 
 
-@sigterm_exits()
-@left_at_the_end()
+@onlooking()
 def status(
     run: RunningRun,
     address: RunningAddress = None,
@@ -85,7 +86,6 @@ def status(
     """
     import msgspec.json
 
-    from asyncrl.deployment.known_runs import as_it_is, check_there, ended_run, named_run
     from asyncrl.deployment.remains import remains_of
 
     if watch and json:
@@ -125,8 +125,7 @@ def status(
         say("\n".join(status_lines(found, steps=steps, evals=evals, setting=setting, now=now)))
 
 
-@sigterm_exits()
-@left_at_the_end()
+@onlooking()
 def watch_run(run: Path, *, address: str | None, every_s: float, once: bool = False) -> None:
     """Shows the live view of a run until the run ends or Ctrl-C; with `once`, shows it one time.
 
@@ -135,12 +134,10 @@ def watch_run(run: Path, *, address: str | None, every_s: float, once: bool = Fa
     """
     from rich.console import Console
 
-    from asyncrl.deployment.known_runs import as_it_is, check_there, ended_run, named_run
     from asyncrl.views.live import LiveDisplay, render
     from asyncrl.views.watch import watch
 
-    directory = named_run(run)
-    check_there(directory)
+    directory = existing_run(run)
     if (ended := ended_run(directory)) is not None:
         say(ended)
         print_headline(directory)
@@ -185,7 +182,7 @@ class _WatchedBuffer:
     def __init__(self, directory: Path, address: str | None) -> None:
         self._directory = directory
         self._address = address
-        self._ask: Callable[[], RunStatus] | None = None
+        self._status: Callable[[], RunStatus | None] = lambda: None
         self.absence = connecting(directory, address)
 
     def connect(self) -> None:
@@ -193,23 +190,21 @@ class _WatchedBuffer:
         from asyncrl.views.watch import NO_ANSWER
 
         try:
-            self._ask = _status_of(self._directory, self._address)
+            self._status = _status_of(self._directory, self._address)
         except RunError as error:
             print_warnings([f"{error}; the view shows only the records in {self._directory}"])
         self.absence = NO_ANSWER
 
     def ask(self) -> "RunStatus | None":
         """Returns the buffer's status; None if it is not connected or does not answer."""
-        if self._ask is None:
-            return None
         try:
-            return self._ask()
+            return self._status()
         except (RunError, TimeoutError):
             return None
 
     def disconnect(self) -> None:
         """Makes `ask` return None, without a call to the cluster."""
-        self._ask = None
+        self._status = lambda: None
 
 
 def connecting(directory: Path, address: str | None) -> str:

@@ -1,4 +1,7 @@
-"""Output of long-running commands. The terminal, or the reader of a pipe, may go away before the command ends."""
+"""How commands use the terminal: their help, and their output.
+
+The terminal, or the reader of a pipe, may go away before a command ends.
+"""
 
 import contextlib
 import io
@@ -45,6 +48,18 @@ def lasting(stream: io.TextIOWrapper) -> io.TextIOWrapper:
         errors=stream.errors,
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
+    )
+
+
+def command_app(*, help: str | None = None, **settings: Any) -> typer.Typer:
+    """Returns a Typer app with the settings of all commands: plain help text, and plain tracebacks for bugs."""
+    return typer.Typer(
+        help=help,
+        rich_markup_mode=None,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        no_args_is_help=help is not None,
+        **settings,
     )
 
 

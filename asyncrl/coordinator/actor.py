@@ -16,7 +16,7 @@ from asyncrl.shown_text import log_to_stderr
 class CoordinatorActor:
     """The class of the actor. Callers use it through `CoordinatorClient`."""
 
-    def __init__(self, *, config: Config, tasks: Sequence[Task]) -> None:
+    def __init__(self, config: Config, tasks: Sequence[Task]) -> None:
         log_to_stderr()
         prefixes = GroupRows(config, partition=PREFIX_PARTITION) if config.generator.persist_every_tokens else None
         self._answers = Answers(kept_s=4 * config.buffer.call_timeout_s)

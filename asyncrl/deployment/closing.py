@@ -1,23 +1,10 @@
-"""Ending a run on a signal. run.json records the request at once.
-
-If the run has not finished its first step, it ends within `run.shutdown_grace_s`. The start may hang, because a model
-may be built in a thread and some calls of Ray have no deadline. If the run has trained a step, it gets the time to
-finish the current step and save the weights, because each of these waits has its own deadline.
-"""
+"""Work that ends in order when a signal asks the run to end, and the time that this takes."""
 
 import asyncio
-import logging
 import math
-import os
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Collection
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
-
-from asyncrl.deployment.launch import INTERRUPTED
-from asyncrl.deployment.run_dir import RunDir
-
-logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -77,15 +64,6 @@ async def unless_one_fails(beside: Collection["asyncio.Future[None]"], work: Awa
         return await working
 
 
-def asked_to_end(run_dir: RunDir, grace_s: float) -> None:
-    """Records the request to end, and starts the timer of the grace. For the first signal."""
-    run_dir.asked_to_end()
-    # The timer is a thread, because the start may hang in a call that blocks the event loop.
-    timer = threading.Timer(grace_s, give_up, [run_dir, grace_s])
-    timer.daemon = True
-    timer.start()
-
-
 def short_grace(grace_s: float, *, step_s: float, save_s: float | None) -> str | None:
     """Returns a warning if a run that is asked to end needs longer than its grace, else None.
 
@@ -107,24 +85,3 @@ def short_grace(grace_s: float, *, step_s: float, save_s: float | None) -> str |
         "give the process this time (Docker: stop_grace_period, Kubernetes: terminationGracePeriodSeconds, Slurm: "
         "KillWait)"
     )
-
-
-def ended_at_once(run_dir: RunDir) -> None:
-    """Records that a second signal ended the run. For the second signal, before the process exits."""
-    if not run_dir.closed:
-        run_dir.close(state="stopped", reason=f"ended at once by a second signal, after {run_dir.steps_written} steps")
-
-
-def give_up(run_dir: RunDir, grace_s: float, *, leave: Callable[[int], object] = os._exit) -> None:
-    """Exits the process if the run has not closed and has trained no step. Ray's daemons end with the process."""
-    if run_dir.closed or run_dir.steps_written:
-        return
-    reason = (
-        "asked to end before this process had trained a step, and not closed within run.shutdown_grace_s = "
-        f"{grace_s:g} s"
-    )
-    logger.error("%s: the process exits now", reason)
-    try:
-        run_dir.close(state="failed", reason=reason)
-    finally:
-        leave(INTERRUPTED)

@@ -1,6 +1,9 @@
 """Ray: starting a cluster or joining one, and placing actors in it.
 
 Every placement has a deadline, because on a cluster without room Ray waits forever and reports nothing.
+
+Every process that can connect to a Ray cluster can run code on it. So a cluster that this process starts listens only
+on this machine and requires a token.
 """
 
 import asyncio
@@ -15,19 +18,13 @@ from typing import Any, TypeVar
 
 import psutil
 import ray
-from ray._private import services
+from ray._common.utils import reset_ray_address
+from ray._private import ray_constants, services, utils
 from ray._private.node import Node
 from ray.exceptions import RayError
 
 from asyncrl.config.schema import Config
 from asyncrl.data_plane.calls import finished, room
-from asyncrl.deployment.ray_access import (
-    LOOPBACK,
-    check_own_address,
-    is_token_refused,
-    loopback_stays_loopback,
-    warn_of_open_cluster,
-)
 from asyncrl.deployment.ray_token import require_token
 from asyncrl.errors import PlacementError, RunError
 
@@ -35,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 Started = TypeVar("Started")
 
+LOOPBACK = "127.0.0.1"
 STARTS = 3
 """Number of attempts to start a local Ray cluster."""
 WORKER_NICENESS = 0
@@ -54,9 +52,7 @@ def start_local(config: Config, *, generators: int = 1) -> str:
     """
     require_token()
     logical_cpus = generators * config.generator.replicas * config.generator.cpus
-    logical_cpus += config.learner.ranks * config.learner.cpus
-    if config.critic is not None:
-        logical_cpus += config.critic.ranks * config.critic.cpus
+    logical_cpus += sum(pool.ranks * pool.cpus for pool in config.rank_pools().values())
     with _children_in_sessions_of_their_own(), without_unused_daemons():
         context: Any = patiently(
             lambda: _connect(
@@ -74,10 +70,37 @@ def start_local(config: Config, *, generators: int = 1) -> str:
     return address
 
 
+def check_own_address(address: str) -> None:
+    """Checks that the Ray that was just started listens at 127.0.0.1. If not, ends it and raises RunError."""
+    if address.rpartition(":")[0] != LOOPBACK:
+        ray.shutdown()
+        raise RunError(
+            f"Ray was asked to listen at {LOOPBACK} but listens at {address}: this release of Ray ({ray.__version__}) "
+            "is open to the network; install the release that constraints.txt names"
+        )
+
+
 def _connect(**options: Any) -> Any:
     """Calls `ray.init` with `options`, and with the settings that starting and joining a cluster share."""
     with _sigterm_stays_ours(), loopback_stays_loopback():
         return ray.init(log_to_driver=False, logging_level=logging.WARNING, configure_logging=False, **options)
+
+
+@contextlib.contextmanager
+def loopback_stays_loopback() -> Iterator[None]:
+    """Makes `ray.init` use the address 127.0.0.1 unchanged within the block.
+
+    On systems where Ray supports clusters of several machines, Ray replaces 127.0.0.1 by the machine's external
+    address. Its daemons would then listen on every network, and a Ray at 127.0.0.1 could not be joined. Ray has no
+    option for this on Linux. So this function changes the constant with which Ray turns multi-machine clusters off on
+    other systems.
+    """
+    several_machines = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = several_machines
 
 
 def patiently(start: Callable[[], Started]) -> Started:
@@ -102,6 +125,20 @@ def patiently(start: Callable[[], Started]) -> Started:
         f"Ray did not start in {STARTS} attempts of 30 s each, because this machine is too busy; end other programs, "
         "or set ray.address to a running cluster"
     )
+
+
+@contextlib.contextmanager
+def advertised(address: str) -> Iterator[None]:
+    """Within it, `auto` means the Ray at `address` for every process of this machine, as after `ray start --head`.
+
+    Without the file that Ray reads for this, `auto` means any Ray that runs here.
+    """
+    utils.write_ray_address(address)
+    try:
+        yield
+    finally:
+        if utils.read_ray_address() == address:
+            reset_ray_address()
 
 
 def session_folder() -> str:
@@ -150,6 +187,29 @@ def _knock(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_TIMEOUT_S).close()
     except (OSError, OverflowError) as error:
         raise ConnectionError(str(error)) from error
+
+
+def is_token_refused(error: BaseException) -> bool:
+    """Returns whether Ray refused the connection because the token is missing or wrong.
+
+    Ray reports this only in the text of an error in the chain of causes.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ray.exceptions.AuthenticationError) or "InvalidAuthToken" in str(cause):
+            return True
+        cause = cause.__cause__
+    return False
+
+
+def warn_of_open_cluster(address: str) -> None:
+    """Warns that the cluster requires no token. Call it after joining: the cluster accepted us without a token."""
+    if os.environ.get("RAY_AUTH_MODE") != "token":
+        logger.warning(
+            "the Ray cluster at %s requires no token, so every process that can connect to it can run code on it. "
+            "Create a token (`ray get-auth-token --generate`), then start the cluster again",
+            address,
+        )
 
 
 @contextlib.contextmanager

@@ -89,12 +89,12 @@ class GeneratorDeployment:
         async with AsyncExitStack() as entered, AsyncExitStack() as made:
             # Replicas come first: they import vLLM, the longest part of a start, while the prompts are loaded and the
             # run's actors are created.
-            handles: RunHandles | None = None
-            made.push_async_callback(lambda: self._pool.end(None if handles is None else handles.coordinator))
+            made.push_async_callback(self._pool.end)
             self._pool.make()
             tasks = (await self._prompts).train
             handles = await enter_run(config, deployment=self._deployment, tasks=tasks)
-            entered.push_async_callback(leave_run, handles, namespace=config.run.name)
+            self._pool.coordinator = handles.coordinator
+            entered.push_async_callback(leave_run, handles.coordinator, self._deployment, namespace=config.run.name)
             # Heartbeats begin now and continue while engines start and drain. Without them the run would count this
             # deployment as gone, and the last live deployment that leaves ends the run's actors.
             every_s = config.buffer.heartbeat_timeout_s / 5
@@ -135,7 +135,7 @@ class GeneratorDeployment:
                     f"{'attached' if status.learner_attached else 'gone'}; see the "
                     "learner's log for the cause"
                 )
-            await self._pool.look_after(own, handles.coordinator)
+            await self._pool.look_after(own)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(WATCH_EVERY_S):
                     await stop.wait()

@@ -69,6 +69,21 @@ def check_there(directory: Path) -> None:
     raise RunError(f"there is no run {directory.name} in {folder}/; {there_are}")
 
 
+def existing_run(run: Path) -> Path:
+    """Returns the directory of a run, as `named_run` does. Raises the error of `check_there`."""
+    directory = named_run(run)
+    check_there(directory)
+    return directory
+
+
+def saved_config(directory: Path) -> Path:
+    """Returns the file with the configuration of a run. Raises RunError if `directory` has none."""
+    saved = directory / "config.yaml"
+    if not saved.is_file():
+        raise RunError(f"{directory} is not the directory of a run: it has no config.yaml")
+    return saved
+
+
 def ended_run(directory: Path) -> str | None:
     """Returns how the run in `directory` ended or died, and where its report or its weights are.
 
@@ -152,11 +167,8 @@ def _lives(directory: Path, info: RunInfo) -> bool | None:
         return None
     if not psutil.pid_exists(info.pid):
         return False
-    with contextlib.suppress(OSError), (directory / "lock").open("rb") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+    with contextlib.suppress(OSError), (directory / "lock").open("rb") as lock:  # fails if the run holds the lock
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return False
     return True
 

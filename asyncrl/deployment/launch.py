@@ -1,6 +1,11 @@
 """Code that the commands `up`, `learner`, `generator` and `head` share: the log of a process, and signals.
 
 The first SIGTERM, SIGINT or SIGHUP asks for a clean end. A second SIGTERM or SIGINT ends the process at once.
+run.json records the request at once.
+
+If the run has not finished its first step, it ends within `run.shutdown_grace_s`. The start may hang, because a model
+may be built in a thread and some calls of Ray have no deadline. If the run has trained a step, it gets the time to
+finish the current step and save the weights, because each of these waits has its own deadline.
 """
 
 import asyncio
@@ -16,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
+from asyncrl.deployment.run_dir import RunDir
 from asyncrl.shown_text import LogFormatter
 
 logger = logging.getLogger(__name__)
@@ -106,11 +112,17 @@ def run_until_done(
             with contextlib.suppress(RuntimeError):  # the loop is closed, because `main` has just ended
                 loop.call_soon_threadsafe(stop.set)
 
+    def work() -> None:
+        run_in(loop, main(stop), outcome)
+        # The kernel ends Ray's daemons when the thread that started them ends (PR_SET_PDEATHSIG). Ray ends them in
+        # order when the process exits, so this thread must still be there.
+        threading.Event().wait()
+
     with contextlib.ExitStack() as handlers:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 handlers.callback(signal.signal, number, signal.signal(number, on_signal) or signal.SIG_DFL)
-        threading.Thread(target=_work, args=[main(stop), loop, outcome], name="asyncrl", daemon=True).start()
+        threading.Thread(target=work, name="asyncrl", daemon=True).start()
         while not outcome.done():
             with contextlib.suppress(TimeoutError):  # an error of `main` is raised below
                 outcome.exception(timeout=WAKE_EVERY_S)
@@ -129,8 +141,8 @@ def take_sigterm_back() -> None:
         signal.signal(signal.SIGTERM, ours)
 
 
-def _work(main: Coroutine[Any, Any, Result], loop: asyncio.AbstractEventLoop, outcome: "Future[Result]") -> None:
-    """Runs `main` in `loop` and sets the outcome."""
+def run_in(loop: asyncio.AbstractEventLoop, main: Coroutine[Any, Any, Result], outcome: "Future[Result]") -> None:
+    """Runs `main` in `loop`, closes the loop, and sets the outcome."""
     try:
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
             result = runner.run(main)
@@ -138,19 +150,48 @@ def _work(main: Coroutine[Any, Any, Result], loop: asyncio.AbstractEventLoop, ou
         outcome.set_exception(error)
     else:
         outcome.set_result(result)
-    # The kernel ends Ray's daemons when the thread that started them ends (PR_SET_PDEATHSIG). Ray ends them in order
-    # when the process exits, so this thread must still be there.
-    threading.Event().wait()
 
 
 def _end_at_once(at_once: Sequence[Callable[[], None]]) -> None:
     # The process must also exit if a disk or a terminal blocks the functions below.
-    timer = threading.Timer(AT_ONCE_S, os._exit, [INTERRUPTED])
-    timer.daemon = True
-    timer.start()
+    _later(AT_ONCE_S, os._exit, INTERRUPTED)
     try:
         logger.warning("second signal: the process exits now")
         for last_move in at_once:
             last_move()
     finally:
         os._exit(INTERRUPTED)
+
+
+def _later(after_s: float, call: Callable[..., object], *arguments: object) -> None:
+    """Calls `call` after `after_s` seconds in a thread, because the event loop or the main thread may hang."""
+    timer = threading.Timer(after_s, call, [*arguments])
+    timer.daemon = True
+    timer.start()
+
+
+def asked_to_end(run_dir: RunDir, grace_s: float) -> None:
+    """Records the request to end, and starts the timer of the grace. For the first signal."""
+    run_dir.asked_to_end()
+    _later(grace_s, give_up, run_dir, grace_s)
+
+
+def ended_at_once(run_dir: RunDir) -> None:
+    """Records that a second signal ended the run. For the second signal, before the process exits."""
+    if not run_dir.closed:
+        run_dir.close(state="stopped", reason=f"ended at once by a second signal, after {run_dir.steps_written} steps")
+
+
+def give_up(run_dir: RunDir, grace_s: float, *, leave: Callable[[int], object] = os._exit) -> None:
+    """Exits the process if the run has not closed and has trained no step. Ray's daemons end with the process."""
+    if run_dir.closed or run_dir.steps_written:
+        return
+    reason = (
+        "asked to end before this process had trained a step, and not closed within run.shutdown_grace_s = "
+        f"{grace_s:g} s"
+    )
+    logger.error("%s: the process exits now", reason)
+    try:
+        run_dir.close(state="failed", reason=reason)
+    finally:
+        leave(INTERRUPTED)

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -23,11 +23,10 @@ from asyncrl.data.tokenizer import load_tokenizer, shown_prompt, tokenizer_finge
 from asyncrl.deployment.closing import LEAVE_S, Stopped, running, short_grace, unless_one_fails, unless_stopped
 from asyncrl.deployment.inputs import Prompts
 from asyncrl.deployment.known_runs import has_checkpoint
-from asyncrl.deployment.learner_display import LearnerDisplay
 from asyncrl.deployment.learner_log import LearnerLog
 from asyncrl.deployment.provenance import processor, provenance
-from asyncrl.deployment.run_dir import STOPPED_EARLY, AuditFile, RunDir
-from asyncrl.deployment.screen import Screen
+from asyncrl.deployment.run_dir import STOPPED_EARLY, RunDir
+from asyncrl.deployment.screen import LearnerDisplay, Screen
 from asyncrl.deployment.shared_actors import (
     RunHandles,
     enter_run,
@@ -49,6 +48,7 @@ from asyncrl.learner.progress import nothing_trained
 from asyncrl.learner.publication import Publisher, probe_sequences
 from asyncrl.learner.recording import described_metrics
 from asyncrl.learner.records import RunTotals, Summary
+from asyncrl.learner.run_log import RunLog
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.metrics.server import MetricsServer
@@ -86,13 +86,11 @@ class LearnerDeployment:
         self._prompts = prompts
         self._screen = screen
         self._states = StateClock(states=LEARNER_STATES, initial="starting", started_s=screen.started_s)
+        self._metrics = self._described_metrics()
         self._log = LearnerLog(config, run_dir)
         self._targets = Targets(run=config.run.name, path=run_dir.targets_path)
-        self._display = LearnerDisplay(
-            config, screen=screen, log=self._log, cores=lambda: self._targets.cores, failures=self._failed_groups
-        )
+        self._display = LearnerDisplay(config=config, screen=screen, log=self._log, cores=lambda: self._targets.cores)
         self._transport = transport_of(config, nonce=run_dir.nonce)
-        self._failures: FailureWatch | None = None
         self._checkpoints: Checkpoints | None = None
         self._save_hf: Callable[[Path], None] = lambda path: None
         self._trained_step: Callable[[], int | None] = lambda: None
@@ -131,9 +129,8 @@ class LearnerDeployment:
         handles = await enter_run(config, deployment=deployment, tasks=prompts.train, restored=restored)
         entered.push_async_callback(self._leave, handles)
         entered.push_async_callback(asyncio.to_thread, self._log.close)
-        metrics = self._described_metrics()
         server = MetricsServer(
-            metrics.registry,
+            self._metrics.registry,
             host=config.metrics.host,
             port=config.metrics.learner_port,
             discovery=self._targets.groups,
@@ -141,7 +138,8 @@ class LearnerDeployment:
         serving.callback(server.close)
         grace = await serving.enter_async_context(running(self._grace(stop)))
         serving.push_async_callback(self._serve_end, server, grace)
-        self._failures = failures = FailureWatch(coordinator=handles.coordinator, keep=self._run_dir.write_failures)
+        failures = FailureWatch(coordinator=handles.coordinator, keep=self._run_dir.write_failures)
+        self._display.failures = lambda: groups_by_reason(failures.counts)
         entered.push_async_callback(self._show_end, server, failures, stop)
         every_s = config.buffer.heartbeat_timeout_s / 5
         works = {
@@ -161,7 +159,7 @@ class LearnerDeployment:
         if config.critic is not None:
             critic = TQValue(critic_config(config), model_path=model_path)
             ranks.push_async_callback(asyncio.to_thread, critic.shutdown)
-        training = self._train(handles, policy, critic, model_path, prompts, metrics, stop)
+        training = self._train(handles, policy, critic, model_path, prompts, stop)
         totals = await unless_one_fails(beside, training)
         if not stop.is_set():
             await self._check_trained(failures)
@@ -198,7 +196,6 @@ class LearnerDeployment:
         critic: TQValue | None,
         model_path: str,
         prompts: Prompts,
-        metrics: LearnerMetrics,
         stop: asyncio.Event,
     ) -> RunTotals:
         config = self._config
@@ -225,7 +222,7 @@ class LearnerDeployment:
         if (resumed := self._run_dir.resumed) is not None:
             self._display.enter(f"restoring step {resumed.step}")
             await asyncio.to_thread(parts.load, resumed.path)
-        audit = self._run_dir.begin_audit(
+        log = self._log.for_loop(
             Began(
                 lineage=handles.lineage,
                 settings=shared_config(config),
@@ -234,7 +231,7 @@ class LearnerDeployment:
                 ),
             )
         )
-        loop = self._loop(handles, parts, prompts, metrics, tokenizer, audit)
+        loop = self._loop(handles, parts, prompts, tokenizer, log)
         self._display.phase = lambda: loop.phase
         return await loop.run(stop)
 
@@ -243,23 +240,21 @@ class LearnerDeployment:
         handles: RunHandles,
         parts: RunParts,
         prompts: Prompts,
-        metrics: LearnerMetrics,
         tokenizer: Any,
-        audit: AuditFile,
+        log: RunLog,
     ) -> LearnerLoop:
         """Builds the learner's loop from its parts. The ranks have started."""
         config, policy = self._config, parts.policy
         resumed, before = self._run_dir.resumed, self._log.before
         # The time of a resumed run continues from its last record.
         started_s = self._screen.started_s - (before.wall_s if before else 0.0)
-        log = self._log.for_loop(audit)
         heldout = HeldoutEvaluation(
             config=config,
             tasks={HELDOUT: prompts.heldout, **prompts.sets},
             coordinator=handles.coordinator,
             replicas=ReplicaClient(namespace=config.run.name, timeout_s=config.eval.timeout_s),
             log=log,
-            metrics=metrics,
+            metrics=self._metrics,
             started_s=started_s,
         )
         self._checkpoints = Checkpoints(
@@ -267,7 +262,7 @@ class LearnerDeployment:
             folder=self._run_dir.checkpoints,
             run=parts,
             sync_records=self._run_dir.sync,
-            metrics=metrics,
+            metrics=self._metrics,
             restored_step=resumed.step if resumed else 0,
             best=partial(self._log.best_steps, running=lambda: heldout.running_step),
         )
@@ -277,12 +272,12 @@ class LearnerDeployment:
             incarnation=handles.lineage.incarnation,
             policy=policy,
             critic=parts.critic,
-            publisher=self._publisher(handles, policy, prompts, metrics, tokenizer, audit),
+            publisher=self._publisher(handles, policy, prompts, tokenizer, log),
             coordinator=handles.coordinator,
             heldout=heldout,
             checkpoints=self._checkpoints,
             log=log,
-            metrics=metrics,
+            metrics=self._metrics,
             states=self._states,
             decode=lambda ids, special: str(tokenizer.decode(list(ids), skip_special_tokens=not special)),
             started_s=started_s,
@@ -295,14 +290,13 @@ class LearnerDeployment:
         handles: RunHandles,
         policy: TQPolicy,
         prompts: Prompts,
-        metrics: LearnerMetrics,
         tokenizer: Any,
-        audit: AuditFile,
+        log: RunLog,
     ) -> Publisher:
         config = self._config
 
         def delivered(manifest: Manifest) -> None:
-            audit.append(PublishedVersion(manifest.version, manifest_digest(manifest)))
+            log.append_audit(PublishedVersion(manifest.version, manifest_digest(manifest)))
 
         return Publisher(
             config=config,
@@ -312,7 +306,7 @@ class LearnerDeployment:
             transport=self._transport,
             coordinator=handles.coordinator,
             weights=handles.weights,
-            metrics=metrics,
+            metrics=self._metrics,
             delivered=delivered,
         )
 
@@ -348,9 +342,6 @@ class LearnerDeployment:
         except Exception as error:
             logger.error("the trained weights could not be saved: %s", error)
 
-    def _failed_groups(self) -> Mapping[str, int]:
-        return groups_by_reason(self._failures.counts) if self._failures is not None else {}
-
     async def _delete_weights(self, handles: RunHandles) -> None:
         """Deletes what the transport keeps of this learner's versions outside of the ranks."""
         own = handles.lineage.incarnation
@@ -380,7 +371,7 @@ class LearnerDeployment:
             if self._starts_again:
                 state = RunState.STARTING
             await handles.coordinator.call(LearnerCalls.set_state, handles.lineage.incarnation, state, self._failure)
-        await leave_run(handles, namespace=self._config.run.name)
+        await leave_run(handles.coordinator, handles.deployment, namespace=self._config.run.name)
 
     async def _serve_end(self, server: MetricsServer, grace: "asyncio.Future[None]") -> None:
         """Serves until the clients of the HTTP discovery have received the empty list, but not beyond the grace."""

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from asyncrl.config.load import flat_config
 from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.deployment.resuming import last_set_aside
-from asyncrl.deployment.run_dir import AuditFile, RunDir
+from asyncrl.deployment.run_dir import RunDir
 from asyncrl.learner.aggregates import build_summary
+from asyncrl.learner.audit_records import Began
 from asyncrl.learner.best_checkpoints import best_first
 from asyncrl.learner.record_lines import read_lines
 from asyncrl.learner.records import LOST_STEPS, EvalRecord, RunTotals, SampleRecord, StepRecord, Summary
@@ -28,13 +29,10 @@ class LearnerLog:
         self._run_dir = run_dir
         self._staleness_limit = config.staleness.max_versions
         self._keep_best, self._best_eval = config.checkpoint.keep_best, config.checkpoint.best_eval
-        self.steps: list[StepRecord] = []
-        self._lost: list[StepRecord] = []
-        self.evals: list[EvalRecord] = []
-        if run_dir.resumed is not None:
-            self.steps = list(read_lines(run_dir.path / "steps.jsonl", StepRecord))
-            self._lost = read_lines(run_dir.path / LOST_STEPS, StepRecord)
-            self.evals = list(read_lines(run_dir.path / "evals.jsonl", EvalRecord))
+        resumed = run_dir.resumed is not None
+        self.steps = read_lines(run_dir.path / "steps.jsonl", StepRecord) if resumed else []
+        self._lost = read_lines(run_dir.path / LOST_STEPS, StepRecord) if resumed else []
+        self.evals = read_lines(run_dir.path / "evals.jsonl", EvalRecord) if resumed else []
         self.before = self.steps[-1] if self.steps else None
         """The last record before the run was resumed; None in a new run."""
         self._trackers = Trackers(
@@ -47,13 +45,13 @@ class LearnerLog:
         )
         self.close = self._trackers.close
 
-    def for_loop(self, audit: AuditFile) -> RunLog:
-        """Returns this log as the learner's loop uses it, with the file of the audit's records."""
+    def for_loop(self, began: Began) -> RunLog:
+        """Begins the records for the audit. Returns this log as the learner's loop uses it."""
         return RunLog(
             append_step=self.append_step,
             append_eval=self.append_eval,
             write_samples=self.write_samples,
-            append_audit=audit.append,
+            append_audit=self._run_dir.begin_audit(began),
         )
 
     def best_steps(self, steps: Sequence[int], *, running: Callable[[], int | None]) -> set[int]:

@@ -203,6 +203,7 @@ def _replica_lines(
 ) -> Iterator[Line]:
     generator = config.generator
     whole = sum(spec.nbytes for spec in own)
+    place, device = (ENGINE, Memory.GPU) if generator.gpus else ("replica", Memory.NODE)
     if generator.gpus:
         yield Line(place=ENGINE, what="weights", nbytes=whole / generator.tensor_parallel_size, memory=Memory.GPU)
     else:
@@ -216,10 +217,7 @@ def _replica_lines(
     if config.model.lora is not None and adapter:
         adapters = slots(config) * sum(spec.nbytes for spec in adapter)
         padded = adapters * vllm_rank(config.model.lora) / config.model.lora.rank
-        if generator.gpus:
-            yield Line(place=ENGINE, what="adapters", nbytes=padded, memory=Memory.GPU)
-        else:
-            yield Line(place="replica", what="adapters", nbytes=padded, memory=Memory.NODE)
+        yield Line(place=place, what="adapters", nbytes=padded, memory=device)
         yield Line(place="replica", what="files of adapters", nbytes=2 * adapters, memory=Memory.NODE)
     # The replicas of a node share the staged weights. One of them fetches the buckets, but all receive a broadcast.
     fetching = None if config.weights.transport == "collective" else 1

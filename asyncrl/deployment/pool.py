@@ -79,6 +79,8 @@ class ReplicaPool:
         self._secrets = secrets
         self._on_started = started
         self._clock = clock
+        self.coordinator: CoordinatorClient | None = None
+        """The run's coordinator. None before the deployment has entered the run, and so before a replica joins it."""
         self.replicas: list[Replica] = []
         self._ending: set[asyncio.Task[None]] = set()
         self._scalings = 0
@@ -100,7 +102,7 @@ class ReplicaPool:
         for replica in self.replicas:
             replica.running = asyncio.create_task(self._run(replica), name=replica.name)
 
-    async def look_after(self, own: OwnReplicas, coordinator: CoordinatorClient) -> None:
+    async def look_after(self, own: OwnReplicas) -> None:
         """Begins to end, start, add and drain replicas, as the coordinator and the replicas themselves require.
 
         Raises GeneratorPoolExhausted if fewer than `generator.min_replicas` replicas generate, and no other one comes
@@ -113,39 +115,34 @@ class ReplicaPool:
                 replica.work.result()
                 replica.work = None
             if replica.work is None and replica.running is not None:
-                self._look_at(replica, own.views.get(replica.name), coordinator)
+                self._look_at(replica, own.views.get(replica.name))
         wanted = len(self.replicas) + self._given_up if own.wanted is None else own.wanted
         if own.scalings != self._scalings:
             self._scalings, self._given_up = own.scalings, 0
         while len(self.replicas) + self._given_up < wanted:
-            self._add(coordinator)
+            self._add()
         while len(self.replicas) > wanted:
-            self._drain(self._least_useful(), coordinator)
+            self._drain(self._least_useful())
         self._check_size(min(self._config.generator.min_replicas, wanted))
 
-    async def end(self, coordinator: CoordinatorClient | None) -> None:
-        """Ends all replicas: drains them within the grace, and ends their engines. Without a coordinator, none of them
-        has joined the run."""
-        for replica in self.replicas:
-            if replica.work is not None:
-                replica.work.cancel()
-        await asyncio.gather(*[replica.work for replica in self.replicas if replica.work], return_exceptions=True)
-        await asyncio.gather(*[self._end_and_leave(replica, coordinator) for replica in self.replicas], *self._ending)
+    async def end(self) -> None:
+        """Ends all replicas: drains them within the grace, and ends their engines."""
+        await asyncio.gather(*[self._end_and_leave(replica) for replica in self.replicas], *self._ending)
 
     # --- failures -----------------------------------------------------------------------------------------------
 
-    def _look_at(self, replica: Replica, view: ReplicaView | None, coordinator: CoordinatorClient) -> None:
+    def _look_at(self, replica: Replica, view: ReplicaView | None) -> None:
         """Begins to replace a replica that has failed, or to ask one that is silent."""
         assert replica.running is not None
         if replica.running.done():
-            self._begin(replica, self._replace(replica, replica.ended_with, coordinator))
+            self._begin(replica, self._replace(replica, replica.ended_with))
         elif view is not None and view.actor == replica.actor and view.state in _ASKED:
-            self._begin(replica, self._ask(replica, view, coordinator))
+            self._begin(replica, self._ask(replica, view))
 
     def _begin(self, replica: Replica, work: Coroutine[Any, Any, None]) -> None:
         replica.work = asyncio.create_task(work, name=f"supervision of {replica.name}")
 
-    async def _ask(self, replica: Replica, view: ReplicaView, coordinator: CoordinatorClient) -> None:
+    async def _ask(self, replica: Replica, view: ReplicaView) -> None:
         """Replaces a silent replica if its process does not answer. One that answers may only be late."""
         timeout_s = self._config.buffer.heartbeat_timeout_s
         try:
@@ -154,13 +151,12 @@ class ReplicaPool:
             if not replica.generates:  # it has ended meanwhile, and the next look finds the cause
                 return
             silent = ActorGone(f"no heartbeat for {view.silent_s:.0f} s, and no answer of the process: {error}")
-            await self._replace(replica, silent, coordinator, cause=Cause.NO_HEARTBEATS)
+            await self._replace(replica, silent, cause=Cause.NO_HEARTBEATS)
 
-    async def _replace(
-        self, replica: Replica, error: BaseException, coordinator: CoordinatorClient, *, cause: Cause | None = None
-    ) -> None:
+    async def _replace(self, replica: Replica, error: BaseException, *, cause: Cause | None = None) -> None:
         """Ends the actor of a replica and starts the replica again, until a start succeeds, or until the replica is
         given up."""
+        assert self.coordinator is not None, "replicas are looked after when the deployment has entered the run"
         while True:
             gives_up = self._why_given_up(replica, error)
             logger.error(
@@ -172,12 +168,12 @@ class ReplicaPool:
             report = Coordinator.quarantine if gives_up else Coordinator.restarting
             replica.error = error
             try:
-                await coordinator.call(
+                await self.coordinator.call(
                     report, replica.actor, cause or Cause.of(error), f"{type(error).__name__}: {error}"
                 )
                 if gives_up:
-                    await coordinator.call(Coordinator.leave, replica.actor)
-                    await coordinator.call(Registry.gave_up, replica.name, f"{error}; {gives_up}")
+                    await self.coordinator.call(Coordinator.leave, replica.actor)
+                    await self.coordinator.call(Registry.gave_up, replica.name, f"{error}; {gives_up}")
             except (RunError, TimeoutError) as unheard:
                 logger.warning("the buffer did not hear that replica %s is lost: %s", replica.name, unheard)
             await self._end_actor(replica, drain=False, answers=cause is not Cause.NO_HEARTBEATS)
@@ -234,33 +230,30 @@ class ReplicaPool:
 
     # --- number of replicas -------------------------------------------------------------------------------------
 
-    def _add(self, coordinator: CoordinatorClient) -> None:
+    def _add(self) -> None:
         replica = Replica(f"generator-{secrets.token_hex(3)}")
         self.replicas.append(replica)
         logger.info("replica %s is added", replica.name)
-        self._begin(replica, self._begin_added(replica, coordinator))
+        self._begin(replica, self._begin_added(replica))
 
-    async def _begin_added(self, replica: Replica, coordinator: CoordinatorClient) -> None:
+    async def _begin_added(self, replica: Replica) -> None:
         try:
             await self._bring_up(replica)
         except Exception as error:
-            await self._replace(replica, error, coordinator, cause=Cause.START_FAILED)
+            await self._replace(replica, error, cause=Cause.START_FAILED)
 
     def _least_useful(self) -> Replica:
         """Returns the replica to end: one that does not generate, else the youngest."""
         idle = [replica for replica in self.replicas if not replica.generates]
         return (idle or self.replicas)[-1]
 
-    def _drain(self, replica: Replica, coordinator: CoordinatorClient) -> None:
+    def _drain(self, replica: Replica) -> None:
         """Begins to end a replica that is not wanted any more. Its groups in flight are finished."""
         logger.info("replica %s is drained", replica.name)
         self.replicas.remove(replica)
 
         async def drained() -> None:
-            if replica.work is not None:
-                replica.work.cancel()
-                await asyncio.gather(replica.work, return_exceptions=True)
-            await self._end_and_leave(replica, coordinator, grace_s=self._config.generator.rollout_timeout_s)
+            await self._end_and_leave(replica, grace_s=self._config.generator.rollout_timeout_s)
             logger.info("replica %s has ended", replica.name)
 
         task = asyncio.create_task(drained(), name=f"end of {replica.name}")
@@ -324,16 +317,18 @@ class ReplicaPool:
     async def _run(self, replica: Replica) -> None:
         await replica.handle.run.remote()
 
-    async def _end_and_leave(
-        self, replica: Replica, coordinator: CoordinatorClient | None, *, grace_s: float | None = None
-    ) -> None:
-        """Ends a replica that does not come back. It leaves the run also if it had to be killed."""
+    async def _end_and_leave(self, replica: Replica, *, grace_s: float | None = None) -> None:
+        """Ends a replica that does not come back, and its supervision first. It leaves the run also if it had to be
+        killed."""
+        if replica.work is not None:
+            replica.work.cancel()
+            await asyncio.gather(replica.work, return_exceptions=True)
         await self._end_actor(replica, grace_s=grace_s)
-        if coordinator is None or not replica.start:
+        if self.coordinator is None or not replica.start:
             return
         with contextlib.suppress(RunError, TimeoutError):  # its tickets then expire
             async with asyncio.timeout(EXIT_S):
-                await coordinator.call(Coordinator.leave, replica.actor)
+                await self.coordinator.call(Coordinator.leave, replica.actor)
 
     async def _end_actor(
         self, replica: Replica, *, drain: bool = True, answers: bool = True, grace_s: float | None = None

@@ -172,15 +172,12 @@ def _held(directory: Path) -> Iterator[bool]:
 
     Yields False if a process holds the lock, or if there is no lock.
     """
-    try:
-        lock = (directory / "lock").open("rb")
-    except OSError:
-        yield False
-        return
-    with lock:
+    with contextlib.ExitStack() as opened:
         try:
+            lock = opened.enter_context((directory / "lock").open("rb"))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
+        except OSError:
+            held = False
         else:
-            yield True
+            held = True
+        yield held

@@ -29,6 +29,7 @@ from asyncrl.common.lineage import Lineage
 from asyncrl.complete_directory import COMPLETE, discard
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
+from asyncrl.deployment.known_runs import read_info
 from asyncrl.errors import CheckpointDamaged, CheckpointError, ConfigError, RunError
 from asyncrl.learner.record_lines import read_lines
 from asyncrl.learner.records import EvalRecord, RunInfo, StepRecord
@@ -86,7 +87,7 @@ def unfinished_run(directory: Path, config: Config) -> Resumed | None:
     """
     checkpoints = directory / CHECKPOINTS
     put_back(checkpoints)
-    info = _info(directory)
+    info = read_info(directory)
     if info is None or info.state == "finished":
         return None
     if (found := _newest(directory)) is None:
@@ -113,7 +114,7 @@ def chosen_checkpoint(directory: Path, config: Config, *, step: int | None) -> R
     cannot be read.
     """
     put_back(directory / CHECKPOINTS)
-    info = _info(directory)
+    info = read_info(directory)
     if info is None:
         raise RunError(
             f"{directory / 'run.json'} cannot be read: it is damaged, or another version of asyncrl wrote it"
@@ -183,14 +184,6 @@ def _newest(directory: Path) -> tuple[Path, RunManifest] | None:
     If a start that went back was killed before it had set the later checkpoints aside, they do not count.
     """
     return newest(directory / CHECKPOINTS, lineage=_known_lineage(directory))
-
-
-def _info(directory: Path) -> RunInfo | None:
-    """Returns run.json; None if it cannot be read."""
-    try:
-        return msgspec.json.decode((directory / "run.json").read_bytes(), type=RunInfo)
-    except (OSError, msgspec.MsgspecError):
-        return None
 
 
 def found_checkpoint(directory: Path, step: int | None) -> tuple[Path, RunManifest]:

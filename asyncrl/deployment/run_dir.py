@@ -31,7 +31,6 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import msgspec
@@ -52,6 +51,7 @@ from asyncrl.learner.records import EvalRecord, Resumption, RunInfo, SampleRecor
 from asyncrl.shown_text import redacted
 
 logger = logging.getLogger(__name__)
+_json = msgspec.json.Encoder()
 
 State = Literal["finished", "stopped", "failed"]
 """State of a run that recorded its own end."""
@@ -177,21 +177,25 @@ class RunDir:
 
     def append_step(self, record: StepRecord) -> None:
         self.steps_written += 1
-        self._steps.append(_lines([record]))
+        self._steps.append(_json.encode_lines([record]))
         self.on_step(record)
 
     def append_eval(self, record: EvalRecord) -> None:
-        self._evals.append(_lines([record]))
+        self._evals.append(_json.encode_lines([record]))
         self.on_eval(record)
 
-    def begin_audit(self, began: Began) -> "AuditFile":
-        """Begins the records for the audit of this incarnation."""
+    def begin_audit(self, began: Began) -> Callable[[Record], None]:
+        """Begins the records for the audit of this incarnation. Returns the function that appends one."""
         path = records_path(self.path, began.lineage.incarnation)
         path.parent.mkdir(exist_ok=True)
         file = RecordFile(path)
         file.append(framed(began))
         self._records.append(file)
-        return AuditFile(file)
+
+        def append(record: Record) -> None:
+            file.append(framed(record))
+
+        return append
 
     def sync(self) -> None:
         """Returns when all records so far are on the disk, so that they survive a crash of the machine. Raises
@@ -209,7 +213,7 @@ class RunDir:
             return
         path = self.path / SAMPLES / f"step-{step}.jsonl"
         try:
-            append_whole(path, _lines(samples))
+            append_whole(path, _json.encode_lines(samples))
             self._samples_failing = False
         except OSError as error:
             if not self._samples_failing:
@@ -242,9 +246,7 @@ class RunDir:
     def __enter__(self) -> "RunDir":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             state, reason = self._end
             self.close(state=state, reason=reason)
@@ -293,20 +295,6 @@ class RunDir:
                 self._write_info()
             except OSError as error:
                 logger.error("run.json was not updated with %s: %s", what, error)
-
-
-class AuditFile:
-    """The records for the audit of one incarnation."""
-
-    def __init__(self, file: RecordFile) -> None:
-        self._file = file
-
-    def append(self, record: Record) -> None:
-        self._file.append(framed(record))
-
-
-def _lines(records: Sequence[msgspec.Struct]) -> bytes:
-    return b"".join(msgspec.json.encode(record) + b"\n" for record in records)
 
 
 def reward_log_path(config: Config) -> Path:

@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -28,7 +29,7 @@ from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.registry import Deployment, Registry
 from asyncrl.coordinator.snapshot import Restored
 from asyncrl.data.prompts import Task, prompt_data
-from asyncrl.data_plane.calls import named_actor
+from asyncrl.data_plane.calls import detached, named_actor
 from asyncrl.data_plane.clients import TRAIN_PARTITION, open_client
 from asyncrl.data_plane.interfaces import DataPlaneClient
 from asyncrl.data_plane.partition_actor import PARTITIONS
@@ -107,14 +108,9 @@ async def enter_run(
     """
     source = f"{_source(config)} on {deployment.host}"
     prompts = await asyncio.to_thread(prompt_data, tasks, source=source)
-    options = {"namespace": config.run.name, "lifetime": "detached", "get_if_exists": True, "num_cpus": 0}
-    options["max_concurrency"] = ACTOR_CONCURRENCY
-    handle: Any = (
-        ray.remote(CoordinatorActor)
-        .options(name=COORDINATOR, **options)
-        .remote(config=config, tasks=ray.put(list(tasks)))
-    )
-    weights_handle = ray.remote(WeightStore).options(name=WEIGHTS, **options).remote()
+    shared = partial(detached, namespace=config.run.name, max_concurrency=ACTOR_CONCURRENCY)
+    handle = shared(CoordinatorActor, config, ray.put(list(tasks)), name=COORDINATOR)
+    weights_handle = shared(WeightStore, name=WEIGHTS)
     coordinator = await _coordinator(handle, config)
     await coordinator.call(Coordinator.start)
     try:
@@ -124,8 +120,7 @@ async def enter_run(
     except BaseException:  # also a cancellation
         # The coordinator may have admitted it before the error. It would then wait for its heartbeats, and refuse the
         # next learner meanwhile.
-        with contextlib.suppress(Exception):
-            await _detach(coordinator, deployment, namespace=config.run.name)
+        await leave_run(coordinator, deployment, namespace=config.run.name)
         raise
     weights = WeightClient(
         weights_handle, timeout_s=config.buffer.call_timeout_s, patience_s=config.run.stall_timeout_s
@@ -188,12 +183,8 @@ async def _has_partition(config: Config, learner: Deployment, client: DataPlaneC
 async def _gone(actors: Mapping[str, object], *, namespace: str) -> None:
     """Waits until none of these actors, given by name and id, has its name any more. Another one may have it. Raises
     RunError after `END_S` seconds."""
-
-    def left() -> list[str]:
-        return [name for name, actor in actors.items() if _actor_id(name, namespace) == actor]
-
     deadline_s = time.monotonic() + END_S
-    while names := left():
+    while names := [name for name, actor in actors.items() if _actor_id(name, namespace) == actor]:
         if time.monotonic() > deadline_s:
             raise ActorGone(f"the run begins anew, but these actors did not end within {END_S:g} s: {', '.join(names)}")
         await asyncio.sleep(POLL_S)  # polls other processes
@@ -224,18 +215,14 @@ def find_run(name: str) -> CoordinatorClient:
     return CoordinatorClient.over_ray(handle, timeout_s=STATUS_TIMEOUT_S)
 
 
-async def leave_run(handles: RunHandles, *, namespace: str) -> None:
-    """Detaches this deployment from the run. The last deployment that leaves ends the run's detached actors.
+async def leave_run(coordinator: CoordinatorClient, deployment: Deployment, *, namespace: str) -> None:
+    """Detaches `deployment` from the run. The last deployment that leaves ends the run's detached actors.
 
     Raises nothing: the deployment ends in any case, and its own error is more important.
     """
     with contextlib.suppress(Exception):
-        await _detach(handles.coordinator, handles.deployment, namespace=namespace)
-
-
-async def _detach(coordinator: CoordinatorClient, deployment: Deployment, *, namespace: str) -> None:
-    if await coordinator.call(Registry.detach, deployment.id):
-        end_actors(namespace)
+        if await coordinator.call(Registry.detach, deployment.id):
+            end_actors(namespace)
 
 
 async def keep_attached(
@@ -285,10 +272,7 @@ def end_actors(namespace: str) -> dict[str, object]:
     """Kills the run's shared actors. Returns their ids by name."""
     ended = {}
     for name in _shared_actors(namespace):
-        actor = named_actor(name, namespace=namespace)
-        if actor is None:
-            logger.debug("actor %s had already ended", name)
-        else:
+        if (actor := named_actor(name, namespace=namespace)) is not None:  # it may have ended meanwhile
             ended[name] = actor._actor_id
             ray.kill(actor, no_restart=True)
     return ended

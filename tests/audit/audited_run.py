@@ -147,7 +147,7 @@ class AuditedRun(Scene):
         )
         machine = Machine(processor="abacus", ranks=1, threads=1, packages=packages)
         settings = dict(shared_config(self.config))
-        self.audit_file = self.run_dir.begin_audit(
+        self.append_audit = self.run_dir.begin_audit(
             Began(lineage=self.run_dir.lineage, settings=settings, machine=machine)
         )
 
@@ -168,7 +168,7 @@ class AuditedRun(Scene):
             append_step=self.run_dir.append_step,
             append_eval=self.run_dir.append_eval,
             write_samples=self.run_dir.write_samples,
-            append_audit=self.audit_file.append,
+            append_audit=self.append_audit,
         )
         self.checkpoints = Checkpoints(
             self.config.checkpoint,
@@ -203,7 +203,7 @@ class AuditedRun(Scene):
         await self.publish_weights(version)
 
     async def deliver(self, version: Version, *, replica: str = "a") -> None:
-        self.audit_file.append(PublishedVersion(version, self.contents[version]))
+        self.append_audit(PublishedVersion(version, self.contents[version]))
         await super().deliver(version, replica=replica)
 
     async def generate(self, wait_s: float) -> None:

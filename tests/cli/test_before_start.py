@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from asyncrl.cli import before_start
 from asyncrl.cli.before_start import look, prepare
 from asyncrl.cli.main import app
+from asyncrl.cli.options import checked_config
 from asyncrl.common.roles import Role
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
@@ -287,7 +288,8 @@ def test_a_hub_that_does_not_answer_is_left_alone_when_its_cache_has_the_model(
 
 @pytest.mark.fault("F28")
 def test_a_cached_model_that_is_too_short_is_refused_by_check(cached: Path) -> None:
-    assert "max_position_embeddings" in said(settings("model.tiny=null", f"model.path={CACHED}", "model.max_length=33"))
+    with pytest.raises(ConfigError, match="max_position_embeddings"):
+        checked_config([QUICKSTART], ["model.tiny=null", f"model.path={CACHED}", "model.max_length=33"])
 
 
 @pytest.mark.fault("F28")

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.slow
 
 COMMAND = """
 import os, signal, sys, time
-from asyncrl.cli.restarts import restarts, supervise
-on_purpose = supervise()
+from asyncrl.cli.restarts import ends_on_purpose, restarts, supervise
+supervise()
 print("start", restarts(), flush=True)
 """
 
@@ -43,11 +43,11 @@ def ended(process: "subprocess.Popen[str]") -> tuple[list[str], int]:
         "os.kill(os.getpid(), signal.SIGKILL)",
         "os._exit(1)",  # as Ray does without its head
         "raise RuntimeError",
-        f"on_purpose(); sys.exit({RESTART_MENDS})",
+        f"ends_on_purpose(); sys.exit({RESTART_MENDS})",
     ],
 )
 def test_a_process_that_died_or_may_be_mended_is_started_again_until_it_ends_on_purpose(failure: str) -> None:
-    body = f"if restarts() < 2: {failure}\non_purpose(); sys.exit(7)"
+    body = f"if restarts() < 2: {failure}\nends_on_purpose(); sys.exit(7)"
     assert ended(started(body, stderr=subprocess.DEVNULL)) == (["start 0", "start 1", "start 2"], 7)
 
 
@@ -57,7 +57,7 @@ from asyncrl.cli.restarts import begun_before, mark_begun
 print(begun_before(), flush=True)
 if restarts() == 1: mark_begun()
 if restarts() < 2: os.kill(os.getpid(), signal.SIGKILL)
-on_purpose(); sys.exit(0)
+ends_on_purpose(); sys.exit(0)
 """
     lines, _ = ended(started(body, stderr=subprocess.DEVNULL))
     assert lines == ["start 0", "False", "start 1", "False", "start 2", "True"]
@@ -72,7 +72,7 @@ def test_a_process_that_dies_at_its_start_again_and_again_is_not_started_for_eve
 
 
 def test_restarts_that_the_command_asks_for_are_no_early_deaths() -> None:
-    body = f"on_purpose(); sys.exit(7 if restarts() == {EARLY_DEATHS} else {RESTART_MENDS})"
+    body = f"ends_on_purpose(); sys.exit(7 if restarts() == {EARLY_DEATHS} else {RESTART_MENDS})"
     assert ended(started(body))[1] == 7
 
 
@@ -82,8 +82,8 @@ from asyncrl.cli.restarts import earlier_end
 print(earlier_end(), flush=True)
 if restarts() == 0: os.kill(os.getpid(), signal.SIGKILL)
 if restarts() == 1: os._exit(3)
-if restarts() == 2: on_purpose(); sys.exit({RESTART_MENDS})
-on_purpose(); sys.exit(0)
+if restarts() == 2: ends_on_purpose(); sys.exit({RESTART_MENDS})
+ends_on_purpose(); sys.exit(0)
 """
     lines, _ = ended(started(body))
     assert lines[1::2] == ["", "by SIGKILL", "by exit code 3", "with an error"]
@@ -91,7 +91,7 @@ on_purpose(); sys.exit(0)
 
 @pytest.mark.parametrize("code", [0, 1, 2, 130])
 def test_a_process_that_ends_on_purpose_is_not_started_again(code: int) -> None:
-    assert ended(started(f"on_purpose(); sys.exit({code})")) == (["start 0"], code)
+    assert ended(started(f"ends_on_purpose(); sys.exit({code})")) == (["start 0"], code)
 
 
 @pytest.mark.fault("F29")

@@ -141,8 +141,8 @@ async def test_leaving_a_run_whose_coordinator_is_gone_raises_nothing() -> None:
         calls.append(method)
         raise ActorGone("the coordinator has ended")
 
-    handles: Any = SimpleNamespace(coordinator=SimpleNamespace(call=gone), deployment=SimpleNamespace(id="learner-1"))
-    await shared_actors.leave_run(handles, namespace="run")
+    coordinator: Any = SimpleNamespace(call=gone)
+    await shared_actors.leave_run(coordinator, shared_actors.new_deployment(Role.LEARNER), namespace="run")
     assert calls == [Registry.detach]
 
 
@@ -215,7 +215,7 @@ class AttachedCluster:
         monkeypatch.setattr(shared_actors.ray, "remote", lambda _: SimpleNamespace(options=lambda **_: self))
         monkeypatch.setattr(shared_actors, "end_actors", self.ended.append)
 
-    def remote(self, **_: object) -> Any:
+    def remote(self, *_: object) -> Any:
         return SimpleNamespace(
             __ray_ready__=SimpleNamespace(remote=self.ready), perform=SimpleNamespace(remote=self.perform)
         )
@@ -269,9 +269,9 @@ async def test_the_second_deployment_of_a_run_is_refused_if_its_prompts_are_not_
         async def keys(self) -> list[str]:
             return []
 
-    def create(kind: type, **arguments: Any) -> Any:
+    def create(kind: type, *arguments: Any) -> Any:
         if kind is shared_actors.CoordinatorActor and kind not in actors:
-            coordinator = Coordinator(config=config, tasks=arguments["tasks"], rows=NoRows(), started_s=0.0)
+            coordinator = Coordinator(config=config, tasks=arguments[1], rows=NoRows(), started_s=0.0)
             monkeypatch.setattr(coordinator, "start", ready)  # it would open a port
 
             actors[kind] = SimpleNamespace(
@@ -281,7 +281,7 @@ async def test_the_second_deployment_of_a_run_is_refused_if_its_prompts_are_not_
         return actors.setdefault(kind, None)
 
     def remote_class(kind: type) -> Any:
-        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda **given: create(kind, **given)))
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *given: create(kind, *given)))
 
     monkeypatch.setattr(shared_actors.ray, "remote", remote_class)
     monkeypatch.setattr(shared_actors.ray, "put", lambda tasks: tasks)

@@ -13,17 +13,9 @@ import pytest
 from made_up_run import make_step
 
 from asyncrl.config.schema import Config
-from asyncrl.deployment import closing
-from asyncrl.deployment.closing import (
-    Stopped,
-    asked_to_end,
-    ended_at_once,
-    give_up,
-    short_grace,
-    unless_one_fails,
-    unless_stopped,
-)
-from asyncrl.deployment.launch import INTERRUPTED, run_until_done
+from asyncrl.deployment import closing, launch
+from asyncrl.deployment.closing import Stopped, short_grace, unless_one_fails, unless_stopped
+from asyncrl.deployment.launch import INTERRUPTED, asked_to_end, ended_at_once, give_up, run_until_done
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.learner.records import RunInfo
 
@@ -110,7 +102,7 @@ def test_the_grace_is_counted_beside_an_event_loop_that_hangs(run: RunDir, monke
         def start(self) -> None:
             assert self.daemon, "the timer must not keep the process alive"
 
-    monkeypatch.setattr(closing.threading, "Timer", Timer)
+    monkeypatch.setattr(launch.threading, "Timer", Timer)
     asked_to_end(run, 20.0)
     assert timers == [(20.0, give_up, [run, 20.0])]
     assert written(run).exit_reason == "asked to end by a signal"

@@ -624,7 +624,7 @@ async def test_from_the_first_scrape_on_a_learner_shows_its_whole_life_and_the_l
     shown: dict[str, float] = {}
 
     async def run_of(*_: object, **__: object) -> Any:
-        return SimpleNamespace()
+        return SimpleNamespace(coordinator=None, deployment=None)
 
     def serve(registry: CollectorRegistry, **_: object) -> None:
         families = list(registry.collect())

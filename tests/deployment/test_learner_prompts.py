@@ -18,7 +18,6 @@ from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.screen import Screen
 from asyncrl.errors import RunError
 from asyncrl.learner.publication import probe_sequences
-from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.views.live import LiveView
 
 pytestmark = pytest.mark.slow
@@ -69,7 +68,6 @@ async def test_ranks_that_do_not_start_do_not_keep_a_run_that_is_asked_to_end(tm
                     None,
                     str(tmp_path / "model"),
                     await deployment._prompts,
-                    LearnerMetrics(),
                     stop,
                 )
             policy.released.set()
@@ -98,7 +96,6 @@ async def test_the_first_prompt_is_printed_as_the_model_gets_it_before_the_ranks
                 None,
                 await deployment._model_path,
                 await deployment._prompts,
-                LearnerMetrics(),
                 asyncio.Event(),
             )
     assert printed == ["first prompt, without a chat template, 3 tokens: 'ab>'"]

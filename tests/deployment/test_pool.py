@@ -53,7 +53,8 @@ class MadeUpPool:
         monkeypatch.setattr(self.pool, "_start", self._start)
         monkeypatch.setattr(self.pool, "_run", self._run)
         monkeypatch.setattr(self.pool, "_end_actor", self._end)
-        self.coordinator: Any = SimpleNamespace(call=self._call)
+        coordinator: Any = SimpleNamespace(call=self._call)
+        self.pool.coordinator = coordinator
 
     def _make(self, replica: Replica) -> None:
         replica.start += 1
@@ -97,7 +98,7 @@ class MadeUpPool:
         return OwnReplicas(wanted=wanted, scalings=0 if wanted is None else wanted, views=views, reports={})
 
     async def look(self, own: OwnReplicas | None = None) -> None:
-        await self.pool.look_after(own or self.own(), self.coordinator)
+        await self.pool.look_after(own or self.own())
         for _ in range(20):
             await asyncio.sleep(0)
 
@@ -122,7 +123,7 @@ async def test_a_replica_whose_process_dies_is_started_again_under_its_name(monk
     assert "the worker died" in reason
     await scene.look()
     assert [replica.generates for replica in scene.pool.replicas] == [True, True]
-    await scene.pool.end(scene.coordinator)
+    await scene.pool.end()
     assert set(scene.ended) == {first, second, actor_of(first, 2)}
 
 
@@ -134,7 +135,7 @@ async def test_the_cause_that_the_replica_names_reaches_the_buffer(monkeypatch: 
     await asyncio.sleep(0)
     await scene.look()
     assert [call[1:3] for call in scene.calls] == [(only, Cause.ENGINE_DIED)]
-    await scene.pool.end(scene.coordinator)
+    await scene.pool.end()
 
 
 @pytest.mark.asyncio
@@ -166,7 +167,7 @@ async def test_restarts_without_a_committed_group_wait_longer_and_longer_up_to_a
         "killed; it is not started again, because it was started again 4 times within "
         "an hour (generator.max_restarts = 4)",
     )
-    await scene.pool.end(scene.coordinator)
+    await scene.pool.end()
 
 
 @pytest.mark.asyncio
@@ -186,7 +187,7 @@ async def test_a_replica_that_committed_groups_is_started_again_at_once_and_old_
         scene.now_s += 3601
     assert scene.paused_s == []
     assert scene.made[-1] == actor_of(only, 7)
-    await scene.pool.end(scene.coordinator)
+    await scene.pool.end()
 
 
 @pytest.mark.asyncio
@@ -199,7 +200,7 @@ async def test_an_error_that_every_start_would_have_is_not_tried_again(monkeypat
     await scene.look()
     assert scene.made == [first, second]
     assert [replica.name for replica in scene.pool.replicas] == [second]
-    await scene.pool.end(scene.coordinator)
+    await scene.pool.end()
 
 
 @pytest.mark.asyncio
@@ -215,7 +216,7 @@ async def test_a_start_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch
     assert scene.made == [only, actor_of(only, 2), actor_of(only, 3)]
     assert [call[2] for call in scene.calls] == [Cause.PROCESS_DIED, Cause.START_FAILED]
     assert [replica.generates for replica in scene.pool.replicas] == [True]
-    await scene.pool.end(scene.coordinator)
+    await scene.pool.end()
 
 
 @pytest.mark.asyncio
@@ -241,7 +242,7 @@ async def test_too_few_replicas_end_the_deployment_only_after_the_time_to_replac
         match=rf"only 1 replicas live.*60 s\); {first} is being started after this error: .*the worker died",
     ):
         await scene.look()
-    await scene.pool.end(scene.coordinator)
+    await scene.pool.end()
 
 
 @pytest.mark.asyncio
@@ -266,7 +267,7 @@ async def test_a_silent_replica_is_asked_and_replaced_only_if_it_does_not_answer
     await scene.look()
     assert scene.made == ([only] if answers else [only, actor_of(only, 2)])
     assert [call[2] for call in scene.calls] == ([] if answers else [Cause.NO_HEARTBEATS])
-    await scene.pool.end(scene.coordinator)
+    await scene.pool.end()
 
 
 @pytest.mark.asyncio
@@ -284,7 +285,7 @@ async def test_the_pool_grows_and_shrinks_to_the_wanted_number(monkeypatch: pyte
     await scene.look(scene.own(wanted=1))
     assert len(scene.pool.replicas) == 1
     assert set(scene.ended) >= set(names[2:])
-    await scene.pool.end(scene.coordinator)
+    await scene.pool.end()
 
 
 @pytest.mark.asyncio
@@ -304,5 +305,5 @@ async def test_a_replica_that_was_given_up_is_not_replaced_by_another_one_until_
     await scene.look(msgspec.structs.replace(scene.own(wanted=3), scalings=8))
     assert len(scene.made) == 4
     left = {replica.actor for replica in scene.pool.replicas}
-    await scene.pool.end(scene.coordinator)
+    await scene.pool.end()
     assert {call[1] for call in scene.calls if call[0] == "leave"} >= left, "they do not come back"

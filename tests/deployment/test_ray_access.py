@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.deployment import cluster, ray_access, ray_token
+from asyncrl.deployment import cluster, ray_token
 from asyncrl.errors import RunError
 
 
@@ -82,9 +82,9 @@ def test_an_environment_that_forbids_tokens_is_refused(home: Path, monkeypatch: 
 
 def test_a_ray_at_another_address_than_ours_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[bool] = []
-    monkeypatch.setattr(ray_access.ray, "shutdown", lambda: ended.append(True))
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: ended.append(True))
     with pytest.raises(RunError, match=r"asked to listen at 127\.0\.0\.1 but listens at 192\.0\.2\.2:6379"):
-        ray_access.check_own_address("192.0.2.2:6379")
+        cluster.check_own_address("192.0.2.2:6379")
     assert ended == [True]
 
 
@@ -94,7 +94,7 @@ def test_loopback_is_itself_while_ray_starts_and_joins_and_only_then(monkeypatch
     seen: list[str] = []
     monkeypatch.setattr(cluster, "_knock", lambda address: None)
     monkeypatch.setattr(cluster.ray, "init", lambda **_: seen.append(resolve_ip_for_localhost("127.0.0.1")))
-    monkeypatch.setattr(ray_access.ray_constants, "ENABLE_RAY_CLUSTER", True)
+    monkeypatch.setattr(cluster.ray_constants, "ENABLE_RAY_CLUSTER", True)
     cluster.join("auto", namespace="run")
     assert seen == ["127.0.0.1"]
-    assert ray_access.ray_constants.ENABLE_RAY_CLUSTER is True
+    assert cluster.ray_constants.ENABLE_RAY_CLUSTER is True

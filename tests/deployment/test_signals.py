@@ -22,9 +22,8 @@ from made_up_run import make_step
 from rich.console import Console
 from asyncrl.cli.terminal import outlive_terminal, show_cursor
 from asyncrl.config.schema import Config
-from asyncrl.deployment.closing import asked_to_end, ended_at_once
 from asyncrl.cli.live_run import reported_run
-from asyncrl.deployment.launch import run_until_done
+from asyncrl.deployment.launch import asked_to_end, ended_at_once, run_until_done
 from asyncrl.views.live import LiveDisplay, LiveView
 outlive_terminal()
 closes = sys.argv[2] == "closes"

@@ -243,7 +243,7 @@ async def test_skipped_steps_are_counted_by_the_report_and_are_no_steps_of_the_s
             append_step=run.append_step,
             append_eval=run.append_eval,
             write_samples=run.write_samples,
-            append_audit=audit.append,
+            append_audit=audit,
         )
     )
     scene.trainer.answers = [skipped(), trained(), skipped(), trained(), trained()]
