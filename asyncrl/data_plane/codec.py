@@ -48,10 +48,6 @@ class Column:
         return len(self.values if self.ends is None else self.ends)
 
     @property
-    def per_token(self) -> bool:
-        return self.ends is not None
-
-    @property
     def row_bytes(self) -> npt.NDArray[np.int64]:
         """Size of each row, bytes; 0 in a list."""
         if isinstance(self.values, list):
@@ -59,20 +55,17 @@ class Column:
         one = self.values.nbytes // max(len(self.values), 1)
         return np.full(len(self), one) if self.ends is None else np.diff(self.ends, prepend=0) * one
 
-    def row(self, row: int) -> Any:
-        """Returns the value of one row, or a view of its tokens."""
-        return self.values[row] if self.ends is None else self.values[self._start(row) : int(self.ends[row])]
-
     def rows(self, rows: Sequence[int]) -> "Column":
         """Returns these rows as a new column. They are copied, so that the old column need not stay alive."""
         if isinstance(self.values, list):
             return Column(values=[self.values[row] for row in rows], dtype=None)
         if self.ends is None:
             return Column(values=self.values[list(rows)], dtype=self.dtype)
-        parts = [self.row(row) for row in rows]
+        starts, tokens = self.spans(np.array(rows, dtype=np.int64))
+        spans = zip(starts.tolist(), tokens.tolist(), strict=True)
+        parts = [self.values[start : start + length] for start, length in spans]
         values = np.concatenate(parts) if parts else self.values[:0].copy()
-        ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
-        return Column(values=values, dtype=self.dtype, ends=ends)
+        return Column(values=values, dtype=self.dtype, ends=np.cumsum(tokens))
 
     def spans(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Returns where the tokens of these rows begin in `values`, and how many they are."""
@@ -89,10 +82,6 @@ class Column:
         values, ends, dtype = wire
         return cls(values=values, ends=ends, dtype=None if dtype is None else getattr(torch, dtype))
 
-    def _start(self, row: int) -> int:
-        assert self.ends is not None
-        return int(self.ends[row - 1]) if row else 0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picked:
@@ -102,13 +91,20 @@ class Picked:
     numbers: Sequence[int]
     rows: Sequence[int]
 
-    def parts(self) -> Iterator[tuple[Column, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-        """Yields each column that has rows of the batch, with their places in the batch and in the column."""
+    def parts(self, limits_B: npt.NDArray[np.int64] | None) -> Iterator["_Part"]:
+        """Yields the part of each column that has rows of the batch. A row has at most `limits_B` tokens."""
         numbers_B, rows_B = (np.array(each, dtype=np.int64) for each in (self.numbers, self.rows))
         for number, column in enumerate(self.columns):
             places = np.flatnonzero(numbers_B == number)
-            if len(places):
-                yield column, places, rows_B[places]
+            if not len(places):
+                continue
+            rows = rows_B[places]
+            starts = tokens = np.zeros_like(rows)
+            if column.ends is not None:
+                starts, tokens = column.spans(rows)
+            if limits_B is not None:
+                tokens = np.minimum(tokens, limits_B[places])
+            yield _Part(column, places, rows, starts, tokens)
 
 
 def encode(fields: Mapping[str, Any], *, lengths: Sequence[int] | None = None) -> dict[str, Column]:
@@ -157,7 +153,7 @@ def decode(
     `width`, and when the rows of a field differ in dtype or kind.
     """
     limits_B = None if lengths is None else np.array([_ANY if n is None else n for n in lengths], dtype=np.int64)
-    parts = {name: [_Part.of(*part, limits_B=limits_B) for part in picked.parts()] for name, picked in fields.items()}
+    parts = {name: list(picked.parts(limits_B)) for name, picked in fields.items()}
     longest = max((int(part.tokens.max()) for of_field in parts.values() for part in of_field), default=0)
     if width is not None and longest > width:
         raise ValueError(
@@ -248,15 +244,15 @@ def _encoded(name: str, column: Any, *, lengths: Sequence[int] | None) -> Column
         raise TypeError(
             f"field {name!r} has the type {type(column).__name__}, but must be a tensor, an array or a list"
         )
+    column = column.detach().cpu()
     if column.is_nested:
-        column = column.detach().cpu()
         rows = list(column.unbind())
         if len({row.shape[1:] for row in rows}) > 1:
             raise ValueError(f"field {name!r}: a nested column may be jagged on dim 1 (tokens) only")
-        return _laid_out(rows, like=column.values())
+        flat = torch.cat(rows) if rows else column.values()[:0]
+        return Column(values=_flat(flat), dtype=flat.dtype, ends=np.cumsum([len(row) for row in rows], dtype=np.int64))
     if column.ndim == 0:
         raise ValueError(f"field {name!r} is a scalar, but its first dimension must be the rows")
-    column = column.detach().cpu()
     if column.ndim == 1:
         return Column(values=_flat(column), dtype=column.dtype)
     if lengths is None:
@@ -266,11 +262,6 @@ def _encoded(name: str, column: Any, *, lengths: Sequence[int] | None) -> Column
     lengths_B = torch.tensor(lengths, dtype=torch.int64)
     flat = column[torch.arange(column.shape[1]) < lengths_B.unsqueeze(1)]
     return Column(values=_array(flat), dtype=column.dtype, ends=np.cumsum(lengths, dtype=np.int64))
-
-
-def _laid_out(rows: list[torch.Tensor], *, like: torch.Tensor) -> Column:
-    flat = torch.cat(rows) if rows else like[:0]
-    return Column(values=_flat(flat), dtype=flat.dtype, ends=np.cumsum([len(row) for row in rows], dtype=np.int64))
 
 
 def _flat(tensor: torch.Tensor) -> npt.NDArray[Any]:
@@ -302,25 +293,12 @@ class _Part:
     starts: npt.NDArray[np.int64]
     tokens: npt.NDArray[np.int64]
 
-    @classmethod
-    def of(
-        cls,
-        column: Column,
-        places: npt.NDArray[np.int64],
-        rows: npt.NDArray[np.int64],
-        *,
-        limits_B: npt.NDArray[np.int64] | None,
-    ) -> "_Part":
-        none = np.zeros_like(rows)
-        starts, tokens = column.spans(rows) if column.per_token else (none, none)
-        return cls(column, places, rows, starts, tokens if limits_B is None else np.minimum(tokens, limits_B[places]))
-
 
 def _joined(name: str, parts: Sequence[_Part], *, rows: int, width: int, pad_value: float) -> Any:
     if not parts:
         return []
     first = parts[0].column
-    kinds = {(part.column.dtype, part.column.per_token) for part in parts}
+    kinds = {(part.column.dtype, part.column.ends is not None) for part in parts}
     if len(kinds) > 1:
         raise ValueError(
             f"field {name!r}: its rows were put with different dtypes or kinds, {sorted(map(str, kinds))}; put all "
@@ -338,7 +316,7 @@ def _joined(name: str, parts: Sequence[_Part], *, rows: int, width: int, pad_val
             f"field {name!r}: its rows have different shapes after dim 1, {sorted(trailing)}; put all rows of a field "
             "with the same shape"
         )
-    if not first.per_token:
+    if first.ends is None:
         batch = torch.empty((rows, *trailing.pop()), dtype=first.dtype)
         array = _array(batch)
         for part in parts:

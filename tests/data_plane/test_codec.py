@@ -80,7 +80,7 @@ def test_nested_tensors_are_taken_as_they_are() -> None:
 @pytest.mark.slow
 def test_a_jagged_row_beyond_its_length_or_jagged_elsewhere_is_refused() -> None:
     jagged = torch.nested.as_nested_tensor([torch.ones(3), torch.ones(1)], layout=torch.jagged)
-    assert encode({"x": jagged, "input_lengths": [4, 1]})["x"].row(0).tolist() == [1, 1, 1]
+    assert encode({"x": jagged, "input_lengths": [4, 1]})["x"].rows([0]).values.tolist() == [1, 1, 1]
     with pytest.raises(ValueError, match="field 'x': row 1 has 1 tokens, more than its length 0"):
         encode({"x": jagged, "input_lengths": torch.tensor([4, 0])})
     with pytest.raises(ValueError, match="'x' has 2 rows, but there are 1 lengths"):
