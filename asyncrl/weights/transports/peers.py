@@ -7,10 +7,8 @@ group.
 """
 
 import socket
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -19,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from asyncrl.common.threads import in_daemon
 from asyncrl.errors import CollectiveError, UpdateRefused, WeightError
 
 Answer = TypeVar("Answer")
@@ -179,15 +178,7 @@ def _finish(work: Any) -> None:
 
 def _within(timeout_s: float, function: Callable[[], Answer], *, what: str) -> Answer:
     """Runs `function()` in a thread, which is abandoned at the deadline: a library's own deadline may fail."""
-    outcome: Future[Answer] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(function())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name=what, daemon=True).start()
+    outcome = in_daemon(function, name=what)
     try:
         return outcome.result(timeout_s)
     except WeightError:
