@@ -25,7 +25,7 @@ _READABLE = 0o644  # safetensors makes its files readable only for their owner
 
 
 class FilesystemTransport(StoresBytes):
-    """Implements `Transport`. The handle of a bucket is the path of its file in `folder`, which belongs to one run."""
+    """The handle of a bucket is the path of its file in `folder`, which belongs to one run."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.absolute()

@@ -52,7 +52,7 @@ class SharedBytes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SharedSnapshotTransport(StoresBytes):
-    """Implements `Transport`. Learner ranks and generators must be on one node."""
+    """Learner ranks and generators must be on one node."""
 
     def send(
         self, parts: Sequence[Bytes], described: Sequence[Bucket], version: Version, *, shared: MemoryFile | None

@@ -15,7 +15,7 @@ from asyncrl.weights.transports.interfaces import StoresBytes
 
 
 class ObjectStoreTransport(StoresBytes):
-    """Implements `Transport`. A bucket exists as long as the rank that has put it."""
+    """A bucket exists as long as the rank that has put it."""
 
     def send(
         self, parts: Sequence[Bytes], described: Sequence[Bucket], version: Version, *, shared: MemoryFile | None
