@@ -56,17 +56,13 @@ class ObjectStoreClient(PartitionedClient):
         if self._own_store is None:
             self._own_store = ensure_row_store(namespace=self._namespace)
         store, put = self._own_store, uuid.uuid4().hex
-        rows_by_key: dict[str, list[int]] = {}
+        objects: dict[str, dict[str, WireColumn]] = {}
         where: list[StoredAt] = []
-        for number, of_object in enumerate(_objects(sample_ids, columns)):
+        for number, rows in enumerate(_objects(sample_ids, columns)):
             key = f"{partition_id}/{number}/{put}"
-            rows_by_key[key] = of_object
-            where += [StoredAt(store, key, row) for row in range(len(of_object))]
+            objects[key] = {name: column.rows(rows).wire() for name, column in columns.items()}
+            where += [StoredAt(store, key, row) for row in range(len(rows))]
         if columns:
-            objects = {
-                key: {name: column.rows(rows).wire() for name, column in columns.items()}
-                for key, rows in rows_by_key.items()
-            }
             self._put(store, objects)
         return where
 

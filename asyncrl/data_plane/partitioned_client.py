@@ -85,17 +85,6 @@ class PartitionedClient(DataPlaneClient):
             )
         return KVBatchMeta(partition_id, None, ids, list(columns), lengths, tags=given_tags)
 
-    def get_samples(
-        self,
-        sample_ids: Sequence[str],
-        partition_id: str,
-        select_fields: Sequence[str],
-        *,
-        pad_value_dict: Mapping[str, float] | None = None,
-    ) -> BatchedDataDict:
-        rows = KVBatchMeta(partition_id, None, list(sample_ids), list(select_fields))
-        return self.get_data(rows, pad_value_dict=pad_value_dict)
-
     def get_data(
         self,
         meta: KVBatchMeta,
