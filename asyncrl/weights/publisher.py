@@ -24,6 +24,7 @@ from asyncrl.weights.manifest import (
     into_buckets,
 )
 from asyncrl.weights.memory_file import MemoryFile
+from asyncrl.weights.tensor_views import dtype_of
 
 if TYPE_CHECKING:
     from asyncrl.weights.transports.interfaces import Sender
@@ -86,7 +87,7 @@ def snapshot_of(
     shards, is overwritten. `shared` memory can be mapped by other processes of the node."""
     by_name = {entry.name: entry for entry in entries}
     found = [(by_name[name], first, shard) for name, first, shard in shards]
-    sizes = [shard.numel() * _dtype(entry).itemsize for entry, _, shard in found]
+    sizes = [shard.numel() * dtype_of(entry).itemsize for entry, _, shard in found]
     on_gpu = any(shard.is_cuda for _, _, shard in found)
     if last is not None and last.memory.nbytes == sum(sizes):
         memory, file = last.memory, last.shared
@@ -98,9 +99,9 @@ def snapshot_of(
     for (entry, first, shard), nbytes in zip(found, sizes, strict=True):
         if not nbytes:
             continue
-        room = torch.from_numpy(memory[start : start + nbytes]).view(_dtype(entry)).view(shard.shape)
+        room = torch.from_numpy(memory[start : start + nbytes]).view(dtype_of(entry)).view(shard.shape)
         room.copy_(shard.detach(), non_blocking=True)
-        pieces.append(Piece(entry.offset + first * _dtype(entry).itemsize, nbytes))
+        pieces.append(Piece(entry.offset + first * dtype_of(entry).itemsize, nbytes))
         start += nbytes
     if on_gpu:
         torch.cuda.current_stream().synchronize()
@@ -124,8 +125,3 @@ def _bucket_bytes(entries: Sequence[TensorEntry], *, least: int) -> int:
     """Returns the size of a bucket: `least`, or more if a version would have more than `MOST_BUCKETS`."""
     needed = flat_bytes(entries) // MOST_BUCKETS
     return aligned(needed) if needed > least else least
-
-
-def _dtype(entry: TensorEntry) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, entry.dtype)
-    return dtype
