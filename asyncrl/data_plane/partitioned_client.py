@@ -18,7 +18,7 @@ from asyncrl.errors import RowsLost, RunError
 
 if TYPE_CHECKING:
     from asyncrl.data.batched_data_dict import BatchedDataDict
-    from asyncrl.data_plane.codec import Column, Picked
+    from asyncrl.data_plane.codec import Column, PickedFields
 
 READ_ATTEMPTS = 3
 """Attempts to read rows. Rows may be cleared or replaced between the look into the index and the fetch."""
@@ -37,8 +37,8 @@ class PartitionedClient(DataPlaneClient):
         """Stores the columns. Returns the place of each sample's rows."""
 
     @abstractmethod
-    def _load(self, partition_id: str, sample_ids: Sequence[str], places: Mapping[str, Places]) -> Mapping[str, Picked]:
-        """Returns the samples' rows in the stored columns of each field.
+    def _load(self, partition_id: str, sample_ids: Sequence[str], places: Mapping[str, Places]) -> PickedFields:
+        """Returns where the samples' rows are in the stored columns of each field.
 
         Raises RowsLost for rows that ended with their store, and KeyError for rows that were cleared.
         """

@@ -20,7 +20,7 @@ import torch
 
 from asyncrl.common.threads import in_daemon
 from asyncrl.data_plane.calls import named_actor
-from asyncrl.data_plane.codec import Column, Picked, encode
+from asyncrl.data_plane.codec import Column, Picked, PickedFields, encode
 from asyncrl.data_plane.partition_actor import Index
 from asyncrl.data_plane.partitioned_client import PartitionedClient
 from asyncrl.data_plane.partitions import Partitions, Places, StoredAt
@@ -72,10 +72,10 @@ class TransferQueueClient(PartitionedClient):
             )
         return [StoredAt(store="", key=sample_id, row=0) for sample_id in sample_ids]
 
-    def _load(self, partition_id: str, sample_ids: Sequence[str], places: Mapping[str, Places]) -> dict[str, Picked]:
+    def _load(self, partition_id: str, sample_ids: Sequence[str], places: Mapping[str, Places]) -> PickedFields:
         keys, names = list(dict.fromkeys(sample_ids)), list(places)
         if not keys or not names:
-            return {name: Picked(columns=[], numbers=[], rows=[]) for name in names}
+            return {name: [] for name in names}
         batch = self._call(
             lambda: _found(self._package, keys=keys, partition_id=partition_id, names=names),
             what=f"fetching {len(keys)} rows from TransferQueue",
@@ -84,7 +84,7 @@ class TransferQueueClient(PartitionedClient):
         rows = [row_of[sample_id] for sample_id in sample_ids]
         # Each column is encoded by itself. A put may have stored more tokens than the row's length: decoding cuts them.
         columns = {name: encode({name: batch.get(name)})[name] for name in names}
-        return {name: Picked(columns=[columns[name]], numbers=[0] * len(rows), rows=rows) for name in names}
+        return {name: [Picked(columns[name], range(len(rows)), rows)] for name in names}
 
     def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
         ids = None if sample_ids is None else list(sample_ids)
