@@ -18,10 +18,10 @@ import numpy as np
 
 from asyncrl.common.version import Version
 from asyncrl.weights.manifest import Bytes, Link
+from asyncrl.weights.transports.interfaces import Sender, Shipment
 
 if TYPE_CHECKING:
     from asyncrl.weights.publisher import DeliveredBucket, Snapshot
-    from asyncrl.weights.transports.interfaces import Sender
 
 SKIP = 255
 """A count of this value stands for as many equal elements, without a changed one after them."""
@@ -93,7 +93,7 @@ class DeltaSender:
         self._last: _Delivery | None = None
 
     def deliver(
-        self, snapshot: "Snapshot", sender: "Sender", version: Version, *, previous: Version | None, whole: bool = False
+        self, snapshot: "Snapshot", sender: Sender, version: Version, *, previous: Version | None, whole: bool = False
     ) -> "list[DeliveredBucket]":
         """Sends a snapshot. `previous` is the newest version that the weight store has. A version that was sent before
         is sent again only if it must be `whole`."""
@@ -107,7 +107,7 @@ class DeltaSender:
             self._base = []
             self._chains = [DeliveredBucket(bucket=bucket, handle=()) for bucket in described]
         parts, deltas = self._parts(snapshot.buckets, whole=whole)
-        handles = sender.send(parts, described, version, shared=None)
+        handles = sender.send(Shipment(version=version, parts=parts, described=described))
         chains: list[DeliveredBucket] = []
         for chain, bucket, part, delta, handle in zip(self._chains, described, parts, deltas, handles, strict=True):
             links: tuple[Link, ...] = (Link(version, bucket.checksum, part.nbytes, delta),)

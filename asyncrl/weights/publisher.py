@@ -6,7 +6,7 @@ and no other rank. `deliver` has a thread of its own.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -25,9 +25,7 @@ from asyncrl.weights.manifest import (
 )
 from asyncrl.weights.memory_file import MemoryFile
 from asyncrl.weights.tensor_views import dtype_of
-
-if TYPE_CHECKING:
-    from asyncrl.weights.transports.interfaces import Sender
+from asyncrl.weights.transports.interfaces import Sender, Shipment
 
 MOST_BUCKETS = 256
 """About the most buckets of a version. Each one has a reference that the store keeps and every node fetches, so larger
@@ -114,10 +112,11 @@ def snapshot_of(
     )
 
 
-def deliver(snapshot: Snapshot, sender: "Sender", version: Version) -> list[DeliveredBucket]:
+def deliver(snapshot: Snapshot, sender: Sender, version: Version) -> list[DeliveredBucket]:
     """Computes checksums of this rank's buckets, and sends the buckets."""
     described = snapshot.described()
-    handles = sender.send(snapshot.buckets, described, version, shared=snapshot.shared)
+    sent = Shipment(version=version, parts=snapshot.buckets, described=described, shared=snapshot.shared)
+    handles = sender.send(sent)
     return [DeliveredBucket(bucket=bucket, handle=handle) for bucket, handle in zip(described, handles, strict=True)]
 
 

@@ -27,7 +27,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -47,12 +47,11 @@ from asyncrl.errors import (
     WeightError,
     WeightsDamaged,
 )
-from asyncrl.weights.manifest import Bucket, Bytes, checksum, place
+from asyncrl.weights.manifest import Bytes, checksum, place
 from asyncrl.weights.memberships import Broadcast
-from asyncrl.weights.memory_file import MemoryFile
 from asyncrl.weights.node_memory import BroadcastRoom
 from asyncrl.weights.transports.collective import descriptions, received_buckets, send_buckets
-from asyncrl.weights.transports.interfaces import BroadcastEnd, Sender, Transport
+from asyncrl.weights.transports.interfaces import BroadcastEnd, Sender, Shipment, Transport
 from asyncrl.weights.transports.object_store import ObjectStoreTransport
 from asyncrl.weights.transports.peers import Peers, Rendezvous
 
@@ -143,33 +142,31 @@ class CollectiveSender(Sender):
         self._timeout_s, self._call_timeout_s = timeout_s, call_timeout_s
         self._group = Group(timeout_s=timeout_s)
         self._number = 0  # of the last broadcast
-        self._held: dict[Version, tuple[Sequence[Bytes], Sequence[Bucket]]] = {}
+        self._held: dict[Version, Shipment] = {}
         self._closed = threading.Event()
         threading.Thread(target=self._answer_requests, name="requests for weights", daemon=True).start()
 
-    def send(
-        self, parts: Sequence[Bytes], described: Sequence[Bucket], version: Version, *, shared: MemoryFile | None
-    ) -> list[Any]:
-        kept = [each for each in self._held if each != version][1 - HELD_VERSIONS :]
-        self._held = {each: self._held[each] for each in kept} | {version: (parts, described)}
+    def send(self, sent: Shipment) -> list[Any]:
+        kept = [each for each in self._held if each != sent.version][1 - HELD_VERSIONS :]
+        self._held = {each: self._held[each] for each in kept} | {sent.version: sent}
         try:
-            self._broadcast(parts, described, version)
+            self._broadcast(sent)
         except WeightError as error:
             logger.warning(
                 "the broadcast of weights %s did not reach all replicas in whole: %s; replicas that lack bytes get "
                 "them through the object store",
-                version,
+                sent.version,
                 error,
             )
-        return [SentBucket(version=version, rank=self._rank, index=index) for index in range(len(parts))]
+        return [SentBucket(version=sent.version, rank=self._rank, index=index) for index in range(len(sent.parts))]
 
     def close(self) -> None:
         self._closed.set()
         self._group.leave()
 
-    def _broadcast(self, parts: Sequence[Bytes], described: Sequence[Bucket], version: Version) -> None:
+    def _broadcast(self, sent: Shipment) -> None:
         """Sends to the members, if there are any."""
-        started_s = time.monotonic()
+        started_s, version = time.monotonic(), sent.version
         broadcast, listener = self._announce(version) if self._rank == 0 else (self._announced(version), None)
         self._number = broadcast.number
         if not broadcast.members:
@@ -177,8 +174,8 @@ class CollectiveSender(Sender):
             return
 
         def send(peers: Peers) -> None:
-            _, by_rank = descriptions(peers, head=str(version).encode(), own=described)
-            send_buckets(peers, by_rank, parts)
+            _, by_rank = descriptions(peers, head=str(version).encode(), own=sent.described)
+            send_buckets(peers, by_rank, sent.parts)
             peers.agree(None, what=f"the bytes of weights {version}")
 
         self._group.exchange(send, broadcast, rank=self._rank, listener=listener)
@@ -241,9 +238,9 @@ class CollectiveSender(Sender):
     def _put(self, version: Version) -> None:
         if version not in self._held:
             return
-        parts, described = self._held[version]
-        handles = [ray.put(part) for part in parts]
-        if [bucket.checksum for bucket in described] != [checksum([part]) for part in parts]:
+        sent = self._held[version]
+        handles = [ray.put(part) for part in sent.parts]
+        if [bucket.checksum for bucket in sent.described] != [checksum([part]) for part in sent.parts]:
             return  # a newer snapshot has overwritten the memory; the replica gets the newer version
         self._asked(self._store.store_buckets.remote(version, self._rank, handles), 0.0, "offering stored weights")
         logger.info("weights %s were put into the object store, because a replica lacks bytes of them", version)

@@ -32,17 +32,24 @@ class BroadcastEnd:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shipment:
+    """What a rank sends of a version: `parts` are the bytes of its buckets, or deltas. `described` are the buckets as
+    the manifest has them. `shared` has the parts, one after the other, if other processes of the node may map them."""
+
+    version: Version
+    parts: Sequence[Bytes]
+    described: Sequence[Bucket]
+    shared: MemoryFile | None = None
+
+
 class Sender(ABC):
     """A transport on one of the learner's ranks, for all deliveries of the rank."""
 
     @abstractmethod
-    def send(
-        self, parts: Sequence[Bytes], described: Sequence[Bucket], version: Version, *, shared: MemoryFile | None
-    ) -> list[Any]:
-        """Makes what a rank sends of `version` available: the bytes of its buckets, or deltas. Returns a handle for
-        each part, in order. `described` are the buckets as the manifest has them. `shared` has the parts, one after the
-        other, if other processes of the node may map them. All ranks send at the same time. A replica that is slow or
-        dead fails no call."""
+    def send(self, sent: Shipment) -> list[Any]:
+        """Makes a shipment available. Returns a handle for each of its parts, in order. All ranks send at the same
+        time. A replica that is slow or dead fails no call."""
 
     def close(self) -> None:
         """Ends what the sender does beside its calls."""
