@@ -84,28 +84,9 @@ class Peers:
             )
         return _within(
             rendezvous.timeout_s,
-            lambda: cls._joined(rendezvous, rank=rank, device=device, listener=listener),
+            lambda: cls(rendezvous, rank=rank, device=device, store=_meet(rendezvous, rank=rank, listener=listener)),
             what=f"joining the weights' process group at {rendezvous.host}:{rendezvous.port} as rank {rank}",
         )
-
-    @classmethod
-    def _joined(
-        cls, rendezvous: Rendezvous, *, rank: int, device: torch.device, listener: socket.socket | None
-    ) -> "Peers":
-        deadline_s = time.monotonic() + KNOWING_WHO_IS_MISSING * rendezvous.timeout_s
-        store = _open_store(rendezvous, is_master=rank == 0, listener=listener)
-        keys = [f"joined/{peer}" for peer in range(rendezvous.world_size)]
-        store.set(keys[rank], "")
-        try:
-            store.wait(keys, timedelta(seconds=max(0.01, deadline_s - time.monotonic())))
-        except dist.DistStoreError as error:
-            missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
-            raise CollectiveError(
-                f"ranks {missing} of {rendezvous.world_size} did not join the weights' process group at "
-                f"{rendezvous.host}:{rendezvous.port} within weights.load_timeout_s = {rendezvous.timeout_s:g} s; "
-                "check that these processes run and can reach this address"
-            ) from error
-        return cls(rendezvous, rank=rank, device=device, store=store)
 
     def exchange(self, function: Callable[["Peers"], Answer], *, what: str) -> Answer:
         """Runs `function(self)`, which communicates. Raises CollectiveError when a peer failed or `timeout_s` passed.
@@ -192,6 +173,24 @@ def _within(timeout_s: float, function: Callable[[], Answer], *, what: str) -> A
         raise CollectiveError(
             f"{what}: a peer has ended or is late ({type(error).__name__}: {error}); join a new group on all ranks"
         ) from error
+
+
+def _meet(rendezvous: Rendezvous, *, rank: int, listener: socket.socket | None) -> Any:
+    """Returns the store of the group when all ranks have joined. Raises CollectiveError, which names the missing."""
+    deadline_s = time.monotonic() + KNOWING_WHO_IS_MISSING * rendezvous.timeout_s
+    store = _open_store(rendezvous, is_master=rank == 0, listener=listener)
+    keys = [f"joined/{peer}" for peer in range(rendezvous.world_size)]
+    store.set(keys[rank], "")
+    try:
+        store.wait(keys, timedelta(seconds=max(0.01, deadline_s - time.monotonic())))
+    except dist.DistStoreError as error:
+        missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
+        raise CollectiveError(
+            f"ranks {missing} of {rendezvous.world_size} did not join the weights' process group at "
+            f"{rendezvous.host}:{rendezvous.port} within weights.load_timeout_s = {rendezvous.timeout_s:g} s; "
+            "check that these processes run and can reach this address"
+        ) from error
+    return store
 
 
 def _open_store(rendezvous: Rendezvous, *, is_master: bool, listener: socket.socket | None) -> Any:
