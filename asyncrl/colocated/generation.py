@@ -21,7 +21,7 @@ from asyncrl.colocated.batch import join_outputs
 from asyncrl.colocated.engine_actor import EngineActor
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data_plane.calls import answers, finished, room, start
+from asyncrl.data_plane.calls import answers, finished, require_ray, room, start
 from asyncrl.errors import CollectiveError, ConfigError, PlacementError, RunError, WeightError
 from asyncrl.generation.interfaces import GenerationInterface, all_succeeded, verify_right_padding
 from asyncrl.generation.shared_memory import EngineProcesses, reap
@@ -54,20 +54,16 @@ class VLLMGeneration(GenerationInterface):
     ) -> None:
         self._config = config
         self._model_path = model_path or config.model.path
-        self._begun = False
         self._sleep_mode = colocated and config.generator.gpus > 0
         self._pad_token_id = pad_token_id
-        self._engines: list[Any] = []
+        self._engines: list[Any] | None = None  # before `start`
         self._processes: list[EngineProcesses] = []
         self._announced = False
 
     def start(self) -> None:
         """Places the engines and loads the model. Raises PlacementError when Ray has no room within
         `ray.placement_timeout_s`, TimeoutError after `generator.startup_timeout_s`."""
-        if not ray.is_initialized():
-            raise RunError(
-                "cannot place engines because Ray is not initialized; call ray.init() first (docs/own-loop.md)"
-            )
+        require_ray("place engines")
         config = self._config
         if config.model.lora is not None:
             raise ConfigError(
@@ -75,7 +71,6 @@ class VLLMGeneration(GenerationInterface):
                 "the adapter with `asyncrl up` or asyncrl.run",
                 key="model.lora",
             )
-        self._begun = True
         actor = ray.remote(EngineActor).options(
             num_cpus=config.generator.cpus,
             num_gpus=config.generator.gpus,
@@ -100,7 +95,7 @@ class VLLMGeneration(GenerationInterface):
 
     def _wait_for_places(self) -> None:
         generator, timeout_s = self._config.generator, self._config.ray.placement_timeout_s
-        ready = [engine.__ray_ready__.remote() for engine in self._engines]
+        ready = [engine.__ray_ready__.remote() for engine in self._alive()]
         try:
             answers(ready, timeout_s=timeout_s, what="placing the engines")
         except TimeoutError:
@@ -213,8 +208,7 @@ class VLLMGeneration(GenerationInterface):
     # -- processes -----------------------------------------------------------------------------------------------
 
     def shutdown(self) -> bool:
-        self._begun = True
-        engines, self._engines = self._engines, []
+        engines, self._engines = self._engines or [], []
         ending = [start(engine, EngineActor.shutdown) for engine in engines]
         try:
             answers(ending, timeout_s=EXIT_S, what="ending the engines")
@@ -239,7 +233,7 @@ class VLLMGeneration(GenerationInterface):
         return answers(refs, timeout_s=timeout_s, what=method.__name__)
 
     def _alive(self) -> list[Any]:
-        if not self._begun:
+        if self._engines is None:
             self.start()
         if not self._engines:
             raise RunError("the generation has no engines: they did not start, or shutdown() has ended them")

@@ -14,7 +14,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
-from asyncrl.errors import ActorGone, ActorUnreachable, AsyncRLError, CallTimeout
+from asyncrl.errors import ActorGone, ActorUnreachable, AsyncRLError, CallTimeout, RunError
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +24,13 @@ Answer = TypeVar("Answer")
 PAUSE_S = 0.2
 """Longest pause before the first repetition of a call that was late, seconds. It doubles with each further one."""
 LONGEST_PAUSE_S = 5.0
+
+
+def require_ray(doing: str) -> None:
+    """Raises RunError, which says that `doing` is not possible, if Ray is not initialized: Ray would then start a
+    cluster of its own, which listens on all networks."""
+    if not ray.is_initialized():
+        raise RunError(f"cannot {doing} because Ray is not initialized; call ray.init() first (docs/own-loop.md)")
 
 
 def start(actor: Any, method: Callable[Concatenate[Any, P], Any], *arguments: P.args, **options: P.kwargs) -> Any:

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from asyncrl.config.schema import Config
-from asyncrl.data_plane.calls import patiently
+from asyncrl.data_plane.calls import patiently, require_ray
 from asyncrl.data_plane.sample_ids import group_of, samples_of
-from asyncrl.errors import RunError
 
 if TYPE_CHECKING:
     from asyncrl.data.batched_data_dict import BatchedDataDict
@@ -35,13 +34,8 @@ PADDING = 1.1
 
 def open_client(config: Config) -> DataPlaneClient:
     """Opens a client for the run. Each of its calls to another process ends within `buffer.call_timeout_s`. Raises
-    RunError if Ray is not initialized: Ray would then start a cluster of its own, which listens on all networks."""
-    import ray
-
-    if not ray.is_initialized():
-        raise RunError(
-            "cannot open the data plane because Ray is not initialized; call ray.init() first (docs/own-loop.md)"
-        )
+    RunError if Ray is not initialized."""
+    require_ray("open the data plane")
     namespace, timeout_s = config.run.name, config.buffer.call_timeout_s
     match config.data_plane.backend:
         case "object_store":

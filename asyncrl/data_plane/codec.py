@@ -10,9 +10,9 @@ Shape letters: B rows, S tokens, N tokens of all rows.
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,9 @@ PAD_VALUES: Mapping[str, float] = {"weight_versions": NO_VERSION, SUPPORT: NO_TO
 
 WireColumn = tuple[npt.NDArray[Any] | list[Any], npt.NDArray[np.int64] | None, str | None]
 """A `Column` as (values, ends, name of the dtype), for transport."""
+
+Spans = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+"""Where the tokens of each row begin in the values of a column, and how many they are."""
 
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types, by element size in bytes, that carry the values of dtypes that NumPy lacks."""
@@ -48,10 +51,6 @@ class Column:
         return len(self.values if self.ends is None else self.ends)
 
     @property
-    def per_token(self) -> bool:
-        return self.ends is not None
-
-    @property
     def row_bytes(self) -> npt.NDArray[np.int64]:
         """Size of each row, bytes; 0 in a list."""
         if isinstance(self.values, list):
@@ -59,23 +58,20 @@ class Column:
         one = self.values.nbytes // max(len(self.values), 1)
         return np.full(len(self), one) if self.ends is None else np.diff(self.ends, prepend=0) * one
 
-    def row(self, row: int) -> Any:
-        """Returns the value of one row, or a view of its tokens."""
-        return self.values[row] if self.ends is None else self.values[self._start(row) : int(self.ends[row])]
-
     def rows(self, rows: Sequence[int]) -> "Column":
         """Returns these rows as a new column. They are copied, so that the old column need not stay alive."""
         if isinstance(self.values, list):
             return Column(values=[self.values[row] for row in rows], dtype=None)
         if self.ends is None:
             return Column(values=self.values[list(rows)], dtype=self.dtype)
-        parts = [self.row(row) for row in rows]
+        starts, tokens = self.spans(np.array(rows, dtype=np.int64))
+        spans = zip(starts.tolist(), tokens.tolist(), strict=True)
+        parts = [self.values[start : start + length] for start, length in spans]
         values = np.concatenate(parts) if parts else self.values[:0].copy()
-        ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
-        return Column(values=values, dtype=self.dtype, ends=ends)
+        return Column(values=values, dtype=self.dtype, ends=np.cumsum(tokens))
 
-    def spans(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Returns where the tokens of these rows begin in `values`, and how many they are."""
+    def spans(self, rows: npt.NDArray[np.int64]) -> Spans:
+        """Returns the spans of these rows."""
         assert self.ends is not None
         starts = np.where(rows > 0, self.ends[rows - 1], 0)
         return starts, self.ends[rows] - starts
@@ -89,26 +85,26 @@ class Column:
         values, ends, dtype = wire
         return cls(values=values, ends=ends, dtype=None if dtype is None else getattr(torch, dtype))
 
-    def _start(self, row: int) -> int:
-        assert self.ends is not None
-        return int(self.ends[row - 1]) if row else 0
 
+class Picked(NamedTuple):
+    """Rows of a batch that one column has: row `samples[i]` of the batch is row `rows[i]` of the column."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Picked:
-    """The rows of a batch in encoded columns: row i of the batch is row `rows[i]` of `columns[numbers[i]]`."""
-
-    columns: Sequence[Column]
-    numbers: Sequence[int]
+    column: Column
+    samples: Sequence[int]
     rows: Sequence[int]
 
-    def parts(self) -> Iterator[tuple[Column, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-        """Yields each column that has rows of the batch, with their places in the batch and in the column."""
-        numbers_B, rows_B = (np.array(each, dtype=np.int64) for each in (self.numbers, self.rows))
-        for number, column in enumerate(self.columns):
-            places = np.flatnonzero(numbers_B == number)
-            if len(places):
-                yield column, places, rows_B[places]
+    def spans(self, limits_B: npt.NDArray[np.int64] | None) -> Spans:
+        """Returns the spans of the rows. A row has at most `limits_B` tokens, and none if the column is not per
+        token."""
+        rows = np.array(self.rows, dtype=np.int64)
+        if self.column.ends is None:
+            return rows, np.zeros_like(rows)
+        starts, tokens = self.column.spans(rows)
+        return starts, tokens if limits_B is None else np.minimum(tokens, limits_B[list(self.samples)])
+
+
+PickedFields = Mapping[str, Sequence[Picked]]
+"""The rows of a batch, by field."""
 
 
 def encode(fields: Mapping[str, Any], *, lengths: Sequence[int] | None = None) -> dict[str, Column]:
@@ -144,7 +140,7 @@ def encode(fields: Mapping[str, Any], *, lengths: Sequence[int] | None = None) -
 
 
 def decode(
-    fields: Mapping[str, Picked],
+    fields: PickedFields,
     *,
     lengths: Sequence[int | None] | None = None,
     width: int | None = None,
@@ -157,8 +153,8 @@ def decode(
     `width`, and when the rows of a field differ in dtype or kind.
     """
     limits_B = None if lengths is None else np.array([_ANY if n is None else n for n in lengths], dtype=np.int64)
-    parts = {name: [_Part.of(*part, limits_B=limits_B) for part in picked.parts()] for name, picked in fields.items()}
-    longest = max((int(part.tokens.max()) for of_field in parts.values() for part in of_field), default=0)
+    spans = {name: [part.spans(limits_B) for part in parts] for name, parts in fields.items()}
+    longest = max((int(tokens.max(initial=0)) for of_field in spans.values() for _, tokens in of_field), default=0)
     if width is not None and longest > width:
         raise ValueError(
             f"a row has {longest} tokens, more than the width {width} to pad to (global_forward_pad_seqlen); stamp a "
@@ -169,12 +165,12 @@ def decode(
         {
             name: _joined(
                 name,
-                of_field,
-                rows=len(fields[name].rows),
+                parts,
+                spans[name],
                 width=longest if width is None else width,
                 pad_value=pads.get(name, 0),
             )
-            for name, of_field in parts.items()
+            for name, parts in fields.items()
         }
     )
 
@@ -248,15 +244,15 @@ def _encoded(name: str, column: Any, *, lengths: Sequence[int] | None) -> Column
         raise TypeError(
             f"field {name!r} has the type {type(column).__name__}, but must be a tensor, an array or a list"
         )
+    column = column.detach().cpu()
     if column.is_nested:
-        column = column.detach().cpu()
         rows = list(column.unbind())
         if len({row.shape[1:] for row in rows}) > 1:
             raise ValueError(f"field {name!r}: a nested column may be jagged on dim 1 (tokens) only")
-        return _laid_out(rows, like=column.values())
+        flat = torch.cat(rows) if rows else column.values()[:0]
+        return Column(values=_flat(flat), dtype=flat.dtype, ends=np.cumsum([len(row) for row in rows], dtype=np.int64))
     if column.ndim == 0:
         raise ValueError(f"field {name!r} is a scalar, but its first dimension must be the rows")
-    column = column.detach().cpu()
     if column.ndim == 1:
         return Column(values=_flat(column), dtype=column.dtype)
     if lengths is None:
@@ -266,11 +262,6 @@ def _encoded(name: str, column: Any, *, lengths: Sequence[int] | None) -> Column
     lengths_B = torch.tensor(lengths, dtype=torch.int64)
     flat = column[torch.arange(column.shape[1]) < lengths_B.unsqueeze(1)]
     return Column(values=_array(flat), dtype=column.dtype, ends=np.cumsum(lengths, dtype=np.int64))
-
-
-def _laid_out(rows: list[torch.Tensor], *, like: torch.Tensor) -> Column:
-    flat = torch.cat(rows) if rows else like[:0]
-    return Column(values=_flat(flat), dtype=flat.dtype, ends=np.cumsum([len(row) for row in rows], dtype=np.int64))
 
 
 def _flat(tensor: torch.Tensor) -> npt.NDArray[Any]:
@@ -291,46 +282,21 @@ _ANY = np.iinfo(np.int64).max
 """The limit of a row whose length is not known."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Rows of a batch that one column holds: their `places` in the batch, their `rows` in the column, and where their
-    tokens start there. They have no tokens if the column is not per token."""
-
-    column: Column
-    places: npt.NDArray[np.int64]
-    rows: npt.NDArray[np.int64]
-    starts: npt.NDArray[np.int64]
-    tokens: npt.NDArray[np.int64]
-
-    @classmethod
-    def of(
-        cls,
-        column: Column,
-        places: npt.NDArray[np.int64],
-        rows: npt.NDArray[np.int64],
-        *,
-        limits_B: npt.NDArray[np.int64] | None,
-    ) -> "_Part":
-        none = np.zeros_like(rows)
-        starts, tokens = column.spans(rows) if column.per_token else (none, none)
-        return cls(column, places, rows, starts, tokens if limits_B is None else np.minimum(tokens, limits_B[places]))
-
-
-def _joined(name: str, parts: Sequence[_Part], *, rows: int, width: int, pad_value: float) -> Any:
+def _joined(name: str, parts: Sequence[Picked], spans: Sequence[Spans], *, width: int, pad_value: float) -> Any:
     if not parts:
         return []
-    first = parts[0].column
-    kinds = {(part.column.dtype, part.column.per_token) for part in parts}
+    first, size = parts[0].column, sum(len(part.rows) for part in parts)
+    kinds = {(part.column.dtype, part.column.ends is not None) for part in parts}
     if len(kinds) > 1:
         raise ValueError(
             f"field {name!r}: its rows were put with different dtypes or kinds, {sorted(map(str, kinds))}; put all "
             "rows of a field with the same dtype"
         )
     if first.dtype is None:
-        values: list[Any] = [None] * rows
+        values: list[Any] = [None] * size
         for part in parts:
-            for place, row in zip(part.places.tolist(), part.rows.tolist(), strict=True):
-                values[place] = part.column.values[row]
+            for sample, row in zip(part.samples, part.rows, strict=True):
+                values[sample] = part.column.values[row]
         return values
     trailing = {np.shape(part.column.values)[1:] for part in parts}
     if len(trailing) > 1:
@@ -338,17 +304,17 @@ def _joined(name: str, parts: Sequence[_Part], *, rows: int, width: int, pad_val
             f"field {name!r}: its rows have different shapes after dim 1, {sorted(trailing)}; put all rows of a field "
             "with the same shape"
         )
-    if not first.per_token:
-        batch = torch.empty((rows, *trailing.pop()), dtype=first.dtype)
+    if first.ends is None:
+        batch = torch.empty((size, *trailing.pop()), dtype=first.dtype)
         array = _array(batch)
         for part in parts:
-            array[part.places] = part.column.values[part.rows]
+            array[list(part.samples)] = np.asarray(part.column.values)[list(part.rows)]
         return batch
-    batch = torch.full((rows, width, *trailing.pop()), pad_value, dtype=first.dtype)
+    batch = torch.full((size, width, *trailing.pop()), pad_value, dtype=first.dtype)
     # Write through an array of the carrier's type, because shared and read-only rows can be copied into it unchanged.
     array = _array(batch)
-    for part in parts:
+    for part, (starts, tokens_of) in zip(parts, spans, strict=True):
         flat = part.column.values
-        for place, start, tokens in zip(part.places.tolist(), part.starts.tolist(), part.tokens.tolist(), strict=True):
-            array[place, :tokens] = flat[start : start + tokens]
+        for sample, start, tokens in zip(part.samples, starts.tolist(), tokens_of.tolist(), strict=True):
+            array[sample, :tokens] = flat[start : start + tokens]
     return batch

@@ -24,7 +24,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
@@ -139,9 +139,8 @@ class KVBatchMeta:
     ) -> Self:
         same_rows = sample_ids == self.sample_ids
         kept = {key: value for key, value in self.extra_info.items() if same_rows or key not in CUT_KEYS}
-        return type(self)(
-            partition_id=self.partition_id,
-            task_name=self.task_name,
+        return replace(
+            self,
             sample_ids=sample_ids,
             fields=None if self.fields is None else list(self.fields),
             sequence_lengths=sequence_lengths,
@@ -213,7 +212,6 @@ class DataPlaneClient(ABC):
         The returned meta has the `sequence_lengths` that are known after this put: of all rows, or None.
         """
 
-    @abstractmethod
     def get_samples(
         self,
         sample_ids: Sequence[str],
@@ -226,7 +224,11 @@ class DataPlaneClient(ABC):
 
         The pad value is 0, −1 in `weight_versions`, or the field's entry in `pad_value_dict`. Raises KeyError, which
         names a missing row or field.
+
+        This default calls `get_data`.
         """
+        padding: dict[str, Any] = {} if pad_value_dict is None else {"pad_value_dict": pad_value_dict}
+        return self.get_data(KVBatchMeta(partition_id, None, list(sample_ids), list(select_fields)), **padding)
 
     @abstractmethod
     def claim_meta(

@@ -36,7 +36,11 @@ def to_nested_by_length(padded: torch.Tensor, lengths: torch.Tensor | Sequence[i
             f"to_nested_by_length: lengths are {min(tokens)} to {max(tokens)}, but must be 0 to {padded.shape[1]}, the "
             "tokens of a row"
         )
-    return _nested([row[:length] for row, length in zip(padded, tokens, strict=True)], like=padded[:0].flatten(0, 1))
+    rows = [row[:length] for row, length in zip(padded, tokens, strict=True)]
+    # PyTorch's own constructors of jagged tensors do not support a batch without rows.
+    values = torch.cat(rows) if rows else padded[:0].flatten(0, 1)
+    ends = torch.tensor([0, *tokens], device=values.device).cumsum(0)
+    return torch.nested.nested_tensor_from_jagged(values, ends)
 
 
 def from_nested(nested: torch.Tensor, *, pad_value: float = 0, width: int | None = None) -> torch.Tensor:
@@ -122,10 +126,3 @@ def _column(name: str, given: Any) -> torch.Tensor | list[Any]:
         kind = type(column).__name__
         raise TypeError(f"field {name!r} has the type {kind}, but must be a tensor, a list or an array of objects")
     return column
-
-
-def _nested(rows: Sequence[torch.Tensor], *, like: torch.Tensor) -> torch.Tensor:
-    """Builds a jagged tensor. It also works without rows, which PyTorch's own constructors do not support."""
-    values = torch.cat(list(rows)) if rows else like[:0]
-    ends = torch.tensor([0, *(len(row) for row in rows)], device=values.device).cumsum(0)
-    return torch.nested.nested_tensor_from_jagged(values, ends)

@@ -27,19 +27,16 @@ from ray.exceptions import GetTimeoutError, ObjectLostError
 from asyncrl.data_plane.calls import answer, named_actor, start
 from asyncrl.data_plane.partition_actor import Index
 from asyncrl.data_plane.partitioned_client import PartitionedClient
-from asyncrl.data_plane.partitions import Places, StoredAt
+from asyncrl.data_plane.partitions import Address, Places, StoredAt
 from asyncrl.data_plane.row_store import RowStore, ensure_row_store
 from asyncrl.data_plane.sample_ids import group_of
 from asyncrl.errors import ActorGone, RowsLost
 
 if TYPE_CHECKING:
-    from asyncrl.data_plane.codec import Column, Picked, WireColumn
+    from asyncrl.data_plane.codec import Column, PickedFields, WireColumn
 
 OBJECT_BYTES = 2**20
 """Groups share an object up to this size, bytes. A larger group has an object of its own."""
-
-Address = tuple[str, str]
-"""(row store, key) of an object."""
 
 
 class ObjectStoreClient(PartitionedClient):
@@ -56,17 +53,13 @@ class ObjectStoreClient(PartitionedClient):
         if self._own_store is None:
             self._own_store = ensure_row_store(namespace=self._namespace)
         store, put = self._own_store, uuid.uuid4().hex
-        rows_by_key: dict[str, list[int]] = {}
+        objects: dict[str, dict[str, WireColumn]] = {}
         where: list[StoredAt] = []
-        for number, of_object in enumerate(_objects(sample_ids, columns)):
+        for number, rows in enumerate(_objects(sample_ids, columns)):
             key = f"{partition_id}/{number}/{put}"
-            rows_by_key[key] = of_object
-            where += [StoredAt(store, key, row) for row in range(len(of_object))]
+            objects[key] = {name: column.rows(rows).wire() for name, column in columns.items()}
+            where += [StoredAt(store, key, row) for row in range(len(rows))]
         if columns:
-            objects = {
-                key: {name: column.rows(rows).wire() for name, column in columns.items()}
-                for key, rows in rows_by_key.items()
-            }
             self._put(store, objects)
         return where
 
@@ -84,28 +77,26 @@ class ObjectStoreClient(PartitionedClient):
             start(self._handle(store), RowStore.clear, list(objects))
             raise
 
-    def _load(self, partition_id: str, sample_ids: Sequence[str], places: Mapping[str, Places]) -> dict[str, Picked]:
+    def _load(self, partition_id: str, sample_ids: Sequence[str], places: Mapping[str, Places]) -> PickedFields:
         from asyncrl.data_plane.codec import Column, Picked  # imports torch
 
-        addresses = list(dict.fromkeys(address for of_field in places.values() for address in of_field.objects))
+        addresses = list(dict.fromkeys(address for of_field in places.values() for address in of_field))
         objects = self._fetch(addresses)
         if gone := set(addresses).difference(objects):
-            lost = [
-                sample_id
-                for i, sample_id in enumerate(sample_ids)
-                if any(of_field.objects[of_field.numbers[i]] in gone for of_field in places.values())
-            ]
+            numbers = {
+                number
+                for of_field in places.values()
+                for address in gone.intersection(of_field)
+                for number in of_field[address].samples
+            }
+            lost = [sample_ids[number] for number in sorted(numbers)]
             raise RowsLost(
                 f"{len(lost)} of {len(sample_ids)} rows are lost: their row store has ended, or was out of reach for "
                 f"{self._timeout_s:g} s (buffer.call_timeout_s): {', '.join(lost[:5])}",
                 sample_ids=lost,
             )
         return {
-            name: Picked(
-                columns=[Column.from_wire(objects[address][name]) for address in of_field.objects],
-                numbers=of_field.numbers,
-                rows=of_field.rows,
-            )
+            name: [Picked(Column.from_wire(objects[address][name]), *rows) for address, rows in of_field.items()]
             for name, of_field in places.items()
         }
 

@@ -7,7 +7,7 @@ client could die between the two and leave rows behind.
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from asyncrl.data_plane.calls import answer, detached, named_actor, start
 from asyncrl.data_plane.partitions import Partitions
@@ -61,8 +61,7 @@ class Index:
 
     def call(self, method: Callable[Concatenate[Partitions, P], R], *arguments: P.args, **options: P.kwargs) -> R:
         """Calls a method of the run's `Partitions`, such as `Partitions.locate`. Raises its errors unchanged."""
-        result: R = self._answer(0.0, method.__name__, arguments, options)
-        return result
+        return cast(R, self.wait(0.0, method, *arguments, **options))
 
     def wait(
         self,
@@ -72,9 +71,7 @@ class Index:
         **options: P.kwargs,
     ) -> R | None:
         """Repeats a call after each put until its result is not None. Returns None after `wait_s` seconds."""
-        result: R | None = self._answer(wait_s, method.__name__, arguments, options)
+        name = method.__name__
+        ref = start(self._actor, PartitionActor.call, name, arguments, options, wait_s)
+        result: R | None = answer(ref, timeout_s=self._timeout_s + wait_s, what=f"{name} in the data plane's index")
         return result
-
-    def _answer(self, wait_s: float, method: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        ref = start(self._actor, PartitionActor.call, method, arguments, options, wait_s)
-        return answer(ref, timeout_s=self._timeout_s + wait_s, what=f"{method} in the data plane's index")

@@ -18,7 +18,7 @@ from asyncrl.errors import RowsLost, RunError
 
 if TYPE_CHECKING:
     from asyncrl.data.batched_data_dict import BatchedDataDict
-    from asyncrl.data_plane.codec import Column, Picked
+    from asyncrl.data_plane.codec import Column, PickedFields
 
 READ_ATTEMPTS = 3
 """Attempts to read rows. Rows may be cleared or replaced between the look into the index and the fetch."""
@@ -37,8 +37,8 @@ class PartitionedClient(DataPlaneClient):
         """Stores the columns. Returns the place of each sample's rows."""
 
     @abstractmethod
-    def _load(self, partition_id: str, sample_ids: Sequence[str], places: Mapping[str, Places]) -> Mapping[str, Picked]:
-        """Returns the samples' rows in the stored columns of each field.
+    def _load(self, partition_id: str, sample_ids: Sequence[str], places: Mapping[str, Places]) -> PickedFields:
+        """Returns where the samples' rows are in the stored columns of each field.
 
         Raises RowsLost for rows that ended with their store, and KeyError for rows that were cleared.
         """
@@ -84,17 +84,6 @@ class PartitionedClient(DataPlaneClient):
                 tags=given_tags,
             )
         return KVBatchMeta(partition_id, None, ids, list(columns), lengths, tags=given_tags)
-
-    def get_samples(
-        self,
-        sample_ids: Sequence[str],
-        partition_id: str,
-        select_fields: Sequence[str],
-        *,
-        pad_value_dict: Mapping[str, float] | None = None,
-    ) -> BatchedDataDict:
-        rows = KVBatchMeta(partition_id, None, list(sample_ids), list(select_fields))
-        return self.get_data(rows, pad_value_dict=pad_value_dict)
 
     def get_data(
         self,

@@ -12,7 +12,7 @@ of a partition is the order of each sample's first put. Invariants:
 the buffer decides which groups are trained.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -31,13 +31,19 @@ class StoredAt(NamedTuple):
     row: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
-    """The places of some samples: sample i is row `rows[i]` of the object `objects[numbers[i]]`, a (store, key)."""
+Address = tuple[str, str]
+"""(row store, key) of an object."""
 
-    objects: list[tuple[str, str]]
-    numbers: list[int]
+
+class ObjectRows(NamedTuple):
+    """The samples of a call whose rows are in one object: sample number `samples[i]` is row `rows[i]` of the object."""
+
+    samples: list[int]
     rows: list[int]
+
+
+Places = dict[Address, ObjectRows]
+"""The places of some samples, by object."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +114,7 @@ class Partitions:
 
     def __init__(self) -> None:
         self._partitions: dict[str, _Partition] = {}
-        self._references: Counter[tuple[str, str]] = Counter()
+        self._references: Counter[Address] = Counter()
         self._stores: set[str] = set()
         self._unused: dict[str, list[str]] = {}
 
@@ -288,6 +294,9 @@ class Partitions:
 
 
 def _places(stored: Sequence[StoredAt]) -> Places:
-    numbers: dict[tuple[str, str], int] = {}
-    number_of = [numbers.setdefault((store, key), len(numbers)) for store, key, _ in stored]
-    return Places(objects=list(numbers), numbers=number_of, rows=[row for _, _, row in stored])
+    places: defaultdict[Address, ObjectRows] = defaultdict(lambda: ObjectRows([], []))
+    for sample, (store, key, row) in enumerate(stored):
+        of_object = places[store, key]
+        of_object.samples.append(sample)
+        of_object.rows.append(row)
+    return dict(places)

@@ -10,18 +10,17 @@ the index are asyncrl's (`partition_actor.py`), as on Ray's object store.
   `timeout_s`. The thread is a daemon, so that a call that hangs does not keep the process alive.
 """
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import numpy as np
 import ray
 import torch
 
+from asyncrl.common.threads import in_daemon
 from asyncrl.data_plane.calls import named_actor
-from asyncrl.data_plane.codec import Column, Picked, encode
+from asyncrl.data_plane.codec import Column, Picked, PickedFields, encode
 from asyncrl.data_plane.partition_actor import Index
 from asyncrl.data_plane.partitioned_client import PartitionedClient
 from asyncrl.data_plane.partitions import Partitions, Places, StoredAt
@@ -33,6 +32,8 @@ CONTROLLER_CPUS = 1
 STORAGE_UNIT_CPUS = 1
 POLL_S = 0.2
 """Seconds between two checks for free CPUs."""
+THREAD = "transfer-queue"
+"""Name of the threads that run calls of TransferQueue."""
 
 
 class TransferQueueClient(PartitionedClient):
@@ -71,10 +72,10 @@ class TransferQueueClient(PartitionedClient):
             )
         return [StoredAt(store="", key=sample_id, row=0) for sample_id in sample_ids]
 
-    def _load(self, partition_id: str, sample_ids: Sequence[str], places: Mapping[str, Places]) -> dict[str, Picked]:
+    def _load(self, partition_id: str, sample_ids: Sequence[str], places: Mapping[str, Places]) -> PickedFields:
         keys, names = list(dict.fromkeys(sample_ids)), list(places)
         if not keys or not names:
-            return {name: Picked(columns=[], numbers=[], rows=[]) for name in names}
+            return {name: [] for name in names}
         batch = self._call(
             lambda: _found(self._package, keys=keys, partition_id=partition_id, names=names),
             what=f"fetching {len(keys)} rows from TransferQueue",
@@ -82,8 +83,8 @@ class TransferQueueClient(PartitionedClient):
         row_of = {key: row for row, key in enumerate(keys)}
         rows = [row_of[sample_id] for sample_id in sample_ids]
         # Each column is encoded by itself. A put may have stored more tokens than the row's length: decoding cuts them.
-        columns = {name: encode({name: _from_tensordict(batch, name)})[name] for name in names}
-        return {name: Picked(columns=[columns[name]], numbers=[0] * len(rows), rows=rows) for name in names}
+        columns = {name: encode({name: batch.get(name)})[name] for name in names}
+        return {name: [Picked(columns[name], range(len(rows)), rows)] for name in names}
 
     def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
         ids = None if sample_ids is None else list(sample_ids)
@@ -96,23 +97,9 @@ class TransferQueueClient(PartitionedClient):
 
     def _call(self, call: Callable[[], T], *, what: str) -> T:
         try:
-            return _in_thread(call, timeout_s=self._timeout_s)
+            return in_daemon(call, name=THREAD).result(timeout=self._timeout_s)
         except TimeoutError:
             raise TimeoutError(f"{what} took longer than {self._timeout_s:g} s") from None
-
-
-def _in_thread(call: Callable[[], T], *, timeout_s: float) -> T:
-    """Runs a call of TransferQueue. Raises TimeoutError after `timeout_s`; the call then goes on in its thread."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="transfer-queue", daemon=True).start()
-    return future.result(timeout=timeout_s)
 
 
 def _package() -> Any:
@@ -129,7 +116,7 @@ def _package() -> Any:
 def _start(package: Any, *, storage_units: int, timeout_s: float) -> bool:
     """Attaches to TransferQueue or starts it. Returns True if it started it."""
     deadline_s = time.monotonic() + timeout_s
-    started = not _is_running()
+    started = named_actor("TransferQueueController", namespace="transfer_queue") is None
     cpus = CONTROLLER_CPUS + storage_units * STORAGE_UNIT_CPUS
     while started and (free := _free_cpus()) < cpus:
         if time.monotonic() > deadline_s:
@@ -140,7 +127,7 @@ def _start(package: Any, *, storage_units: int, timeout_s: float) -> bool:
         time.sleep(POLL_S)
     settings = {"backend": {"SimpleStorage": {"num_data_storage_units": storage_units}}}
     try:
-        _in_thread(lambda: package.init(settings), timeout_s=max(0.0, deadline_s - time.monotonic()))
+        in_daemon(lambda: package.init(settings), name=THREAD).result(timeout=max(0.0, deadline_s - time.monotonic()))
     except TimeoutError:
         raise PlacementError(
             f"TransferQueue did not start within {timeout_s:g} s; check that the cluster has room for {cpus} CPUs"
@@ -151,10 +138,6 @@ def _start(package: Any, *, storage_units: int, timeout_s: float) -> bool:
 def _free_cpus() -> float:
     resources: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
     return resources.get("CPU", 0.0)
-
-
-def _is_running() -> bool:
-    return named_actor("TransferQueueController", namespace="transfer_queue") is not None
 
 
 def _found(package: Any, *, keys: list[str], partition_id: str, names: list[str]) -> Any:
@@ -181,8 +164,3 @@ def _for_tensordict(column: Column) -> Any:
         return flat
     lengths = np.diff(column.ends, prepend=0).tolist()
     return torch.nested.as_nested_tensor(list(torch.split(flat, lengths)), layout=torch.jagged)
-
-
-def _from_tensordict(batch: Any, name: str) -> Any:
-    column = batch.get(name)
-    return column if isinstance(column, torch.Tensor) else list(column.tolist())

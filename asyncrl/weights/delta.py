@@ -18,10 +18,10 @@ import numpy as np
 
 from asyncrl.common.version import Version
 from asyncrl.weights.manifest import Bytes, Link
+from asyncrl.weights.transports.interfaces import Sender, Shipment
 
 if TYPE_CHECKING:
     from asyncrl.weights.publisher import DeliveredBucket, Snapshot
-    from asyncrl.weights.transports.interfaces import Sender
 
 SKIP = 255
 """A count of this value stands for as many equal elements, without a changed one after them."""
@@ -70,21 +70,12 @@ def decode(base: Bytes, delta: Bytes) -> Bytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Chain:
-    """The links of a bucket and their handles, in order."""
-
-    links: tuple[Link, ...] = ()
-    handles: tuple[Any, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Delivery:
-    """What was sent of a version that the weight store may have: the bytes, and the chains with them."""
+    """What was sent of a version that the weight store may have: the bytes of each bucket, and its chain with them."""
 
     version: Version
     parts: tuple[Bytes, ...]
-    chains: tuple[_Chain, ...]
-    delivered: "list[DeliveredBucket]"
+    chains: "list[DeliveredBucket]"
 
 
 class DeltaSender:
@@ -97,42 +88,37 @@ class DeltaSender:
     def __init__(self, *, anchor_every: int) -> None:
         self._anchor_every = anchor_every
         self._base: list[Bytes] = []
-        self._chains: tuple[_Chain, ...] = ()
+        self._chains: list[DeliveredBucket] = []
+        """The buckets of the base, each with the links and handles of its chain."""
         self._last: _Delivery | None = None
 
     def deliver(
-        self, snapshot: "Snapshot", sender: "Sender", version: Version, *, previous: Version | None, whole: bool = False
+        self, snapshot: "Snapshot", sender: Sender, version: Version, *, previous: Version | None, whole: bool = False
     ) -> "list[DeliveredBucket]":
         """Sends a snapshot. `previous` is the newest version that the weight store has. A version that was sent before
         is sent again only if it must be `whole`."""
         from asyncrl.weights.publisher import DeliveredBucket
 
         if self._last is not None and self._last.version == version and not whole:
-            return self._last.delivered
+            return self._last.chains
         self._settle(previous)
         described = snapshot.described()
         if [len(data) for data in self._base] != [bucket.nbytes for bucket in described]:
-            self._base, self._chains = [], (_Chain(),) * len(described)
+            self._base = []
+            self._chains = [DeliveredBucket(bucket=bucket, handle=()) for bucket in described]
         parts, deltas = self._parts(snapshot.buckets, whole=whole)
-        links = [
-            Link(version, bucket.checksum, part.nbytes, delta)
-            for bucket, part, delta in zip(described, parts, deltas, strict=True)
-        ]
-        handles = sender.send(parts, described, version, shared=None)
-        chains = tuple(
-            _Chain(links=(*chain.links, link), handles=(*chain.handles, handle))
-            if link.delta
-            else _Chain(links=(link,), handles=(handle,))
-            for chain, link, handle in zip(self._chains, links, handles, strict=True)
-        )
-        delivered = [
-            DeliveredBucket(bucket=msgspec.structs.replace(bucket, links=chain.links), handle=chain.handles)
-            for bucket, chain in zip(described, chains, strict=True)
-        ]
+        handles = sender.send(Shipment(version=version, parts=parts, described=described))
+        chains: list[DeliveredBucket] = []
+        for chain, bucket, part, delta, handle in zip(self._chains, described, parts, deltas, handles, strict=True):
+            links: tuple[Link, ...] = (Link(version, bucket.checksum, part.nbytes, delta),)
+            chained: tuple[Any, ...] = (handle,)
+            if delta:
+                links, chained = (*chain.bucket.links, *links), (*chain.handle, *chained)
+            chains.append(DeliveredBucket(bucket=msgspec.structs.replace(bucket, links=links), handle=chained))
         # The memory of the snapshot is used again, so parts of it are copied.
         kept = tuple(part if delta else part.copy() for part, delta in zip(parts, deltas, strict=True))
-        self._last = _Delivery(version=version, parts=kept, chains=chains, delivered=delivered)
-        return delivered
+        self._last = _Delivery(version=version, parts=kept, chains=chains)
+        return chains
 
     def _settle(self, previous: Version | None) -> None:
         """Makes what was sent last the base, if the weight store has it."""
@@ -140,7 +126,7 @@ class DeltaSender:
         if last is None or last.version != previous:
             return
         self._base = [
-            decode(self._base[index], part) if chain.links[-1].delta else part
+            decode(self._base[index], part) if chain.bucket.links[-1].delta else part
             for index, (part, chain) in enumerate(zip(last.parts, last.chains, strict=True))
         ]
         self._chains = last.chains
@@ -149,7 +135,7 @@ class DeltaSender:
         """Returns what travels of each bucket, and whether it is a delta."""
         parts, deltas = [], []
         for index, data in enumerate(buckets):
-            links = self._chains[index].links
+            links = self._chains[index].bucket.links
             linked = links and len(links) < self._anchor_every and not whole
             delta = encode(self._base[index], data) if linked else None
             # All deltas of a chain are kept, and a replica that starts fetches them.

@@ -16,8 +16,9 @@ NOTHING: Bytes = np.empty(0, dtype=np.uint8)
 
 
 class MemoryFile:
-    """A file of `nbytes` bytes, which this process may write in place: `data`. Other processes map it by its `path`,
-    which is valid until `close`, or until this object is freed. Mappings stay readable afterwards.
+    """A file of `nbytes` bytes with the descriptor `fd`, which this process may write in place: `data`. Other processes
+    map it by its `path`, which is valid until `close`, or until this object is freed. Mappings stay readable
+    afterwards.
 
     `of` is the path of a memory file of another process: then this one has the same memory, and keeps it.
 
@@ -26,25 +27,17 @@ class MemoryFile:
     """
 
     def __init__(self, nbytes: int, *, of: str | None = None) -> None:
-        self._fd = os.memfd_create("asyncrl-weights") if of is None else _opened(of)
-        self._closed = weakref.finalize(self, os.close, self._fd)
+        self.fd = os.memfd_create("asyncrl-weights") if of is None else _opened(of)
+        self._closed = weakref.finalize(self, os.close, self.fd)
         try:
             if of is None and nbytes:
                 # otherwise a lack of memory would show as a SIGBUS at the first write
-                os.posix_fallocate(self._fd, 0, nbytes)
-            self.data = np.frombuffer(mmap.mmap(self._fd, nbytes), dtype=np.uint8) if nbytes else NOTHING
+                os.posix_fallocate(self.fd, 0, nbytes)
+            self.data = np.frombuffer(mmap.mmap(self.fd, nbytes), dtype=np.uint8) if nbytes else NOTHING
         except (OSError, ValueError):
             self._closed()
             raise
-        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
-
-    def lock(self, *, alone: bool) -> bool:
-        """Calls `try_lock` for this file."""
-        return try_lock(self._fd, alone=alone)
-
-    def unlock(self) -> None:
-        """Gives back what `lock` has got."""
-        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        self.path = f"/proc/{os.getpid()}/fd/{self.fd}"
 
     def close(self) -> None:
         """Frees the memory, unless a part of `data` or another process still uses it."""

@@ -13,6 +13,7 @@ that it has verified still stand there.
 
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import time
@@ -92,10 +93,10 @@ class Block:
         then this replica holds it no longer."""
         if alone:
             self.unlock()
-        return self._file.lock(alone=alone)
+        return try_lock(self._file.fd, alone=alone)
 
     def unlock(self) -> None:
-        self._file.unlock()
+        fcntl.flock(self._file.fd, fcntl.LOCK_UN)
 
     def close(self) -> None:
         """Frees the memory, unless other replicas use it. It may be called again."""
@@ -195,9 +196,7 @@ def _held_alone(block: Block, number: int) -> bool:
     after `ROOM_S`."""
     deadline_s = time.monotonic() + ROOM_S
     while not block.lock(alone=True):
-        if block.broadcast == number:
-            return False
-        if time.monotonic() > deadline_s:
+        if block.broadcast == number or time.monotonic() > deadline_s:
             return False
         time.sleep(POLL_S)
     return True

@@ -6,7 +6,7 @@ and no other rank. `deliver` has a thread of its own.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -24,9 +24,8 @@ from asyncrl.weights.manifest import (
     into_buckets,
 )
 from asyncrl.weights.memory_file import MemoryFile
-
-if TYPE_CHECKING:
-    from asyncrl.weights.transports.interfaces import Sender
+from asyncrl.weights.tensor_views import dtype_of
+from asyncrl.weights.transports.interfaces import Sender, Shipment
 
 MOST_BUCKETS = 256
 """About the most buckets of a version. Each one has a reference that the store keeps and every node fetches, so larger
@@ -86,7 +85,7 @@ def snapshot_of(
     shards, is overwritten. `shared` memory can be mapped by other processes of the node."""
     by_name = {entry.name: entry for entry in entries}
     found = [(by_name[name], first, shard) for name, first, shard in shards]
-    sizes = [shard.numel() * _dtype(entry).itemsize for entry, _, shard in found]
+    sizes = [shard.numel() * dtype_of(entry).itemsize for entry, _, shard in found]
     on_gpu = any(shard.is_cuda for _, _, shard in found)
     if last is not None and last.memory.nbytes == sum(sizes):
         memory, file = last.memory, last.shared
@@ -98,9 +97,9 @@ def snapshot_of(
     for (entry, first, shard), nbytes in zip(found, sizes, strict=True):
         if not nbytes:
             continue
-        room = torch.from_numpy(memory[start : start + nbytes]).view(_dtype(entry)).view(shard.shape)
+        room = torch.from_numpy(memory[start : start + nbytes]).view(dtype_of(entry)).view(shard.shape)
         room.copy_(shard.detach(), non_blocking=True)
-        pieces.append(Piece(entry.offset + first * _dtype(entry).itemsize, nbytes))
+        pieces.append(Piece(entry.offset + first * dtype_of(entry).itemsize, nbytes))
         start += nbytes
     if on_gpu:
         torch.cuda.current_stream().synchronize()
@@ -113,10 +112,11 @@ def snapshot_of(
     )
 
 
-def deliver(snapshot: Snapshot, sender: "Sender", version: Version) -> list[DeliveredBucket]:
+def deliver(snapshot: Snapshot, sender: Sender, version: Version) -> list[DeliveredBucket]:
     """Computes checksums of this rank's buckets, and sends the buckets."""
     described = snapshot.described()
-    handles = sender.send(snapshot.buckets, described, version, shared=snapshot.shared)
+    sent = Shipment(version=version, parts=snapshot.buckets, described=described, shared=snapshot.shared)
+    handles = sender.send(sent)
     return [DeliveredBucket(bucket=bucket, handle=handle) for bucket, handle in zip(described, handles, strict=True)]
 
 
@@ -124,8 +124,3 @@ def _bucket_bytes(entries: Sequence[TensorEntry], *, least: int) -> int:
     """Returns the size of a bucket: `least`, or more if a version would have more than `MOST_BUCKETS`."""
     needed = flat_bytes(entries) // MOST_BUCKETS
     return aligned(needed) if needed > least else least
-
-
-def _dtype(entry: TensorEntry) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, entry.dtype)
-    return dtype

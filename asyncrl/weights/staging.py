@@ -15,7 +15,6 @@ import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -149,13 +148,12 @@ class StagedWeights:
 
     async def _fill(self, manifest: Manifest, fetch: Fetch) -> None:
         missing = self.missing
-        following = asyncio.ensure_future(fetch(missing[0])) if missing else None
+        fetches = (asyncio.ensure_future(fetch(part)) for part in missing)  # each begins when it is taken
+        following = next(fetches, None)
         try:
-            for part, after in pairwise([*missing, None]):
-                assert part is not None
+            for part in missing:
                 assert following is not None
-                data = await following
-                following = None if after is None else asyncio.ensure_future(fetch(after))
+                data, following = await following, next(fetches, None)
                 put = functools.partial(self.put, part, data)
                 await beside_loop(put, nbytes=manifest.buckets[part.bucket].nbytes)
         finally:

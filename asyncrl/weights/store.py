@@ -3,15 +3,19 @@
 Body and client of one detached Ray actor. The actor holds handles, never the bytes.
 """
 
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
 from asyncrl.common.version import Version
-from asyncrl.data_plane.calls import finished, patiently
+from asyncrl.data_plane.calls import finished, patiently, start
 from asyncrl.errors import VersionConflict
 from asyncrl.weights.manifest import Manifest, is_news
 from asyncrl.weights.memberships import Memberships
+
+P = ParamSpec("P")
+Answer = TypeVar("Answer")
 
 KEPT_VERSIONS = 2
 """Publications that are kept. Dropping an older one also drops the store's references to its bytes."""
@@ -115,41 +119,32 @@ class WeightClient:
         self._patience_s = patience_s
 
     async def publish(self, manifest: Manifest, handles: list[Any], *, again: bool = False) -> int:
-        async def once() -> int:
-            serial: int = await finished(
-                self._handle.publish.remote(manifest, handles, again),
-                timeout_s=self._timeout_s,
-                what="publishing weights",
-            )
-            return serial
-
-        return await patiently(once, patience_s=self._patience_s)
+        return await self._call("publishing weights", 0.0, WeightStore.publish, manifest, handles, again)
 
     async def newer_than(
         self, version: Version | None, *, wait_s: float, besides: Version | None = None
     ) -> Publication | None:
-        async def once() -> Publication | None:
-            publication: Publication | None = await finished(
-                self._handle.newer_than.remote(version, wait_s, besides),
-                timeout_s=self._timeout_s + wait_s,
-                what="asking for newer weights",
-            )
-            return publication
-
-        return await patiently(once, patience_s=self._patience_s)
+        return await self._call("asking for newer weights", wait_s, WeightStore.newer_than, version, wait_s, besides)
 
     async def refuse(self, delivery: int) -> None:
-        async def once() -> None:
-            await finished(
-                self._handle.refuse.remote(delivery), timeout_s=self._timeout_s, what="asking for weights again"
-            )
-
-        await patiently(once, patience_s=self._patience_s)
+        await self._call("asking for weights again", 0.0, WeightStore.refuse, delivery)
 
     async def refused(self, after: int, *, wait_s: float) -> int | None:
-        refused: int | None = await finished(
-            self._handle.refused.remote(after, wait_s),
-            timeout_s=self._timeout_s + wait_s,
-            what="waiting for refused weights",
-        )
-        return refused
+        return await self._call("waiting for refused weights", wait_s, WeightStore.refused, after, wait_s)
+
+    async def _call(
+        self,
+        what: str,
+        wait_s: float,
+        method: Callable[Concatenate[WeightStore, P], Awaitable[Answer]],
+        *arguments: P.args,
+        **options: P.kwargs,
+    ) -> Answer:
+        """Calls a method of the store, which waits up to `wait_s` seconds by itself."""
+
+        async def once() -> Answer:
+            ref = start(self._handle, method, *arguments, **options)
+            answer: Answer = await finished(ref, timeout_s=self._timeout_s + wait_s, what=what)
+            return answer
+
+        return await patiently(once, patience_s=self._patience_s)

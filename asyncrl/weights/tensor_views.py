@@ -16,7 +16,10 @@ def mapped(path: str, nbytes: int) -> torch.Tensor:
 def view_of(entry: TensorEntry, flat: torch.Tensor) -> torch.Tensor:
     """Returns the tensor that `entry` describes in the flat buffer (uint8). It shares the buffer's memory, and keeps
     it."""
+    return flat[entry.offset : entry.offset + entry.nbytes].view(dtype_of(entry)).view(entry.shape)
 
-    data = flat[entry.offset : entry.offset + entry.nbytes]
+
+def dtype_of(entry: TensorEntry) -> torch.dtype:
+    """Returns the type of the tensor that `entry` describes."""
     dtype: torch.dtype = getattr(torch, entry.dtype)
-    return data.view(dtype).view(entry.shape)
+    return dtype

@@ -14,9 +14,10 @@ one of three ways:
 import contextlib
 import logging
 import multiprocessing
-import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -25,6 +26,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from asyncrl.common.threads import in_daemon
 from asyncrl.errors import WeightError
 from asyncrl.parent_death import die_with
 from asyncrl.weights.manifest import Parameters, TensorEntry
@@ -96,8 +98,10 @@ class AsyncRLWeightTransferEngine(WeightTransferEngine[InitInfo, Any]):
         """Begins to prepare a mapped update in a thread. It is then applied by `update_weights` with the same
         `update_info`. Writes `message` to `pipe` at its end, also if it fails, or if there is nothing to prepare."""
         if self._preparing is not None:
-            self._preparing.join()  # of an update that was given up
-        self._preparing = Preparing(update_info, None if self._reloading else self._swap, pipe, message)
+            wait([self._preparing.ended])  # of an update that was given up
+        swap = None if self._reloading else self._swap
+        ended = in_daemon(partial(_prepare, update_info, swap, pipe, message), name="new weights")
+        self._preparing = Preparing(update_info, swap, ended)
 
     def start_weight_update(self) -> None:
         if self._reloading:
@@ -119,12 +123,14 @@ class AsyncRLWeightTransferEngine(WeightTransferEngine[InitInfo, Any]):
         - Shared: `shared`, a `SharedGroup` for each `device_key`.
         """
         preparing, self._preparing = self._preparing, None
-        if preparing is not None and preparing.join() and preparing.is_of(update_info):
-            if preparing.failed is None:
-                preparing.apply()
-                return
-            logger.error("weights could not be prepared beside decoding, so engines pause longer: %s", preparing.failed)
-            self._swap, self._may_learn = None, False
+        if preparing is not None:
+            error = preparing.ended.exception()  # waits for the thread
+            if preparing.swap is not None and preparing.update_info == update_info:
+                if error is None:
+                    preparing.swap.apply()
+                    return
+                logger.error("weights could not be prepared beside decoding, so engines pause longer: %s", error)
+                self._swap, self._may_learn = None, False
         match update_info:
             case {"path": _, "nbytes": _, "tensors": _}:
                 weights = mapped_weights(update_info)
@@ -189,36 +195,20 @@ class AsyncRLWeightTransferEngine(WeightTransferEngine[InitInfo, Any]):
         return open_group(groups[own], device=self.device)
 
 
+@dataclass(frozen=True, slots=True)
 class Preparing:
-    """An update that a thread prepares, with `swap` if there is one."""
+    """An update that a thread prepares, with `swap` if there is one. `ended` is the outcome of the thread."""
 
-    def __init__(self, update_info: dict[str, Any], swap: WeightSwap | None, pipe: str, message: bytes) -> None:
-        self._update_info = update_info
-        self._swap = swap
-        self.failed: Exception | None = None
-        self._thread = threading.Thread(target=self._run, args=(pipe, message), daemon=True)
-        self._thread.start()
+    update_info: dict[str, Any]
+    swap: WeightSwap | None
+    ended: Future[None]
 
-    def join(self) -> bool:
-        """Waits for the thread. Returns True if there was something to prepare."""
-        self._thread.join()
-        return self._swap is not None
 
-    def is_of(self, update_info: dict[str, Any]) -> bool:
-        """Returns True if this is the update that is prepared."""
-        return update_info == self._update_info
-
-    def apply(self) -> None:
-        """Makes the prepared weights the live ones."""
-        assert self._swap is not None, "join() comes first"
-        self._swap.apply()
-
-    def _run(self, pipe: str, message: bytes) -> None:
-        try:
-            if self._swap is not None:
-                self._swap.prepare(mapped_weights(self._update_info))
-        except Exception as error:
-            self.failed = error
+def _prepare(update_info: dict[str, Any], swap: WeightSwap | None, pipe: str, message: bytes) -> None:
+    try:
+        if swap is not None:
+            swap.prepare(mapped_weights(update_info))
+    finally:
         with contextlib.suppress(OSError), open(pipe, "wb", buffering=0) as file:  # the generator may have ended
             file.write(message)
 

@@ -37,7 +37,8 @@ class WeightSwap:
         self._model: Any = model
         self._parameters = dict(model.named_parameters())
         self._layers: list[Any] = [layer for layer in model.modules() if _method_of(layer) is not None]
-        self._packed = {name: layer for name, layer in self._layers_by_weight().items() if not layer.weight.numel()}
+        names = {layer: name for name, layer in model.named_modules()}
+        self._packed = {f"{names[layer]}.weight": layer for layer in self._layers if not layer.weight.numel()}
         self._targets: dict[str, str] = {}
         """The name of vLLM's parameter into which each tensor goes."""
         self._prepared: list[Callable[[], None]] = []
@@ -125,10 +126,6 @@ class WeightSwap:
             return _repacked(layer, layer.weight)
         finally:
             layer.weight = freed
-
-    def _layers_by_weight(self) -> dict[str, Any]:
-        names = {layer: name for name, layer in self._model.named_modules()}
-        return {f"{names[layer]}.weight": layer for layer in self._layers}
 
     def _users(self) -> dict[str, list[torch.nn.Module]]:
         """Returns the layers that keep both the parameter and a packed form of it, by the parameter's name: embeddings,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Concatenate, ParamSpec, TypeVar
 from uuid import uuid4
 
-from asyncrl.data_plane.codec import Column, Picked
+from asyncrl.data_plane.codec import Column, Picked, PickedFields
 from asyncrl.data_plane.partition_actor import Index
 from asyncrl.data_plane.partitioned_client import PartitionedClient
 from asyncrl.data_plane.partitions import Partitions, Places, StoredAt
@@ -60,12 +60,8 @@ class MemoryClient(PartitionedClient):
             self.objects[key] = columns
         return [StoredAt("memory", key, row) for row in range(len(sample_ids))]
 
-    def _load(self, partition_id: str, sample_ids: Sequence[str], places: Mapping[str, Places]) -> dict[str, Picked]:
+    def _load(self, partition_id: str, sample_ids: Sequence[str], places: Mapping[str, Places]) -> PickedFields:
         return {
-            name: Picked(
-                columns=[self.objects[key][name] for _, key in of_field.objects],
-                numbers=of_field.numbers,
-                rows=of_field.rows,
-            )
+            name: [Picked(self.objects[key][name], *rows) for (_, key), rows in of_field.items()]
             for name, of_field in places.items()
         }

@@ -20,8 +20,8 @@ DTYPES = [
 ROWS = [[[1, 2, 3], [4, 5, 6]], [[7, 8], [9, 10]]]
 
 
-def picked(columns: dict[str, Column], rows: list[int]) -> dict[str, Picked]:
-    return {name: Picked(columns=[column], numbers=[0] * len(rows), rows=rows) for name, column in columns.items()}
+def picked(columns: dict[str, Column], rows: list[int]) -> dict[str, list[Picked]]:
+    return {name: [Picked(column, range(len(rows)), rows)] for name, column in columns.items()}
 
 
 def as_bytes(tensor: torch.Tensor) -> bytes:
@@ -80,7 +80,7 @@ def test_nested_tensors_are_taken_as_they_are() -> None:
 @pytest.mark.slow
 def test_a_jagged_row_beyond_its_length_or_jagged_elsewhere_is_refused() -> None:
     jagged = torch.nested.as_nested_tensor([torch.ones(3), torch.ones(1)], layout=torch.jagged)
-    assert encode({"x": jagged, "input_lengths": [4, 1]})["x"].row(0).tolist() == [1, 1, 1]
+    assert encode({"x": jagged, "input_lengths": [4, 1]})["x"].rows([0]).values.tolist() == [1, 1, 1]
     with pytest.raises(ValueError, match="field 'x': row 1 has 1 tokens, more than its length 0"):
         encode({"x": jagged, "input_lengths": torch.tensor([4, 0])})
     with pytest.raises(ValueError, match="'x' has 2 rows, but there are 1 lengths"):
@@ -112,9 +112,15 @@ def test_all_per_token_columns_of_a_read_have_one_width() -> None:
 def test_a_batch_takes_its_rows_from_several_columns_in_any_order() -> None:
     columns = [encode({"x": torch.tensor(rows), "row": torch.tensor(rows)[:, 0], "name": list("ab")}) for rows in ROWS]
     order = [(1, 1), (0, 0), (1, 0), (0, 1), (1, 1)]
-    numbers, rows = ([*column] for column in zip(*order, strict=True))
+    at = [[(i, row) for i, (column, row) in enumerate(order) if column == number] for number in range(2)]
     batch = decode(
-        {name: Picked(columns=[each[name] for each in columns], numbers=numbers, rows=rows) for name in columns[0]}
+        {
+            name: [
+                Picked(column[name], [i for i, _ in rows], [row for _, row in rows])
+                for column, rows in zip(columns, at, strict=True)
+            ]
+            for name in columns[0]
+        }
     )
     assert batch["x"].tolist() == [[*ROWS[number][row], *[0] * number] for number, row in order]
     assert batch["row"].tolist() == [ROWS[number][row][0] for number, row in order]
@@ -155,4 +161,4 @@ def test_what_cannot_travel_is_refused_by_name(
 def test_rows_of_different_kinds_in_one_field_are_refused_not_converted() -> None:
     integers, floats = encode({"x": torch.ones(1, dtype=torch.int64)}), encode({"x": torch.ones(1)})
     with pytest.raises(ValueError, match="'x': its rows were put with different dtypes or kinds"):
-        decode({"x": Picked(columns=[integers["x"], floats["x"]], numbers=[0, 1], rows=[0, 0])})
+        decode({"x": [Picked(integers["x"], [0], [0]), Picked(floats["x"], [1], [0])]})

@@ -6,7 +6,7 @@ import pytest
 from client_contract import IDS, ClientContract, Connect
 from memory_client import MemoryClient
 
-from asyncrl.data_plane.codec import Picked
+from asyncrl.data_plane.codec import PickedFields
 from asyncrl.data_plane.partitions import Places
 
 
@@ -24,7 +24,7 @@ class RewrittenMeanwhile(MemoryClient):
         super().__init__()
         self.replacements = replacements
 
-    def _load(self, partition_id: str, sample_ids: Sequence[str], places: Mapping[str, Places]) -> dict[str, Picked]:
+    def _load(self, partition_id: str, sample_ids: Sequence[str], places: Mapping[str, Places]) -> PickedFields:
         if self.replacements:
             self.replacements -= 1
             self.put_samples(sample_ids, partition_id, fields={"kept": [self.replacements] * len(sample_ids)})

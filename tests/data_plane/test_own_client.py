@@ -120,3 +120,16 @@ def test_lengths_are_not_known_when_an_own_client_tells_that_rows_lack_the_colum
     client = Telling()
     client.put_samples(["a"], "p", {"kept": torch.ones(1)})
     assert client.lengths_of(["a"], "p") is None
+
+
+def test_a_client_that_reads_rows_by_their_meta_also_reads_them_by_name() -> None:
+    class ByMeta(OwnClient):
+        get_samples = DataPlaneClient.get_samples  # type: ignore[assignment]
+
+        def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> BatchedDataDict:
+            found = [self.rows[meta.partition_id, sample_id] for sample_id in meta.sample_ids]
+            return BatchedDataDict({name: torch.stack([row[name] for row in found]) for name in meta.fields or []})
+
+    client = ByMeta()
+    client.put_samples(["a", "b"], "p", {"kept": torch.tensor([1, 2]), "other": torch.zeros(2)})
+    assert client.get_samples(["b", "a"], "p", ["kept"])["kept"].tolist() == [2, 1]

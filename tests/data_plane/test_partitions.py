@@ -138,7 +138,12 @@ class Histories(RuleBasedStateMachine):
 
 
 def stored(places: Places) -> list[StoredAt]:
-    return [StoredAt(*places.objects[n], row) for n, row in zip(places.numbers, places.rows, strict=True)]
+    found = {
+        sample: StoredAt(*address, row)
+        for address, rows in places.items()
+        for sample, row in zip(rows.samples, rows.rows, strict=True)
+    }
+    return [found[sample] for sample in range(len(found))]
 
 
 class GroupedHistories(Histories):
@@ -175,5 +180,5 @@ def test_fields_that_were_put_together_share_their_places_and_each_object_is_nam
     books.produce("p", ["a", "b", "c"], fields=["z"], where=[StoredAt("rows-a", "m", row) for row in (2, 1, 0)])
     places = books.locate("p", ["c", "a", "b"], fields=["x", "z", "y"]).places
     assert places["x"] is places["y"]
-    assert places["x"] == Places(objects=[("rows-b", "l"), ("rows-a", "k")], numbers=[0, 1, 1], rows=[0, 0, 1])
-    assert places["z"] == Places(objects=[("rows-a", "m")], numbers=[0, 0, 0], rows=[0, 2, 1])
+    assert places["x"] == {("rows-b", "l"): ([0], [0]), ("rows-a", "k"): ([1, 2], [0, 1])}
+    assert places["z"] == {("rows-a", "m"): ([0, 1, 2], [0, 2, 1])}

@@ -2,7 +2,6 @@
 named."""
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +34,10 @@ from asyncrl.deployment.memory_plan import (
 from asyncrl.errors import ConfigError
 from asyncrl.ranks.gather import own_shards, parameter_specs
 from asyncrl.weights.delta import DeltaSender
-from asyncrl.weights.manifest import Bytes, Manifest, ParameterSpec, Piece, Probe, layout
+from asyncrl.weights.manifest import Manifest, ParameterSpec, Piece, Probe, layout
 from asyncrl.weights.publisher import Snapshot, deliver, snapshot_of
 from asyncrl.weights.store import KEPT_VERSIONS
+from asyncrl.weights.transports.interfaces import Shipment
 
 pytestmark = pytest.mark.slow  # imports transformers
 
@@ -173,9 +173,9 @@ class Kept:
     def __init__(self) -> None:
         self.nbytes: dict[int, int] = {}
 
-    def send(self, parts: Sequence[Bytes], *_: Any, **__: Any) -> list[int]:
-        handles = [len(self.nbytes) + number for number in range(len(parts))]
-        self.nbytes |= {handle: part.nbytes for handle, part in zip(handles, parts, strict=True)}
+    def send(self, sent: Shipment) -> list[int]:
+        handles = [len(self.nbytes) + number for number in range(len(sent.parts))]
+        self.nbytes |= {handle: part.nbytes for handle, part in zip(handles, sent.parts, strict=True)}
         return handles
 
 

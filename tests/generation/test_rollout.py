@@ -84,7 +84,7 @@ def test_supports_are_a_column_of_sampled_tokens_and_count_in_the_booked_size() 
     assert group.meta.row_bytes == sum(column.values.nbytes for column in columns.values())
     config = load_config([], ["generator.top_k=2", "learner.group_size=2", "model.max_length=4"])
     assert group.meta.row_bytes + bytes_per_token(config) == worst_case_group_bytes(config), "one token is missing"
-    picked = {name: Picked(columns=[column], numbers=[0, 0], rows=[0, 1]) for name, column in columns.items()}
+    picked = {name: [Picked(column, range(2), range(2))] for name, column in columns.items()}
     assert torch.equal(decode(picked)[SUPPORT], group.rows[SUPPORT])
     plain = finished([0.0, 1.0], episodes(first, second))
     assert plain.meta.row_checksums != group.meta.row_checksums, "the audit sees other supports"

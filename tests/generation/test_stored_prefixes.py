@@ -47,7 +47,7 @@ def test_rows_keep_samples_as_they_are() -> None:
     assert set(rows) == set(PREFIX_COLUMNS)
     assert samples_of_rows(rows, prefix=prefix) == samples
     stored = encode(BatchedDataDict.from_batches([rows], pad_value_dict=dict(PAD_VALUES)))
-    picked = {name: Picked(columns=[column], numbers=[0] * 4, rows=range(4)) for name, column in stored.items()}
+    picked = {name: [Picked(column, range(4), range(4))] for name, column in stored.items()}
     read = decode(picked, lengths=[3, 0, 2, 4])
     assert samples_of_rows(read, prefix=prefix) == samples
 
@@ -61,7 +61,7 @@ def test_stored_samples_keep_their_supports() -> None:
     rows = rows_of(samples)
     assert set(rows) == {*PREFIX_COLUMNS, SUPPORT}
     stored = encode(BatchedDataDict.from_batches([rows], pad_value_dict=dict(PAD_VALUES)))
-    picked = {name: Picked(columns=[column], numbers=[0] * 2, rows=range(2)) for name, column in stored.items()}
+    picked = {name: [Picked(column, range(2), range(2))] for name, column in stored.items()}
     read = samples_of_rows(decode(picked, lengths=[3, 0]), prefix=prefix_of(samples, attempt=1))
     assert [each.supports.tolist() for each in read if each.supports is not None] == [supports.tolist(), []]
     [cut, _] = samples_of_rows(rows, prefix=Prefix(attempt=1, tokens=2, versions=(Version(1, 4),)))

@@ -238,7 +238,7 @@ def test_rows_keep_the_turns_of_samples() -> None:
     rows = rows_of(SAMPLES)
     assert set(rows) == {*PREFIX_COLUMNS, *TURN_COLUMNS}
     stored = encode(BatchedDataDict.from_batches([rows], pad_value_dict=dict(PAD_VALUES)))
-    picked = {name: Picked(columns=[column], numbers=[0] * 2, rows=range(2)) for name, column in stored.items()}
+    picked = {name: [Picked(column, range(2), range(2))] for name, column in stored.items()}
     read = decode(picked, lengths=[5, 0])
     assert samples_of_rows(read, prefix=prefix_of(SAMPLES, attempt=0)) == SAMPLES
 

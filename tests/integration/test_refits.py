@@ -123,7 +123,7 @@ class Scene:
         With `world_size`, the ranks wait for that number of members."""
         with socket.create_server((LOOPBACK, 0)) as listener:
             port = listener.getsockname()[1]
-        everybody = RANKS + len(self.generation._engines)
+        everybody = RANKS + len(self.generation._alive())
         ranks = self.policy.init_collective(LOOPBACK, port, world_size or everybody, train_world_size=RANKS)
         return ranks + self.generation.init_collective(LOOPBACK, port, everybody, train_world_size=RANKS)
 
@@ -522,7 +522,7 @@ def test_an_engine_killed_on_the_way_costs_the_others_nothing_but_the_group(scen
     assert all(isinstance(outcome, CollectiveError) for outcome in found), found
     with pytest.raises(CollectiveError, match="join a new group"):
         ray.get(scene.policy.broadcast_weights_for_collective())
-    dead = scene.generation._engines.pop()
+    dead = scene.generation._alive().pop()
     ray.kill(dead)
     assert scene.generation.score(PROBE)[0] == before, "the death of a member must not change weights"
     assert scene.versions() == version
@@ -545,6 +545,6 @@ def test_a_learner_rank_killed_on_the_way_leaves_the_engine_with_its_weights(sce
 
 
 def test_a_dead_engine_is_named(scene: Scene) -> None:
-    end_actor(scene.generation._engines[0])
+    end_actor(scene.generation._alive()[0])
     with pytest.raises(ActorGone, match="generating"):
         scene.generation.generate(PROMPTS)

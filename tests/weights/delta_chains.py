@@ -11,7 +11,6 @@ import random
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,10 @@ import torch
 from asyncrl.common.version import Version
 from asyncrl.errors import WeightError
 from asyncrl.weights.delta import DeltaSender
-from asyncrl.weights.manifest import Bucket, Bytes, Manifest, ParameterSpec, Probe, check_layout, layout
-from asyncrl.weights.memory_file import MemoryFile
+from asyncrl.weights.manifest import Bytes, Manifest, ParameterSpec, Probe, check_layout, layout
 from asyncrl.weights.publisher import snapshot_of
 from asyncrl.weights.staging import Part, StagedWeights
+from asyncrl.weights.transports.interfaces import Shipment
 
 PROBE = Probe(tokens=(), logprobs=())
 SPECS = [ParameterSpec("a", (8, 40), "bfloat16", 640), ParameterSpec("b", (3,), "bfloat16", 6)]
@@ -36,11 +35,9 @@ class Memory:
     def __init__(self) -> None:
         self.parts: list[Bytes] = []
 
-    def send(
-        self, parts: Sequence[Bytes], described: Sequence[Bucket], version: Version, *, shared: MemoryFile | None
-    ) -> list[Any]:
+    def send(self, sent: Shipment) -> list[Any]:
         first = len(self.parts)
-        self.parts += [part.copy() for part in parts]
+        self.parts += [part.copy() for part in sent.parts]
         return list(range(first, len(self.parts)))
 
 

@@ -23,7 +23,7 @@ from asyncrl.weights.staging import Part, StagedWeights
 from asyncrl.weights.store import WeightStore
 from asyncrl.weights.transports import broadcast
 from asyncrl.weights.transports.broadcast import CollectiveTransport
-from asyncrl.weights.transports.interfaces import BroadcastEnd
+from asyncrl.weights.transports.interfaces import BroadcastEnd, Shipment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -62,7 +62,7 @@ class Rank:
             Bucket(pieces=(Piece(start + index * BUCKET_BYTES, BUCKET_BYTES),), checksum=checksum([part]))
             for index, part in enumerate(parts)
         ]
-        return buckets, self.sender.send(parts, buckets, version, shared=None)
+        return buckets, self.sender.send(Shipment(version=version, parts=parts, described=buckets))
 
     def die_in_the_next_broadcast(self) -> None:
         send = broadcast.send_buckets

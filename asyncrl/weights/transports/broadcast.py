@@ -27,7 +27,8 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,11 @@ from asyncrl.errors import (
     WeightError,
     WeightsDamaged,
 )
-from asyncrl.weights.manifest import Bucket, Bytes, checksum, place
+from asyncrl.weights.manifest import Bytes, checksum, place
 from asyncrl.weights.memberships import Broadcast
-from asyncrl.weights.memory_file import MemoryFile
 from asyncrl.weights.node_memory import BroadcastRoom
 from asyncrl.weights.transports.collective import descriptions, received_buckets, send_buckets
-from asyncrl.weights.transports.interfaces import BroadcastEnd
+from asyncrl.weights.transports.interfaces import BroadcastEnd, Sender, Shipment, Transport
 from asyncrl.weights.transports.object_store import ObjectStoreTransport
 from asyncrl.weights.transports.peers import Peers, Rendezvous
 
@@ -133,8 +133,8 @@ class Group:
 # -- learner ranks ---------------------------------------------------------------------------------------------------
 
 
-class CollectiveSender:
-    """Implements `Sender`. It keeps the group between deliveries. A thread answers replicas that lack bytes."""
+class CollectiveSender(Sender):
+    """Keeps the group between deliveries. A thread answers replicas that lack bytes."""
 
     def __init__(self, store: Any, *, rank: int, ranks: int, timeout_s: float, call_timeout_s: float) -> None:
         self._store = store
@@ -142,55 +142,50 @@ class CollectiveSender:
         self._timeout_s, self._call_timeout_s = timeout_s, call_timeout_s
         self._group = Group(timeout_s=timeout_s)
         self._number = 0  # of the last broadcast
-        self._held: dict[Version, tuple[Sequence[Bytes], Sequence[Bucket]]] = {}
+        self._held: dict[Version, Shipment] = {}
         self._closed = threading.Event()
         threading.Thread(target=self._answer_requests, name="requests for weights", daemon=True).start()
 
-    def send(
-        self, parts: Sequence[Bytes], described: Sequence[Bucket], version: Version, *, shared: MemoryFile | None
-    ) -> list[Any]:
-        kept = [each for each in self._held if each != version][1 - HELD_VERSIONS :]
-        self._held = {each: self._held[each] for each in kept} | {version: (parts, described)}
-        started_s = time.monotonic()
+    def send(self, sent: Shipment) -> list[Any]:
+        kept = [each for each in self._held if each != sent.version][1 - HELD_VERSIONS :]
+        self._held = {each: self._held[each] for each in kept} | {sent.version: sent}
         try:
-            broadcast = self._broadcast(parts, described, version)
+            self._broadcast(sent)
         except WeightError as error:
             logger.warning(
                 "the broadcast of weights %s did not reach all replicas in whole: %s; replicas that lack bytes get "
                 "them through the object store",
-                version,
+                sent.version,
                 error,
             )
-        else:
-            if broadcast is not None:
-                logger.info(
-                    "weights %s were broadcast to %d replicas in %.2f s (membership %d)",
-                    version,
-                    len(broadcast.members),
-                    time.monotonic() - started_s,
-                    broadcast.epoch,
-                )
-        return [SentBucket(version=version, rank=self._rank, index=index) for index in range(len(parts))]
+        return [SentBucket(version=sent.version, rank=self._rank, index=index) for index in range(len(sent.parts))]
 
     def close(self) -> None:
         self._closed.set()
         self._group.leave()
 
-    def _broadcast(self, parts: Sequence[Bytes], described: Sequence[Bucket], version: Version) -> Broadcast | None:
-        """Sends to the members. Returns None if there are none."""
+    def _broadcast(self, sent: Shipment) -> None:
+        """Sends to the members, if there are any."""
+        started_s, version = time.monotonic(), sent.version
         broadcast, listener = self._announce(version) if self._rank == 0 else (self._announced(version), None)
         self._number = broadcast.number
         if not broadcast.members:
             self._group.leave()
-            return None
+            return
 
         def send(peers: Peers) -> None:
-            _, by_rank = descriptions(peers, head=str(version).encode(), own=described)
-            send_buckets(peers, by_rank, parts)
+            _, by_rank = descriptions(peers, head=str(version).encode(), own=sent.described)
+            send_buckets(peers, by_rank, sent.parts)
             peers.agree(None, what=f"the bytes of weights {version}")
 
         self._group.exchange(send, broadcast, rank=self._rank, listener=listener)
-        return broadcast
+        logger.info(
+            "weights %s were broadcast to %d replicas in %.2f s (membership %d)",
+            version,
+            len(broadcast.members),
+            time.monotonic() - started_s,
+            broadcast.epoch,
+        )
 
     def _announce(self, version: Version) -> tuple[Broadcast, socket.socket | None]:
         """Asks who is there, and announces the broadcast to all. Returns the socket for a new group."""
@@ -243,9 +238,9 @@ class CollectiveSender:
     def _put(self, version: Version) -> None:
         if version not in self._held:
             return
-        parts, described = self._held[version]
-        handles = [ray.put(part) for part in parts]
-        if [bucket.checksum for bucket in described] != [checksum([part]) for part in parts]:
+        sent = self._held[version]
+        handles = [ray.put(part) for part in sent.parts]
+        if [bucket.checksum for bucket in sent.described] != [checksum([part]) for part in sent.parts]:
             return  # a newer snapshot has overwritten the memory; the replica gets the newer version
         self._asked(self._store.store_buckets.remote(version, self._rank, handles), 0.0, "offering stored weights")
         logger.info("weights %s were put into the object store, because a replica lacks bytes of them", version)
@@ -254,10 +249,9 @@ class CollectiveSender:
 # -- replicas --------------------------------------------------------------------------------------------------------
 
 
-class CollectiveTransport:
-    """Implements `Transport`. `store` returns the handle of the weight store. A broadcast, and joining a group for it,
-    take `timeout_s` at most each. `staged_at` leads to the memory in which the replicas of the node stage weights.
-    Ranks have none."""
+class CollectiveTransport(Transport):
+    """`store` returns the handle of the weight store. A broadcast, and joining a group for it, take `timeout_s` at most
+    each. `staged_at` leads to the memory in which the replicas of the node stage weights. Ranks have none."""
 
     def __init__(
         self, store: Callable[[], Any], *, timeout_s: float, call_timeout_s: float, staged_at: Path | None = None
@@ -265,26 +259,21 @@ class CollectiveTransport:
         self._open_store = store
         self._room = None if staged_at is None else BroadcastRoom(staged_at)
         self._timeout_s, self._call_timeout_s = timeout_s, call_timeout_s
-        self._opened: Any = None
         self._group = Group(timeout_s=timeout_s)
         self._arrived_bytes = 0  # of the last broadcast
         self._whole: Version | None = None
         """The newest version of which the replica has all bytes."""
-        self._missing: tuple[Version, asyncio.Future[None]] | None = None
+        self._staged = asyncio.Event()
 
-    @property
+    @cached_property
     def _store(self) -> Any:
         """The handle. Before a run begins, there is no weight store."""
-        if self._opened is None:
-            self._opened = self._open_store()
-        return self._opened
+        return self._open_store()
 
     def sender(self, rank: int, ranks: int) -> CollectiveSender:
         return CollectiveSender(
             self._store, rank=rank, ranks=ranks, timeout_s=self._timeout_s, call_timeout_s=self._call_timeout_s
         )
-
-    def delete(self, which: Callable[[Version], bool]) -> None: ...
 
     async def receive(self, handle: SentBucket, *, timeout_s: float) -> Bytes:
         """Fetches a bucket that was not broadcast to this node."""
@@ -307,9 +296,7 @@ class CollectiveTransport:
 
     def staged(self, version: Version) -> None:
         self._whole = version
-        if self._missing is not None and version >= self._missing[0]:
-            self._missing[1].set_result(None)
-            self._missing = None
+        self._staged.set()
 
     async def take_part(self, replica: str, *, ended: Callable[[BroadcastEnd], None]) -> None:
         assert self._room is not None, "ranks do not receive"
@@ -388,6 +375,6 @@ class CollectiveTransport:
 
     async def _until_whole(self, version: Version) -> None:
         """Waits until the replica has all bytes of this version, or of a newer one."""
-        if self._whole is None or self._whole < version:
-            self._missing = version, asyncio.get_running_loop().create_future()
-            await self._missing[1]
+        while self._whole is None or self._whole < version:
+            self._staged.clear()
+            await self._staged.wait()

@@ -7,7 +7,7 @@ bucket's checksum. The learner deletes the files of a version that the weight st
 import asyncio
 import contextlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +16,25 @@ from safetensors.numpy import save_file
 
 from asyncrl.common.version import Version
 from asyncrl.errors import FetchFailed, ManifestVoid
-from asyncrl.weights.manifest import Bucket, Bytes
-from asyncrl.weights.memory_file import MemoryFile
-from asyncrl.weights.transports.interfaces import StoresBytes
+from asyncrl.weights.manifest import Bytes
+from asyncrl.weights.transports.interfaces import Shipment, StoresBytes
 
 _BYTES = "bytes"
 _READABLE = 0o644  # safetensors makes its files readable only for their owner
 
 
 class FilesystemTransport(StoresBytes):
-    """Implements `Transport`. The handle of a bucket is the path of its file in `folder`, which belongs to one run."""
+    """The handle of a bucket is the path of its file in `folder`, which belongs to one run."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.absolute()
 
-    def send(
-        self, parts: Sequence[Bytes], described: Sequence[Bucket], version: Version, *, shared: MemoryFile | None
-    ) -> list[Any]:
-        folder = self._folder / str(version)
+    def send(self, sent: Shipment) -> list[Any]:
+        folder = self._folder / str(sent.version)
         folder.mkdir(parents=True, exist_ok=True)
         # Equal bytes of two ranks have other places, so no two files have one name.
-        paths = [folder / f"{bucket.pieces[0].offset}-{bucket.checksum}.safetensors" for bucket in described]
-        for path, part in zip(paths, parts, strict=True):
+        paths = [folder / f"{bucket.pieces[0].offset}-{bucket.checksum}.safetensors" for bucket in sent.described]
+        for path, part in zip(paths, sent.parts, strict=True):
             unfinished = path.with_suffix(".unfinished")
             save_file({_BYTES: part}, unfinished)
             unfinished.chmod(_READABLE)

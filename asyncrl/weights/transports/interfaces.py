@@ -4,9 +4,10 @@ A transport either stores the bytes, and replicas fetch them at any time, or it 
 there when a rank sends.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from asyncrl.common.version import Version
 from asyncrl.weights.manifest import Bucket, Bytes
@@ -31,59 +32,55 @@ class BroadcastEnd:
     seconds: float = 0.0
 
 
-class Sender(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shipment:
+    """What a rank sends of a version: `parts` are the bytes of its buckets, or deltas. `described` are the buckets as
+    the manifest has them. `shared` has the parts, one after the other, if other processes of the node may map them."""
+
+    version: Version
+    parts: Sequence[Bytes]
+    described: Sequence[Bucket]
+    shared: MemoryFile | None = None
+
+
+class Sender(ABC):
     """A transport on one of the learner's ranks, for all deliveries of the rank."""
 
-    def send(
-        self, parts: Sequence[Bytes], described: Sequence[Bucket], version: Version, *, shared: MemoryFile | None
-    ) -> list[Any]:
-        """Makes what a rank sends of `version` available: the bytes of its buckets, or deltas. Returns a handle for
-        each part, in order. `described` are the buckets as the manifest has them. `shared` has the parts, one after the
-        other, if other processes of the node may map them. All ranks send at the same time. A replica that is slow or
-        dead fails no call."""
-        ...
+    @abstractmethod
+    def send(self, sent: Shipment) -> list[Any]:
+        """Makes a shipment available. Returns a handle for each of its parts, in order. All ranks send at the same
+        time. A replica that is slow or dead fails no call."""
 
     def close(self) -> None:
         """Ends what the sender does beside its calls."""
 
 
-class Transport(Protocol):
+class Transport(ABC):
     """`sender` is called on each of the learner's ranks, `take_part`, `receive` and `staged` in a replica, and `delete`
     in the learner's process. The handles travel from rank to replica with the manifest."""
 
+    @abstractmethod
     def sender(self, rank: int, ranks: int) -> Sender:
         """Returns the sender for learner rank `rank` of `ranks`."""
-        ...
 
     async def take_part(self, replica: str, *, ended: Callable[[BroadcastEnd], None]) -> None:
-        """Receives broadcasts until it is cancelled, and calls `ended` after each. Returns at once if this transport
-        only stores bytes."""
-        ...
+        """Receives broadcasts until it is cancelled, and calls `ended` after each. The default returns at once,
+        for a transport that only stores bytes."""
 
+    @abstractmethod
     async def receive(self, handle: Any, *, timeout_s: float) -> Bytes:
         """Returns the bytes of a bucket. Raises ManifestVoid when they are lost, and FetchFailed after `timeout_s`."""
-        ...
 
     def staged(self, version: Version) -> None:
         """The replica has all bytes of a version. It did not receive those that another replica of its node has
         staged."""
-        ...
 
     def delete(self, which: Callable[[Version], bool]) -> None:
         """Deletes what the transport keeps of these versions outside of the learner's processes."""
-        ...
 
 
-class StoresBytes:
-    """Part of each transport that stores bytes: the same object sends on all ranks, and replicas only fetch."""
+class StoresBytes(Transport, Sender):
+    """A transport that stores bytes: the same object sends on all ranks, and replicas only fetch."""
 
     def sender(self, rank: int, ranks: int) -> Self:
         return self
-
-    def close(self) -> None: ...
-
-    async def take_part(self, replica: str, *, ended: Callable[[BroadcastEnd], None]) -> None: ...
-
-    def staged(self, version: Version) -> None: ...
-
-    def delete(self, which: Callable[[Version], bool]) -> None: ...

@@ -30,10 +30,10 @@ import torch.distributed as dist
 
 from asyncrl.common.version import Version
 from asyncrl.errors import FetchFailed, ManifestMismatch, ManifestVoid, WeightError
-from asyncrl.weights.manifest import Bucket, Bytes, ParameterSpec, TensorEntry, aligned, checksum, flat_bytes, layout
+from asyncrl.weights.manifest import Bytes, ParameterSpec, TensorEntry, aligned, checksum, flat_bytes, layout
 from asyncrl.weights.memory_file import MemoryFile
 from asyncrl.weights.tensor_views import mapped, view_of
-from asyncrl.weights.transports.interfaces import StoresBytes
+from asyncrl.weights.transports.interfaces import Shipment, StoresBytes
 
 FREE_PART = 0.5
 """Largest share of a device's free memory for one group. The engine needs some of the rest to load the group."""
@@ -52,15 +52,13 @@ class SharedBytes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SharedSnapshotTransport(StoresBytes):
-    """Implements `Transport`. Learner ranks and generators must be on one node."""
+    """Learner ranks and generators must be on one node."""
 
-    def send(
-        self, parts: Sequence[Bytes], described: Sequence[Bucket], version: Version, *, shared: MemoryFile | None
-    ) -> list[Any]:
-        assert shared is not None, "take the snapshot in shared memory"
+    def send(self, sent: Shipment) -> list[Any]:
+        assert sent.shared is not None, "take the snapshot in shared memory"
         handles, start = [], 0
-        for part in parts:
-            handles.append(SharedBytes(node=platform.node(), path=shared.path, start=start, nbytes=part.nbytes))
+        for part in sent.parts:
+            handles.append(SharedBytes(node=platform.node(), path=sent.shared.path, start=start, nbytes=part.nbytes))
             start += part.nbytes
         return handles
 

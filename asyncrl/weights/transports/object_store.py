@@ -1,26 +1,21 @@
 """Sends weights through Ray's object store: each rank puts its buckets once, and each node fetches them once."""
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError
 
-from asyncrl.common.version import Version
 from asyncrl.errors import FetchFailed, ManifestVoid
-from asyncrl.weights.manifest import Bucket, Bytes
-from asyncrl.weights.memory_file import MemoryFile
-from asyncrl.weights.transports.interfaces import StoresBytes
+from asyncrl.weights.manifest import Bytes
+from asyncrl.weights.transports.interfaces import Shipment, StoresBytes
 
 
 class ObjectStoreTransport(StoresBytes):
-    """Implements `Transport`. A bucket exists as long as the rank that has put it."""
+    """A bucket exists as long as the rank that has put it."""
 
-    def send(
-        self, parts: Sequence[Bytes], described: Sequence[Bucket], version: Version, *, shared: MemoryFile | None
-    ) -> list[Any]:
-        return [ray.put(part) for part in parts]
+    def send(self, sent: Shipment) -> list[Any]:
+        return [ray.put(part) for part in sent.parts]
 
     async def receive(self, handle: Any, *, timeout_s: float) -> Bytes:
         try:

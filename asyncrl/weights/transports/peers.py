@@ -7,10 +7,8 @@ group.
 """
 
 import socket
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -19,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from asyncrl.common.threads import in_daemon
 from asyncrl.errors import CollectiveError, UpdateRefused, WeightError
 
 Answer = TypeVar("Answer")
@@ -85,28 +84,9 @@ class Peers:
             )
         return _within(
             rendezvous.timeout_s,
-            lambda: cls._joined(rendezvous, rank=rank, device=device, listener=listener),
+            lambda: cls(rendezvous, rank=rank, device=device, store=_meet(rendezvous, rank=rank, listener=listener)),
             what=f"joining the weights' process group at {rendezvous.host}:{rendezvous.port} as rank {rank}",
         )
-
-    @classmethod
-    def _joined(
-        cls, rendezvous: Rendezvous, *, rank: int, device: torch.device, listener: socket.socket | None
-    ) -> "Peers":
-        deadline_s = time.monotonic() + KNOWING_WHO_IS_MISSING * rendezvous.timeout_s
-        store = _open_store(rendezvous, is_master=rank == 0, listener=listener)
-        keys = [f"joined/{peer}" for peer in range(rendezvous.world_size)]
-        store.set(keys[rank], "")
-        try:
-            store.wait(keys, timedelta(seconds=max(0.01, deadline_s - time.monotonic())))
-        except dist.DistStoreError as error:
-            missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
-            raise CollectiveError(
-                f"ranks {missing} of {rendezvous.world_size} did not join the weights' process group at "
-                f"{rendezvous.host}:{rendezvous.port} within weights.load_timeout_s = {rendezvous.timeout_s:g} s; "
-                "check that these processes run and can reach this address"
-            ) from error
-        return cls(rendezvous, rank=rank, device=device, store=store)
 
     def exchange(self, function: Callable[["Peers"], Answer], *, what: str) -> Answer:
         """Runs `function(self)`, which communicates. Raises CollectiveError when a peer failed or `timeout_s` passed.
@@ -179,15 +159,7 @@ def _finish(work: Any) -> None:
 
 def _within(timeout_s: float, function: Callable[[], Answer], *, what: str) -> Answer:
     """Runs `function()` in a thread, which is abandoned at the deadline: a library's own deadline may fail."""
-    outcome: Future[Answer] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(function())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name=what, daemon=True).start()
+    outcome = in_daemon(function, name=what)
     try:
         return outcome.result(timeout_s)
     except WeightError:
@@ -201,6 +173,24 @@ def _within(timeout_s: float, function: Callable[[], Answer], *, what: str) -> A
         raise CollectiveError(
             f"{what}: a peer has ended or is late ({type(error).__name__}: {error}); join a new group on all ranks"
         ) from error
+
+
+def _meet(rendezvous: Rendezvous, *, rank: int, listener: socket.socket | None) -> Any:
+    """Returns the store of the group when all ranks have joined. Raises CollectiveError, which names the missing."""
+    deadline_s = time.monotonic() + KNOWING_WHO_IS_MISSING * rendezvous.timeout_s
+    store = _open_store(rendezvous, is_master=rank == 0, listener=listener)
+    keys = [f"joined/{peer}" for peer in range(rendezvous.world_size)]
+    store.set(keys[rank], "")
+    try:
+        store.wait(keys, timedelta(seconds=max(0.01, deadline_s - time.monotonic())))
+    except dist.DistStoreError as error:
+        missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
+        raise CollectiveError(
+            f"ranks {missing} of {rendezvous.world_size} did not join the weights' process group at "
+            f"{rendezvous.host}:{rendezvous.port} within weights.load_timeout_s = {rendezvous.timeout_s:g} s; "
+            "check that these processes run and can reach this address"
+        ) from error
+    return store
 
 
 def _open_store(rendezvous: Rendezvous, *, is_master: bool, listener: socket.socket | None) -> Any:
