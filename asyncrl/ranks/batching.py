@@ -69,23 +69,6 @@ def without_nonfinite(batch: BatchedDataDict) -> tuple[BatchedDataDict, int]:
     return batch, count
 
 
-def count_trained(batch: BatchedDataDict) -> tuple[int, int]:
-    """Returns (tokens, samples) that are trained. A trained sample with an empty completion counts as a sample with no
-    tokens."""
-    if batch.size == 0:
-        return 0, 0
-    return int(trained_mask(batch).sum()), int((batch["sample_mask"] > 0).sum())
-
-
-def valid_sums(batch: BatchedDataDict) -> tuple[float, float]:
-    """Returns (Σ token_mask[:, 1:] · sample_mask, Σ sample_mask). A loss is divided by these sums over all ranks."""
-    if batch.size == 0:
-        return 0.0, 0.0
-    sample_mask_B = batch["sample_mask"].double()
-    tokens = (batch["token_mask"][:, 1:].double() * sample_mask_B.unsqueeze(1)).sum()
-    return float(tokens), float(sample_mask_B.sum())
-
-
 def staleness_counts(batch: BatchedDataDict, *, step: int) -> dict[int, int]:
     """Returns the number of trained tokens for each staleness, in versions."""
     if batch.size == 0:

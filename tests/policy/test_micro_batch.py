@@ -25,8 +25,8 @@ from asyncrl.errors import CallRefused, MissingColumns
 from asyncrl.policy.logprobs import model_logprobs
 from asyncrl.policy.micro_batch import OnPolicy, loss_of
 from asyncrl.policy.worker import PolicyWorker
-from asyncrl.ranks.batching import count_trained
 from asyncrl.ranks.loss_pass import MicroBatchOutcome, UpdateContext, aligned
+from asyncrl.ranks.plan import plan_of
 
 
 @functools.cache
@@ -58,8 +58,8 @@ def on_policy(key: int, lengths: tuple[int, ...]) -> BatchedDataDict:
 def outcome(
     loss_fn: Any, data: BatchedDataDict, *, step: int | None = STEP, sole_update: bool = True
 ) -> MicroBatchOutcome:
-    tokens, samples = count_trained(data)
-    counts = {"global_valid_seqs": torch.tensor(samples), "global_valid_toks": torch.tensor(tokens)}
+    plan = plan_of(data)
+    counts = {"global_valid_seqs": torch.tensor(plan.samples), "global_valid_toks": torch.tensor(plan.tokens)}
     context = UpdateContext(loss_fn=loss_fn, counts=counts, step=step, sole_update=sole_update)
     return loss_of(data, model=model(), context=context, temperature=TEMPERATURE, packed=False, on_policy=ON_POLICY)
 
