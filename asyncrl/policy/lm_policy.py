@@ -37,7 +37,6 @@ class Policy(RankDriver[PolicyWorker], ColocatablePolicyInterface):
 
     def __init__(self, config: Config, **options: Any) -> None:
         super().__init__(config, **options)
-        self._specs: tuple[ParameterSpec, ...] = ()
         self._sent: Version | None = None
         self._sharing = False
 
@@ -82,9 +81,7 @@ class Policy(RankDriver[PolicyWorker], ColocatablePolicyInterface):
     def weights_metadata(self) -> tuple[ParameterSpec, ...]:
         """Returns names, shapes, dtypes and sizes of the weights that `PolicyWorker.gather_weights` yields, in
         order."""
-        if not self._specs:
-            self._specs = self._ranks.call(PolicyWorker.weights_metadata)[0]
-        return self._specs
+        return self._ranks.call(PolicyWorker.weights_metadata)[0]
 
     def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], str]]:
         return {spec.name: (spec.shape, spec.dtype) for spec in self.weights_metadata()}

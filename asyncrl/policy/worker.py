@@ -331,7 +331,7 @@ class PolicyWorker(RankWorker[LossFunction]):
         """Frees everything of this rank on its device: frees the shared weights, and moves model and optimizer away."""
         self._shared.release()
         self.offload_optimizer()
-        self.offload_model()
+        self._placement.offload_model()
         if self._first_weights is not None:
             move_model(self._first_weights, HOST)
 
