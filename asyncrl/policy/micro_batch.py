@@ -15,12 +15,11 @@ from asyncrl.algorithms.kernel import kernel_sums
 from asyncrl.algorithms.loss import ObjectiveLoss, entropy, gather_logprobs
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.masks import trained_mask
-from asyncrl.data.specs import BRANCH, NO_VERSION, SUPPORT
+from asyncrl.data.specs import NO_VERSION
 from asyncrl.errors import CallRefused
 from asyncrl.policy.logprobs import model_logprobs
-from asyncrl.ranks.branches import Branches
 from asyncrl.ranks.loss_pass import MicroBatchOutcome, UpdateContext, aligned, outcome_of, slopes_of, without_slopes
-from asyncrl.ranks.packed import PackedRows
+from asyncrl.ranks.model_rows import ModelRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,31 +116,17 @@ class _Outputs:
 def _outputs(
     data: BatchedDataDict, *, model: PreTrainedModel, loss_fn: LossFunction, temperature: float, packed: bool
 ) -> _Outputs:
-    lengths_B, support_BSK = data["input_lengths"] if packed else None, data.get(SUPPORT)
+    rows = ModelRows.of(data, packed=packed, with_supports=True)
     # for an objective, the chunked head computes entropies; other losses that need entropies get logits
     if not isinstance(loss_fn, ObjectiveLoss) and input_type_of(loss_fn) != LossInputType.LOGPROB:
-        assert support_BSK is None, "refused by check_input_type"
-        logits_BSV = _logits(
-            model,
-            data["input_ids"],
-            temperature=temperature,
-            packed_lengths_B=lengths_B,
-            branch_ids_BS=data.get(BRANCH),
-        )
+        assert rows.support_NK is None, "refused by check_input_type"
+        logits_BSV = _logits(model, rows, temperature=temperature)
         return _Outputs(
             columns={"next_token_logits": logits_BSV},
             logprobs_BT=gather_logprobs(logits_BSV, input_ids_BS=data["input_ids"]),
             entropy_BT=entropy(logits_BSV.detach()),
         )
-    logprobs_BT, entropy_BT = model_logprobs(
-        model,
-        data["input_ids"],
-        temperature=temperature,
-        with_entropy=True,
-        packed_lengths_B=lengths_B,
-        support_BSK=support_BSK,
-        branch_ids_BS=data.get(BRANCH),
-    )
+    logprobs_BT, entropy_BT = model_logprobs(model, rows, temperature=temperature, with_entropy=True)
     assert entropy_BT is not None
     columns = {"next_token_logprobs": logprobs_BT}
     if isinstance(loss_fn, ObjectiveLoss) and loss_fn.needs_entropy:
@@ -186,30 +171,13 @@ def _diagnosed(
     )
 
 
-def _logits(
-    model: PreTrainedModel,
-    input_ids_BS: torch.Tensor,
-    *,
-    temperature: float,
-    packed_lengths_B: torch.Tensor | None,
-    branch_ids_BS: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Returns float32 logits [B, S, V], divided by the temperature, for a loss that needs all of them.
-
-    No attention mask is needed: padding is on the right, where causal attention does not look. Each branch of a row is
-    a sequence of its own.
-    """
-    if branch_ids_BS is not None:
-        split = Branches.of(input_ids_BS, branch_ids_BS=branch_ids_BS)
-        lengths_R = None if packed_lengths_B is None else split.lengths_R
-        return split.at_tokens(_logits(model, split.input_ids_RL, temperature=temperature, packed_lengths_B=lengths_R))
-    if packed_lengths_B is None:
-        logits_BSV: torch.Tensor = model(input_ids=input_ids_BS, use_cache=False).logits.float()
-    else:
-        packed = PackedRows.of(input_ids_BS, lengths_B=packed_lengths_B)
-        logits_1NV = model(**packed.model_inputs(), use_cache=False).logits.float()
+def _logits(model: PreTrainedModel, rows: ModelRows, *, temperature: float) -> torch.Tensor:
+    """Returns float32 logits [B, S, V], divided by the temperature, for a loss that needs all of them."""
+    logits: torch.Tensor = model(**rows.inputs, use_cache=False).logits.float()
+    if rows.packed is not None:
         # the logits after a row's last token predict no trained token, so they are filled with 0
-        logits_BSV = torch.nn.functional.pad(packed.at_tokens(logits_1NV), (0, 0, 0, 1))
+        logits = torch.nn.functional.pad(rows.packed.at_tokens(logits), (0, 0, 0, 1))
+    logits_BSV = rows.joined(logits)
     return logits_BSV if temperature == 1.0 else logits_BSV / temperature
 
 

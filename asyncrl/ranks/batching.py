@@ -84,7 +84,7 @@ def tokens_passed(parts: Sequence[BatchedDataDict], *, packed: bool) -> tuple[in
     prefix that rows of a micro-batch share passes once, so the second number is not larger. Each branch of an episode
     passes as a row.
     """
-    parts = list(map(branches_as_rows, parts))
+    parts = [branches_as_rows(part)[0] for part in parts]
     real = sum(int(part["input_lengths"].sum()) for part in parts)
     if not packed:
         return real, sum(part["input_ids"].numel() for part in parts)
@@ -94,7 +94,7 @@ def tokens_passed(parts: Sequence[BatchedDataDict], *, packed: bool) -> tuple[in
 
 def row_lengths(parts: Sequence[BatchedDataDict]) -> list[int]:
     """Returns the number of real tokens of every sequence that the model sees."""
-    return [length for part in parts for length in branches_as_rows(part)["input_lengths"].tolist()]
+    return [length for part in parts for length in branches_as_rows(part)[0]["input_lengths"].tolist()]
 
 
 def empty_micro_batch() -> BatchedDataDict:

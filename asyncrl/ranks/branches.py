@@ -72,19 +72,14 @@ class Branches:
         values_BS[self.inside_BS] = values_RL[self.branches_M, self.places_M]
         return values_BS
 
-    def at_next_tokens(self, values_RT: torch.Tensor) -> torch.Tensor:
-        """Returns [B, T]: entry t of a row is the value of token t + 1, as in `values_RT`, [R, L − 1]. It is 0 for the
-        first token of a branch, which nothing predicts. Differentiable."""
-        return self.at_tokens(torch.nn.functional.pad(values_RT, (1, 0)))[:, 1:]
 
-
-def branches_as_rows(batch: BatchedDataDict) -> BatchedDataDict:
+def branches_as_rows(batch: BatchedDataDict) -> tuple[BatchedDataDict, Branches | None]:
     """Returns the sequences that the model sees for a batch, with their lengths, and their supports if the rows have
-    them."""
+    them. If the rows have branches, also returns these."""
     if BRANCH not in batch:
-        return batch
+        return batch, None
     split = Branches.of(batch["input_ids"], branch_ids_BS=batch[BRANCH], support_BSK=batch.get(SUPPORT))
     rows = BatchedDataDict(input_ids=split.input_ids_RL, input_lengths=split.lengths_R)
     if split.support_RLK is not None:
         rows[SUPPORT] = split.support_RLK
-    return rows
+    return rows, split
