@@ -18,12 +18,7 @@ _LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_h
 
 
 def model_logprobs(
-    model: PreTrainedModel,
-    rows: ModelRows,
-    *,
-    temperature: float,
-    with_entropy: bool,
-    chunk_logits: int | None = None,
+    model: PreTrainedModel, rows: ModelRows, *, temperature: float, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns log-probs [B, T] of the next tokens and, if `with_entropy`, the entropies [B, T] of their distributions,
     as float32.
@@ -47,7 +42,6 @@ def model_logprobs(
             support_NK=rows.support_NK,
             temperature=temperature,
             with_entropy=with_entropy,
-            chunk_logits=chunk_logits,
         )
         stacked = torch.stack([column for column in columns if column is not None], dim=-1)
         made.append(stacked.view(*rows.targets.shape, stacked.shape[-1]))

@@ -5,6 +5,7 @@ Legend: B rows, S tokens, T = S − 1 next tokens, V vocabulary.
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -62,8 +63,7 @@ def loss_of(
     """
     outputs = _outputs(data, model=model, loss_fn=context.loss_fn, temperature=temperature, packed=packed)
     logprobs_BT = outputs.logprobs_BT
-    mask_BT = trained_mask(data)[:, 1:]
-    if not bool(mask_BT.any()):
+    if not bool(trained_mask(data).any()):
         return MicroBatchOutcome(differentiable=without_slopes(logprobs_BT))
     proximal_BS = data["prev_logprobs"] if "prev_logprobs" in data else aligned(logprobs_BT.detach())
     if context.sole_update:
@@ -76,19 +76,14 @@ def loss_of(
             return call_with_logits(context.loss_fn, leaves["next_token_logits"], columns, context.counts)
         return context.loss_fn(data=columns, **context.counts, **leaves)
 
-    def measured(slopes: dict[str, torch.Tensor]) -> MetricSums:
-        if "generation_logprobs" not in data:
-            return MetricSums()
-        return _diagnosed(
-            data,
-            outputs=outputs,
-            context=context,
-            slopes_BT=slopes.get("next_token_logprobs"),
-            proximal_BT=proximal_BS[:, 1:].float(),
-            mask_BT=mask_BT,
-            on_policy=on_policy,
-        )
-
+    measured = partial(
+        _diagnosed,
+        data=data,
+        outputs=outputs,
+        context=context,
+        proximal_BT=proximal_BS[:, 1:].float(),
+        on_policy=on_policy,
+    )
     return outcome_of(outputs.columns, called, measure=measured)
 
 
@@ -135,16 +130,19 @@ def _outputs(
 
 
 def _diagnosed(
-    data: BatchedDataDict,
+    slopes: dict[str, torch.Tensor],
     *,
+    data: BatchedDataDict,
     outputs: _Outputs,
     context: UpdateContext[LossFunction],
-    slopes_BT: torch.Tensor | None,
     proximal_BT: torch.Tensor,
-    mask_BT: torch.Tensor,
     on_policy: OnPolicy,
 ) -> MetricSums:
-    """Returns how far the data is from the policy, and how a loss of log-probs pushes its tokens."""
+    """Returns how far the data is from the policy, and how a loss of log-probs pushes its tokens. `slopes` are those of
+    the loss by its arguments. Nothing is known without the log-probs of the generation."""
+    if "generation_logprobs" not in data:
+        return MetricSums()
+    slopes_BT, mask_BT = slopes.get("next_token_logprobs"), trained_mask(data)[:, 1:]
     # in float32, because the difference of two bfloat16 columns would be rounded to bfloat16
     behaviour_BT = data["generation_logprobs"][:, 1:].float()
     kernel = MetricSums()

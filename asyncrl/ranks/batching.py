@@ -7,6 +7,7 @@ import copy
 from collections.abc import Sequence
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from asyncrl.algorithms.loss import SOURCE_COLUMNS
 from asyncrl.data.batched_data_dict import BatchedDataDict
@@ -116,10 +117,7 @@ def empty_micro_batch() -> BatchedDataDict:
 
 def token_batch(sequences: Sequence[Sequence[int]]) -> BatchedDataDict:
     """Returns token sequences to be scored, padded on the right: `input_ids` [B, S] and `input_lengths` [B]."""
-    width = max([MIN_WIDTH, *(len(tokens) for tokens in sequences)])
-    input_ids_BS = torch.zeros((len(sequences), width), dtype=torch.int64)
-    for i, tokens in enumerate(sequences):
-        input_ids_BS[i, : len(tokens)] = torch.as_tensor(tokens, dtype=torch.int64)
-    return BatchedDataDict(
-        {"input_ids": input_ids_BS, "input_lengths": torch.tensor([len(tokens) for tokens in sequences])}
-    )
+    rows = [torch.as_tensor(tokens, dtype=torch.int64) for tokens in sequences]
+    narrowest = torch.zeros(MIN_WIDTH, dtype=torch.int64)  # no batch may be narrower
+    input_ids_BS = pad_sequence([*rows, narrowest], batch_first=True)[:-1]
+    return BatchedDataDict(input_ids=input_ids_BS, input_lengths=torch.tensor([len(row) for row in rows]))

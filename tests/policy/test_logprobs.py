@@ -290,8 +290,9 @@ def tiny_qwen3(*, tied: bool) -> Qwen3ForCausalLM:
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_gives_the_log_probs_and_every_gradient_of_its_full_logits(
-    tied: bool, temperature: float, with_entropy: bool
+    tied: bool, temperature: float, with_entropy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(chunked_head.CHUNK_LOGITS, "cpu", 64 * 18)
     model = tiny_qwen3(tied=tied)
     input_ids_BS = torch.randint(1, VOCABULARY, (3, 7), generator=torch.Generator().manual_seed(2))
     weights_BT = torch.randn(3, 6, generator=torch.Generator().manual_seed(3))
@@ -305,7 +306,7 @@ def test_a_model_gives_the_log_probs_and_every_gradient_of_its_full_logits(
     want = torch.autograd.grad(want_loss, list(parameters.values()))
 
     logprobs_BT, entropy_BT = model_logprobs(
-        model, rows_of(input_ids_BS), temperature=temperature, with_entropy=with_entropy, chunk_logits=64 * 18
+        model, rows_of(input_ids_BS), temperature=temperature, with_entropy=with_entropy
     )
     assert_reordered(logprobs_BT, want_logprobs_BT, spread=OUTPUT)
     loss = (weights_BT * logprobs_BT).sum()

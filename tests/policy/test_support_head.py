@@ -181,7 +181,8 @@ def rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_model_gives_them_for_padded_and_packed_rows(packed: bool) -> None:
+def test_a_model_gives_them_for_padded_and_packed_rows(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(chunked_head.CHUNK_LOGITS, "cpu", 64 * 12)
     tokens_BS, lengths_B, support_BSK = rows()
     made = model()
     logits_BTV = made(input_ids=tokens_BS, use_cache=False).logits[:, :-1] / 0.8
@@ -195,7 +196,6 @@ def test_a_model_gives_them_for_padded_and_packed_rows(packed: bool) -> None:
         rows_of(tokens_BS, packed_lengths_B=lengths_B if packed else None, support_BSK=support_BSK),
         temperature=0.8,
         with_entropy=True,
-        chunk_logits=64 * 12,
     )
     assert entropy_BT is not None
     assert_reordered(logprobs_BT.flatten(), want_N, spread=OUTPUT)

@@ -7,6 +7,7 @@ from tiny_groups import rows_of
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl.errors import ConfigError
+from asyncrl.policy.chunked_head import CHUNK_LOGITS
 from asyncrl.policy.logprobs import model_logprobs
 from asyncrl.ranks.packed import ATTENTION, PackedRows, packed_attention
 
@@ -24,7 +25,8 @@ MODELS = {
 
 
 @pytest.fixture(params=MODELS)
-def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
+    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 64 * 12)
     torch.manual_seed(3)
     kind, config = MODELS[request.param]
     made: PreTrainedModel = kind(config).double().eval()
@@ -40,7 +42,7 @@ def rows() -> tuple[torch.Tensor, torch.Tensor]:
 def packed_logprobs(model: PreTrainedModel, tokens_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
     model.set_attn_implementation(ATTENTION)
     packed = rows_of(tokens_BS, packed_lengths_B=lengths_B)
-    logprobs_BT, _ = model_logprobs(model, packed, temperature=0.8, with_entropy=True, chunk_logits=64 * 12)
+    logprobs_BT, _ = model_logprobs(model, packed, temperature=0.8, with_entropy=True)
     return logprobs_BT
 
 
