@@ -81,11 +81,8 @@ class PolicyWorker(RankWorker[LossFunction]):
         lora = self._config.model.lora
         # Frozen weights need no more precision than the passes compute in.
         dtype = torch.float32 if lora is None else compute_dtype(self._config)
-        model = cast(
-            PreTrainedModel,
-            AutoModelForCausalLM.from_pretrained(
-                model_path, dtype=dtype, attn_implementation=ATTENTION if self._packed else "sdpa"
-            ),
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            model_path, dtype=dtype, attn_implementation=ATTENTION if self._packed else "sdpa"
         )
         if lora is None:
             return model

@@ -101,8 +101,8 @@ def test_values_and_gradients_are_those_of_the_branches_alone(model: PreTrainedM
 
 
 def test_packed_branches_compute_their_common_beginning_once(model: PreTrainedModel) -> None:
-    split = Branches.of(rows()["input_ids"], branch_ids_BS=rows()[BRANCH])
-    sequence = PackedRows.of(split.input_ids_RL, lengths_B=split.lengths_R).input_ids_1N
+    split = Branches.of(rows()).rows
+    sequence = PackedRows.of(split["input_ids"], lengths_B=split["input_lengths"]).input_ids_1N
     assert tokens_passed([rows()], packed=True) == (24, sequence.numel())
     assert sequence.numel() < 24
     assert row_lengths([rows()]) == [6, 7, 2, 3, 4, 2]
