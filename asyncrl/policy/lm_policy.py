@@ -16,7 +16,6 @@ from typing import Any
 import ray
 
 from asyncrl.common.version import Version
-from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import CollectiveError
 from asyncrl.policy.interfaces import ColocatablePolicyInterface
@@ -34,11 +33,10 @@ class Policy(RankDriver[PolicyWorker], ColocatablePolicyInterface):
 
     _worker = PolicyWorker
     _training = "policy_training"
-
-    def __init__(self, config: Config, **options: Any) -> None:
-        super().__init__(config, **options)
-        self._sent: Version | None = None
-        self._sharing = False
+    _sent: Version | None = None
+    """The newest version that was sent."""
+    _sharing = False
+    """True from `prepare_weights_for_ipc` to the end of the refit."""
 
     def get_logprobs(self, data: BatchedDataDict, timer: Timer | None = None) -> BatchedDataDict:
         return self._score(data, timer, PolicyWorker.get_logprobs)
