@@ -22,7 +22,8 @@ from pathlib import Path
 
 import torch
 
-from asyncrl.policy.chunked_head import CHUNK_LOGITS, chunked_logprobs
+from asyncrl.policy.chunked_head import CHUNK_LOGITS
+from asyncrl.policy.logprobs import head_logprobs
 
 TEMPERATURE = 0.7
 
@@ -51,7 +52,7 @@ def logprobs_by(
     """Returns the log-probs [N] by one of the paths `full`, `chunked` and `entropy`."""
     if path == "full":
         return full_logprobs(hidden_ND, weight_VD, targets_N)
-    logprobs_N, _ = chunked_logprobs(
+    logprobs_N, _ = head_logprobs(
         hidden_ND,
         weight_VD,
         targets_N=targets_N,

@@ -21,6 +21,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from asyncrl.config.schema import LearnerSection
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.policy.logprobs import model_logprobs
+from asyncrl.ranks.model_rows import ModelRows
 from asyncrl.ranks.packed import ATTENTION
 from asyncrl.ranks.plan import BatchingPlan
 
@@ -82,10 +83,8 @@ def main() -> None:
     def run(name: str, parts: list[BatchedDataDict]) -> None:
         model.set_attn_implementation(ATTENTION if name == "packed" else "sdpa")
         for part in parts:
-            packed = part["input_lengths"] if name == "packed" else None
-            logprobs_BT, _ = model_logprobs(
-                model, part["input_ids"], temperature=1.0, with_entropy=False, packed_lengths_B=packed
-            )
+            rows = ModelRows.of(part, packed=name == "packed")
+            logprobs_BT, _ = model_logprobs(model, rows, temperature=1.0, with_entropy=False)
             logprobs_BT.sum().backward()
         model.zero_grad()
 

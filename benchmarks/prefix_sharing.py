@@ -14,7 +14,9 @@ import time
 import torch
 from packing import VOCABULARY, small_model
 
+from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.policy.logprobs import model_logprobs
+from asyncrl.ranks.model_rows import ModelRows
 from asyncrl.ranks.packed import ATTENTION, PackedRows
 
 
@@ -50,9 +52,8 @@ def main() -> None:
     for _ in range(arguments.rounds):
         for name, tokens_BS in ways.items():
             start = time.perf_counter()
-            logprobs_BT, _ = model_logprobs(
-                model, tokens_BS, temperature=1.0, with_entropy=True, packed_lengths_B=lengths_B
-            )
+            packed = ModelRows.of(BatchedDataDict(input_ids=tokens_BS, input_lengths=lengths_B), packed=True)
+            logprobs_BT, _ = model_logprobs(model, packed, temperature=1.0, with_entropy=True)
             logprobs_BT.sum().backward()
             best[name] = min(best[name], time.perf_counter() - start)
             model.zero_grad()

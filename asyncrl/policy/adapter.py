@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
-from safetensors.torch import save_file
+from safetensors.torch import save
 from transformers import PreTrainedModel
 
 from asyncrl.config.schema import LoraSection
@@ -99,11 +99,9 @@ def write_adapter(folder: Path, tensors: Mapping[str, torch.Tensor], lora: LoraS
         inference_mode=True,
     )
     config.save_pretrained(str(folder))
-    path = folder / WEIGHTS
-    path.touch()
-    mode = path.stat().st_mode
-    save_file({saved_name(name): tensor for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
-    path.chmod(mode)  # safetensors makes its file readable only for the owner
+    # not `save_file`: it would make the file readable only for the owner
+    named = {saved_name(name): tensor for name, tensor in tensors.items()}
+    (folder / WEIGHTS).write_bytes(save(named, metadata={"format": "pt"}))
 
 
 def _targets(model: PreTrainedModel, lora: LoraSection) -> list[str]:

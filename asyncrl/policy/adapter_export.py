@@ -5,7 +5,7 @@ adapter_model.safetensors  adapter_config.json  tokenizer.json …  COMPLETE
 
 import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -25,8 +25,16 @@ def convert_adapter(
     """Writes the adapter that `ShardedState.write` wrote to `weights_path`. `names` are those of its parameters. Not a
     collective. Raises CheckpointError if it cannot be written."""
     complete_directory.prepare(path)
+    unfinished = complete_directory.unfinished(path)
     saved = SavedTensors(weights_path)
-    _write(path, {name: saved.read(name, dtype=dtype) for name in names}, lora, base=base)
+    weights = {name: saved.read(name, dtype=dtype) for name in names}
+    try:
+        write_adapter(unfinished, weights, lora, base=base)
+        AutoTokenizer.from_pretrained(base).save_pretrained(unfinished)
+        _finish(path)
+    except Exception as error:
+        shutil.rmtree(unfinished, ignore_errors=True)  # frees its space: a full disk may be the cause
+        raise CheckpointError(f"cannot write {path}: {type(error).__name__}: {error}") from error
 
 
 def merge_adapter(adapter: Path, path: Path, *, base: str, dtype: torch.dtype) -> None:
@@ -41,17 +49,6 @@ def merge_adapter(adapter: Path, path: Path, *, base: str, dtype: torch.dtype) -
         weights.chmod((unfinished / "config.json").stat().st_mode)  # it would be readable only for the owner
     AutoTokenizer.from_pretrained(base).save_pretrained(unfinished)
     _finish(path)
-
-
-def _write(path: Path, weights: Mapping[str, torch.Tensor], lora: LoraSection, *, base: str) -> None:
-    unfinished = complete_directory.unfinished(path)
-    try:
-        write_adapter(unfinished, weights, lora, base=base)
-        AutoTokenizer.from_pretrained(base).save_pretrained(unfinished)
-        _finish(path)
-    except Exception as error:
-        shutil.rmtree(unfinished, ignore_errors=True)  # frees its space: a full disk may be the cause
-        raise CheckpointError(f"cannot write {path}: {type(error).__name__}: {error}") from error
 
 
 def _finish(path: Path) -> None:

@@ -37,28 +37,7 @@ benchmarks/gpu/measure.py measure the choice: an H100 needs 1.22 times the time 
 _MIN_CHUNK_ROWS = 64
 
 
-def chunked_logprobs(
-    hidden_ND: torch.Tensor,
-    weight_VD: torch.Tensor,
-    *,
-    targets_N: torch.Tensor,
-    temperature: float = 1.0,
-    with_entropy: bool = False,
-    chunk_logits: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns log softmax(hidden · weightᵀ / temperature) at the targets [N], and the entropies [N] if `with_entropy`.
-
-    Results are float32 (float64 for float64 inputs) and differentiable once in hidden and weight. Gradients have the
-    dtypes of the inputs. `chunk_logits` is by default the one of CHUNK_LOGITS for the device.
-    """
-    chunk_logits = chunk_logits or CHUNK_LOGITS[hidden_ND.device.type]
-    logprobs_N, entropy_N = _ChunkedHead.apply(  # type: ignore[no-untyped-call]
-        hidden_ND, weight_VD, targets_N, temperature, chunk_logits, with_entropy
-    )
-    return logprobs_N, entropy_N
-
-
-class _ChunkedHead(torch.autograd.Function):
+class ChunkedHead(torch.autograd.Function):
     """Output head, log-softmax and entropy as one autograd function.
 
     Let z be the logits divided by the temperature, p their softmax, H its entropy, and t the target. The gradients

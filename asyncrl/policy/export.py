@@ -7,22 +7,20 @@ import copy
 import json
 import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from huggingface_hub import split_state_dict_into_shards_factory
 from transformers import AutoTokenizer, PreTrainedModel
 
 from asyncrl import complete_directory
-from asyncrl.atomic_write import sync
 from asyncrl.errors import CheckpointError
 from asyncrl.ranks.collectives import on_all_ranks, on_first_rank
-from asyncrl.ranks.shard_files import SavedTensors
+from asyncrl.ranks.shard_files import SavedTensors, write_tensors
 from asyncrl.weights.manifest import ParameterSpec
 
-_WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 FILE_BYTES = 2**30
 """Largest size of a file, unless one tensor alone is larger."""
@@ -53,17 +51,20 @@ def convert_to_hf(
 
     def write_weights() -> None:
         saved = SavedTensors(weights_path)
-        files = _by_file([spec for spec in specs if spec.name in saved])  # a tied weight is saved under one name
-        for name in list(files)[rank :: dist.get_world_size(group)]:
+        split = split_state_dict_into_shards_factory(
+            {spec.name: spec for spec in specs if spec.name in saved},  # a tied weight is saved under one name
+            get_storage_size=lambda spec: spec.nbytes,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=FILE_BYTES,
+        )
+        for file in list(split.filename_to_tensors)[rank :: dist.get_world_size(group)]:
             # no variable for the tensors: it would keep them while those of the next file are read
-            save_file(
-                {spec.name: saved.read(spec.name, dtype=dtype) for spec in files[name]},
-                unfinished / name,
-                metadata={"format": "pt"},
+            write_tensors(
+                {name: saved.read(name, dtype=dtype) for name in split.filename_to_tensors[file]}, unfinished / file
             )
-            sync(unfinished / name)
-        if rank == 0 and len(files) > 1:
-            _write_index(unfinished / _INDEX, files)
+        if rank == 0 and split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+            (unfinished / _INDEX).write_text(json.dumps(index, indent=2))
 
     def write_rest() -> None:
         _write_rest(model, tokenizer_path=tokenizer_path, path=unfinished, dtype=dtype)
@@ -79,26 +80,6 @@ def convert_to_hf(
         raise CheckpointError(f"cannot write {path}: {error}") from error
 
 
-def _by_file(specs: Sequence[ParameterSpec]) -> dict[str, list[ParameterSpec]]:
-    """Divides parameters into files of at most `FILE_BYTES`, by name. A larger parameter has a file of its own."""
-    files: list[list[ParameterSpec]] = [[]]
-    for spec in specs:
-        if files[-1] and sum(each.nbytes for each in files[-1]) + spec.nbytes > FILE_BYTES:
-            files.append([])
-        files[-1].append(spec)
-    if len(files) == 1:
-        return {_WEIGHTS: files[0]}
-    return {f"model-{at:05d}-of-{len(files):05d}.safetensors": file for at, file in enumerate(files, start=1)}
-
-
-def _write_index(path: Path, files: Mapping[str, Sequence[ParameterSpec]]) -> None:
-    index = {
-        "metadata": {"total_size": sum(spec.nbytes for file in files.values() for spec in file)},
-        "weight_map": {spec.name: name for name, file in files.items() for spec in file},
-    }
-    path.write_text(json.dumps(index, indent=2))
-
-
 def _write_rest(model: PreTrainedModel, *, tokenizer_path: str, path: Path, dtype: torch.dtype) -> None:
     """Writes configs and tokenizer to `path`, beside the files of the weights.
 
@@ -108,10 +89,6 @@ def _write_rest(model: PreTrainedModel, *, tokenizer_path: str, path: Path, dtyp
     config = copy.deepcopy(model.config)
     config.dtype = dtype
     config.save_pretrained(path)
-    # safetensors makes its files readable only for the owner; this gives them the mode of the other files, so that
-    # another user can serve the model
-    for weights in path.glob("*.safetensors"):
-        weights.chmod((path / "config.json").stat().st_mode)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(path)
     AutoTokenizer.from_pretrained(tokenizer_path).save_pretrained(path)

@@ -16,7 +16,6 @@ from typing import Any
 import ray
 
 from asyncrl.common.version import Version
-from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import CollectiveError
 from asyncrl.policy.interfaces import ColocatablePolicyInterface
@@ -34,12 +33,10 @@ class Policy(RankDriver[PolicyWorker], ColocatablePolicyInterface):
 
     _worker = PolicyWorker
     _training = "policy_training"
-
-    def __init__(self, config: Config, **options: Any) -> None:
-        super().__init__(config, **options)
-        self._specs: tuple[ParameterSpec, ...] = ()
-        self._sent: Version | None = None
-        self._sharing = False
+    _sent: Version | None = None
+    """The newest version that was sent."""
+    _sharing = False
+    """True from `prepare_weights_for_ipc` to the end of the refit."""
 
     def get_logprobs(self, data: BatchedDataDict, timer: Timer | None = None) -> BatchedDataDict:
         return self._score(data, timer, PolicyWorker.get_logprobs)
@@ -82,9 +79,7 @@ class Policy(RankDriver[PolicyWorker], ColocatablePolicyInterface):
     def weights_metadata(self) -> tuple[ParameterSpec, ...]:
         """Returns names, shapes, dtypes and sizes of the weights that `PolicyWorker.gather_weights` yields, in
         order."""
-        if not self._specs:
-            self._specs = self._ranks.call(PolicyWorker.weights_metadata)[0]
-        return self._specs
+        return self._ranks.call(PolicyWorker.weights_metadata)[0]
 
     def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], str]]:
         return {spec.name: (spec.shape, spec.dtype) for spec in self.weights_metadata()}

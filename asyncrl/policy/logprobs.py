@@ -5,102 +5,87 @@ Legend: B rows, S tokens, T = S − 1 next tokens, D hidden width, K tokens of a
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from transformers import PreTrainedModel
 
 from asyncrl.errors import ConfigError
-from asyncrl.policy.chunked_head import chunked_logprobs
-from asyncrl.policy.support_head import support_logprobs
-from asyncrl.ranks.branches import Branches
-from asyncrl.ranks.packed import PackedRows
+from asyncrl.policy.chunked_head import CHUNK_LOGITS, ChunkedHead
+from asyncrl.policy.support_head import SupportHead
+from asyncrl.ranks.model_rows import ModelRows
 
 _LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 
 
 def model_logprobs(
-    model: PreTrainedModel,
-    input_ids_BS: torch.Tensor,
-    *,
-    temperature: float,
-    with_entropy: bool,
-    packed_lengths_B: torch.Tensor | None = None,
-    support_BSK: torch.Tensor | None = None,
-    branch_ids_BS: torch.Tensor | None = None,
-    chunk_logits: int | None = None,
+    model: PreTrainedModel, rows: ModelRows, *, temperature: float, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns log-probs [B, T] of the next tokens and, if `with_entropy`, the entropies [B, T] of their distributions,
     as float32.
 
     Both are of softmax(logits / temperature), and both are differentiable. The model's own forward runs, including the
-    hooks of FSDP. For this one call, its head returns these numbers instead of logits. No attention mask is needed:
-    padding is on the right, where causal attention does not look. With `packed_lengths_B`, the model sees no padding at
-    all, and results beyond a row's length are 0; its attention must be the one of `asyncrl.ranks.packed`. With
-    `support_BSK`, the softmax of each token is over its support only, and both results are 0 for tokens without a
-    support (`asyncrl.policy.support_head`). With `branch_ids_BS`, each branch of a row is a sequence of its own
-    (`asyncrl.ranks.branches`), and both results are 0 for its first token. Raises ConfigError for a model whose logits
-    are not a plain product with the head.
+    hooks of FSDP. For this one call, its head returns these numbers instead of logits. If the rows are packed, results
+    beyond a row's length are 0, and the model's attention must be the one of `asyncrl.ranks.packed`. If they have
+    supports, the softmax of each token is over its support only, and both results are 0 for tokens without a support.
+    For the first token of a branch, both results are 0. Raises ConfigError for a model whose logits are not a plain
+    product with the head.
     """
-    score = partial(_logprobs, model, temperature=temperature, with_entropy=with_entropy, chunk_logits=chunk_logits)
-    if branch_ids_BS is None:
-        return score(input_ids_BS, packed_lengths_B=packed_lengths_B, support_BSK=support_BSK)
-    split = Branches.of(input_ids_BS, branch_ids_BS=branch_ids_BS, support_BSK=support_BSK)
-    lengths_R = None if packed_lengths_B is None else split.lengths_R
-    logprobs_RT, entropy_RT = score(split.input_ids_RL, packed_lengths_B=lengths_R, support_BSK=split.support_RLK)
-    return split.at_next_tokens(logprobs_RT), None if entropy_RT is None else split.at_next_tokens(entropy_RT)
-
-
-def _logprobs(
-    model: PreTrainedModel,
-    input_ids_BS: torch.Tensor,
-    *,
-    temperature: float,
-    with_entropy: bool,
-    packed_lengths_B: torch.Tensor | None,
-    support_BSK: torch.Tensor | None,
-    chunk_logits: int | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns the log-probs and entropies of rows without branches."""
     head = _plain_head(model)
-    packed = None
-    support_NK = None if support_BSK is None else support_BSK[:, 1:].flatten(0, 1)
-    if packed_lengths_B is not None:
-        packed = PackedRows.of(input_ids_BS, lengths_B=packed_lengths_B, support_BSC=support_BSK)
-        support_NK = packed.support_NC
-    model_inputs = {"input_ids": input_ids_BS} if packed is None else packed.model_inputs()
-    tokens: torch.Tensor = model_inputs["input_ids"]
-    targets = tokens[:, 1:] if packed is None else tokens
     made: list[torch.Tensor] = []
 
-    def forward(hidden_BSD: torch.Tensor) -> torch.Tensor:
-        _check_positions(hidden_BSD, tokens, model=model)
-        before = hidden_BSD[:, :-1] if packed is None else hidden_BSD[:, packed.before_N]
-        score = chunked_logprobs if support_NK is None else partial(support_logprobs, support_NK=support_NK)
-        columns = score(
-            before.flatten(0, 1),
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        _check_positions(hidden, rows.inputs["input_ids"], model=model)
+        columns = head_logprobs(
+            rows.before_targets(hidden).flatten(0, 1),
             head.weight,
-            targets_N=targets.flatten(),
+            targets_N=rows.targets.flatten(),
+            support_NK=rows.support_NK,
             temperature=temperature,
             with_entropy=with_entropy,
-            chunk_logits=chunk_logits,
         )
         stacked = torch.stack([column for column in columns if column is not None], dim=-1)
-        made.append(stacked.view(*targets.shape, stacked.shape[-1]))
+        made.append(stacked.view(*rows.targets.shape, stacked.shape[-1]))
         return made[-1]
 
     with _forward_replaced(head, forward):
-        returned = model(**model_inputs, use_cache=False).logits
+        returned = model(**rows.inputs, use_cache=False).logits
     if len(made) != 1 or returned is not made[0]:
         raise ConfigError(
             f"model.path: {type(model).__name__} changes its logits after the output head, so log-probs that are "
             f"computed from the head would be wrong; choose a model that does not do this",
             key="model.path",
         )
-    if packed is not None:
-        returned = packed.at_next_tokens(returned)
-    logprobs_BT, *entropy_BT = returned.unbind(-1)
+    logprobs_BT, *entropy_BT = rows.at_next_tokens(returned).unbind(-1)
     return logprobs_BT, entropy_BT[0] if entropy_BT else None
+
+
+def head_logprobs(
+    hidden_ND: torch.Tensor,
+    weight_VD: torch.Tensor,
+    *,
+    targets_N: torch.Tensor,
+    support_NK: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    chunk_logits: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns log softmax(hidden · weightᵀ / temperature) at the targets [N], and the entropies [N] if `with_entropy`.
+
+    Results are float32 (float64 for float64 inputs) and differentiable once in hidden and weight. Gradients have the
+    dtypes of the inputs. `chunk_logits` is by default the one of CHUNK_LOGITS for the device.
+
+    With `support_NK`, the softmax is over the support of each token. It has token ids, each once, and negative numbers
+    as padding. Each target must be in its support. Both results are 0 for a token without a support.
+    """
+    chunk_logits = chunk_logits or CHUNK_LOGITS[hidden_ND.device.type]
+    options = (temperature, chunk_logits, with_entropy)
+    if support_NK is None:
+        logprobs_N, entropy_N = ChunkedHead.apply(hidden_ND, weight_VD, targets_N, *options)  # type: ignore[no-untyped-call]
+    else:
+        logprobs_N, entropy_N = SupportHead.apply(  # type: ignore[no-untyped-call]
+            hidden_ND, weight_VD, targets_N, support_NK.long(), *options
+        )
+    return logprobs_N, entropy_N
 
 
 def _check_positions(hidden_BSD: torch.Tensor, tokens_BS: torch.Tensor, *, model: PreTrainedModel) -> None:

@@ -5,6 +5,7 @@ Legend: B rows, S tokens, T = S − 1 next tokens, V vocabulary.
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -15,12 +16,11 @@ from asyncrl.algorithms.kernel import kernel_sums
 from asyncrl.algorithms.loss import ObjectiveLoss, entropy, gather_logprobs
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.masks import trained_mask
-from asyncrl.data.specs import BRANCH, NO_VERSION, SUPPORT
+from asyncrl.data.specs import NO_VERSION
 from asyncrl.errors import CallRefused
 from asyncrl.policy.logprobs import model_logprobs
-from asyncrl.ranks.branches import Branches
 from asyncrl.ranks.loss_pass import MicroBatchOutcome, UpdateContext, aligned, outcome_of, slopes_of, without_slopes
-from asyncrl.ranks.packed import PackedRows
+from asyncrl.ranks.model_rows import ModelRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +63,7 @@ def loss_of(
     """
     outputs = _outputs(data, model=model, loss_fn=context.loss_fn, temperature=temperature, packed=packed)
     logprobs_BT = outputs.logprobs_BT
-    mask_BT = trained_mask(data)[:, 1:]
-    if not bool(mask_BT.any()):
+    if not bool(trained_mask(data).any()):
         return MicroBatchOutcome(differentiable=without_slopes(logprobs_BT))
     proximal_BS = data["prev_logprobs"] if "prev_logprobs" in data else aligned(logprobs_BT.detach())
     if context.sole_update:
@@ -77,19 +76,14 @@ def loss_of(
             return call_with_logits(context.loss_fn, leaves["next_token_logits"], columns, context.counts)
         return context.loss_fn(data=columns, **context.counts, **leaves)
 
-    def measured(slopes: dict[str, torch.Tensor]) -> MetricSums:
-        if "generation_logprobs" not in data:
-            return MetricSums()
-        return _diagnosed(
-            data,
-            outputs=outputs,
-            context=context,
-            slopes_BT=slopes.get("next_token_logprobs"),
-            proximal_BT=proximal_BS[:, 1:].float(),
-            mask_BT=mask_BT,
-            on_policy=on_policy,
-        )
-
+    measured = partial(
+        _diagnosed,
+        data=data,
+        outputs=outputs,
+        context=context,
+        proximal_BT=proximal_BS[:, 1:].float(),
+        on_policy=on_policy,
+    )
     return outcome_of(outputs.columns, called, measure=measured)
 
 
@@ -117,31 +111,17 @@ class _Outputs:
 def _outputs(
     data: BatchedDataDict, *, model: PreTrainedModel, loss_fn: LossFunction, temperature: float, packed: bool
 ) -> _Outputs:
-    lengths_B, support_BSK = data["input_lengths"] if packed else None, data.get(SUPPORT)
+    rows = ModelRows.of(data, packed=packed, with_supports=True)
     # for an objective, the chunked head computes entropies; other losses that need entropies get logits
     if not isinstance(loss_fn, ObjectiveLoss) and input_type_of(loss_fn) != LossInputType.LOGPROB:
-        assert support_BSK is None, "refused by check_input_type"
-        logits_BSV = _logits(
-            model,
-            data["input_ids"],
-            temperature=temperature,
-            packed_lengths_B=lengths_B,
-            branch_ids_BS=data.get(BRANCH),
-        )
+        assert rows.support_NK is None, "refused by check_input_type"
+        logits_BSV = _logits(model, rows, temperature=temperature)
         return _Outputs(
             columns={"next_token_logits": logits_BSV},
             logprobs_BT=gather_logprobs(logits_BSV, input_ids_BS=data["input_ids"]),
             entropy_BT=entropy(logits_BSV.detach()),
         )
-    logprobs_BT, entropy_BT = model_logprobs(
-        model,
-        data["input_ids"],
-        temperature=temperature,
-        with_entropy=True,
-        packed_lengths_B=lengths_B,
-        support_BSK=support_BSK,
-        branch_ids_BS=data.get(BRANCH),
-    )
+    logprobs_BT, entropy_BT = model_logprobs(model, rows, temperature=temperature, with_entropy=True)
     assert entropy_BT is not None
     columns = {"next_token_logprobs": logprobs_BT}
     if isinstance(loss_fn, ObjectiveLoss) and loss_fn.needs_entropy:
@@ -150,16 +130,19 @@ def _outputs(
 
 
 def _diagnosed(
-    data: BatchedDataDict,
+    slopes: dict[str, torch.Tensor],
     *,
+    data: BatchedDataDict,
     outputs: _Outputs,
     context: UpdateContext[LossFunction],
-    slopes_BT: torch.Tensor | None,
     proximal_BT: torch.Tensor,
-    mask_BT: torch.Tensor,
     on_policy: OnPolicy,
 ) -> MetricSums:
-    """Returns how far the data is from the policy, and how a loss of log-probs pushes its tokens."""
+    """Returns how far the data is from the policy, and how a loss of log-probs pushes its tokens. `slopes` are those of
+    the loss by its arguments. Nothing is known without the log-probs of the generation."""
+    if "generation_logprobs" not in data:
+        return MetricSums()
+    slopes_BT, mask_BT = slopes.get("next_token_logprobs"), trained_mask(data)[:, 1:]
     # in float32, because the difference of two bfloat16 columns would be rounded to bfloat16
     behaviour_BT = data["generation_logprobs"][:, 1:].float()
     kernel = MetricSums()
@@ -186,30 +169,13 @@ def _diagnosed(
     )
 
 
-def _logits(
-    model: PreTrainedModel,
-    input_ids_BS: torch.Tensor,
-    *,
-    temperature: float,
-    packed_lengths_B: torch.Tensor | None,
-    branch_ids_BS: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Returns float32 logits [B, S, V], divided by the temperature, for a loss that needs all of them.
-
-    No attention mask is needed: padding is on the right, where causal attention does not look. Each branch of a row is
-    a sequence of its own.
-    """
-    if branch_ids_BS is not None:
-        split = Branches.of(input_ids_BS, branch_ids_BS=branch_ids_BS)
-        lengths_R = None if packed_lengths_B is None else split.lengths_R
-        return split.at_tokens(_logits(model, split.input_ids_RL, temperature=temperature, packed_lengths_B=lengths_R))
-    if packed_lengths_B is None:
-        logits_BSV: torch.Tensor = model(input_ids=input_ids_BS, use_cache=False).logits.float()
-    else:
-        packed = PackedRows.of(input_ids_BS, lengths_B=packed_lengths_B)
-        logits_1NV = model(**packed.model_inputs(), use_cache=False).logits.float()
+def _logits(model: PreTrainedModel, rows: ModelRows, *, temperature: float) -> torch.Tensor:
+    """Returns float32 logits [B, S, V], divided by the temperature, for a loss that needs all of them."""
+    logits: torch.Tensor = model(**rows.inputs, use_cache=False).logits.float()
+    if rows.packed is not None:
         # the logits after a row's last token predict no trained token, so they are filled with 0
-        logits_BSV = torch.nn.functional.pad(packed.at_tokens(logits_1NV), (0, 0, 0, 1))
+        logits = torch.nn.functional.pad(rows.packed.at_tokens(logits), (0, 0, 0, 1))
+    logits_BSV = rows.joined(logits)
     return logits_BSV if temperature == 1.0 else logits_BSV / temperature
 
 

@@ -19,34 +19,10 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from asyncrl.policy.chunked_head import CHUNK_LOGITS, Chunks, located
+from asyncrl.policy.chunked_head import Chunks, located
 
 
-def support_logprobs(
-    hidden_ND: torch.Tensor,
-    weight_VD: torch.Tensor,
-    *,
-    targets_N: torch.Tensor,
-    support_NK: torch.Tensor,
-    temperature: float = 1.0,
-    with_entropy: bool = False,
-    chunk_logits: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns the log-probs [N] of the targets among the tokens of their supports, and the entropies [N] if
-    `with_entropy`.
-
-    `support_NK` has token ids, each once, and negative numbers as padding. Each target must be in its support. Both
-    results are 0 for a token without a support. They are float32 (float64 for float64 inputs) and differentiable once
-    in hidden and weight. Gradients have the dtypes of the inputs.
-    """
-    chunk_logits = chunk_logits or CHUNK_LOGITS[hidden_ND.device.type]
-    logprobs_N, entropy_N = _SupportHead.apply(  # type: ignore[no-untyped-call]
-        hidden_ND, weight_VD, targets_N, support_NK.long(), temperature, chunk_logits, with_entropy
-    )
-    return logprobs_N, entropy_N
-
-
-class _SupportHead(torch.autograd.Function):
+class SupportHead(torch.autograd.Function):
     """Output head, log-softmax over the support, and entropy as one autograd function.
 
     The gradients are those of `asyncrl.policy.chunked_head` for the tokens of the support, and 0 for all others.

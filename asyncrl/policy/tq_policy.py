@@ -14,8 +14,7 @@ update fails, the earlier updates of the call stay applied.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from asyncrl.algorithms.interfaces import LossFunction
-from asyncrl.algorithms.token_estimators import OUTCOME, TokenEstimator
+from asyncrl.algorithms.token_estimators import OUTCOME
 from asyncrl.config.schema import Config, DataPlaneSection
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.sharding import DynamicBatchingArgs, SequencePackingArgs
@@ -25,8 +24,8 @@ from asyncrl.data_plane.codec import encode
 from asyncrl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from asyncrl.policy.lm_policy import Policy
 from asyncrl.policy.worker import PolicyWorker
-from asyncrl.ranks.driver import ignore_arguments
-from asyncrl.ranks.named_rows import DataPlane, NamedRows, name_fields
+from asyncrl.ranks.driver import NamedRowsDriver, ignore_arguments
+from asyncrl.ranks.named_rows import DataPlane, name_fields
 from asyncrl.ranks.plan import BatchingPlan
 from asyncrl.ranks.timer import Timer
 
@@ -36,7 +35,7 @@ TRAIN_TASKS = ("prev_lp", "ref_lp", "train")
 """Consumer tasks of the training partition, with the names that trainers on TransferQueue use."""
 
 
-class TQPolicy(Policy):
+class TQPolicy(NamedRowsDriver[PolicyWorker], Policy):
     """A `Policy` with rows on the data plane that `dp_cfg` selects, in the partition `tq_partition_id`.
 
     `dp_cfg` is a `data_plane` section, or the dict of a TransferQueue user (`data_plane_section` lists its keys).
@@ -44,7 +43,8 @@ class TQPolicy(Policy):
     arguments. `dp_client` is an open client of this process; without it, the first use opens one.
     """
 
-    _data_plane: DataPlane
+    _advantages = ("advantages",)
+    _trained_fields = (*DP_TRAIN_FIELDS, "weight_versions", SUPPORT)
 
     def __init__(
         self,
@@ -70,11 +70,11 @@ class TQPolicy(Policy):
     def prepare_step(self, num_samples: int, group_size: int | None = None) -> None:
         """Registers the partition. Idempotent. It clears nothing, because the partition may have rows of later
         steps."""
-        self._register(self.tq_partition_id, num_samples, group_size, tasks=TRAIN_TASKS)
+        self.dp_client.register_partition(self.tq_partition_id, STEP_FIELDS, num_samples, TRAIN_TASKS, group_size)
 
     def prepare_val_partition(self, num_samples: int, *, partition_id: str = "val") -> None:
         """Registers a partition for rows that are only evaluated. Its single task has the partition's name."""
-        self._register(partition_id, num_samples, None, tasks=[partition_id])
+        self.dp_client.register_partition(partition_id, STEP_FIELDS, num_samples, [partition_id])
 
     def discard_samples(self, sample_ids: Sequence[str], partition_id: str) -> None:
         """Removes rows by id. Ids that are not there are ignored, because these rows are already removed."""
@@ -88,9 +88,6 @@ class TQPolicy(Policy):
         """Returns the number of rows that were written and not removed, by partition."""
         return self._data_plane.patiently(lambda client: client.rows_outstanding())
 
-    def _register(self, partition_id: str, num_samples: int, group_size: int | None, *, tasks: Sequence[str]) -> None:
-        self.dp_client.register_partition(partition_id, STEP_FIELDS, num_samples, tasks, group_size)
-
     # -- columns -------------------------------------------------------------------------------------------------
 
     def read_from_dataplane(
@@ -103,10 +100,7 @@ class TQPolicy(Policy):
 
     def write_to_dataplane(self, meta: KVBatchMeta, fields: Mapping[str, Any]) -> None:
         """Adds columns to the rows and records them in `meta`. Columns are [B] or [B, S]; padding is not sent."""
-        if meta.sequence_lengths is None and meta.size:
-            meta.sequence_lengths = self._data_plane.patiently(
-                lambda client: client.lengths_of(meta.sample_ids, meta.partition_id)
-            )
+        self._data_plane.look_up_lengths(meta)
         columns = encode(fields, lengths=meta.sequence_lengths)
         self._data_plane.patiently(
             lambda client: client.put_samples(meta.sample_ids, meta.partition_id, fields=columns)
@@ -125,49 +119,17 @@ class TQPolicy(Policy):
         self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> None:
         """Adds the column `prev_logprobs` under the current weights, and records it in `meta`."""
-        rows = NamedRows(meta, self._data_plane, self._scored_fields(meta), writes={"logprobs": "prev_logprobs"})
-        self._write(rows, timer, PolicyWorker.get_logprobs, micro_batch_size=micro_batch_size)
+        fields, writes = self._scored_fields(meta), {"logprobs": "prev_logprobs"}
+        method = PolicyWorker.get_logprobs
+        self._add_columns(meta, fields, writes, timer, method, micro_batch_size=micro_batch_size)
 
     def get_reference_policy_logprobs_from_meta(
         self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> None:
         """Adds the column `reference_policy_logprobs` under the initial weights, and records it in `meta`."""
-        writes = {"reference_logprobs": "reference_policy_logprobs"}
-        rows = NamedRows(meta, self._data_plane, self._scored_fields(meta), writes=writes)
-        self._write(rows, timer, PolicyWorker.get_reference_policy_logprobs, micro_batch_size=micro_batch_size)
-
-    def get_advantages_from_meta(
-        self, meta: KVBatchMeta, estimator: TokenEstimator, timer: Timer | None = None
-    ) -> None:
-        """Adds the column `advantages` [B, S] of an estimator without a critic, such as `DiscountedReturns`, and
-        records it in `meta`. The advantages are whitened over the trained tokens of these rows.
-
-        The rows must have the columns `estimator.reads`. Raises CallRefused if an advantage is not finite or if
-        `estimator` fails. Raises MissingColumns if a column is missing.
-        """
-        rows = NamedRows(meta, self._data_plane, estimator.reads, writes={"advantages": "advantages"})
-        self._write(rows, timer, PolicyWorker.get_advantages, estimator)
-
-    def train_from_meta(
-        self,
-        meta: KVBatchMeta,
-        loss_fn: LossFunction,
-        eval_mode: bool = False,
-        gbs: int | None = None,
-        mbs: int | None = None,
-        timer: Timer | None = None,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """Trains like `train`, on the rows' training columns and the fields that `meta` names, with the same result. It
-        clears no rows.
-
-        Raises MissingColumns, before any rank is called, if the rows lack a column that the loss reads or that `meta`
-        names. If `extra_info["step"]` is set to the version of the weights, the age of every token is checked against
-        its row's `tags["max_staleness_versions"]`, and a token beyond it raises StalenessViolation.
-        """
-        ignore_arguments("train_from_meta", (), kwargs)
-        rows = NamedRows(meta, self._data_plane, (*DP_TRAIN_FIELDS, "weight_versions", SUPPORT))
-        return self._train(rows, loss_fn, eval_mode, gbs, mbs, timer)
+        fields, writes = self._scored_fields(meta), {"reference_logprobs": "reference_policy_logprobs"}
+        method = PolicyWorker.get_reference_policy_logprobs
+        self._add_columns(meta, fields, writes, timer, method, micro_batch_size=micro_batch_size)
 
     # -- methods that other trainers on TransferQueue call ---------------------------------------------------------
 

@@ -24,7 +24,7 @@ from asyncrl.common.version import Version
 from asyncrl.complete_directory import prepare, unfinished
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import BRANCH, SUPPORT
+from asyncrl.data.specs import SUPPORT
 from asyncrl.errors import CallRefused, WeightError
 from asyncrl.policy.export import convert_to_hf
 from asyncrl.policy.flops import model_cost, peak_flops_per_s
@@ -36,6 +36,7 @@ from asyncrl.ranks.batching import token_batch, without_nonfinite
 from asyncrl.ranks.collectives import on_first_rank
 from asyncrl.ranks.gather import gather_weights, own_shards, parameter_specs
 from asyncrl.ranks.loss_pass import MicroBatchOutcome, UpdateContext, aligned
+from asyncrl.ranks.model_rows import ModelRows
 from asyncrl.ranks.packed import ATTENTION
 from asyncrl.ranks.placement import HOST, MODEL, move_model
 from asyncrl.ranks.plan import PlannedUpdate, check_columns
@@ -80,11 +81,8 @@ class PolicyWorker(RankWorker[LossFunction]):
         lora = self._config.model.lora
         # Frozen weights need no more precision than the passes compute in.
         dtype = torch.float32 if lora is None else compute_dtype(self._config)
-        model = cast(
-            PreTrainedModel,
-            AutoModelForCausalLM.from_pretrained(
-                model_path, dtype=dtype, attn_implementation=ATTENTION if self._packed else "sdpa"
-            ),
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            model_path, dtype=dtype, attn_implementation=ATTENTION if self._packed else "sdpa"
         )
         if lora is None:
             return model
@@ -198,12 +196,9 @@ class PolicyWorker(RankWorker[LossFunction]):
         def score(part: BatchedDataDict) -> torch.Tensor:
             logprobs_BT, _ = model_logprobs(
                 cast(PreTrainedModel, model),
-                part["input_ids"],
+                ModelRows.of(part, packed=self._packed, with_supports=of_sampler),
                 temperature=self._config.generator.temperature if temperature is None else temperature,
                 with_entropy=False,
-                packed_lengths_B=part["input_lengths"] if self._packed else None,
-                support_BSK=part.get(SUPPORT) if of_sampler else None,
-                branch_ids_BS=part.get(BRANCH),
             )
             return aligned(logprobs_BT)
 
@@ -331,7 +326,7 @@ class PolicyWorker(RankWorker[LossFunction]):
         """Frees everything of this rank on its device: frees the shared weights, and moves model and optimizer away."""
         self._shared.release()
         self.offload_optimizer()
-        self.offload_model()
+        self._placement.offload_model()
         if self._first_weights is not None:
             move_model(self._first_weights, HOST)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import socket
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +19,6 @@ from asyncrl.errors import REFUSALS
 with uncollected():  # these import torch and transformers
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    from asyncrl.data_plane.clients import open_client
     from asyncrl.ranks.named_rows import FetchedRows
     from asyncrl.ranks.worker import RankWorker
 
@@ -29,17 +27,6 @@ BESIDE = "beside"
 """Ray concurrency group for calls that run in a second thread, in parallel with the rank's steps."""
 SAVING = "saving"
 """Ray concurrency group for writing checkpoints. It has its own thread, so that a slow disk delays no other call."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shared:
-    """An object of the caller, such as a loss, in Ray's object store.
-
-    Ray does not resolve a reference inside another object, so the ranks load the object themselves. If a rank cannot
-    import it, the call is refused, and the rank goes on.
-    """
-
-    ref: ray.ObjectRef[Any]
 
 
 class RankActor:
@@ -88,8 +75,7 @@ class RankActor:
 
     def open_data_plane(self) -> None:
         """Opens the rank's data-plane client, for calls with rows that a meta names."""
-        client, patience_s = open_client(self._config), self._config.run.stall_timeout_s
-        self._rows = FetchedRows(self._ready(), client, patience_s=patience_s)
+        self._rows = FetchedRows(self._ready(), self._config)
 
     def call(self, method: str, *args: Any, **options: Any) -> Any:
         """Calls a method of the worker. A refusal (`REFUSALS`) is returned, not raised, so the ranks stay usable."""
@@ -98,8 +84,11 @@ class RankActor:
         except REFUSALS as refusal:
             return refusal
 
-    def call_with_rows(self, method: str, rows: Any, writes: Mapping[str, str], *shared: Shared, **options: Any) -> Any:
+    def call_with_rows(
+        self, method: str, rows: Any, writes: Mapping[str, str], shared: Sequence[Any] = (), **options: Any
+    ) -> Any:
         """Calls a method of the worker with its rows. `rows` are the rows themselves, or a meta that names them.
+        `shared` are references to objects of the caller, such as a loss.
 
         For a meta, the rank fetches the rows and writes columns of the result back: `writes` maps their names in the
         result to their names on the data plane. A refusal (`REFUSALS`) is returned, not raised.
@@ -129,13 +118,17 @@ class RankActor:
         if self._worker is not None:
             self._worker.close()
 
-    def _opened(self, shared: tuple[Shared, ...]) -> list[Any]:
-        """Returns the shared objects, loaded on all ranks or on none."""
+    def _opened(self, shared: Sequence[ray.ObjectRef[Any]]) -> list[Any]:
+        """Returns the shared objects, loaded on all ranks or on none.
+
+        Ray does not resolve references inside of a list, so that a call is only refused, and the rank goes on, if it
+        cannot import an object.
+        """
         if not shared:
             return []
         opened: list[Any] = []
         with self._ready().together():
-            opened += [ray.get(item.ref, timeout=self._config.run.stall_timeout_s) for item in shared]
+            opened += [ray.get(ref, timeout=self._config.run.stall_timeout_s) for ref in shared]
         return opened
 
     def _ready(self) -> RankWorker[Any]:

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Sequence
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from asyncrl.algorithms.loss import SOURCE_COLUMNS
 from asyncrl.data.batched_data_dict import BatchedDataDict
@@ -69,23 +70,6 @@ def without_nonfinite(batch: BatchedDataDict) -> tuple[BatchedDataDict, int]:
     return batch, count
 
 
-def count_trained(batch: BatchedDataDict) -> tuple[int, int]:
-    """Returns (tokens, samples) that are trained. A trained sample with an empty completion counts as a sample with no
-    tokens."""
-    if batch.size == 0:
-        return 0, 0
-    return int(trained_mask(batch).sum()), int((batch["sample_mask"] > 0).sum())
-
-
-def valid_sums(batch: BatchedDataDict) -> tuple[float, float]:
-    """Returns (Σ token_mask[:, 1:] · sample_mask, Σ sample_mask). A loss is divided by these sums over all ranks."""
-    if batch.size == 0:
-        return 0.0, 0.0
-    sample_mask_B = batch["sample_mask"].double()
-    tokens = (batch["token_mask"][:, 1:].double() * sample_mask_B.unsqueeze(1)).sum()
-    return float(tokens), float(sample_mask_B.sum())
-
-
 def staleness_counts(batch: BatchedDataDict, *, step: int) -> dict[int, int]:
     """Returns the number of trained tokens for each staleness, in versions."""
     if batch.size == 0:
@@ -101,7 +85,7 @@ def tokens_passed(parts: Sequence[BatchedDataDict], *, packed: bool) -> tuple[in
     prefix that rows of a micro-batch share passes once, so the second number is not larger. Each branch of an episode
     passes as a row.
     """
-    parts = list(map(branches_as_rows, parts))
+    parts = [branches_as_rows(part)[0] for part in parts]
     real = sum(int(part["input_lengths"].sum()) for part in parts)
     if not packed:
         return real, sum(part["input_ids"].numel() for part in parts)
@@ -111,7 +95,7 @@ def tokens_passed(parts: Sequence[BatchedDataDict], *, packed: bool) -> tuple[in
 
 def row_lengths(parts: Sequence[BatchedDataDict]) -> list[int]:
     """Returns the number of real tokens of every sequence that the model sees."""
-    return [length for part in parts for length in branches_as_rows(part)["input_lengths"].tolist()]
+    return [length for part in parts for length in branches_as_rows(part)[0]["input_lengths"].tolist()]
 
 
 def empty_micro_batch() -> BatchedDataDict:
@@ -133,10 +117,7 @@ def empty_micro_batch() -> BatchedDataDict:
 
 def token_batch(sequences: Sequence[Sequence[int]]) -> BatchedDataDict:
     """Returns token sequences to be scored, padded on the right: `input_ids` [B, S] and `input_lengths` [B]."""
-    width = max([MIN_WIDTH, *(len(tokens) for tokens in sequences)])
-    input_ids_BS = torch.zeros((len(sequences), width), dtype=torch.int64)
-    for i, tokens in enumerate(sequences):
-        input_ids_BS[i, : len(tokens)] = torch.as_tensor(tokens, dtype=torch.int64)
-    return BatchedDataDict(
-        {"input_ids": input_ids_BS, "input_lengths": torch.tensor([len(tokens) for tokens in sequences])}
-    )
+    rows = [torch.as_tensor(tokens, dtype=torch.int64) for tokens in sequences]
+    narrowest = torch.zeros(MIN_WIDTH, dtype=torch.int64)  # no batch may be narrower
+    input_ids_BS = pad_sequence([*rows, narrowest], batch_first=True)[:-1]
+    return BatchedDataDict(input_ids=input_ids_BS, input_lengths=torch.tensor([len(row) for row in rows]))

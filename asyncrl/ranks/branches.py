@@ -23,26 +23,24 @@ MIN_WIDTH = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branches:
-    """The branches of rows, as rows. Token m of the rows that are not padding is token `places_M[m]` of the branch
-    `branches_M[m]`; `inside_BS` marks these tokens."""
+    """The branches of rows. `rows` has them as rows: `input_ids` [R, L], `input_lengths` [R], and supports [R, L, K] if
+    the batch has them. Token m of the batch, without padding, is token `places_M[m]` of the branch `branches_M[m]`;
+    `inside_BS` marks these tokens."""
 
-    input_ids_RL: torch.Tensor
-    lengths_R: torch.Tensor
-    support_RLK: torch.Tensor | None
+    rows: BatchedDataDict
     inside_BS: torch.Tensor
     branches_M: torch.Tensor
     places_M: torch.Tensor
 
     @classmethod
-    def of(
-        cls, input_ids_BS: torch.Tensor, *, branch_ids_BS: torch.Tensor, support_BSK: torch.Tensor | None = None
-    ) -> "Branches":
-        """Cuts rows where the number of the branch changes. `branch_ids_BS` is NO_BRANCH for padding.
+    def of(cls, batch: BatchedDataDict) -> "Branches":
+        """Cuts rows where the number of the branch changes. The column `branch_ids` is NO_BRANCH for padding.
 
         >>> rows, numbers = torch.tensor([[5, 6, 5, 7], [8, 9, 0, 0]]), torch.tensor([[0, 0, 1, 1], [0, 0, -1, -1]])
-        >>> Branches.of(rows, branch_ids_BS=numbers).input_ids_RL.tolist()
+        >>> Branches.of(BatchedDataDict(input_ids=rows, branch_ids=numbers)).rows["input_ids"].tolist()
         [[5, 6], [5, 7], [8, 9]]
         """
+        branch_ids_BS = batch[BRANCH]
         inside_BS = branch_ids_BS != NO_BRANCH
         begins_BS = inside_BS.clone()
         begins_BS[:, 1:] &= branch_ids_BS[:, 1:] != branch_ids_BS[:, :-1]
@@ -51,20 +49,14 @@ class Branches:
         places_M = torch.arange(len(begins_M), device=begins_M.device) - begins_M.nonzero().flatten()[branches_M]
         lengths_R = torch.bincount(branches_M)
         shape = (len(lengths_R), max(MIN_WIDTH, int(lengths_R.max())))
-        input_ids_RL = input_ids_BS.new_zeros(shape)
-        input_ids_RL[branches_M, places_M] = input_ids_BS[inside_BS]
-        support_RLK = None
-        if support_BSK is not None:
-            support_RLK = support_BSK.new_full((*shape, support_BSK.shape[2]), NO_TOKEN)
-            support_RLK[branches_M, places_M] = support_BSK[inside_BS]
-        return cls(
-            input_ids_RL=input_ids_RL,
-            lengths_R=lengths_R,
-            support_RLK=support_RLK,
-            inside_BS=inside_BS,
-            branches_M=branches_M,
-            places_M=places_M,
-        )
+        input_ids_RL = batch["input_ids"].new_zeros(shape)
+        input_ids_RL[branches_M, places_M] = batch["input_ids"][inside_BS]
+        rows = BatchedDataDict(input_ids=input_ids_RL, input_lengths=lengths_R)
+        if SUPPORT in batch:
+            support_RLK = batch[SUPPORT].new_full((*shape, batch[SUPPORT].shape[2]), NO_TOKEN)
+            support_RLK[branches_M, places_M] = batch[SUPPORT][inside_BS]
+            rows[SUPPORT] = support_RLK
+        return cls(rows=rows, inside_BS=inside_BS, branches_M=branches_M, places_M=places_M)
 
     def at_tokens(self, values_RL: torch.Tensor) -> torch.Tensor:
         """Returns [B, S, …]: the value of each token, and 0 for padding. `values_RL` is [R, L, …]. Differentiable."""
@@ -72,19 +64,11 @@ class Branches:
         values_BS[self.inside_BS] = values_RL[self.branches_M, self.places_M]
         return values_BS
 
-    def at_next_tokens(self, values_RT: torch.Tensor) -> torch.Tensor:
-        """Returns [B, T]: entry t of a row is the value of token t + 1, as in `values_RT`, [R, L − 1]. It is 0 for the
-        first token of a branch, which nothing predicts. Differentiable."""
-        return self.at_tokens(torch.nn.functional.pad(values_RT, (1, 0)))[:, 1:]
 
-
-def branches_as_rows(batch: BatchedDataDict) -> BatchedDataDict:
+def branches_as_rows(batch: BatchedDataDict) -> tuple[BatchedDataDict, Branches | None]:
     """Returns the sequences that the model sees for a batch, with their lengths, and their supports if the rows have
-    them."""
+    them. If the rows have branches, also returns these."""
     if BRANCH not in batch:
-        return batch
-    split = Branches.of(batch["input_ids"], branch_ids_BS=batch[BRANCH], support_BSK=batch.get(SUPPORT))
-    rows = BatchedDataDict(input_ids=split.input_ids_RL, input_lengths=split.lengths_R)
-    if split.support_RLK is not None:
-        rows[SUPPORT] = split.support_RLK
-    return rows
+        return batch, None
+    branches = Branches.of(batch)
+    return branches.rows, branches

@@ -11,9 +11,8 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 import xxhash
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from asyncrl.ranks.gather import reshard, trained_state
+from asyncrl.ranks.gather import own_rows, reshard, trained_state
 
 _MODULUS = 2**64
 _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -28,7 +27,8 @@ def model_digest(model: torch.nn.Module, *, rank: int) -> int:
     """
     reshard(model)
     first = {id(tensor): (name, tensor) for name, tensor in reversed(trained_state(model).items())}
-    return combined(_part(name, tensor, rank=rank) for name, tensor in first.values())
+    parts = [(name, own_rows(name, tensor, rank=rank)) for name, tensor in first.values()]
+    return combined(tensor_digest(name, own[1], start=own[0]) for name, own in parts if own is not None)
 
 
 def combined(parts: Iterable[int]) -> int:
@@ -66,21 +66,3 @@ def _vector_digest(values: torch.Tensor, *, seed: int) -> int:
     for factor in _FACTORS:
         mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(factor)
     return int(mixed.sum(dtype=np.uint64))
-
-
-def _part(name: str, tensor: torch.Tensor, *, rank: int) -> int:
-    if not isinstance(tensor, DTensor):
-        return tensor_digest(name, tensor) if rank == 0 else 0
-    start = 0
-    coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None, "a rank holds no part of a model that it trains"
-    for place, own, ranks in zip(tensor.placements, coordinate, tensor.device_mesh.shape, strict=True):
-        if place == Replicate():
-            if own > 0:
-                return 0
-        elif place == Shard(0):
-            # FSDP2 cuts like torch.chunk: only the last shards are shorter or empty
-            start = own * -(-tensor.shape[0] // ranks)
-        else:
-            raise NotImplementedError(f"{name} is placed as {place}; only shards of dimension 0 have a digest")
-    return tensor_digest(name, tensor.to_local(), start=start)

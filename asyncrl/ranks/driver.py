@@ -9,15 +9,16 @@ import shutil
 import uuid
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import torch
 
 from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction, input_type_of
+from asyncrl.algorithms.token_estimators import TokenEstimator
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import CheckpointError
 from asyncrl.ranks.group import RankGroup, WorkerT
 from asyncrl.ranks.named_rows import DataPlane, NamedRows, name_fields
@@ -28,25 +29,6 @@ from asyncrl.ranks.worker import SCORED_COLUMNS
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """One pass over the rows by all ranks.
-
-    A timer measures its parts `<name>/shard_data` and `<name>/ranks`, below the stage that the caller measures. If
-    `micro_batch_size` is given, that number of rows of a rank shares a padded pass.
-    """
-
-    name: str
-    timer: Timer | None
-    micro_batch_size: int | None = None
-    rows_per_update: int | None = None
-
-    @classmethod
-    def of(cls, method: Callable[..., Any], timer: Timer | None, options: Mapping[str, Any]) -> "Stage":
-        """Returns the stage of a worker's method that does not train, with the options of its call."""
-        return cls(name=method.__name__, timer=timer, micro_batch_size=options.get("micro_batch_size"))
 
 
 class RowsInHand:
@@ -239,7 +221,9 @@ class RankDriver(Generic[WorkerT]):
         rows.require(required_columns(loss_fn, updates=updates, eval_mode=eval_mode))
         records = self._pass(
             rows,
-            Stage(name=self._training, timer=timer, micro_batch_size=mbs, rows_per_update=per_update),
+            self._training,
+            timer,
+            per_update,
             self._worker.train,
             loss_fn,
             rows_per_update=-(-per_update // self._ranks.size),
@@ -260,35 +244,90 @@ class RankDriver(Generic[WorkerT]):
         """Returns the columns that a worker's method computes of the rows. The stage has the method's name."""
         rows = RowsInHand(data, reader=method.__name__)
         rows.require(SCORED_COLUMNS)
-        return rows.joined(self._pass(rows, Stage.of(method, timer, options), method, *args, **options))
+        return rows.joined(self._pass(rows, method.__name__, timer, None, method, *args, **options))
 
-    def _write(
+    def _pass(
         self,
-        rows: NamedRows,
+        rows: RowsInHand | NamedRows,
+        stage: str,
+        timer: Timer | None,
+        per_update: int | None,
+        method: Callable[Concatenate[WorkerT, BatchedDataDict, P], R],
+        *shared: P.args,
+        **options: P.kwargs,
+    ) -> list[R]:
+        """Runs a method of the worker on every rank's rows. Returns the results in rank order.
+
+        A timer measures the parts `<stage>/shard_data` and `<stage>/ranks`, below the stage that the caller measures.
+        `per_update` rows are one update; None if the call has no updates. If the options have a `micro_batch_size`,
+        that number of rows of a rank shares a padded pass.
+        """
+        settings: Mapping[str, Any] = options
+        with timed(timer, f"{stage}/shard_data"):
+            plan = BatchingPlan.of(self._config.learner, micro_batch_size=settings.get("micro_batch_size"))
+            shards = rows.cut(plan, ranks=self._ranks.size, rows_per_update=per_update)
+        with timed(timer, f"{stage}/ranks"):
+            return self._ranks.call_with_rows(method, shards, rows.writes, *shared, **options)
+
+
+class NamedRowsDriver(RankDriver[WorkerT]):
+    """A model whose rows may also be on a data plane: the driver handles only their names, and the ranks fetch and
+    write the rows."""
+
+    _data_plane: DataPlane
+    _advantages: Sequence[str]
+    """The columns that `get_advantages_from_meta` adds."""
+    _trained_fields: Sequence[str]
+    """The columns that are fetched for training if the rows have them, beside those that the loss reads."""
+
+    def get_advantages_from_meta(
+        self, meta: KVBatchMeta, estimator: TokenEstimator, timer: Timer | None = None
+    ) -> None:
+        """Adds the column `advantages` [B, S], whitened over the trained tokens of these rows, and records it in
+        `meta`. A critic also adds `returns`. A policy takes an estimator without a critic, such as `DiscountedReturns`.
+
+        The rows must have the columns `estimator.reads`. Raises CallRefused if a number is not finite or if `estimator`
+        fails. Raises MissingColumns if a column is missing.
+        """
+        writes = {name: name for name in self._advantages}
+        self._add_columns(meta, estimator.reads, writes, timer, self._worker.get_advantages, estimator)
+
+    def train_from_meta(
+        self,
+        meta: KVBatchMeta,
+        loss_fn: LossFunction | ValueLossFunction,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        timer: Timer | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Trains like `train`, on the rows' training columns and the fields that `meta` names, with the same result. It
+        clears no rows.
+
+        Raises MissingColumns, before any rank is called, if the rows lack a column that the loss reads or that `meta`
+        names. If `extra_info["step"]` is set to the version of the weights, the age of every token is checked against
+        its row's `tags["max_staleness_versions"]`, and a token beyond it raises StalenessViolation.
+        """
+        ignore_arguments("train_from_meta", (), kwargs)
+        rows = NamedRows(meta, self._data_plane, self._trained_fields)
+        return self._train(rows, loss_fn, eval_mode, gbs, mbs, timer)
+
+    def _add_columns(
+        self,
+        meta: KVBatchMeta,
+        fields: Sequence[str],
+        writes: Mapping[str, str],
         timer: Timer | None,
         method: Callable[Concatenate[WorkerT, BatchedDataDict, P], BatchedDataDict],
         *args: P.args,
         **options: P.kwargs,
     ) -> None:
-        """Makes the ranks write the columns that a worker's method computes, and records them in the meta. The stage
-        has the method's name."""
-        self._pass(rows, Stage.of(method, timer, options), method, *args, **options)
-        name_fields(rows.meta, rows.writes.values())
-
-    def _pass(
-        self,
-        rows: RowsInHand | NamedRows,
-        stage: Stage,
-        method: Callable[Concatenate[WorkerT, BatchedDataDict, P], R],
-        *shared: P.args,
-        **options: P.kwargs,
-    ) -> list[R]:
-        """Runs a method of the worker on every rank's rows. Returns the results in rank order."""
-        with timed(stage.timer, f"{stage.name}/shard_data"):
-            plan = BatchingPlan.of(self._config.learner, micro_batch_size=stage.micro_batch_size)
-            shards = rows.cut(plan, ranks=self._ranks.size, rows_per_update=stage.rows_per_update)
-        with timed(stage.timer, f"{stage.name}/ranks"):
-            return self._ranks.call_with_rows(method, shards, rows.writes, *shared, **options)
+        """Makes the ranks fetch `fields` of the rows and write the columns that a worker's method computes. `writes`
+        maps these to their names on the data plane, which `meta` then has. The stage has the method's name."""
+        rows = NamedRows(meta, self._data_plane, fields, writes=writes)
+        self._pass(rows, method.__name__, timer, None, method, *args, **options)
+        name_fields(meta, writes.values())
 
 
 def ignore_arguments(call: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

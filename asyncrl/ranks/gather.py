@@ -37,10 +37,12 @@ def parameter_specs(model: torch.nn.Module, *, dtype: torch.dtype) -> tuple[Para
     return tuple(specs)
 
 
-def _named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yields trained parameters under the names of the loaded model. Activation checkpointing adds a prefix to the
-    names."""
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+def _named_parameters(
+    model: torch.nn.Module, *, first_names_only: bool = False
+) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yields trained parameters under the names of the loaded model. A tied parameter comes under each of its names, or
+    under the first one only. Activation checkpointing adds a prefix to the names."""
+    for name, parameter in model.named_parameters(remove_duplicate=first_names_only):
         if parameter.requires_grad:
             yield name.replace(_CHECKPOINT_PREFIX, ""), parameter
 
@@ -73,22 +75,27 @@ def own_shards(model: torch.nn.Module, *, rank: int) -> Iterator[tuple[str, int,
     its elements are contiguous in the whole parameter.
     """
     reshard(model)
-    seen: set[int] = set()
-    for name, parameter in _named_parameters(model):
-        if id(parameter) in seen:
-            continue
-        seen.add(id(parameter))
-        if not isinstance(parameter, DTensor):
-            if rank == 0:
-                yield name, 0, parameter
-            continue
-        mesh, placements = parameter.device_mesh, parameter.placements
-        assert all(placement.is_replicate() or placement == Shard(0) for placement in placements), placements
-        coordinate = mesh.get_coordinate() or ()
-        if any(at for at, placement in zip(coordinate, placements, strict=True) if placement.is_replicate()):
-            continue  # another rank has the same shard
-        _, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-        yield name, offsets[0] * math.prod(parameter.shape[1:]), parameter.to_local()
+    for name, parameter in _named_parameters(model, first_names_only=True):
+        own = own_rows(name, parameter, rank=rank)
+        if own is not None:
+            start, rows = own
+            yield name, start * math.prod(parameter.shape[1:]), rows
+
+
+def own_rows(name: str, tensor: torch.Tensor, *, rank: int) -> tuple[int, torch.Tensor] | None:
+    """Returns the rows of the tensor `name` that this rank has, after the number of the first one. None if another
+    rank has them, too, and counts for them. Raises NotImplementedError for shards of another dimension than 0."""
+    if not isinstance(tensor, DTensor):
+        return (0, tensor) if rank == 0 else None
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if not all(placement.is_replicate() or placement == Shard(0) for placement in placements):
+        raise NotImplementedError(f"{name} is placed as {placements}; only shards of dimension 0 are supported")
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "a rank holds no part of a model that it trains"
+    if any(at for at, placement in zip(coordinate, placements, strict=True) if placement.is_replicate()):
+        return None
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    return offsets[0], tensor.to_local()
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from asyncrl.errors import (
     PlacementError,
     RunError,
 )
-from asyncrl.ranks.actor import BESIDE, LOOPBACK, SAVING, RankActor, Shared
+from asyncrl.ranks.actor import BESIDE, LOOPBACK, SAVING, RankActor
 from asyncrl.ranks.worker import RankWorker
 
 WorkerT = TypeVar("WorkerT", bound=RankWorker[Any])
@@ -155,9 +155,9 @@ class RankGroup(Generic[WorkerT]):
         positional arguments `shared` may be any object of the caller, such as a loss.
         """
         name, ranks = method.__name__, self._alive()
-        common = [Shared(ref=ray.put(item)) for item in shared]
+        common = [ray.put(item) for item in shared]
         calls = [
-            rank.call_with_rows.remote(name, shard, writes, *common, **options)
+            rank.call_with_rows.remote(name, shard, writes, common, **options)
             for rank, shard in zip(ranks, shards, strict=True)
         ]
         return self._answers(name, calls)
@@ -282,7 +282,9 @@ class RankGroup(Generic[WorkerT]):
                 f"ranks were ended; look at the ranks' logs, or raise the limit"
             )
         self._ended_by = cause
-        self._end_all()
+        for rank in self._ranks:
+            ray.kill(rank, no_restart=True)
+        self._ranks = []
         raise cause
 
     def _alive(self) -> list[Any]:
@@ -297,11 +299,6 @@ class RankGroup(Generic[WorkerT]):
         raise kind(
             f"the {section} has no ranks: they were ended after a call had failed ({self._ended_by}); {again}"
         ) from self._ended_by
-
-    def _end_all(self) -> None:
-        for rank in self._ranks:
-            ray.kill(rank, no_restart=True)
-        self._ranks = []
 
 
 class _Unfinished(Exception):

@@ -33,7 +33,7 @@ MASKS_STALE = "masks_stale_tokens"
 
 
 class DataPlane:
-    """The driver's access to named rows, on the data plane that `config.data_plane` selects. `client` is an open client
+    """A process's access to named rows, on the data plane that `config.data_plane` selects. `client` is an open client
     of this process; without it, the first use opens one. Late calls of the methods below are repeated."""
 
     def __init__(self, config: Config, *, client: DataPlaneClient | None = None) -> None:
@@ -57,14 +57,18 @@ class DataPlane:
         if self._client is not None:
             self._client.close()
 
+    def look_up_lengths(self, meta: KVBatchMeta) -> None:
+        """Sets the lengths of the rows if `meta` has none and the data plane knows them."""
+        if meta.sequence_lengths is None and meta.size:
+            meta.sequence_lengths = self.patiently(lambda it: it.lengths_of(meta.sample_ids, meta.partition_id))
+
     def stamp_width(self, meta: KVBatchMeta) -> None:
         """Stamps the width to which driver and ranks pad the step's rows. Also sets the lengths if `meta` has none.
 
         Idempotent. A stamp that is too narrow for the rows is raised. If the data plane does not know the rows'
         lengths, there is no stamp, and reads are as wide as the longest row.
         """
-        if meta.sequence_lengths is None and meta.size:
-            meta.sequence_lengths = self.patiently(lambda it: it.lengths_of(meta.sample_ids, meta.partition_id))
+        self.look_up_lengths(meta)
         if meta.sequence_lengths:
             stamped = meta.extra_info.get(PAD_SEQLEN, MIN_WIDTH)
             meta.extra_info[PAD_SEQLEN] = max([stamped, *meta.sequence_lengths])
@@ -146,14 +150,12 @@ class FetchedRows:
     """A rank's access to named rows. Every method is a collective. `meta` names this rank's rows; it may name none.
 
     If rows of a rank ended with the process that stored them, RowsLost is raised on all ranks, with the lost rows of
-    all ranks. MissingColumns is raised for rows or columns that were never written, or were cleared. A late call of the
-    data plane is repeated for `patience_s` seconds.
+    all ranks. MissingColumns is raised for rows or columns that were never written, or were cleared.
     """
 
-    def __init__(self, ranks: Collectives, client: DataPlaneClient, *, patience_s: float) -> None:
+    def __init__(self, ranks: Collectives, config: Config) -> None:
         self._ranks = ranks
-        self._client = client
-        self._patience_s = patience_s
+        self._data_plane = DataPlane(config, client=open_client(config))
 
     def fetch(self, meta: KVBatchMeta, *, step: int | None = None) -> BatchedDataDict:
         """Returns this rank's rows with the driver's cut. With a `step`, masks tokens beyond the limit in their row's
@@ -162,9 +164,7 @@ class FetchedRows:
         with self._ranks.together():
             if meta.size:
                 try:
-                    data = patiently_in_thread(
-                        lambda: self._client.get_data(meta, meta.fields or []), patience_s=self._patience_s
-                    )
+                    data = self._data_plane.patiently(lambda it: it.get_data(meta, meta.fields or []))
                 except KeyError as error:
                     raise MissingColumns(
                         f"the rows do not have all of {meta.fields}: {error.args[0]}; write the missing columns first"
@@ -185,7 +185,4 @@ class FetchedRows:
         with self._ranks.together():
             if meta.size:
                 fields = encode(columns, lengths=meta.sequence_lengths)
-                patiently_in_thread(
-                    lambda: self._client.put_samples(meta.sample_ids, meta.partition_id, fields=fields),
-                    patience_s=self._patience_s,
-                )
+                self._data_plane.patiently(lambda it: it.put_samples(meta.sample_ids, meta.partition_id, fields=fields))

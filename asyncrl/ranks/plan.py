@@ -12,10 +12,11 @@ from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
 from asyncrl.algorithms.loss import SOURCE_COLUMNS, ObjectiveLoss
 from asyncrl.config.schema import LearnerSection
 from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data.masks import trained_mask
 from asyncrl.data.sharding import DynamicBatchingArgs, SequencePackingArgs, require
 from asyncrl.data.specs import LP_SEED_FIELDS
 from asyncrl.errors import MissingColumns
-from asyncrl.ranks.batching import count_trained, empty_micro_batch, valid_sums
+from asyncrl.ranks.batching import empty_micro_batch
 from asyncrl.ranks.branches import MIN_WIDTH
 from asyncrl.ranks.report import UpdatePlan, global_plan
 
@@ -86,12 +87,11 @@ class BatchingPlan:
         """
         if rows_per_update == rows and rows % ranks > 0:
             return {"allow_uneven_shards": True}
-        arguments: dict[str, Any] = {"batch_size": rows_per_update}
-        if self.packing is not None:
-            arguments["sequence_packing_args"] = self.packing
-        if self.dynamic is not None:
-            arguments["dynamic_batching_args"] = self.dynamic
-        return arguments
+        return {
+            "batch_size": rows_per_update,
+            "sequence_packing_args": self.packing,
+            "dynamic_batching_args": self.dynamic,
+        }
 
     def cut(
         self, rows: BatchedDataDict, *, ranks: int, rows_per_update: int | None
@@ -158,7 +158,7 @@ def planned_updates(
     cuts: Sequence[list[BatchedDataDict]], *, gather: Callable[[Any], list[Any]]
 ) -> list[PlannedUpdate]:
     """Returns the updates of all ranks. A rank with fewer micro-batches runs empty ones in addition. A collective."""
-    own = [replace(global_plan([_plan_of(part) for part in parts]), micro_batches=len(parts)) for parts in cuts]
+    own = [replace(global_plan([plan_of(part) for part in parts]), micro_batches=len(parts)) for parts in cuts]
     ranks: list[list[UpdatePlan]] = gather(own)
     updates = []
     for i in range(max(map(len, ranks))):
@@ -170,10 +170,17 @@ def planned_updates(
     return updates
 
 
-def _plan_of(part: BatchedDataDict) -> UpdatePlan:
-    """Returns the plan of one micro-batch."""
-    (tokens, samples), (valid_toks, valid_seqs) = count_trained(part), valid_sums(part)
-    return UpdatePlan(tokens=tokens, samples=samples, valid_toks=valid_toks, valid_seqs=valid_seqs, micro_batches=1)
+def plan_of(part: BatchedDataDict) -> UpdatePlan:
+    """Returns the plan of one micro-batch. A trained sample with an empty completion counts as a sample with no
+    tokens."""
+    sample_mask_B = part["sample_mask"].double()
+    return UpdatePlan(
+        tokens=int(trained_mask(part).sum()),
+        samples=int((sample_mask_B > 0).sum()),
+        valid_toks=float((part["token_mask"][:, 1:].double() * sample_mask_B.unsqueeze(1)).sum()),
+        valid_seqs=float(sample_mask_B.sum()),
+        micro_batches=1,
+    )
 
 
 def required_columns(

@@ -228,7 +228,5 @@ def _total(parts: Sequence[Number | None]) -> Number | None:
 
 
 def _histogram(counts: Sequence[Mapping[int, int]]) -> tuple[int, ...]:
-    total: Counter[int] = Counter()
-    for part in counts:
-        total.update(part)
+    total = sum(map(Counter, counts), Counter[int]())
     return tuple(total[staleness] for staleness in range(max(total, default=-1) + 1))

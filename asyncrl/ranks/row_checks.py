@@ -9,12 +9,13 @@ from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.specs import BRANCH, NO_BRANCH, NO_TOKEN, SUPPORT
 from asyncrl.errors import CallRefused
 
-_INTEGERS = ("input_ids", "input_lengths", "weight_versions", "group_ids", BRANCH)
+_INTEGERS = ("input_ids", "input_lengths", "weight_versions", "group_ids", BRANCH, SUPPORT)
 _SHAPES = {
     **dict.fromkeys(("input_lengths", "sample_mask", "rewards", "group_ids"), ("[B]",)),
     **dict.fromkeys(("input_ids", "weight_versions", "staleness", "token_mask", "values", "returns"), ("[B, S]",)),
     **dict.fromkeys(("generation_logprobs", "prev_logprobs", "reference_policy_logprobs"), ("[B, S]",)),
     BRANCH: ("[B, S]",),
+    SUPPORT: ("[B, S, K]",),
     "advantages": ("[B]", "[B, S]"),
 }
 """The possible shapes of each column that the ranks themselves read."""
@@ -36,9 +37,10 @@ def check_rows(batch: BatchedDataDict, *, vocabulary: int) -> None:
             f"{first} has shape {list(column_BS.shape)}; it must be [rows, tokens] with at least one token"
         )
     rows, width = column_BS.shape
-    shapes = {"[B]": (rows,), "[B, S]": (rows, width)}
     for name in (name for name in _SHAPES if name in batch):
         column = _tensor(batch, name)
+        supported = max([1, *column.shape[2:]])  # K
+        shapes = {"[B]": (rows,), "[B, S]": (rows, width), "[B, S, K]": (rows, width, supported)}
         if tuple(column.shape) not in {shapes[shape] for shape in _SHAPES[name]}:
             raise CallRefused(
                 f"{name} has shape {list(column.shape)}; it must be {' or '.join(_SHAPES[name])}, and {first} has "
@@ -76,14 +78,7 @@ def check_rows(batch: BatchedDataDict, *, vocabulary: int) -> None:
 def _check_supports(batch: BatchedDataDict, *, vocabulary: int) -> None:
     """Raises CallRefused unless the supports are token ids, or NO_TOKEN, and contain the tokens that were sampled,
     which `token_mask` marks if the rows have it."""
-    ids_BS, support_BSK = batch["input_ids"], _tensor(batch, SUPPORT)
-    if support_BSK.ndim != 3 or support_BSK.shape[:2] != ids_BS.shape or support_BSK.shape[2] == 0:
-        raise CallRefused(
-            f"{SUPPORT} has shape {list(support_BSK.shape)}; it must be [B, S, K], and input_ids has "
-            f"B = {ids_BS.shape[0]} rows and S = {ids_BS.shape[1]} tokens"
-        )
-    if support_BSK.dtype not in (torch.int32, torch.int64):
-        raise CallRefused(f"{SUPPORT} has dtype {support_BSK.dtype}; it must be torch.int32 or torch.int64")
+    ids_BS, support_BSK = batch["input_ids"], batch[SUPPORT]
     why = f"{NO_TOKEN} is padding, and the model's vocabulary has {vocabulary} tokens"
     _check_range(SUPPORT, support_BSK, NO_TOKEN, vocabulary - 1, why=why)
     if "token_mask" not in batch:

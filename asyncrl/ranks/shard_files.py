@@ -8,6 +8,7 @@ because loading it unpickles data.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,6 @@ class HostCopies:
         self._copies: Tensors = {}
         self.planned = False
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the copies."""
-        return sum(copy.nbytes for copy in self._copies.values())
-
     def plan(self, tensors: Tensors, *, group: dist.ProcessGroup) -> None:
         """Decides which rank writes which tensor. One plan is enough, because names, shapes and shards stay."""
         rank = dist.get_rank(group)
@@ -77,19 +73,24 @@ class HostCopies:
         if not self._items:
             return
         folder.mkdir(exist_ok=True)
-        path = folder / _gen_file_name(1, 1, shard)
-        path.touch()
-        mode = path.stat().st_mode
         offsets = {item.index.fqn: {SAVED_OFFSETS_KEY: _offsets(item)} for item in self._items}
-        save_file(self._copies, path, metadata={CUSTOM_METADATA_KEY: json.dumps(offsets), "format": "pt"})
-        path.chmod(mode)  # safetensors makes its file readable only for the owner
-        sync(path)
+        write_tensors(self._copies, folder / _gen_file_name(1, 1, shard), {CUSTOM_METADATA_KEY: json.dumps(offsets)})
 
 
 def _offsets(item: WriteItem) -> list[int]:
     """Returns where the item's part begins in the whole tensor."""
     assert item.tensor_data is not None
     return list(item.tensor_data.chunk.offsets)
+
+
+def write_tensors(tensors: Tensors, path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Writes a safetensors file, and flushes it to the disk. Its mode is that of other files, so that another user can
+    read it."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata={"format": "pt", **(metadata or {})})
+    path.chmod(mode)  # safetensors makes its file readable only for the owner
+    sync(path)
 
 
 class SavedTensors:

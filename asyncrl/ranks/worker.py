@@ -376,10 +376,6 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         """Moves the optimizer's state to the host's memory (on CPUs it is already there), and frees the gradients."""
         self._placement.offload_optimizer()
 
-    def offload_model(self) -> None:
-        """Moves the weights to the host's memory."""
-        self._placement.offload_model()
-
     def finish_training(self) -> None:
         """Frees the gradients."""
         self._optimizer.zero_grad(set_to_none=True)

@@ -3,7 +3,7 @@
 Invariants: packed rows get the same values as each row alone. The head computes in float32 for every dtype of the
 backbone, because returns may differ by less than the rounding of bfloat16.
 
-Legend: B rows, S tokens, T = S − 1 next tokens, N tokens of all rows, D hidden width.
+Legend: B rows, S tokens, T = S − 1 next tokens, R sequences (rows or branches), D hidden width.
 """
 
 from typing import Any
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from transformers import AutoModel, PreTrainedModel
 
-from asyncrl.ranks.branches import Branches
 from asyncrl.ranks.loss_pass import aligned
-from asyncrl.ranks.packed import ATTENTION, PackedRows
+from asyncrl.ranks.model_rows import ModelRows
+from asyncrl.ranks.packed import ATTENTION
 
 
 class ValueModel(torch.nn.Module):
@@ -48,28 +48,11 @@ def load_value_model(path: str, *, packed: bool) -> ValueModel:
     return ValueModel(AutoModel.from_pretrained(path, dtype=torch.float32, attn_implementation=attention))
 
 
-def model_values(
-    model: torch.nn.Module,
-    input_ids_BS: torch.Tensor,
-    *,
-    packed_lengths_B: torch.Tensor | None = None,
-    branch_ids_BS: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Returns [B, S]: entry t is V(before token t), and entry 0 is 0. Differentiable.
+def model_values(model: torch.nn.Module, rows: ModelRows) -> torch.Tensor:
+    """Returns [B, S]: entry t is V(before token t). It is 0 for the first token of a row or branch. Differentiable.
 
-    With `branch_ids_BS`, each branch of a row is a sequence of its own, and the entry of its first token is 0.
-
-    No attention mask is needed: padding is on the right, where causal attention does not look. With `packed_lengths_B`,
-    the model sees no padding, and entries beyond a row's length are 0. Without it, these entries have no meaning.
+    Packed, entries beyond a row's length are 0. Otherwise these entries have no meaning.
     """
-    if branch_ids_BS is not None:
-        split = Branches.of(input_ids_BS, branch_ids_BS=branch_ids_BS)
-        lengths_R = None if packed_lengths_B is None else split.lengths_R
-        return split.at_tokens(model_values(model, split.input_ids_RL, packed_lengths_B=lengths_R))
-    if packed_lengths_B is None:
-        before_BT: torch.Tensor = model(input_ids=input_ids_BS)[:, :-1]
-    else:
-        packed = PackedRows.of(input_ids_BS, lengths_B=packed_lengths_B)
-        worth_1N1 = model(**packed.model_inputs()).unsqueeze(-1)
-        before_BT = packed.at_tokens(worth_1N1).squeeze(-1)
-    return aligned(before_BT)
+    worth: torch.Tensor = model(**rows.inputs)
+    before_RT = worth[:, :-1] if rows.packed is None else rows.packed.at_tokens(worth.unsqueeze(-1)).squeeze(-1)
+    return rows.joined(aligned(before_RT))

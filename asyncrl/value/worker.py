@@ -10,8 +10,8 @@ import torch
 from asyncrl.algorithms.interfaces import ValueLossFunction
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.masks import trained_mask
-from asyncrl.data.specs import BRANCH
 from asyncrl.ranks.loss_pass import MicroBatchOutcome, UpdateContext, outcome_of, without_slopes
+from asyncrl.ranks.model_rows import ModelRows
 from asyncrl.ranks.worker import RankWorker
 from asyncrl.value.model import ValueModel, load_value_model, model_values
 
@@ -38,5 +38,4 @@ class ValueWorker(RankWorker[ValueLossFunction]):
         )
 
     def _values(self, part: BatchedDataDict) -> torch.Tensor:
-        lengths_B = part["input_lengths"] if self._packed else None
-        return model_values(self._model, part["input_ids"], packed_lengths_B=lengths_B, branch_ids_BS=part.get(BRANCH))
+        return model_values(self._model, ModelRows.of(part, packed=self._packed))

@@ -11,7 +11,9 @@ import torch
 from row_lengths import long_tailed
 from transformers import Qwen2ForCausalLM
 
+from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.policy.logprobs import model_logprobs
+from asyncrl.ranks.model_rows import ModelRows
 from asyncrl.ranks.packed import ATTENTION
 from gpu.models import cast_weights, random_model
 from gpu.rows import Row, best_s, check
@@ -81,10 +83,8 @@ def _forward_backward(
     """Returns the log-probs [M], and adds the gradient of their sum to the parameters' gradients."""
     model.set_attn_implementation(ATTENTION if packed else "sdpa")
     tokens_BS, lengths_B = tokens_BS.to(model.device), lengths_B.to(model.device)
-    packed_lengths_B = lengths_B if packed else None
-    logprobs_BT, _ = model_logprobs(
-        model, tokens_BS, temperature=1.0, with_entropy=False, packed_lengths_B=packed_lengths_B
-    )
+    rows = ModelRows.of(BatchedDataDict(input_ids=tokens_BS, input_lengths=lengths_B), packed=packed)
+    logprobs_BT, _ = model_logprobs(model, rows, temperature=1.0, with_entropy=False)
     real_BT = torch.arange(1, tokens_BS.shape[1], device=model.device) < lengths_B.unsqueeze(1)
     (logprobs_BT * real_BT).sum().backward()  # type: ignore[no-untyped-call]
     return logprobs_BT.detach()[real_BT]

@@ -3,7 +3,9 @@
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.policy.logprobs import model_logprobs
+from asyncrl.ranks.model_rows import ModelRows
 from gpu.sizes import ModelShape
 
 
@@ -40,7 +42,7 @@ def loss(
     model: Qwen2ForCausalLM, tokens_BS: torch.Tensor, *, packed_lengths_B: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Returns minus the mean log-prob of the next tokens. The chunked head computes it, as in the learner."""
-    logprobs_BT, _ = model_logprobs(
-        model, tokens_BS, temperature=1.0, with_entropy=False, packed_lengths_B=packed_lengths_B
-    )
+    lengths = {} if packed_lengths_B is None else {"input_lengths": packed_lengths_B}
+    rows = ModelRows.of(BatchedDataDict(input_ids=tokens_BS, **lengths), packed=packed_lengths_B is not None)
+    logprobs_BT, _ = model_logprobs(model, rows, temperature=1.0, with_entropy=False)
     return -logprobs_BT.mean()

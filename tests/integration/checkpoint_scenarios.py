@@ -234,7 +234,7 @@ def _save_beside(path: Path, *, group: dist.ProcessGroup) -> dict[str, Any]:
     loaded.load(path)
     found["second"] = loaded.state()
     copies = (toy.checkpoint._weight_copies, toy.checkpoint._moment_copies)
-    found["nbytes"] = [each.nbytes for each in copies]
+    found["nbytes"] = [sum(copy.nbytes for copy in each._copies.values()) for each in copies]
     return found
 
 

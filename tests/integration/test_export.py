@@ -61,7 +61,7 @@ def train_and_export(rank: int, world_size: int, folder: Path, config: Config) -
             found["left"] += [left.name for left in folder.glob(f"{path.name}*")]
     save_hf(policy, path)
     first = complete(path)[1].save_id
-    with mock.patch.object(export, "save_file", wraps=export.save_file) as written:
+    with mock.patch.object(export, "write_tensors", wraps=export.write_tensors) as written:
         save_hf(policy, path)
     found["files"] = [call.args[1].name for call in written.call_args_list]
     found |= {"replaced": complete(path)[1].save_id != first, "unwritten again": error_of(policy, path)}
@@ -97,7 +97,7 @@ def error_of(policy: PolicyWorker, path: Path, *, last_file: bool = False) -> st
     broken = (
         mock.patch.object(complete_directory, "write_atomically", full_at_the_end)
         if last_file
-        else mock.patch.object(export, "save_file", disk_full)
+        else mock.patch.object(export, "write_tensors", disk_full)
     )
     with broken, pytest.raises(CheckpointError) as raised:
         save_hf(policy, path)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rank_scenarios import CUTS, UPDATE_ROWS
 from rounding import GRADIENT, OUTPUT, assert_reordered, assert_within, spread, weight_spread
-from tiny_groups import make_model
+from tiny_groups import make_model, rows_of
 from value_scenarios import OPTIMIZER, run_rank, value_batch
 
 from asyncrl.ranks.report import step_report, train_result
@@ -72,7 +72,7 @@ def plain(folder: Path) -> dict[str, Any]:
         terms = []
         for row in batch.make_microbatch_iterator(1):
             length = int(row["input_lengths"])
-            values = model_values(model, row["input_ids"][:, :length])[0]
+            values = model_values(model, rows_of(row["input_ids"][:, :length]))[0]
             for t in range(1, length):
                 if row["token_mask"][0, t] and row["sample_mask"][0]:
                     goal, old = row["returns"][0, t], row["values"][0, t]
@@ -85,7 +85,7 @@ def plain(folder: Path) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
-        values_BS = model_values(model, data["input_ids"])
+        values_BS = model_values(model, rows_of(data["input_ids"]))
         values_BS *= torch.arange(values_BS.shape[1]) < data["input_lengths"].unsqueeze(1)
     weights = {name: p.detach().numpy() for name, p in model.named_parameters()}
     return {"loss": losses, "grad_norm": norms, "values": values_BS.numpy(), "weights": weights}

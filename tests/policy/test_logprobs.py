@@ -3,6 +3,7 @@
 import pytest
 import torch
 from rounding import GRADIENT, OUTPUT, assert_reordered, spread
+from tiny_groups import rows_of
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -15,8 +16,7 @@ from transformers import (
 
 from asyncrl.errors import ConfigError
 from asyncrl.policy import chunked_head
-from asyncrl.policy.chunked_head import chunked_logprobs
-from asyncrl.policy.logprobs import model_logprobs
+from asyncrl.policy.logprobs import head_logprobs, model_logprobs
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +46,7 @@ def test_values_and_gradients_are_those_of_full_logits_however_many_chunks(chunk
     upstream_2N = torch.randn(2, len(targets_N), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     want = torch.stack(full(hidden_ND @ weight_VD.t() / 0.7, targets_N))
     want_gradients = torch.autograd.grad((want * upstream_2N).sum(), (hidden_ND, weight_VD))
-    logprobs_N, entropy_N = chunked_logprobs(
+    logprobs_N, entropy_N = head_logprobs(
         hidden_ND, weight_VD, targets_N=targets_N, temperature=0.7, with_entropy=True, chunk_logits=chunk_logits
     )
     assert entropy_N is not None
@@ -64,7 +64,7 @@ def test_the_gradient_is_the_derivative(with_entropy: bool) -> None:
     targets_N = torch.tensor([0, 63, 69])
 
     def outputs(hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        pair = chunked_logprobs(
+        pair = head_logprobs(
             hidden_ND,
             weight_VD,
             targets_N=targets_N,
@@ -80,7 +80,7 @@ def test_the_gradient_is_the_derivative(with_entropy: bool) -> None:
 def test_the_entropy_alone_has_its_gradient() -> None:
     hidden_ND, weight_VD, targets_N = inputs(torch.float64)
     _, want_N = full(hidden_ND @ weight_VD.t(), targets_N)
-    _, got_N = chunked_logprobs(hidden_ND, weight_VD, targets_N=targets_N, with_entropy=True, chunk_logits=SMALL)
+    _, got_N = head_logprobs(hidden_ND, weight_VD, targets_N=targets_N, with_entropy=True, chunk_logits=SMALL)
     assert got_N is not None
     want = torch.autograd.grad(want_N.sum(), (hidden_ND, weight_VD))
     torch.testing.assert_close(torch.autograd.grad(got_N.sum(), (hidden_ND, weight_VD)), want)
@@ -89,17 +89,17 @@ def test_the_entropy_alone_has_its_gradient() -> None:
 def test_a_frozen_input_gets_no_gradient_and_the_other_the_same_one() -> None:
     hidden_ND, weight_VD, targets_N = inputs(torch.float64)
     want = torch.autograd.grad(
-        chunked_logprobs(hidden_ND, weight_VD, targets_N=targets_N)[0].sum(), (hidden_ND, weight_VD)
+        head_logprobs(hidden_ND, weight_VD, targets_N=targets_N)[0].sum(), (hidden_ND, weight_VD)
     )
-    frozen_weight, _ = chunked_logprobs(hidden_ND, weight_VD.detach(), targets_N=targets_N)
-    frozen_hidden, _ = chunked_logprobs(hidden_ND.detach(), weight_VD, targets_N=targets_N)
+    frozen_weight, _ = head_logprobs(hidden_ND, weight_VD.detach(), targets_N=targets_N)
+    frozen_hidden, _ = head_logprobs(hidden_ND.detach(), weight_VD, targets_N=targets_N)
     torch.testing.assert_close(torch.autograd.grad(frozen_weight.sum(), hidden_ND)[0], want[0])
     torch.testing.assert_close(torch.autograd.grad(frozen_hidden.sum(), weight_VD)[0], want[1])
 
 
 def test_huge_logits_of_both_signs_stay_finite() -> None:
     hidden_ND, weight_VD, targets_N = inputs(torch.float32)
-    logprobs_N, entropy_N = chunked_logprobs(
+    logprobs_N, entropy_N = head_logprobs(
         hidden_ND * 1000, weight_VD, targets_N=targets_N, with_entropy=True, chunk_logits=SMALL
     )
     assert entropy_N is not None
@@ -119,7 +119,7 @@ def test_bfloat16_inputs_are_multiplied_in_float32_and_rounded_once_on_a_cpu_wit
     hidden_ND, weight_VD, targets_N = inputs(torch.bfloat16)
     exact = [tensor.detach().float().requires_grad_() for tensor in (hidden_ND, weight_VD)]
     want_N, _ = full(exact[0] @ exact[1].t(), targets_N)
-    got_N, _ = chunked_logprobs(hidden_ND, weight_VD, targets_N=targets_N, chunk_logits=SMALL)
+    got_N, _ = head_logprobs(hidden_ND, weight_VD, targets_N=targets_N, chunk_logits=SMALL)
     assert got_N.dtype is torch.float32
     # products that were rounded to bfloat16 would have an error of 1e-2
     assert_reordered(got_N, want_N, spread=spread(8 + VOCABULARY))
@@ -149,7 +149,7 @@ def test_bfloat16_products_round_only_what_is_left_after_a_number_near_the_resul
     hidden, weight = (tensor.detach().double().requires_grad_() for tensor in (hidden_ND, weight_VD))
     logits_NV = hidden @ weight.t() / 0.7
     want = torch.stack(full(logits_NV, targets_N)[: 1 + with_entropy])
-    pair = chunked_logprobs(
+    pair = head_logprobs(
         hidden_ND, weight_VD, targets_N=targets_N, temperature=0.7, with_entropy=with_entropy, chunk_logits=SMALL
     )
     got = torch.stack([values for values in pair if values is not None])
@@ -181,7 +181,7 @@ def test_gradients_from_bfloat16_products_are_those_of_full_logits_within_five_p
     upstream_2N[1] *= trains_entropy
     want_2N = torch.stack(full(exact[0] @ exact[1].t() / 0.7, targets_N))
     want = torch.autograd.grad((want_2N * upstream_2N).sum(), exact)
-    logprobs_N, entropy_N = chunked_logprobs(
+    logprobs_N, entropy_N = head_logprobs(
         hidden_ND, weight_VD, targets_N=targets_N, temperature=0.7, with_entropy=True, chunk_logits=SMALL
     )
     assert entropy_N is not None
@@ -230,7 +230,7 @@ def test_a_chunk_is_as_large_as_its_buffers_may_be(
     targets_N = torch.randint(2000, (100,))
     limit = 100 * 64 * 30
     with Float32Sizes() as sizes:
-        logprobs_N, entropy_N = chunked_logprobs(
+        logprobs_N, entropy_N = head_logprobs(
             hidden_ND, weight_VD, targets_N=targets_N, with_entropy=trains_entropy, chunk_logits=limit
         )
         loss = logprobs_N.sum() if entropy_N is None else logprobs_N.sum() + entropy_N.sum()
@@ -247,9 +247,7 @@ def test_a_weight_in_bfloat16_and_its_gradient_are_never_whole_in_float32(
     hidden_ND = torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True)
     weight_VD = torch.randn(2000, 32, dtype=torch.bfloat16, requires_grad=True)
     with Float32Sizes() as sizes:
-        logprobs_N, _ = chunked_logprobs(
-            hidden_ND, weight_VD, targets_N=torch.randint(2000, (16,)), chunk_logits=256 * 16
-        )
+        logprobs_N, _ = head_logprobs(hidden_ND, weight_VD, targets_N=torch.randint(2000, (16,)), chunk_logits=256 * 16)
         logprobs_N.sum().backward()
     assert sizes.largest <= 256 * 32
 
@@ -263,7 +261,7 @@ def test_only_the_inputs_and_two_numbers_a_token_wait_for_the_backward() -> None
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        chunked_logprobs(hidden_ND, weight_VD, targets_N=targets_N, with_entropy=True, chunk_logits=SMALL)
+        head_logprobs(hidden_ND, weight_VD, targets_N=targets_N, with_entropy=True, chunk_logits=SMALL)
     shapes = sorted(tuple(tensor.shape) for tensor in saved)
     assert shapes == sorted([hidden_ND.shape, weight_VD.shape, targets_N.shape, targets_N.shape, targets_N.shape])
 
@@ -292,8 +290,9 @@ def tiny_qwen3(*, tied: bool) -> Qwen3ForCausalLM:
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_gives_the_log_probs_and_every_gradient_of_its_full_logits(
-    tied: bool, temperature: float, with_entropy: bool
+    tied: bool, temperature: float, with_entropy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(chunked_head.CHUNK_LOGITS, "cpu", 64 * 18)
     model = tiny_qwen3(tied=tied)
     input_ids_BS = torch.randint(1, VOCABULARY, (3, 7), generator=torch.Generator().manual_seed(2))
     weights_BT = torch.randn(3, 6, generator=torch.Generator().manual_seed(3))
@@ -307,7 +306,7 @@ def test_a_model_gives_the_log_probs_and_every_gradient_of_its_full_logits(
     want = torch.autograd.grad(want_loss, list(parameters.values()))
 
     logprobs_BT, entropy_BT = model_logprobs(
-        model, input_ids_BS, temperature=temperature, with_entropy=with_entropy, chunk_logits=64 * 18
+        model, rows_of(input_ids_BS), temperature=temperature, with_entropy=with_entropy
     )
     assert_reordered(logprobs_BT, want_logprobs_BT, spread=OUTPUT)
     loss = (weights_BT * logprobs_BT).sum()
@@ -328,7 +327,7 @@ def test_an_entropy_that_is_only_reported_changes_no_gradient() -> None:
     input_ids_BS = torch.randint(1, VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(2))
     gradients = [
         torch.autograd.grad(
-            model_logprobs(model, input_ids_BS, temperature=1.0, with_entropy=with_entropy)[0].sum(),
+            model_logprobs(model, rows_of(input_ids_BS), temperature=1.0, with_entropy=with_entropy)[0].sum(),
             list(model.parameters()),
         )
         for with_entropy in (False, True)
@@ -340,15 +339,15 @@ def test_an_entropy_that_is_only_reported_changes_no_gradient() -> None:
 def test_padding_does_not_move_the_log_probs_before_it() -> None:
     model = tiny_qwen3(tied=True)
     input_ids_BS = torch.randint(1, VOCABULARY, (1, 5), generator=torch.Generator().manual_seed(2))
-    alone_BT, _ = model_logprobs(model, input_ids_BS, temperature=1.0, with_entropy=False)
+    alone_BT, _ = model_logprobs(model, rows_of(input_ids_BS), temperature=1.0, with_entropy=False)
     padded_BS = torch.nn.functional.pad(input_ids_BS, (0, 3))
-    padded_BT, _ = model_logprobs(model, padded_BS, temperature=1.0, with_entropy=False)
+    padded_BT, _ = model_logprobs(model, rows_of(padded_BS), temperature=1.0, with_entropy=False)
     assert_reordered(padded_BT[:, :4], alone_BT, spread=OUTPUT)
 
 
 def test_a_row_of_one_token_has_no_next_token() -> None:
     logprobs_BT, entropy_BT = model_logprobs(
-        tiny_qwen3(tied=True), torch.ones(2, 1, dtype=torch.long), temperature=1.0, with_entropy=True
+        tiny_qwen3(tied=True), rows_of(torch.ones(2, 1, dtype=torch.long)), temperature=1.0, with_entropy=True
     )
     assert entropy_BT is not None
     assert logprobs_BT.shape == entropy_BT.shape == (2, 0)
@@ -360,10 +359,10 @@ def test_the_model_has_its_own_head_again_after_the_call_and_after_a_failed_one(
     model = tiny_qwen3(tied=False)
     input_ids_BS = torch.ones(1, 4, dtype=torch.long)
     before = model(input_ids=input_ids_BS).logits
-    model_logprobs(model, input_ids_BS, temperature=1.0, with_entropy=False)
+    model_logprobs(model, rows_of(input_ids_BS), temperature=1.0, with_entropy=False)
     assert torch.equal(model(input_ids=input_ids_BS).logits, before)
     with pytest.raises(IndexError):
-        model_logprobs(model, torch.full((1, 4), VOCABULARY), temperature=1.0, with_entropy=False)
+        model_logprobs(model, rows_of(torch.full((1, 4), VOCABULARY)), temperature=1.0, with_entropy=False)
     assert torch.equal(model(input_ids=input_ids_BS).logits, before)
     assert "forward" not in model.lm_head.__dict__
 
@@ -372,13 +371,13 @@ def test_a_forward_that_another_library_put_on_the_head_is_there_again() -> None
     model = tiny_qwen3(tied=False)
     wrapped = model.lm_head.forward
     model.lm_head.forward = wrapped
-    model_logprobs(model, torch.ones(1, 4, dtype=torch.long), temperature=1.0, with_entropy=False)
+    model_logprobs(model, rows_of(torch.ones(1, 4, dtype=torch.long)), temperature=1.0, with_entropy=False)
     assert model.lm_head.__dict__["forward"] is wrapped
 
 
 def refused(model: PreTrainedModel) -> str:
     with pytest.raises(ConfigError) as failure:
-        model_logprobs(model, torch.ones(1, 4, dtype=torch.long), temperature=1.0, with_entropy=False)
+        model_logprobs(model, rows_of(torch.ones(1, 4, dtype=torch.long)), temperature=1.0, with_entropy=False)
     assert failure.value.key == "model.path"
     return str(failure.value)
 
@@ -400,7 +399,7 @@ def test_a_config_that_changes_logits_after_the_head_is_refused_by_the_name_of_i
 def test_neutral_values_of_such_keys_are_no_reason_to_refuse() -> None:
     model = tiny_qwen3(tied=True)
     model.config.final_logit_softcapping, model.config.logit_scale = None, 1.0
-    model_logprobs(model, torch.ones(1, 4, dtype=torch.long), temperature=1.0, with_entropy=False)
+    model_logprobs(model, rows_of(torch.ones(1, 4, dtype=torch.long)), temperature=1.0, with_entropy=False)
 
 
 def test_a_model_that_changes_its_logits_is_refused_whatever_its_config_calls_it() -> None:

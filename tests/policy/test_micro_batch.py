@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_groups import STEP, TEMPERATURE, VOCABULARY, make_group
+from tiny_groups import STEP, TEMPERATURE, VOCABULARY, make_group, rows_of
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl.algorithms.interfaces import LossInputType, LossType
@@ -25,8 +25,8 @@ from asyncrl.errors import CallRefused, MissingColumns
 from asyncrl.policy.logprobs import model_logprobs
 from asyncrl.policy.micro_batch import OnPolicy, loss_of
 from asyncrl.policy.worker import PolicyWorker
-from asyncrl.ranks.batching import count_trained
 from asyncrl.ranks.loss_pass import MicroBatchOutcome, UpdateContext, aligned
+from asyncrl.ranks.plan import plan_of
 
 
 @functools.cache
@@ -49,7 +49,7 @@ def on_policy(key: int, lengths: tuple[int, ...]) -> BatchedDataDict:
     """Returns a group that was sampled from the model. Every sample has another advantage."""
     data = make_group(key, lengths=lengths)
     with torch.no_grad():
-        logprobs, _ = model_logprobs(model(), data["input_ids"], temperature=TEMPERATURE, with_entropy=False)
+        logprobs, _ = model_logprobs(model(), rows_of(data["input_ids"]), temperature=TEMPERATURE, with_entropy=False)
     data["generation_logprobs"] = aligned(logprobs)
     data["advantages"] = torch.tensor([1.0, -2.0, 0.5])[: data.size, None].expand_as(data["input_ids"])
     return data
@@ -58,8 +58,8 @@ def on_policy(key: int, lengths: tuple[int, ...]) -> BatchedDataDict:
 def outcome(
     loss_fn: Any, data: BatchedDataDict, *, step: int | None = STEP, sole_update: bool = True
 ) -> MicroBatchOutcome:
-    tokens, samples = count_trained(data)
-    counts = {"global_valid_seqs": torch.tensor(samples), "global_valid_toks": torch.tensor(tokens)}
+    plan = plan_of(data)
+    counts = {"global_valid_seqs": torch.tensor(plan.samples), "global_valid_toks": torch.tensor(plan.tokens)}
     context = UpdateContext(loss_fn=loss_fn, counts=counts, step=step, sole_update=sole_update)
     return loss_of(data, model=model(), context=context, temperature=TEMPERATURE, packed=False, on_policy=ON_POLICY)
 
@@ -121,7 +121,10 @@ def test_an_episode_with_branches_counts_once_and_has_one_ratio() -> None:
     found = outcome(ObjectiveLoss(PRESETS["gspo"].objective), data)
     with torch.no_grad():
         logprobs_BT, _ = model_logprobs(
-            model(), data["input_ids"], temperature=TEMPERATURE, with_entropy=False, branch_ids_BS=data[BRANCH]
+            model(),
+            rows_of(data["input_ids"], branch_ids_BS=data[BRANCH]),
+            temperature=TEMPERATURE,
+            with_entropy=False,
         )
     log_rho_BT = logprobs_BT - data["generation_logprobs"][:, 1:]
     mask_BT = data["token_mask"][:, 1:]
@@ -141,7 +144,7 @@ def with_supports(data: BatchedDataDict) -> BatchedDataDict:
     data[SUPPORT] = torch.stack([ids_BS, (ids_BS + 1) % VOCABULARY, (ids_BS + 2) % VOCABULARY], dim=-1).int()
     with torch.no_grad():
         logprobs, _ = model_logprobs(
-            model(), ids_BS, temperature=TEMPERATURE, with_entropy=False, support_BSK=data[SUPPORT]
+            model(), rows_of(ids_BS, support_BSK=data[SUPPORT]), temperature=TEMPERATURE, with_entropy=False
         )
     data["generation_logprobs"] = aligned(logprobs)
     return data

@@ -3,12 +3,11 @@
 import pytest
 import torch
 from rounding import GRADIENT, OUTPUT, assert_reordered, spread
+from tiny_groups import rows_of
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl.policy import chunked_head
-from asyncrl.policy.chunked_head import chunked_logprobs
-from asyncrl.policy.logprobs import model_logprobs
-from asyncrl.policy.support_head import support_logprobs
+from asyncrl.policy.logprobs import head_logprobs, model_logprobs
 from asyncrl.ranks.packed import ATTENTION, PackedRows
 
 pytestmark = pytest.mark.slow
@@ -66,7 +65,7 @@ def test_values_and_gradients_are_those_of_the_supports_logits(chunk_logits: int
     upstream_2N = torch.randn(2, TOKENS, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     want = torch.stack(plain(hidden_ND @ weight_VD.t() / 0.7, targets_N, support_NK))
     want_gradients = torch.autograd.grad((want * upstream_2N).sum(), (hidden_ND, weight_VD))
-    logprobs_N, entropy_N = support_logprobs(
+    logprobs_N, entropy_N = head_logprobs(
         hidden_ND,
         weight_VD,
         targets_N=targets_N,
@@ -90,7 +89,7 @@ def test_the_gradient_is_the_derivative(with_entropy: bool) -> None:
     targets_N, support_NK = torch.tensor([0, 63, 69]), torch.tensor([[0, 1, 69], [63, 0, -1], [-1, -1, 69]])
 
     def outputs(hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        pair = support_logprobs(
+        pair = head_logprobs(
             hidden_ND,
             weight_VD,
             targets_N=targets_N,
@@ -107,7 +106,7 @@ def test_the_gradient_is_the_derivative(with_entropy: bool) -> None:
 def test_a_token_without_a_support_is_0_and_moves_no_weight() -> None:
     hidden_ND, weight_VD = inputs(torch.float32)
     targets_N, support_NK = supports()
-    logprobs_N, entropy_N = support_logprobs(
+    logprobs_N, entropy_N = head_logprobs(
         hidden_ND, weight_VD, targets_N=targets_N, support_NK=support_NK, with_entropy=True
     )
     assert entropy_N is not None
@@ -121,8 +120,8 @@ def test_a_support_of_all_tokens_is_the_whole_softmax() -> None:
     hidden_ND, weight_VD = inputs(torch.float32)
     targets_N, _ = supports()
     every_NK = torch.arange(VOCABULARY).expand(TOKENS, -1)
-    want = chunked_logprobs(hidden_ND, weight_VD, targets_N=targets_N, with_entropy=True)
-    got = support_logprobs(hidden_ND, weight_VD, targets_N=targets_N, support_NK=every_NK, with_entropy=True)
+    want = head_logprobs(hidden_ND, weight_VD, targets_N=targets_N, with_entropy=True)
+    got = head_logprobs(hidden_ND, weight_VD, targets_N=targets_N, support_NK=every_NK, with_entropy=True)
     for got_N, want_N in zip(got, want, strict=True):
         assert got_N is not None
         assert want_N is not None
@@ -138,7 +137,7 @@ def test_bfloat16_inputs_give_float32_values_and_gradients_of_their_own_dtype(
     targets_N, support_NK = supports()
     exact = [tensor.detach().float().requires_grad_() for tensor in (hidden_ND, weight_VD)]
     want_N, _ = plain(exact[0] @ exact[1].t(), targets_N, support_NK)
-    got_N, _ = support_logprobs(hidden_ND, weight_VD, targets_N=targets_N, support_NK=support_NK)
+    got_N, _ = head_logprobs(hidden_ND, weight_VD, targets_N=targets_N, support_NK=support_NK)
     assert got_N.dtype is torch.float32
     assert_reordered(got_N, want_N, spread=spread(8 + VOCABULARY))
     want = torch.autograd.grad(want_N.sum(), exact)
@@ -182,7 +181,8 @@ def rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_model_gives_them_for_padded_and_packed_rows(packed: bool) -> None:
+def test_a_model_gives_them_for_padded_and_packed_rows(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(chunked_head.CHUNK_LOGITS, "cpu", 64 * 12)
     tokens_BS, lengths_B, support_BSK = rows()
     made = model()
     logits_BTV = made(input_ids=tokens_BS, use_cache=False).logits[:, :-1] / 0.8
@@ -193,12 +193,9 @@ def test_a_model_gives_them_for_padded_and_packed_rows(packed: bool) -> None:
         made.set_attn_implementation(ATTENTION)
     logprobs_BT, entropy_BT = model_logprobs(
         made,
-        tokens_BS,
+        rows_of(tokens_BS, packed_lengths_B=lengths_B if packed else None, support_BSK=support_BSK),
         temperature=0.8,
         with_entropy=True,
-        packed_lengths_B=lengths_B if packed else None,
-        support_BSK=support_BSK,
-        chunk_logits=64 * 12,
     )
     assert entropy_BT is not None
     assert_reordered(logprobs_BT.flatten(), want_N, spread=OUTPUT)

@@ -2,14 +2,17 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import NO_VERSION
+from asyncrl.data.specs import BRANCH, NO_VERSION, SUPPORT
+
+if TYPE_CHECKING:
+    from asyncrl.ranks.model_rows import ModelRows
 
 VOCABULARY = 40
 STEP = 5
@@ -103,3 +106,23 @@ def join(groups: Sequence[BatchedDataDict]) -> BatchedDataDict:
 
 def make_batch() -> BatchedDataDict:
     return join(make_groups())
+
+
+def rows_of(
+    input_ids_BS: torch.Tensor,
+    *,
+    packed_lengths_B: torch.Tensor | None = None,
+    support_BSK: torch.Tensor | None = None,
+    branch_ids_BS: torch.Tensor | None = None,
+) -> "ModelRows":
+    """Returns rows for a pass of a model. They are packed if they have lengths."""
+    from asyncrl.ranks.model_rows import ModelRows  # imports transformers
+
+    columns = {
+        "input_ids": input_ids_BS,
+        "input_lengths": packed_lengths_B,
+        SUPPORT: support_BSK,
+        BRANCH: branch_ids_BS,
+    }
+    batch = BatchedDataDict({name: column for name, column in columns.items() if column is not None})
+    return ModelRows.of(batch, packed=packed_lengths_B is not None, with_supports=True)

