@@ -79,15 +79,20 @@ def plan_shards(
     shards: int,
     lengths: Callable[[str], Sequence[int]],
     width: Callable[[str], int],
-    batch_size: int | None,
-    allow_uneven_shards: bool,
-    dynamic: DynamicBatchingArgs | None,
-    packing: SequencePackingArgs | None,
+    batch_size: int | None = None,
+    allow_uneven_shards: bool = False,
+    dynamic: DynamicBatchingArgs | None = None,
+    packing: SequencePackingArgs | None = None,
 ) -> list[ShardPlan]:
-    """Cuts with the mode that the arguments name. `lengths` and `width` return the column of lengths (tokens) and the
-    width (tokens) of the column of tokens with a name; they are called only if the mode needs them.
+    """Cuts every chunk of `batch_size` rows (None: all rows) into one part for each shard, in the mode that the
+    arguments name: contiguous parts, dynamic batching, or packing.
 
-    Raises AssertionError for modes that exclude each other.
+    `lengths` and `width` return the column of lengths (tokens) and the width (tokens) of the column of tokens with a
+    name; they are called only if the mode needs them. With `allow_uneven_shards` the number of rows need not be a
+    multiple of `shards`.
+
+    Raises AssertionError for modes that exclude each other and for numbers that do not divide. Raises ValueError for a
+    multiple below 1, and the errors of the mode.
     """
     require(
         dynamic is None or packing is None, "dynamic_batching_args and sequence_packing_args cannot be passed together"
@@ -100,105 +105,23 @@ def plan_shards(
         dynamic is None or not allow_uneven_shards,
         "uneven shards and dynamic batching exclude each other: ranks would have different numbers of micro-batches",
     )
-    if dynamic is not None:
-        return plan_dynamic(
-            lengths(dynamic["input_lengths_key"]),
-            shards=shards,
-            args=dynamic,
-            batch_size=batch_size,
-            width=width(dynamic["input_key"]),
-        )
-    if packing is not None:
-        return plan_packed(
-            lengths(packing["input_lengths_key"]),
-            shards=shards,
-            args=packing,
-            batch_size=batch_size,
-            allow_uneven_shards=allow_uneven_shards,
-        )
-    return plan_contiguous(total_rows, shards=shards, batch_size=batch_size, allow_uneven_shards=allow_uneven_shards)
-
-
-def plan_contiguous(
-    total_rows: int, *, shards: int, batch_size: int | None = None, allow_uneven_shards: bool = False
-) -> list[ShardPlan]:
-    """Cuts every chunk into contiguous parts of ⌈rows / shards⌉ rows. With `allow_uneven_shards`, the last parts may
-    have fewer rows or none. Without it, all parts are equal."""
     chunks = _chunks(total_rows, shards=shards, batch_size=batch_size, even=not allow_uneven_shards)
-    sizes = [-(-len(chunk) // shards) for chunk in chunks]
-    plans = []
-    for shard in range(shards):
-        parts = [chunk[shard * size : (shard + 1) * size] for chunk, size in zip(chunks, sizes, strict=True)]
-        plans.append(ShardPlan(rows=[row for part in parts for row in part], rows_per_chunk=[len(p) for p in parts]))
-    return plans
-
-
-def plan_dynamic(
-    lengths: Sequence[int],
-    *,
-    shards: int,
-    args: DynamicBatchingArgs,
-    batch_size: int | None = None,
-    width: int | None = None,
-) -> list[ShardPlan]:
-    """Sorts the rows of a chunk by length, shortest first, and deals them to the shards in turn. All shards cut their
-    micro-batches at the same places.
-
-    A micro-batch is closed when rows × width would exceed the limit. Its width is the length of its longest row on any
-    shard, rounded up, and at most `width` (of the padded input, if given).
-    """
-    limit, multiple = args["max_tokens_per_microbatch"], args["sequence_length_round"]
-    _check_multiple("sequence_length_round", multiple)
-    parts: list[list[_Part]] = []
-    for chunk in _chunks(len(lengths), shards=shards, batch_size=batch_size, even=True):
-        order = sorted(chunk, key=lambda row: lengths[row])
-        # Lengths ascend, so the last row of each deal is the longest.
-        widths = [_padded(max(1, lengths[row]), multiple=multiple, cap=width) for row in order[shards - 1 :: shards]]
-        micro_batches = _close_micro_batches(widths, limit=limit)
-        parts.append([_Part(rows=order[shard::shards], micro_batches=micro_batches) for shard in range(shards)])
-    return _plans(parts, shards=shards)
-
-
-def plan_packed(
-    lengths: Sequence[int],
-    *,
-    shards: int,
-    args: SequencePackingArgs,
-    batch_size: int | None = None,
-    allow_uneven_shards: bool = False,
-) -> list[ShardPlan]:
-    """Packs each chunk into bins, whose number is a multiple of `shards`. Bin b is a micro-batch of shard b % shards.
-
-    All shards have the same number of bins but different numbers of rows. With `allow_uneven_shards` the number of rows
-    need not be a multiple of `shards`. Raises ValueError for a row over the limit, and for fewer rows than bins.
-    """
-    multiple = args["sequence_length_pad_multiple"]
-    _check_multiple("sequence_length_pad_multiple", multiple)
-    chunks = _chunks(len(lengths), shards=shards, batch_size=batch_size, even=not allow_uneven_shards)
-    packer = get_packer(
-        args["algorithm"], args["max_tokens_per_microbatch"], min_bin_count=shards, bin_count_multiple=shards
-    )
-    parts: list[list[_Part]] = []
-    for chunk in chunks:
-        padded = [_padded(lengths[row], multiple=multiple) for row in chunk]
-        bins = packer.pack(padded)
-        dealt = [bins[shard::shards] for shard in range(shards)]
-        parts.append(
-            [
-                _Part(
-                    rows=[chunk[i] for content in mine for i in content],
-                    micro_batches=[(len(content), sum(padded[i] for i in content)) for content in mine],
-                )
-                for mine in dealt
-            ]
-        )
-    return _plans(parts, shards=shards)
+    if dynamic is not None:
+        rows_lengths, most = lengths(dynamic["input_lengths_key"]), width(dynamic["input_key"])
+        parts = [_dynamic(chunk, rows_lengths, shards=shards, args=dynamic, width=most) for chunk in chunks]
+    elif packing is not None:
+        rows_lengths = lengths(packing["input_lengths_key"])
+        parts = [_packed(chunk, rows_lengths, shards=shards, args=packing) for chunk in chunks]
+    else:
+        parts = [_contiguous(chunk, shards=shards) for chunk in chunks]
+    is_cut = dynamic is not None or packing is not None
+    return [_plan([chunk[shard] for chunk in parts], is_cut=is_cut) for shard in range(shards)]
 
 
 def caller_rows(plans: Iterable[ShardPlan]) -> list[int]:
     """Returns the caller's row number of each row of the concatenated shards.
 
-    >>> caller_rows(plan_contiguous(4, shards=2, batch_size=2))
+    >>> caller_rows([ShardPlan(rows=[0, 2], rows_per_chunk=[1, 1]), ShardPlan(rows=[1, 3], rows_per_chunk=[1, 1])])
     [0, 2, 1, 3]
     """
     return [row for plan in plans for row in plan.rows]
@@ -218,6 +141,40 @@ def _chunks(total_rows: int, *, shards: int, batch_size: int | None, even: bool)
     return [range(start, start + batch_size) for start in range(0, total_rows, batch_size)]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """One shard's part of one chunk. `micro_batches` has (rows, tokens) of each micro-batch, in order; it is empty in
+    the mode without micro-batches."""
+
+    rows: Sequence[int]
+    micro_batches: Sequence[tuple[int, int]] = ()
+
+
+def _contiguous(chunk: range, *, shards: int) -> list[_Part]:
+    """Cuts a chunk into contiguous parts of ⌈rows / shards⌉ rows. The last parts of an uneven chunk have fewer rows or
+    none."""
+    size = -(-len(chunk) // shards)
+    return [_Part(rows=chunk[shard * size : (shard + 1) * size]) for shard in range(shards)]
+
+
+def _dynamic(
+    chunk: range, lengths: Sequence[int], *, shards: int, args: DynamicBatchingArgs, width: int
+) -> list[_Part]:
+    """Sorts the rows of a chunk by length, shortest first, and deals them to the shards in turn. All shards cut their
+    micro-batches at the same places.
+
+    A micro-batch is closed when rows × width would exceed the limit. Its width is the length of its longest row on any
+    shard, rounded up, and at most `width`, that of the padded input.
+    """
+    multiple = args["sequence_length_round"]
+    _check_multiple("sequence_length_round", multiple)
+    order = sorted(chunk, key=lambda row: lengths[row])
+    # Lengths ascend, so the last row of each deal is the longest.
+    widths = [min(width, _padded(max(1, lengths[row]), multiple)) for row in order[shards - 1 :: shards]]
+    micro_batches = _close_micro_batches(widths, limit=args["max_tokens_per_microbatch"])
+    return [_Part(rows=order[shard::shards], micro_batches=micro_batches) for shard in range(shards)]
+
+
 def _close_micro_batches(widths: Sequence[int], *, limit: int) -> list[tuple[int, int]]:
     """Returns (rows, width) of micro-batches of ascending `widths`. None of them has more than `limit` tokens."""
     micro_batches: list[tuple[int, int]] = []
@@ -234,32 +191,39 @@ def _close_micro_batches(widths: Sequence[int], *, limit: int) -> list[tuple[int
     return micro_batches
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """One shard's part of one chunk. `micro_batches` has (rows, tokens) of each micro-batch, in order."""
+def _packed(chunk: range, lengths: Sequence[int], *, shards: int, args: SequencePackingArgs) -> list[_Part]:
+    """Packs a chunk into bins, whose number is a multiple of `shards`. Bin b is a micro-batch of shard b % shards.
 
-    rows: list[int]
-    micro_batches: list[tuple[int, int]]
-
-
-def _plans(parts: list[list[_Part]], *, shards: int) -> list[ShardPlan]:
-    """Builds the shards' plans from `parts[chunk][shard]`."""
-    plans = []
-    for shard in range(shards):
-        mine = [chunk[shard] for chunk in parts]
-        indices = []
-        for part in mine:
-            ends = list(accumulate(rows for rows, _ in part.micro_batches))
-            indices.append([[end - rows, end] for end, (rows, _) in zip(ends, part.micro_batches, strict=True)])
-        plans.append(
-            ShardPlan(
-                rows=[row for part in mine for row in part.rows],
-                rows_per_chunk=[len(part.rows) for part in mine],
-                micro_batch_indices=indices,
-                micro_batch_lengths=[[tokens for _, tokens in part.micro_batches] for part in mine],
-            )
+    All shards have the same number of bins but different numbers of rows. Raises ValueError for a row over the limit,
+    and for fewer rows than bins.
+    """
+    multiple = args["sequence_length_pad_multiple"]
+    _check_multiple("sequence_length_pad_multiple", multiple)
+    packer = get_packer(
+        args["algorithm"], args["max_tokens_per_microbatch"], min_bin_count=shards, bin_count_multiple=shards
+    )
+    padded = [_padded(lengths[row], multiple) for row in chunk]
+    bins = packer.pack(padded)
+    return [
+        _Part(
+            rows=[chunk[i] for content in bins[shard::shards] for i in content],
+            micro_batches=[(len(content), sum(padded[i] for i in content)) for content in bins[shard::shards]],
         )
-    return plans
+        for shard in range(shards)
+    ]
+
+
+def _plan(parts: Sequence[_Part], *, is_cut: bool) -> ShardPlan:
+    """Returns the plan of the shard that has the `parts`, one of each chunk. `is_cut`: it has micro-batches."""
+    rows, rows_per_chunk = [row for part in parts for row in part.rows], [len(part.rows) for part in parts]
+    if not is_cut:
+        return ShardPlan(rows=rows, rows_per_chunk=rows_per_chunk)
+    indices = []
+    for part in parts:
+        ends = list(accumulate(count for count, _ in part.micro_batches))
+        indices.append([[end - count, end] for end, (count, _) in zip(ends, part.micro_batches, strict=True)])
+    lengths = [[tokens for _, tokens in part.micro_batches] for part in parts]
+    return ShardPlan(rows=rows, rows_per_chunk=rows_per_chunk, micro_batch_indices=indices, micro_batch_lengths=lengths)
 
 
 def _check_multiple(name: str, value: int) -> None:
@@ -267,6 +231,5 @@ def _check_multiple(name: str, value: int) -> None:
         raise ValueError(f"{name} is {value}, but must be at least 1")
 
 
-def _padded(length: int, *, multiple: int, cap: int | None = None) -> int:
-    padded = -(-length // multiple) * multiple
-    return padded if cap is None else min(padded, cap)
+def _padded(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple

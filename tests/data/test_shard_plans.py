@@ -1,5 +1,8 @@
 """Shard plans: each row is in one shard and in its chunk, ranks have the same micro-batches, none over the limit."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,9 +13,7 @@ from asyncrl.data.sharding import (
     SequencePackingArgs,
     ShardPlan,
     caller_rows,
-    plan_contiguous,
-    plan_dynamic,
-    plan_packed,
+    plan_shards,
 )
 
 ALGORITHMS = ("concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing")
@@ -39,6 +40,10 @@ def packing_args(
         "algorithm": algorithm,
         "sequence_length_pad_multiple": multiple,
     }
+
+
+def planned(lengths: Sequence[int], *, width: int = 1000, **arguments: Any) -> list[ShardPlan]:
+    return plan_shards(len(lengths), lengths=lambda _: lengths, width=lambda _: width, **arguments)
 
 
 def rounded(length: int, multiple: int) -> int:
@@ -88,7 +93,7 @@ def test_even_shards_are_equal_contiguous_parts_of_every_chunk(batch: tuple[list
     lengths, shards, batch_size = batch
     for shard, parts in enumerate(
         check_rows(
-            plan_contiguous(len(lengths), shards=shards, batch_size=batch_size),
+            planned(lengths, shards=shards, batch_size=batch_size),
             rows=len(lengths),
             batch_size=batch_size,
         )
@@ -100,19 +105,17 @@ def test_even_shards_are_equal_contiguous_parts_of_every_chunk(batch: tuple[list
 
 
 def test_uneven_shards_are_full_from_the_first_on_and_may_be_empty() -> None:
-    assert [plan.rows for plan in plan_contiguous(5, shards=4, allow_uneven_shards=True)] == [[0, 1], [2, 3], [4], []]
-    assert [plan.rows for plan in plan_contiguous(0, shards=2, allow_uneven_shards=True)] == [[], []]
+    assert [plan.rows for plan in planned([1] * 5, shards=4, allow_uneven_shards=True)] == [[0, 1], [2, 3], [4], []]
+    assert [plan.rows for plan in planned([], shards=2, allow_uneven_shards=True)] == [[], []]
 
 
-@given(batch=batches(), multiple=st.integers(1, 16), width=st.sampled_from([None, 40, 41]))
+@given(batch=batches(), multiple=st.integers(1, 16), width=st.sampled_from([1000, 40, 41]))
 @settings(max_examples=60, deadline=None)
 def test_dynamic_micro_batches_have_the_same_boundaries_on_every_shard_and_keep_to_the_limit(
-    batch: tuple[list[int], int, int | None], multiple: int, width: int | None
+    batch: tuple[list[int], int, int | None], multiple: int, width: int
 ) -> None:
     lengths, shards, batch_size = batch
-    plans = plan_dynamic(
-        lengths, shards=shards, args=dynamic_args(multiple=multiple), batch_size=batch_size, width=width
-    )
+    plans = planned(lengths, shards=shards, dynamic=dynamic_args(multiple=multiple), batch_size=batch_size, width=width)
     assert all(plan.micro_batch_indices == plans[0].micro_batch_indices for plan in plans)
     assert all(plan.micro_batch_lengths == plans[0].micro_batch_lengths for plan in plans)
     parts = check_rows(plans, rows=len(lengths), batch_size=batch_size)
@@ -124,11 +127,11 @@ def test_dynamic_micro_batches_have_the_same_boundaries_on_every_shard_and_keep_
         for position in range(len(chunk[0])):
             rows, tokens = chunk[0][position]
             longest = max(lengths[row] for shard in chunk for row in shard[position][0])
-            assert tokens == min(rounded(max(1, longest), multiple), width or 1000)
+            assert tokens == min(rounded(max(1, longest), multiple), width)
             assert len(rows) * tokens <= LIMIT
             if position + 1 < len(chunk[0]):  # the micro-batch was closed because the next deal did not fit
                 following = max(lengths[shard[position + 1][0][0]] for shard in chunk)
-                assert (len(rows) + 1) * min(rounded(max(1, following), multiple), width or 1000) > LIMIT
+                assert (len(rows) + 1) * min(rounded(max(1, following), multiple), width) > LIMIT
 
 
 @given(batch=batches(), multiple=st.integers(1, 16), algorithm=st.sampled_from(ALGORITHMS))
@@ -146,9 +149,9 @@ def test_packed_shards_have_equally_many_bins_and_no_bin_is_over_the_limit(
     ]
     if max(needed) > chunk_rows:
         with pytest.raises(ValueError, match="cannot fill"):
-            plan_packed(lengths, shards=shards, args=args, batch_size=batch_size)
+            planned(lengths, shards=shards, packing=args, batch_size=batch_size)
         return
-    plans = plan_packed(lengths, shards=shards, args=args, batch_size=batch_size)
+    plans = planned(lengths, shards=shards, packing=args, batch_size=batch_size)
     parts = check_rows(plans, rows=len(lengths), batch_size=batch_size)
     by_shard = [micro_batches(plan, mine) for plan, mine in zip(plans, parts, strict=True)]
     for count, chunk in zip(needed, zip(*by_shard, strict=True), strict=True):
@@ -160,7 +163,7 @@ def test_packed_shards_have_equally_many_bins_and_no_bin_is_over_the_limit(
 
 def test_dynamic_micro_batches_by_hand() -> None:
     # Sorted: 1 2 2 3 5 6 6 8. Dealt in turn, the widths are 2 3 6 8, rounded up to 4 4 8 8.
-    plans = plan_dynamic([6, 2, 8, 1, 5, 2, 6, 3], shards=2, args=dynamic_args(limit=12, multiple=4), width=7)
+    plans = planned([6, 2, 8, 1, 5, 2, 6, 3], shards=2, dynamic=dynamic_args(limit=12, multiple=4), width=7)
     assert [plan.rows for plan in plans] == [[3, 5, 4, 6], [1, 7, 0, 2]]
     assert [plan.micro_batch_indices for plan in plans] == [[[[0, 2], [2, 3], [3, 4]]]] * 2
     assert [plan.micro_batch_lengths for plan in plans] == [[[4, 7, 7]]] * 2  # the input is only 7 wide
@@ -168,9 +171,7 @@ def test_dynamic_micro_batches_by_hand() -> None:
 
 def test_bin_b_is_a_micro_batch_of_shard_b_modulo_the_shards() -> None:
     # Concatenative bins of 10 tokens: [0 1] [2] [3] [4 5]. Rows are padded to a multiple of 2.
-    plans = plan_packed(
-        [5, 3, 7, 9, 1, 1], shards=2, args=packing_args(limit=10, multiple=2, algorithm="concatenative")
-    )
+    plans = planned([5, 3, 7, 9, 1, 1], shards=2, packing=packing_args(limit=10, multiple=2, algorithm="concatenative"))
     assert [plan.rows for plan in plans] == [[0, 1, 3], [2, 4, 5]]
     assert [plan.micro_batch_indices for plan in plans] == [[[[0, 2], [2, 3]]], [[[0, 1], [1, 3]]]]
     assert [plan.micro_batch_lengths for plan in plans] == [[[10, 10]], [[8, 4]]]
@@ -192,28 +193,28 @@ def test_numbers_that_do_not_divide_are_assertion_errors_in_every_mode(
 ) -> None:
     lengths = [1] * rows
     with pytest.raises(AssertionError, match=message):
-        plan_contiguous(rows, shards=shards, batch_size=batch_size)
+        planned(lengths, shards=shards, batch_size=batch_size)
     with pytest.raises(AssertionError, match=message):
-        plan_dynamic(lengths, shards=shards, args=dynamic_args(), batch_size=batch_size)
+        planned(lengths, shards=shards, dynamic=dynamic_args(), batch_size=batch_size)
     with pytest.raises(AssertionError, match=message):
-        plan_packed(lengths, shards=shards, args=packing_args(), batch_size=batch_size)
+        planned(lengths, shards=shards, packing=packing_args(), batch_size=batch_size)
 
 
 def test_a_row_over_the_limit_is_an_assertion_error_dynamic_and_a_value_error_packed() -> None:
     with pytest.raises(AssertionError, match=r"a row of 72 tokens .* is over max_tokens_per_microbatch \(64\)"):
-        plan_dynamic([1, 65], shards=1, args=dynamic_args(multiple=8))
+        planned([1, 65], shards=1, dynamic=dynamic_args(multiple=8))
     with pytest.raises(ValueError, match="sequence 1 has 72 tokens, but a bin holds 0 to 64"):
-        plan_packed([1, 65], shards=1, args=packing_args(multiple=8))
+        planned([1, 65], shards=1, packing=packing_args(multiple=8))
 
 
 def test_fewer_sequences_than_bins_are_a_value_error() -> None:
     with pytest.raises(ValueError, match="3 sequences cannot fill 4 bins"):
-        plan_packed([60, 60, 60], shards=2, args=packing_args(), allow_uneven_shards=True)
+        planned([60, 60, 60], shards=2, packing=packing_args(), allow_uneven_shards=True)
 
 
 @pytest.mark.parametrize("multiple", [0, -8])
 def test_a_multiple_below_one_is_a_value_error(multiple: int) -> None:
     with pytest.raises(ValueError, match=f"sequence_length_round is {multiple}, but must be at least 1"):
-        plan_dynamic([1], shards=1, args=dynamic_args(multiple=multiple))
+        planned([1], shards=1, dynamic=dynamic_args(multiple=multiple))
     with pytest.raises(ValueError, match=f"sequence_length_pad_multiple is {multiple}, but must be at least 1"):
-        plan_packed([1], shards=1, args=packing_args(multiple=multiple))
+        planned([1], shards=1, packing=packing_args(multiple=multiple))
