@@ -18,11 +18,10 @@ from asyncrl.config.import_path import is_import_path
 from asyncrl.config.schema import Config
 from asyncrl.config.starter import Facts, starter_yaml
 from asyncrl.data.column_names import NO_ANSWER, columns_for
-from asyncrl.data.hugging_face import FORMATS, hugging_face_rows
+from asyncrl.data.hugging_face import FORMATS
 from asyncrl.data.prompts import Task
 from asyncrl.data.prompts import split as hold_out
-from asyncrl.data.rows import first_row
-from asyncrl.environments.interfaces import read_tasks
+from asyncrl.environments.interfaces import dataset_rows, read_tasks
 from asyncrl.errors import ConfigError
 from asyncrl.policy.model_directory import read_model
 
@@ -142,14 +141,10 @@ def _section(data: str, *, subset: str | None, split: str, prompt: str | None, a
 def _columns_of(config: Config) -> list[str] | None:
     """Returns the keys of the first row of a file or of a dataset on the Hub; None if its rows come from code, or if
     its first row is not an object."""
-    data = config.data
-    if data.dataset not in ("hf", "jsonl"):
+    if config.data.dataset not in ("hf", "jsonl"):
         return None
-    if data.dataset == "hf":
-        rows = hugging_face_rows(str(data.path), subset=data.subset, split=data.split, options=data.options)
-        first: object = next(iter(rows), None)
-    else:
-        first = first_row(Path(str(data.path)))
+    _, rows = dataset_rows(config)
+    first = next(iter(rows), None)
     return list(map(str, first)) if isinstance(first, Mapping) else None
 
 

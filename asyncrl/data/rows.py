@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -48,19 +48,9 @@ class BadRow(Exception):
 Row = Task | Mapping[str, Any] | BadRow
 
 
-def read_jsonl(
-    path: Path,
-    *,
-    columns: Mapping[str, str | None] = {},
-    on_bad_row: OnBadRow = "refuse",
-    max_row_bytes: int = MAX_ROW_BYTES,
-    first: int | None = None,
-) -> tuple[list[Task], Counter[str]]:
-    """Reads the tasks of a file with one JSON object a line. Returns them, and the number of skipped rows by reason.
-
-    In addition to the bad rows of `read_rows`, a row is bad if it is `too_large` or `bad_json` (also for bad UTF-8).
-    `first` limits how many rows are read. Raises DatasetError, which names the file and the row (from 1).
-    """
+def jsonl_rows(path: Path) -> Iterator[Row]:
+    """Yields the rows of a file with one JSON object a line. A row is a BadRow if it is `blank`, `too_large`, or
+    `bad_json` (also for bad UTF-8). Raises DatasetError, which names the file, if it cannot be read."""
     try:
         file = path.open("rb")
     except OSError as error:
@@ -68,20 +58,25 @@ def read_jsonl(
             f"{path}: the dataset file cannot be read ({error.strerror}); set data.path to a file that exists"
         ) from error
     with file:
-        rows = _lines(file, max_row_bytes=max_row_bytes)
-        return read_rows(
-            islice(rows, first), source=str(path), columns=columns, on_bad_row=on_bad_row, refuse_repeated=True
-        )
+        for line in iter(lambda: file.readline(MAX_ROW_BYTES + 2), b""):
+            try:
+                yield _decoded(line)
+            except BadRow as bad:
+                yield bad
+                rest = line
+                while not rest.endswith(b"\n") and (rest := file.readline(MAX_ROW_BYTES)):
+                    pass  # reads the rest of a row that is too large, in pieces, because it may not fit into memory
 
 
-def first_row(path: Path) -> Mapping[str, Any] | None:
-    """Returns the first row of a file with one JSON object a line; None if there is none. `read_jsonl` says why."""
+def _decoded(line: bytes) -> Any:
+    if len(line.rstrip(b"\r\n")) > MAX_ROW_BYTES:
+        raise BadRow("too_large", f"is longer than {MAX_ROW_BYTES} bytes")
+    if not line.strip():
+        raise BadRow("blank", "is blank")
     try:
-        with path.open("rb") as file:
-            first = next(_lines(file, max_row_bytes=MAX_ROW_BYTES), None)
-    except OSError:
-        return None
-    return first if isinstance(first, Mapping) else None
+        return msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRow("bad_json", f"is not JSON ({error})") from None
 
 
 def read_rows(
@@ -240,28 +235,3 @@ def _check_metadata(metadata: object) -> None:
             f"has keys besides its prompt and its answer that are not JSON ({error}), and the reward gets them as "
             "JSON; convert them, or leave them out",
         ) from None
-
-
-def _lines(file: BinaryIO, *, max_row_bytes: int) -> Iterator[Mapping[str, Any] | BadRow]:
-    for line in iter(lambda: file.readline(max_row_bytes + 2), b""):
-        try:
-            yield _decoded(line, max_row_bytes=max_row_bytes)
-        except BadRow as bad:
-            yield bad
-            rest = line
-            while not rest.endswith(b"\n") and (rest := file.readline(max_row_bytes)):
-                pass  # reads the rest of a row that is too large, in pieces, because it may not fit into memory
-
-
-def _decoded(line: bytes, *, max_row_bytes: int) -> dict[str, Any]:
-    if len(line.rstrip(b"\r\n")) > max_row_bytes:
-        raise BadRow("too_large", f"is longer than {max_row_bytes} bytes")
-    if not line.strip():
-        raise BadRow("blank", "is blank")
-    try:
-        row = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRow("bad_json", f"is not JSON ({error})") from None
-    if not isinstance(row, dict):
-        raise BadRow("not_an_object", f"is a {type(row).__name__}, not an object")
-    return row

@@ -20,7 +20,7 @@ from asyncrl.config.parts import EVAL, eval_configs, part_configs
 from asyncrl.config.schema import Config, EnvironmentSection, RewardTerm
 from asyncrl.data.hugging_face import hugging_face_rows
 from asyncrl.data.prompts import PromptSource, Task, apply_template, in_conversation, interleaved, split
-from asyncrl.data.rows import Row, read_jsonl, read_rows
+from asyncrl.data.rows import Row, jsonl_rows, read_rows
 from asyncrl.environments.agents import Demonstration, Session, as_reward
 from asyncrl.environments.reward_function import RewardFunction, reward_function
 from asyncrl.environments.reward_terms import combined
@@ -236,22 +236,15 @@ def read_tasks(config: Config, *, first: int | None = None) -> list[Task]:
     Skipped rows are logged with their counts. Raises ConfigError or DatasetError; an error that the user's code raises
     becomes a DatasetError.
     """
-    data, columns = config.data, {str(name): key for name, key in config.data.columns.items()}
-    if data.dataset == "jsonl":
-        if data.path is None:
-            raise ConfigError(
-                "data.path: must be set for data.dataset = jsonl; give the path of the file", key="data.path"
-            )
-        tasks, skipped = read_jsonl(data.path, columns=columns, on_bad_row=data.on_bad_row, first=first)
-    elif data.dataset == "hf":
-        rows = hugging_face_rows(str(data.path), subset=data.subset, split=data.split, options=data.options)
-        source = f"{data.path} ({data.split})"
-        tasks, skipped = read_rows(islice(rows, first), source=source, columns=columns, on_bad_row=data.on_bad_row)
-    else:
-        own = data.dataset == "environment"
-        key, source = ("environment.name", config.environment.name) if own else ("data.dataset", data.dataset)
-        own_rows = _rows_of_code(config, key=key, source=source, first=first)
-        tasks, skipped = read_rows(own_rows, source=source, columns=columns, on_bad_row=data.on_bad_row)
+    data = config.data
+    source, rows = dataset_rows(config)
+    tasks, skipped = read_rows(
+        islice(rows, first),
+        source=source,
+        columns={str(name): key for name, key in data.columns.items()},
+        on_bad_row=data.on_bad_row,
+        refuse_repeated=data.dataset == "jsonl",
+    )
     if skipped:
         counts = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
         _log.warning("%s: skipped %d rows (%s)", data.path or data.dataset, sum(skipped.values()), counts)
@@ -260,8 +253,26 @@ def read_tasks(config: Config, *, first: int | None = None) -> list[Task]:
     return in_conversation(tasks, system_prompt=data.system_prompt, examples=examples)
 
 
-def _rows_of_code(config: Config, *, key: str, source: str, first: int | None) -> Iterator[Row]:
-    """Yields the rows of the environment, or of the function `source`; at most `first`.
+def dataset_rows(config: Config) -> tuple[str, Iterable[Row]]:
+    """Returns how errors name the dataset, and its rows. Raises ConfigError or DatasetError, also while the rows are
+    read; an error that the user's code raises becomes a DatasetError."""
+    data = config.data
+    if data.dataset == "jsonl":
+        if data.path is None:
+            raise ConfigError(
+                "data.path: must be set for data.dataset = jsonl; give the path of the file", key="data.path"
+            )
+        return str(data.path), jsonl_rows(data.path)
+    if data.dataset == "hf":
+        rows = hugging_face_rows(str(data.path), subset=data.subset, split=data.split, options=data.options)
+        return f"{data.path} ({data.split})", rows
+    own = data.dataset == "environment"
+    key, source = ("environment.name", config.environment.name) if own else ("data.dataset", data.dataset)
+    return source, _rows_of_code(config, key=key, source=source)
+
+
+def _rows_of_code(config: Config, *, key: str, source: str) -> Iterator[Row]:
+    """Yields the rows of the environment, or of the function `source`.
 
     Raises DatasetError when the user's code raises, which says what was raised, and where.
     """
@@ -275,7 +286,7 @@ def _rows_of_code(config: Config, *, key: str, source: str, first: int | None) -
                 f"{key} = {source} returned a {type(made).__name__}; return or yield asyncrl Tasks, or dicts with the "
                 "texts 'prompt' and 'answer'"
             )
-        yield from islice(made, first)
+        yield from made
     except AsyncRLError:
         raise
     except Exception as error:

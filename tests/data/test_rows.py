@@ -1,12 +1,15 @@
 """Rows of datasets become tasks, or are refused or skipped with their number and a reason."""
 
+from collections import Counter
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from asyncrl.data import rows
 from asyncrl.data.prompts import Task
-from asyncrl.data.rows import FIRST_ROWS, OnBadRow, read_jsonl, read_rows
+from asyncrl.data.rows import FIRST_ROWS, OnBadRow, jsonl_rows, read_rows
 from asyncrl.errors import DatasetError
 
 
@@ -14,6 +17,13 @@ def write(tmp_path: Path, *lines: bytes) -> Path:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\n".join(lines) + b"\n")
     return path
+
+
+def read_jsonl(
+    path: Path, *, on_bad_row: OnBadRow = "refuse", first: int | None = None
+) -> tuple[list[Task], Counter[str]]:
+    found = islice(jsonl_rows(path), first)
+    return read_rows(found, source=str(path), on_bad_row=on_bad_row, refuse_repeated=True)
 
 
 GOOD = b'{"prompt": "1+1", "answer": "2", "level": 3}'
@@ -36,17 +46,23 @@ def test_jsonl_rows_become_tasks_with_their_other_keys_as_metadata(tmp_path: Pat
 
 @pytest.mark.parametrize("reason", BAD_ROWS)
 @pytest.mark.fault("F33")
-def test_a_bad_row_is_refused_with_file_row_and_knob(tmp_path: Path, reason: str) -> None:
+def test_a_bad_row_is_refused_with_file_row_and_knob(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    monkeypatch.setattr(rows, "MAX_ROW_BYTES", 1000)
     path = write(tmp_path, GOOD, BAD_ROWS[reason], b'{"prompt": "2+2", "answer": "4"}')
     with pytest.raises(DatasetError, match=rf"rows\.jsonl, row 2: .*data\.on_bad_row.*\({reason}\)"):
-        read_jsonl(path, on_bad_row="refuse", max_row_bytes=1000)
+        read_jsonl(path, on_bad_row="refuse")
 
 
 @pytest.mark.parametrize("reason", BAD_ROWS)
 @pytest.mark.fault("F33")
-def test_a_bad_row_is_skipped_and_counted_and_the_rows_after_it_are_read(tmp_path: Path, reason: str) -> None:
+def test_a_bad_row_is_skipped_and_counted_and_the_rows_after_it_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    monkeypatch.setattr(rows, "MAX_ROW_BYTES", 1000)
     path = write(tmp_path, GOOD, BAD_ROWS[reason], b'{"prompt": "2+2", "answer": "4"}')
-    tasks, skipped = read_jsonl(path, on_bad_row="skip", max_row_bytes=1000)
+    tasks, skipped = read_jsonl(path, on_bad_row="skip")
     assert [(task.answer, task.row) for task in tasks] == [("2", 1), ("4", 3)], "`row` is the number in the file"
     assert skipped == {reason: 1}
 
@@ -110,12 +126,16 @@ def test_a_row_that_is_bad_in_a_subtler_way_is_refused_with_its_number_too(
 
 
 @pytest.mark.fault("F33")
-def test_a_row_at_the_limit_passes_and_the_last_row_needs_no_newline(tmp_path: Path) -> None:
+def test_a_row_at_the_limit_passes_and_the_last_row_needs_no_newline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(GOOD)
-    assert len(read_jsonl(path, max_row_bytes=len(GOOD))[0]) == 1
+    monkeypatch.setattr(rows, "MAX_ROW_BYTES", len(GOOD))
+    assert len(read_jsonl(path)[0]) == 1
+    monkeypatch.setattr(rows, "MAX_ROW_BYTES", len(GOOD) - 1)
     with pytest.raises(DatasetError, match="row 1"):
-        read_jsonl(path, max_row_bytes=len(GOOD) - 1)
+        read_jsonl(path)
 
 
 @pytest.mark.fault("F33")
