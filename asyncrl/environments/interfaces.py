@@ -22,7 +22,7 @@ from asyncrl.data.hugging_face import hugging_face_rows
 from asyncrl.data.prompts import PromptSource, Task, apply_template, in_conversation, interleaved, split
 from asyncrl.data.rows import Row, jsonl_rows, read_rows
 from asyncrl.environments.agents import Demonstration, Session, as_reward
-from asyncrl.environments.reward_function import RewardFunction, reward_function
+from asyncrl.environments.reward_function import RewardFunction, reward_function, subject
 from asyncrl.environments.reward_terms import combined
 from asyncrl.errors import AsyncRLError, ConfigError, DatasetError
 from asyncrl.user_code import describe_error
@@ -61,26 +61,21 @@ class AgentEnvironment(Protocol):
         """Runs one episode and returns its reward, as an agent (`agents.py`). It may be async."""
 
 
+_BUILT_IN = {
+    "reasoning_gym": "asyncrl.environments.reasoning_gym:ReasoningGym",
+    "math": "asyncrl.environments.math:Math",
+    "guess_the_number": "asyncrl.environments.games:GuessTheNumber",
+    "calculator": "asyncrl.environments.games:Calculator",
+    "key_value_store": "asyncrl.environments.games:KeyValueStore",
+    "verifiers": "asyncrl.environments.verifiers_taskset:VerifiersTaskset",
+    "openenv": "asyncrl.environments.openenv_environment:OpenEnvEnvironment",
+}
+"""The import paths of the built-in environments."""
+
+
 def build_environment(section: EnvironmentSection) -> "Environment | AgentEnvironment":
     """Builds the environment `environment.name` with `environment.options`. Raises ConfigError if either is wrong."""
-    factory: Callable[..., Any]
-    match section.name:
-        case "reasoning_gym":
-            from asyncrl.environments.reasoning_gym import ReasoningGym as factory
-        case "math":
-            from asyncrl.environments.math import Math as factory
-        case "guess_the_number":
-            from asyncrl.environments.games import GuessTheNumber as factory
-        case "calculator":
-            from asyncrl.environments.games import Calculator as factory
-        case "key_value_store":
-            from asyncrl.environments.games import KeyValueStore as factory
-        case "verifiers":
-            from asyncrl.environments.verifiers_taskset import VerifiersTaskset as factory
-        case "openenv":
-            from asyncrl.environments.openenv_environment import OpenEnvEnvironment as factory
-        case path:
-            factory = resolve(path, key="environment.name")
+    factory = resolve(_BUILT_IN.get(section.name, section.name), key="environment.name")
     environment = call_with_options(factory, section.options, key="environment.options")
     if not isinstance(environment, Environment | AgentEnvironment):
         raise ConfigError(
@@ -108,8 +103,8 @@ def build_reward(section: EnvironmentSection) -> RewardFunction:
     With a reward the environment is not built. Raises ConfigError when the function does not exist or
     cannot be called as a reward.
     """
+    named = subject(section)
     if section.agent is not None:
-        named = f"environment.agent = {section.agent}"
         return as_reward(resolve(section.agent, key="environment.agent"), named=named)
     if section.has_tools:
         return _with_tools(section)
@@ -117,12 +112,12 @@ def build_reward(section: EnvironmentSection) -> RewardFunction:
         weights = {term.name: term.weight for term in section.rewards}
         return combined({term.name: _term(term) for term in section.rewards}, weights=weights)
     if section.reward is None:
-        environment, named = build_environment(section), f"environment.name = {section.name}"
+        environment = build_environment(section)
         if isinstance(environment, AgentEnvironment):
             return as_reward(environment.run, named=named)
         return reward_function(environment.score, named=named)
     function = _named_reward(section.reward, key="environment.reward")
-    return reward_function(function, named=f"environment.reward = {section.reward}")
+    return reward_function(function, named=named)
 
 
 def _with_tools(section: EnvironmentSection) -> RewardFunction:
