@@ -31,7 +31,7 @@ from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.demo.chat_tokenizer import build_chat_tokenizer
-from asyncrl.environments.agents import Access
+from asyncrl.environments.agents import Session
 from asyncrl.generation.conversations import Conversation, SessionSettings
 from asyncrl.generation.gateway import Answered, Asked
 from asyncrl.generation.gateway_calls import ChatCall
@@ -105,7 +105,7 @@ def user(number: int, turn: int) -> dict[str, Any]:
     return {"role": "user", "content": f"The number {number} of turn {turn} is higher."}
 
 
-async def talk(client: httpx.AsyncClient, access: Access, number: int, turns: int) -> tuple[int, list[float]]:
+async def talk(client: httpx.AsyncClient, access: Session, number: int, turns: int) -> tuple[int, list[float]]:
     """Has a conversation through the gateway. Returns the tokens that were sampled, and the seconds of each call."""
     messages, tokens, seconds = [user(number, 0)], 0, []
     headers = {"Authorization": f"Bearer {access.api_key}"}

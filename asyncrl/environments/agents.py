@@ -12,7 +12,6 @@ an OpenAI-style URL only, so it may be any program that can be given a URL and a
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -26,21 +25,11 @@ if TYPE_CHECKING:
     import httpx
 
 
-class Access(msgspec.Struct, frozen=True, kw_only=True):
-    """What an agent needs for its calls: an OpenAI-style URL that ends with `/v1`, the key of its session, and the name
-    of the model."""
-
-    base_url: str
-    api_key: str
-    model: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Session:
+class Session(msgspec.Struct, frozen=True, kw_only=True):
     """The model, as an agent sees it. Each sample of a group has its own session, which ends with the sample.
 
-    `base_url`, `api_key` and `model` are for any client of OpenAI's interface. The run's sampling settings apply,
-    and those of a client are ignored.
+    `base_url` (which ends with `/v1`), `api_key` and `model` are for any client of OpenAI's interface. The run's
+    sampling settings apply, and those of a client are ignored.
     """
 
     base_url: str
@@ -92,8 +81,7 @@ class Demonstration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def as_reward(agent: Agent, *, named: str) -> RewardFunction:
-    """Returns an agent as an async reward function, whose completions are accesses to sessions as JSON texts
-    (`Access`).
+    """Returns an agent as an async reward function, whose completions are sessions as JSON texts.
 
     An agent that is no coroutine function runs in a thread. `named` is the setting that names it. Raises ConfigError if
     it cannot be called with a session and a task.
@@ -107,8 +95,7 @@ def as_reward(agent: Agent, *, named: str) -> RewardFunction:
         ) from None
 
     async def episode(task: Task, completion: str) -> object:
-        access = msgspec.json.decode(completion, type=Access)
-        session = Session(base_url=access.base_url, api_key=access.api_key, model=access.model)
+        session = msgspec.json.decode(completion, type=Session)
         await session.begin()
         if inspect.iscoroutinefunction(agent):
             return await agent(session, task)

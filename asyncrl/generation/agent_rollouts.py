@@ -88,8 +88,8 @@ class AgentRollouts:
         group = GroupProgress(samples, attempt)
         self._calls |= dict(zip(ids, group.samples, strict=True))
         try:
-            accesses = [msgspec.json.encode(access).decode() for _, access in sessions]
-            scores = await self._scorer.score(task, accesses)
+            given = [msgspec.json.encode(session).decode() for _, session in sessions]
+            scores = await self._scorer.score(task, given)
         finally:
             for id in ids:
                 del self._calls[id]

@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from asyncrl.environments.agents import Access
+from asyncrl.environments.agents import Session
 from asyncrl.errors import DataError
 from asyncrl.generation.conversations import Conversation, LimitExceeded, SessionSettings, Turn
 from asyncrl.generation.episodes import Episode
@@ -135,8 +135,8 @@ class Gateway:
 
     # --- sessions -----------------------------------------------------------------------------------------------
 
-    def open(self, settings: SessionSettings, *, url: str) -> tuple[str, Access]:
-        """Opens a session and returns its id and the access to it."""
+    def open(self, settings: SessionSettings, *, url: str) -> tuple[str, Session]:
+        """Opens a session and returns its id and what its agent gets of it."""
         session = _Session(
             id=secrets.token_hex(8),
             key=secrets.token_urlsafe(24),
@@ -144,8 +144,8 @@ class Gateway:
             conversation=Conversation(self._renderer, settings),
         )
         self._sessions[session.id] = session
-        access = Access(base_url=f"{url}/sessions/{session.id}/v1", api_key=session.key, model=self._model)
-        return session.id, access
+        seen = Session(base_url=f"{url}/sessions/{session.id}/v1", api_key=session.key, model=self._model)
+        return session.id, seen
 
     async def close(self, id: str) -> EndedSession:
         """Ends a session with all of its calls."""

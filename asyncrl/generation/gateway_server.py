@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from asyncrl.config.schema import Config
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.data_plane.calls import finished, start
-from asyncrl.environments.agents import Access
+from asyncrl.environments.agents import Session
 from asyncrl.errors import ActorGone, CallTimeout, InfraError
 from asyncrl.generation.conversations import SessionSettings
 from asyncrl.generation.gateway import Answered, Asked, EndedSession, Gateway, Sample
@@ -62,8 +62,8 @@ class GatewayServer:
         self._server = uvicorn.Server(settings)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]), name="gateway")
 
-    async def open(self, sessions: Sequence[SessionSettings]) -> list[tuple[str, Access]]:
-        """Opens sessions. Returns the id of each session, and the access to it."""
+    async def open(self, sessions: Sequence[SessionSettings]) -> list[tuple[str, Session]]:
+        """Opens sessions. Returns the id of each session, and what its agent gets of it."""
         return [self._gateway.open(settings, url=self._url) for settings in sessions]
 
     async def close(self, ids: Sequence[str]) -> list[EndedSession]:
@@ -120,9 +120,9 @@ class RemoteGateway:
             start(self._actor, GatewayActor.start), timeout_s=self._start_timeout_s, what="the start of the gateway"
         )
 
-    async def open(self, sessions: Sequence[SessionSettings]) -> list[tuple[str, Access]]:
+    async def open(self, sessions: Sequence[SessionSettings]) -> list[tuple[str, Session]]:
         """As `GatewayServer.open`."""
-        opened: list[tuple[str, Access]] = await self._answer(start(self._actor, GatewayActor.open, sessions))
+        opened: list[tuple[str, Session]] = await self._answer(start(self._actor, GatewayActor.open, sessions))
         return opened
 
     async def close(self, ids: Sequence[str]) -> list[EndedSession]:

@@ -13,7 +13,7 @@ from pool import Pool
 
 from asyncrl.data.prompts import Task
 from asyncrl.demo.chat_tokenizer import build_chat_tokenizer
-from asyncrl.environments.agents import Access
+from asyncrl.environments.agents import Session
 from asyncrl.environments.scores import Score
 from asyncrl.generation.agent_rollouts import AgentRollouts
 from asyncrl.generation.gateway_server import GatewayServer
@@ -27,12 +27,12 @@ ANSWER_TOKENS = 4
 class LocalSession:
     """The model, as an agent on a replica sees it."""
 
-    def __init__(self, access: Access, *, gateway: GatewayServer, replica: str) -> None:
+    def __init__(self, session: Session, *, gateway: GatewayServer, replica: str) -> None:
         self.replica = replica
         self._client = httpx.AsyncClient(
             transport=httpx.ASGITransport(app=gateway._gateway.app),
-            base_url=access.base_url,
-            headers={"Authorization": f"Bearer {access.api_key}"},
+            base_url=session.base_url,
+            headers={"Authorization": f"Bearer {session.api_key}"},
         )
 
     async def chat(self, messages: Sequence[Any], **options: Any) -> dict[str, Any]:
@@ -57,8 +57,8 @@ class LocalAgents:
         return True
 
     async def score(self, task: Task, completions: Sequence[str]) -> list[Score]:
-        accesses = [msgspec.json.decode(each, type=Access) for each in completions]
-        sessions = [LocalSession(access, gateway=self.gateway, replica=self._replica) for access in accesses]
+        given = [msgspec.json.decode(each, type=Session) for each in completions]
+        sessions = [LocalSession(session, gateway=self.gateway, replica=self._replica) for session in given]
         return list(await asyncio.gather(*(self._agent(session, task) for session in sessions)))
 
 

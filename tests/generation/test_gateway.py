@@ -15,7 +15,7 @@ from session_settings import session_settings
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.demo.chat_tokenizer import END, build_chat_tokenizer
-from asyncrl.environments.agents import Access
+from asyncrl.environments.agents import Session
 from asyncrl.errors import DataError, InfraError
 from asyncrl.generation import gateway_calls as module
 from asyncrl.generation.conversations import Conversation
@@ -77,7 +77,7 @@ class Served:
         transport = httpx.ASGITransport(app=self.gateway.app)
         self.client = httpx.AsyncClient(transport=transport, base_url=self.access.base_url)
 
-    def open(self) -> tuple[str, Access]:
+    def open(self) -> tuple[str, Session]:
         return self.gateway.open(self.settings, url="http://gateway")
 
     async def post(self, path: str = "/chat/completions", *, key: str | None = None, **options: Any) -> httpx.Response:
@@ -356,7 +356,7 @@ async def test_a_text_is_continued_as_one_episode(served: Served) -> None:
     assert [node.sampled for node in second_branch.nodes] == [False, False, False, True]
 
 
-def generate_path(access: Access) -> str:
+def generate_path(access: Session) -> str:
     return access.base_url.removesuffix("/v1") + "/inference/v1/generate"
 
 
@@ -414,7 +414,7 @@ async def test_tokens_that_do_not_continue_the_last_call_are_a_fork(served: Serv
 
 
 @asynccontextmanager
-async def listening(calls: int = 8) -> AsyncIterator[tuple[Engine, Access]]:
+async def listening(calls: int = 8) -> AsyncIterator[tuple[Engine, Session]]:
     engine = Engine()
     server = GatewayServer(config=CONFIG, renderer=Renderer(TOKENIZER), sample=engine.sample)
     await server.start()
@@ -523,7 +523,7 @@ async def test_many_sessions_at_once() -> None:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(timeout=60, limits=limits) as client:
 
-            async def call(access: Access) -> int:
+            async def call(access: Session) -> int:
                 headers = {"Authorization": f"Bearer {access.api_key}"}
                 body = {"messages": HELLO}
                 return (

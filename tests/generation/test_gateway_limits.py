@@ -21,7 +21,7 @@ from session_settings import session_settings
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.demo.chat_tokenizer import build_chat_tokenizer
-from asyncrl.environments.agents import Access
+from asyncrl.environments.agents import Session
 from asyncrl.generation.gateway import Answered, Asked
 from asyncrl.generation.gateway_connections import ConnectionLimits
 from asyncrl.generation.gateway_server import GatewayServer
@@ -62,7 +62,7 @@ class Engine:
 class Scene:
     """A server with an engine, and with the sessions of a hostile agent and of a `decent` one."""
 
-    def __init__(self, server: GatewayServer, engine: Engine, sessions: list[tuple[str, Access]]) -> None:
+    def __init__(self, server: GatewayServer, engine: Engine, sessions: list[tuple[str, Session]]) -> None:
         self.server, self.engine = server, engine
         (self.id, self.access), (self.decent_id, self.decent) = sessions
         self.port = urlsplit(self.access.base_url).port
@@ -147,20 +147,20 @@ def body(text: str = "hello") -> bytes:
     return json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
 
 
-def head(access: Access, *headers: str) -> bytes:
+def head(access: Session, *headers: str) -> bytes:
     """Returns the head of a call."""
     path = urlsplit(access.base_url).path
     lines = [f"POST {path}/chat/completions HTTP/1.1", "Host: gateway", f"Authorization: Bearer {access.api_key}"]
     return "\r\n".join([*lines, *headers, "", ""]).encode()
 
 
-def call(access: Access, text: str = "hello", *headers: str) -> bytes:
+def call(access: Session, text: str = "hello", *headers: str) -> bytes:
     return head(access, f"Content-Length: {len(body(text))}", *headers) + body(text)
 
 
-def stranger(access: Access) -> Access:
+def stranger(access: Session) -> Session:
     """Returns the access of a client that does not know the key."""
-    return Access(base_url=access.base_url, api_key="wrong", model="")
+    return Session(base_url=access.base_url, api_key="wrong", model="")
 
 
 def objects() -> int:
@@ -169,7 +169,7 @@ def objects() -> int:
     return sys.getallocatedblocks()
 
 
-async def posted(access: Access, text: str, **headers: str) -> httpx.Response:
+async def posted(access: Session, text: str, **headers: str) -> httpx.Response:
     async with httpx.AsyncClient(timeout=ENOUGH_S, verify=False) as client:
         return await client.post(
             f"{access.base_url}/chat/completions",
@@ -333,7 +333,7 @@ async def test_a_head_without_end_is_refused(begin: bytes) -> None:
 async def test_a_session_of_another_run_and_an_ended_session_get_no_answer() -> None:
     async with serving() as scene, serving() as other:
         port = f":{scene.port}/"
-        elsewhere = Access(
+        elsewhere = Session(
             base_url=scene.access.base_url.replace(port, f":{other.port}/"), api_key=scene.access.api_key, model=""
         )
         assert code(await posted(elsewhere, "hello")) == (401, "no_session")
@@ -366,9 +366,9 @@ async def test_10_000_calls_with_made_up_sessions_and_keys_leave_nothing_behind(
                 access = scene.access
                 if number % 2:
                     url = access.base_url.replace(scene.id, f"{number:016x}")
-                    access = Access(base_url=url, api_key=access.api_key, model="")
+                    access = Session(base_url=url, api_key=access.api_key, model="")
                 else:
-                    access = Access(base_url=access.base_url, api_key=f"key-{number}", model="")
+                    access = Session(base_url=access.base_url, api_key=f"key-{number}", model="")
                 calls.append(call(access))
             client.writer.write(b"".join(calls))
             statuses = [await client.status() for _ in calls]
