@@ -6,13 +6,13 @@ program that the scoring process starts, or an address; the package mcp talks to
 """
 
 import asyncio
-import contextlib
 import inspect
 import json
 import os
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, cast
 
 from pydantic import TypeAdapter, ValidationError
@@ -148,54 +148,35 @@ def _of_function(function: Callable[..., Any], path: str) -> tuple[dict[str, Any
     return _spec(function.__name__, described, schema), call
 
 
-_busy = 0
-_counting = threading.Lock()
-
-
-def _count(more: int) -> None:
-    """Counts the threads that run calls."""
-    global _busy
-    with _counting:
-        _busy += more
+_running: set[Future[object]] = set()
+"""The calls that run in threads."""
 
 
 async def _in_thread(work: Callable[[], object], *, named: str) -> object:
     """Runs `work` in a thread of its own. A thread that hangs cannot be ended. If too many do, this process ends, and
     the generator replaces it."""
-    loop, ended = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+    call: Future[object] = Future()
+    call.set_running_or_notify_cancel()  # the thread goes on if the caller is cancelled
+    call.add_done_callback(_running.discard)
+    _running.add(call)
 
     def run() -> None:
-        result: object = None
-        failure: BaseException | None = None
         try:
-            result = work()
+            call.set_result(work())
         except BaseException as error:
-            failure = error
-        _count(-1)
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(_settle, ended, result, failure)
+            # A future of asyncio does not take StopIteration, and SystemExit would end the event loop.
+            usual = isinstance(error, Exception) and not isinstance(error, StopIteration)
+            call.set_exception(error if usual else RuntimeError(describe_error(error)))
 
-    _count(1)
     threading.Thread(target=run, name=named, daemon=True).start()
     try:
-        return await ended
+        return await asyncio.wrap_future(call)
     except asyncio.CancelledError:
-        if _busy > HUNG_THREADS:
-            sys.stderr.write(f"{_busy} calls of tools hang, such as {named}; the process is replaced\n")
+        if len(_running) > HUNG_THREADS:
+            sys.stderr.write(f"{len(_running)} calls of tools hang, such as {named}; the process is replaced\n")
             sys.stderr.flush()
             os._exit(1)
         raise
-
-
-def _settle(ended: "asyncio.Future[object]", result: object, failure: BaseException | None) -> None:
-    if ended.done():
-        return
-    if failure is None:
-        ended.set_result(result)
-    else:
-        # A future does not take StopIteration, and SystemExit would end the event loop.
-        usual = isinstance(failure, Exception) and not isinstance(failure, StopIteration)
-        ended.set_exception(failure if usual else RuntimeError(describe_error(failure)))
 
 
 def _told(call: Mapping[str, Any], content: str) -> dict[str, Any]:

@@ -129,7 +129,7 @@ async def test_a_tool_that_ends_the_program_is_an_error_and_many_that_hang_end_t
     monkeypatch.setattr(tools, "HUNG_THREADS", 2)
     ends: list[int] = []
     monkeypatch.setattr(os, "_exit", ends.append)
-    while tools._busy:
+    while tools._running:
         await asyncio.sleep(0.02)  # until the first call has ended
     for _ in range(2):
         await played(made, ("slow", {"seconds": 1.0}))
@@ -137,7 +137,7 @@ async def test_a_tool_that_ends_the_program_is_an_error_and_many_that_hang_end_t
     await played(made, ("slow", {"seconds": 1.0}))
     assert ends == [1]
     assert "3 calls of tools hang, such as tools_of_tests:slow" in capsys.readouterr().err
-    while tools._busy:
+    while tools._running:
         await asyncio.sleep(0.02)  # a thread that ends does not count any more
 
 
