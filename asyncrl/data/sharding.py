@@ -107,7 +107,8 @@ def plan_shards(
     )
     chunks = _chunks(total_rows, shards=shards, batch_size=batch_size, even=not allow_uneven_shards)
     if dynamic is not None:
-        rows_lengths, most = lengths(dynamic["input_lengths_key"]), width(dynamic["input_key"])
+        rows_lengths = lengths(dynamic["input_lengths_key"])
+        most = width(dynamic["input_key"])
         parts = [_dynamic(chunk, rows_lengths, shards=shards, args=dynamic, width=most) for chunk in chunks]
     elif packing is not None:
         rows_lengths = lengths(packing["input_lengths_key"])
@@ -215,7 +216,8 @@ def _packed(chunk: range, lengths: Sequence[int], *, shards: int, args: Sequence
 
 def _plan(parts: Sequence[_Part], *, is_cut: bool) -> ShardPlan:
     """Returns the plan of the shard that has the `parts`, one of each chunk. `is_cut`: it has micro-batches."""
-    rows, rows_per_chunk = [row for part in parts for row in part.rows], [len(part.rows) for part in parts]
+    rows = [row for part in parts for row in part.rows]
+    rows_per_chunk = [len(part.rows) for part in parts]
     if not is_cut:
         return ShardPlan(rows=rows, rows_per_chunk=rows_per_chunk)
     indices = []

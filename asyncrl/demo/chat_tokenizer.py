@@ -4,6 +4,8 @@ Its merges are learned from `TEXT`, so every process builds the same tokenizer w
 encoded, because all bytes are in the vocabulary.
 """
 
+from typing import Any
+
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -66,14 +68,19 @@ def build_chat_tokenizer(*, max_length: int) -> PreTrainedTokenizerFast:
     )
     core.train_from_iterator(TEXT.splitlines(), trainer=trainer)
     core.add_tokens(list(TAGS))
-    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=core,
-        pad_token=PAD,
-        eos_token=END,
-        additional_special_tokens=[START],
-        model_max_length=max_length,
-        padding_side="right",
-        clean_up_tokenization_spaces=False,
+    tokenizer = fast_tokenizer(
+        core, max_length=max_length, pad_token=PAD, eos_token=END, additional_special_tokens=[START]
     )
     tokenizer.chat_template = TEMPLATE
     return tokenizer
+
+
+def fast_tokenizer(core: Tokenizer, *, max_length: int, **special_tokens: Any) -> PreTrainedTokenizerFast:
+    """Returns a tokenizer of transformers that pads on the right."""
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=core,
+        model_max_length=max_length,
+        padding_side="right",
+        clean_up_tokenization_spaces=False,
+        **special_tokens,
+    )

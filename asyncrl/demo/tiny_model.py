@@ -32,7 +32,7 @@ from transformers.utils import logging as transformers_logging
 from asyncrl.config.schema import Config, TinyModelSection
 from asyncrl.data.prompts import Task, fingerprint
 from asyncrl.data.tokenizer import encode_prompt
-from asyncrl.demo.chat_tokenizer import build_chat_tokenizer
+from asyncrl.demo.chat_tokenizer import build_chat_tokenizer, fast_tokenizer
 from asyncrl.demo.directory import TINY_RECIPE, is_tiny
 from asyncrl.environments.agents import Demonstration
 from asyncrl.environments.interfaces import build_demonstrations, build_tasks
@@ -78,10 +78,8 @@ def ensure_model(
         return config.model.path
     if was.get("fingerprint", was.get(_REPLACED)):
         report("tiny model: the recipe has changed, so the model is built again")
-    _check([*train, *heldout], tokenizer=_tokenizer(section, max_length=max_length), max_length=max_length)
-    tokenizer = _tokenizer(section, max_length=max_length)
-    described = _model_config(section, tokenizer=tokenizer, max_length=max_length)
-    recipe["description"] = _description(described, tokenizer)
+    tokenizer, described, recipe["description"] = _described(section, max_length=max_length)
+    _check([*train, *heldout], tokenizer=tokenizer, max_length=max_length)
     with _deterministic(section.seed):
         model = Qwen3ForCausalLM(described)  # type: ignore[no-untyped-call]
         report(f"tiny model: {model.num_parameters() / 1e6:.2f}M parameters, {len(train)} training tasks")
@@ -98,12 +96,10 @@ def ensure_description(config: Config) -> str:
     section, path = config.model.tiny, Path(config.model.path)
     if section is None or _is_foreign(path):
         return config.model.path
-    max_length = config.model.max_length
-    tokenizer = _tokenizer(section, max_length=max_length)
-    described = _model_config(section, tokenizer=tokenizer, max_length=max_length)
-    recipe = {"description": _description(described, tokenizer)}
+    tokenizer, described, description = _described(section, max_length=config.model.max_length)
+    recipe = {"description": description}
     was = _recipe_of(path)
-    if was.get("description") != recipe["description"]:
+    if was.get("description") != description:
         if "fingerprint" in was:
             recipe[_REPLACED] = was["fingerprint"]
         described.architectures = [Qwen3ForCausalLM.__name__]
@@ -120,22 +116,30 @@ def build_tokenizer(*, max_length: int) -> PreTrainedTokenizerFast:
     core = Tokenizer(models.WordLevel(vocabulary, unk_token=None))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     core.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=core,
-        pad_token=PAD,
-        eos_token=EOS,
-        model_max_length=max_length,
-        padding_side="right",
-        clean_up_tokenization_spaces=False,
+    return fast_tokenizer(core, max_length=max_length, pad_token=PAD, eos_token=EOS)
+
+
+def _described(section: TinyModelSection, *, max_length: int) -> tuple[PreTrainedTokenizerFast, Qwen3Config, str]:
+    """Returns the tokenizer and the config of a tiny model, and a hash of both."""
+    build = build_chat_tokenizer if section.chat else build_tokenizer
+    tokenizer = build(max_length=max_length)
+    described = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=section.hidden_size,
+        intermediate_size=section.hidden_size,
+        num_hidden_layers=section.layers,
+        num_attention_heads=section.heads,
+        num_key_value_heads=section.heads,
+        head_dim=section.head_dim,
+        max_position_embeddings=max_length,
+        rope_parameters={"rope_type": "default", "rope_theta": _ROPE_THETA},
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
     )
-
-
-def _tokenizer(section: TinyModelSection, *, max_length: int) -> PreTrainedTokenizerFast:
-    return build_chat_tokenizer(max_length=max_length) if section.chat else build_tokenizer(max_length=max_length)
-
-
-def _description(described: Qwen3Config, tokenizer: PreTrainedTokenizerFast) -> str:
-    return _hash([described.to_dict(), tokenizer.chat_template])
+    return tokenizer, described, _hash([described.to_dict(), tokenizer.chat_template])
 
 
 def recipe_fingerprint(
@@ -227,25 +231,6 @@ def greedy_accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast,
         logits_BSV = model(input_ids=tokens_BS, use_cache=False).logits[:, :-1]
         correct += int(_exact_B(logits_BSV, labels_BS).sum())
     return correct / len(tasks)
-
-
-def _model_config(section: TinyModelSection, *, tokenizer: PreTrainedTokenizerFast, max_length: int) -> Qwen3Config:
-    return Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=section.hidden_size,
-        intermediate_size=section.hidden_size,
-        num_hidden_layers=section.layers,
-        num_attention_heads=section.heads,
-        num_key_value_heads=section.heads,
-        head_dim=section.head_dim,
-        max_position_embeddings=max_length,
-        rope_parameters={"rope_type": "default", "rope_theta": _ROPE_THETA},
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
 
 
 Example = tuple[list[int], list[int]]
