@@ -116,13 +116,11 @@ def _trials(config: Config, roles: Collection[Role]) -> list[Callable[[Config], 
 
 def _try_scoring(section: EnvironmentSection, _: Config) -> None:
     from asyncrl.environments.reward_function import subject
-    from asyncrl.environments.scoring import START_TIMEOUT_S
     from asyncrl.environments.scoring_process import ScoringProcess
     from asyncrl.environments.secrets import read_secrets
 
     process = ScoringProcess(
         section,
-        start_timeout_s=START_TIMEOUT_S,
         closing=threading.Event(),
         secrets=read_secrets(section, os.environ),
         output=partial(say, err=True),

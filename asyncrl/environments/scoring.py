@@ -28,9 +28,6 @@ from asyncrl.environments.scoring_process import ScoringProcess, closed
 from asyncrl.environments.secrets import Secrets
 from asyncrl.errors import DataError
 
-START_TIMEOUT_S = 120.0
-"""Seconds in which a scoring process must become ready. Importing the environment takes seconds on a busy machine."""
-
 SHARED_FROM_S = 0.005
 """Seconds. If a completion takes longer, a group is divided among several processes, one completion at a time.
 Sending completions one by one costs less than a tenth of this."""
@@ -61,14 +58,12 @@ class Scorer:
         *,
         secrets: Secrets | None = None,
         output: Callable[[str], None] | None = None,
-        start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         self._closing = threading.Event()
         self._fails_groups = section.on_error == "fail"
         self._processes = [
             ScoringProcess(
                 section,
-                start_timeout_s=start_timeout_s,
                 closing=self._closing,
                 secrets=secrets or Secrets(),
                 output=output or functools.partial(_log.info, "reward code: %s"),

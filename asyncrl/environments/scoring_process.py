@@ -31,6 +31,8 @@ from asyncrl.environments.scoring_messages import (
 from asyncrl.environments.secrets import Secrets
 from asyncrl.errors import ConfigError, DataError, InfraError
 
+START_TIMEOUT_S = 120.0
+"""Seconds in which a scoring process must become ready. Importing the environment takes seconds on a busy machine."""
 _MAX_LEFT_BEHIND = 32
 """Descendants that reward code may leave running. A scoring process with more is replaced."""
 GIVEN_UP_AFTER = 3
@@ -57,7 +59,6 @@ class ScoringProcess:
         self,
         section: EnvironmentSection,
         *,
-        start_timeout_s: float,
         closing: threading.Event,
         secrets: Secrets,
         output: Callable[[str], None],
@@ -65,7 +66,6 @@ class ScoringProcess:
         self._section = section
         self._secrets = secrets
         self._output = output
-        self._start_timeout_s = start_timeout_s
         self._closing = closing
         self._lock = threading.Lock()  # keeps a process from being started or reaped while another thread kills it
         self._child: ScoringChild | None = None
@@ -83,7 +83,7 @@ class ScoringProcess:
                 return
             self._replace("was found dead")
         child = self._spawned()
-        deadline_s = time.monotonic() + self._start_timeout_s
+        deadline_s = time.monotonic() + START_TIMEOUT_S
         withheld = tuple(os.environ.keys() - self._environment().keys())
         start = Start(section=self._section.model_dump_json(), withheld=withheld)
         try:
@@ -92,7 +92,7 @@ class ScoringProcess:
         except (Died, Late) as error:
             status = self.discard()
             raise InfraError(
-                f"a scoring process was not ready within {self._start_timeout_s:g} s: it {error} ({status}); look for "
+                f"a scoring process was not ready within {START_TIMEOUT_S:g} s: it {error} ({status}); look for "
                 "its output in the reward log",
                 reason="scorer_unavailable",
             ) from error
