@@ -7,7 +7,6 @@ or one failure. The failure of one completion does not end the scoring of the ot
 import asyncio
 import time
 from collections.abc import Callable, Collection, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 from asyncrl.config.schema import EnvironmentSection
@@ -62,9 +61,8 @@ class GroupScoring:
         begin: Callable[[int], None] = lambda number: None,
         withheld: Collection[str] = (),
     ) -> None:
-        self._function = reward.function
+        self._reward = reward
         self._form = reward.form
-        self._weights = reward.weights
         self._section = section
         self._subject = subject(section)
         self._send = send
@@ -106,7 +104,7 @@ class GroupScoring:
         for call in calls:
             self._begin(call.number)
             try:
-                outcomes = self._outcomes(call, self._function(call.task, self._argument(call)))
+                outcomes = self._outcomes(call, self._reward.function(call.task, self._argument(call)))
             except BaseException as error:  # also SystemExit and the like, because this is the user's code
                 outcomes = self._failed(call, error)
             self._end(call, outcomes)
@@ -121,10 +119,7 @@ class GroupScoring:
     async def _await(self, call: _Call) -> None:
         """Makes a call, and cancels it at its time limit."""
         count, timeout_s = len(call.completions), self._section.score_timeout_s
-        steps = _Steps(
-            self._awaited(call), enter=partial(self._begin, call.number), leave=partial(self._begin, NO_COMPLETION)
-        )
-        made = asyncio.create_task(steps)
+        made = asyncio.create_task(_Steps(self._awaited(call), number=call.number, begin=self._begin))
         await asyncio.wait([made], timeout=self._form.limit_s(timeout_s, count))
         if made.done():
             outcomes = made.result()
@@ -140,7 +135,7 @@ class GroupScoring:
     async def _awaited(self, call: _Call) -> list[Outcome]:
         """Makes a call. No error leaves it, because a task that raises SystemExit ends the event loop."""
         try:
-            return self._outcomes(call, await self._function(call.task, self._argument(call)))
+            return self._outcomes(call, await self._reward.function(call.task, self._argument(call)))
         except GeneratorExit:  # the event loop was broken, and Python discards this coroutine
             raise
         except BaseException as error:
@@ -168,7 +163,7 @@ class GroupScoring:
     def _outcome(self, value: object, *, at: str = "") -> Outcome:
         try:
             if isinstance(value, Mapping):
-                return components(value, weights=self._weights, at=at)
+                return components(value, weights=self._reward.weights, at=at)
             return number(value, at=at)
         except Unusable as unusable:
             return Failure(reason=unusable.reason, message=f"{self._subject} {unusable}")
@@ -195,31 +190,30 @@ class GroupScoring:
 
 
 class _Steps(Coroutine[Any, Any, list[Outcome]]):
-    """A coroutine that calls `enter` before each of its steps and `leave` after it.
+    """A coroutine that calls `begin` with `number` before each of its steps, and with `NO_COMPLETION` after it.
 
     An event loop runs one coroutine at a time. So the call that blocks the loop, or ends the process, is known.
     """
 
     def __init__(
-        self, coroutine: Coroutine[Any, Any, list[Outcome]], *, enter: Callable[[], None], leave: Callable[[], None]
+        self, coroutine: Coroutine[Any, Any, list[Outcome]], *, number: int, begin: Callable[[int], None]
     ) -> None:
         self._coroutine = coroutine
-        self._enter = enter
-        self._leave = leave
+        self._number = number
+        self._begin = begin
 
     def send(self, value: Any, /) -> Any:
-        self._enter()
-        try:
-            return self._coroutine.send(value)
-        finally:
-            self._leave()
+        return self._step(self._coroutine.send, value)
 
     def throw(self, *error: Any) -> Any:
-        self._enter()
+        return self._step(self._coroutine.throw, *error)
+
+    def _step(self, step: Callable[..., Any], *given: Any) -> Any:
+        self._begin(self._number)
         try:
-            return self._coroutine.throw(*error)
+            return step(*given)
         finally:
-            self._leave()
+            self._begin(NO_COMPLETION)
 
     def close(self) -> None:
         self._coroutine.close()
