@@ -133,7 +133,7 @@ class Process:
     async def ask(self, **order: Any) -> dict[str, Any]:
         """Returns the answer to an order. Raises RuntimeError with the error of the package, or if the process ends. If
         the caller is cancelled, the work on the order is cancelled too."""
-        number = self._send(order)
+        number = self.tell(**order)
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self.awaited[number] = answer
         try:
@@ -141,7 +141,7 @@ class Process:
                 raise RuntimeError(f"the process of {self.package} has ended")
             answered = await answer
         except asyncio.CancelledError:
-            self._send({"what": "stop", "of": number})
+            self.tell(what="stop", of=number)
             raise
         finally:
             del self.awaited[number]
@@ -149,11 +149,8 @@ class Process:
             raise RuntimeError(f"{self.package} failed: {answered['error']}")
         return answered
 
-    def tell(self, **order: Any) -> None:
-        """Sends an order and does not wait for its answer."""
-        self._send(order)
-
-    def _send(self, order: Mapping[str, Any]) -> int:
+    def tell(self, **order: Any) -> int:
+        """Sends an order and does not wait for its answer. Returns the number of the order."""
         assert self.process.stdin is not None
         self.asked += 1
         self.process.stdin.write(json.dumps({"id": self.asked, **order}).encode() + b"\n")
