@@ -42,13 +42,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
     All three are None for other batches, and for every batch derived from this one except by `get_batch`.
     """
 
-    micro_batch_indices: list[list[list[int]]] | None
-    micro_batch_lengths: list[list[int]] | None
-    elem_counts_per_gb: list[int] | None
-
-    def __init__(self, data: Mapping[str, Any] | None = None, /, **columns: Any) -> None:
-        self._forget_micro_batches()
-        super().__init__(data, **columns)
+    micro_batch_indices: list[list[list[int]]] | None = None
+    micro_batch_lengths: list[list[int]] | None = None
+    elem_counts_per_gb: list[int] | None = None
 
     @property
     def size(self) -> int:
@@ -142,7 +138,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
             )
         sources = sorted(range(self.size), key=indices.__getitem__)
         self.data = self.select_indices(sources).data
-        self._forget_micro_batches()
+        self.micro_batch_indices = self.micro_batch_lengths = self.elem_counts_per_gb = None
 
     def select_indices(self, indices: Sequence[int] | torch.Tensor) -> Self:
         """Copies the rows `indices`, in that order. Raises ValueError for a mask."""
@@ -264,9 +260,6 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
     def _check_rows(self) -> None:
         rows = {key: len(column) for key, column in self.data.items()}
         require(len({*rows.values()}) < 2, f"Batch sizes are not the same across the rollout batch: {rows}")
-
-    def _forget_micro_batches(self) -> None:
-        self.micro_batch_indices = self.micro_batch_lengths = self.elem_counts_per_gb = None
 
     def _micro_batches(self) -> tuple[list[list[int]], list[int]]:
         if self.micro_batch_indices is None or self.micro_batch_lengths is None:

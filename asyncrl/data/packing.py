@@ -49,11 +49,6 @@ class PackingMetrics:
         """Share of the bins' capacity that is filled with tokens; 1.0 before the first call."""
         return self.tokens / self.capacity_tokens if self.capacity_tokens else 1.0
 
-    @property
-    def waste_tokens(self) -> int:
-        """Tokens of capacity that stayed empty."""
-        return self.capacity_tokens - self.tokens
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequencePacker:

@@ -220,7 +220,8 @@ class PromptSource:
         self._places = [(part, pattern[:place].count(part)) for place, part in enumerate(pattern)]
         self.seed = seed
         self._shuffle = shuffle
-        self._end = None if epochs is None else self._end_of(epochs)
+        self.total = None if epochs is None else self._end_of(epochs)
+        """The number of prompts that are issued in all epochs; None without an end."""
         self._data = fingerprint(tasks)
         self._fingerprint = self._data if self._names == [""] else _mixed(self._data, weights)
         self._issued = 0
@@ -233,14 +234,9 @@ class PromptSource:
             ends.append(block * len(self._places) + self._places.index((part, rank)))
         return min(ends)
 
-    @property
-    def total(self) -> int | None:
-        """The number of prompts that are issued in all epochs; None without an end."""
-        return self._end
-
     def next(self) -> Task | None:
         """Returns the next task, or None when all epochs are over."""
-        if self._end is not None and self._issued >= self._end:
+        if self.total is not None and self._issued >= self.total:
             return None
         self._issued += 1
         return self.task(self._issued - 1)

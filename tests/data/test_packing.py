@@ -174,7 +174,7 @@ def test_metrics_are_summed_over_calls_and_absent_unless_collected() -> None:
     packer.pack([6, 6])
     packer.pack([2, 3, 1])
     assert (metrics.calls, metrics.sequences, metrics.tokens, metrics.bins, metrics.bins_added) == (2, 5, 18, 4, 1)
-    assert metrics.waste_tokens == 22
+    assert metrics.capacity_tokens == 40
     assert metrics.efficiency == 18 / 40
 
 
