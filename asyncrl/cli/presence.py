@@ -157,7 +157,7 @@ def _no_directory(path: Path, config: Config, origins: Mapping[KeyPath, str]) ->
     if config.model.tiny is None:
         return [f"there is no such folder; {hint}name a model's directory, or a model of the Hugging Face Hub"]
     why = why_not_built(config, origins)
-    return [] if why is None else [f"there is no such folder; {hint}{why.remedy} ({why.reason})"]
+    return [] if why is None else [f"there is no such folder; {hint}{why}"]
 
 
 def similar_folder(path: Path) -> Path | None:

@@ -76,7 +76,7 @@ class SequencePacker:
                 )
         bins = self.place(lengths, self.bin_capacity)
         needed = len(bins)
-        count = _round_up(max(needed, self.min_bin_count), self.bin_count_multiple)
+        count = round_up(max(needed, self.min_bin_count), self.bin_count_multiple)
         if count > len(lengths):
             raise ValueError(
                 f"{len(lengths)} sequences cannot fill {count} bins ({needed} by length; min_bin_count "
@@ -124,7 +124,7 @@ def get_packer(
 
     def used(bins: int) -> int:
         """Returns how many bins `pack` makes of `bins` bins."""
-        return _round_up(max(bins, min_bin_count or 0), bin_count_multiple or 1)
+        return round_up(max(bins, min_bin_count or 0), bin_count_multiple or 1)
 
     def shuffled(lengths: Sequence[int], capacity: int) -> Bins:
         order = list(range(len(lengths)))
@@ -155,7 +155,8 @@ def get_packer(
     )
 
 
-def _round_up(number: int, multiple: int) -> int:
+def round_up(number: int, multiple: int) -> int:
+    """Returns the smallest multiple of `multiple` that is at least `number`."""
     return -(-number // multiple) * multiple
 
 

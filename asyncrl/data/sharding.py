@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypedDict
 
-from asyncrl.data.packing import get_packer
+from asyncrl.data.packing import get_packer, round_up
 
 
 class DynamicBatchingArgs(TypedDict):
@@ -171,7 +171,7 @@ def _dynamic(
     _check_multiple("sequence_length_round", multiple)
     order = sorted(chunk, key=lambda row: lengths[row])
     # Lengths ascend, so the last row of each deal is the longest.
-    widths = [min(width, _padded(max(1, lengths[row]), multiple)) for row in order[shards - 1 :: shards]]
+    widths = [min(width, round_up(max(1, lengths[row]), multiple)) for row in order[shards - 1 :: shards]]
     micro_batches = _close_micro_batches(widths, limit=args["max_tokens_per_microbatch"])
     return [_Part(rows=order[shard::shards], micro_batches=micro_batches) for shard in range(shards)]
 
@@ -203,7 +203,7 @@ def _packed(chunk: range, lengths: Sequence[int], *, shards: int, args: Sequence
     packer = get_packer(
         args["algorithm"], args["max_tokens_per_microbatch"], min_bin_count=shards, bin_count_multiple=shards
     )
-    padded = [_padded(lengths[row], multiple) for row in chunk]
+    padded = [round_up(lengths[row], multiple) for row in chunk]
     bins = packer.pack(padded)
     return [
         _Part(
@@ -231,7 +231,3 @@ def _plan(parts: Sequence[_Part], *, is_cut: bool) -> ShardPlan:
 def _check_multiple(name: str, value: int) -> None:
     if value < 1:
         raise ValueError(f"{name} is {value}, but must be at least 1")
-
-
-def _padded(length: int, multiple: int) -> int:
-    return -(-length // multiple) * multiple

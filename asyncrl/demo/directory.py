@@ -1,7 +1,6 @@
 """The directory of a tiny model: how it is recognised, and where one may be built. Imports no large library."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.config.schema import Config, KeyPath
@@ -15,30 +14,23 @@ def is_tiny(path: Path) -> bool:
     return (path / TINY_RECIPE).is_file()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NotBuilt:
-    """Why no tiny model is built, and what the user can do."""
-
-    reason: str
-    remedy: str
-
-
-def why_not_built(config: Config, origins: Mapping[KeyPath, str]) -> NotBuilt | None:
-    """Returns why no tiny model is built at `model.path`, which does not exist. None if a run builds one there.
+def why_not_built(config: Config, origins: Mapping[KeyPath, str]) -> str | None:
+    """Returns what the user can do, and why no tiny model is built at `model.path`, which does not exist. None if a run
+    builds one there.
 
     `origins` says where each key was set (`config_origins`). A tiny model is built if the file or the command line that
     sets `model.path` also sets a key of `model.tiny`, or if `model.path` is not set: its default is the path of a tiny
     model.
     """
     if Path(config.model.path).resolve().is_relative_to(config.run.dir.resolve()):
-        return NotBuilt(
-            reason=f"tiny models are not built in run.dir = {config.run.dir}",
-            remedy="name an existing directory, or a directory outside run.dir",
+        return (
+            "name an existing directory, or a directory outside run.dir (tiny models are not built in run.dir = "
+            f"{config.run.dir})"
         )
     where = origins.get(("model", "path"))
     if where is None or any(key[:2] == ("model", "tiny") and origin == where for key, origin in origins.items()):
         return None
-    return NotBuilt(
-        reason=f"no tiny model is built there, because model.path is set {where} and model.tiny is not",
-        remedy="name an existing directory, or set model.tiny={} in the same place as model.path to build a tiny model",
+    return (
+        "name an existing directory, or set model.tiny={} in the same place as model.path to build a tiny model (no "
+        f"tiny model is built there, because model.path is set {where} and model.tiny is not)"
     )
