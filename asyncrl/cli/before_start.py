@@ -191,6 +191,7 @@ def _try_prompts(config: Config, tasks: Sequence[Task]) -> None:
     if path is None or not tasks:
         return
     from asyncrl.data.light_tokenizer import light_tokenizer
+    from asyncrl.data.tokenizer import encode_prompt
     from asyncrl.environments.prompt_lengths import fitting
     from asyncrl.policy.model_directory import read_model
 
@@ -200,12 +201,12 @@ def _try_prompts(config: Config, tasks: Sequence[Task]) -> None:
     if config.data.on_bad_row == "refuse":
         fitting(tasks[:FIRST_PROMPTS], config=config, tokenizer=tokenizer)
     vocabulary = read_model(path).vocabulary
-    token = tokenizer.largest(tasks[0].input)
-    if vocabulary is not None and token is not None and token.id >= vocabulary:
+    largest = max(encode_prompt(tokenizer, tasks[0].input), default=0)
+    if vocabulary is not None and largest >= vocabulary:
         raise ConfigError(
-            f"model.path = {config.model.path}: the first prompt contains the token {token.text!r} with the id "
-            f"{token.id}, but the model's vocabulary has {vocabulary} tokens; resize the model's embeddings, or set "
-            "data.chat: off if the token belongs to the chat template",
+            f"model.path = {config.model.path}: the first prompt contains the token {tokenizer.text_of(largest)!r} "
+            f"with the id {largest}, but the model's vocabulary has {vocabulary} tokens; resize the model's "
+            "embeddings, or set data.chat: off if the token belongs to the chat template",
             key="model.path",
         )
 

@@ -6,23 +6,14 @@ than the model's real tokenizer, which decides where this matters.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from asyncrl.data.tokenizer import Input, encode_prompts, with_options
+from asyncrl.data.tokenizer import with_options
 
 MOST_SPECIAL_TOKENS = 2
 """Special tokens that transformers may add to a prompt without a chat template although tokenizer.json does not: one at
 the beginning and one at the end (`add_bos_token` and `add_eos_token`)."""
-
-
-@dataclass(frozen=True)
-class Token:
-    """An entry of the vocabulary: its id and its text."""
-
-    id: int
-    text: str
 
 
 class LightTokenizer:
@@ -40,10 +31,9 @@ class LightTokenizer:
         encoded = self._core.encode_batch(list(texts), add_special_tokens=False)
         return {"input_ids": [each.ids for each in encoded]}
 
-    def largest(self, prompt: Input) -> "Token | None":
-        """Returns the token with the largest id in a prompt; None for a prompt without tokens."""
-        [ids] = encode_prompts(self, [prompt])
-        return Token(id=max(ids), text=str(self._core.id_to_token(max(ids)))) if ids else None
+    def text_of(self, token: int) -> str:
+        """Returns the text of an id of the vocabulary."""
+        return str(self._core.id_to_token(token))
 
     def apply_chat_template(self, conversations: Sequence[list[dict[str, str]]], **_: bool) -> list[list[int]]:
         """Returns the token ids of each conversation, up to the beginning of the model's answer."""
