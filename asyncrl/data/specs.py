@@ -32,18 +32,6 @@ GENERATED_FIELDS = ("input_ids", "input_lengths", "generation_logprobs", "weight
 LP_SEED_FIELDS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
 """The columns that a log-prob stage reads."""
 
-DP_TRAIN_FIELDS = (
-    "input_ids",
-    "input_lengths",
-    "generation_logprobs",
-    "prev_logprobs",
-    "reference_policy_logprobs",
-    "advantages",
-    "token_mask",
-    "sample_mask",
-)
-"""The columns that a training step reads."""
-
 CRITIC_FIELDS = ("rewards", "values", "returns")
 """The columns that the stages of a critic write: a reward for each row [B], and for each token [B, S] the critic's
 value and its target (the return)."""
@@ -88,8 +76,8 @@ class GenerationOutputSpec(TypedDict):
     """int32 [B, S', K]: the ids of the tokens among which each token was sampled, −1 beyond them."""
 
 
-class TrainDatumSpec(TypedDict):
-    """Samples to train on. Some log-prob columns exist only when the objective needs them."""
+class _StepColumns(TypedDict):
+    """What a training step reads of each sample."""
 
     input_ids: torch.Tensor
     """int64 [B, S]: prompt, response, padding."""
@@ -107,6 +95,15 @@ class TrainDatumSpec(TypedDict):
     """float32 [B, S]: 1 for tokens to train."""
     sample_mask: torch.Tensor
     """float32 [B]: 0 excludes the row from training."""
+
+
+DP_TRAIN_FIELDS = tuple(_StepColumns.__annotations__)
+"""The columns that a training step reads, by name."""
+
+
+class TrainDatumSpec(_StepColumns):
+    """Samples to train on. Some log-prob columns exist only when the objective needs them."""
+
     group_ids: NotRequired[torch.Tensor]
     """int64 [B]: equal for all rows of one prompt; used by the aggregation `prompt_mean`."""
     rewards: NotRequired[torch.Tensor]
