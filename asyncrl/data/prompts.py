@@ -175,12 +175,11 @@ def mixture_pattern(weights: Sequence[int]) -> list[int]:
 def interleaved(parts: Sequence[Sequence[Task]], weights: Sequence[int]) -> list[Task]:
     """Returns all tasks of the parts, in the proportion of their weights as long as each part has any left."""
     left = [iter(part) for part in parts]
+    pattern = cycle(mixture_pattern(weights))
     mixed: list[Task] = []
-    for number in cycle(mixture_pattern(weights)):
-        if len(mixed) == sum(map(len, parts)):
-            return mixed
-        mixed.extend(islice(left[number], 1))
-    raise DatasetError("a mixture needs at least one part")
+    while len(mixed) < sum(map(len, parts)):
+        mixed.extend(islice(left[next(pattern)], 1))
+    return mixed
 
 
 class PromptSource:
