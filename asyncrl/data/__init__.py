@@ -7,43 +7,38 @@ The names of the batch interface are imported on first use, because they need to
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from asyncrl.data.batched_data_dict import BatchedDataDict, SlicedDataDict
-    from asyncrl.data.packing import get_packer
-    from asyncrl.data.sharding import DynamicBatchingArgs, SequencePackingArgs
-    from asyncrl.data.specs import (
-        DP_TRAIN_FIELDS,
-        LP_SEED_FIELDS,
-        GenerationDatumSpec,
-        GenerationOutputSpec,
-        TrainDatumSpec,
-        verify_right_padding,
-    )
+if TYPE_CHECKING:  # `as` makes a name public for type checkers
+    from asyncrl.data.batched_data_dict import BatchedDataDict as BatchedDataDict
+    from asyncrl.data.batched_data_dict import SlicedDataDict as SlicedDataDict
+    from asyncrl.data.packing import get_packer as get_packer
+    from asyncrl.data.sharding import DynamicBatchingArgs as DynamicBatchingArgs
+    from asyncrl.data.sharding import SequencePackingArgs as SequencePackingArgs
+    from asyncrl.data.specs import DP_TRAIN_FIELDS as DP_TRAIN_FIELDS
+    from asyncrl.data.specs import LP_SEED_FIELDS as LP_SEED_FIELDS
+    from asyncrl.data.specs import GenerationDatumSpec as GenerationDatumSpec
+    from asyncrl.data.specs import GenerationOutputSpec as GenerationOutputSpec
+    from asyncrl.data.specs import TrainDatumSpec as TrainDatumSpec
+    from asyncrl.data.specs import verify_right_padding as verify_right_padding
 
 _MODULES = {
-    "batched_data_dict": ("BatchedDataDict", "SlicedDataDict"),
-    "packing": ("get_packer",),
-    "sharding": ("DynamicBatchingArgs", "SequencePackingArgs"),
+    "BatchedDataDict": "batched_data_dict",
+    "SlicedDataDict": "batched_data_dict",
+    "get_packer": "packing",
+    "DynamicBatchingArgs": "sharding",
+    "SequencePackingArgs": "sharding",
+    "DP_TRAIN_FIELDS": "specs",
+    "LP_SEED_FIELDS": "specs",
+    "GenerationDatumSpec": "specs",
+    "GenerationOutputSpec": "specs",
+    "TrainDatumSpec": "specs",
+    "verify_right_padding": "specs",
 }
-"""The names of each module. All other names are in `specs`."""
+"""Maps each public name to the module that defines it."""
 
-__all__ = [
-    "DP_TRAIN_FIELDS",
-    "LP_SEED_FIELDS",
-    "BatchedDataDict",
-    "DynamicBatchingArgs",
-    "GenerationDatumSpec",
-    "GenerationOutputSpec",
-    "SequencePackingArgs",
-    "SlicedDataDict",
-    "TrainDatumSpec",
-    "get_packer",
-    "verify_right_padding",
-]
+if not TYPE_CHECKING:  # type checkers see the imports above, and would accept any name beside a __getattr__
+    __all__ = [*_MODULES]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = next((module for module, names in _MODULES.items() if name in names), "specs")
-    return getattr(import_module(f"{__name__}.{module}"), name)
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

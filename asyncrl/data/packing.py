@@ -44,11 +44,6 @@ class PackingMetrics:
     """Bins beyond those that the lengths need, added for `min_bin_count` and `bin_count_multiple`."""
     capacity_tokens: int = 0
 
-    @property
-    def efficiency(self) -> float:
-        """Share of the bins' capacity that is filled with tokens; 1.0 before the first call."""
-        return self.tokens / self.capacity_tokens if self.capacity_tokens else 1.0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequencePacker:

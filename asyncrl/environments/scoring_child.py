@@ -120,7 +120,7 @@ class ScoringChild:
         if self.process.returncode is not None:
             return  # already reaped, so its id may belong to another process
         descendants: list[psutil.Process] = []
-        for pid in _descendants(self.process.pid):
+        for pid in self.descendants():
             with contextlib.suppress(psutil.NoSuchProcess):
                 descendants.append(psutil.Process(pid))
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -134,8 +134,11 @@ class ScoringChild:
             _log.error("the scoring process %d has not ended after SIGKILL", self.process.pid)
 
     def descendants(self) -> list[int]:
-        """Returns the ids of the processes that the process has started and that still run."""
-        return _descendants(self.process.pid)
+        """Returns the ids of all descendants of the process that still run, as /proc lists them, nearest first."""
+        found = _children(self.process.pid)
+        for child in found:
+            found.extend(_children(child))
+        return found
 
     def ending(self) -> str:
         """Returns how the process has ended."""
@@ -144,14 +147,6 @@ class ScoringChild:
         if self.process.returncode < 0:
             return f"signal {signal.Signals(-self.process.returncode).name}"
         return f"exit status {self.process.returncode}"
-
-
-def _descendants(pid: int) -> list[int]:
-    """Returns all descendants of `pid` that /proc lists, nearest first."""
-    found = _children(pid)
-    for child in found:
-        found.extend(_children(child))
-    return found
 
 
 def _children(pid: int) -> list[int]:

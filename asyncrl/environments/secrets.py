@@ -43,9 +43,6 @@ class Secrets:
     def __repr__(self) -> str:
         return f"Secrets({', '.join(self._values)})"
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return Secrets, (self._values,)
-
     @property
     def environment(self) -> dict[str, str]:
         """The variables for the environment of a scoring process."""
