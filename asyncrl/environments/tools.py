@@ -21,6 +21,7 @@ from pydantic_core import ArgsKwargs
 
 from asyncrl.config.import_path import resolve
 from asyncrl.config.schema import EnvironmentSection, McpServer
+from asyncrl.data.conversation import asked
 from asyncrl.data.prompts import Task
 from asyncrl.environments.agents import Session
 from asyncrl.environments.reward_function import RewardFunction
@@ -57,9 +58,7 @@ class ToolAgent:
         if self._listing is None or (self._listing.done() and self._listing.exception() is not None):
             self._listing = asyncio.create_task(self._list_servers())
         await asyncio.shield(self._listing)
-        messages: list[dict[str, Any]] = [dict(message) for message in task.messages] or [
-            {"role": "user", "content": task.prompt}
-        ]
+        messages: list[dict[str, Any]] = [*asked(task.input)]
         text = ""
         for turns_left in reversed(range(self._section.max_turns)):
             reply = await session.chat(messages, tools=self._specs)
