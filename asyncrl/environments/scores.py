@@ -1,7 +1,7 @@
 """The scores of a request's groups, which become known one by one: rewards, and errors of single completions."""
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import groupby, islice
 
 from asyncrl.environments.scoring_messages import Components, Failure, Group, Outcome
 from asyncrl.errors import DataError
@@ -17,52 +17,48 @@ class Scores:
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._groups = groups
-        self._found: list[list[Score | None]] = [[None] * len(group.completions) for group in groups]
-        self._requested: list[tuple[int, int]] = []
-        self.open = sum(len(group.completions) for group in groups)
-        """Number of completions that have no score."""
+        # The completions of all groups one after the other, with the numbers of their groups and their scores.
+        self._completions = [text for group in groups for text in group.completions]
+        self._group_of = [number for number, group in enumerate(groups) for _ in group.completions]
+        self._found: list[Score | None] = [None] * len(self._completions)
+        self._requested: list[int] = []
         self._last: Failure | None = None
         self.rewards = 0
         """Number of completions that have a reward."""
 
+    @property
+    def open(self) -> int:
+        """Number of completions that have no score."""
+        return self._found.count(None)
+
     def request(self) -> tuple[Group, ...]:
         """Returns the groups with those completions that have no score yet. The numbers of completions below count
         over this request."""
-        self._requested = [
-            (group, place)
-            for group, found in enumerate(self._found)
-            for place, score in enumerate(found)
-            if score is None
-        ]
-        if len(self._requested) == sum(map(len, self._found)):
-            return tuple(self._groups)  # the first request
+        self._requested = [place for place, score in enumerate(self._found) if score is None]
         return tuple(
-            Group(
-                task=self._groups[group].task,
-                completions=tuple(self._groups[group].completions[place] for _, place in places),
-            )
-            for group, places in groupby(self._requested, key=lambda each: each[0])
+            Group(task=self._groups[group].task, completions=tuple(self._completions[place] for place in places))
+            for group, places in groupby(self._requested, key=self._group_of.__getitem__)
         )
 
     @property
     def left(self) -> list[int]:
         """The numbers of the requested completions that have no score yet."""
-        return [number for number, (group, place) in enumerate(self._requested) if self._found[group][place] is None]
+        return [number for number, place in enumerate(self._requested) if self._found[place] is None]
 
     def of_group(self, number: int) -> list[int]:
         """Returns the numbers of the requested completions in the group of completion `number`."""
-        return [each for each, (group, _) in enumerate(self._requested) if group == self._requested[number][0]]
+        groups = [self._group_of[place] for place in self._requested]
+        return [each for each, group in enumerate(groups) if group == groups[number]]
 
     def take(self, outcomes: Iterable[tuple[int, Outcome]]) -> bool:
         """Keeps the outcomes of completions. Returns False if one of them was not requested, or is known."""
         for number, outcome in outcomes:
             if number not in range(len(self._requested)):
                 return False
-            group, place = self._requested[number]
-            if self._found[group][place] is not None:
+            place = self._requested[number]
+            if self._found[place] is not None:
                 return False
-            self._found[group][place] = self._score(outcome, group, place)
-            self.open -= 1
+            self._found[place] = self._score(outcome, place)
         return True
 
     def fail(self, numbers: Iterable[int], failure: Failure) -> None:
@@ -76,12 +72,13 @@ class Scores:
 
     def results(self) -> list[list[Score]]:
         """Returns the scores of each group in the order of its completions. All scores must be known."""
-        return [[score for score in found if score is not None] for found in self._found]
+        found = iter(self._found)
+        return [[score for score in islice(found, len(each.completions)) if score is not None] for each in self._groups]
 
-    def _score(self, outcome: Outcome, group: int, place: int) -> Score:
+    def _score(self, outcome: Outcome, place: int) -> Score:
         if not isinstance(outcome, Failure):
             self.rewards += 1
             return outcome
         self._last = outcome
-        completion = "" if outcome.of_call else self._groups[group].completions[place]
+        completion = "" if outcome.of_call else self._completions[place]
         return DataError(outcome.message, reason=outcome.reason, completion=completion)
