@@ -67,12 +67,7 @@ class AsyncRLError(Exception):
 
 
 class ConfigError(AsyncRLError):
-    """A value of the configuration cannot be used. `key` is the dotted path of the field. It is empty if the error is
-    about several fields."""
-
-    def __init__(self, message: str, *, key: str = "") -> None:
-        super().__init__(message)
-        self.key = key
+    """A value of the configuration cannot be used. The message names its field by the dotted path."""
 
 
 class DatasetError(AsyncRLError):

@@ -265,16 +265,14 @@ def resolve_estimator(advantage: str | Mapping[str, Any] | Callable[..., torch.T
         raise ConfigError(
             f"{KEY} = {advantage}: the options kl and gamma give every token its own advantage, but "
             "`resolve_estimator` gets no tokens; call `resolve_estimators`, which also returns the part that the "
-            "ranks compute, or remove kl and gamma",
-            key=KEY,
+            "ranks compute, or remove kl and gamma"
         )
     if isinstance(found, Outcome):
         return OutcomeEstimator(found)
     if isinstance(found, CriticBased):
         raise ConfigError(
             f"{KEY} = {advantage}: it needs a critic, whose ranks compute these advantages, but `resolve_estimator` "
-            "has no critic; use `asyncrl.value.estimators`, or choose an estimator without a critic",
-            key=KEY,
+            "has no critic; use `asyncrl.value.estimators`, or choose an estimator without a critic"
         )
     return _estimator_of(resolve(found.path, key=KEY), found)
 
@@ -292,8 +290,7 @@ def _estimator_of(function: Callable[..., Any], own: OwnEstimator) -> Estimator:
         wanted = "samples" if takes_samples else "rewards, group_ids"
         raise ConfigError(
             f"{KEY} = {own.path}: it cannot be called with ({', '.join([wanted, *own.options])}): {problem}; its "
-            f"parameters are {signature}",
-            key=KEY,
+            f"parameters are {signature}"
         )
 
     def estimate(samples: Samples) -> torch.Tensor:

@@ -207,14 +207,13 @@ def resolve_advantage(advantage: str | Mapping[str, Any]) -> Advantage:
     options = {} if isinstance(advantage, str) else {key: value for key, value in advantage.items() if key != "name"}
     rows: Mapping[str, Outcome | CriticBased] = {**OUTCOMES, **CRITIC_BASED}
     if not isinstance(name, str):
-        raise ConfigError(f"{KEY}: it has no name; add `name:`, one of {', '.join(rows)} or an import path", key=KEY)
+        raise ConfigError(f"{KEY}: it has no name; add `name:`, one of {', '.join(rows)} or an import path")
     if name not in rows:
         if is_import_path(name):
             return OwnEstimator(path=name, options=options)
         raise ConfigError(
             f"{KEY} = {name}: it is neither one of {', '.join(rows)} nor an import path like "
-            f"package.module:callable{suggest(name, list(rows))}",
-            key=KEY,
+            f"package.module:callable{suggest(name, list(rows))}"
         )
     row = rows[name]
     known = list(row.__struct_fields__)
@@ -222,23 +221,18 @@ def resolve_advantage(advantage: str | Mapping[str, Any]) -> Advantage:
         if option not in known:
             owners = [other for other, axes in rows.items() if option in axes.__struct_fields__]
             others = f"; {option} is an option of {', '.join(owners)}" if owners else suggest(option, known)
-            raise ConfigError(
-                f"{KEY}.{option}: {name} has no such option; its options are {', '.join(known)}{others}",
-                key=f"{KEY}.{option}",
-            )
+            raise ConfigError(f"{KEY}.{option}: {name} has no such option; its options are {', '.join(known)}{others}")
     try:
         found = msgspec.convert({**msgspec.to_builtins(row), **options}, type(row))
     except msgspec.ValidationError as error:
         problem = explained(error, struct=type(row), axes=options)
-        raise ConfigError(f"{KEY}: {problem} ({options!r})", key=KEY) from error
+        raise ConfigError(f"{KEY}: {problem} ({options!r})") from error
     if isinstance(found, DiscountedOutcome) and found.by_token and "whiten" not in options:
         found = msgspec.structs.replace(found, whiten="tokens")
     idle = dict(_idle(found))
     for option in options:
         if option in idle:
-            raise ConfigError(
-                f"{KEY}.{option}: the option has no effect, because {idle[option]}; remove it", key=f"{KEY}.{option}"
-            )
+            raise ConfigError(f"{KEY}.{option}: the option has no effect, because {idle[option]}; remove it")
     return found
 
 

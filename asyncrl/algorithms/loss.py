@@ -268,15 +268,13 @@ def build_loss(config: Config) -> LossFunction:
     if section.overrides:
         raise ConfigError(
             f"algorithm.overrides: {sorted(section.overrides)} replace axes of a preset, but algorithm.loss is the "
-            f"import path {section.loss!r}, which has no axes: remove algorithm.overrides",
-            key="algorithm.overrides",
+            f"import path {section.loss!r}, which has no axes: remove algorithm.overrides"
         )
     loss = load_loss(str(section.loss))
     if config.has_supports and input_type_of(loss) != LossInputType.LOGPROB:
         raise ConfigError(
             f"generator.top_k = {config.generator.top_k}: tokens are sampled among the tokens of their supports only, "
             f"but the loss {section.loss!r} reads the logits of all tokens. Use a loss with the input_type "
-            f"{LossInputType.LOGPROB.value}, or remove generator.top_k",
-            key="generator.top_k",
+            f"{LossInputType.LOGPROB.value}, or remove generator.top_k"
         )
     return loss

@@ -22,17 +22,15 @@ def load_loss(path: str) -> LossFunction:
     except Exception as error:  # a factory that the user wrote may raise anything
         raise ConfigError(
             f"algorithm.loss: {path!r} was called without arguments to make a loss, and it raised "
-            f"{describe_error(error)}; fix it, or name a LossFunction",
-            key="algorithm.loss",
+            f"{describe_error(error)}; fix it, or name a LossFunction"
         ) from error
     if not _is_loss(loss):
         raise ConfigError(
             f"algorithm.loss: {path!r} gives a {type(loss).__name__}, which is not a LossFunction; it must be "
-            f"callable with logits or log-probs, data and the global counts (see asyncrl.algorithms.interfaces)",
-            key="algorithm.loss",
+            f"callable with logits or log-probs, data and the global counts (see asyncrl.algorithms.interfaces)"
         )
     if problem := _call_problem(loss):
-        raise ConfigError(f"algorithm.loss: {path!r} cannot be called as a loss: {problem}", key="algorithm.loss")
+        raise ConfigError(f"algorithm.loss: {path!r} cannot be called as a loss: {problem}")
     return cast(LossFunction, loss)
 
 

@@ -385,8 +385,7 @@ def resolve_objective(loss: str | Mapping[str, Any], overrides: Mapping[str, Any
     if isinstance(loss, str) and loss not in PRESETS:
         raise ConfigError(
             f"algorithm.loss: {loss!r} is neither one of {', '.join(PRESETS)} nor an import path like "
-            f"'package.module:callable'{suggest(loss, list(PRESETS))}",
-            key="algorithm.loss",
+            f"'package.module:callable'{suggest(loss, list(PRESETS))}"
         )
     axes: dict[str, Any] = msgspec.to_builtins(PRESETS[loss].objective) if isinstance(loss, str) else dict(loss)
     for axis, value in overrides.items():
@@ -394,8 +393,7 @@ def resolve_objective(loss: str | Mapping[str, Any], overrides: Mapping[str, Any
             known = list(Objective.__struct_fields__)
             raise ConfigError(
                 f"algorithm.overrides.{axis}: there is no such axis; the axes are {', '.join(known)}"
-                f"{suggest(axis, known)}",
-                key=f"algorithm.overrides.{axis}",
+                f"{suggest(axis, known)}"
             )
         axes[axis] = _replaced(axes.get(axis), value)
     try:
@@ -403,7 +401,7 @@ def resolve_objective(loss: str | Mapping[str, Any], overrides: Mapping[str, Any
     except msgspec.ValidationError as error:
         key = "algorithm.overrides" if isinstance(loss, str) else "algorithm.loss"
         problem = explained(error, struct=Objective, axes=axes)
-        raise ConfigError(f"{key}: {problem} ({loss!r} with {dict(overrides)!r})", key=key) from error
+        raise ConfigError(f"{key}: {problem} ({loss!r} with {dict(overrides)!r})") from error
 
 
 def is_own_loss(section: AlgorithmSection) -> bool:

@@ -54,15 +54,13 @@ class Limits:
             raise ConfigError(
                 f"buffer.capacity_groups is {self.capacity_groups}, but it must be at least learner.groups_per_step = "
                 f"{self.groups_per_step}, because the buffer must hold the groups of a step; raise the first or lower "
-                "the second",
-                key="buffer.capacity_groups",
+                "the second"
             )
         if self.capacity_bytes < self.groups_per_step * self.worst_group_bytes:
             raise ConfigError(
                 f"buffer.capacity_bytes is {self.capacity_bytes}, but one step of {self.groups_per_step} groups may "
                 f"take {self.groups_per_step * self.worst_group_bytes} bytes, and the buffer must hold a step; raise "
-                "buffer.capacity_bytes",
-                key="buffer.capacity_bytes",
+                "buffer.capacity_bytes"
             )
 
 

@@ -128,8 +128,7 @@ def _try_scoring(section: EnvironmentSection, _: Config) -> None:
     try:
         process.start()
     except InfraError as error:
-        named = subject(section)
-        raise ConfigError(f"{named}: {error}", key=named.partition(" ")[0]) from error
+        raise ConfigError(f"{subject(section)}: {error}") from error
     finally:
         process.discard()
 
@@ -206,8 +205,7 @@ def _try_prompts(config: Config, tasks: Sequence[Task]) -> None:
         raise ConfigError(
             f"model.path = {config.model.path}: the first prompt contains the token {tokenizer.text_of(largest)!r} "
             f"with the id {largest}, but the model's vocabulary has {vocabulary} tokens; resize the model's "
-            "embeddings, or set data.chat: off if the token belongs to the chat template",
-            key="model.path",
+            "embeddings, or set data.chat: off if the token belongs to the chat template"
         )
 
 
@@ -255,8 +253,7 @@ def try_hub(config: Config) -> None:
     meant = f"did you mean the folder {near}? If not, " if near is not None else ""
     raise ConfigError(
         f"model.path = {name}: there is no folder {name} here, and {reason}; {meant}set model.path to the directory "
-        "of a model, or to another model of the Hub",
-        key="model.path",
+        "of a model, or to another model of the Hub"
     )
 
 

@@ -98,21 +98,19 @@ def _configured(files: list[Path], overrides: list[str], *, samples: int | None)
     config = load_config(files, overrides if samples is None else [*overrides, f"eval.samples={samples}"])
     hide_secrets(config.environment, os.environ)
     if not any(each.prompts for each in config.eval.each_set().values()):
-        raise ConfigError("eval.prompts = 0: there would be no prompt to evaluate; raise it", key="eval.prompts")
+        raise ConfigError("eval.prompts = 0: there would be no prompt to evaluate; raise it")
     path = model_directory(config)
     if path is not None and (path / HF).is_dir():
         path = path / HF
     if path is not None and (path / "adapter_config.json").is_file():
         raise ConfigError(
             f"model.path = {path}: has an adapter, not a whole model; write the model with the adapter in it, "
-            "`asyncrl export RUN FOLDER --merge`, and evaluate that folder",
-            key="model.path",
+            "`asyncrl export RUN FOLDER --merge`, and evaluate that folder"
         )
     if config.model.tiny is not None and path is not None and not path.exists():
         raise ConfigError(
             f"model.path = {path}: there is no such folder; build the tiny model with `asyncrl model`, or name a "
-            "checkpoint of a run",
-            key="model.path",
+            "checkpoint of a run"
         )
     # The model is evaluated as it is: it is not built, and it has no adapter.
     as_it_is = {"path": config.model.path if path is None else str(path), "tiny": None, "lora": None}

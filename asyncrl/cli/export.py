@@ -89,8 +89,7 @@ def _export_adapter(config: Config, checkpoint: Path, folder: Path, *, merge: bo
     if local is not None and not local.is_dir():
         raise ConfigError(
             f"model.path = {model.path}: the adapter belongs to this model, which is not there; put it back, or run "
-            "the command in the directory in which the run was started",
-            key="model.path",
+            "the command in the directory in which the run was started"
         )
     base = os.path.abspath(model.path) if os.path.isdir(model.path) else model.path
     names = list(expected_parameters(base, dtype=model.dtype, lora=lora))

@@ -216,8 +216,7 @@ def _positions(model: str) -> int | None:
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise ConfigError(
             f"MODEL {model}: its config.json cannot be read ({error}); name a model's directory, or a model of the "
-            "Hugging Face Hub",
-            key="model.path",
+            "Hugging Face Hub"
         ) from None
 
 

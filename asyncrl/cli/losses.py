@@ -37,10 +37,7 @@ def losses(
                 say(f"  {key:<{width}}  {preset.use}  [{preset.source}]")
         return
     if is_import_path(name):
-        raise ConfigError(
-            f"{name!r} is an import path, and only presets have axes; name a preset of `asyncrl losses`",
-            key="algorithm.loss",
-        )
+        raise ConfigError(f"{name!r} is an import path, and only presets have axes; name a preset of `asyncrl losses`")
     objective = resolve_objective(name, {})
     preset = PRESETS[name]
     published = (

@@ -61,7 +61,7 @@ def check_model(config: Config) -> None:
     sizes of the model do not fit."""
     problems, _ = _model(config, tuple(Role), {})
     if problems:
-        raise ConfigError("\n".join(problems), key="model.path")
+        raise ConfigError("\n".join(problems))
 
 
 def builds_environment(config: Config, roles: Collection[Role]) -> bool:

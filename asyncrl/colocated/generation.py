@@ -68,8 +68,7 @@ class VLLMGeneration(GenerationInterface):
         if config.model.lora is not None:
             raise ConfigError(
                 "model.lora: the engines of a synchronous loop take whole weights only; remove model.lora, or train "
-                "the adapter with `asyncrl up` or asyncrl.run",
-                key="model.lora",
+                "the adapter with `asyncrl up` or asyncrl.run"
             )
         actor = ray.remote(EngineActor).options(
             num_cpus=config.generator.cpus,

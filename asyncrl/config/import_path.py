@@ -51,28 +51,25 @@ def resolve(value: str, *, key: str) -> Callable[..., Any]:
     errors. Raises ConfigError if there is no such module or attribute, if it is not callable, or if the import raises.
     """
     if problem := malformed(value, key=key):
-        raise ConfigError(problem, key=key)
+        raise ConfigError(problem)
     module_name, _, attributes = value.partition(":")
     try:
         found: Any = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a user's module may raise anything
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{module_name}.".startswith(f"{missing}."):
-            raise ConfigError(_not_found(value, key=key, module=missing), key=key) from error
+            raise ConfigError(_not_found(value, key=key, module=missing)) from error
         raise ConfigError(
-            f"{key}: {value!r} cannot be imported, because the module raised {describe_error(error)}; fix the module",
-            key=key,
+            f"{key}: {value!r} cannot be imported, because the module raised {describe_error(error)}; fix the module"
         ) from error
     for name in attributes.split("."):
         try:
             found = getattr(found, name)
         except AttributeError:
             hint = suggest(name, dir(found))
-            raise ConfigError(f"{key}: {value!r} names {name!r}, which {module_name} lacks{hint}", key=key) from None
+            raise ConfigError(f"{key}: {value!r} names {name!r}, which {module_name} lacks{hint}") from None
     if not callable(found):
-        raise ConfigError(
-            f"{key}: {value!r} is a {type(found).__name__}, not a callable; name a function or a class", key=key
-        )
+        raise ConfigError(f"{key}: {value!r} is a {type(found).__name__}, not a callable; name a function or a class")
     return found  # type: ignore[no-any-return]
 
 
@@ -121,7 +118,7 @@ def call_with_options(function: Callable[..., Any], options: Mapping[str, Any], 
         known = [name for name, p in signature.parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         unknown = [name for name in options if name not in known]
         hint = suggest(unknown[0], known) if unknown else ""
-        raise ConfigError(f"{key}: {error}{hint}; its options are {known}", key=key) from None
+        raise ConfigError(f"{key}: {error}{hint}; its options are {known}") from None
     return function(**options)
 
 

@@ -48,8 +48,7 @@ def load_config(layers: Sequence[Layer], overrides: Sequence[str] = ()) -> Confi
     except ValidationError as error:
         violations = error.errors(include_url=False)
         lines = [error_message(violation, origins=origins) for violation in violations]
-        key = ".".join(map(str, violations[0]["loc"])) if len(violations) == 1 else ""
-        raise ConfigError("\n".join(lines), key=key) from None
+        raise ConfigError("\n".join(lines)) from None
 
 
 def config_origins(layers: Sequence[Layer], overrides: Sequence[str]) -> dict[KeyPath, str]:

@@ -39,7 +39,7 @@ def check_metrics_host(config: Config, *, allow_public: bool) -> None:
             "other machines can reach it, and the endpoints have no password; add --allow-public if that network may "
             "read the metrics, or set it to 127.0.0.1"
         )
-    raise ConfigError(f"metrics.host = {host!r}: {problem}", key="metrics.host")
+    raise ConfigError(f"metrics.host = {host!r}: {problem}")
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -87,8 +87,7 @@ def _lengths(facts: Facts) -> tuple[int, int]:
         raise ConfigError(
             f"the longest prompt has {facts.longest_prompt} tokens and a completion may have {wanted}: together "
             f"this is more than {facts.longest_model}, the maximum sequence length of {facts.model}; "
-            + (f"set --completion-tokens to at most {left}" if left > 0 else "shorten the prompts"),
-            key="model.max_length",
+            + (f"set --completion-tokens to at most {left}" if left > 0 else "shorten the prompts")
         )
     return facts.longest_prompt, left
 

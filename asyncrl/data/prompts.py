@@ -81,7 +81,7 @@ def format_prompt(template: str, task: Task) -> str:
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
     except ValueError as error:
-        raise ConfigError(f"{key}: {template!r} is malformed ({error}); double a literal brace", key=key) from None
+        raise ConfigError(f"{key}: {template!r} is malformed ({error}); double a literal brace") from None
     for name in names:
         if name not in fields:
             close = difflib.get_close_matches(name, fields, n=1)
@@ -89,13 +89,12 @@ def format_prompt(template: str, task: Task) -> str:
             there = ", ".join(f"{{{field}}}" for field in sorted(fields))
             raise ConfigError(
                 f"{key}: {template!r}, which this config sets, uses {{{name}}}, which a task lacks; {hint}a task has "
-                f"{there} ({{question}} is the `prompt` of a JSONL row); change the template",
-                key=key,
+                f"{there} ({{question}} is the `prompt` of a JSONL row); change the template"
             )
     try:
         return template.format_map(fields)
     except (ValueError, LookupError, AttributeError) as error:
-        raise ConfigError(f"{key}: {template!r} cannot format {fields} ({error})", key=key) from None
+        raise ConfigError(f"{key}: {template!r} cannot format {fields} ({error})") from None
 
 
 def apply_template(template: str, tasks: Sequence[Task]) -> list[Task]:
@@ -105,8 +104,7 @@ def apply_template(template: str, tasks: Sequence[Task]) -> list[Task]:
         key = "data.prompt_template"
         raise ConfigError(
             f"{key}: {template!r} cannot be applied to row {chat.row}, which has messages; put the text into "
-            "data.system_prompt or data.few_shot, and leave the template out",
-            key=key,
+            "data.system_prompt or data.few_shot, and leave the template out"
         )
     return [
         task if task.messages else msgspec.structs.replace(task, prompt=format_prompt(template, task)) for task in tasks

@@ -124,8 +124,7 @@ def chosen_checkpoint(directory: Path, config: Config, *, step: int | None) -> R
         raise ConfigError(
             f"the checkpoint {resumed.path} is of step {resumed.step}, and learner.total_steps = "
             f"{config.learner.total_steps}, so there is nothing to train: raise learner.total_steps, or name an "
-            f"earlier checkpoint with --at ({_choices(directory)})",
-            key="learner.total_steps",
+            f"earlier checkpoint with --at ({_choices(directory)})"
         )
     return resumed
 
@@ -231,15 +230,13 @@ def _checked(resumed: Resumed, directory: Path, config: Config) -> Resumed:
             raise ConfigError(
                 f"{key} = {now.get(key)!r}, but the run in {directory} was started with "
                 f"{resumed.manifest.settings.get(key)!r}, and a run keeps this value when it is resumed: use the old "
-                "value, or begin a new run with --fresh or another run.name",
-                key=key,
+                "value, or begin a new run with --fresh or another run.name"
             )
     before, branches = resumed.manifest.most_branches, config.most_branches
     if before != branches:
         raise ConfigError(
             f"environment.max_branches = {branches}, but the rows of the checkpoint {resumed.path} have up to {before} "
-            "branches: set it to the old value, or begin a new run with --fresh or another run.name",
-            key="environment.max_branches",
+            "branches: set it to the old value, or begin a new run with --fresh or another run.name"
         )
     return resumed
 

@@ -117,8 +117,7 @@ class RunDir:
                 raise
         except OSError as error:
             raise ConfigError(
-                f"run.dir: cannot write the run's directory {path} ({error.strerror}); set it to a writable folder",
-                key="run.dir",
+                f"run.dir: cannot write the run's directory {path} ({error.strerror}); set it to a writable folder"
             ) from error
         return run
 

@@ -89,9 +89,8 @@ def as_reward(agent: Agent, *, named: str) -> RewardFunction:
     try:
         inspect.signature(agent).bind("session", "task")
     except TypeError as error:
-        key = named.partition(" ")[0]
         raise ConfigError(
-            f"{named} cannot be called with two arguments ({error}); an agent takes (session, task)", key=key
+            f"{named} cannot be called with two arguments ({error}); an agent takes (session, task)"
         ) from None
 
     async def episode(task: Task, completion: str) -> object:

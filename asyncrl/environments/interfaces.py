@@ -80,8 +80,7 @@ def build_environment(section: EnvironmentSection) -> "Environment | AgentEnviro
     if not isinstance(environment, Environment | AgentEnvironment):
         raise ConfigError(
             f"environment.name: {section.name!r} returned a {type(environment).__name__}, but an environment needs "
-            "the methods tasks(seed) and score(task, completion), or tasks(seed) and run(session, task)",
-            key="environment.name",
+            "the methods tasks(seed) and score(task, completion), or tasks(seed) and run(session, task)"
         )
     return environment
 
@@ -126,8 +125,7 @@ def _with_tools(section: EnvironmentSection) -> RewardFunction:
     if scoring.form.agent:
         raise ConfigError(
             f"environment.tools: has no effect with environment.name = {section.name}, which makes its own calls to "
-            "the model; remove it, or set environment.reward",
-            key="environment.tools",
+            "the model; remove it, or set environment.reward"
         )
     from asyncrl.environments.tools import ToolAgent
 
@@ -144,7 +142,7 @@ def _term(term: RewardTerm) -> RewardFunction:
     try:
         inspect.signature(function).bind_partial(None, None, **term.options)
     except TypeError as error:
-        raise ConfigError(f"{key}.options: {term.fn} cannot take them ({error}); correct them", key=key) from None
+        raise ConfigError(f"{key}.options: {term.fn} cannot take them ({error}); correct them") from None
     return reward_function(made, named=f"{key}.fn = {term.fn}")
 
 
@@ -254,9 +252,7 @@ def dataset_rows(config: Config) -> tuple[str, Iterable[Row]]:
     data = config.data
     if data.dataset == "jsonl":
         if data.path is None:
-            raise ConfigError(
-                "data.path: must be set for data.dataset = jsonl; give the path of the file", key="data.path"
-            )
+            raise ConfigError("data.path: must be set for data.dataset = jsonl; give the path of the file")
         return str(data.path), jsonl_rows(data.path)
     if data.dataset == "hf":
         rows = hugging_face_rows(str(data.path), subset=data.subset, split=data.split, options=data.options)

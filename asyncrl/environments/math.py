@@ -13,8 +13,7 @@ class Math:
 
     def tasks(self, seed: int) -> NoReturn:
         raise ConfigError(
-            "data.dataset: the math environment has no tasks of its own; set data.dataset: jsonl and data.path",
-            key="data.dataset",
+            "data.dataset: the math environment has no tasks of its own; set data.dataset: jsonl and data.path"
         )
 
     def score(self, task: Task, completion: str) -> float:

@@ -49,8 +49,7 @@ class OpenEnvEnvironment:
         if (url is None) == (not command):
             raise ConfigError(
                 "environment.options: OpenEnv needs either the url of a server or the command that starts one; set "
-                "one of them",
-                key="environment.options",
+                "one of them"
             )
         self._interpreter = OwnInterpreter(
             "OpenEnv", python=python, part=PROGRAM, options={"url": url, "command": command}, search_path=search_path

@@ -75,8 +75,7 @@ class OwnInterpreter:
         return answer
 
     def _refused(self, why: str) -> ConfigError:
-        message = f"environment.options: {self._package} cannot run with python = {self._command[0]}: {why}"
-        return ConfigError(message, key="environment.options")
+        return ConfigError(f"environment.options: {self._package} cannot run with python = {self._command[0]}: {why}")
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator["Process"]:

@@ -34,13 +34,9 @@ class ReasoningGym:
     ) -> None:
         if task not in DATASETS:
             hint = suggest(task, list(DATASETS))
-            raise ConfigError(
-                f"environment.options.task: reasoning-gym has no task {task!r}{hint}", key="environment.options.task"
-            )
+            raise ConfigError(f"environment.options.task: reasoning-gym has no task {task!r}{hint}")
         if size < 1:
-            raise ConfigError(
-                f"environment.options.size: must be at least 1, got {size}", key="environment.options.size"
-            )
+            raise ConfigError(f"environment.options.size: must be at least 1, got {size}")
         self._name = task
         self._size = size
         self._options = dict(task_options or {})
@@ -65,23 +61,19 @@ class ReasoningGym:
         for reserved in _RESERVED:
             if reserved in self._options:
                 raise ConfigError(
-                    f"{_OPTIONS_KEY}: {reserved!r} is set by run.seed and environment.options.size; remove it",
-                    key=_OPTIONS_KEY,
+                    f"{_OPTIONS_KEY}: {reserved!r} is set by run.seed and environment.options.size; remove it"
                 )
         known = [field.name for field in fields(DATASETS[self._name][1]) if field.name not in _RESERVED]
         for option in self._options:
             if option not in known:
                 raise ConfigError(
                     f"{_OPTIONS_KEY}: {self._name} has no option {option!r}; it has {', '.join(known) or 'none'}"
-                    f"{suggest(option, known)}",
-                    key=_OPTIONS_KEY,
+                    f"{suggest(option, known)}"
                 )
         try:
             return reasoning_gym.create_dataset(self._name, seed=seed, size=self._size, **self._options)
         except (TypeError, ValueError, AssertionError) as error:  # the library validates its options with asserts
-            raise ConfigError(
-                f"{_OPTIONS_KEY}: {self._name} refuses {self._options} ({error})", key=_OPTIONS_KEY
-            ) from error
+            raise ConfigError(f"{_OPTIONS_KEY}: {self._name} refuses {self._options} ({error})") from error
 
     def _check_json(self, entry: dict[str, Any]) -> None:
         """Refuses datasets whose scoring needs tuples, which JSON turns into lists: every reward would be wrong."""
@@ -92,8 +84,7 @@ class ReasoningGym:
         if carried != self._scorer.score_answer(entry["answer"], entry):
             raise ConfigError(
                 f"environment.options.task: {self._name} is not supported, because its scoring needs metadata that "
-                "JSON cannot represent; choose another task",
-                key="environment.options.task",
+                "JSON cannot represent; choose another task"
             )
 
 

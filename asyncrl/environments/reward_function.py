@@ -80,14 +80,13 @@ def reward_function(function: Callable[..., Any], *, named: str) -> RewardFuncti
     parameters = list(signature.parameters.values())
     key, _, path = named.partition(" = ")
     if _is_trl(parameters):
-        raise ConfigError(_trl_message(key, path, signature, asynchronous=asynchronous), key=key)
+        raise ConfigError(_trl_message(key, path, signature, asynchronous=asynchronous))
     try:
         signature.bind("task", "completion")
     except TypeError as error:
         raise ConfigError(
             f"{named} has the parameters {signature} and cannot be called with two arguments ({error}); a "
-            f"reward takes {_TAKEN}",
-            key=key,
+            f"reward takes {_TAKEN}"
         ) from None
     second = parameters[1:2]
     batched = bool(second) and second[0].name == "completions" and second[0].kind is not second[0].VAR_POSITIONAL

@@ -35,11 +35,10 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):
-    """Reports that the process is ready and how the reward is called; or a ConfigError's message and key."""
+    """Reports that the process is ready and how the reward is called; or a ConfigError's message."""
 
     form: Form = Form()
     error: str | None = None
-    key: str = ""
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):

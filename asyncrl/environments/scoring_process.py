@@ -98,7 +98,7 @@ class ScoringProcess:
             ) from error
         if started.error is not None:
             self.discard()
-            raise ConfigError(started.error, key=started.key)
+            raise ConfigError(started.error)
         self.form = started.form
 
     def score(self, groups: Sequence[Group]) -> list[list[Score] | DataError]:

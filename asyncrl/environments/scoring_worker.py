@@ -51,17 +51,16 @@ def main(connection: socket.socket, *, parent_pid: int, progress: Progress) -> N
     section = EnvironmentSection.model_validate_json(start.section)
     hide(Secrets({name: os.environ[name] for name in section.secrets if name in os.environ}).redact)
 
-    def refuse(message: str, error: Exception, *, key: str) -> None:
+    def refuse(message: str, error: Exception) -> None:
         hint = secrets_hint(error, start.withheld)
-        connection.sendall(encode(Started(error=redacted(message) + hint, key=key)))
+        connection.sendall(encode(Started(error=redacted(message) + hint)))
 
     try:
         reward = build_reward(section)
     except ConfigError as error:
-        return refuse(str(error), error, key=error.key)
+        return refuse(str(error), error)
     except Exception as error:  # raised by the constructor of the environment
-        message = f"environment: cannot be built from its options, {describe_error(error)}"
-        return refuse(message, error, key="environment.options")
+        return refuse(f"environment.options: the environment cannot be built: {describe_error(error)}", error)
     own_pid = os.getpid()
 
     def send(reply: Reply) -> None:

@@ -65,7 +65,7 @@ def read_secrets(section: EnvironmentSection, environ: Mapping[str, str]) -> Sec
         if not environ.get(name)
     ]
     if missing:
-        raise ConfigError("\n".join(missing), key="environment.secrets")
+        raise ConfigError("\n".join(missing))
     return Secrets({name: environ[name] for name in section.secrets})
 
 

@@ -108,8 +108,7 @@ class ToolAgent:
         name = spec["function"]["name"]
         if name in self._calls:
             raise ConfigError(
-                f"environment.tools: two tools have the name {name}, the second one is of {owner}; remove one",
-                key="environment.tools",
+                f"environment.tools: two tools have the name {name}, the second one is of {owner}; remove one"
             )
         self._specs.append(spec)
         self._calls[name] = call
@@ -134,8 +133,7 @@ def _of_function(function: Callable[..., Any], path: str) -> tuple[dict[str, Any
     except Exception as error:  # pydantic has several errors for what it cannot describe
         raise ConfigError(
             f"environment.tools: {path} cannot be a tool ({error}); a tool is a function with a docstring, and with "
-            "parameters whose types JSON can express",
-            key="environment.tools",
+            "parameters whose types JSON can express"
         ) from error
 
     async def call(arguments: Mapping[str, Any]) -> object:

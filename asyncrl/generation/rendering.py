@@ -23,15 +23,14 @@ class Renderer:
         self.end: int = tokenizer.eos_token_id
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError(
-                "an agent needs a model whose tokenizer has a chat template, and data.chat: auto; use a chat model",
-                key="environment.agent",
+                "environment.agent: an agent needs a model whose tokenizer has a chat template, and data.chat: auto; "
+                "use a chat model"
             )
         before = self._render(self._BEFORE, prompted=False)
         if self.end not in before:
             raise ConfigError(
-                f"the model's chat template does not end a turn with {tokenizer.eos_token!r}, the end of its answers, "
-                "so an agent's turns cannot be put together; use a tokenizer whose template does",
-                key="environment.agent",
+                f"environment.agent: the model's chat template does not end a turn with {tokenizer.eos_token!r}, the "
+                "end of its answers, so an agent's turns cannot be put together; use a tokenizer whose template does"
             )
         self._closed = before[: len(before) - before[::-1].index(self.end)]
         self._line = self.encoded("\n", first_token=False)

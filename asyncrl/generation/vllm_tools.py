@@ -31,13 +31,11 @@ class ToolParser:
             parser = ToolParserManager.get_tool_parser(name)
         except KeyError:
             known = ", ".join(sorted(ToolParserManager.list_registered()))
-            raise ConfigError(
-                f"{key} = {name}: vLLM has no such parser; set one of {known}", key="generator.tool_parser"
-            ) from None
+            raise ConfigError(f"{key} = {name}: vLLM has no such parser; set one of {known}") from None
         try:
             parser(tokenizer)
         except (RuntimeError, ValueError) as error:
-            raise ConfigError(f"{key} = {name}: does not fit the model's tokenizer: {error}", key=key) from error
+            raise ConfigError(f"{key} = {name}: does not fit the model's tokenizer: {error}") from error
         self._parser = parser
         self._tokenizer = tokenizer
 

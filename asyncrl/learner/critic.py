@@ -20,8 +20,7 @@ def critic_section(config: Config) -> CriticSection:
     if config.critic is None:
         raise ConfigError(
             "the learner got a critic, but the configuration has no section `critic`: add the section, or pass no "
-            "critic",
-            key="critic",
+            "critic"
         )
     return config.critic
 

@@ -230,6 +230,5 @@ def _bind(host: str, port: int, registry: CollectorRegistry, discovery: Callable
     except OSError as error:
         raise ConfigError(
             f"metrics.host: cannot serve metrics on {host!r} ({error.strerror or error}): set it to an address of this "
-            "machine, such as 127.0.0.1",
-            key="metrics.host",
+            "machine, such as 127.0.0.1"
         ) from error

@@ -123,7 +123,6 @@ def _targets(model: PreTrainedModel, lora: LoraSection) -> list[str]:
             f"model.lora.target_modules = {lora.target_modules}: "
             + (f"{type(model).__name__} has no linear layer {', '.join(unknown)}" if unknown else "names no layer")
             + f"; choose from {', '.join(known)}, or set all-linear. The output head and the embeddings cannot have "
-            "an adapter",
-            key="model.lora.target_modules",
+            "an adapter"
         )
     return list(lora.target_modules)

@@ -52,8 +52,7 @@ def model_logprobs(
     if len(made) != 1 or returned is not made[0]:
         raise ConfigError(
             f"model.path: {type(model).__name__} changes its logits after the output head, so log-probs that are "
-            f"computed from the head would be wrong; choose a model that does not do this",
-            key="model.path",
+            f"computed from the head would be wrong; choose a model that does not do this"
         )
     logprobs_BT, *entropy_BT = rows.at_next_tokens(returned).unbind(-1)
     return logprobs_BT, entropy_BT[0] if entropy_BT else None
@@ -93,8 +92,7 @@ def _check_positions(hidden_BSD: torch.Tensor, tokens_BS: torch.Tensor, *, model
         raise ConfigError(
             f"model.path: the output head of {type(model).__name__} gets hidden states of shape "
             f"{tuple(hidden_BSD.shape)} for tokens of shape {tuple(tokens_BS.shape)}; choose a model whose head reads "
-            "every position",
-            key="model.path",
+            "every position"
         )
 
 
@@ -105,8 +103,7 @@ def _plain_head(model: PreTrainedModel) -> torch.nn.Linear:
         found = "with a bias" if isinstance(head, torch.nn.Linear) else f"of type {type(head).__name__}"
         raise ConfigError(
             f"model.path: {type(model).__name__} has an output head {found}, but log-probs can only be computed "
-            "for a torch.nn.Linear without bias; choose another model",
-            key="model.path",
+            "for a torch.nn.Linear without bias; choose another model"
         )
     config = model.config.get_text_config()
     for key in _LOGIT_KEYS:
@@ -114,8 +111,7 @@ def _plain_head(model: PreTrainedModel) -> torch.nn.Linear:
         if value is not None and value != 1.0:
             raise ConfigError(
                 f"model.path: {type(model).__name__} has {key} = {value} in its config, which changes logits after the "
-                f"output head, so log-probs that are computed from the head would be wrong; choose a model without it",
-                key="model.path",
+                f"output head, so log-probs that are computed from the head would be wrong; choose a model without it"
             )
     return head
 

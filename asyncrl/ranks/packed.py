@@ -170,8 +170,7 @@ def packed_attention(
     if attention_mask is not None or asked:
         raise ConfigError(
             f"learner.batching: {type(module).__name__} passes {', '.join(asked) or 'a mask'} to its attention, which "
-            "packed rows do not support; set learner.batching to dynamic, which pads rows",
-            key="learner.batching",
+            "packed rows do not support; set learner.batching to dynamic, which pads rows"
         )
     if segments is None:
         out_BHSD = _causal(query_BHSD, key_BKSD, value_BKSD, scale=scaling, window=sliding_window)

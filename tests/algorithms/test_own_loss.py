@@ -46,7 +46,7 @@ def test_a_loss_of_logits_is_refused_with_supports() -> None:
     loss = f"algorithm.loss={__name__}:by_position"
     with pytest.raises(ConfigError, match="reads the logits of all tokens") as caught:
         build_loss(load_config([], [loss, "generator.top_k=8"]))
-    assert caught.value.key == "generator.top_k"
+    assert "generator.top_k" in str(caught.value)
     assert build_loss(load_config([], [loss])) is by_position
     of_logprobs_too = [f"algorithm.loss={__name__}:of_logprobs", "generator.top_k=8"]
     assert build_loss(load_config([], of_logprobs_too)) is of_logprobs
@@ -65,4 +65,4 @@ def test_any_other_callable_is_refused_with_the_reason(name: str, words: str) ->
     with pytest.raises(ConfigError) as caught:
         load_loss(f"{__name__}:{name}")
     assert words in str(caught.value)
-    assert caught.value.key == "algorithm.loss"
+    assert "algorithm.loss" in str(caught.value)

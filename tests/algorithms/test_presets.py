@@ -101,7 +101,7 @@ def test_an_objective_can_be_made_of_axes_and_bad_ones_name_the_key() -> None:
     ):
         with pytest.raises(ConfigError, match=words) as caught:
             resolve_objective(axes, {})
-        assert caught.value.key == "algorithm.loss"
+        assert "algorithm.loss" in str(caught.value)
 
 
 @pytest.mark.parametrize(

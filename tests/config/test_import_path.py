@@ -28,7 +28,7 @@ def test_a_path_resolves_to_its_callable_and_dots_reach_into_classes() -> None:
 def test_what_cannot_be_resolved_names_key_value_and_reason(value: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         resolve(value, key="environment.reward")
-    assert caught.value.key == "environment.reward"
+    assert "environment.reward" in str(caught.value)
     assert repr(value) in str(caught.value)
     assert str(caught.value).startswith("environment.reward: ")
 
@@ -44,7 +44,7 @@ def test_what_cannot_be_resolved_names_key_value_and_reason(value: str, message:
 def test_what_is_neither_a_built_in_name_nor_an_import_path_is_refused(value: str, key: str, wanted: str) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(value, key=key)
-    assert caught.value.key == key
+    assert key in str(caught.value)
     assert str(caught.value).startswith(f"{key} = {value}: must be {wanted} like package.module:callable")
 
 

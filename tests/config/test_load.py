@@ -193,7 +193,7 @@ def test_all_violations_are_reported_at_once_with_where_each_was_set(tmp_path: P
 def test_a_lone_violation_carries_its_key() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config([], ["run.seed=-1"])
-    assert caught.value.key == "run.seed"
+    assert "run.seed" in str(caught.value)
 
 
 def test_unreadable_files_and_overrides_are_reported_together(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ def with_host(host: str) -> Config:
 def test_metrics_never_bind_every_network(host: str, allow_public: bool) -> None:
     with pytest.raises(ConfigError, match="would answer to every network") as refused:
         check_metrics_host(with_host(host), allow_public=allow_public)
-    assert refused.value.key == "metrics.host"
+    assert "metrics.host" in str(refused.value)
 
 
 @pytest.mark.parametrize("allow_public", [False, True])
@@ -26,14 +26,14 @@ def test_metrics_never_bind_every_network(host: str, allow_public: bool) -> None
 def test_a_host_that_is_neither_an_address_nor_a_name_is_refused(host: str, allow_public: bool) -> None:
     with pytest.raises(ConfigError, match="neither an address nor the name of a machine") as refused:
         check_metrics_host(with_host(host), allow_public=allow_public)
-    assert refused.value.key == "metrics.host"
+    assert "metrics.host" in str(refused.value)
 
 
 @pytest.mark.parametrize("host", ["10.0.0.7", "192.168.1.2", "fd00::7", "node-3", "node"])
 def test_metrics_bind_a_network_only_where_that_was_allowed(host: str) -> None:
     with pytest.raises(ConfigError, match="add --allow-public") as refused:
         check_metrics_host(with_host(host), allow_public=False)
-    assert refused.value.key == "metrics.host"
+    assert "metrics.host" in str(refused.value)
     check_metrics_host(with_host(host), allow_public=True)
 
 

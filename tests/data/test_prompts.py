@@ -45,7 +45,7 @@ def test_template_that_cannot_be_filled_names_the_field_and_the_key(template: st
     task = Task(question="q", prompt="q", answer="a", metadata={"word": "abc", "nested": [1]})
     with pytest.raises(ConfigError, match=message) as caught:
         apply_template(template, [task])
-    assert caught.value.key == "data.prompt_template"
+    assert "data.prompt_template" in str(caught.value)
 
 
 def test_split_keeps_each_question_once_and_on_one_side() -> None:

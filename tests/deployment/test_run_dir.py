@@ -220,7 +220,7 @@ def test_a_directory_that_cannot_be_made_is_refused_by_key(tmp_path: Path) -> No
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"run\.dir") as refused:
         RunDir.create(config_in(tmp_path / "file"))
-    assert refused.value.key == "run.dir"
+    assert "run.dir" in str(refused.value)
 
 
 def test_steps_evals_and_samples_are_appended_as_lines(tmp_path: Path) -> None:

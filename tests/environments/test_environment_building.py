@@ -101,7 +101,7 @@ def test_an_environment_by_import_path_gets_its_options_and_scores() -> None:
 def test_an_environment_that_cannot_be_made_names_key_and_mend(section: dict[str, Any], key: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         build_environment(EnvironmentSection.model_validate(section))
-    assert caught.value.key == key
+    assert key in str(caught.value)
 
 
 def test_a_reward_replaces_the_score_without_building_the_environment() -> None:
@@ -213,7 +213,7 @@ def test_jsonl_rows_are_skipped_by_config_and_the_log_counts_them(
 def test_a_dataset_that_cannot_be_found_names_its_key(data: dict[str, Any], key: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         build_tasks(config(data=data))
-    assert caught.value.key == key
+    assert key in str(caught.value)
 
 
 def test_the_math_environment_asks_for_a_dataset() -> None:

@@ -77,7 +77,7 @@ def test_options_that_the_library_refuses_name_key_and_reason(
 ) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         ReasoningGym(task, task_options=options)
-    assert caught.value.key == key
+    assert key in str(caught.value)
 
 
 def test_the_librarys_task_names_are_read_from_its_source_without_importing_it() -> None:

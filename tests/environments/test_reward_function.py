@@ -101,7 +101,7 @@ def test_a_function_that_cannot_be_called_with_task_and_completion_is_refused_be
 ) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         build_reward(EnvironmentSection(**section))
-    assert caught.value.key == key
+    assert key in str(caught.value)
 
 
 def needs_three(prompt, completion, answer):  # type: ignore[no-untyped-def]

@@ -378,7 +378,7 @@ def test_a_forward_that_another_library_put_on_the_head_is_there_again() -> None
 def refused(model: PreTrainedModel) -> str:
     with pytest.raises(ConfigError) as failure:
         model_logprobs(model, rows_of(torch.ones(1, 4, dtype=torch.long)), temperature=1.0, with_entropy=False)
-    assert failure.value.key == "model.path"
+    assert "model.path" in str(failure.value)
     return str(failure.value)
 
 

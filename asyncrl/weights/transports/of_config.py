@@ -47,6 +47,5 @@ def _make(folder: Path) -> None:
     except OSError as error:
         raise ConfigError(
             f"weights.folder = {folder.parent}: the learner cannot make a folder in it ({error}); name one that "
-            "learner and generators share and may write to",
-            key="weights.folder",
+            "learner and generators share and may write to"
         ) from error
