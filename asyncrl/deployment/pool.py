@@ -16,6 +16,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import ray
@@ -59,26 +60,20 @@ NOT_MENDED = (ConfigError, HandshakeError, ManifestMismatch)
 """Errors with which every start of a replica would end."""
 
 
+@dataclass
 class ReplicaPool:
     """The replicas of the deployment `deployment`. `started` is called for each engine that has started, with its
     processes."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        deployment: str,
-        model_path: Awaitable[str],
-        secrets: Secrets,
-        started: Callable[[EngineProcesses], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._config = config
-        self._deployment = deployment
-        self._model_path = model_path
-        self._secrets = secrets
-        self._on_started = started
-        self._clock = clock
+    config: Config
+    _: KW_ONLY
+    deployment: str
+    model_path: Awaitable[str]
+    secrets: Secrets
+    started: Callable[[EngineProcesses], None]
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self.coordinator: CoordinatorClient | None = None
         """The run's coordinator. None before the deployment has entered the run, and so before a replica joins it."""
         self.replicas: list[Replica] = []
@@ -91,7 +86,7 @@ class ReplicaPool:
 
     def make(self) -> None:
         """Makes the actors of `generator.replicas` replicas. They import vLLM, the longest part of a start."""
-        for _ in range(self._config.generator.replicas):
+        for _ in range(self.config.generator.replicas):
             replica = Replica(f"generator-{secrets.token_hex(3)}")
             self.replicas.append(replica)
             self._make_actor(replica)
@@ -123,7 +118,7 @@ class ReplicaPool:
             self._add()
         while len(self.replicas) > wanted:
             self._drain(self._least_useful())
-        self._check_size(min(self._config.generator.min_replicas, wanted))
+        self._check_size(min(self.config.generator.min_replicas, wanted))
 
     async def end(self) -> None:
         """Ends all replicas: drains them within the grace, and ends their engines."""
@@ -144,7 +139,7 @@ class ReplicaPool:
 
     async def _ask(self, replica: Replica, view: ReplicaView) -> None:
         """Replaces a silent replica if its process does not answer. One that answers may only be late."""
-        timeout_s = self._config.buffer.heartbeat_timeout_s
+        timeout_s = self.config.buffer.heartbeat_timeout_s
         try:
             await finished(replica.handle.is_alive.remote(), timeout_s=timeout_s, what=f"asking {replica.name}")
         except (RunError, TimeoutError) as error:
@@ -186,7 +181,7 @@ class ReplicaPool:
             replica.samples_before = replica.samples
             if replica.fruitless > 1:
                 await asyncio.sleep(min(LONGEST_BACK_OFF_S, BACK_OFF_S * 2 ** (replica.fruitless - 2)))
-            replica.restarted_s.append(self._clock())
+            replica.restarted_s.append(self.clock())
             try:
                 await self._bring_up(replica)
             except Exception as failed:
@@ -197,9 +192,9 @@ class ReplicaPool:
 
     def _why_given_up(self, replica: Replica, error: BaseException) -> str | None:
         """Returns why a replica is not started again; None if it is."""
-        while replica.restarted_s and self._clock() - replica.restarted_s[0] > WINDOW_S:
+        while replica.restarted_s and self.clock() - replica.restarted_s[0] > WINDOW_S:
             replica.restarted_s.popleft()
-        limit = self._config.generator.max_restarts
+        limit = self.config.generator.max_restarts
         if isinstance(error, NOT_MENDED):
             return "it is not started again, because the next start would end in the same way"
         if len(replica.restarted_s) >= limit:
@@ -214,7 +209,7 @@ class ReplicaPool:
         if live >= least:
             self._below_since_s = None
             return
-        now_s, limit_s = self._clock(), self._config.generator.replace_timeout_s
+        now_s, limit_s = self.clock(), self.config.generator.replace_timeout_s
         self._below_since_s = now_s if self._below_since_s is None else self._below_since_s
         if len(self.replicas) >= least and now_s - self._below_since_s <= limit_s:
             return
@@ -224,7 +219,7 @@ class ReplicaPool:
             if not replica.generates
         ]
         raise GeneratorPoolExhausted(
-            f"only {live} replicas live, but generator.min_replicas is {self._config.generator.min_replicas} "
+            f"only {live} replicas live, but generator.min_replicas is {self.config.generator.min_replicas} "
             f"(generator.replace_timeout_s = {limit_s:g} s); {'; '.join(coming + self._lost)}"
         )
 
@@ -253,7 +248,7 @@ class ReplicaPool:
         self.replicas.remove(replica)
 
         async def drained() -> None:
-            await self._end_and_leave(replica, grace_s=self._config.generator.rollout_timeout_s)
+            await self._end_and_leave(replica, grace_s=self.config.generator.rollout_timeout_s)
             logger.info("replica %s has ended", replica.name)
 
         task = asyncio.create_task(drained(), name=f"end of {replica.name}")
@@ -269,39 +264,37 @@ class ReplicaPool:
         replica.running = asyncio.create_task(self._run(replica), name=replica.name)
 
     def _make_actor(self, replica: Replica) -> None:
-        generator = self._config.generator
+        generator = self.config.generator
         replica.start += 1
         replica.begun, replica.processes, replica.running = False, None, None
         replica.handle = (
             ray.remote(GeneratorActor)
             .options(
                 name=replica.actor,
-                namespace=self._config.run.name,
+                namespace=self.config.run.name,
                 num_cpus=generator.cpus,
                 num_gpus=generator.gpus,
                 label_selector=generator.node_labels or None,
                 max_restarts=0,
                 max_concurrency=ACTOR_CONCURRENCY,
             )
-            .remote(config=self._config, name=replica.actor, deployment=self._deployment)
+            .remote(config=self.config, name=replica.actor, deployment=self.deployment)
         )
 
     async def _start(self, replica: Replica) -> None:
-        generator = self._config.generator
+        generator = self.config.generator
         await placed(
             replica.handle.__ray_ready__.remote(),
-            config=self._config,
+            config=self.config,
             what=f"replica {replica.name}",
             cpus=generator.cpus,
             gpus=generator.gpus,
             node_labels=generator.node_labels,
         )
-        model_path = await self._model_path
+        model_path = await self.model_path
         replica.begun = True
         # Secrets are arguments of a method call, because Ray's head keeps the arguments of an actor's constructor.
-        started = replica.handle.start.remote(
-            model_path, secrets=self._secrets, reward_log=reward_log_path(self._config)
-        )
+        started = replica.handle.start.remote(model_path, secrets=self.secrets, reward_log=reward_log_path(self.config))
         try:
             replica.processes = await finished(
                 started, timeout_s=generator.startup_timeout_s, what=f"starting {replica.name}"
@@ -312,7 +305,7 @@ class ReplicaPool:
                 f"{generator.startup_timeout_s:g} s: its engine is still loading or compiling the model; "
                 "raise the limit"
             ) from None
-        self._on_started(replica.processes)
+        self.started(replica.processes)
 
     async def _run(self, replica: Replica) -> None:
         await replica.handle.run.remote()
@@ -339,7 +332,7 @@ class ReplicaPool:
 
         Errors are logged and not raised, so that one replica cannot prevent the end of the others.
         """
-        grace_s = self._config.run.shutdown_grace_s if grace_s is None else grace_s
+        grace_s = self.config.run.shutdown_grace_s if grace_s is None else grace_s
         try:
             if drain and replica.generates:
                 assert replica.running is not None

@@ -7,6 +7,7 @@ or one failure. The failure of one completion does not end the scoring of the ot
 import asyncio
 import time
 from collections.abc import Callable, Collection, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 from asyncrl.config.schema import EnvironmentSection
@@ -45,6 +46,7 @@ class _Call(NamedTuple):
     completions: tuple[str, ...]
 
 
+@dataclass
 class GroupScoring:
     """Scores requests one after the other, in the thread that created the object.
 
@@ -52,23 +54,17 @@ class GroupScoring:
     Asynchronous rewards always run in the same event loop, so that a client that they keep between calls stays usable.
     """
 
-    def __init__(
-        self,
-        reward: RewardFunction,
-        section: EnvironmentSection,
-        *,
-        send: Callable[[Reply], None],
-        begin: Callable[[int], None] = lambda number: None,
-        withheld: Collection[str] = (),
-    ) -> None:
-        self._reward = reward
-        self._form = reward.form
-        self._section = section
-        self._subject = subject(section)
-        self._send = send
-        self._begin = begin
-        self._withheld = withheld
-        self._runner = asyncio.Runner() if reward.form.asynchronous else None
+    reward: RewardFunction
+    section: EnvironmentSection
+    _: KW_ONLY
+    send: Callable[[Reply], None]
+    begin: Callable[[int], None] = lambda number: None
+    withheld: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        self._form = self.reward.form
+        self._subject = subject(self.section)
+        self._runner = asyncio.Runner() if self.reward.form.asynchronous else None
         self._request = 0
         self._unsent: list[tuple[int, Outcome]] = []
         self._sent_s = 0.0
@@ -90,7 +86,7 @@ class GroupScoring:
                 for call in calls:
                     if call.number in self._unended:
                         self._end(call, self._failed(call, error))
-        self._send(Reply(id=request.id, outcomes=tuple(self._unsent), last=True, retire=self._retire))
+        self.send(Reply(id=request.id, outcomes=tuple(self._unsent), last=True, retire=self._retire))
 
     def _calls(self, groups: Iterable[Group]) -> Iterator[_Call]:
         number = 0
@@ -102,9 +98,9 @@ class GroupScoring:
 
     def _one_by_one(self, calls: Iterable[_Call]) -> None:
         for call in calls:
-            self._begin(call.number)
+            self.begin(call.number)
             try:
-                outcomes = self._outcomes(call, self._reward.function(call.task, self._argument(call)))
+                outcomes = self._outcomes(call, self.reward.function(call.task, self._argument(call)))
             except BaseException as error:  # also SystemExit and the like, because this is the user's code
                 outcomes = self._failed(call, error)
             self._end(call, outcomes)
@@ -113,13 +109,13 @@ class GroupScoring:
 
     async def _at_once(self, calls: Sequence[_Call]) -> None:
         """Starts all calls at once and waits for them."""
-        self._begin(NO_COMPLETION)
+        self.begin(NO_COMPLETION)
         await asyncio.gather(*map(self._await, calls))
 
     async def _await(self, call: _Call) -> None:
         """Makes a call, and cancels it at its time limit."""
-        count, timeout_s = len(call.completions), self._section.score_timeout_s
-        made = asyncio.create_task(_Steps(self._awaited(call), number=call.number, begin=self._begin))
+        count, timeout_s = len(call.completions), self.section.score_timeout_s
+        made = asyncio.create_task(_Steps(self._awaited(call), number=call.number, begin=self.begin))
         await asyncio.wait([made], timeout=self._form.limit_s(timeout_s, count))
         if made.done():
             outcomes = made.result()
@@ -135,7 +131,7 @@ class GroupScoring:
     async def _awaited(self, call: _Call) -> list[Outcome]:
         """Makes a call. No error leaves it, because a task that raises SystemExit ends the event loop."""
         try:
-            return self._outcomes(call, await self._reward.function(call.task, self._argument(call)))
+            return self._outcomes(call, await self.reward.function(call.task, self._argument(call)))
         except GeneratorExit:  # the event loop was broken, and Python discards this coroutine
             raise
         except BaseException as error:
@@ -149,7 +145,7 @@ class GroupScoring:
         self._unsent += enumerate(outcomes, start=call.number)
         now_s = time.monotonic()
         if self._runner is not None or now_s - self._sent_s >= SEND_EVERY_S:
-            self._send(Reply(id=self._request, outcomes=tuple(self._unsent), last=False))
+            self.send(Reply(id=self._request, outcomes=tuple(self._unsent), last=False))
             self._unsent, self._sent_s = [], now_s
 
     def _outcomes(self, call: _Call, value: object) -> list[Outcome]:
@@ -163,7 +159,7 @@ class GroupScoring:
     def _outcome(self, value: object, *, at: str = "") -> Outcome:
         try:
             if isinstance(value, Mapping):
-                return components(value, weights=self._reward.weights, at=at)
+                return components(value, weights=self.reward.weights, at=at)
             return number(value, at=at)
         except Unusable as unusable:
             return Failure(reason=unusable.reason, message=f"{self._subject} {unusable}")
@@ -185,8 +181,8 @@ class GroupScoring:
 
     def _hint(self, error: BaseException) -> str:
         if isinstance(error, MemoryError):
-            return f"; the limit is environment.score_memory_mib = {self._section.score_memory_mib}, raise it if needed"
-        return secrets_hint(error, self._withheld)
+            return f"; the limit is environment.score_memory_mib = {self.section.score_memory_mib}, raise it if needed"
+        return secrets_hint(error, self.withheld)
 
 
 class _Steps(Coroutine[Any, Any, list[Outcome]]):

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from asyncrl.config.schema import EnvironmentSection
@@ -52,21 +53,17 @@ _KEPT_ENVIRONMENT = _CERTIFICATES | {
 _log = logging.getLogger(__name__)
 
 
+@dataclass
 class ScoringProcess:
     """One scoring process and its replacements. One thread uses it at a time. `kill` may be called from any thread."""
 
-    def __init__(
-        self,
-        section: EnvironmentSection,
-        *,
-        closing: threading.Event,
-        secrets: Secrets,
-        output: Callable[[str], None],
-    ) -> None:
-        self._section = section
-        self._secrets = secrets
-        self._output = output
-        self._closing = closing
+    section: EnvironmentSection
+    _: KW_ONLY
+    closing: threading.Event
+    secrets: Secrets
+    output: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()  # keeps a process from being started or reaped while another thread kills it
         self._child: ScoringChild | None = None
         self._requests = 0
@@ -76,7 +73,7 @@ class ScoringProcess:
 
     def start(self) -> None:
         """Makes sure that a process is alive and ready for requests. Starts or replaces it if needed."""
-        if self._closing.is_set():
+        if self.closing.is_set():
             raise closed()
         if self._child is not None:
             if self._child.alive():
@@ -85,7 +82,7 @@ class ScoringProcess:
         child = self._spawned()
         deadline_s = time.monotonic() + START_TIMEOUT_S
         withheld = tuple(os.environ.keys() - self._environment().keys())
-        start = Start(section=self._section.model_dump_json(), withheld=withheld)
+        start = Start(section=self.section.model_dump_json(), withheld=withheld)
         try:
             child.send(encode(start), deadline_s=deadline_s)
             started = child.receive(Started, deadline=lambda: deadline_s)
@@ -146,7 +143,7 @@ class ScoringProcess:
 
         With `environment.on_error: fail` this is so from the first one on, because its group fails anyway.
         """
-        return self._fruitless >= (1 if self._section.on_error == "fail" else GIVEN_UP_AFTER)
+        return self._fruitless >= (1 if self.section.on_error == "fail" else GIVEN_UP_AFTER)
 
     def _lost_at(self, request: bytes, requested: Sequence[Group], scores: Scores) -> int | None:
         """Sends a request and keeps its scores. Returns the number of the completion at which the process was lost,
@@ -166,14 +163,14 @@ class ScoringProcess:
             failed = self._being_scored(scores, child.progress)
             self._replace("exceeded its time limit")
             count = len(failed) if self.form.batched else 1
-            what = self.form.overran(self._section.score_timeout_s, count)
+            what = self.form.overran(self.section.score_timeout_s, count)
             blocked = "; it blocked its event loop: use `await` for calls that take time, or remove `async`"
             self._fail(scores, failed, RewardFailure.TIMEOUT, what + (blocked if self.form.asynchronous else ""))
             return failed[0] if failed else 0
         except Died as error:
             failed = self._being_scored(scores, child.progress)
             status = self._replace("died")
-            if self._closing.is_set():
+            if self.closing.is_set():
                 raise closed() from error
             what = f"ended its scoring process: the process {error} ({status})"
             self._fail(scores, failed, RewardFailure.CRASHED, what)
@@ -204,7 +201,7 @@ class ScoringProcess:
         return scores.of_group(number) if self.form.batched else [number]
 
     def _fail(self, scores: Scores, numbers: Sequence[int], reason: RewardFailure, what: str) -> None:
-        message = f"{subject(self._section)} {what}"
+        message = f"{subject(self.section)} {what}"
         scores.fail(numbers, Failure(reason=reason, message=message, of_call=len(numbers) > 1))
 
     def _deadline(self, groups: Sequence[Group], progress: Progress) -> Callable[[], float]:
@@ -213,7 +210,7 @@ class ScoringProcess:
         If the reward takes one completion after the other, the deadline moves with the progress: each completion has
         `score_timeout_s` from its beginning. The deadline never exceeds the limits of all completions together.
         """
-        timeout_s = self._section.score_timeout_s
+        timeout_s = self.section.score_timeout_s
         progress.begin(0)
         begun_s = time.monotonic()
         most = max(len(group.completions) for group in groups)
@@ -240,15 +237,15 @@ class ScoringProcess:
 
     def _replace(self, why: str) -> str:
         status = self.discard()
-        if not self._closing.is_set():
+        if not self.closing.is_set():
             _log.warning("a scoring process is replaced, because it %s (%s)", why, status)
         return status
 
     def _spawned(self) -> ScoringChild:
         with self._lock:
-            if self._closing.is_set():
+            if self.closing.is_set():
                 raise closed()
-            self._child = ScoringChild(environment=self._environment(), secrets=self._secrets, output=self._output)
+            self._child = ScoringChild(environment=self._environment(), secrets=self.secrets, output=self.output)
             return self._child
 
     def _environment(self) -> dict[str, str]:
@@ -257,7 +254,7 @@ class ScoringProcess:
         kept = {name: value for name, value in os.environ.items() if name in _KEPT_ENVIRONMENT}
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         search_path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-        return kept | threads | self._secrets.environment | {"PYTHONPATH": search_path, "PYTHONHASHSEED": "0"}
+        return kept | threads | self.secrets.environment | {"PYTHONPATH": search_path, "PYTHONHASHSEED": "0"}
 
 
 def closed() -> InfraError:

@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import msgspec
@@ -36,27 +37,23 @@ class AgentActivity(TypedDict):
     tokens: dict[str, int]
 
 
+@dataclass(kw_only=True)
 class AgentRollouts:
     """Runs the agents of a replica. Its method `sample` answers the calls of the `gateway`.
 
     Raises ConfigError for an unusable `generator.tool_parser`.
     """
 
-    def __init__(
-        self,
-        *,
-        config: Config,
-        gateway: GatewayServer | RemoteGateway,
-        engine: InferenceEngine,
-        scorer: PartScorers,
-        tokenizer: Any,
-    ) -> None:
-        self._config = config
-        self._gateway = gateway
-        self._engine = engine
-        self._scorer = scorer
-        self._tools = ToolParser(config.generator.tool_parser, tokenizer) if config.generator.tool_parser else None
-        self._filler: int = tokenizer.eos_token_id
+    config: Config
+    gateway: GatewayServer | RemoteGateway
+    engine: InferenceEngine
+    scorer: PartScorers
+    tokenizer: Any
+
+    def __post_init__(self) -> None:
+        parser = self.config.generator.tool_parser
+        self._tools = ToolParser(parser, self.tokenizer) if parser else None
+        self._filler: int = self.tokenizer.eos_token_id
         self._calls: dict[str, SampleProgress] = {}
 
     async def run(self, task: Task, *, samples: int, seed: int | None, temperature: float, attempt: Attempt) -> Played:
@@ -68,9 +65,9 @@ class AgentRollouts:
 
         Raises InfraError if the engine or the gateway failed.
         """
-        environment = all_configs(self._config)[task.part].environment
+        environment = all_configs(self.config)[task.part].environment
         began_s = time.monotonic()
-        sessions = await self._gateway.open(
+        sessions = await self.gateway.open(
             [
                 SessionSettings(
                     seed=seed,
@@ -78,8 +75,8 @@ class AgentRollouts:
                     temperature=temperature,
                     max_calls=environment.max_turns,
                     max_branches=environment.branches,
-                    max_length=self._config.model.max_length,
-                    answer_tokens=self._config.generator.max_completion_tokens,
+                    max_length=self.config.model.max_length,
+                    answer_tokens=self.config.generator.max_completion_tokens,
                 )
                 for child in range(samples)
             ]
@@ -89,11 +86,11 @@ class AgentRollouts:
         self._calls |= dict(zip(ids, group.samples, strict=True))
         try:
             given = [msgspec.json.encode(session).decode() for _, session in sessions]
-            scores = await self._scorer.score(task, given)
+            scores = await self.scorer.score(task, given)
         finally:
             for id in ids:
                 del self._calls[id]
-            ended = await self._gateway.close(ids)
+            ended = await self.gateway.close(ids)
         for session in ended:
             if isinstance(session.error, RolloutError):
                 raise session.error
@@ -121,7 +118,7 @@ class AgentRollouts:
         if calls is None:
             raise InfraError("the session has ended", reason="gateway")
         with calls.answering(asked) as turn:
-            [completion] = await self._engine.generate(
+            [completion] = await self.engine.generate(
                 asked.token_ids,
                 n=1,
                 seed=asked.seed,

@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -28,29 +29,21 @@ DELIVER_EVERY_S = 0.05
 three calls to other processes."""
 
 
+@dataclass(kw_only=True)
 class Delivery:
     """Delivers what has ended, in the order in which it ended. `verdict` waits until the weights of the replica are
     verified."""
 
-    def __init__(
-        self,
-        *,
-        coordinator: CoordinatorClient,
-        rows: GroupRows,
-        held: HeldTickets,
-        running: RunningRollouts,
-        verdict: Callable[[], Awaitable[object]],
-        metrics: GeneratorMetrics,
-        group_size: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._coordinator = coordinator
-        self._rows = rows
-        self._held = held
-        self._running = running
-        self._verdict = verdict
-        self._metrics, self._clock = metrics, clock
-        self._group_size = group_size
+    coordinator: CoordinatorClient
+    rows: GroupRows
+    held: HeldTickets
+    running: RunningRollouts
+    verdict: Callable[[], Awaitable[object]]
+    metrics: GeneratorMetrics
+    group_size: int
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._ended: list[FinishedGroup | FailedTicket] = []
         self._something_ended = asyncio.Event()
         self.samples = 0
@@ -76,15 +69,15 @@ class Delivery:
         delivered_s = -math.inf
         while True:
             await self._something_ended.wait()
-            await self._running.more_ends(wait_s=delivered_s + DELIVER_EVERY_S - self._clock())
+            await self.running.more_ends(wait_s=delivered_s + DELIVER_EVERY_S - self.clock())
             # Groups stay in `_ended` until the verdict: `fail_finished` fails what it finds there.
-            await self._verdict()
-            delivered_s, ended = self._clock(), self._take()
+            await self.verdict()
+            delivered_s, ended = self.clock(), self._take()
             groups = [each for each in ended if isinstance(each, FinishedGroup)]
             stored = True
             if groups:
                 try:
-                    await self._rows.put({group.meta.key: group.rows for group in groups})
+                    await self.rows.put({group.meta.key: group.rows for group in groups})
                 except (RunError, TimeoutError) as error:
                     lost = InfraError(f"could not store the rows of finished groups: {error}", reason="row_store")
                     ended = [self._as_failed(each, lost) for each in ended]
@@ -95,7 +88,7 @@ class Delivery:
                     await self._report([each for each in part if isinstance(each, FailedTicket)])
                 else:
                     await self._commit([each for each in part if isinstance(each, FinishedGroup)])
-            self._running.wake()  # admission may wait until fewer groups are held
+            self.running.wake()  # admission may wait until fewer groups are held
             if not stored:
                 await self._clear([group.meta.key for group in groups])
 
@@ -105,29 +98,29 @@ class Delivery:
         return ended
 
     async def _commit(self, groups: Sequence[FinishedGroup]) -> None:
-        metas = [msgspec.structs.replace(group.meta, stored=self._held.prefix_of(group.meta.key)) for group in groups]
-        outcomes = await self._coordinator.call(Coordinator.commit, metas)
+        metas = [msgspec.structs.replace(group.meta, stored=self.held.prefix_of(group.meta.key)) for group in groups]
+        outcomes = await self.coordinator.call(Coordinator.commit, metas)
         refused, failures = list[str](), list[Failure]()
         for group, outcome in zip(groups, outcomes, strict=True):
-            self._held.settle(group.meta.key)
-            self._metrics.samples(len(group.meta.rewards), outcome=outcome)
+            self.held.settle(group.meta.key)
+            self.metrics.samples(len(group.meta.rewards), outcome=outcome)
             if outcome is CommitOutcome.ACCEPTED:
                 self.samples += len(group.meta.rewards)
                 self.tokens += group.meta.generated_tokens
-                self._metrics.rewards(group.meta.known_rewards, part=group.meta.part)
+                self.metrics.rewards(group.meta.known_rewards, part=group.meta.part)
                 failures += group.failures
             elif outcome is not CommitOutcome.DUPLICATE:
                 refused.append(group.meta.key)
         for failure in failures:
-            self._metrics.reward_failed(reason=failure.reason, samples=1)
-        await report_failures(failures, self._coordinator)
+            self.metrics.reward_failed(reason=failure.reason, samples=1)
+        await report_failures(failures, self.coordinator)
         if refused:
-            await self._rows.clear(refused)
+            await self.rows.clear(refused)
 
     async def _clear(self, keys: Sequence[str]) -> None:
         """Clears the rows of a put that failed, because it may have stored them before its answer was lost."""
         try:
-            await self._rows.clear(keys)
+            await self.rows.clear(keys)
         except (RunError, TimeoutError) as error:
             logger.warning("rows of groups %s may be left, and the buffer clears them later: %s", keys, error)
 
@@ -136,14 +129,14 @@ class Delivery:
         if not keys:
             return
         try:
-            await self._coordinator.call(Coordinator.fail, tickets)
+            await self.coordinator.call(Coordinator.fail, tickets)
         except (RunError, TimeoutError) as lost:
             logger.warning("could not report that groups %s failed, so their tickets will expire: %s", keys, lost)
             for key in keys:
-                self._held.give_up(key)
+                self.held.give_up(key)
         else:
             for key in keys:
-                self._held.settle(key)
+                self.held.settle(key)
 
     def _as_failed(self, ended: FinishedGroup | FailedTicket, error: InfraError) -> FailedTicket:
         """Turns a finished group that cannot be used into a failure. Leaves a failure as it is."""
@@ -153,8 +146,8 @@ class Delivery:
 
     def _failed(self, key: str, incarnation: int, error: RolloutError) -> FailedTicket:
         logger.warning("group %s failed (%s, %s): %s", key, error.failure_class, error.reason, error)
-        self._metrics.rollout_failed(failure_class=error.failure_class, reason=error.reason)
-        self._metrics.samples(self._group_size, outcome="failed")
+        self.metrics.rollout_failed(failure_class=error.failure_class, reason=error.reason)
+        self.metrics.samples(self.group_size, outcome="failed")
         if error.reason.startswith("reward_"):
-            self._metrics.reward_failed(reason=error.reason, samples=self._group_size)
+            self.metrics.reward_failed(reason=error.reason, samples=self.group_size)
         return FailedTicket(key=key, incarnation=incarnation, failure=Failure.of(error))

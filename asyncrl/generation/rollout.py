@@ -86,43 +86,33 @@ class HeldoutAnswer:
     components: Mapping[str, float]
 
 
+@dataclass(kw_only=True)
 class Rollouts:
     """Runs episodes on one engine: an answer to each prompt, or with `agents` conversations of several turns."""
 
-    def __init__(
-        self,
-        *,
-        config: Config,
-        engine: InferenceEngine,
-        tokenizer: Any,
-        scorer: PartScorers,
-        replica: str,
-        agents: "AgentRollouts | None" = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._config = config
-        self.engine = engine
-        self.agents = agents
-        self._tokenizer = tokenizer
-        self._scorer = scorer
-        self._replica = replica
-        self._clock = clock
+    config: Config
+    engine: InferenceEngine
+    tokenizer: Any
+    scorer: PartScorers
+    replica: str
+    agents: "AgentRollouts | None" = None
+    clock: Callable[[], float] = time.monotonic
 
     def agents_of(self, task: Task) -> "AgentRollouts | None":
         """Returns what runs the agent of a task; None if the task has none."""
-        return self.agents if self.agents is not None and self._scorer.runs_agent(task) else None
+        return self.agents if self.agents is not None and self.scorer.runs_agent(task) else None
 
     async def run(self, ticket: Ticket, attempt: Attempt) -> FinishedGroup:
         """Generates the whole group in one call, so that its samples share the prompt's KV cache, and scores it."""
         played = await self._played(
             ticket.task,
-            samples=self._config.learner.group_size,
-            seed=ticket.seed if self._config.seeds_samples else None,
-            temperature=self._config.generator.temperature,
+            samples=self.config.learner.group_size,
+            seed=ticket.seed if self.config.seeds_samples else None,
+            temperature=self.config.generator.temperature,
             attempt=attempt,
         )
         return await beside_loop(
-            lambda: finished_group(ticket, played, config=self._config, replica=self._replica),
+            lambda: finished_group(ticket, played, config=self.config, replica=self.replica),
             tokens=sum(episode.tokens for episode in played.episodes),
         )
 
@@ -133,8 +123,8 @@ class Rollouts:
         Raises DataError if a reward fails.
         """
         samples = how.samples
-        seeded = self._config.seeds_samples and samples > 1
-        seed = seed_of_group(self._config.run.seed, number, group_size=samples) if seeded else None
+        seeded = self.config.seeds_samples and samples > 1
+        seed = seed_of_group(self.config.run.seed, number, group_size=samples) if seeded else None
         temperature = how.temperature if samples > 1 else 0.0
         played = await self._played(task, samples=samples, seed=seed, temperature=temperature, attempt=Attempt())
         answers: list[HeldoutAnswer] = []
@@ -161,15 +151,15 @@ class Rollouts:
             on_progress=attempt.on_progress,
         )
         attempt.on_generated()
-        top_k = self._config.generator.top_k if temperature > 0 else None
+        top_k = self.config.generator.top_k if temperature > 0 else None
         episodes = [single_turn(prompt_ids, completion, top_k=top_k) for completion in completions]
-        scored_from_s = self._clock()
+        scored_from_s = self.clock()
         try:
-            scores = await self._scorer.score(task, [episode.text for episode in episodes])
+            scores = await self.scorer.score(task, [episode.text for episode in episodes])
         except asyncio.CancelledError as cancelled:  # the generator cancels a rollout that takes too long
-            environment = part_configs(self._config)[task.part].environment
+            environment = part_configs(self.config)[task.part].environment
             cancelled.add_note(
-                f"its scoring had not finished after {self._clock() - scored_from_s:.1f} s. Raise "
+                f"its scoring had not finished after {self.clock() - scored_from_s:.1f} s. Raise "
                 f"generator.rollout_timeout_s or environment.score_workers = {environment.score_workers}, or make the "
                 f"reward faster: environment.score_timeout_s = {environment.score_timeout_s:g} s limits only one "
                 "completion"
@@ -181,20 +171,20 @@ class Rollouts:
         return Played(
             episodes=episodes,
             scores=scores,
-            environment_s=self._clock() - scored_from_s,
+            environment_s=self.clock() - scored_from_s,
             continued_tokens=sum(continued),
         )
 
     def _prompt(self, task: Task) -> tuple[list[int], int]:
-        ids = encode_prompt(self._tokenizer, task.input)
-        limit = longest_prompt_tokens(self._config)
+        ids = encode_prompt(self.tokenizer, task.input)
+        limit = longest_prompt_tokens(self.config)
         if not 0 < len(ids) <= limit:
             raise DataError(
-                f"the prompt {task.prompt[:40]!r} has {counted(self._tokenizer, task, ids)}, but must have 1 to "
+                f"the prompt {task.prompt[:40]!r} has {counted(self.tokenizer, task, ids)}, but must have 1 to "
                 f"{limit}; shorten the prompt or raise data.max_prompt_tokens or model.max_length",
                 reason="prompt_length",
             )
-        return ids, min(self._config.generator.max_completion_tokens, self._config.model.max_length - len(ids))
+        return ids, min(self.config.generator.max_completion_tokens, self.config.model.max_length - len(ids))
 
 
 def finished_group(ticket: Ticket, played: Played, *, config: Config, replica: str) -> FinishedGroup:

@@ -17,6 +17,7 @@ ranks.
 
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from itertools import permutations
 from pathlib import Path
@@ -72,6 +73,7 @@ class _Training(msgspec.Struct, frozen=True, kw_only=True):
     generators: tuple[_Generators, ...]
 
 
+@dataclass
 class ShardedState:
     """This rank's part of a sharded model and its optimizer, which can be saved and loaded.
 
@@ -82,18 +84,13 @@ class ShardedState:
     so that it can run beside other collectives.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        group: dist.ProcessGroup,
-        saving: dist.ProcessGroup,
-    ) -> None:
-        self._model = model
-        self._optimizer = optimizer
-        self._group = group
-        self._saving = saving
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    _: KW_ONLY
+    group: dist.ProcessGroup
+    saving: dist.ProcessGroup
+
+    def __post_init__(self) -> None:
         self._weight_copies, self._moment_copies = HostCopies(), HostCopies()
         self._staged: _Training | None = None
         """The rest of the state of the last `stage`. None without an optimizer."""
@@ -106,23 +103,23 @@ class ShardedState:
         Raises CheckpointError if a write is not finished, because it needs the copies, or if there is no memory for
         the copies.
         """
-        on_all_ranks(self._check_written, group=self._group)
-        reshard(self._model)
+        on_all_ranks(self._check_written, group=self.group)
+        reshard(self.model)
         self._copy(self._weight_copies, self._weights())
         self._staged = None
         if optimizer:
             # An optimizer without state is not saved: DCP would create its state with an optimizer step, and AdamW's
             # bias correction would count that step
-            has_moments = bool(self._optimizer.state)
+            has_moments = bool(self.optimizer.state)
             if has_moments:
                 self._copy(self._moment_copies, self._moments())
-            generators = tuple(gather_objects(_generators(), group=self._group))
+            generators = tuple(gather_objects(_generators(), group=self.group))
             self._staged = _Training(train_calls=train_calls, has_moments=has_moments, generators=generators)
 
     def _copy(self, copies: HostCopies, tensors: Tensors) -> None:
         if not copies.planned:
-            copies.plan(tensors, group=self._group)
-        on_all_ranks(lambda: copies.take(tensors), group=self._group)
+            copies.plan(tensors, group=self.group)
+        on_all_ranks(lambda: copies.take(tensors), group=self.group)
 
     def _check_written(self) -> None:
         if self._writing:
@@ -142,7 +139,7 @@ class ShardedState:
             self._writing = False
 
     def _write(self, weights_path: Path, optimizer_path: Path | None) -> None:
-        group = self._saving
+        group = self.saving
         paths = [weights_path] if optimizer_path is None else [weights_path, optimizer_path]
         on_first_rank(lambda: _check_apart(paths), group=group)
         on_first_rank(lambda: list(map(complete_directory.prepare, paths)), group=group)
@@ -173,35 +170,35 @@ class ShardedState:
         DCP writes into the tensors that it gets, in any order. So it gets new tensors of the size of this rank's shards
         of the weights and of the optimizer's state. An error while reading therefore changes nothing, either.
         """
-        reshard(self._model)
-        found = on_all_ranks(lambda: _locate(weights_path, optimizer_path), group=self._group)
+        reshard(self.model)
+        found = on_all_ranks(lambda: _locate(weights_path, optimizer_path), group=self.group)
         weights = self._read(self._weights(), found.weights)
-        fresh = not self._optimizer.state
+        fresh = not self.optimizer.state
         try:
             moments = None
             if found.optimizer is not None and found.training is not None and found.training.has_moments:
                 moments = self._read(self._moments(), found.optimizer)
         except BaseException:
             if fresh:
-                self._optimizer.state.clear()
+                self.optimizer.state.clear()
             raise
-        named: dict[str, Any] = {name: weights[first] for name, first in _names(self._model).items()}
-        set_model_state_dict(self._model, named, options=_IN_PART)
+        named: dict[str, Any] = {name: weights[first] for name, first in _names(self.model).items()}
+        set_model_state_dict(self.model, named, options=_IN_PART)
         if found.training is None:
             return None
         if moments is None:
-            self._optimizer.state.clear()
+            self.optimizer.state.clear()
         else:
-            set_optimizer_state_dict(self._model, self._optimizer, self._flat() | moments, options=_FLAT)
+            set_optimizer_state_dict(self.model, self.optimizer, self._flat() | moments, options=_FLAT)
         # if more ranks load than saved, the additional ranks reuse the generator states of ranks that saved
         generators = found.training.generators
-        _set_generators(generators[dist.get_rank(self._group) % len(generators)])
+        _set_generators(generators[dist.get_rank(self.group) % len(generators)])
         return found.training.train_calls
 
     def _weights(self) -> Tensors:
         """Returns this rank's shards of the trained weights. A tied tensor appears once."""
-        tensors: dict[str, Any] = get_model_state_dict(self._model, options=_TRAINED)
-        return {first: tensors[first] for first in _names(self._model).values()}
+        tensors: dict[str, Any] = get_model_state_dict(self.model, options=_TRAINED)
+        return {first: tensors[first] for first in _names(self.model).values()}
 
     def _moments(self) -> Tensors:
         """Returns this rank's shards of the optimizer's state. If the optimizer has no state, this creates one of
@@ -209,14 +206,14 @@ class ShardedState:
         return {name: tensor for name, tensor in self._flat().items() if name.startswith(_MOMENTS)}
 
     def _flat(self) -> dict[str, Any]:
-        return get_optimizer_state_dict(self._model, self._optimizer, options=_FLAT)
+        return get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT)
 
     def _read(self, live: Tensors, path: Path) -> Tensors:
         """Reads the tensors named in `live` from `path`. Returns new tensors with the same sharding as `live`."""
         staged = {name: torch.empty_like(tensor) for name, tensor in live.items()}
         reader = HuggingFaceStorageReader(str(path / STATE))
         try:
-            load(staged, storage_reader=reader, planner=_ExactPlanner(path), process_group=self._group)
+            load(staged, storage_reader=reader, planner=_ExactPlanner(path), process_group=self.group)
         except CheckpointException as error:
             raise _first_failure(error, f"cannot load the checkpoint {path}") from error
         return staged
