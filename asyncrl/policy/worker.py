@@ -42,13 +42,13 @@ from asyncrl.ranks.placement import HOST, MODEL, move_model
 from asyncrl.ranks.plan import PlannedUpdate, check_columns
 from asyncrl.ranks.worker import SCORED_COLUMNS, RankWorker
 from asyncrl.weights.delta import DeltaSender
-from asyncrl.weights.manifest import ParameterSpec, Probe, TensorEntry, layout
+from asyncrl.weights.manifest import ParameterSpec, TensorEntry, layout
 from asyncrl.weights.parity import ParityLimits
 from asyncrl.weights.publisher import DeliveredBucket, Snapshot, deliver, snapshot_of
-from asyncrl.weights.transports.collective import Broadcasts
+from asyncrl.weights.transports.collective import send_snapshot
 from asyncrl.weights.transports.interfaces import Sender, Transport
 from asyncrl.weights.transports.ipc import SharedGroup, SharedWeights
-from asyncrl.weights.transports.peers import Rendezvous
+from asyncrl.weights.transports.peers import Peers, Rendezvous
 
 
 class PolicyWorker(RankWorker[LossFunction]):
@@ -63,7 +63,7 @@ class PolicyWorker(RankWorker[LossFunction]):
         weights = config.weights
         self._deltas = DeltaSender(anchor_every=weights.anchor_every) if weights.delta else None
         self._sender: Sender | None = None
-        self._broadcasts = Broadcasts(rank)
+        self._peers: Peers | None = None  # the process group for weights that this rank has joined
         self._shared = SharedWeights(world_size=world_size, device=self._device)
         self._on_policy = OnPolicy(
             tolerance_nats=ParityLimits.of(config).tolerance_nats,
@@ -274,7 +274,6 @@ class PolicyWorker(RankWorker[LossFunction]):
         self._snapshots[slot] = snapshot_of(
             own_shards(self._model, rank=self.rank),
             entries,
-            probe=Probe(tokens=tuple(map(tuple, probe_tokens)), logprobs=tuple(map(tuple, logprobs))),
             bucket_bytes=self._config.weights.bucket_bytes,
             shared=self._config.weights.transport == "ipc",
             last=last,
@@ -294,22 +293,34 @@ class PolicyWorker(RankWorker[LossFunction]):
         return self._deltas.deliver(self._snapshots[slot], self._sender, version, previous=previous, whole=whole)
 
     def init_collective(self, rendezvous: Rendezvous) -> None:
-        """Calls `Broadcasts.join`."""
-        self._broadcasts.join(rendezvous, str(self._device))
+        """Joins a new process group for weights, and leaves the old one if there is one. Returns when all ranks have
+        joined.
+
+        Call it on every rank, and `init_weight_transfer_engine` on every engine, at the same time. The bytes are sent
+        from this rank's device. Raises CollectiveError after `rendezvous.timeout_s`.
+        """
+        self._leave_collective()
+        self._peers = Peers.join(rendezvous, rank=self.rank, device=self._device)
+
+    def _leave_collective(self) -> None:
+        """Leaves the group if there is one. Ranks that are in an exchange get CollectiveError."""
+        peers, self._peers = self._peers, None
+        if peers is not None:
+            peers.close()
 
     def broadcast_weights(self, version: Version) -> None:
         """Sends the current weights as `version`. Returns when every engine worker has received them. If this rank
         cannot copy its weights, it leaves the process group, so that no peer waits for it."""
-        if self._broadcasts.peers is None:
+        if self._peers is None:
             raise WeightError("this rank has not joined a process group for weights: call init_collective() first")
         entries = layout(self.weights_metadata())
         try:
             self.take_snapshot(entries, ())
         except Exception:
-            self._broadcasts.leave()
+            self._leave_collective()
             raise
         try:
-            self._broadcasts.send(self._snapshots[0], version)
+            send_snapshot(self._peers, self._snapshots[0], version)
         finally:
             self._snapshots.clear()
 
@@ -338,6 +349,6 @@ class PolicyWorker(RankWorker[LossFunction]):
     def close(self) -> None:
         if self._sender is not None:
             self._sender.close()
-        self._broadcasts.leave()
+        self._leave_collective()
         self._shared.release()
         super().close()
