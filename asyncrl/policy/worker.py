@@ -16,10 +16,8 @@ import torch
 from torch.distributed.distributed_c10d import Store
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from asyncrl.algorithms.baselines import reward_kl
 from asyncrl.algorithms.interfaces import LossFunction
-from asyncrl.algorithms.loss import ObjectiveLoss, build_loss
-from asyncrl.algorithms.presets import advantage_of
+from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.common.version import Version
 from asyncrl.complete_directory import prepare, unfinished
 from asyncrl.config.schema import Config
@@ -30,7 +28,7 @@ from asyncrl.policy.export import convert_to_hf
 from asyncrl.policy.flops import model_cost, peak_flops_per_s
 from asyncrl.policy.logprobs import model_logprobs
 from asyncrl.policy.micro_batch import OnPolicy, check_input_type, loss_of
-from asyncrl.policy.step_loss import add_update_shares, calibrated_loss, needs_reference
+from asyncrl.policy.step_loss import add_update_shares, calibrated_loss, holds_reference
 from asyncrl.ranks.accelerator import compute_dtype, frozen
 from asyncrl.ranks.batching import token_batch, without_nonfinite
 from asyncrl.ranks.collectives import on_first_rank
@@ -73,8 +71,7 @@ class PolicyWorker(RankWorker[LossFunction]):
         self._specs = parameter_specs(self._model, dtype=self._engine_dtype)
         self._first_weights: torch.nn.Module | None = None
         self._lora = config.model.lora
-        reads_first = needs_reference(build_loss(config)) or reward_kl(advantage_of(config.algorithm)) is not None
-        if reads_first and self._lora is None:
+        if holds_reference(config) and self._lora is None:
             self._reference()  # loaded at the start, so that a lack of memory shows at once
 
     def _loaded(self, model_path: str) -> PreTrainedModel:
