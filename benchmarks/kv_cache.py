@@ -129,10 +129,8 @@ class Updates:
     async def load(self, model: torch.nn.Module) -> None:
         self.version = Version(1, self.version.step + 1)
         entries, probe = layout(parameter_specs(model, dtype=torch.float32)), Probe(tokens=(), logprobs=())
-        snapshot = snapshot_of(own_shards(model, rank=0), entries, probe=probe, bucket_bytes=self._bucket_bytes)
-        manifest = Manifest(
-            version=self.version, previous=None, tensors=entries, buckets=snapshot.described(), probe=probe
-        )
+        snapshot = snapshot_of(own_shards(model, rank=0), entries, bucket_bytes=self._bucket_bytes)
+        manifest = Manifest(version=self.version, tensors=entries, buckets=snapshot.described(), probe=probe)
         self._staged.begin(manifest)
         for part, data in zip(self._staged.missing, snapshot.buckets, strict=True):
             self._staged.put(part, data)

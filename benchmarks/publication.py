@@ -162,7 +162,6 @@ def slow_replicas_part(config: Config, model: Path, *, rounds: int, replicas: in
             sent = [bucket for rank in by_rank for bucket in rank]
             manifest = Manifest(
                 version=version,
-                previous=None,
                 tensors=entries,
                 buckets=tuple(each.bucket for each in sent),
                 probe=Probe(tokens=(), logprobs=()),
@@ -202,13 +201,9 @@ async def engines_part(config: Config, model: Path, *, rounds: int) -> Measured:
     staged = StagedWeights()
     try:
         for number in range(rounds + 1):
-            snapshot = snapshot_of(
-                own_shards(learner, rank=0), entries, probe=probe, bucket_bytes=config.weights.bucket_bytes
-            )
+            snapshot = snapshot_of(own_shards(learner, rank=0), entries, bucket_bytes=config.weights.bucket_bytes)
             version = Version(1, number)
-            manifest = Manifest(
-                version=version, previous=None, tensors=entries, buckets=snapshot.described(), probe=probe
-            )
+            manifest = Manifest(version=version, tensors=entries, buckets=snapshot.described(), probe=probe)
             started_s = time.perf_counter()
             staged.begin(manifest)
             for part, data in zip(staged.missing, snapshot.buckets, strict=True):

@@ -2,19 +2,16 @@
 
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
 
-from asyncrl.algorithms.baselines import reward_kl
-from asyncrl.algorithms.loss import build_loss
-from asyncrl.algorithms.presets import advantage_of
 from asyncrl.cli.terminal import say
 from asyncrl.config.schema import Config
 from asyncrl.deployment.memory_plan import GIB, Hardware, Line, Plan, plan
 from asyncrl.errors import ConfigError
-from asyncrl.policy.step_loss import needs_reference
+from asyncrl.generation.model_parameters import model_without_weights
+from asyncrl.policy.step_loss import holds_reference
 from asyncrl.ranks.gather import parameter_specs
 from asyncrl.weights.manifest import ParameterSpec
 
@@ -37,12 +34,11 @@ def show_plan(config: Config, *, node_gib: float | None, gpu_gib: float, gpus_pe
         copy_speed=_copy_speed(),
         gpu_copy_speed=GPU_COPY_SPEED,
     )
-    kl = reward_kl(advantage_of(config.algorithm)) is not None
     found = plan(
         config,
         specs_of(config),
         hardware,
-        reference=kl or needs_reference(build_loss(config)),
+        reference=holds_reference(config),
         adapter=() if config.model.lora is None else specs_of(config, adapter=True),
     )
     for line in _described(config, found):
@@ -58,22 +54,14 @@ def specs_of(config: Config, *, adapter: bool = False) -> tuple[ParameterSpec, .
     """Returns the parameters of the model, or of its adapter, from its config.json alone. Raises ConfigError if it
     cannot be read, or if the model lacks layers that `model.lora` names."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
-    build: Any = AutoModelForCausalLM.from_config
     if config.model.tiny is not None and not Path(config.model.path, "config.json").exists():
         raise ConfigError(
             f"model.path = {config.model.path}: the tiny model is not built yet; run `asyncrl model` with the same "
             "configuration"
         )
     try:
-        described = AutoConfig.from_pretrained(config.model.path)
-        with torch.device("meta"):
-            model = build(described)
-            if adapter and config.model.lora is not None:
-                from asyncrl.policy.adapter import with_adapter
-
-                with_adapter(model, config.model.lora, seed=0)
+        model = model_without_weights(config.model.path, lora=config.model.lora if adapter else None)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path = {config.model.path}: its config.json cannot be read ({error})") from None
     return parameter_specs(model, dtype=getattr(torch, config.model.dtype))

@@ -1,8 +1,11 @@
 """Lists the parameters of a model from its config. Offered weights are compared with this list before they are used."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.config.schema import LoraSection
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def expected_parameters(
@@ -14,18 +17,24 @@ def expected_parameters(
     Manifests are checked against these names because vLLM's own parameters are fused (`qkv_proj`, `gate_up_proj`).
     Tied parameters appear under each of their names: on CPUs vLLM packs a tied head separately.
     """
+    named = model_without_weights(model_path, lora=lora).named_parameters(remove_duplicate=False)
+    return {name: (tuple(value.shape), dtype) for name, value in named if value.requires_grad}
+
+
+def model_without_weights(model_path: str, *, lora: LoraSection | None = None) -> "PreTrainedModel":
+    """Builds the model, with `lora` its adapter too, from the model's config alone. No memory is allocated for its
+    parameters. Raises OSError or ValueError for a config that cannot be read."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     build: Any = AutoModelForCausalLM.from_config
     with torch.device("meta"):
-        model = build(AutoConfig.from_pretrained(model_path))
+        model: PreTrainedModel = build(AutoConfig.from_pretrained(model_path))
         if lora is not None:
             from asyncrl.policy.adapter import with_adapter
 
             with_adapter(model, lora, seed=0)
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: (tuple(value.shape), dtype) for name, value in named if value.requires_grad}
+    return model
 
 
 def adapted_modules(model_path: str, lora: LoraSection) -> list[str]:

@@ -31,7 +31,7 @@ from asyncrl.errors import (
 )
 from asyncrl.generation.interfaces import InferenceEngine
 from asyncrl.metrics.recorders import GeneratorMetrics
-from asyncrl.weights.manifest import Bytes, Manifest, check_layout, check_parameters, is_news
+from asyncrl.weights.manifest import Bytes, Manifest, check_manifest, is_news
 from asyncrl.weights.parity import Differences, ParityLimits
 from asyncrl.weights.staging import Part, StagedWeights
 from asyncrl.weights.store import Publication, WeightClient
@@ -206,8 +206,7 @@ class WeightUpdates:
         if not is_news(manifest.version, self.version):
             self._metrics.weight_update(outcome="repeated", phase_seconds={})
             return True
-        check_parameters(manifest, self._parameters)
-        check_layout(manifest)
+        check_manifest(manifest, self._parameters)
         seconds = {}
         started_s = self._clock()
         await self._stage(publication)

@@ -216,7 +216,6 @@ class Publisher:
         buckets = [bucket for rank in by_rank for bucket in rank]
         manifest = Manifest(
             version=taken.version,
-            previous=None if stored is None else stored.previous if again else stored.version,
             tensors=self.entries,
             buckets=tuple(bucket.bucket for bucket in buckets),
             probe=taken.probe,

@@ -5,10 +5,13 @@ from typing import Any
 
 import torch
 
+from asyncrl.algorithms.baselines import reward_kl
 from asyncrl.algorithms.calibration import StepTokens, calibrated, needs_calibration
 from asyncrl.algorithms.interfaces import LossFunction
-from asyncrl.algorithms.loss import ObjectiveLoss
+from asyncrl.algorithms.loss import ObjectiveLoss, build_loss
+from asyncrl.algorithms.presets import advantage_of
 from asyncrl.algorithms.shares import SHARES, TokenCounts, add_shares, count_tokens
+from asyncrl.config.schema import Config
 from asyncrl.data.masks import trained_mask
 from asyncrl.ranks.plan import CURRENT, PlannedUpdate
 
@@ -16,6 +19,11 @@ from asyncrl.ranks.plan import CURRENT, PlannedUpdate
 def needs_reference(loss_fn: LossFunction) -> bool:
     """Returns True if the loss reads `reference_policy_logprobs`. It can be known only for an objective of asyncrl."""
     return isinstance(loss_fn, ObjectiveLoss) and "reference" in loss_fn.objective.sources()
+
+
+def holds_reference(config: Config) -> bool:
+    """Returns True if the objective or the advantages of a configuration read the initial weights."""
+    return needs_reference(build_loss(config)) or reward_kl(advantage_of(config.algorithm)) is not None
 
 
 def needs_proximal(loss_fn: LossFunction, *, updates: int) -> bool:

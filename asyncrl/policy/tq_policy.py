@@ -20,12 +20,11 @@ from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.sharding import DynamicBatchingArgs, SequencePackingArgs
 from asyncrl.data.specs import BRANCH, CRITIC_FIELDS, DP_TRAIN_FIELDS, LP_SEED_FIELDS, SUPPORT
 from asyncrl.data_plane.clients import TRAIN_PARTITION
-from asyncrl.data_plane.codec import encode
 from asyncrl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from asyncrl.policy.lm_policy import Policy
 from asyncrl.policy.worker import PolicyWorker
 from asyncrl.ranks.driver import NamedRowsDriver, ignore_arguments
-from asyncrl.ranks.named_rows import DataPlane, name_fields
+from asyncrl.ranks.named_rows import DataPlane
 from asyncrl.ranks.plan import BatchingPlan
 from asyncrl.ranks.timer import Timer
 
@@ -101,11 +100,7 @@ class TQPolicy(NamedRowsDriver[PolicyWorker], Policy):
     def write_to_dataplane(self, meta: KVBatchMeta, fields: Mapping[str, Any]) -> None:
         """Adds columns to the rows and records them in `meta`. Columns are [B] or [B, S]; padding is not sent."""
         self._data_plane.look_up_lengths(meta)
-        columns = encode(fields, lengths=meta.sequence_lengths)
-        self._data_plane.patiently(
-            lambda client: client.put_samples(meta.sample_ids, meta.partition_id, fields=columns)
-        )
-        name_fields(meta, columns)
+        self._data_plane.write(meta, fields)
 
     def _scored_fields(self, meta: KVBatchMeta) -> tuple[str, ...]:
         """Returns the columns that the ranks fetch to compute log-probs. Branches are read if `meta` names them, in

@@ -16,10 +16,8 @@ import torch
 from torch.distributed.distributed_c10d import Store
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from asyncrl.algorithms.baselines import reward_kl
 from asyncrl.algorithms.interfaces import LossFunction
-from asyncrl.algorithms.loss import ObjectiveLoss, build_loss
-from asyncrl.algorithms.presets import advantage_of
+from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.common.version import Version
 from asyncrl.complete_directory import prepare, unfinished
 from asyncrl.config.schema import Config
@@ -30,7 +28,7 @@ from asyncrl.policy.export import convert_to_hf
 from asyncrl.policy.flops import model_cost, peak_flops_per_s
 from asyncrl.policy.logprobs import model_logprobs
 from asyncrl.policy.micro_batch import OnPolicy, check_input_type, loss_of
-from asyncrl.policy.step_loss import add_update_shares, calibrated_loss, needs_reference
+from asyncrl.policy.step_loss import add_update_shares, calibrated_loss, holds_reference
 from asyncrl.ranks.accelerator import compute_dtype, frozen
 from asyncrl.ranks.batching import token_batch, without_nonfinite
 from asyncrl.ranks.collectives import on_first_rank
@@ -42,13 +40,13 @@ from asyncrl.ranks.placement import HOST, MODEL, move_model
 from asyncrl.ranks.plan import PlannedUpdate, check_columns
 from asyncrl.ranks.worker import SCORED_COLUMNS, RankWorker
 from asyncrl.weights.delta import DeltaSender
-from asyncrl.weights.manifest import ParameterSpec, Probe, TensorEntry, layout
+from asyncrl.weights.manifest import ParameterSpec, TensorEntry, layout
 from asyncrl.weights.parity import ParityLimits
 from asyncrl.weights.publisher import DeliveredBucket, Snapshot, deliver, snapshot_of
-from asyncrl.weights.transports.collective import Broadcasts
+from asyncrl.weights.transports.collective import send_snapshot
 from asyncrl.weights.transports.interfaces import Sender, Transport
 from asyncrl.weights.transports.ipc import SharedGroup, SharedWeights
-from asyncrl.weights.transports.peers import Rendezvous
+from asyncrl.weights.transports.peers import Peers, Rendezvous
 
 
 class PolicyWorker(RankWorker[LossFunction]):
@@ -63,7 +61,7 @@ class PolicyWorker(RankWorker[LossFunction]):
         weights = config.weights
         self._deltas = DeltaSender(anchor_every=weights.anchor_every) if weights.delta else None
         self._sender: Sender | None = None
-        self._broadcasts = Broadcasts(rank)
+        self._peers: Peers | None = None  # the process group for weights that this rank has joined
         self._shared = SharedWeights(world_size=world_size, device=self._device)
         self._on_policy = OnPolicy(
             tolerance_nats=ParityLimits.of(config).tolerance_nats,
@@ -73,8 +71,7 @@ class PolicyWorker(RankWorker[LossFunction]):
         self._specs = parameter_specs(self._model, dtype=self._engine_dtype)
         self._first_weights: torch.nn.Module | None = None
         self._lora = config.model.lora
-        reads_first = needs_reference(build_loss(config)) or reward_kl(advantage_of(config.algorithm)) is not None
-        if reads_first and self._lora is None:
+        if holds_reference(config) and self._lora is None:
             self._reference()  # loaded at the start, so that a lack of memory shows at once
 
     def _loaded(self, model_path: str) -> PreTrainedModel:
@@ -274,7 +271,6 @@ class PolicyWorker(RankWorker[LossFunction]):
         self._snapshots[slot] = snapshot_of(
             own_shards(self._model, rank=self.rank),
             entries,
-            probe=Probe(tokens=tuple(map(tuple, probe_tokens)), logprobs=tuple(map(tuple, logprobs))),
             bucket_bytes=self._config.weights.bucket_bytes,
             shared=self._config.weights.transport == "ipc",
             last=last,
@@ -294,22 +290,34 @@ class PolicyWorker(RankWorker[LossFunction]):
         return self._deltas.deliver(self._snapshots[slot], self._sender, version, previous=previous, whole=whole)
 
     def init_collective(self, rendezvous: Rendezvous) -> None:
-        """Calls `Broadcasts.join`."""
-        self._broadcasts.join(rendezvous, str(self._device))
+        """Joins a new process group for weights, and leaves the old one if there is one. Returns when all ranks have
+        joined.
+
+        Call it on every rank, and `init_weight_transfer_engine` on every engine, at the same time. The bytes are sent
+        from this rank's device. Raises CollectiveError after `rendezvous.timeout_s`.
+        """
+        self._leave_collective()
+        self._peers = Peers.join(rendezvous, rank=self.rank, device=self._device)
+
+    def _leave_collective(self) -> None:
+        """Leaves the group if there is one. Ranks that are in an exchange get CollectiveError."""
+        peers, self._peers = self._peers, None
+        if peers is not None:
+            peers.close()
 
     def broadcast_weights(self, version: Version) -> None:
         """Sends the current weights as `version`. Returns when every engine worker has received them. If this rank
         cannot copy its weights, it leaves the process group, so that no peer waits for it."""
-        if self._broadcasts.peers is None:
+        if self._peers is None:
             raise WeightError("this rank has not joined a process group for weights: call init_collective() first")
         entries = layout(self.weights_metadata())
         try:
             self.take_snapshot(entries, ())
         except Exception:
-            self._broadcasts.leave()
+            self._leave_collective()
             raise
         try:
-            self._broadcasts.send(self._snapshots[0], version)
+            send_snapshot(self._peers, self._snapshots[0], version)
         finally:
             self._snapshots.clear()
 
@@ -338,6 +346,6 @@ class PolicyWorker(RankWorker[LossFunction]):
     def close(self) -> None:
         if self._sender is not None:
             self._sender.close()
-        self._broadcasts.leave()
+        self._leave_collective()
         self._shared.release()
         super().close()

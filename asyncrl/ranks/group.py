@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from asyncrl.common.kept_memory import KEPT_MEMORY
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data_plane.calls import reason_of_death, room
+from asyncrl.data_plane.calls import reason_of_death, require_ray, room
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import (
     REFUSALS,
@@ -79,8 +79,7 @@ class RankGroup(Generic[WorkerT]):
         or takes longer than `learner.startup_timeout_s`. In both cases no rank and no placement group is left. Also
         raises RunError if the ranks are already started; these ranks go on.
         """
-        if not ray.is_initialized():
-            raise RunError("there is no Ray to place ranks on: call ray.init() first (docs/own-loop.md)")
+        require_ray("place ranks")
         self.begun = True
         if self._placement is not None:
             raise RunError(f"the {self._worker.section}'s ranks are already started: call shutdown() first")

@@ -57,6 +57,13 @@ class DataPlane:
         if self._client is not None:
             self._client.close()
 
+    def write(self, meta: KVBatchMeta, columns: Mapping[str, Any]) -> None:
+        """Adds columns to the rows and records them in `meta`. Columns are [B] or [B, S]. If `meta` has the lengths of
+        the rows, padding is not sent."""
+        fields = encode(columns, lengths=meta.sequence_lengths)
+        self.patiently(lambda it: it.put_samples(meta.sample_ids, meta.partition_id, fields=fields))
+        name_fields(meta, fields)
+
     def look_up_lengths(self, meta: KVBatchMeta) -> None:
         """Sets the lengths of the rows if `meta` has none and the data plane knows them."""
         if meta.sequence_lengths is None and meta.size:
@@ -184,5 +191,4 @@ class FetchedRows:
         """Adds columns to this rank's rows."""
         with self._ranks.together():
             if meta.size:
-                fields = encode(columns, lengths=meta.sequence_lengths)
-                self._data_plane.patiently(lambda it: it.put_samples(meta.sample_ids, meta.partition_id, fields=fields))
+                self._data_plane.write(meta, columns)

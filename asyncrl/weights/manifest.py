@@ -112,7 +112,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a replica needs to load a version and to verify the result."""
 
     version: Version
-    previous: Version | None
     tensors: tuple[TensorEntry, ...]
     buckets: tuple[Bucket, ...]
     probe: Probe
@@ -178,6 +177,12 @@ def checksum(parts: Iterable[Bytes]) -> str:
     for part in parts:
         hashed.update(part.data)
     return hashed.hexdigest()
+
+
+def check_manifest(manifest: Manifest, expected: Parameters) -> None:
+    """Checks a manifest before the first byte is fetched, with `check_parameters` and `check_layout`."""
+    check_parameters(manifest, expected)
+    check_layout(manifest)
 
 
 def check_layout(manifest: Manifest) -> None:

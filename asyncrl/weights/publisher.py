@@ -16,7 +16,6 @@ from asyncrl.weights.manifest import (
     Bucket,
     Bytes,
     Piece,
-    Probe,
     TensorEntry,
     aligned,
     checksum,
@@ -38,13 +37,12 @@ OwnShard = tuple[str, int, torch.Tensor]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """The bytes that this rank sends of the weights at a step boundary, in buckets: the pieces of each bucket, and its
-    part of `memory`. `entries` and `probe` are the same on every rank. `shared` has the memory if other processes of
-    the node may map it."""
+    part of `memory`. `entries` are the same on every rank. `shared` has the memory if other processes of the node may
+    map it."""
 
     entries: tuple[TensorEntry, ...]
     pieces: tuple[tuple[Piece, ...], ...]
     memory: Bytes
-    probe: Probe
     shared: MemoryFile | None = None
 
     @property
@@ -76,7 +74,6 @@ def snapshot_of(
     shards: Iterable[OwnShard],
     entries: Sequence[TensorEntry],
     *,
-    probe: Probe,
     bucket_bytes: int,
     shared: bool = False,
     last: Snapshot | None = None,
@@ -107,7 +104,6 @@ def snapshot_of(
         entries=tuple(entries),
         pieces=tuple(into_buckets(pieces, _bucket_bytes(entries, least=bucket_bytes))),
         memory=memory,
-        probe=probe,
         shared=file,
     )
 

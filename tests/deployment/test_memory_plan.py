@@ -130,10 +130,8 @@ def test_bytes_are_those_of_a_real_snapshot_and_its_flat_buffer(tied: bool, tmp_
     )
     model = Qwen3ForCausalLM(described)  # type: ignore[no-untyped-call]
     entries, probe = layout(parameter_specs(model, dtype=torch.bfloat16)), Probe(tokens=(), logprobs=())
-    snapshot = snapshot_of(own_shards(model, rank=0), entries, probe=probe, bucket_bytes=2**16)
-    manifest = Manifest(
-        version=Version(1, 0), previous=None, tensors=entries, buckets=snapshot.described(), probe=probe
-    )
+    snapshot = snapshot_of(own_shards(model, rank=0), entries, bucket_bytes=2**16)
+    manifest = Manifest(version=Version(1, 0), tensors=entries, buckets=snapshot.described(), probe=probe)
     found = planned(described, tmp_path)
     assert (found.published_bytes, found.sent_bytes) == (manifest.sent_bytes, snapshot.memory.nbytes)
     [staged] = [line.nbytes for line in found.lines if line.what == "staged weights"]
@@ -190,7 +188,7 @@ def test_the_object_store_holds_the_newest_two_versions_and_the_next_one_in_the_
         memory = memory.copy()
         memory.view(np.uint16)[:changed] += 1
         pieces = ((Piece(0, memory.nbytes),),)
-        snapshot = Snapshot(entries=(), pieces=pieces, memory=memory, probe=Probe(tokens=(), logprobs=()))
+        snapshot = Snapshot(entries=(), pieces=pieces, memory=memory)
         version, previous = Version(1, step), Version(1, step - 1) if step else None
         if sender is None:
             [sent] = deliver(snapshot, transport, version)

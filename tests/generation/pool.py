@@ -237,7 +237,7 @@ def manifest_of(step: int, *, parameters: Any = None) -> Manifest:
     probe = Probe(tokens=(PROBE,), logprobs=(tuple(log_prob_of(token, version) for token in PROBE[1:]),))
     tensors = layout(ParameterSpec(name, shape, dtype, len(WEIGHTS)) for name, (shape, dtype) in shapes.items())
     bucket = Bucket(pieces=(Piece(0, len(WEIGHTS)),), checksum=checksum([np.frombuffer(WEIGHTS, dtype=np.uint8)]))
-    return Manifest(version=version, previous=None, tensors=tensors, buckets=(bucket,), probe=probe)
+    return Manifest(version=version, tensors=tensors, buckets=(bucket,), probe=probe)
 
 
 async def until(condition: Callable[[], object]) -> None:

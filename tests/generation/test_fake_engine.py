@@ -17,9 +17,7 @@ async def test_the_fake_engine_keeps_the_contract(holds: Callable[..., Awaitable
     engine = FakeEngine()
 
     async def load(step: int, *, on_paused: Callable[[], None] | None = None) -> None:
-        manifest = Manifest(
-            version=Version(1, step), previous=None, tensors=(), buckets=(), probe=Probe(tokens=(), logprobs=())
-        )
+        manifest = Manifest(version=Version(1, step), tensors=(), buckets=(), probe=Probe(tokens=(), logprobs=()))
         await engine.load(manifest, StagedWeights(), on_paused=on_paused)
 
     await holds(engine, load)

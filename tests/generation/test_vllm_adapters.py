@@ -61,7 +61,6 @@ def publication(step: int) -> tuple[Manifest, StagedWeights]:
     pieces = tuple(Piece(entry.offset, 96) for entry in entries)
     manifest = Manifest(
         version=Version(1, step),
-        previous=None,
         tensors=entries,
         buckets=(Bucket(pieces=pieces, checksum=checksum([data])),),
         probe=Probe(tokens=(), logprobs=()),

@@ -15,7 +15,7 @@ from asyncrl.weights.remote_errors import as_text
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio]  # imports torch
 
-MANIFEST = Manifest(version=Version(1, 3), previous=None, tensors=(), buckets=(), probe=Probe(tokens=(), logprobs=()))
+MANIFEST = Manifest(version=Version(1, 3), tensors=(), buckets=(), probe=Probe(tokens=(), logprobs=()))
 
 
 class Engine:

@@ -9,16 +9,16 @@ from asyncrl.weights.staging import StagedWeights
 from asyncrl.weights.transports.interfaces import Transport
 
 RANKS = 2
+NO_PROBE = Probe(tokens=(), logprobs=())
 
 
 def staged(snapshot: Snapshot, version: Version) -> tuple[Manifest, StagedWeights]:
     """Returns the manifest of the snapshot of a whole model, and its staged weights."""
     manifest = Manifest(
         version=version,
-        previous=None,
         tensors=snapshot.entries,
         buckets=snapshot.described(),
-        probe=snapshot.probe,
+        probe=NO_PROBE,
     )
     weights = StagedWeights()
     weights.begin(manifest)
@@ -37,15 +37,14 @@ async def delivered(
         for rank, rows in enumerate(tensor.tensor_split(RANKS)):
             by_rank[rank].append((name, first, rows))
             first += rows.numel()
-    probe = Probe(tokens=(), logprobs=())
-    snapshots = [snapshot_of(own, entries, probe=probe, bucket_bytes=2**18, shared=True) for own in by_rank]
+    snapshots = [snapshot_of(own, entries, bucket_bytes=2**18, shared=True) for own in by_rank]
     sent = [
         bucket
         for rank, snapshot in enumerate(snapshots)
         for bucket in deliver(snapshot, transport.sender(rank, RANKS), version)
     ]
     buckets = tuple(each.bucket for each in sent)
-    manifest = Manifest(version=version, previous=None, tensors=tuple(entries), buckets=buckets, probe=probe)
+    manifest = Manifest(version=version, tensors=tuple(entries), buckets=buckets, probe=NO_PROBE)
     weights = StagedWeights()
     weights.begin(manifest)
     for part in weights.missing:

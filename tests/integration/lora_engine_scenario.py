@@ -21,7 +21,7 @@ from asyncrl.generation.interfaces import Completion, PartialCompletion, Sampled
 from asyncrl.generation.vllm_engine import VLLMEngine, prepare_environment
 from asyncrl.policy.adapter import with_adapter
 from asyncrl.ranks.gather import own_shards, parameter_specs
-from asyncrl.weights.manifest import Manifest, Probe, layout
+from asyncrl.weights.manifest import Manifest, layout
 from asyncrl.weights.publisher import snapshot_of
 from asyncrl.weights.staging import StagedWeights
 
@@ -51,8 +51,8 @@ class Trainer:
         for parameter in self._adapter().values():
             parameter.add_(torch.randn(parameter.shape, generator=self._generator) * 0.1 * change)
         self._published[version] = {name: value.detach().clone() for name, value in self._adapter().items()}
-        entries, probe = layout(parameter_specs(self.model, dtype=torch.float32)), Probe(tokens=(), logprobs=())
-        return staged(snapshot_of(own_shards(self.model, rank=0), entries, probe=probe, bucket_bytes=2**14), version)
+        entries = layout(parameter_specs(self.model, dtype=torch.float32))
+        return staged(snapshot_of(own_shards(self.model, rank=0), entries, bucket_bytes=2**14), version)
 
     @torch.no_grad()
     def apart_nats(self, prompt: list[int], completion: Completion, version: Version) -> float:

@@ -71,7 +71,6 @@ def test_the_snapshots_of_all_ranks_make_up_the_weights_and_no_rank_copies_more_
     snapshots = [rank[way]["snapshot"] for rank in results]
     manifest = Manifest(
         version=Version(1, 2),
-        previous=None,
         tensors=snapshots[0].entries,
         buckets=tuple(bucket for snapshot in snapshots for bucket in snapshot.described()),
         probe=Probe(tokens=(), logprobs=()),

@@ -32,7 +32,7 @@ from asyncrl.generation.vllm_engine import VLLMEngine
 from asyncrl.metrics.recorders import GeneratorMetrics
 from asyncrl.metrics.server import MetricsServer
 from asyncrl.ranks.gather import own_shards, parameter_specs
-from asyncrl.weights.manifest import Manifest, Probe, check_parameters, layout
+from asyncrl.weights.manifest import Manifest, check_parameters, layout
 from asyncrl.weights.publisher import snapshot_of
 from asyncrl.weights.staging import StagedWeights
 
@@ -61,8 +61,7 @@ class Trainer:
 
     def publication(self, step: int) -> tuple[Manifest, StagedWeights]:
         entries = layout(parameter_specs(self.model, dtype=torch.float32))
-        probe = Probe(tokens=(), logprobs=())
-        snapshot = snapshot_of(own_shards(self.model, rank=0), entries, probe=probe, bucket_bytes=SMALL_BUCKETS)
+        snapshot = snapshot_of(own_shards(self.model, rank=0), entries, bucket_bytes=SMALL_BUCKETS)
         return staged(snapshot, Version(1, step))
 
 

@@ -220,7 +220,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_a_rank_is_called(tmp_pat
 
 def test_the_first_call_starts_the_ranks_and_no_call_starts_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = Policy(settings(), model_path="nowhere")
-    with pytest.raises(RunError, match=r"no Ray to place ranks on: call ray.init\(\) first"):
+    with pytest.raises(RunError, match=r"cannot place ranks because Ray is not initialized; call ray.init\(\) first"):
         policy.get_logprobs(make_batch())
     noted = on(policy, ranks=2)
     noted.begun = False

@@ -66,7 +66,7 @@ async def _chain(seed: int, *, pointer: Path) -> Counter[str]:
     def described() -> tuple[Manifest, list[Any], bytes]:
         assert snapshot is not None
         buckets = tuple(each.bucket for each in delivered)
-        manifest = Manifest(version=version, previous=None, tensors=entries, buckets=buckets, probe=PROBE)
+        manifest = Manifest(version=version, tensors=entries, buckets=buckets, probe=PROBE)
         check_layout(manifest)
         counts["deltas"] += sum(bucket.links[-1].delta for bucket in buckets)
         counts["whole"] += sum(not bucket.links[-1].delta for bucket in buckets)
@@ -77,7 +77,7 @@ async def _chain(seed: int, *, pointer: Path) -> Counter[str]:
             share = draw.choice([0.0, 0.001, 0.02, 1.0])
             tensor += torch.randn_like(tensor) * (torch.rand_like(tensor) < share)
         shards = [(name, 0, tensor) for name, tensor in master.items()]
-        snapshot = snapshot_of(shards, entries, probe=PROBE, bucket_bytes=BUCKET_BYTES, last=snapshot)
+        snapshot = snapshot_of(shards, entries, bucket_bytes=BUCKET_BYTES, last=snapshot)
         version = Version(1, step)
         for _ in range(draw.choice([1, 1, 2])):  # a delivery may be repeated
             delivered = sender.deliver(snapshot, memory, version, previous=stored)  # type: ignore[arg-type]

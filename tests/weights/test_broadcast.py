@@ -176,7 +176,6 @@ class World:
         by_rank = ray.get(answers, timeout=FAR_S)
         manifest = Manifest(
             version=version,
-            previous=None,
             tensors=(ENTRY,),
             buckets=tuple(bucket for buckets, _ in by_rank for bucket in buckets),
             probe=Probe(tokens=(), logprobs=()),

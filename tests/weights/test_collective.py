@@ -15,14 +15,10 @@ import torch
 
 from asyncrl.common.version import Version
 from asyncrl.errors import CollectiveError, ManifestMismatch, UpdateRefused
-from asyncrl.weights.manifest import ParameterSpec, Probe, checksum, layout
+from asyncrl.weights.manifest import ParameterSpec, checksum, layout
 from asyncrl.weights.publisher import snapshot_of
 from asyncrl.weights.tensor_views import view_of
-from asyncrl.weights.transports.collective import (
-    Broadcasts,
-    Received,
-    receive_snapshot,
-)
+from asyncrl.weights.transports.collective import Received, receive_snapshot, send_snapshot
 from asyncrl.weights.transports.peers import Peers, Rendezvous
 
 pytestmark = pytest.mark.slow  # imports torch
@@ -35,21 +31,25 @@ WEIGHTS = {f"layer.{index}": torch.arange(6.0).reshape(2, 3) + index for index i
 EXPECTED = dict.fromkeys(WEIGHTS, ((2, 3), "float32"))
 SPECS = [ParameterSpec(name, (2, 3), "float32", 24) for name in WEIGHTS]
 BUCKET_BYTES = 36
-PROBE = [[1, 2, 3], [4, 5]]
 
 
-class Trainer(Broadcasts):
+class Trainer:
     """A rank that has row `rank` of every tensor of `WEIGHTS`."""
 
     def __init__(self, rank: int) -> None:
-        super().__init__(rank)
-        logprobs = tuple((-0.5,) * (len(tokens) - 1) for tokens in PROBE)
+        self._rank = rank
+        self.peers: Peers
         self.snapshot = snapshot_of(
             [(name, 3 * rank, tensor[rank : rank + 1]) for name, tensor in WEIGHTS.items()],
             layout(SPECS),
-            probe=Probe(tokens=tuple(map(tuple, PROBE)), logprobs=logprobs),
             bucket_bytes=BUCKET_BYTES,
         )
+
+    def join(self, meeting: Rendezvous) -> None:
+        self.peers = Peers.join(meeting, rank=self._rank, device=CPU)
+
+    def send(self, step: int) -> None:
+        send_snapshot(self.peers, self.snapshot, Version(1, step))
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
@@ -95,7 +95,7 @@ class World:
     def update(self, *, step: int = 3, expected: Any = (EXPECTED, EXPECTED)) -> list[Any]:
         """Runs an update. Returns the outcomes of the trainers, then of the workers."""
         return at_once(
-            *[lambda trainer=trainer: trainer.send(trainer.snapshot, Version(1, step)) for trainer in self.trainers],
+            *[lambda trainer=trainer: trainer.send(step) for trainer in self.trainers],
             *[
                 lambda worker=worker, own=own: receive_snapshot(worker, expected=own)
                 for worker, own in zip(self.workers, expected, strict=True)
@@ -104,7 +104,7 @@ class World:
 
     def close(self) -> None:
         for trainer in self.trainers:
-            trainer.leave()
+            trainer.peers.close()
         for worker in self.workers:
             worker.close()
 
@@ -128,13 +128,11 @@ def whole(outcomes: list[Any]) -> bool:
     )
 
 
-def test_every_worker_gets_every_tensor_with_version_and_probe(world: World) -> None:
+def test_every_worker_gets_every_tensor_with_its_version(world: World) -> None:
     outcomes = world.update()
     assert whole(outcomes)
     for received in outcomes[TRAINERS:]:
         assert received.manifest.version == Version(1, 3)
-        assert received.manifest.probe.tokens == ((1, 2, 3), (4, 5))
-        assert received.manifest.probe.differences_nats([[-0.5, -0.5], [-0.5]]) == [0.0] * 3
         assert [bucket.nbytes for bucket in received.manifest.buckets] == [36, 24, 36, 24], "two of each rank"
     assert whole(world.update(step=4)), "the group can run more than one update"
 
@@ -198,14 +196,14 @@ def test_without_rank_0_nobody_waits_for_ever() -> None:
 def test_a_peer_that_does_not_take_part_ends_the_others_wait_and_the_group(absent: int) -> None:
     world = World(timeout_s=SOON_S)
     calls = [
-        *[lambda trainer=trainer: trainer.send(trainer.snapshot, Version(1, 0)) for trainer in world.trainers],
+        *[lambda trainer=trainer: trainer.send(0) for trainer in world.trainers],
         *[lambda worker=worker: receive_snapshot(worker, expected=EXPECTED) for worker in world.workers],
     ]
     del calls[absent]
     assert [type(outcome) for outcome in at_once(*calls)] == [CollectiveError] * 3
     again = world.trainers[0 if absent else 1]
     with pytest.raises(CollectiveError, match="join a new group"):
-        again.send(again.snapshot, Version(1, 0))
+        again.send(0)
     world.close()
 
 
@@ -213,11 +211,11 @@ def test_a_peer_that_does_not_take_part_ends_the_others_wait_and_the_group(absen
 def test_a_peer_that_leaves_ends_an_exchange_long_before_its_deadline(leaver: int) -> None:
     world = World(timeout_s=FAR_S)
     leave = [
-        *[lambda trainer=trainer: trainer.leave() for trainer in world.trainers],
+        *[trainer.peers.close for trainer in world.trainers],
         *[worker.close for worker in world.workers],
     ][leaver]
     calls = [
-        *[lambda trainer=trainer: trainer.send(trainer.snapshot, Version(1, 0)) for trainer in world.trainers],
+        *[lambda trainer=trainer: trainer.send(0) for trainer in world.trainers],
         *[lambda worker=worker: receive_snapshot(worker, expected=EXPECTED) for worker in world.workers],
     ]
     del calls[leaver]

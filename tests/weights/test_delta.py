@@ -77,12 +77,10 @@ def test_a_replica_fetches_only_the_links_that_it_lacks() -> None:
     values, stored = torch.zeros(8, 40), None
     for step in range(6):
         values[0, step] = 1.0
-        snapshot = snapshot_of([("a", 0, values)], layout(SPECS[:1]), probe=PROBE, bucket_bytes=1000)
+        snapshot = snapshot_of([("a", 0, values)], layout(SPECS[:1]), bucket_bytes=1000)
         [sent] = sender.deliver(snapshot, memory, Version(1, step), previous=stored)  # type: ignore[arg-type]
         stored = Version(1, step)
-        versions.append(
-            Manifest(version=stored, previous=None, tensors=layout(SPECS[:1]), buckets=(sent.bucket,), probe=PROBE)
-        )
+        versions.append(Manifest(version=stored, tensors=layout(SPECS[:1]), buckets=(sent.bucket,), probe=PROBE))
     assert [version.sent_bytes for version in versions] == [640, 11, 11, 11, 640, 11]
     assert [len(version.buckets[0].links) for version in versions] == [1, 2, 3, 4, 1, 2]
 

@@ -44,7 +44,6 @@ def manifest_of(parameters: Sequence[ParameterSpec], pieces: Sequence[Sequence[P
     by_bucket = [[Piece(entry.offset, entry.nbytes) for entry in tensors]] if pieces is None else pieces
     return Manifest(
         version=Version(1, 3),
-        previous=Version(1, 2),
         tensors=tensors,
         buckets=tuple(
             Bucket(pieces=tuple(pieces), checksum=checksum(FLAT[p.offset : p.offset + p.nbytes] for p in pieces))

@@ -40,7 +40,6 @@ def bucket_of(step: int, index: int) -> Bytes:
 def manifest_of(step: int) -> Manifest:
     return Manifest(
         version=Version(1, step),
-        previous=None,
         tensors=(TensorEntry(name="a", shape=(NBYTES,), dtype="uint8", offset=0, nbytes=NBYTES),),
         buckets=tuple(
             Bucket(pieces=(Piece(index * BUCKET_BYTES, BUCKET_BYTES),), checksum=checksum([bucket_of(step, index)]))

@@ -14,9 +14,7 @@ FAR_S = 60.0
 
 
 def manifest(step: int) -> Manifest:
-    return Manifest(
-        version=Version(1, step), previous=None, tensors=(), buckets=(), probe=Probe(tokens=(), logprobs=())
-    )
+    return Manifest(version=Version(1, step), tensors=(), buckets=(), probe=Probe(tokens=(), logprobs=()))
 
 
 @pytest.mark.asyncio

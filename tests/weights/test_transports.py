@@ -57,7 +57,7 @@ def snapshots(*, shared: bool, change: float = 0.0, last: Sequence[Snapshot | No
             start = 0 if rank == 0 else -(-len(tensor) // 2)
             rows = tensor[: -(-len(tensor) // 2)] if rank == 0 else tensor[start:]
             shards.append((name, start * tensor[0].numel(), rows + change))
-        found.append(snapshot_of(shards, layout(SPECS), probe=PROBE, bucket_bytes=100, shared=shared, last=last[rank]))
+        found.append(snapshot_of(shards, layout(SPECS), bucket_bytes=100, shared=shared, last=last[rank]))
     return found
 
 
@@ -80,7 +80,6 @@ class Sending:
             sent: list[DeliveredBucket] = [bucket for buckets in by_rank for bucket in buckets]
         manifest = Manifest(
             version=version,
-            previous=None,
             tensors=layout(SPECS),
             buckets=tuple(each.bucket for each in sent),
             probe=PROBE,
@@ -348,7 +347,7 @@ async def test_a_replica_takes_part_again_although_the_last_rank_sends_nothing(
 ) -> None:
     """With HSDP, only the ranks of the first copy send."""
     shards = [[(name, 0, tensor) for name, tensor in WEIGHTS.items()], []]
-    taken = [snapshot_of(each, layout(SPECS), probe=PROBE, bucket_bytes=100) for each in shards]
+    taken = [snapshot_of(each, layout(SPECS), bucket_bytes=100) for each in shards]
     monkeypatch.setattr(sys.modules[__name__], "snapshots", lambda **_: taken)
     with closing(collective_sending(tmp_path)) as sending:
         async with sending.replica(takes_part=True, may_fetch=True):
@@ -388,7 +387,6 @@ def test_a_snapshot_reuses_the_memory_of_another_one(shared: bool) -> None:
     again = snapshot_of(
         [("a", 0, WEIGHTS["a"][:2] + 1), ("b", 0, WEIGHTS["b"][:3]), ("big", 0, WEIGHTS["big"][:1])],
         layout(SPECS),
-        probe=PROBE,
         bucket_bytes=100,
         shared=shared,
         last=first,
@@ -405,7 +403,7 @@ def test_a_large_model_has_larger_buckets_instead_of_more() -> None:
     rows = torch.zeros(2, 64_000)
     for shards in ([rows], [rows[:1], rows[1:]]):
         taken = [
-            snapshot_of([("a", index * 64_000, shard)], layout(specs), probe=PROBE, bucket_bytes=100)
+            snapshot_of([("a", index * 64_000, shard)], layout(specs), bucket_bytes=100)
             for index, shard in enumerate(shards)
         ]
         buckets = [bucket for snapshot in taken for bucket in snapshot.buckets]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from delta_chains import PROBE, SPECS
+from delta_chains import SPECS
 from fake_engine import FakeEngine
 from pool import LocalWeights
 
@@ -71,7 +71,7 @@ class Learner:
     def on_ranks(self, method: Any, entries: Any, probe_tokens: Any, slot: int) -> list[list[list[float]]]:
         a, b = self.weights.values()
         shards = ([("a", 0, a[:ROWS])], [("a", ROWS * a.shape[1], a[ROWS:]), ("b", 0, b)])
-        self.snapshots[slot] = [snapshot_of(each, entries, probe=PROBE, bucket_bytes=400) for each in shards]
+        self.snapshots[slot] = [snapshot_of(each, entries, bucket_bytes=400) for each in shards]
         return [[]]
 
     def send_beside(

@@ -82,13 +82,9 @@ class Group:
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._peers: Peers | None = None
-        self._epoch: int | None = None
-        self.members: tuple[str, ...] = ()
-
-    @property
-    def epoch(self) -> int | None:
+        self.epoch: int | None = None
         """The membership whose group this process has joined; None if it is in no group."""
-        return self._epoch
+        self.members: tuple[str, ...] = ()
 
     def exchange(
         self,
@@ -100,7 +96,7 @@ class Group:
     ) -> None:
         """Runs `function` in the group of the broadcast. Joins it first if needed. Raises CollectiveError when a peer
         is dead, missing or late; then this process is in no group."""
-        if broadcast.epoch != self._epoch or self._peers is None:
+        if broadcast.epoch != self.epoch or self._peers is None:
             self.leave()
             if not broadcast.port:
                 raise CollectiveError(
@@ -114,7 +110,7 @@ class Group:
                 timeout_s=self._timeout_s,
             )
             self._peers = Peers.join(rendezvous, rank=rank, device=CPU, listener=listener)
-            self._epoch, self.members = broadcast.epoch, broadcast.members
+            self.epoch, self.members = broadcast.epoch, broadcast.members
         try:
             self._peers.exchange(function, what=f"the broadcast of weights {broadcast.version}")
         except (UpdateRefused, WeightsDamaged):
@@ -125,7 +121,7 @@ class Group:
 
     def leave(self) -> None:
         """Leaves the group, if this process is in one."""
-        peers, self._peers, self._epoch, self.members = self._peers, None, None, ()
+        peers, self._peers, self.epoch, self.members = self._peers, None, None, ()
         if peers is not None:
             peers.close()
 

@@ -4,7 +4,7 @@
 Broadcast uses the fastest links, but the members of the group are fixed. An update is one exchange, in which every rank
 makes the same calls:
 
-    say         each train rank describes its buckets, with their checksums; rank 0 also sends version, layout and probe
+    say         each train rank describes its buckets, with their checksums; rank 0 also sends version and layout
     agree       every worker compares them with its model; if any rank refuses, no byte is sent
     broadcast   each train rank sends its buckets; every worker keeps a copy
     agree       if any copy is damaged, no worker applies anything
@@ -23,9 +23,9 @@ import torch
 
 from asyncrl.common.version import Version
 from asyncrl.errors import ManifestMismatch
-from asyncrl.weights.manifest import Bucket, Bytes, Manifest, Parameters, check_layout, check_parameters, put_bucket
+from asyncrl.weights.manifest import Bucket, Bytes, Manifest, Parameters, Probe, check_manifest, put_bucket
 from asyncrl.weights.publisher import Snapshot
-from asyncrl.weights.transports.peers import Peers, Rendezvous
+from asyncrl.weights.transports.peers import Peers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,43 +40,21 @@ class Received:
 # -- learner ranks ---------------------------------------------------------------------------------------------------
 
 
-class Broadcasts:
-    """One learner rank's side. `peers` is the group that the rank has joined, None at first."""
+def send_snapshot(peers: Peers, snapshot: Snapshot, version: Version) -> None:
+    """Sends one learner rank's snapshot as `version`. Returns when every engine worker holds all of it.
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self.peers: Peers | None = None
-
-    def join(self, rendezvous: Rendezvous, device: str = "cpu") -> None:
-        """Joins a new group with this rank, and leaves the old one if there is one. Returns when all ranks have joined.
-
-        Call it on every learner rank, and `init_weight_transfer_engine` on every engine, at the same time. The bytes
-        are sent from `device`. Raises CollectiveError after `rendezvous.timeout_s`.
-        """
-        self.leave()
-        self.peers = Peers.join(rendezvous, rank=self._rank, device=torch.device(device))
-
-    def leave(self) -> None:
-        """Leaves the group. Does nothing without one. Ranks that are in an exchange get CollectiveError."""
-        peers, self.peers = self.peers, None
-        if peers is not None:
-            peers.close()
-
-    def send(self, snapshot: Snapshot, version: Version) -> None:
-        """Sends the snapshot as `version`. Returns when every engine worker holds all of it.
-
-        Call it on every learner rank after each has its snapshot. On CPUs it may run at the same time as the rank's
-        steps. On GPUs it may not: two NCCL groups of one process deadlock when two ranks interleave their calls
-        differently. Raises CollectiveError when a peer is dead, missing or late. Raises UpdateRefused when an engine
-        has another model; the group stays usable then.
-        """
-        assert self.peers is not None, "call join() first"
-        self.peers.exchange(lambda peers: _send(peers, snapshot, version), what=f"broadcasting weights {version}")
+    Call it on every learner rank after each has its snapshot. On CPUs it may run at the same time as the rank's
+    steps. On GPUs it may not: two NCCL groups of one process deadlock when two ranks interleave their calls
+    differently. Raises CollectiveError when a peer is dead, missing or late. Raises UpdateRefused when an engine has
+    another model; the group stays usable then.
+    """
+    peers.exchange(lambda peers: _send(peers, snapshot, version), what=f"broadcasting weights {version}")
 
 
 def _send(peers: Peers, snapshot: Snapshot, version: Version) -> None:
     own = snapshot.described()
-    empty = Manifest(version=version, previous=None, tensors=snapshot.entries, buckets=(), probe=snapshot.probe)
+    no_probe = Probe(tokens=(), logprobs=())  # the caller of a synchronous loop compares log-probs itself
+    empty = Manifest(version=version, tensors=snapshot.entries, buckets=(), probe=no_probe)
     _, by_rank = descriptions(peers, head=msgspec.msgpack.encode(empty), own=own)
     peers.agree(None, what=f"weights {version}")
     send_buckets(peers, by_rank, snapshot.buckets)
@@ -123,7 +101,7 @@ def received_buckets(peers: Peers, by_rank: Sequence[Sequence[Bucket]]) -> Itera
 
 
 def receive_snapshot(peers: Peers, *, expected: Parameters) -> Received:
-    """Receives one version on one engine worker, whole and checked. It is the counterpart of `Broadcasts.send`.
+    """Receives one version on one engine worker, whole and checked. It is the counterpart of `send_snapshot`.
 
     Raises ManifestMismatch when the version does not fit `expected` (before any byte is sent), or when bytes arrive
     damaged. Raises UpdateRefused when another worker has found such a mismatch, and CollectiveError when a peer is
@@ -137,18 +115,13 @@ def _receive(peers: Peers, expected: Parameters) -> Received:
     head, by_rank = descriptions(peers)
     buckets = tuple(bucket for buckets in by_rank for bucket in buckets)
     manifest = msgspec.structs.replace(msgspec.msgpack.decode(head, type=Manifest), buckets=buckets)
-    peers.agree(_refusal(lambda: _check(manifest, expected)), what=f"weights {manifest.version}")
+    peers.agree(_refusal(lambda: check_manifest(manifest, expected)), what=f"weights {manifest.version}")
     flat = torch.empty(manifest.flat_bytes, dtype=torch.uint8)
     damaged: ManifestMismatch | None = None
     for index, data in enumerate(received_buckets(peers, by_rank)):
         damaged = damaged or _refusal(partial(put_bucket, manifest, index, data, flat=flat.numpy()))
     peers.agree(damaged, what=f"the bytes of weights {manifest.version}")
     return Received(manifest=manifest, flat=flat)
-
-
-def _check(manifest: Manifest, expected: Parameters) -> None:
-    check_parameters(manifest, expected)
-    check_layout(manifest)
 
 
 def _refusal(check: Callable[[], None]) -> ManifestMismatch | None:
