@@ -37,7 +37,7 @@ def generator(
         logger.info("importing Ray")
         import ray
 
-        from asyncrl.deployment.closing import Stopped, check_stop
+        from asyncrl.common.tasks import Stopped, check_stop
         from asyncrl.deployment.cluster import join
         from asyncrl.deployment.compose import run_generators
         from asyncrl.deployment.shared_actors import check_admission

@@ -19,6 +19,7 @@ import ray
 
 from asyncrl.colocated.batch import join_outputs
 from asyncrl.colocated.engine_actor import EngineActor
+from asyncrl.common.tasks import cancelled
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data_plane.calls import answers, finished, require_ray, room, start
@@ -135,9 +136,7 @@ class VLLMGeneration(GenerationInterface):
             for row in asyncio.as_completed(rows):
                 yield await row
         finally:
-            for row in rows:
-                row.cancel()
-            await asyncio.gather(*rows, return_exceptions=True)
+            await cancelled(*rows)
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         """Returns, for each engine, the log-probs (nats) of each row's tokens except the first, at temperature 1.

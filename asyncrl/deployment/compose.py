@@ -9,8 +9,8 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
+from asyncrl.common.tasks import Stopped, check_stop, running
 from asyncrl.config.schema import Config
-from asyncrl.deployment.closing import Stopped, check_stop, running
 from asyncrl.deployment.cluster import session_folder, start_local
 from asyncrl.deployment.generators import GeneratorDeployment
 from asyncrl.deployment.inputs import Inputs, Prompts

@@ -14,10 +14,10 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 
 from asyncrl.common.roles import Role, RunState
+from asyncrl.common.tasks import Stopped, running, unless_stopped
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.status import BriefStatus, OwnReplicas
-from asyncrl.deployment.closing import Stopped, running, unless_stopped
 from asyncrl.deployment.inputs import Prompts
 from asyncrl.deployment.pool import ReplicaPool
 from asyncrl.deployment.shared_actors import RunHandles, enter_run, keep_attached, leave_run, new_deployment

@@ -5,8 +5,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from asyncrl.common.tasks import cancelled
 from asyncrl.config.parts import EVAL, eval_configs, part_configs
 from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.data.light_tokenizer import cached_files, light_tokenizer
@@ -59,10 +60,7 @@ class Inputs:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        tasks: list[Any] = [task for task in vars(self).values() if isinstance(task, asyncio.Task)]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancelled(*[task for task in vars(self).values() if isinstance(task, asyncio.Task)])
 
     async def _load_prompts(self, loaded: Prompts | None) -> Prompts:
         return await asyncio.to_thread(read_prompts, self._config) if loaded is None else loaded

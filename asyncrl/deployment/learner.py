@@ -13,6 +13,7 @@ from typing import Any
 from asyncrl.checkpoints.directory import HF, folder_of
 from asyncrl.checkpoints.run import RunParts, read_snapshot
 from asyncrl.common.roles import Role, RunState
+from asyncrl.common.tasks import Stopped, running, unless_one_fails, unless_stopped
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.coordinator.endpoints import Endpoints
@@ -20,7 +21,7 @@ from asyncrl.coordinator.learner_calls import LearnerCalls
 from asyncrl.coordinator.registry import Registry
 from asyncrl.coordinator.snapshot import Restored
 from asyncrl.data.tokenizer import load_tokenizer, shown_prompt, tokenizer_fingerprint
-from asyncrl.deployment.closing import LEAVE_S, Stopped, running, short_grace, unless_one_fails, unless_stopped
+from asyncrl.deployment.closing import LEAVE_S, short_grace
 from asyncrl.deployment.inputs import Prompts
 from asyncrl.deployment.known_runs import has_checkpoint
 from asyncrl.deployment.learner_log import LearnerLog

@@ -22,6 +22,7 @@ from typing import Any
 import ray
 
 from asyncrl.buffer.fleet import Cause, ReplicaState
+from asyncrl.common.tasks import cancelled
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
@@ -314,8 +315,7 @@ class ReplicaPool:
         """Ends a replica that does not come back, and its supervision first. It leaves the run also if it had to be
         killed."""
         if replica.work is not None:
-            replica.work.cancel()
-            await asyncio.gather(replica.work, return_exceptions=True)
+            await cancelled(replica.work)
         await self._end_actor(replica, grace_s=grace_s)
         if self.coordinator is None or not replica.start:
             return
@@ -345,8 +345,7 @@ class ReplicaPool:
             logger.warning("replica %s did not end cleanly: %s", replica.name, error)
         finally:
             if replica.running is not None:
-                replica.running.cancel()
-                await asyncio.gather(replica.running, return_exceptions=True)
+                await cancelled(replica.running)
             if replica.handle is not None:
                 ray.kill(replica.handle, no_restart=True)
             if (left := replica.processes) is not None:

@@ -23,6 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from asyncrl.common.tasks import cancelled
 from asyncrl.environments.agents import Session
 from asyncrl.errors import DataError
 from asyncrl.generation.conversations import Conversation, LimitExceeded, SessionSettings, Turn
@@ -150,7 +151,7 @@ class Gateway:
     async def close(self, id: str) -> EndedSession:
         """Ends a session with all of its calls."""
         session = self._sessions.pop(id)
-        await _cancelled(session)
+        await cancelled(*session.calls.values())
         turns = session.conversation.turns
         return EndedSession(
             episodes=tuple(session.conversation.episodes()),
@@ -196,7 +197,7 @@ class Gateway:
 
     async def _begin(self, session: _Session, _: Request) -> Response:
         """Forgets the calls of an agent that was started again after its process had died."""
-        await _cancelled(session)
+        await cancelled(*session.calls.values())
         session.conversation, session.limit = Conversation(self._renderer, session.settings), ""
         session.begun += 1
         for kept in (session.keys, session.errors, session.answered_s, session.tool_seconds):
@@ -281,10 +282,3 @@ class Gateway:
 
 def _no_session() -> Refused:
     return Refused(401, "no_session", "there is no open session with this id and key")
-
-
-async def _cancelled(session: _Session) -> None:
-    calls = list(session.calls.values())
-    for call in calls:
-        call.cancel()
-    await asyncio.gather(*calls, return_exceptions=True)

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 from collections.abc import Coroutine, Iterator
 
+from asyncrl.common.tasks import cancelled
+
 
 class RunningRollouts:
     """The tasks of rollouts by the key of their ticket. A rollout calls `generated` when its group is only scored from
@@ -59,10 +61,7 @@ class RunningRollouts:
 
     async def cancel_all(self) -> None:
         """Cancels all rollouts, and waits for their ends."""
-        tasks = [*self._tasks.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancelled(*self._tasks.values())
 
     async def next_end(self) -> None:
         """Waits until a group is generated, a rollout ends, or `wake` is called."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.buffer.failure_records import Failure
+from asyncrl.common.tasks import cancelled
 from asyncrl.common.version import Version
 from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.coordinator.client import CoordinatorClient
@@ -187,8 +188,7 @@ class HeldoutEvaluation:
     async def end_beside(self) -> None:
         """Cancels the evaluation that runs beside training."""
         if self._beside is not None:
-            self._beside.cancel()
-            await asyncio.gather(self._beside, return_exceptions=True)
+            await cancelled(self._beside)
 
     async def evaluate_beside(self, version: Version) -> None:
         """Evaluates `version`, or newer ones that a replica has loaded by then, on each set while the run trains. An

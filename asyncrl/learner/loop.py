@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.buffer.records import Lease, LeaseWait
 from asyncrl.common.roles import TRAINING, RunState
+from asyncrl.common.tasks import Stopped, unless_stopped
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
@@ -362,16 +363,8 @@ class LearnerLoop:
         if not self.heldout.wanted:
             return
         await self.coordinator.call(LearnerCalls.pause, self.incarnation)
-        evaluation = asyncio.create_task(self._heldout_reward(version), name=f"evaluation of {version}")
-        stopping = asyncio.create_task(stop.wait(), name="stopping")
-        try:
-            await asyncio.wait([evaluation, stopping], return_when=asyncio.FIRST_COMPLETED)
-            if evaluation.done():
-                evaluation.result()
-        finally:
-            for task in (evaluation, stopping):
-                task.cancel()
-            await asyncio.gather(evaluation, stopping, return_exceptions=True)
+        with contextlib.suppress(Stopped):
+            await unless_stopped(stop, self._heldout_reward(version))
 
     async def _heldout_reward(self, version: Version) -> None:
         """Waits for the first replica that has loaded `version`, and evaluates the version on it.

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from asyncrl.common.tasks import cancelled, running
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
@@ -147,10 +148,7 @@ class Publisher:
 
     async def stop(self) -> None:
         """Ends a delivery that is being repeated. What the ranks do at the moment goes on."""
-        tasks = [task for task in (self._deliveries, self._refusals) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancelled(*[task for task in (self._deliveries, self._refusals) if task is not None])
 
     # -- deliveries --------------------------------------------------------------------------------------------------
 
@@ -187,8 +185,7 @@ class Publisher:
         """Delivers a snapshot. Logs a warning each time that it has taken another `weights.load_timeout_s`."""
         limit_s = self.config.weights.load_timeout_s
         started_s = time.monotonic()
-        delivery = asyncio.create_task(self._deliver(taken), name=f"deliver {taken.version}")
-        try:
+        async with running(self._deliver(taken), name=f"deliver {taken.version}") as delivery:
             while not (await asyncio.wait([delivery], timeout=limit_s))[0]:
                 self.trouble = f"delivering weights {taken.version} has taken {time.monotonic() - started_s:.0f} s"
                 logger.warning(
@@ -197,8 +194,6 @@ class Publisher:
                     limit_s,
                 )
             delivery.result()
-        finally:
-            delivery.cancel()
 
     async def _deliver(self, taken: _Taken) -> None:
         started_s, whole = time.monotonic(), self._whole

@@ -12,9 +12,10 @@ import msgspec
 import pytest
 from made_up_run import make_step
 
+from asyncrl.common.tasks import Stopped, unless_one_fails, unless_stopped
 from asyncrl.config.schema import Config
 from asyncrl.deployment import closing, launch
-from asyncrl.deployment.closing import Stopped, short_grace, unless_one_fails, unless_stopped
+from asyncrl.deployment.closing import short_grace
 from asyncrl.deployment.launch import INTERRUPTED, asked_to_end, ended_at_once, give_up, run_until_done
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.learner.records import RunInfo

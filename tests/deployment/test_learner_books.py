@@ -21,6 +21,7 @@ from asyncrl import shown_text
 from asyncrl.buffer.failure_records import Failure, FailureCount
 from asyncrl.common.lineage import Lineage
 from asyncrl.common.roles import RunState
+from asyncrl.common.tasks import Stopped
 from asyncrl.common.version import Version
 from asyncrl.complete_directory import COMPLETE, unfinished
 from asyncrl.config.schema import CheckpointSection, Config
@@ -31,7 +32,7 @@ from asyncrl.coordinator.snapshot import RunSnapshot
 from asyncrl.data.prompts import PromptCursor
 from asyncrl.deployment import learner, shared_actors
 from asyncrl.deployment import targets as targets_module
-from asyncrl.deployment.closing import LEAVE_S, Stopped
+from asyncrl.deployment.closing import LEAVE_S
 from asyncrl.deployment.inputs import Prompts
 from asyncrl.deployment.learner import LearnerDeployment
 from asyncrl.deployment.run_dir import RunDir

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from asyncrl.common.tasks import Stopped
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.demo.tiny_model import build_tokenizer
-from asyncrl.deployment.closing import Stopped
 from asyncrl.deployment.inputs import Prompts
 from asyncrl.deployment.learner import LearnerDeployment
 from asyncrl.deployment.run_dir import RunDir
