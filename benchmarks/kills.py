@@ -8,7 +8,8 @@ from pathlib import Path
 
 import psutil
 
-from asyncrl.deployment.known_runs import may_have_died, read_info
+from asyncrl.deployment.known_runs import may_have_died
+from asyncrl.learner.record_lines import known_info
 
 EVERYTHING = "everything"
 PROCESSES = {
@@ -35,7 +36,7 @@ def kill(run: Path, target: str, *, also: Iterable[psutil.Process] = (), choose:
     command started, and those that the processes `also` started. `choose` takes one of several. The command must live.
     Raises RuntimeError if the run has no such process now.
     """
-    info = read_info(run)
+    info = known_info(run)
     if info is None or may_have_died(run):  # another process may have the pid of a run that has died
         raise RuntimeError(f"the command of the run in {run} does not live")
     driver = psutil.Process(info.pid)

@@ -120,7 +120,7 @@ def newest(checkpoints: Path, *, lineage: Lineage | None = None) -> tuple[Path, 
     A damaged one is skipped with a warning. One whose save did not end is skipped without, and so is one of weights
     that are lost in `lineage`.
     """
-    for _, path in sorted(_found(checkpoints).items(), reverse=True):
+    for _, path in sorted(folders(checkpoints).items(), reverse=True):
         try:
             manifest = verified(path)
         except CheckpointDamaged as error:
@@ -135,16 +135,16 @@ def newest(checkpoints: Path, *, lineage: Lineage | None = None) -> tuple[Path, 
 
 def complete_steps(checkpoints: Path) -> list[int]:
     """Returns the steps of the complete checkpoints, in order. Their files are not compared with their manifests."""
-    return sorted(step for step, path in _found(checkpoints).items() if (path / complete_directory.COMPLETE).exists())
+    return sorted(step for step, path in folders(checkpoints).items() if (path / complete_directory.COMPLETE).exists())
 
 
 def put_back(checkpoints: Path) -> None:
     """Moves each checkpoint back that was being replaced when its save was killed. No other process may write there."""
-    for step in _found(checkpoints):
+    for step in folders(checkpoints):
         complete_directory.put_back(folder_of(checkpoints, step))
 
 
-def _found(checkpoints: Path) -> Mapping[int, Path]:
+def folders(checkpoints: Path) -> Mapping[int, Path]:
     """Returns the directories of checkpoints by their step, also of incomplete ones. If a save was killed while it
     replaced one, returns the old directory."""
     if not checkpoints.is_dir():

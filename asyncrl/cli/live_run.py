@@ -15,12 +15,13 @@ from asyncrl.cli.restarts import mark_begun, restarts
 from asyncrl.cli.terminal import show_cursor
 from asyncrl.common.roles import Role
 from asyncrl.config.schema import Config
-from asyncrl.deployment.known_runs import has_checkpoint, may_have_died, read_info
+from asyncrl.deployment.known_runs import has_checkpoint, may_have_died
 from asyncrl.deployment.launch import asked_to_end, ended_at_once, log_to, run_until_done
 from asyncrl.deployment.resuming import Choice, Resumed, no_checkpoint, unfinished_run
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.screen import Screen, StartLog
 from asyncrl.errors import LearnerNotRestored
+from asyncrl.learner.record_lines import known_info
 from asyncrl.learner.records import Summary
 from asyncrl.metrics.states import monotonic_at_process_start
 from asyncrl.shown_text import shown
@@ -48,7 +49,7 @@ def join_admitted(address: str, config: Config, *, choose: Choice) -> Choice:
     directory = config.run.dir / config.run.name
     limits, gone = config.buffer, restarts() > 0 or may_have_died(directory)
     patience_s = limits.heartbeat_timeout_s + limits.call_timeout_s if gone else 0.0
-    info = read_info(directory) if choose is not no_checkpoint and has_checkpoint(config) else None
+    info = known_info(directory) if choose is not no_checkpoint and has_checkpoint(config) else None
     restores = None if info is None else info.nonce
     asyncio.run(check_admission(config, role=Role.LEARNER, restores=restores, patience_s=patience_s))
     if restores is None:

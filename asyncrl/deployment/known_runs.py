@@ -8,7 +8,6 @@ run. For a run on another host, only the contents of run.json are known.
 import contextlib
 import difflib
 import fcntl
-import re
 import socket
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -17,13 +16,13 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from asyncrl.checkpoints.directory import CHECKPOINTS, complete_steps, folder_of
+from asyncrl.checkpoints.directory import CHECKPOINTS, HF, complete_steps, folder_of, folders
 from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.errors import AsyncRLError, RunError
 from asyncrl.learner.best_checkpoints import best_first
-from asyncrl.learner.record_lines import read_lines
+from asyncrl.learner.record_lines import known_info, read_lines
 from asyncrl.learner.records import EvalRecord, RunInfo, StepRecord
 from asyncrl.views.quantities import moment
 
@@ -48,7 +47,7 @@ def address_of(directory: Path) -> str | None:
 
     None if the run does not live here, or if it has not recorded its address yet.
     """
-    info = read_info(directory)
+    info = known_info(directory)
     return info.ray_address if info is not None and _lives(directory, info) else None
 
 
@@ -103,7 +102,7 @@ def ended_run(directory: Path) -> str | None:
 
 def may_have_died(directory: Path) -> bool:
     """Returns whether run.json of the run has the state "running", but its process is gone or on another host."""
-    info = read_info(directory)
+    info = known_info(directory)
     return info is not None and info.state == "running" and _lives(directory, info) is not True
 
 
@@ -114,7 +113,7 @@ def has_checkpoint(config: Config) -> bool:
 
 def as_it_is(directory: Path) -> RunInfo | None:
     """Returns run.json of the run, with the state `died` if its process is gone; None if there is no run."""
-    info = read_info(directory)
+    info = known_info(directory)
     if info is None or _lives(directory, info) is not False:
         return info
     return msgspec.structs.replace(
@@ -127,12 +126,9 @@ def as_it_is(directory: Path) -> RunInfo | None:
 
 def newest_weights(directory: Path) -> Path | None:
     """Returns the folder with the weights of the run's newest complete checkpoint; None if there is none."""
-    found = {
-        int(match[1]): path.parent
-        for path in directory.glob(f"{CHECKPOINTS}/*/hf/{COMPLETE}")
-        if (match := re.fullmatch(r"step-(\d+)", path.parent.parent.name))
-    }
-    return found[max(found)] if found else None
+    weights = {step: path / HF for step, path in folders(directory / CHECKPOINTS).items()}
+    saved = [step for step, path in weights.items() if (path / COMPLETE).exists()]
+    return weights[max(saved)] if saved else None
 
 
 def best_checkpoint(directory: Path, *, name: str = HELDOUT) -> tuple[Path, EvalRecord] | None:
@@ -144,17 +140,9 @@ def best_checkpoint(directory: Path, *, name: str = HELDOUT) -> tuple[Path, Eval
     return (folder_of(checkpoints, best[0].step), best[0]) if best else None
 
 
-def read_info(directory: Path) -> RunInfo | None:
-    """Returns run.json. None if it does not exist or disappears now, or if another version of asyncrl wrote it."""
-    try:
-        return msgspec.json.decode((directory / "run.json").read_bytes(), type=RunInfo)
-    except (OSError, msgspec.MsgspecError):
-        return None
-
-
 def _runs(folder: Path) -> Iterator[tuple[Path, RunInfo]]:
     for path in sorted(folder.glob("*/run.json")):
-        if (info := read_info(path.parent)) is not None:
+        if (info := known_info(path.parent)) is not None:
             yield path.parent, info
 
 

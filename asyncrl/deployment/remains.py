@@ -20,9 +20,10 @@ from pathlib import Path
 import psutil
 
 from asyncrl.atomic_write import write_atomically
-from asyncrl.deployment.known_runs import as_it_is, read_info
+from asyncrl.deployment.known_runs import as_it_is
 from asyncrl.deployment.run_dir import pretty
 from asyncrl.generation.shared_memory import SHARED_MEMORY, segments_of, sweep_shared_memory
+from asyncrl.learner.record_lines import known_info
 from asyncrl.learner.records import RunInfo
 from asyncrl.views.quantities import moment
 from asyncrl.views.report import write_report
@@ -95,7 +96,7 @@ def clear(directory: Path) -> list[str]:
                     process.kill()
             psutil.wait_procs(remains.processes, timeout=EXIT_S)
             sweep_shared_memory(remains.shared_memory)
-        if info is not None and info != read_info(directory):
+        if info is not None and info != known_info(directory):
             lines.insert(0, f"run {directory.name} {info.exit_reason}")
             try:
                 write_atomically(directory / "run.json", pretty(info))

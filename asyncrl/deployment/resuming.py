@@ -29,9 +29,8 @@ from asyncrl.common.lineage import Lineage
 from asyncrl.complete_directory import COMPLETE, discard
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
-from asyncrl.deployment.known_runs import read_info
-from asyncrl.errors import CheckpointDamaged, CheckpointError, ConfigError, RunError
-from asyncrl.learner.record_lines import read_lines
+from asyncrl.errors import CheckpointDamaged, CheckpointError, ConfigError
+from asyncrl.learner.record_lines import known_info, read_info, read_lines
 from asyncrl.learner.records import EvalRecord, RunInfo, StepRecord
 
 SAMPLES = "samples"
@@ -87,7 +86,7 @@ def unfinished_run(directory: Path, config: Config) -> Resumed | None:
     """
     checkpoints = directory / CHECKPOINTS
     put_back(checkpoints)
-    info = read_info(directory)
+    info = known_info(directory)
     if info is None or info.state == "finished":
         return None
     if (found := _newest(directory)) is None:
@@ -115,10 +114,6 @@ def chosen_checkpoint(directory: Path, config: Config, *, step: int | None) -> R
     """
     put_back(directory / CHECKPOINTS)
     info = read_info(directory)
-    if info is None:
-        raise RunError(
-            f"{directory / 'run.json'} cannot be read: it is damaged, or another version of asyncrl wrote it"
-        )
     resumed = _checked(Resumed(*found_checkpoint(directory, step), info), directory, config)
     if resumed.step >= config.learner.total_steps:
         raise ConfigError(

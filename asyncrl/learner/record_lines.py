@@ -1,5 +1,6 @@
-"""Reads the JSON lines files of a run, to which the run may still append."""
+"""Reads the records of a run that may still write them: `run.json`, and the JSON lines files."""
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -7,6 +8,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from asyncrl.errors import RunError
+from asyncrl.learner.records import RunInfo
 
 Line = TypeVar("Line", bound=msgspec.Struct)
 
@@ -46,3 +48,23 @@ class GrowingLines(Generic[Line]):
 def read_lines(path: Path, kind: type[Line]) -> list[Line]:
     """Returns the records of a JSON lines file, as `GrowingLines.read` does."""
     return list(GrowingLines(path, kind).read())
+
+
+def read_info(run_dir: Path) -> RunInfo:
+    """Returns `run.json` of a run directory. Raises RunError if there is none, or if it cannot be read."""
+    path = run_dir / "run.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=RunInfo)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise RunError(
+            f"cannot read {path}: {error}. The run writes this file when it starts: check the directory, and that this "
+            "version of asyncrl wrote it"
+        ) from error
+
+
+def known_info(run_dir: Path) -> RunInfo | None:
+    """Returns `run.json` of a run directory. None if it does not exist or disappears now, or if another version of
+    asyncrl wrote it."""
+    with contextlib.suppress(RunError):
+        return read_info(run_dir)
+    return None

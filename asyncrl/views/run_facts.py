@@ -6,17 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import msgspec
-
 from asyncrl.algorithms.baselines import GROUP_BASELINES, Outcome, resolve_advantage
 from asyncrl.algorithms.presets import advantage_of
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.status import RunStatus
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, RunError
 from asyncrl.learner.aggregates import largest, mean, state_shares
 from asyncrl.learner.failures import groups_by_reason
-from asyncrl.learner.records import RunInfo, StepRecord
+from asyncrl.learner.record_lines import read_info
+from asyncrl.learner.records import StepRecord
 from asyncrl.views.headline import RunFacts
 
 RECENT_STEPS = 20
@@ -53,8 +52,8 @@ def setting_at(run_dir: Path) -> Setting:
     """
     try:
         config = load_config([run_dir / "config.yaml"], [])
-        info = msgspec.json.decode((run_dir / "run.json").read_bytes(), type=RunInfo)
-    except (ConfigError, OSError, msgspec.MsgspecError):
+        info = read_info(run_dir)
+    except (ConfigError, RunError):
         return Setting()
     here = config.ray.address is None and info.host == socket.gethostname()
     return setting_of(config, cores=usable_cores() if here else None)

@@ -5,13 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
-import msgspec
-
 from asyncrl.common.roles import Role, RunState
 from asyncrl.config.load import load_config
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.errors import RunEnded, RunError
-from asyncrl.learner.record_lines import GrowingLines, read_lines
+from asyncrl.learner.record_lines import GrowingLines, read_info, read_lines
 from asyncrl.learner.records import EvalRecord, RunInfo, StepRecord
 from asyncrl.views.live import LiveView
 from asyncrl.views.live_from_records import live_view
@@ -33,13 +31,13 @@ def watch(
     Raises RunError if the directory cannot be read, or if the buffer is that of another run. Raises RunEnded if another
     run has taken the directory.
     """
-    info, config, setting = _info(run_dir), load_config([run_dir / "config.yaml"], []), setting_at(run_dir)
+    info, config, setting = read_info(run_dir), load_config([run_dir / "config.yaml"], []), setting_at(run_dir)
     started_s = datetime.fromisoformat(info.started).timestamp()
     steps = GrowingLines(run_dir / "steps.jsonl", StepRecord)
     evals = GrowingLines(run_dir / "evals.jsonl", EvalRecord)
     last: RunStatus | None = None
     while True:
-        if _info(run_dir).nonce != info.nonce:
+        if read_info(run_dir).nonce != info.nonce:
             raise RunEnded(f"run {info.name} has ended, and another run of this name has started")
         status = ask()
         if status is not None and not _is_of(status, info):
@@ -67,7 +65,7 @@ def records_of(run_dir: Path, status: RunStatus) -> tuple[Sequence[StepRecord], 
     """Returns the records of the steps and evaluations of the run with this status; none if its directory is not here,
     or is that of another run."""
     try:
-        here = _is_of(status, _info(run_dir))
+        here = _is_of(status, read_info(run_dir))
     except RunError:
         here = False
     if not here:
@@ -90,14 +88,3 @@ def _is_of(status: RunStatus, info: RunInfo) -> bool:
     """Returns False if the status names a learner that is not the process of this run.json."""
     learners = [each for each in status.deployments if each.role is Role.LEARNER]
     return all((learner.host, learner.pid) == (info.host, info.pid) for learner in learners)
-
-
-def _info(run_dir: Path) -> RunInfo:
-    path = run_dir / "run.json"
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=RunInfo)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise RunError(
-            f"cannot read {path}: {error}. The run writes this file when it starts: check the directory, and that this "
-            "version of asyncrl wrote it"
-        ) from error

@@ -30,9 +30,9 @@ from asyncrl.deployment.known_runs import (
     may_have_died,
     named_run,
     newest_weights,
-    read_info,
 )
 from asyncrl.errors import RunError
+from asyncrl.learner.record_lines import known_info
 from asyncrl.learner.records import EvalRecord, RunInfo
 
 
@@ -89,7 +89,7 @@ def test_a_run_that_has_ended_points_to_its_report(tmp_path: Path) -> None:
     assert ended_run(path) == "run quick finished 2026-11-20 16:50 UTC (done)", "there is no report"
     (path / "report.html").touch()
     assert ended_run(path) == f"run quick finished 2026-11-20 16:50 UTC (done): see {path}/report.html"
-    assert as_it_is(path) == read_info(path)
+    assert as_it_is(path) == known_info(path)
 
 
 def test_a_run_that_lives_here_tells_its_ray_and_has_not_ended(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def dead_run(folder: Path, *, steps: int, saved: tuple[int, ...] = ()) -> tuple[
         (path / "checkpoints" / f"step-{step}" / "hf").mkdir(parents=True)
         (path / "checkpoints" / f"step-{step}" / "hf" / COMPLETE).touch()
     pid = gone_pid()
-    info = read_info(path)
+    info = known_info(path)
     assert info is not None
     (path / "run.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(info, pid=pid)))
     return path, pid

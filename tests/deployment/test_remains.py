@@ -23,8 +23,8 @@ from asyncrl.cli.main import app
 from asyncrl.cli.options import clear_previous
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
-from asyncrl.deployment.known_runs import read_info
 from asyncrl.deployment.remains import COMMAND_CHARACTERS, clear, remains_of, stray_processes
+from asyncrl.learner.record_lines import known_info
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +46,7 @@ class Killed:
         self.said = f"run killed died without recording a reason (process {gone.pid} is gone) after step 1 of "
 
     def write(self, **changed: object) -> None:
-        info = read_info(self.path)
+        info = known_info(self.path)
         assert info is not None
         (self.path / "run.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(info, **changed)))
 
@@ -120,7 +120,7 @@ def test_the_next_run_of_another_name_says_what_a_killed_one_left(
 def test_its_end_is_written_down(killed: Killed) -> None:
     [line] = clear(killed.path)
     assert line.startswith(killed.said)
-    info = read_info(killed.path)
+    info = known_info(killed.path)
     assert info is not None
     assert info.state == "died"
     assert line == f"run killed {info.exit_reason}"

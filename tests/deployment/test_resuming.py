@@ -465,7 +465,7 @@ def test_a_run_without_a_checkpoint_or_with_another_format_is_not_begun_anew(tmp
     with pytest.raises(ConfigError, match=r"--at step-2: .*there are none"):
         resume_at(tmp_path, 2)
     (first.path / "run.json").write_text('{"format": 99}')
-    with pytest.raises(RunError, match=r"run\.json cannot be read"):
+    with pytest.raises(RunError, match=r"cannot read .*run\.json"):
         resume_at(tmp_path, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["quick"]
 

@@ -13,11 +13,11 @@ import pytest
 from asyncrl.config.schema import Config
 from asyncrl.deployment import compose
 from asyncrl.deployment.inputs import Inputs, Prompts
-from asyncrl.deployment.known_runs import read_info
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.screen import Screen
 from asyncrl.errors import GeneratorPoolExhausted, RunError, StallError
 from asyncrl.generation.shared_memory import EngineProcesses, node_id
+from asyncrl.learner.record_lines import known_info
 
 DEADLINE_S = 60.0
 NO_PROMPTS = Prompts(train=(), heldout=())
@@ -222,6 +222,6 @@ async def test_run_json_names_the_files_of_engines_on_this_machine_only(
     monkeypatch.setattr(compose, "GeneratorDeployment", generators)
     monkeypatch.setattr(compose, "_learner", lambda *_, **__: SimpleNamespace(run=trained))
     await pools.run(tmp_path, asyncio.Event())
-    info = read_info(tmp_path / Config().run.name)
+    info = known_info(tmp_path / Config().run.name)
     assert info is not None
     assert info.shared_memory == (["psm_a"] if here else [])
