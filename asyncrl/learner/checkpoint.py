@@ -12,21 +12,24 @@ written, the run first writes its other records and then fails.
 import asyncio
 import contextlib
 import logging
+import re
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
-from asyncrl.checkpoints.directory import complete_steps, folder_of, folders
+from asyncrl.checkpoints.directory import folder_of
 from asyncrl.checkpoints.run import RunParts
-from asyncrl.complete_directory import discard, unfinished
+from asyncrl.complete_directory import COMPLETE, discard, unfinished
 from asyncrl.config.schema import CheckpointSection
 from asyncrl.coordinator.snapshot import RunSnapshot
 from asyncrl.errors import AsyncRLError, CheckpointError
 from asyncrl.metrics.recorders import LearnerMetrics
 
 logger = logging.getLogger(__name__)
+
+_STEP = re.compile(r"step-(\d+)")
 
 
 @dataclass
@@ -187,7 +190,8 @@ class Checkpoints:
         """Deletes all but the newest `checkpoint.keep` complete checkpoints and the best ones, and the remains of
         unfinished saves."""
         with self._warning():
-            found, whole = folders(self.folder), complete_steps(self.folder)
+            found = {int(match[1]): path for path in self.folder.iterdir() if (match := _STEP.fullmatch(path.name))}
+            whole = sorted(step for step, path in found.items() if (path / COMPLETE).exists())
             for step in found.keys() - {*whole[-self.config.keep :], *self.best(whole)}:
                 with self._warning():  # one folder that cannot be deleted must not keep the others from being deleted
                     discard(found[step])  # renames it first, so that a kill leaves no part of a checkpoint
