@@ -43,9 +43,6 @@ _LIMITS = {
     "generator.max_completion_tokens < model.max_length": _TOGETHER,
     "data.max_prompt_tokens < model.max_length": _TOGETHER,
     **{f"run.stall_timeout_s > {deadline}": f"{_STALL}{deadline}" for deadline in marked(WATCHED_DEADLINE)},
-    "environment.score_timeout_s < generator.rollout_timeout_s": (
-        ", which includes scoring; lower it, or raise generator.rollout_timeout_s"
-    ),
     "generator.min_replicas <= generator.replicas": "; lower it",
 }
 """Maps a relation between two keys to the end of the message about its violation: the reason, and what to do. A

@@ -16,9 +16,9 @@ def task_violations(config: Config) -> Iterator[str]:
     for name, part in all_configs(config).items():
         for rule in (_data_violations, _rewards_violations, _agent_violations, _tools_violations):
             yield from (f"{key_of(name)}{violation}" for violation in rule(part))
-        if name and part.environment.score_timeout_s >= part.generator.rollout_timeout_s:
+        if part.environment.score_timeout_s >= part.generator.rollout_timeout_s:
             yield (
-                f"{key_of(name)}environment.score_timeout_s = {part.environment.score_timeout_s:g} must be "
+                f"{key_of(name)}environment.score_timeout_s = {part.environment.score_timeout_s:g}: must be "
                 f"below generator.rollout_timeout_s = {part.generator.rollout_timeout_s:g}, which includes scoring; "
                 "lower it, or raise generator.rollout_timeout_s"
             )

@@ -117,7 +117,7 @@ def test_rules_name_the_part() -> None:
     assert "data.mixture.file: data.dataset = jsonl: needs data.path" in violations(no_path)
     assert "data.mixture: has 2 parts with the name words" in violations(WORDS, WORDS)
     slow = WORDS | {"environment": {"reward": "exact_match", "score_timeout_s": 500.0}}
-    assert "data.mixture.words: environment.score_timeout_s = 500 must be below" in violations(slow)
+    assert "data.mixture.words: environment.score_timeout_s = 500: must be below" in violations(slow)
     nothing_kept = WORDS | {"data": {"dataset": f"{HERE}:words", "heldout_fraction": 0.0}}
     assert "needs held-out questions" in violations(nothing_kept)
     check_config(config(nothing_kept, SUMS))
