@@ -167,7 +167,8 @@ def _surrogate(
     if isinstance(surrogate, Regression):
         return (surrogate.beta * log_u_BT - adv_BT).square(), nowhere
     if isinstance(surrogate, Quadratic):
-        # half of the limit, because the square of u times an unbounded weight must fit float32
+        # Half of the largest log-ratio that float32 allows: the loss has u squared, and multiplies it by a weight that
+        # has no upper limit.
         u_BT = log_u_BT.clamp(max=MAX_FLOAT32_LOG_RATIO / 2).exp()
         return -adv_BT * u_BT + adv_BT.abs() * (u_BT - 1).square() / (2 * surrogate.width), nowhere
     u_BT = log_u_BT.clamp(max=MAX_FLOAT32_LOG_RATIO).exp()

@@ -214,8 +214,11 @@ def _ages(history: History, step: TrainedStep, group: TrainedGroup) -> Counter[i
 
 
 def _check_ages(step: TrainedStep, ages: Counter[int], counted: Counter[int]) -> None:
-    """Compares the ages by the samples' versions with those that the ranks counted. The ranks may have left single
-    tokens out, but then the total is smaller."""
+    """Compares the numbers of trained tokens by age: those that follow from the samples' versions (`ages`), and those
+    that the ranks counted (`counted`). Raises Counterexample if they differ.
+
+    The ranks may leave tokens of a sample out, for example those older than η. Then they count fewer tokens in all, and
+    only an age of which they counted more tokens is an error."""
     exact = ages.total() == counted.total()
     for age in sorted(ages.keys() | counted.keys()):
         if counted[age] > ages[age] or (exact and counted[age] != ages[age]):

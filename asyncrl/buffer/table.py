@@ -1,6 +1,7 @@
 """The table of groups: in which state each group is, and the numbers that depend on it.
 
-A group is in exactly one place: reserved, ready, leased, waiting at the front, or ended. Each method moves groups
+A group is in exactly one place: reserved (a generator works on it), ready (it may be trained), leased (the learner
+trains it), waiting at the front (its prompt waits for the next attempt), or ended. Each method moves groups
 between these places, and keeps the containers and the running numbers consistent: the booked bytes, the tokens of ready
 and leased groups, the unleased groups by deadline, and the tickets by replica. The table contains no rules and counts
 nothing in the ledger.

@@ -62,8 +62,8 @@ def export(
 
 
 def _step(directory: Path, at: str | None, *, name: str) -> int | None:
-    """Returns the step of the checkpoint that --at names; None for the newest one. `name` is the held-out set of the
-    best one."""
+    """Returns the step of the checkpoint that --at names; None for the newest one. With `--at best`, this is
+    the checkpoint whose evaluation on the held-out set `name` has the highest reward."""
     if at != BEST:
         return None if at is None else step_of(at)
     if (best := best_checkpoint(directory, name=name)) is None:

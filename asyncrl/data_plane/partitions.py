@@ -238,8 +238,9 @@ class Partitions:
     # --- claims -------------------------------------------------------------------------------------------------
 
     def claim(self, partition_id: str, task: str, *, fields: Sequence[str], batch_size: int) -> Claim | None:
-        """Claims the task's next rows with these fields. If fewer than `batch_size` are ready, returns None and changes
-        nothing. A field that is not registered may still be put, so no row is ready for it yet.
+        """Claims the next rows that have these fields for the consumer `task`. If fewer than `batch_size` are ready,
+        returns None and changes nothing. A field that is not registered may still be put, so no row is ready for it
+        yet.
 
         Raises ValueError unless `batch_size` is a positive multiple of the group size.
         """

@@ -78,7 +78,7 @@ class LearnerLog:
         prefix = "reward/heldout" if record.name == HELDOUT else f"reward/heldout_{record.name}"
         numbers = {f"{prefix}_mean": record.reward_mean, f"{prefix}_version": record.version}
         numbers |= {f"{prefix}_pass_at_{k}": value for k, value in record.pass_at.items()}
-        # trackers want growing steps, and the run may have trained further meanwhile
+        # Trackers refuse a step lower than an earlier one, and the run may have trained more steps meanwhile.
         self._trackers.log(max(record.version, self.trained_steps), numbers)
 
     def write_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:

@@ -94,8 +94,9 @@ def _value(text: Any) -> Any:
 
 
 def _spelled(arguments: Any) -> str:
-    """Returns the arguments of a call in one spelling, with their keys in the order that they have. Only json can
-    write all values that a model may have written, such as NaN and halves of surrogate pairs."""
+    """Returns the arguments of a tool call as JSON without spaces. Equal arguments give equal texts; keys keep their
+    order. Python's json is used because msgspec refuses values that a model may write, such as NaN and halves of
+    surrogate pairs."""
     return json.dumps(_value(arguments), separators=(",", ":"))
 
 

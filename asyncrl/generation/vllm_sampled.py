@@ -107,8 +107,9 @@ class SampledByVLLM:
         return samples
 
     def _look(self, child: Child) -> tuple[Any, Any]:
-        """Returns vLLM's state of a child that runs, or its output if it has ended. Both are None if the request is not
-        known yet, or if it has just ended and its output is on the way."""
+        """Returns (state, output) of one completion of a request: vLLM's state while it runs, its output when it has
+        ended. Both are None if vLLM does not know the request yet, or if the completion has just ended and its output
+        is on the way."""
         if child.output is not None:
             return None, child.output
         processor = self.llm.output_processor

@@ -76,8 +76,8 @@ class ColocatablePolicyInterface(PolicyInterface):
 
     - By broadcast: call `init_collective` on both sides at the same time. Then call `broadcast_weights_for_collective`
       together with `update_weights_from_collective`.
-    - On a shared device: `offload_before_refit`, `prepare_weights_for_ipc`, `get_weights_ipc_handles` for one group
-      after the other, `offload_after_refit`, and `prepare_for_training` before the next training step.
+    - On a shared device: `offload_before_refit`, `prepare_weights_for_ipc`, `get_weights_ipc_handles` for one group of
+      parameters after the other, `offload_after_refit`, and `prepare_for_training` before the next training step.
 
     Weights have a version. If it is not given, it is one step after the last version that this policy has sent; the
     first is step 0. A failure raises a WeightError. It is a CollectiveError if a peer is dead, missing or late.

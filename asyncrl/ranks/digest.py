@@ -37,7 +37,8 @@ def combined(parts: Iterable[int]) -> int:
 
 
 def tensor_digest(name: str, rows: torch.Tensor, *, start: int = 0) -> int:
-    """Returns the part of consecutive rows of the tensor `name`. `start` is the number of the first one.
+    """Returns the digest of consecutive rows of the tensor `name`. `start` is the number of the first row in the whole
+    tensor. `combined` makes the digest of all rows from the digests of parts.
 
     >>> whole = torch.arange(6.0).reshape(3, 2)
     >>> parts = tensor_digest("w", whole[:1]), tensor_digest("w", whole[1:], start=1)

@@ -201,7 +201,7 @@ def check_layout(manifest: Manifest) -> None:
     if pieces and not (pieces[0].offset >= 0 and pieces[-1].offset + pieces[-1].nbytes <= manifest.flat_bytes):
         raise ManifestMismatch(f"{refused}a bucket has bytes that belong to no tensor; nothing was applied")
     following = iter(pieces)
-    start = end = 0  # of the range without a gap that has the tensor's first byte
+    start = end = 0  # the bytes from `start` to `end` arrive without a gap; the tensor must begin and end within them
     for entry in sorted(manifest.tensors, key=lambda entry: entry.offset):
         while end < entry.offset + entry.nbytes:
             added = next(following, None)

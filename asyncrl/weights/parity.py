@@ -61,8 +61,10 @@ class Differences:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityLimits:
-    """The differences that `weights.parity_*` accept. A share `beyond_ratio` of the tokens may differ by more than
-    `tolerance_nats`. The mean difference may be `mean_nats`. In float32 `beyond_ratio` is 0."""
+    """The differences between the log-probs of an engine and of the learner that `weights.parity_*` accept.
+
+    At most a share `beyond_ratio` of the tokens may differ by more than `tolerance_nats`. The mean difference may be at
+    most `mean_nats`. In float32 `beyond_ratio` is 0."""
 
     tolerance_nats: float
     beyond_ratio: float

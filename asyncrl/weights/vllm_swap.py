@@ -120,7 +120,8 @@ class WeightSwap:
 
     def _repacked_from(self, layer: Any, tensors: Weights) -> Callable[[], None]:
         freed = layer.weight
-        layer.weight = _unpacked(layer)  # a forward pass reads the packed weight alone
+        # A forward pass reads only the packed copy of the weight, so this attribute may be replaced meanwhile.
+        layer.weight = _unpacked(layer)
         try:
             self._model.load_weights(tensors)
             return _repacked(layer, layer.weight)
