@@ -40,7 +40,7 @@ class Refusal(StrEnum):
 
 
 class Prefix(msgspec.Struct, frozen=True, kw_only=True):
-    """A partial generation of a group, whose tokens are in the data plane (`asyncrl.data_plane.prefixes`).
+    """A partial generation of a group, whose tokens are in the data plane (`asyncrl.generation.prefixes`).
 
     `attempt` is the attempt that stored it. `tokens` is the number of completion tokens of all samples; an earlier
     attempt generated `continued_tokens` of them. `versions` are the versions that generated the tokens. The store may

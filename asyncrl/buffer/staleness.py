@@ -11,7 +11,8 @@ steps:
 
     for every d ≥ s:  #{reserved or ready after the lease, deadline ≤ d} ≤ (d − s) · B           (2)
 
-Together the rules bound the staleness of every group by η, and no group is discarded. docs/guarantees.md has the proof.
+Together the rules bound the staleness of every group by η, and no group is discarded. (`staleness.on_deadline` may ask
+for another treatment of groups that arrive too late.) docs/guarantees.md has the proof.
 tests/buffer tests it with random histories. All functions here are pure.
 """
 

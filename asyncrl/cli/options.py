@@ -218,8 +218,9 @@ def weights_named(directory: Path) -> Iterator[None]:
     try:
         yield
     except Exception:
-        if (weights := newest_weights(directory)) is not None:
-            say(f"weights: {weights}", err=True)
+        with contextlib.suppress(OSError):  # the error of the block is more important
+            if (weights := newest_weights(directory)) is not None:
+                say(f"weights: {weights}", err=True)
         raise
 
 

@@ -9,7 +9,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from asyncrl.algorithms.presets import baseline_of
@@ -123,20 +123,16 @@ def _model(config: Config, roles: Collection[Role], origins: Mapping[KeyPath, st
         from asyncrl.data.light_tokenizer import cached_files
 
         files = cached_files(config.model.path)
-        return ([] if files is None else model_problems(read_model(files), config)), []
-    if config.model.tiny is not None and is_tiny(path):
+    elif config.model.tiny is not None and is_tiny(path):
         return [], []
-    if not path.exists():
-        return [f"{named}: {reason}" for reason in _no_directory(path, config, origins)], []
-    if not path.is_dir():
-        return [f"{named}: is a file; name the model's directory"], []
-    if missing := missing_parts(path, weights=Role.LEARNER in roles or config.model.lora is not None):
-        return [
-            f"{named}: the directory is not a complete Hugging Face model, it lacks {' and '.join(missing)}; name the "
-            "directory of a complete model"
-        ], []
+    elif problems := _incomplete(path, config, roles, origins):
+        return [f"{named}: {problem}" for problem in problems], []
+    else:
+        files = path
+    if files is None:
+        return [], []
     try:
-        found = read_model(path)
+        found = read_model(files)
     except (OSError, ValueError) as error:  # the errors of msgspec and json are ValueErrors
         return [f"{named}: its config.json or tokenizer.json cannot be read ({error}); name another directory"], []
     warnings = []
@@ -148,6 +144,20 @@ def _model(config: Config, roles: Collection[Role], origins: Mapping[KeyPath, st
             f"{found.added[0]!r}; a prompt must not contain them"
         )
     return model_problems(found, config), warnings
+
+
+def _incomplete(path: Path, config: Config, roles: Collection[Role], origins: Mapping[KeyPath, str]) -> Sequence[str]:
+    """Returns why `path` is not the directory of a whole model."""
+    if not path.exists():
+        return _no_directory(path, config, origins)
+    if not path.is_dir():
+        return ["is a file; name the model's directory"]
+    if missing := missing_parts(path, weights=Role.LEARNER in roles or config.model.lora is not None):
+        return [
+            f"the directory is not a complete Hugging Face model, it lacks {' and '.join(missing)}; name the directory "
+            "of a complete model"
+        ]
+    return []
 
 
 def _no_directory(path: Path, config: Config, origins: Mapping[KeyPath, str]) -> list[str]:

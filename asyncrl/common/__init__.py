@@ -1,1 +1,2 @@
-"""The vocabulary of a run that every package may use: versions of the weights, roles, states, and names of actors."""
+"""What every package may use: the vocabulary of a run (versions of the weights, roles, states, names of actors), and
+helpers for tasks, threads and imports."""

@@ -125,7 +125,8 @@ def as_it_is(directory: Path) -> RunInfo | None:
 
 
 def newest_weights(directory: Path) -> Path | None:
-    """Returns the folder with the weights of the run's newest complete checkpoint; None if there is none."""
+    """Returns the folder with the newest complete weights of the run, of a checkpoint or of a save after a failure;
+    None if there is none."""
     weights = {step: path / HF for step, path in folders(directory / CHECKPOINTS).items()}
     saved = [step for step, path in weights.items() if (path / COMPLETE).exists()]
     return weights[max(saved)] if saved else None

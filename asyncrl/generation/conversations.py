@@ -160,7 +160,8 @@ class Conversation:
         history, shown = tuple(map(canonical, messages)), compact(list(tools))
         as_long = [turn for turn in self.turns if len(turn.history) == len(history)]
         same = [turn for turn in as_long if turn.history == history and turn.tools == shown]
-        if (again := self._again(same, shown, *map(text_of, messages), retry=retry)) is not None:
+        texts = (shown, *map(text_of, messages))
+        if (again := self._again(same, *texts, retry=retry, history=history, tools=shown)) is not None:
             return again
         # The longest one is the first one that fits, so a call compares its history with one earlier history only.
         longest_first = sorted(self.turns, key=lambda turn: len(turn.history), reverse=True)
@@ -215,11 +216,14 @@ class Conversation:
             turn.asked, turn.text, turn.stop = asked, text, stop
         return turn
 
-    def _again(self, same: Sequence[Turn], *texts: str, retry: bool) -> Turn | None:
+    def _again(
+        self, same: Sequence[Turn], *texts: str, retry: bool, history: tuple[str, ...] = (), tools: str = ""
+    ) -> Turn | None:
         """Returns the turn of a call that repeats the earlier calls `same`; None if there are none.
 
         This is an earlier turn if the call is a `retry`, or if the answer of the last one never arrived. Otherwise it
-        is a new one. Checks the limits of a new call, also if there are no earlier ones; `texts` are its texts.
+        is a new one with the `history` and `tools` of the call. Checks the limits of a new call, also if there are no
+        earlier ones; `texts` are its texts.
         """
         if same and (retry or (same[-1].reply is not None and not same[-1].delivered)):
             # The first try of a retry may have failed, while another call of the same kind was answered.
@@ -229,8 +233,7 @@ class Conversation:
         self._check_texts(*texts)
         if not same:
             return None
-        first = same[0]
-        return self._added(first.parent, first.node, first.history, first.tools, Fork.RESAMPLED)
+        return self._added(same[0].parent, same[0].node, history, tools, Fork.RESAMPLED)
 
     def _tokens_of(self, text: str, *, first_token: bool) -> list[int]:
         spoken = [(turn.said, turn) for turn in self.turns if turn.said is not None]

@@ -80,6 +80,7 @@ class Completion(PartialCompletion):
     """One sampled continuation of a prompt, which is finished. `text` has no special tokens."""
 
     text: str
+    truncated: bool  # an engine must not leave it out
     finished: bool = True
 
 

@@ -1,4 +1,5 @@
-"""Declares every metric of asyncrl once, as data. `docs/metrics.md` is generated from this module.
+"""Declares every metric of asyncrl once, as data. `docs/metrics.md` is generated from this module and
+`numbers.py`.
 
 The help text, unit, labels and buckets of a metric are written only here; `numbers.py` has those of a step's numbers.
 Only `instruments.py` turns a declaration into a prometheus_client object.

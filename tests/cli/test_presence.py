@@ -15,6 +15,7 @@ from asyncrl.cli.main import app
 from asyncrl.cli.presence import check_presence
 from asyncrl.common.roles import Role
 from asyncrl.config.load import config_origins, load_config
+from asyncrl.data import light_tokenizer
 from asyncrl.demo.directory import TINY_RECIPE
 from asyncrl.errors import ConfigError
 
@@ -107,6 +108,16 @@ def test_a_model_s_directory_that_does_not_exist_is_missed(tmp_path: Path) -> No
     write_model(model)
     assert missing("model.tiny=null", f"model.path={model}") == []
     assert missing("model.tiny=null", "model.path=Qwen/Qwen3-0.6B") == [], "this may be a model of the Hub"
+
+
+def test_a_damaged_model_in_the_cache_of_the_hub_is_an_error_with_its_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path)
+    (tmp_path / "config.json").write_text('{"vocab')
+    monkeypatch.setattr(light_tokenizer, "cached_files", lambda model: tmp_path)
+    [line] = missing("model.tiny=null", "model.path=Qwen/Qwen3-0.6B")
+    assert line.startswith("model.path = Qwen/Qwen3-0.6B: its config.json or tokenizer.json cannot be read (")
 
 
 @pytest.mark.parametrize("path", ["models/llama-cat", "mine/llama-cat", "a/b/llama-cat"])

@@ -73,7 +73,7 @@ async def test_a_replica_gets_the_secrets_of_the_command_with_its_start_and_a_pa
     monkeypatch.setenv("JUDGE_API_KEY", "sk-1")
     config = Config.model_validate({"environment": {"secrets": ["JUDGE_API_KEY"]}, "run": {"dir": "runs", "name": "a"}})
     deployment = deployment_of(config)
-    deployment._pool._model_path.set_result("model")  # type: ignore[attr-defined]
+    deployment._pool.model_path.set_result("model")  # type: ignore[attr-defined]
     given: dict[str, Any] = {}
 
     async def done(*_: Any, **__: Any) -> None:
@@ -96,7 +96,7 @@ async def test_a_replica_gets_the_secrets_of_the_command_with_its_start_and_a_pa
 @pytest.mark.asyncio
 async def test_an_engine_that_starts_too_slowly_is_an_error_with_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     deployment = deployment_of(Config.model_validate({"generator": {"startup_timeout_s": 7.0}}))
-    deployment._pool._model_path.set_result("model")  # type: ignore[attr-defined]
+    deployment._pool.model_path.set_result("model")  # type: ignore[attr-defined]
 
     async def placed(*_: Any, **__: Any) -> None:
         """Ray has placed it."""

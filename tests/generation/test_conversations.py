@@ -267,6 +267,19 @@ def test_an_empty_answer_is_not_continued_by_an_equal_call() -> None:
     assert conversation.call_with_text("one: two").token_ids == [*ids("one:"), END_ID, *ids(" two")]
 
 
+def test_a_retry_of_a_message_does_not_get_the_answer_to_a_call_with_the_same_tokens() -> None:
+    conversation = Conversation(RENDERER, session_settings(max_branches=99))
+    asked = [{"role": "user", "content": "one"}]
+    first = conversation.call(asked, tools=(TOOL,))
+    conversation.answered(first, completion("1"), message("1"))
+    first.delivered = True
+    repeat = conversation.call_with_tokens(first.token_ids)
+    conversation.answered(repeat, completion("2"), message("2"))
+    repeat.delivered = True
+    assert repeat is not first
+    assert conversation.call(asked, tools=(TOOL,), retry=True) is first
+
+
 def test_a_retry_gets_its_own_answer_although_another_call_has_become_its_beginning() -> None:
     conversation = Conversation(RENDERER, session_settings(max_branches=99))
     pending = conversation.call_with_text("q: a b")

@@ -28,7 +28,7 @@ def test_agents_with_a_tool_and_two_client_packages_train(tmp_path: Path) -> Non
         "model.tiny.layers=2",
         "model.tiny.hidden_size=64",
         "model.tiny.heads=2",
-        "model.tiny.warmup_steps=120",
+        "model.tiny.warmup_steps=300",
         "model.tiny.warmup_batch_size=8",
         "model.tiny.warmup_learning_rate=0.005",
         "environment.score_workers=2",

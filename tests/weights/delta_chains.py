@@ -30,7 +30,7 @@ BUCKET_BYTES = 256
 
 
 class Memory:
-    """Implements the sending half of `Transport`: a handle is the number of a part."""
+    """Implements `Sender`: a handle is the number of a part."""
 
     def __init__(self) -> None:
         self.parts: list[Bytes] = []
