@@ -9,7 +9,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from asyncrl.algorithms.presets import baseline_of
@@ -125,8 +125,10 @@ def _model(config: Config, roles: Collection[Role], origins: Mapping[KeyPath, st
         files = cached_files(config.model.path)
     elif config.model.tiny is not None and is_tiny(path):
         return [], []
-    elif problems := _incomplete(path, config, roles, origins):
-        return [f"{named}: {problem}" for problem in problems], []
+    elif not path.exists():
+        return [f"{named}: {reason}" for reason in _no_directory(path, config, origins)], []
+    elif problem := _incomplete(path, config, roles):
+        return [f"{named}: {problem}"], []
     else:
         files = path
     if files is None:
@@ -146,18 +148,16 @@ def _model(config: Config, roles: Collection[Role], origins: Mapping[KeyPath, st
     return model_problems(found, config), warnings
 
 
-def _incomplete(path: Path, config: Config, roles: Collection[Role], origins: Mapping[KeyPath, str]) -> Sequence[str]:
-    """Returns why `path` is not the directory of a whole model."""
-    if not path.exists():
-        return _no_directory(path, config, origins)
+def _incomplete(path: Path, config: Config, roles: Collection[Role]) -> str | None:
+    """Returns why `path` is not the directory of a whole model; None if it is one."""
     if not path.is_dir():
-        return ["is a file; name the model's directory"]
+        return "is a file; name the model's directory"
     if missing := missing_parts(path, weights=Role.LEARNER in roles or config.model.lora is not None):
-        return [
+        return (
             f"the directory is not a complete Hugging Face model, it lacks {' and '.join(missing)}; name the directory "
             "of a complete model"
-        ]
-    return []
+        )
+    return None
 
 
 def _no_directory(path: Path, config: Config, origins: Mapping[KeyPath, str]) -> list[str]:

@@ -113,9 +113,10 @@ def test_a_model_s_directory_that_does_not_exist_is_missed(tmp_path: Path) -> No
 def test_a_damaged_model_in_the_cache_of_the_hub_is_an_error_with_its_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_model(tmp_path)
-    (tmp_path / "config.json").write_text('{"vocab')
-    monkeypatch.setattr(light_tokenizer, "cached_files", lambda model: tmp_path)
+    model = tmp_path / "model"
+    write_model(model)
+    (model / "config.json").write_text('{"vocab')
+    monkeypatch.setattr(light_tokenizer, "cached_files", lambda _: model)
     [line] = missing("model.tiny=null", "model.path=Qwen/Qwen3-0.6B")
     assert line.startswith("model.path = Qwen/Qwen3-0.6B: its config.json or tokenizer.json cannot be read (")
 
