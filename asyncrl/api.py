@@ -167,7 +167,7 @@ def _attended(
     def work() -> None:
         run_in(loop, training(stop), outcome)
         try:
-            ray.shutdown(wait_for_processes=True)  # this process can start the next run only without Ray
+            ray.shutdown(wait_for_processes=True)  # the next run of this process starts a Ray of its own
         finally:
             calls.put(None)
 

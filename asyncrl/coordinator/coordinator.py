@@ -211,8 +211,8 @@ class Coordinator:
         self._without(replica, lost=False)
 
     async def quarantine(self, replica: str, cause: Cause, reason: str) -> None:
-        """Records that a replica must not get tickets any more, because something of it has failed. Its tickets expire
-        at once. `replica` calls it itself, when it knows."""
+        """Records that a replica must not get tickets any more, because a part of it has failed. Its tickets expire at
+        once. A replica that finds its own failure makes this call itself."""
         if self._parts.buffer.fleet.quarantine(replica, cause, reason):
             self._without(replica, lost=True)
 

@@ -47,7 +47,7 @@ class Place:
         self.woken.clear()
 
     def leave(self) -> None:
-        """Ends the wait."""
+        """Ends the wait of this call."""
 
 
 class Bell(Place):

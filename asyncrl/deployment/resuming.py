@@ -125,7 +125,8 @@ def chosen_checkpoint(directory: Path, config: Config, *, step: int | None) -> R
 
 
 def step_of(name: str) -> int:
-    """Returns the number of steps of the checkpoint called `name`. Raises ConfigError for another name.
+    """Returns the number of steps of the checkpoint called `name`. Raises ConfigError for a name that is
+    not `step-` and a number.
 
     >>> step_of("step-140")
     140

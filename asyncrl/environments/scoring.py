@@ -200,7 +200,7 @@ class Scorer:
         for process in self._processes:
             process.kill()
         for _ in self._threads:
-            self._line.put(None)  # after the waiting groups, which fail as closed
+            self._line.put(None)  # threads end at it, after the waiting groups, which fail because the scorer is closed
         for thread in self._threads:
             thread.join()
         with contextlib.suppress(queue.Empty):

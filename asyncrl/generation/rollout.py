@@ -117,8 +117,8 @@ class Rollouts:
         )
 
     async def answers(self, task: Task, how: HeldoutSet, *, number: int) -> list[HeldoutAnswer]:
-        """Generates the completions of a task of the held-out set `how`, which belong to no group. One completion is
-        greedy. If samples have seeds of their own, those of the task follow from its `number` in the evaluation.
+        """Generates the completions of a task of a held-out set, as `how` says. They belong to no group. One completion
+        is greedy. If samples have seeds of their own, those of the task follow from its `number` in the evaluation.
 
         Raises DataError if a reward fails.
         """
