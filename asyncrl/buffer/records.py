@@ -64,7 +64,7 @@ buffer gets the task from the data. Tasks would be most of the bytes of a snapsh
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What a ticket and a prompt that waits for one have in common: the attempt at a group.
+    """An attempt at a group: the fields that a ticket shares with a prompt that waits for a ticket.
 
     `seed` is a multiple of the group size, because vLLM gives sample i the seed + i. `prefix` is the partial generation
     of an earlier attempt with which this one begins. `failed_on` has the replica of each earlier attempt that failed or

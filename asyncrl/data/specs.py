@@ -77,7 +77,7 @@ class GenerationOutputSpec(TypedDict):
 
 
 class _StepColumns(TypedDict):
-    """What a training step reads of each sample."""
+    """The columns of samples that a training step reads."""
 
     input_ids: torch.Tensor
     """int64 [B, S]: prompt, response, padding."""

@@ -29,7 +29,7 @@ WireColumn = tuple[npt.NDArray[Any] | list[Any], npt.NDArray[np.int64] | None, s
 """A `Column` as (values, ends, name of the dtype), for transport."""
 
 Spans = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
-"""Where the tokens of each row begin in the values of a column, and how many they are."""
+"""For each row: the place of its first token in the values of a column, and the number of its tokens."""
 
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types, by element size in bytes, that carry the values of dtypes that NumPy lacks."""

@@ -26,7 +26,7 @@ from asyncrl.generation.vllm_tools import ToolParser
 
 
 class AgentActivity(TypedDict):
-    """What the agents of a group did, as `GeneratorMetrics.agents` takes it: the calls of each sample, the tool calls
+    """The arguments of `GeneratorMetrics.agents` for a group: the calls of each sample, the tool calls
     of the model, how long each took until the agent's next call (seconds), the forks by reason, and the tokens by
     origin."""
 

@@ -37,7 +37,8 @@ def _asked_for(body: msgspec.Struct, honoured: Mapping[str, bool]) -> str:
 
 
 class _OpenAICall(msgspec.Struct, frozen=True, kw_only=True):
-    """What the bodies of both calls of OpenAI have. What they do not name is ignored, such as sampling settings."""
+    """The fields that the bodies of both calls of OpenAI share. The gateway ignores other fields, such as sampling
+    settings."""
 
     max_tokens: _Count | None = None
     stop: _Stop | None = None

@@ -87,7 +87,7 @@ class LearnerLoop:
     clock: Callable[[], float] = time.monotonic
     phase: str = field(default="publishing the first weights", init=False)
     _due: RunSnapshot | None = field(default=None, init=False)
-    """Of the step whose checkpoint is due."""
+    """The snapshot of the step whose checkpoint is due; None if none is due."""
     _unpublished: bool = field(default=False, init=False)
     """True if the learner has a newer version than the published one."""
 

@@ -21,8 +21,8 @@ WIDTH, HEIGHT = 380, 210
 STEP = "step"
 LEFT, RIGHT, TOP, BOTTOM = 54, 16, 12, 30
 """Margins in SVG units, with room for labels. The left margin is wide enough for a label such as -1.25e-4."""
+# The script of the page (`charts.js`) reads the margins from the page.
 TEMPLATES.globals["margins"] = f"{LEFT} {RIGHT} {TOP} {BOTTOM}"
-# The script of the page (`charts.js`) reads them.
 
 AGE_COLORS = tuple(f"age-{index}" for index in range(7))
 """Colours by age, from the lowest staleness to the highest."""

@@ -71,7 +71,7 @@ def decode(base: Bytes, delta: Bytes) -> Bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Delivery:
-    """What was sent of a version that the weight store may have: the bytes of each bucket, and its chain with them."""
+    """A version that was sent, and that the weight store may have: the bytes of each bucket, and their chain."""
 
     version: Version
     parts: tuple[Bytes, ...]

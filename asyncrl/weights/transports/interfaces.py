@@ -34,8 +34,9 @@ class BroadcastEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shipment:
-    """What a rank sends of a version: `parts` are the bytes of its buckets, or deltas. `described` are the buckets as
-    the manifest has them. `shared` has the parts, one after the other, if other processes of the node may map them."""
+    """The part of a version that a rank sends. `parts` are the bytes of its buckets, or deltas. `described` are the
+    buckets as the manifest has them. `shared` has the parts, one after the other, if other processes of
+    the node may map them."""
 
     version: Version
     parts: Sequence[Bytes]
