@@ -40,6 +40,7 @@ WORKER_NICENESS = 0
 tenth of the CPU if two other programs are busy on two cores."""
 _UNUSED_DAEMONS = ("start_api_server", "start_monitor", "start_log_monitor")
 """Methods of Ray's Node that start daemons which a cluster of one run does not use."""
+_RAY_PACKAGE = os.path.dirname(ray.__file__)
 PROBE_TIMEOUT_S = 5.0
 """Deadline of the connection that tests whether a process listens at an address, seconds."""
 
@@ -116,15 +117,22 @@ def patiently(start: Callable[[], Started]) -> Started:
         except Exception as error:  # Ray raises a plain Exception
             if "timed out during startup" not in str(error):
                 raise
-            # Ray ends its processes only when this process ends. No other thread starts processes at this time.
+            # Ray ends its processes only when this process ends.
+            # In a notebook, other threads of the caller may start processes at the same time.
             for process in set(psutil.Process().children(recursive=True)) - set(before):
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
+                    if _is_of_ray(process):
+                        process.kill()
             logger.warning("Ray did not start within its limit of 30 s; attempts left: %d", left)
     raise RunError(
         f"Ray did not start in {STARTS} attempts of 30 s each, because this machine is too busy; end other programs, "
         "or set ray.address to a running cluster"
     )
+
+
+def _is_of_ray(process: psutil.Process) -> bool:
+    """Returns whether the process runs a program of the installed package ray, such as the raylet."""
+    return any(argument.startswith(f"{_RAY_PACKAGE}{os.sep}") for argument in process.cmdline())
 
 
 @contextlib.contextmanager

@@ -101,7 +101,7 @@ class AgentRollouts:
         episodes = [self._episode(session) for session in ended]
         return Played(
             episodes=episodes,
-            scores=[_judged(score, session) for score, session in zip(scores, ended, strict=True)],
+            scores=[_judged(*each) for each in zip(scores, ended, episodes, strict=True)],
             environment_s=max(0.0, time.monotonic() - began_s - waited_s),
             activity=_activity(ended, episodes),
             continued_tokens=group.continued_tokens,
@@ -153,8 +153,9 @@ def _activity(sessions: Sequence[EndedSession], episodes: Sequence[Episode]) -> 
     )
 
 
-def _judged(score: Score, session: EndedSession) -> Score:
-    """Returns the score of a sample, or why it fails."""
+def _judged(score: Score, session: EndedSession, episode: Episode) -> Score:
+    """Returns the score of a sample, or why it fails. The completion of the error is the text of the episode: the
+    scorer knows only the session, whose key must not be logged."""
     if not session.calls:
         message = f"the agent made no call to the model{f': {score}' if isinstance(score, DataError) else ''}"
         return DataError(message, reason=RewardFailure.NO_CALL)
@@ -163,5 +164,7 @@ def _judged(score: Score, session: EndedSession) -> Score:
         reason = RewardFailure.LIMIT if session.limit else RewardFailure.NO_CALL
         return DataError(f"the model answered no call of the agent ({why})", reason=reason)
     if isinstance(score, DataError):
-        return DataError(f"{score} ({session.limit})", reason=RewardFailure.LIMIT) if session.limit else score
+        if session.limit:
+            return DataError(f"{score} ({session.limit})", reason=RewardFailure.LIMIT, completion=episode.text)
+        return DataError(str(score), reason=score.reason, completion=episode.text)
     return score

@@ -72,7 +72,7 @@ def engine_starts(*, memory_knob: str, stderr: Path = STDERR) -> Iterator[None]:
 
 
 async def first_end(processes: Sequence[psutil.Process]) -> psutil.Process:
-    """Waits until one of these child processes has ended. Returns it."""
+    """Waits until one of these processes has ended. Returns it."""
     loop, ended = asyncio.get_running_loop(), asyncio.Future[psutil.Process]()
 
     def end(process: psutil.Process) -> None:
@@ -86,6 +86,8 @@ async def first_end(processes: Sequence[psutil.Process]) -> psutil.Process:
             except ProcessLookupError:
                 return process
             watched.callback(os.close, descriptor)
+            if not process.is_running():  # its id belongs to another process now, as its start time shows
+                return process
             loop.add_reader(descriptor, end, process)
             watched.callback(loop.remove_reader, descriptor)
         return await ended

@@ -70,18 +70,17 @@ def preload() -> None:
         gc.freeze()
 
 
-def _runs_the_engine(child: psutil.Process) -> bool:
-    """Returns False for Python's resource tracker, and for a child that has ended and is now a zombie."""
-    try:
-        return "resource_tracker" not in " ".join(child.cmdline())
-    except psutil.NoSuchProcess:  # psutil raises this for a zombie too
-        return False
-
-
 class VLLMEngine:
     """Implements `InferenceEngine`. Create it with `start`."""
 
-    def __init__(self, llm: Any, *, config: Config, adapters: VLLMAdapters | None = None) -> None:
+    def __init__(
+        self,
+        llm: Any,
+        *,
+        config: Config,
+        processes: Sequence[psutil.Process],
+        adapters: VLLMAdapters | None = None,
+    ) -> None:
         self._llm = llm
         self._stop = config.generator.stop
         self._top_k = config.generator.top_k
@@ -91,10 +90,9 @@ class VLLMEngine:
         self._progress_every_s = STORED_PROGRESS_EVERY_S if stored else PROGRESS_EVERY_S
         self.weights = VLLMWeights(llm, clear_cache=config.weights.kv_cache == "recompute")
         self._adapters = adapters
-        children = psutil.Process().children(recursive=True)
-        self._children = [child for child in children if _runs_the_engine(child)]
+        self._processes = processes
         folders = [] if adapters is None else [adapters.folder.name]
-        self.processes = EngineProcesses.of(self._children, also=folders)
+        self.processes = EngineProcesses.of(processes, also=folders)
         """The supervisor makes sure that these processes and segments are gone, also after the engine was killed."""
         self._requests = itertools.count()
         self._running: set[str] = set()
@@ -133,12 +131,13 @@ class VLLMEngine:
         knob = "kv_cache_gib" if config.generator.gpus == 0 else "gpu_memory_utilization"
         with engine_starts(memory_knob=f"generator.{knob}"), children_begin_with("asyncrl.generation.engine_main"):
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+            processes = await processes_of(llm)
         await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         enable_envs_cache()  # as vLLM does in the engine's process: each request reads its environment variables
         if lora is None:
-            return cls(llm, config=config)
+            return cls(llm, config=config, processes=processes)
         adapters = VLLMAdapters(llm, make_request=LoRARequest, lora=lora, base=model_path)
-        return cls(llm, config=config, adapters=adapters)
+        return cls(llm, config=config, processes=processes, adapters=adapters)
 
     async def generate(
         self,
@@ -230,15 +229,17 @@ class VLLMEngine:
     # -- processes -----------------------------------------------------------------------------------------------
 
     async def died(self) -> str:
-        ended = await first_end(self._children)
-        return cause_of_death(f"its process {ended.pid} has ended, for example because the machine's memory was full")
+        names = {process.pid: process.name() for process in self._processes if process.is_running()}
+        ended = await first_end(self._processes)
+        named = f"{names[ended.pid]}, pid {ended.pid}," if ended.pid in names else f"{ended.pid}"
+        return cause_of_death(f"its process {named} has ended, for example because the machine's memory was full")
 
     async def shutdown(self) -> None:
         if self._llm.output_handler is not None and not self._llm.get_num_unfinished_requests():
             self._llm.output_handler.cancel()  # or it may log that the engine is dead
         await asyncio.to_thread(self._llm.shutdown, ENGINE_EXIT_S)
         self._llm.shutdown = lambda: None  # it is called again when Python ends, and fails then
-        _, alive = await asyncio.to_thread(psutil.wait_procs, self._children, ENGINE_EXIT_S)
+        _, alive = await asyncio.to_thread(psutil.wait_procs, self._processes, ENGINE_EXIT_S)
         for process in alive:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -335,6 +336,18 @@ class VLLMEngine:
         for child in children:
             child.output = final.outputs[child.index]
         return final
+
+
+async def processes_of(llm: Any) -> list[psutil.Process]:
+    """Returns the processes of an engine that has started: those of its core, and its workers on this node.
+
+    Other children of this process do not belong to the engine: the scoring processes of rewards and what these start,
+    the resource trackers of Python, and compilers. They may end at any time.
+    """
+    cores = [psutil.Process(process.pid) for process in llm.engine_core.resources.engine_manager.processes]
+    started_by_cores = {child.pid: child for core in cores for child in core.children(recursive=True)}
+    workers = await llm.collective_rpc("process_id")
+    return [*cores, *(started_by_cores[pid] for pid in workers if pid in started_by_cores)]
 
 
 def _ended_at(max_tokens: int, sample: PartialCompletion) -> PartialCompletion:

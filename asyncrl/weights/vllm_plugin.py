@@ -14,6 +14,7 @@ one of three ways:
 import contextlib
 import logging
 import multiprocessing
+import os
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -223,6 +224,10 @@ class WorkerExtension:
     """Adds calls to vLLM's worker."""
 
     weight_transfer_engine: AsyncRLWeightTransferEngine
+
+    def process_id(self) -> int:
+        """Returns the pid of the worker's process. A single worker may run in the process of the engine's core."""
+        return os.getpid()
 
     def prepare_weights(self, update_info: dict[str, Any], pipe: str, message: bytes) -> None:
         """Begins to prepare an update, and returns at once."""

@@ -154,6 +154,7 @@ async def test_a_bad_sample_does_not_cost_the_others() -> None:
             group = await setup.run(how=how)
             [failure] = group.failures
             reasons[how] = failure.reason
+            assert "api_key" not in failure.completion, "the session with its key is not the completion"
             assert sorted(group.meta.rewards, key=str) == [1.0, 1.0, None], how
     assert reasons == expected
 

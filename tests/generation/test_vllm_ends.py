@@ -51,7 +51,7 @@ def _without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def sampled(*finish_reasons: str | None) -> list[bool]:
     """Returns which completions were cut off at their length limit."""
-    engine = VLLMEngine(EndedLLM(*finish_reasons), config=Config())
+    engine = VLLMEngine(EndedLLM(*finish_reasons), config=Config(), processes=[])
     completions = await engine.generate([7], n=len(finish_reasons), seed=None, temperature=1.0, max_tokens=2)
     return [completion.truncated for completion in completions]
 
@@ -85,7 +85,7 @@ async def test_another_end_fails_the_group_and_is_tried_again_only_if_that_may_h
 @pytest.mark.asyncio
 @pytest.mark.usefixtures("_without_vllm")
 async def test_a_score_that_the_engine_did_not_finish_is_an_infra_failure() -> None:
-    engine = VLLMEngine(EndedLLM("error"), config=Config())
+    engine = VLLMEngine(EndedLLM("error"), config=Config(), processes=[])
     with pytest.raises(InfraError, match="internal error"):
         await engine.score([7])
 

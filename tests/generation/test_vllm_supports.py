@@ -132,7 +132,7 @@ class NotedEngine(VLLMEngine):
 async def test_a_greedy_answer_has_no_support() -> None:
     llm = EndedLLM()
     llm.model_config = SimpleNamespace(get_vocab_size=lambda: 100)  # type: ignore[attr-defined]
-    engine = NotedEngine(llm, config=load_config([], ["generator.top_k=3"]))
+    engine = NotedEngine(llm, config=load_config([], ["generator.top_k=3"]), processes=[])
     [sampled] = await engine.generate([1], n=1, seed=None, temperature=0.5, max_tokens=2)
     assert {"top_k": 3, "logprobs": 3}.items() <= engine.asked.items()
     assert sampled.supports is not None
