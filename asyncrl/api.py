@@ -65,10 +65,10 @@ def run(
 ) -> RunResult:
     """Trains a run on this machine, or on the Ray cluster at `ray.address`, and returns its result.
 
-    `config` is a `Config`, the path of a YAML file, or a mapping of sections. `overrides` are merged over it; their
-    keys may be dotted: `{"learner.total_steps": 20}`. `on_step` is called with the record of each step and `on_eval`
-    with the record of each held-out evaluation, in the caller's thread. `progress` prints the run's progress. A run of
-    this name that did not finish is resumed from its newest checkpoint, unless `fresh` is True.
+    `config` is a `Config`, the path of a YAML file, the name of a recipe, or a mapping of sections. `overrides` are
+    merged over it; their keys may be dotted: `{"learner.total_steps": 20}`. `on_step` is called with the record of each
+    step and `on_eval` with the record of each held-out evaluation, in the caller's thread. `progress` prints the run's
+    progress. A run of this name that did not finish is resumed from its newest checkpoint, unless `fresh` is True.
 
     Raises what ends the run: ConfigError and DatasetError before anything has started, RunError if this process
     already uses Ray, and others of `asyncrl.errors` later. If a callback raises, or on Ctrl-C (in a notebook:
@@ -76,7 +76,7 @@ def run(
     at once, while the run ends in the background. In the main thread, SIGTERM without a handler counts as Ctrl-C.
 
     >>> import asyncrl
-    >>> result = asyncrl.run("configs/quickstart.yaml", {"learner.total_steps": 20})
+    >>> result = asyncrl.run("quickstart", {"learner.total_steps": 20})
     >>> [step.reward_mean for step in result.steps]
     """
     layer = config.model_dump(mode="json") if isinstance(config, Config) else config

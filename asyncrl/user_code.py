@@ -10,6 +10,8 @@ MAX_TEXT_CHARS = 500
 """Longest error text that is shown, in characters. An error of a user's reward may contain a whole document."""
 
 _ASYNCRL = Path(__file__).parent
+_RECIPES = _ASYNCRL / "recipes"
+"""Folder of the recipes in an installed package. Their modules are examples of a user's own code, and count as it."""
 _STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 _INSTALLED = {"site-packages", "dist-packages"}
 
@@ -53,4 +55,4 @@ def _is_ours(filename: str) -> bool:
         return True
     path = Path(filename)
     in_python = path.is_relative_to(_STANDARD_LIBRARY) and not _INSTALLED & set(path.parts)
-    return in_python or path.is_relative_to(_ASYNCRL)
+    return in_python or (path.is_relative_to(_ASYNCRL) and not path.is_relative_to(_RECIPES))

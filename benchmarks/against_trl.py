@@ -45,7 +45,7 @@ FOLDER = REPOSITORY / ".bench"
 CONFIG = Path("configs") / "quickstart.yaml"
 BENCHMARK = "against_trl.py"
 REQUIREMENTS = ("trl==1.16.*", "torch")
-"""`constraints.txt` pins torch, transformers and all others that asyncrl has too, so both sides have equal versions."""
+"""`constraints-cpu.txt` pins torch, transformers and all others that asyncrl has too, so both have equal versions."""
 SAVE_EVERY = 10
 STEADY_FROM = 20
 """Number of steps before the window of samples/s. Both sides are slower in their first steps."""
@@ -94,7 +94,7 @@ def trl_python() -> Path:
         print(f"making TRL's environment in {folder}: this takes minutes, and is needed once", file=sys.stderr)
         venv.create(folder, clear=True, with_pip=True)
         pip = [str(python), "-m", "pip"]
-        constraints = ["--constraint", str(REPOSITORY / "constraints.txt")]
+        constraints = ["--constraint", str(REPOSITORY / "constraints-cpu.txt")]
         subprocess.run([*pip, "install", "--quiet", *REQUIREMENTS, *constraints], check=True, stdout=sys.stderr)
         # Their wheels may be CUDA builds, which cannot be imported with a CPU build of torch. transformers imports
         # torchvision if it is there.

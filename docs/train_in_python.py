@@ -14,7 +14,7 @@ def show(step: asyncrl.StepRecord) -> None:
     print(f"step {step.step + 1}: {step.trained_samples} samples, mean reward {step.reward_mean:.3f}")
 
 
-result = asyncrl.run("configs/quickstart.yaml", OVERRIDES, on_step=show, progress=False)
+result = asyncrl.run("quickstart", OVERRIDES, on_step=show, progress=False)
 
 # %% Plot the reward
 for step in result.steps:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import asyncrl
 from asyncrl.user_code import MAX_TEXT_CHARS, describe_error
 
 
@@ -90,3 +91,11 @@ def test_an_error_whose_own_text_raises_is_described_by_its_type() -> None:
             raise RuntimeError
 
     assert describe_error(Mute()) == "Mute: (its message cannot be shown)"
+
+
+def test_the_module_of_a_recipe_in_an_installed_package_counts_as_the_users_code() -> None:
+    package = Path(asyncrl.__file__).parent
+    for file, place in (("recipes/own_task.py", ":2)"), ("config/load.py", "")):
+        names: dict[str, Callable[..., object]] = {}
+        exec(compile("def judge():\n    return {}['key']\n", str(package / file), "exec"), names)
+        assert description(names["judge"], with_this_file=False).partition("own_task.py")[2] == place

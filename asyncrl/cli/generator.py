@@ -25,9 +25,9 @@ def generator(
     exit code 75: start it again.
 
     \b
-      asyncrl head      -c configs/quickstart.yaml          # one terminal
-      asyncrl learner   -c configs/quickstart.yaml          # another
-      asyncrl generator -c configs/quickstart.yaml          # another, or several
+      asyncrl head      -c quickstart          # one terminal
+      asyncrl learner   -c quickstart          # another
+      asyncrl generator -c quickstart          # another, or several
     """
     config, prompts = prepared(files, overrides, roles=[Role.GENERATOR], allow_public=allow_public)
 

@@ -24,9 +24,9 @@ def head(
     command, which ends on Ctrl-C or SIGTERM. A cluster of several machines is started with `ray start` (deploy/).
 
     \b
-      asyncrl head      -c configs/quickstart.yaml          # one terminal
-      asyncrl learner   -c configs/quickstart.yaml          # another
-      asyncrl generator -c configs/quickstart.yaml          # another, or several
+      asyncrl head      -c quickstart          # one terminal
+      asyncrl learner   -c quickstart          # another
+      asyncrl generator -c quickstart          # another, or several
     """
     outlive_terminal()
     config = load_config(files, overrides)

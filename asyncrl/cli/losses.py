@@ -59,7 +59,7 @@ def _sections() -> dict[str, dict[str, Preset]]:
     older, same, critic = (
         "for samples of older weights",
         "for samples of the current weights only (staleness.max_versions: 0)",
-        "with a critic (`critic`, as in configs/ppo.yaml), or with a group estimator in algorithm.advantage",
+        "with a critic (`critic`, as in the recipe ppo), or with a group estimator in algorithm.advantage",
     )
     sections: dict[str, dict[str, Preset]] = {older: {}, same: {}, critic: {}}
     for name, preset in PRESETS.items():

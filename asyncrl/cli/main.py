@@ -13,12 +13,13 @@ import gc
 import importlib
 import os
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 import typer.main
 from typer.core import TyperCommand, TyperGroup
 
+from asyncrl import __version__
 from asyncrl.cli.restarts import RESTART_MENDS, ends_on_purpose, supervise
 from asyncrl.cli.terminal import command_app, say
 from asyncrl.errors import AsyncRLError, ConfigError
@@ -31,6 +32,7 @@ COMMANDS: dict[str, str] = {
     "head": "Start a Ray cluster on this machine, for a run in several terminals.",
     "generator": "Add generators to a run on a Ray cluster.",
     "learner": "Start the learner of a run on a Ray cluster.",
+    "recipes": "List the recipes, which are complete configurations, or copy one.",
     "init": "Write a first configuration for your model and your data.",
     "status": "Show the state of a run.",
     "top": "Watch a run live.",
@@ -57,15 +59,17 @@ _HELP = """\
 Asynchronous reinforcement learning of language models. vLLM generators and an FSDP2 learner run at the same time, and
 the age of the training data has a limit.
 
-YAML files and overrides describe a run. -c names a file; several files are merged from left to right. An override is
-section.key=value. Examples:
+YAML files and overrides describe a run. -c names a file or a recipe; several are merged from left to right. An override
+is section.key=value. Examples:
 
 \b
-  asyncrl doctor                                    check this machine
-  asyncrl config check -c configs/quickstart.yaml   check a configuration
-  asyncrl up -c configs/quickstart.yaml staleness.max_versions=4
-                                                    run it on this machine
-  asyncrl init models/my-llama questions.jsonl      write a configuration for your model and data
+  asyncrl doctor                                   check this machine
+  asyncrl recipes                                  list the recipes that come with asyncrl
+  asyncrl config check -c quickstart               check a configuration
+  asyncrl up -c quickstart staleness.max_versions=4
+                                                   run it on this machine
+  asyncrl init models/my-llama questions.jsonl     write a configuration for your model and data
+  asyncrl up -c run.yaml                           run this file
 """
 _EPILOG = "For help on a command: asyncrl COMMAND --help. Set ASYNCRL_DEBUG=1 to see the traceback of an error."
 
@@ -112,8 +116,18 @@ def _app_of(command: str) -> typer.Typer:
 app = command_app(help=_HELP, cls=_LazyGroup, epilog=_EPILOG)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        say(f"asyncrl {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version of asyncrl.")
+    ] = False,
+) -> None:
     pass
 
 

@@ -19,6 +19,7 @@ from asyncrl.common.roles import Role
 from asyncrl.config.checks import check_config
 from asyncrl.config.load import Layer, config_origins, load_config
 from asyncrl.config.metrics_host import check_metrics_host
+from asyncrl.config.recipes import unread_copies
 from asyncrl.config.schema import Config
 from asyncrl.deployment.known_runs import address_of, best_checkpoint, dead_runs, newest_weights
 from asyncrl.deployment.resuming import Choice, no_checkpoint, unfinished_run
@@ -39,7 +40,7 @@ ConfigFiles = Annotated[
         metavar="FILE",
         default_factory=list,
         show_default=False,  # Typer would show the class `list`
-        help="YAML file; several are merged from left to right.",
+        help="YAML file, or a recipe of `asyncrl recipes`; several are merged from left to right.",
     ),
 ]
 Overrides = Annotated[
@@ -146,7 +147,7 @@ def checked_config(
     hide_secrets(config.environment, os.environ)
     metrics_host = functools.partial(check_metrics_host, allow_public=allow_public)
     presence = functools.partial(check_presence, roles=roles, origins=config_origins(files, overrides))
-    return config, run_checks(config, [metrics_host, check_config, check_algorithm, presence])
+    return config, unread_copies(files) + run_checks(config, [metrics_host, check_config, check_algorithm, presence])
 
 
 def run_checks(config: Config, checks: Iterable[Callable[[Config], list[str] | None]]) -> list[str]:

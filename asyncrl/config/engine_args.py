@@ -7,11 +7,10 @@ would not hold. All others are passed on, and vLLM checks their values when it s
 import ast
 import functools
 from collections.abc import Iterator
-from importlib.util import find_spec
-from pathlib import Path
 
 from asyncrl.config.import_path import suggest
 from asyncrl.config.schema import Config
+from asyncrl.vllm_internals import installed, source
 
 _KEY = "generator.engine_args"
 
@@ -107,15 +106,8 @@ def engine_arg_names() -> frozenset[str]:
 
     They are read from vLLM's source, because the import of vLLM takes many seconds.
     """
-    try:
-        spec = find_spec("vllm")
-    except ValueError:  # another module stands for vLLM
-        return frozenset()
-    for folder in (spec.submodule_search_locations if spec is not None else None) or ():
-        path = Path(folder) / "engine" / "arg_utils.py"
-        if path.is_file():
-            return frozenset(_fields(ast.parse(path.read_text(encoding="utf-8"))))
-    return frozenset()
+    folder = installed()
+    return frozenset() if folder is None else frozenset(_fields(ast.parse(source(folder, "vllm.engine.arg_utils"))))
 
 
 def _fields(module: ast.Module) -> Iterator[str]:

@@ -18,6 +18,7 @@ from asyncrl.config.error_messages import ON_COMMAND_LINE, error_message, origin
 from asyncrl.config.eval_sets import with_whole_sets
 from asyncrl.config.field_types import PER_DEPLOYMENT
 from asyncrl.config.plain_yaml import dump_yaml, parse_yaml, plain
+from asyncrl.config.recipes import config_file, find_data, recipe_file, with_modules
 from asyncrl.config.schema import Config, KeyPath, marked
 from asyncrl.config.secret_values import secret_message, secret_values
 from asyncrl.errors import ConfigError
@@ -26,15 +27,16 @@ _REPLACED: Collection[KeyPath] = {("algorithm", "advantage")}
 """Mappings that a later layer replaces if it has a `name`: their other keys are options of that name."""
 
 Layer = Path | str | Mapping[str, object]
-"""A part of a configuration: the path of a YAML file, or a mapping whose keys are sections or dotted keys."""
+"""A part of a configuration: the path of a YAML file, the name of a recipe, or a mapping whose keys are sections or
+dotted keys."""
 
 
 def load_config(layers: Sequence[Layer], overrides: Sequence[str] = ()) -> Config:
     """Returns the configuration of `layers`, merged from left to right, with the overrides `a.b=c` applied last.
 
-    A layer is the path of a YAML file, or a mapping. The keys of a mapping are sections, or dotted keys:
-    `{"model": {"path": "models/my-llama"}, "learner.total_steps": 100}`. The value of an override is YAML:
-    `staleness.max_versions=2`, `generator.stop=["\\n"]`, `data.path=null`.
+    A layer is the path of a YAML file, the name of a recipe such as `quickstart`, or a mapping. The keys of a mapping
+    are sections, or dotted keys: `{"model": {"path": "models/my-llama"}, "learner.total_steps": 100}`. The value of an
+    override is YAML: `staleness.max_versions=2`, `generator.stop=["\\n"]`, `data.path=null`.
 
     Raises ConfigError with one line for each problem. If any file or override cannot be read, it lists only those.
     Otherwise it lists the values that look like secrets, without showing them, or else the wrong keys and values.
@@ -119,11 +121,20 @@ def _flatten(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     return flat
 
 
+def _read_layer(given: Path) -> dict[str, object]:
+    """Returns the tree of a file or of a recipe. The files that it names are found from here, or beside it."""
+    file, by_name = config_file(given)
+    tree = _read_mapping(file)
+    find_data(tree, folder=file.parent)
+    return with_modules(tree, folder=file.parent) if by_name else tree
+
+
 def _read_mapping(file: Path) -> dict[str, object]:
     try:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"{file}: no such file; name an existing file with -c") from None
+        recipe = f"; `-c {file.stem}` is the recipe of this name" if recipe_file(file.stem) is not None else ""
+        raise ConfigError(f"{file}: no such file; name an existing file with -c{recipe}") from None
     except IsADirectoryError:
         raise ConfigError(f"{file}: is a directory; name a file with -c") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -140,9 +151,11 @@ def _read_mapping(file: Path) -> dict[str, object]:
 
 def _parse_override(override: str) -> dict[str, object]:
     key, equals, text = override.partition("=")
-    if not equals and (override.endswith((".yaml", ".yml")) or Path(override).is_file()):
+    is_file = override.endswith((".yaml", ".yml")) or Path(override).is_file()
+    if not equals and (is_file or recipe_file(override)):
+        kind = "file" if is_file else "recipe"
         raise ConfigError(
-            f"{override!r} is the name of a file, not an override; did you mean `-c {shlex.quote(override)}`?"
+            f"{override!r} is the name of a {kind}, not an override; did you mean `-c {shlex.quote(override)}`?"
         )
     if not equals or not all(key.split(".")):
         raise ConfigError(f"{override!r} is not an override; write section.key=value, e.g. staleness.max_versions=2")
@@ -155,7 +168,7 @@ def _source(number: int, layer: Layer) -> tuple[str, Callable[[], dict[str, obje
     """Returns where the keys of a layer stand, for messages, and a function that reads the layer."""
     if isinstance(layer, Mapping):
         return f"in mapping {number}", lambda: plain(_nested(layer), source=f"mapping {number}")
-    return f"in {layer}", functools.partial(_read_mapping, Path(layer))
+    return f"in {layer}", functools.partial(_read_layer, Path(layer))
 
 
 def _nested(layer: Mapping[str, object]) -> dict[str, object]:

@@ -182,7 +182,8 @@ class DatasetSection(Section):
     `messages`, and an `answer`; its other keys become the task's metadata (docs/tasks.md)."""
     path: Annotated[Path, AfterValidator(Path.expanduser)] | None = None
     """File of the `jsonl` dataset, one JSON object a line. For `hf`: the name of a dataset on the Hub (`owner/name`), a
-    file, a folder of files, or a folder that `save_to_disk` of the library `datasets` has written."""
+    file, a folder of files, or a folder that `save_to_disk` of the library `datasets` has written. A relative path is
+    looked up in the working directory, and then, if a configuration file sets it, in the folder of that file."""
     subset: str | None = None
     """Name of the subset of a dataset on the Hub, which the Hub also calls its configuration. For `hf`."""
     split: str = "train"

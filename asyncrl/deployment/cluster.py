@@ -77,7 +77,7 @@ def check_own_address(address: str) -> None:
         ray.shutdown()
         raise RunError(
             f"Ray was asked to listen at {LOOPBACK} but listens at {address}: this release of Ray ({ray.__version__}) "
-            "is open to the network; install the release that constraints.txt names"
+            "is open to the network; install the release that constraints-cpu.txt names"
         )
 
 

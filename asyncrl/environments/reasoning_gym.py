@@ -5,12 +5,16 @@ needs only the task, and prompt templates can use the metadata's scalar keys (`{
 """
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-import reasoning_gym
-from reasoning_gym.factory import DATASETS
+with warnings.catch_warnings():
+    # Python warns about the source of cellpylib, which reasoning-gym imports, when it compiles it.
+    warnings.simplefilter("ignore", SyntaxWarning)
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
 
 from asyncrl.config.import_path import suggest
 from asyncrl.data.prompts import Task

@@ -11,6 +11,6 @@ from asyncrl.common.imports import uncollected
 setproctitle.getproctitle()
 
 with uncollected():
-    import vllm.v1.engine.core  # noqa: F401
+    from asyncrl.vllm_internals import EngineCoreProc  # noqa: F401
 
     gc.freeze()

@@ -6,6 +6,7 @@ from asyncrl.config.schema import Config
 from asyncrl.generation import vllm_adapters
 from asyncrl.generation.model_parameters import adapted_modules
 from asyncrl.generation.prefixes import engine_seed
+from asyncrl.vllm_internals import dotted
 
 GIB = 2**30
 MIN_BATCHED_TOKENS = 4096
@@ -51,7 +52,7 @@ def engine_arguments(
 def _cpu_arguments(config: Config, *, sequences: int) -> dict[str, Any]:
     """Returns the arguments of an engine on CPUs that decodes up to `sequences` sequences at once."""
     generator = config.generator
-    alone = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+    alone = dotted("UniProcExecutor")
     return {
         "kv_cache_memory_bytes": int(generator.kv_cache_gib * GIB),
         # vLLM's CPU worker dies when the prefill of a seeded request is split in two ("CPU Generator does not use

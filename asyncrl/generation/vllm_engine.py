@@ -65,7 +65,7 @@ def prepare_environment(config: Config) -> None:
 def preload() -> None:
     """Imports the modules that `VLLMEngine.start` needs, and excludes them from garbage collection."""
     with uncollected():
-        import vllm.v1.engine.async_llm  # noqa: F401
+        from vllm.v1.engine.async_llm import AsyncLLM  # noqa: F401
 
         gc.freeze()
 
@@ -115,10 +115,10 @@ class VLLMEngine:
         from vllm import AsyncEngineArgs
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-        from vllm.envs import enable_envs_cache
         from vllm.lora.request import LoRARequest
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        from asyncrl.vllm_internals import enable_envs_cache
         from asyncrl.weights import vllm_plugin
 
         vllm_plugin.register()

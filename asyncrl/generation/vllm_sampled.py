@@ -136,7 +136,7 @@ def check_end(finish_reason: str | None) -> None:
     if finish_reason not in _ENDS:
         raise DataError(
             f"vLLM ended a completion with the finish reason {finish_reason!r}, but only {' and '.join(_ENDS)} are "
-            "ends that can be trained; use the version of vLLM in constraints.txt",
+            "ends that can be trained; use the version of vLLM in pyproject.toml",
             reason="finish_reason",
         )
 

@@ -22,7 +22,7 @@ class ToolParser:
     """
 
     def __init__(self, name: str, tokenizer: Any) -> None:
-        from vllm.tool_parsers import ToolParserManager
+        from asyncrl.vllm_internals import ToolParserManager
 
         # A parser reports each malformed call with a traceback. During training these are the model's errors.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)

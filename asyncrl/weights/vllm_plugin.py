@@ -25,11 +25,11 @@ import msgspec
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from asyncrl.common.threads import in_daemon
 from asyncrl.errors import WeightError
 from asyncrl.parent_death import die_with
+from asyncrl.vllm_internals import finalize_layerwise_reload, initialize_layerwise_reload
 from asyncrl.weights.manifest import Parameters, TensorEntry
 from asyncrl.weights.remote_errors import as_text
 from asyncrl.weights.tensor_views import mapped, view_of

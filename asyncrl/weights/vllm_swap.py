@@ -17,14 +17,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.attention import MLAAttention
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
-from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
-from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+from asyncrl.vllm_internals import (
+    MLAAttention,
+    QuantizeMethodBase,
+    UnquantizedEmbeddingMethod,
+    UnquantizedLinearMethod,
+    default_weight_loader,
+    get_layerwise_info,
+    materialize_meta_tensor,
+    restore_layer_refs,
+)
 
 Weights = Sequence[tuple[str, torch.Tensor]]
 """Tensors under their Hugging Face names."""

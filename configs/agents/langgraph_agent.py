@@ -1,7 +1,7 @@
 """An agent with LangGraph: a graph of the model and its tools.
 
 pip install langgraph langchain-openai
-PYTHONPATH=configs/agents asyncrl up -c configs/agents/calculator.yaml environment.agent=langgraph_agent:run
+PYTHONPATH=. asyncrl up -c calculator environment.agent=langgraph_agent:run    # in the folder of this file
 """
 
 from arithmetic import TOOL, calculated, reward

@@ -1,7 +1,7 @@
 """An agent with the package openai-agents, which calls the tools itself.
 
 pip install openai-agents
-PYTHONPATH=configs/agents asyncrl up -c configs/agents/calculator.yaml environment.agent=openai_agents:run
+PYTHONPATH=. asyncrl up -c calculator environment.agent=openai_agents:run    # in the folder of this file
 """
 
 from agents import (

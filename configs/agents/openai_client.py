@@ -1,6 +1,6 @@
 """An agent with OpenAI's client: it calls the model, runs the tools that the model asks for, and calls it again.
 
-PYTHONPATH=configs/agents asyncrl up -c configs/agents/calculator.yaml environment.agent=openai_client:run
+PYTHONPATH=. asyncrl up -c calculator environment.agent=openai_client:run    # in the folder of this file
 """
 
 from typing import Any

@@ -28,7 +28,7 @@ def test_a_preset_with_a_critic_of_its_own_shows_what_is_set_there() -> None:
 
 
 def test_presets_that_need_a_critic_are_listed_apart() -> None:
-    *_, critic = runner.invoke(app, ["losses"]).output.split("with a critic (`critic`, as in configs/ppo.yaml)")
+    *_, critic = runner.invoke(app, ["losses"]).output.split("with a critic (`critic`, as in the recipe ppo)")
     listed = {line.split()[0] for line in critic.splitlines()[1:]}
     assert listed == {name for name, preset in PRESETS.items() if preset.baseline in NEEDS_CRITIC}
 

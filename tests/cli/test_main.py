@@ -73,7 +73,7 @@ def test_help_lists_every_command_with_its_line_and_teaches_by_example() -> None
     for name, line in main.COMMANDS.items():
         assert f"{name} " in text
         assert line[:40] in text
-    assert "-c configs/quickstart.yaml" in text
+    assert "-c quickstart" in text
     assert "staleness.max_versions=4" in text
 
 

@@ -139,7 +139,7 @@ def test_ray_asks_for_a_token_and_is_the_version_that_the_image_installs(
 ) -> None:
     spec = one("RayCluster", base)["spec"]
     assert spec["authOptions"] == {"mode": "token"}
-    assert f"ray=={spec['rayVersion']}\n" in (repository / "constraints.txt").read_text()
+    assert f"ray=={spec['rayVersion']}\n" in (repository / "constraints-gpu.txt").read_text()
 
 
 def test_the_job_runs_where_the_service_for_prometheus_looks(base: list[dict[str, Any]]) -> None:

@@ -1,0 +1,333 @@
+"""Installs asyncrl, and the versions of all packages with which it was tested, into a virtual environment.
+
+    python3 deploy/install.py                  # for CPUs, or for GPUs if nvidia-smi is there, into .venv
+    python3 deploy/install.py --extra gpu --also wandb,hf --venv /shared/asyncrl
+    python3 deploy/install.py --here           # into the environment of this Python, as in a container
+
+The packages come from where pip is configured to find them. torch is the difficult one. Its build for CPUs is not on
+PyPI, and the one on PyPI is for CUDA: it runs on CPUs too, but takes 2 GB more. The build for CPUs comes from pip's own
+sources if they have it. Otherwise uv gets it from PyTorch's index, whose address it knows. If that cannot be reached,
+the build on PyPI is taken.
+
+This file uses the standard library only, and runs on Python 3.6 and later, so that it can tell which version is needed.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Dict, NamedTuple, Tuple
+
+ROOT = Path(__file__).resolve().parent.parent
+UV = "uv==0.13.9"
+PYTHONS = ((3, 12), (3, 13), (3, 11))
+"""The versions of Python for which the packages have wheels. The first one that is found is used."""
+PROCESSORS = {"x86_64": "x86-64", "aarch64": "ARM64"}
+GIB = 2**30
+NEEDED_GIB = {"cpu": 5.5, "cuda": 8.0, "gpu": 10.0}
+"""Free space that an installation needs: with torch's build for CPUs, with its build for CUDA on CPUs, and with vLLM's
+build for CUDA."""
+PROBE_S = 10
+"""Seconds in which a source of packages must answer."""
+OF_PIP = {
+    "index-url": "UV_DEFAULT_INDEX",
+    "extra-index-url": "UV_INDEX",
+    "find-links": "UV_FIND_LINKS",
+    "cert": "SSL_CERT_FILE",
+    "proxy": "ALL_PROXY",
+    "trusted-host": "UV_INSECURE_HOST",
+}
+"""pip's settings, and the variables by which uv gets the same."""
+HAS_HEADERS = """
+import os, sys, sysconfig
+sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")))
+"""
+LEFT_OUT = "{} ; python_version < '3'"
+"""An override with which uv does not install a package."""
+
+
+class Machine(NamedTuple):
+    """What an installation must know of a machine."""
+
+    system: str
+    processor: str
+    libc: str
+    free_gib: float
+    """Free space where the environment will be."""
+    pythons: Dict[Tuple[int, int], str]
+    """The programs of the versions of Python, such as (3, 12)."""
+    can_make_venv: bool
+    """Whether the chosen Python can make an environment, or has made it already."""
+    can_compile: bool
+    """Whether there are a C compiler and the headers of the chosen Python."""
+
+
+class Refused(Exception):
+    """The installation cannot go on. The message says why, and what to do."""
+
+
+# --- the machine --------------------------------------------------------------------------------------------------
+
+
+def refusal(machine, extra):
+    """Returns why asyncrl cannot be installed on the machine, and what to do; None if it can."""
+    if machine.system == "Windows":
+        return "asyncrl runs on Linux. On Windows, install WSL 2 (`wsl --install`), and repeat this in its terminal."
+    if machine.system != "Linux":
+        name = "macOS" if machine.system == "Darwin" else machine.system
+        return f"asyncrl runs on Linux, and vLLM has no package for {name}. Use a Linux machine, or a container."
+    if machine.processor not in PROCESSORS:
+        return "vLLM has packages for {}, but this processor is {}. Use another machine.".format(
+            " and ".join(PROCESSORS.values()), machine.processor
+        )
+    if machine.libc != "glibc":
+        return (
+            "The packages of torch and vLLM need glibc, which this Linux does not have (Alpine has musl, for example). "
+            "Use Debian, Ubuntu, Fedora or another distribution with glibc."
+        )
+    if not any(version in machine.pythons for version in PYTHONS):
+        return (
+            "asyncrl needs Python 3.11, 3.12 or 3.13, but this machine has {}. Install one of them (Debian and Ubuntu: "
+            "`sudo apt install python3.12 python3.12-venv`, or 3.11 or 3.13 if the release has no 3.12), or name one: "
+            "`make train PYTHON=/path/to/python3.12`.".format(_named(machine.pythons) or "no Python that answers")
+        )
+    if not machine.can_make_venv:
+        version = "{}.{}".format(*chosen(machine.pythons))
+        return (
+            f"Python {version} cannot make virtual environments, because its module ensurepip is missing. Install it "
+            f"(Debian and Ubuntu: `sudo apt install python{version}-venv`), and repeat this."
+        )
+    if not machine.can_compile:
+        version = "{}.{}".format(*chosen(machine.pythons))
+        return (
+            f"A C compiler or the headers of Python {version} are missing: pycosat, which reasoning-gym needs, has no "
+            "binary package, and torch compiles kernels for GPUs at run time. Install both (Debian and Ubuntu: `sudo "
+            f"apt install build-essential python{version}-dev`), and repeat this."
+        )
+    if machine.free_gib < NEEDED_GIB[extra]:
+        return (
+            f"The installation needs {NEEDED_GIB[extra]:g} GiB, but only {machine.free_gib:.1f} GiB are free. Free "
+            "some space, or choose another place with `python3 deploy/install.py --venv /other/place`."
+        )
+    return None
+
+
+def this_machine(place, here):
+    """Looks at this machine. `place` is the folder of the environment, and `here` tells whether it is that of this
+    Python."""
+    pythons = {sys.version_info[:2]: sys.executable}
+    for version in () if here else PYTHONS:
+        if version not in pythons and _answers("python{}.{}".format(*version), version):
+            pythons[version] = "python{}.{}".format(*version)
+    best = pythons.get(chosen(pythons), sys.executable)
+    can_make_venv = here or (place / "bin" / "python").exists() or _runs(best, "import ensurepip, venv")
+    can_compile = any(map(shutil.which, ("cc", "gcc", "clang"))) and _runs(best, HAS_HEADERS)
+    libc = platform.libc_ver()[0] or "unknown"
+    processor = {"arm64": "aarch64", "AMD64": "x86_64"}.get(platform.machine(), platform.machine())
+    free_gib = shutil.disk_usage(str(_existing(place))).free / GIB
+    return Machine(platform.system(), processor, libc, free_gib, pythons, can_make_venv, can_compile)
+
+
+def chosen(pythons):
+    """Returns the version to use: that of this Python if it fits, or else the first one of `PYTHONS`; or None."""
+    own = sys.version_info[:2]
+    return next((version for version in (own, *PYTHONS) if version in PYTHONS and version in pythons), None)
+
+
+def _answers(program, version):
+    return _runs(program, f"import sys; sys.exit(sys.version_info[:2] != {version!r})")
+
+
+def _runs(program, code):
+    try:
+        return subprocess.call([program, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) == 0
+    except OSError:
+        return False
+
+
+def _named(pythons):
+    return ", ".join("Python {}.{}".format(*version) for version in sorted(pythons))
+
+
+def _existing(place):
+    """Returns the nearest folder that exists."""
+    return next(folder for folder in (place, *place.parents) if folder.exists())
+
+
+# --- the environment ----------------------------------------------------------------------------------------------
+
+
+class Environment:
+    """A Python with pip and uv, into which packages are installed."""
+
+    def __init__(self, python):
+        self.python = str(python)
+        self.variables = dict(os.environ)
+
+    def pip(self, *arguments):
+        """Runs pip, and returns what it printed. Raises Refused with its last error."""
+        command = [self.python, "-m", "pip", *arguments, "--disable-pip-version-check"]
+        done = subprocess.run(command, cwd=str(ROOT), capture_output=True, text=True)
+        if done.returncode:
+            raise Refused(_last_error(done.stderr))
+        return done.stdout
+
+    def uv(self, *arguments):
+        """Runs uv, whose progress is shown. Raises Refused."""
+        if subprocess.call(self._uv(arguments), cwd=str(ROOT), env=self.variables):
+            raise Refused("uv could not install the packages: see its message above")
+
+    def uv_can(self, *arguments):
+        """Asks uv whether it could install packages. Returns why not in a few words; empty if it can."""
+        done = subprocess.run(
+            [*self._uv(arguments), "--dry-run"],
+            cwd=str(ROOT),
+            env={**self.variables, "UV_HTTP_RETRIES": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            universal_newlines=True,
+        )
+        said = done.stderr.strip().splitlines() or ["no message"]
+        return said[-1].replace("cause:", "").strip() if done.returncode else ""
+
+    def _uv(self, arguments):
+        return [self.python, "-m", "uv", "pip", "install", "--python", self.python, *arguments]
+
+    def get_uv(self):
+        """Installs uv, which is several times as fast as pip. This is the first contact with the package registry."""
+        try:
+            self.pip("install", "--quiet", "--retries", "1", "--timeout", str(PROBE_S), UV)
+        except Refused as error:
+            raise Refused(
+                f"pip got no package from its registry: {error}\nCheck the network. Behind a proxy, set HTTPS_PROXY; "
+                "for a mirror of PyPI, set PIP_INDEX_URL."
+            ) from None
+        for name, value in uv_settings(self.pip("config", "list")).items():
+            self.variables.setdefault(name, value)
+        # As pip does: the newest version of all sources, and not those of the first source only.
+        self.variables.setdefault("UV_INDEX_STRATEGY", "unsafe-best-match")
+
+    def offered(self, package):
+        """Returns the version of a package that pip would install, with its local part; empty if there is none."""
+        report = ("--dry-run", "--no-deps", "--ignore-installed", "--quiet", "--report", "-")
+        try:
+            said = json.loads(self.pip("install", *report, "--timeout", str(PROBE_S), package))
+        except Refused:
+            return ""
+        return str(said["install"][0]["metadata"]["version"])
+
+
+def uv_settings(listed):
+    """Returns the variables with which uv finds packages where pip does. `listed` is the output of `pip config list`.
+
+    >>> sorted(uv_settings("global.index-url='https://mirror/simple'\\n:env:.find-links='/a /b'").items())
+    [('UV_DEFAULT_INDEX', 'https://mirror/simple'), ('UV_FIND_LINKS', '/a,/b')]
+    """
+    found = {}
+    for line in listed.splitlines():
+        name, _, value = line.partition("=")
+        variable = OF_PIP.get(name.rpartition(".")[2])
+        if variable is not None:
+            words = value.strip("'\"").replace("\\n", " ").split()
+            found[variable] = (" " if variable == "UV_INDEX" else ",").join(words)
+    return found
+
+
+def _last_error(said):
+    lines = [line for line in said.splitlines() if line.startswith("ERROR")] or said.splitlines()[-1:] or ["no message"]
+    return lines[-1]
+
+
+# --- the installation ---------------------------------------------------------------------------------------------
+
+
+def pinned(extra):
+    """Returns the version of each package of the constraints, by its name."""
+    lines = (ROOT / f"constraints-{extra}.txt").read_text().splitlines()
+    return dict(line.split(" ;")[0].split("==") for line in lines if "==" in line)
+
+
+def torch_for_cpus(environment, machine):
+    """Installs torch for CPUs. Returns the overrides for the other packages: torch's companions that have no such
+    build are left out."""
+    versions = pinned("cpu")
+    torch, torchvision = (f"{name}=={versions[name]}" for name in ("torch", "torchvision"))
+    if environment.offered(torch).endswith("+cpu"):
+        print("torch: the build for CPUs, from where pip is configured to find it", flush=True)
+        both = environment.offered(torchvision).endswith("+cpu")
+        environment.pip("install", "--quiet", "--no-deps", torch, *[torchvision] * both)
+        return [] if both else [LEFT_OUT.format("torchvision")]
+    from_pytorch = ("--torch-backend", "cpu", torch, torchvision)
+    why = environment.uv_can(*from_pytorch)
+    if not why:
+        print("torch: the build for CPUs, from PyTorch's own index", flush=True)
+        environment.uv(*from_pytorch)
+        return []
+    if machine.free_gib < NEEDED_GIB["cuda"]:
+        raise Refused(
+            f"PyTorch's own index, which has torch's build for CPUs, cannot be used ({why}). The build for CUDA, which "
+            f"is on PyPI, needs {NEEDED_GIB['cuda']:g} GiB, but only {machine.free_gib:.1f} GiB are free. Free some "
+            f"space, or set PIP_EXTRA_INDEX_URL to an index with torch {versions['torch']}+cpu."
+        )
+    print(
+        f"torch: PyTorch's own index, which has the build for CPUs, cannot be used ({why}). So this takes the build "
+        "for CUDA from PyPI. It runs on CPUs too, and takes 3 GB more.",
+        flush=True,
+    )
+    return []
+
+
+def install(environment, machine, extra, also, editable):
+    """Installs asyncrl with an extra and further ones. Raises Refused."""
+    began_s = time.time()
+    environment.get_uv()
+    overrides = torch_for_cpus(environment, machine) if extra == "cpu" else []
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+        file.write("\n".join(overrides))
+        file.flush()
+        of_overrides = ["--override", file.name] if overrides else []
+        source = "{}[{}]".format(ROOT, ",".join([extra, *also]))
+        # Otherwise each process of the first run would compile what it imports, which takes minutes.
+        environment.uv(
+            *["--compile-bytecode", "--constraint", f"constraints-{extra}.txt", *of_overrides],
+            *[*["--editable"] * editable, source],
+        )
+    print(f"installed into {environment.python} in {time.time() - began_s:.0f} s", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--extra", choices=("auto", "cpu", "gpu"), default="auto", help="for CPUs or for GPUs")
+    parser.add_argument("--also", default="", help="further extras, such as wandb,hf")
+    parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="the folder of the environment")
+    parser.add_argument("--here", action="store_true", help="install into the environment of this Python")
+    parser.add_argument("--copy", action="store_true", help="install a copy, not the folder itself (no --editable)")
+    options = parser.parse_args()
+    extra = options.extra
+    if extra == "auto":
+        extra = "gpu" if shutil.which("nvidia-smi") else "cpu"
+    place = Path(sys.prefix) if options.here else options.venv.resolve()
+    try:
+        machine = this_machine(place, options.here)
+        why = refusal(machine, extra)
+        if why is not None:
+            raise Refused(why)
+        python = Path(sys.executable) if options.here else place / "bin" / "python"
+        if not python.exists():
+            subprocess.check_call([machine.pythons[chosen(machine.pythons)], "-m", "venv", str(place)])
+        elif not any(_answers(str(python), version) for version in PYTHONS):
+            raise Refused(f"{place} has another Python than 3.11, 3.12 or 3.13. Remove this folder.")
+        also = [name for name in options.also.split(",") if name]
+        install(Environment(python), machine, extra, also, not options.copy)
+    except Refused as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
