@@ -94,8 +94,8 @@ def refusal(machine, extra):
     if not any(version in machine.pythons for version in PYTHONS):
         return (
             "asyncrl needs Python 3.11, 3.12 or 3.13, but this machine has {}. Install one of them (Debian and Ubuntu: "
-            "`sudo apt install python3.12 python3.12-venv`, or 3.11 or 3.13 if the release has no 3.12), or name one: "
-            "`make train PYTHON=/path/to/python3.12`.".format(_named(machine.pythons) or "no Python that answers")
+            "`sudo apt install build-essential python3.12-dev python3.12-venv`; others may have 3.11 or 3.13), "
+            "or name one: `make train PYTHON=/path/to/python3.12`.".format(_named(machine.pythons) or "no Python")
         )
     if not machine.can_make_venv:
         version = "{}.{}".format(*chosen(machine.pythons))
