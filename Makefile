@@ -68,10 +68,12 @@ constraints: $(STAMP)
 
 $(TO_TRAIN): pyproject.toml constraints-$(EXTRA).txt deploy/install.py
 	@echo "installing into .venv: this takes one to ten minutes and 5 to 10 GB, and is needed once"
+	@rm -f .venv/.installed-*
 	$(PYTHON) deploy/install.py --extra $(EXTRA) --also hf
 	@touch $@
 
 $(STAMP): pyproject.toml constraints-$(EXTRA).txt deploy/install.py
 	@echo "installing into .venv: this takes one to ten minutes and 5 to 10 GB, and is needed once"
+	@rm -f .venv/.installed-*
 	$(PYTHON) deploy/install.py --extra $(EXTRA) --also dev
 	@touch $@ $(TO_TRAIN)

@@ -301,10 +301,12 @@ def missing(folder: Path) -> Iterator[str]:
     """Yields a line for each entry of the table that the vLLM in `folder` does not have."""
     for entry in (*INTERNALS, *PUBLIC):
         for part in entry.parts:
-            if isinstance(entry, Text):
-                found = entry.text in source(folder, entry.module)
-            else:
-                found = _is_there(folder, entry, part)
+            try:
+                found = entry.text in source(folder, entry.module) if isinstance(entry, Text) else None
+                found = _is_there(folder, entry, part) if isinstance(entry, Name) else found
+            except SyntaxError as error:
+                yield f"{entry.module}: this Python cannot read a module that {part} needs: {error}"
+                continue
             if not found:
                 yield f"{entry.module}: {part} is missing; asyncrl {entry.use}"
 
@@ -335,15 +337,21 @@ def _is_there(folder: Path, entry: Name, part: str) -> bool:
     return any(_takes(function.args, parameters.split(",")) for function in functions)
 
 
-def _definition(folder: Path, module: str, name: str) -> tuple[str, ast.stmt] | None:
+def _definition(
+    folder: Path, module: str, name: str, *, seen: frozenset[tuple[str, str]] = frozenset()
+) -> tuple[str, ast.stmt] | None:
     """Returns where a name is defined, also if `module` imports it from another module of vLLM: the name of that module
-    and the statement."""
+    and the statement. `seen` are the names that led here: two modules may import a name from each other."""
+    if (module, name) in seen:
+        return None
+    seen |= {(module, name)}
     for statement in _statements(_tree(folder, module).body):
         if isinstance(statement, ast.ImportFrom):
             for alias in statement.names:
                 if name == (alias.asname or alias.name):
                     origin = _origin(folder, module, statement)
-                    if origin.split(".")[0] == "vllm" and (found := _definition(folder, origin, alias.name)):
+                    of_vllm = origin.split(".")[0] == "vllm"
+                    if of_vllm and (found := _definition(folder, origin, alias.name, seen=seen)):
                         return found
         elif name in _defined_by(statement):
             return module, statement
@@ -374,8 +382,25 @@ def _members(folder: Path, module: str, statement: ast.stmt, member: str) -> Ite
     )
     for base in statement.bases:
         base = base.value if isinstance(base, ast.Subscript) else base  # of a generic class
-        if isinstance(base, ast.Name) and (found := _definition(folder, module, base.id)):
+        name = base.id if isinstance(base, ast.Name) else base.attr if isinstance(base, ast.Attribute) else ""
+        of_module = _module_of(folder, module, base)
+        if of_module and (found := _definition(folder, of_module, name)):
             yield from _members(folder, *found, member)
+
+
+def _module_of(folder: Path, module: str, base: ast.expr) -> str:
+    """Returns the module in which a base class is looked up: that of the class, or the one before the dot in
+    `client.MPClient`. Empty if it is not a module of vLLM."""
+    if isinstance(base, ast.Name):
+        return module
+    if isinstance(base, ast.Attribute) and isinstance(base.value, ast.Name):
+        for statement in _statements(_tree(folder, module).body):
+            imported = statement.names if isinstance(statement, ast.ImportFrom | ast.Import) else []
+            for alias in imported:
+                if base.value.id == (alias.asname or alias.name):
+                    within = _origin(folder, module, statement) if isinstance(statement, ast.ImportFrom) else ""
+                    return f"{within}.{alias.name}".strip(".")
+    return ""
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -383,7 +408,8 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     for statement in body:
         yield statement
         if isinstance(statement, ast.If | ast.Try):
-            yield from _statements([*statement.body, *statement.orelse])
+            handlers = statement.handlers if isinstance(statement, ast.Try) else []
+            yield from _statements([*statement.body, *statement.orelse, *(each for h in handlers for each in h.body)])
 
 
 def _defined_by(statement: ast.stmt) -> list[str]:

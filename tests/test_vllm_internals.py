@@ -163,6 +163,19 @@ class Core(Parent[int], Generic[T]):
 
     def call(self, **arguments): ...
 """,
+        "engine/client": """
+from vllm.engine import core
+from vllm.engine.worker import Worker
+
+try:
+    from fast import parse
+except ImportError:
+    parse = None
+
+class Client(core.Core): ...
+""",
+        "engine/worker": "from vllm.engine.client import Worker",
+        "engine/newer": "def broken(:",
     }
     for name, code in modules.items():
         file = tmp_path / "vllm" / f"{name}.py"
@@ -177,6 +190,8 @@ class Core(Parent[int], Generic[T]):
         Name("vllm", "Engine", "field pause(mode,clear_cache) call(anything) state rest model", ""),
         Name("vllm.engine", "run", "", ""),
         Name("vllm.engine.core", "Core", "", ""),
+        Name("vllm.engine.client", "Client", "field model", ""),
+        Name("vllm.engine.client", "parse", "", ""),
         Text("vllm.engine.core", "self.state, self.rest", ""),
     ],
 )
@@ -194,6 +209,8 @@ def test_each_missing_part_is_named_with_what_asyncrl_does_with_it(
         Name("vllm.engine.gone", "Gone", "", "goes"),
         Name("vllm.engine.core", "Gone", "field", "goes"),
         Text("vllm.engine.core", "self.gone", "reads"),
+        Name("vllm.engine.worker", "Worker", "", "works"),
+        Name("vllm.engine.newer", "Newer", "", "waits"),
     )
     monkeypatch.setattr(vllm_internals, "INTERNALS", internals)
     monkeypatch.setattr(vllm_internals, "PUBLIC", ())
@@ -208,8 +225,10 @@ def test_each_missing_part_is_named_with_what_asyncrl_does_with_it(
         "vllm.engine.gone: Gone is missing; asyncrl goes",
         "vllm.engine.core: Gone.field is missing; asyncrl goes",
         "vllm.engine.core: self.gone is missing; asyncrl reads",
+        "vllm.engine.worker: Worker is missing; asyncrl works",
+        "vllm.engine.newer: this Python cannot read a module that Newer needs: invalid syntax (<unknown>, line 1)",
     ]
-    assert last.startswith("7 of 8 internals and 0 public names are missing in vLLM ")
+    assert last.startswith("9 of 10 internals and 0 public names are missing in vLLM ")
 
 
 @pytest.mark.slow

@@ -43,8 +43,13 @@ def show(context: typer.Context) -> None:
     names = recipe_names()
     width = max(map(len, names), default=0)
     for name in names:
-        file = known_recipe(name)
-        say(f"{_gpus(load_config([file])):<7}  {description(file)}", label=f"{name:<{width}}")
+        file = shipped.RECIPES / f"{name}.yaml"
+        try:
+            needs = _gpus(load_config([file]))
+        except ConfigError as error:
+            say(f"cannot be read: {error}", label=f"{name:<{width}}")
+        else:
+            say(f"{needs:<7}  {description(file)}", label=f"{name:<{width}}")
     say()
     say("asyncrl up -c NAME runs a recipe, and asyncrl recipes copy NAME writes it into this folder.")
 

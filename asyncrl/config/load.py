@@ -125,7 +125,7 @@ def _read_layer(given: Path) -> dict[str, object]:
     """Returns the tree of a file or of a recipe. The files that it names are found from here, or beside it."""
     file, by_name = config_file(given)
     tree = _read_mapping(file)
-    find_data(tree, folder=file.parent)
+    find_data(tree, folder=file.parent, folder_first=by_name)
     return with_modules(tree, folder=file.parent) if by_name else tree
 
 

@@ -1,7 +1,8 @@
 """Finds configuration files: by path, or by the name of a recipe such as `quickstart`.
 
 A file may name other files. A relative `data.path` is a path from the working directory, as everywhere; if there is
-nothing, it is a path from the folder of the file. So a configuration and its data can be used from any folder.
+nothing, it is a path from the folder of the file. So a configuration and its data can be used from any folder. The data
+of a recipe that is given by its name is always beside it.
 
 A recipe that is given by its name may also name a module beside it, such as `own_task:reward`. Python then imports it
 as a module of the package `asyncrl.recipes`, which every process finds, also one that resumes the run later.
@@ -21,7 +22,7 @@ _SENTENCE = re.compile(r"(.+?\.)(?:\s|$)")
 
 def recipe_names() -> list[str]:
     """Returns the names of all recipes: the paths of their files without `.yaml`, such as `agents/calculator`."""
-    files = sorted(recipes.RECIPES.rglob("*.yaml"), key=lambda file: (len(file.parts), file))
+    files = [*sorted(recipes.RECIPES.glob("*.yaml")), *sorted(recipes.RECIPES.glob("*/*.yaml"))]
     return [file.relative_to(recipes.RECIPES).with_suffix("").as_posix() for file in files]
 
 
@@ -37,6 +38,8 @@ def known_recipe(name: str) -> Path:
     if (file := recipe_file(name)) is not None:
         return file
     names = recipe_names()
+    if several := [each for each in names if each.rpartition("/")[2] == name]:
+        raise ConfigError(f"several recipes are named {name}: {', '.join(several)}; write one of these names")
     hint = suggest(name, [*names, *(each.rpartition("/")[2] for each in names)])
     raise ConfigError(f"there is no recipe {name!r}; `asyncrl recipes` lists all{hint}")
 
@@ -84,14 +87,12 @@ def files_beside(recipe: Path) -> list[Path]:
     return [file for file in others if re.search(rf"(?<![\w/.-]){re.escape(file.name)}(?!\w)", text)]
 
 
-def find_data(tree: Mapping[str, Any], *, folder: Path) -> None:
-    """Changes each relative `data.path` of a configuration file in `folder` that is meant from this folder, in place.
-
-    It is if nothing has this path from the working directory, and something has it from `folder`.
-    """
+def find_data(tree: Mapping[str, Any], *, folder: Path, folder_first: bool) -> None:
+    """Replaces each relative `data.path` by its path in `folder`, in place, if it exists there. If it exists in the
+    working directory too, it is replaced only with `folder_first`."""
     for section in _datasets(tree):
         path = section.get("path")
-        if isinstance(path, str) and not Path(path).exists() and (folder / path).exists():
+        if isinstance(path, str) and (folder / path).exists() and (folder_first or not Path(path).exists()):
             section["path"] = str(folder / path)
 
 

@@ -91,6 +91,7 @@ class VLLMEngine:
         self.weights = VLLMWeights(llm, clear_cache=config.weights.kv_cache == "recompute")
         self._adapters = adapters
         self._processes = processes
+        self._names = {process.pid: _name_of(process) for process in processes}
         folders = [] if adapters is None else [adapters.folder.name]
         self.processes = EngineProcesses.of(processes, also=folders)
         """The supervisor makes sure that these processes and segments are gone, also after the engine was killed."""
@@ -229,9 +230,8 @@ class VLLMEngine:
     # -- processes -----------------------------------------------------------------------------------------------
 
     async def died(self) -> str:
-        names = {process.pid: process.name() for process in self._processes if process.is_running()}
         ended = await first_end(self._processes)
-        named = f"{names[ended.pid]}, pid {ended.pid}," if ended.pid in names else f"{ended.pid}"
+        named = f"{self._names[ended.pid]}, pid {ended.pid},"
         return cause_of_death(f"its process {named} has ended, for example because the machine's memory was full")
 
     async def shutdown(self) -> None:
@@ -336,6 +336,13 @@ class VLLMEngine:
         for child in children:
             child.output = final.outputs[child.index]
         return final
+
+
+def _name_of(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:  # it has ended already, which `died` finds
+        return "vLLM"
 
 
 async def processes_of(llm: Any) -> list[psutil.Process]:

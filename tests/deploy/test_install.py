@@ -29,8 +29,10 @@ GOOD = install.Machine(
 )
 
 
-def test_the_installer_can_be_read_by_old_pythons_which_it_refuses() -> None:
-    ast.parse(SCRIPT.read_text(), feature_version=(3, 6))
+def test_the_installer_runs_on_old_pythons_which_it_refuses() -> None:
+    tree = ast.parse(SCRIPT.read_text(), feature_version=(3, 6))
+    passed = {keyword.arg for call in ast.walk(tree) if isinstance(call, ast.Call) for keyword in call.keywords}
+    assert not passed & {"capture_output", "text", "missing_ok", "dirs_exist_ok"}, "later Pythons have these"
 
 
 def test_its_examples_hold() -> None:
@@ -63,6 +65,21 @@ def test_another_machine_is_refused_with_what_to_do(changed: dict[str, Any], sai
     assert why is not None
     assert said in why
     assert re.search(r"Use |Install |install |Free ", why), "it says what to do"
+
+
+def test_an_installation_that_is_there_needs_little_space() -> None:
+    assert install.refusal(GOOD._replace(free_gib=2.0, has_packages=True), "gpu") is None
+    assert install.refusal(GOOD._replace(free_gib=0.5, has_packages=True), "cpu") is not None
+
+
+def test_a_folder_that_is_not_an_environment_is_refused_and_an_environment_keeps_its_python(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(tmp_path / "gone")
+    with pytest.raises(install.Refused, match="Remove this folder"):
+        install.this_machine(tmp_path, False)
+    (tmp_path / "bin" / "python").unlink()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    assert install.this_machine(tmp_path, False).pythons == {HERE: str(tmp_path / "bin" / "python")}
 
 
 def test_a_newer_or_older_python_takes_another_one_that_fits() -> None:
@@ -114,46 +131,43 @@ def test_a_proxy_that_refuses_is_named_within_seconds(tmp_path: Path) -> None:
 class Sources:
     """An environment whose sources of packages have certain builds of torch and torchvision."""
 
+    python = "python"
+
     def __init__(self, *, pip: Sequence[str] = (), pytorch: bool = False) -> None:
         self._pip, self._pytorch = pip, pytorch
         self.made: list[str] = []
 
-    def offered(self, package: str) -> str:
-        name, version = package.split("==")
-        return f"{version}+cpu" if name in self._pip else version
-
-    def pip(self, *arguments: str) -> str:
-        self.made.append(" ".join(["pip", *arguments]))
-        return ""
-
     def uv_can(self, *arguments: str) -> str:
-        return "" if self._pytorch else "dns error"
+        if "--torch-backend" in arguments:
+            return "" if self._pytorch else "dns error"
+        name, version = arguments[-1].split("==")
+        return "" if name in self._pip and version.endswith("+cpu") else "no version"
 
     def uv(self, *arguments: str) -> None:
-        self.made.append(" ".join(["uv", *arguments]))
+        self.made.append(" ".join(arguments))
 
 
 VERSIONS = install.pinned("cpu")
 TORCH = f"torch=={VERSIONS['torch']}"
-BOTH = f"{TORCH} torchvision=={VERSIONS['torchvision']}"
+TORCHVISION = f"torchvision=={VERSIONS['torchvision']}"
 
 
 def test_torch_comes_from_pip_s_sources_if_they_have_its_build_for_cpus() -> None:
     sources = Sources(pip=["torch", "torchvision"])
     assert install.torch_for_cpus(sources, GOOD) == []
-    assert sources.made == [f"pip install --quiet --no-deps {BOTH}"]
+    assert sources.made == [f"install --python python --no-deps {TORCH}+cpu {TORCHVISION}+cpu"]
 
 
 def test_torchvision_of_another_build_is_left_out() -> None:
     sources = Sources(pip=["torch"])
     assert install.torch_for_cpus(sources, GOOD) == ["torchvision ; python_version < '3'"]
-    assert sources.made == [f"pip install --quiet --no-deps {TORCH}"]
+    assert sources.made == [f"install --python python --no-deps {TORCH}+cpu"]
 
 
 def test_torch_comes_from_pytorch_s_index_if_pip_s_sources_have_only_the_build_for_cuda() -> None:
     sources = Sources(pytorch=True)
     assert install.torch_for_cpus(sources, GOOD) == []
-    assert sources.made == [f"uv --torch-backend cpu {BOTH}"]
+    assert sources.made == [f"install --python python --torch-backend cpu {TORCH} {TORCHVISION}"]
 
 
 def test_without_any_build_for_cpus_the_one_for_cuda_is_taken_if_there_is_room(
@@ -162,9 +176,27 @@ def test_without_any_build_for_cpus_the_one_for_cuda_is_taken_if_there_is_room(
     sources = Sources()
     assert install.torch_for_cpus(sources, GOOD) == []
     assert sources.made == []
-    assert "cannot be used (dns error). So this takes the build for CUDA" in capsys.readouterr().out
+    assert "(dns error). So this takes the build for CUDA" in capsys.readouterr().out
     with pytest.raises(install.Refused, match=r"only 6\.0 GiB are free"):
         install.torch_for_cpus(Sources(), GOOD._replace(free_gib=6.0))
+
+
+def test_builds_for_cpus_are_excluded_for_gpus() -> None:
+    versions = install.pinned("gpu")
+    assert install.for_gpus() == [
+        f"torch != {versions['torch']}+cpu",
+        f"torchvision != {versions['torchvision']}+cpu",
+    ]
+
+
+@pytest.mark.slow
+def test_an_environment_without_pip_gets_it(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path)], timeout=60, check=True)
+    python = tmp_path / "bin" / "python"
+    environment = install.Environment(python)
+    environment.pip = lambda *_: ""  # type: ignore[method-assign] # without the registry
+    environment.get_uv()
+    assert subprocess.run([python, "-m", "pip", "--version"], timeout=60, check=False).returncode == 0
 
 
 def test_this_machine_can_be_installed_on() -> None:
@@ -174,11 +206,24 @@ def test_this_machine_can_be_installed_on() -> None:
 
 def test_settings_of_pip_reach_uv() -> None:
     listed = (
+        ":env:.index-url='https://mine.example/simple'\n"
         "global.extra-index-url='https://a.example/simple\\nhttps://b.example/simple'\n"
-        "global.timeout='60'\n:env:.cert='/etc/ca.pem'\nglobal.trusted-host='a.example'\n"
+        "global.index-url='https://all.example/simple'\n"
+        "global.no-index='true'\nglobal.timeout='60'\n:env:.cert='/etc/ca.pem'\n"
+        "global.trusted-host='a.example b.example'\n"
+        "install.find-links='/wheels /more'\nwheel.find-links='/others'\n"
     )
     assert install.uv_settings(listed) == {
+        "UV_DEFAULT_INDEX": "https://mine.example/simple",
         "UV_INDEX": "https://a.example/simple https://b.example/simple",
+        "UV_NO_INDEX": "true",
         "SSL_CERT_FILE": "/etc/ca.pem",
-        "UV_INSECURE_HOST": "a.example",
+        "UV_INSECURE_HOST": "a.example b.example",
+        "UV_FIND_LINKS": "/wheels,/more",
     }
+
+
+def test_a_failure_is_told_by_its_last_error() -> None:
+    said = "Using Python 3.12\nerror: Request failed\n  cause: dns error\nhint: look at the docs\n"
+    assert install._last_error(said, begins=("cause:", "error:")) == "dns error"
+    assert install._last_error("", begins=("ERROR",)) == "no message"
