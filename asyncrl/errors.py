@@ -176,7 +176,8 @@ class ImpreciseColumns(CallRefused):
 
 
 class LossFailed(CallRefused):
-    """A loss function raised an error, or it did not return a scalar and a dict of numbers.
+    """A loss function raised an error, or it did not return a scalar and a dict of numbers. A lack of memory inside a
+    loss is a RunError instead, which ends the ranks.
 
     The optimizer update of that loss was not applied on any rank. Earlier updates of the same call were applied.
     """

@@ -6,7 +6,6 @@ the steps (`send_beside`, `save_beside`) end no rank.
 """
 
 import concurrent.futures
-import re
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
@@ -29,6 +28,7 @@ from asyncrl.errors import (
     RunError,
 )
 from asyncrl.ranks.actor import BESIDE, LOOPBACK, SAVING, RankActor
+from asyncrl.ranks.out_of_memory import LESS_MEMORY, is_out_of_memory
 from asyncrl.ranks.worker import RankWorker
 
 WorkerT = TypeVar("WorkerT", bound=RankWorker[Any])
@@ -37,12 +37,6 @@ R = TypeVar("R")
 
 STARTUP = "learner.startup_timeout_s"
 """The setting that limits each call by which the ranks start."""
-LESS_MEMORY = (
-    "lower learner.micro_batch_size, or learner.micro_batch_tokens with packed or dynamic batches; set "
-    "learner.activation_checkpointing; or use more learner.ranks"
-)
-"""The advice for a rank that has too little memory."""
-_OUT_OF_MEMORY = re.compile("out ?of ?memory|MemoryError|can't allocate memory|not enough memory", re.IGNORECASE)
 FIRST_CAUSE_GRACE_S = 3.0
 """If only broken connections are known, seconds to wait for the error of the rank that caused them."""
 CLOSE_TIMEOUT_S = 5.0
@@ -322,7 +316,7 @@ def _first_cause(failures: dict[int, BaseException], *, what: str, section: str)
             f"{section} rank {rank} died in {what}: {reason_of_death(error)}. If the memory of its machine was full: "
             f"{LESS_MEMORY}"
         )
-    elif _OUT_OF_MEMORY.search(f"{type(cause).__name__}: {cause}"):
+    elif is_out_of_memory(cause):
         failure = RunError(
             f"{section} rank {rank} ran out of memory in {what}, and no update of this step was applied: {LESS_MEMORY} "
             f"({type(cause).__name__}: {cause})"

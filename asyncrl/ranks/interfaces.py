@@ -42,11 +42,12 @@ class TrainedModelInterface(ABC, Generic[LossT_contra]):
         - `timing`: seconds by stage;
         - `report`: an `asyncrl.ranks.report.StepReport`.
 
-        All errors leave the ranks alive. Raises AssertionError if the number of rows is not a multiple of `gbs`, if
-        `gbs` is neither a multiple of the number of ranks nor all rows, or if `mbs` is below 1. Raises MissingColumns
-        with the columns that the loss reads and the rows lack. Raises CallRefused with the column, row and value that
-        the model cannot use. Raises LossFailed if the loss raises an error or does not return a scalar and a dict of
-        numbers.
+        All errors of arguments leave the ranks alive. Raises AssertionError if the number of rows is not a multiple of
+        `gbs`, if `gbs` is neither a multiple of the number of ranks nor all rows, or if `mbs` is below 1. Raises
+        MissingColumns with the columns that the loss reads and the rows lack. Raises CallRefused with the column, row
+        and value that the model cannot use. Raises LossFailed if the loss raises an error or does not return a scalar
+        and a dict of numbers. Raises RunError, and ends the ranks, if a rank has too little memory, also inside the
+        loss.
         """
 
     @abstractmethod

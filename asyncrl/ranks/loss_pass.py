@@ -15,6 +15,7 @@ import torch
 from asyncrl.algorithms.diagnostics import MetricSums
 from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
 from asyncrl.errors import LossFailed
+from asyncrl.ranks.out_of_memory import is_out_of_memory
 from asyncrl.user_code import describe_error
 
 LossT = TypeVar("LossT", LossFunction, ValueLossFunction)
@@ -73,7 +74,8 @@ def outcome_of(
     """Differentiates a loss with respect to the model's outputs, also in eval mode.
 
     `loss` gets copies of the outputs without their graph, so a loss that fails never reaches the model. `measure` gets
-    the slopes by the outputs' names. An error of either becomes the outcome's failure.
+    the slopes by the outputs' names. An error of either becomes the outcome's failure, except a lack of memory: that is
+    raised, as everywhere else in the pass.
     """
     leaves = {name: output.detach().requires_grad_() for name, output in outputs.items()}
     try:
@@ -83,6 +85,9 @@ def outcome_of(
             value = float(scalar.detach())
         sums = measure(dict(zip(leaves, slopes, strict=True)))
     except Exception as error:
+        if is_out_of_memory(error):
+            # The batch is too large, and the loss has no fault. The driver ends all ranks and gives the advice (F26).
+            raise
         failure = LossFailed(f"the loss failed: {describe_error(error)}")
         return MicroBatchOutcome(differentiable=without_slopes(*outputs.values()), failure=failure)
     parts = [with_slopes(output, slope) for output, slope in zip(outputs.values(), slopes, strict=True)]
