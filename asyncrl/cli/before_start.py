@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from asyncrl.algorithms.baselines import OwnEstimator, resolve_advantage
 from asyncrl.algorithms.presets import advantage_of, is_own_loss
 from asyncrl.cli.options import checked_config, print_warnings, run_checks
-from asyncrl.cli.presence import model_directory, similar_folder
+from asyncrl.cli.presence import model_directory, model_files, similar_folder
 from asyncrl.cli.restarts import restarts
 from asyncrl.cli.terminal import outlive_terminal, say
 from asyncrl.common.roles import Role
@@ -186,7 +186,7 @@ def _try_prompts(config: Config, tasks: Sequence[Task]) -> None:
     seconds to import. Raises DatasetError (see `prompt_lengths.fitting`) unless `data.on_bad_row` is `skip`, and
     ConfigError for a token outside the vocabulary.
     """
-    path = _model_files(config)
+    path = model_files(config)
     if path is None or not tasks:
         return
     from asyncrl.data.light_tokenizer import light_tokenizer
@@ -209,19 +209,6 @@ def _try_prompts(config: Config, tasks: Sequence[Task]) -> None:
         )
 
 
-def _model_files(config: Config) -> Path | None:
-    """Returns the folder of the model's files on this machine.
-
-    None if a tiny model is not built yet, or if a model of the Hugging Face Hub is not in the cache.
-    """
-    path = model_directory(config)
-    if path is not None:
-        return path if (path / "config.json").is_file() else None
-    from asyncrl.data.light_tokenizer import cached_files
-
-    return cached_files(config.model.path)
-
-
 def try_hub(config: Config) -> None:
     """Sends one request to the Hugging Face Hub for a model that is not in a directory.
 
@@ -231,7 +218,7 @@ def try_hub(config: Config) -> None:
     name = config.model.path
     if model_directory(config) is not None:
         return
-    cached = _model_files(config) is not None
+    cached = model_files(config) is not None
     from huggingface_hub import constants, get_hf_file_metadata, get_token, hf_hub_url
     from huggingface_hub.errors import RepositoryNotFoundError
 

@@ -1,16 +1,18 @@
 """`asyncrl config`: shows, checks or describes a configuration. Starts no run, and imports no heavy library itself."""
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from asyncrl.cli.before_start import look
-from asyncrl.cli.options import AllowPublic, ConfigFiles, Overrides, checked_config, print_warnings
+from asyncrl.cli.options import AllowPublic, ConfigFiles, Overrides, checked_config, print_warnings, timeouts_of_model
 from asyncrl.cli.terminal import command_app, say
 from asyncrl.config.load import dump_config, load_config
 from asyncrl.config.schema import Config
+from asyncrl.config.timeouts import with_timeouts
 from asyncrl.errors import ConfigError
 
 app = command_app(help="Show, check or describe a configuration, without starting anything.")
@@ -18,8 +20,23 @@ app = command_app(help="Show, check or describe a configuration, without startin
 
 @app.command()
 def show(files: ConfigFiles, overrides: Overrides) -> None:
-    """Print the merged configuration as YAML, with all defaults."""
-    say(dump_config(load_config(files, overrides)).removesuffix("\n"))
+    """Print the merged configuration as YAML, with all defaults. A comment marks the time limits that follow the size
+    of the model."""
+    config = load_config(files, overrides)
+    derived = timeouts_of_model(config)
+    say(_marked(dump_config(with_timeouts(config, derived)).removesuffix("\n"), derived))
+
+
+def _marked(text: str, keys: Collection[str]) -> str:
+    """Adds a comment to the lines of YAML with these keys, each of a section and a name."""
+    lines, section = text.split("\n"), ""
+    for number, line in enumerate(lines):
+        name = line.split(":")[0]
+        if not name.startswith(" "):
+            section = name
+        elif f"{section}.{name.strip()}" in keys and name.startswith("  ") and name[2] != " ":
+            lines[number] = f"{line}  # unset: derived from the size of the model"
+    return "\n".join(lines)
 
 
 @app.command()

@@ -13,12 +13,13 @@ import typer
 from asyncrl.atomic_write import write_atomically
 from asyncrl.checkpoints.directory import HF
 from asyncrl.cli.before_start import try_hub
-from asyncrl.cli.options import ConfigFiles, Overrides, print_warnings, run_checks
+from asyncrl.cli.options import ConfigFiles, Overrides, print_warnings, run_checks, timeouts_of_model
 from asyncrl.cli.presence import check_model, model_directory
 from asyncrl.cli.terminal import command_app, say, sigterm_exits
 from asyncrl.config.checks import check_config
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
+from asyncrl.config.timeouts import with_timeouts
 from asyncrl.environments.secrets import hide_secrets
 from asyncrl.errors import ConfigError
 
@@ -115,5 +116,6 @@ def _configured(files: list[Path], overrides: list[str], *, samples: int | None)
     # The model is evaluated as it is: it is not built, and it has no adapter.
     as_it_is = {"path": config.model.path if path is None else str(path), "tiny": None, "lora": None}
     config = config.model_copy(update={"model": config.model.model_copy(update=as_it_is)})
+    config = with_timeouts(config, timeouts_of_model(config))
     print_warnings(run_checks(config, [check_config, check_model, try_hub]))
     return config

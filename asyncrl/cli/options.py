@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from asyncrl.algorithms.checks import check_algorithm
-from asyncrl.cli.presence import check_presence, user_modules
+from asyncrl.cli.presence import check_presence, model_files, user_modules
 from asyncrl.cli.restarts import begun_before, earlier_end
 from asyncrl.cli.terminal import say
 from asyncrl.common.roles import Role
@@ -21,10 +21,12 @@ from asyncrl.config.load import Layer, config_origins, load_config
 from asyncrl.config.metrics_host import check_metrics_host
 from asyncrl.config.recipes import unread_copies
 from asyncrl.config.schema import Config
+from asyncrl.config.timeouts import derived_timeouts, with_timeouts
 from asyncrl.deployment.known_runs import address_of, best_checkpoint, dead_runs, newest_weights
 from asyncrl.deployment.resuming import Choice, no_checkpoint, unfinished_run
 from asyncrl.environments.secrets import hide_secrets
 from asyncrl.errors import AsyncRLError, ConfigError, DatasetError
+from asyncrl.policy.model_directory import number_of_parameters
 
 if TYPE_CHECKING:
     from asyncrl.deployment.run_dir import RunDir
@@ -139,15 +141,27 @@ def checked_config(
 ) -> tuple[Config, list[str]]:
     """Returns the merged configuration and warnings about it.
 
-    Raises ConfigError with one line for each problem. If keys or values are wrong, it lists only those. Otherwise it
-    lists the violated rules over several keys, and the parts that deployments of `roles` need and this machine lacks.
-    From now on this process shows no value of `environment.secrets`.
+    Time limits that the user has not set follow the size of the model. Raises ConfigError with one line for each
+    problem. If keys or values are wrong, it lists only those. Otherwise it lists the violated rules over several keys,
+    and the parts that deployments of `roles` need and this machine lacks. From now on this process shows no value of
+    `environment.secrets`.
     """
     config = load_config(files, overrides)
+    config = with_timeouts(config, timeouts_of_model(config))
     hide_secrets(config.environment, os.environ)
     metrics_host = functools.partial(check_metrics_host, allow_public=allow_public)
     presence = functools.partial(check_presence, roles=roles, origins=config_origins(files, overrides))
     return config, unread_copies(files) + run_checks(config, [metrics_host, check_config, check_algorithm, presence])
+
+
+def timeouts_of_model(config: Config) -> dict[str, float]:
+    """Returns the limits that the size of the model makes longer (`derived_timeouts`). There are none if the model's
+    files are not on this machine."""
+    path, parameters = model_files(config), None
+    if path is not None:
+        with contextlib.suppress(OSError, ValueError):  # `check_presence` refuses a file that cannot be read
+            parameters = number_of_parameters(path)
+    return derived_timeouts(config, parameters=parameters)
 
 
 def run_checks(config: Config, checks: Iterable[Callable[[Config], list[str] | None]]) -> list[str]:

@@ -88,6 +88,19 @@ def model_directory(config: Config) -> Path | None:
     return path if local or path.exists() or config.model.tiny is not None else None
 
 
+def model_files(config: Config) -> Path | None:
+    """Returns the folder of the model's files on this machine.
+
+    None if a tiny model is not built yet, or if a model of the Hugging Face Hub is not in the cache.
+    """
+    path = model_directory(config)
+    if path is not None:
+        return path if (path / "config.json").is_file() else None
+    from asyncrl.data.light_tokenizer import cached_files
+
+    return cached_files(config.model.path)
+
+
 def _run_directory(config: Config) -> Iterator[str]:
     """Yields a problem if the run's directory cannot be written.
 

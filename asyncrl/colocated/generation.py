@@ -22,7 +22,7 @@ from asyncrl.colocated.engine_actor import EngineActor
 from asyncrl.common.tasks import cancelled
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data_plane.calls import answers, finished, require_ray, room, start
+from asyncrl.data_plane.calls import answers, finished, has_process, require_ray, room, start
 from asyncrl.errors import CollectiveError, ConfigError, PlacementError, RunError, WeightError
 from asyncrl.generation.interfaces import GenerationInterface, all_succeeded, verify_right_padding
 from asyncrl.generation.shared_memory import EngineProcesses, reap
@@ -63,7 +63,8 @@ class VLLMGeneration(GenerationInterface):
 
     def start(self) -> None:
         """Places the engines and loads the model. Raises PlacementError when Ray has no room within
-        `ray.placement_timeout_s`, TimeoutError after `generator.startup_timeout_s`."""
+        `ray.placement_timeout_s`, RunError if a process does not import vLLM within `generator.startup_timeout_s`, and
+        TimeoutError if an engine does not load the model within that time."""
         require_ray("place engines")
         config = self._config
         if config.model.lora is not None:
@@ -95,15 +96,29 @@ class VLLMGeneration(GenerationInterface):
 
     def _wait_for_places(self) -> None:
         generator, timeout_s = self._config.generator, self._config.ray.placement_timeout_s
-        ready = [engine.__ray_ready__.remote() for engine in self._alive()]
         try:
-            answers(ready, timeout_s=timeout_s, what="placing the engines")
+            self._wait_for_constructors(timeout_s)
+            return
         except TimeoutError:
-            raise PlacementError(
-                f"Ray has no room for {generator.replicas} engines (generator.replicas) of {generator.cpus:g} CPU and "
-                f"{generator.gpus:g} GPU each within ray.placement_timeout_s={timeout_s:g}"
-                f"{room(('CPU', 'GPU'), node_labels=generator.node_labels, section='generator')}"
+            if not all(map(has_process, self._alive())):
+                raise PlacementError(
+                    f"Ray has no room for {generator.replicas} engines (generator.replicas) of {generator.cpus:g} CPU "
+                    f"and {generator.gpus:g} GPU each within ray.placement_timeout_s={timeout_s:g}"
+                    f"{room(('CPU', 'GPU'), node_labels=generator.node_labels, section='generator')}"
+                ) from None
+        try:
+            self._wait_for_constructors(generator.startup_timeout_s)
+        except TimeoutError:
+            raise RunError(
+                "Ray has placed the engines, but their processes did not import vLLM within "
+                f"generator.startup_timeout_s = {generator.startup_timeout_s:g} s; the disk with the Python "
+                "environment may be cold or slow: start again, or raise the limit"
             ) from None
+
+    def _wait_for_constructors(self, timeout_s: float) -> None:
+        """Waits until the processes of the engines have imported vLLM. Raises CallTimeout."""
+        ready = [engine.__ray_ready__.remote() for engine in self._alive()]
+        answers(ready, timeout_s=timeout_s, what="placing the engines")
 
     # -- generation ----------------------------------------------------------------------------------------------
 

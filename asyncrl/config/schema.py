@@ -407,9 +407,11 @@ class GeneratorSection(Section):
     """Number of times within an hour that a deployment starts one of its replicas again after its engine or its process
     has failed. A replica that fails more often is given up. 0 turns restarts off."""
     replace_timeout_s: Annotated[PositiveFloat, PER_DEPLOYMENT] = 300.0
-    """Seconds in which a deployment may have fewer than `min_replicas` replicas while it starts them again."""
+    """Seconds in which a deployment may have fewer than `min_replicas` replicas while it starts them again. Unset:
+    longer for large models, as `asyncrl config show` prints."""
     startup_timeout_s: Annotated[PositiveFloat, PER_DEPLOYMENT] = 300.0
-    """Maximum time for the start of an engine, seconds."""
+    """Maximum time for the start of an engine, seconds. The imports of its process, which take minutes from a cold
+    disk, have the same limit. Unset: longer for large models, as `asyncrl config show` prints."""
     kv_cache_gib: Annotated[PositiveFloat, PER_DEPLOYMENT] = 0.5
     """Size of the key-value cache on CPUs, GiB."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1), PER_DEPLOYMENT] = 0.85
@@ -497,8 +499,9 @@ class LearnerSection(Section):
     """Number of consecutive steps with a non-finite loss or gradient that stops the run."""
     collective_timeout_s: Annotated[PositiveFloat, WATCHED_DEADLINE] = 120.0
     """Maximum time for a collective operation among the ranks, seconds."""
-    startup_timeout_s: PositiveFloat = 300.0
-    """Maximum time for the ranks to load the model, seconds."""
+    startup_timeout_s: Annotated[PositiveFloat, PER_DEPLOYMENT] = 300.0
+    """Maximum time for the ranks to load the model, seconds. Unset: longer for large models, as `asyncrl config show`
+    prints."""
     cpus: Annotated[PositiveFloat, PER_DEPLOYMENT] = 0.5
     """Logical Ray CPUs of a rank."""
     gpus: Annotated[NonNegativeFloat, PER_DEPLOYMENT] = 0.0
@@ -683,9 +686,10 @@ class WeightsSection(Section):
     the last whole weights and all changes since then, which the transport keeps until then."""
     bucket_bytes: PositiveInt = 64 * 2**20
     """Size of the pieces in which weights are transferred, bytes. Models of more than 256 pieces have larger ones."""
-    load_timeout_s: Annotated[PositiveFloat, WATCHED_DEADLINE] = 60.0
+    load_timeout_s: Annotated[PositiveFloat, WATCHED_DEADLINE, PER_DEPLOYMENT] = 60.0
     """Maximum time for a replica to fetch a version, to load it, and for a broadcast, seconds each. Weights that arrive
-    later are fetched again. A replica that takes longer to load them ends its engine."""
+    later are fetched again. A replica that takes longer to load them ends its engine. Unset: longer for large models,
+    as `asyncrl config show` prints."""
 
 
 class CheckpointSection(Section):
@@ -819,7 +823,8 @@ class RaySection(Section):
     address: str | None = None
     """Address of a running cluster. Unset: `asyncrl up` starts a local cluster."""
     placement_timeout_s: PositiveFloat = 120.0
-    """Maximum time for Ray to place a process, seconds. After that the start fails and names the missing resources."""
+    """Maximum time for Ray to place a process, seconds. After that the start fails and names the missing resources. The
+    imports of a process that was placed do not count (`generator.startup_timeout_s`)."""
     object_store_mb: PositiveInt = 512
     """Size of the object store of a local Ray, MiB."""
 

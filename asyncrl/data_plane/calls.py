@@ -177,6 +177,17 @@ def answers(refs: Sequence[Any], *, timeout_s: float, what: str) -> list[Any]:
     return [results[ref] for ref in refs]
 
 
+def has_process(handle: Any) -> bool:
+    """Returns whether Ray has placed an actor: a process runs its constructor, or has run it.
+
+    Ray answers no call of an actor before its constructor has returned, so a call that is late may mean both. The
+    table of actors has the address of the process as soon as Ray has room for it (seen with Ray 2.60). Ray's public
+    form of the table, `ray.util.state`, needs its dashboard, which a run does not start.
+    """
+    found = ray._private.state.actors(handle._actor_id.hex())
+    return bool(found.get("Pid"))
+
+
 def room(resources: Iterable[str], *, node_labels: Mapping[str, str], section: str) -> str:
     """Returns the end of an error about actors that Ray could not place: the node labels that `section` of the config
     requires, and the total and free resources of the cluster."""

@@ -14,6 +14,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import psutil
@@ -24,7 +25,7 @@ from ray._private.node import Node
 from ray.exceptions import RayError
 
 from asyncrl.config.schema import Config
-from asyncrl.data_plane.calls import finished, room
+from asyncrl.data_plane.calls import finished, has_process, room
 from asyncrl.deployment.ray_token import require_token
 from asyncrl.errors import PlacementError, RunError
 
@@ -303,17 +304,38 @@ async def ray_nodes(*, timeout_s: float) -> list[dict[str, Any]]:
 
 
 async def placed(
-    ref: Any, *, config: Config, what: str, cpus: float, gpus: float = 0.0, node_labels: Mapping[str, str] = {}
-) -> Any:
-    """Returns the first answer of a new actor.
+    handle: Any,
+    *,
+    config: Config,
+    what: str,
+    cpus: float,
+    gpus: float = 0.0,
+    node_labels: Mapping[str, str] = {},
+    startup: str = "generator.startup_timeout_s",
+) -> None:
+    """Waits until the constructor of a new actor has returned.
 
     Raises PlacementError, which says what the actor needs, if Ray does not place it within `ray.placement_timeout_s`.
+    A process that was placed may import its libraries for as long as the setting `startup` allows. After that, raises
+    RunError.
     """
     timeout_s = config.ray.placement_timeout_s
     try:
-        return await finished(ref, timeout_s=timeout_s, what=what)
+        await finished(handle.__ray_ready__.remote(), timeout_s=timeout_s, what=what)
+        return
     except TimeoutError:
-        raise PlacementError(
-            f"Ray did not place {what} within ray.placement_timeout_s = {timeout_s:g} s: it asks for {cpus:g} CPUs "
-            f"and {gpus:g} GPUs{room(('CPU', 'GPU'), node_labels=node_labels, section='generator')}"
+        if not has_process(handle):
+            raise PlacementError(
+                f"Ray did not place {what} within ray.placement_timeout_s = {timeout_s:g} s: it asks for {cpus:g} CPUs "
+                f"and {gpus:g} GPUs{room(('CPU', 'GPU'), node_labels=node_labels, section='generator')}"
+            ) from None
+    # The first import of torch and vLLM reads some gigabytes of small files: minutes on a cold network disk.
+    logger.warning("Ray has placed %s, and its process still imports its libraries after %g s", what, timeout_s)
+    limit_s: float = attrgetter(startup)(config)
+    try:
+        await finished(handle.__ray_ready__.remote(), timeout_s=limit_s, what=what)
+    except TimeoutError:
+        raise RunError(
+            f"Ray has placed {what}, but its process did not import its libraries within {startup} = {limit_s:g} s; "
+            "the disk with the Python environment may be cold or slow: start again, or raise the limit"
         ) from None

@@ -285,7 +285,7 @@ class ReplicaPool:
     async def _start(self, replica: Replica) -> None:
         generator = self.config.generator
         await placed(
-            replica.handle.__ray_ready__.remote(),
+            replica.handle,
             config=self.config,
             what=f"replica {replica.name}",
             cpus=generator.cpus,

@@ -198,7 +198,7 @@ def _actor_id(name: str, namespace: str) -> object:
 
 async def _coordinator(handle: Any, config: Config) -> CoordinatorClient:
     """Returns a client of the run's coordinator, once Ray has placed it. Raises PlacementError."""
-    await placed(handle.__ray_ready__.remote(), config=config, what="the buffer", cpus=0)
+    await placed(handle, config=config, what="the buffer", cpus=0)
     return CoordinatorClient.over_ray(
         handle, timeout_s=config.buffer.call_timeout_s, patience_s=config.run.stall_timeout_s
     )

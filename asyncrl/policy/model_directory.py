@@ -87,6 +87,28 @@ def read_model(path: Path) -> ModelFiles:
     )
 
 
+def number_of_parameters(path: Path) -> int | None:
+    """Returns about how many parameters a model has, by the sizes in its config.json; None if they are not there.
+
+    It counts the matrices of a decoder with gated layers: attention, layers or experts, embeddings and head. The rest
+    is below 1 %. `asyncrl doctor --plan` builds the model and counts exactly, which needs torch and seconds. Raises
+    OSError or ValueError for a file that cannot be read.
+    """
+    config = _read_json(path / "config.json")
+    hidden, layers = _number(config, "hidden_size", "n_embd"), _number(config, "num_hidden_layers", "n_layer")
+    heads, vocabulary = _number(config, "num_attention_heads", "n_head"), _number(config, "vocab_size")
+    if not (hidden and layers and heads and vocabulary):
+        return None
+    key_heads, width = _number(config, "num_key_value_heads") or heads, _head_size(config) or 0
+    attention = 2 * hidden * width * (heads + key_heads)
+    inner = _number(config, "intermediate_size", "n_inner") or 4 * hidden
+    experts = _number(config, "num_experts", "num_local_experts", "n_routed_experts")
+    if experts:
+        inner = experts * (_number(config, "moe_intermediate_size") or inner)
+    tied = any(section.get("tie_word_embeddings") for section in (config, config.get("text_config") or {}))
+    return layers * (attention + 3 * hidden * inner) + vocabulary * hidden * (1 if tied else 2)
+
+
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Widths of attention heads that vLLM 0.32's attention supports on CPUs (`get_supported_head_sizes` of its backend)."""
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from asyncrl.cli import presence
+from asyncrl.cli import options, presence
 from asyncrl.cli.main import app
 from asyncrl.config.load import load_config
 
@@ -103,3 +103,39 @@ def test_schema_into_a_missing_folder_is_a_config_error(tmp_path: Path) -> None:
     result = runner.invoke(app, ["config", "schema", "--output", str(tmp_path / "no" / "schema.json")])
     assert result.exit_code == 2
     assert re.search(r"--output .*: No such file or directory", result.stderr)
+
+
+LARGE = {  # the shape of Qwen2.5-32B
+    "hidden_size": 5120,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "intermediate_size": 27648,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+}
+
+
+def test_show_prints_and_marks_the_limits_that_follow_the_size_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """65.5 GB in bfloat16: 180 + 328 s to start, 262 s to load."""
+    (tmp_path / "config.json").write_text(json.dumps(LARGE))
+    model = [f"model.path={tmp_path}", "model.dtype=bfloat16", "learner.startup_timeout_s=77"]
+    result = runner.invoke(app, ["config", "show", *model])
+    marked = [line.strip() for line in result.stdout.splitlines() if "derived from the size of the model" in line]
+    assert marked == [
+        f"{key}  # unset: derived from the size of the model"
+        for key in ("replace_timeout_s: 508.0", "startup_timeout_s: 508.0", "load_timeout_s: 263.0")
+    ]
+    shown = yaml.safe_load(result.stdout)
+    assert shown["learner"]["startup_timeout_s"] == 77.0
+    monkeypatch.setattr(options, "run_checks", lambda *_: [])  # the folder has no weights and no tokenizer
+    checked, _ = options.checked_config([{"model": {"path": str(tmp_path), "dtype": "bfloat16"}}], [], roles=())
+    assert checked.weights.load_timeout_s == shown["weights"]["load_timeout_s"]
+
+
+def test_show_marks_nothing_for_a_small_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LARGE | {"num_hidden_layers": 2}))
+    result = runner.invoke(app, ["config", "show", f"model.path={tmp_path}", "model.dtype=bfloat16"])
+    assert "#" not in result.stdout

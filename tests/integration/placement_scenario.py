@@ -90,7 +90,7 @@ def pool_of(config: Config, count: int) -> ReplicaPool:
 async def ray_ready(replica: Replica, config: Config) -> None:
     generator = config.generator
     await placed(
-        replica.handle.__ray_ready__.remote(),
+        replica.handle,
         config=config,
         what="a replica",
         cpus=generator.cpus,
