@@ -9,12 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import ray
 
 from asyncrl.common.imports import uncollected
 from asyncrl.config.schema import Config
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import REFUSALS
+from asyncrl.ranks.nodes import socket_interfaces
 
 with uncollected():  # these import torch and transformers
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -64,9 +66,9 @@ class RankActor:
 
     def setup(self, *, model_path: str, host: str, port: int) -> None:
         """Connects to the other ranks and loads the model."""
-        if host == LOOPBACK and os.path.isdir("/sys/class/net/lo"):
-            # all ranks are on this node; otherwise gloo would look up the host's name and might pick another interface
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        has = {name: {each.address for each in found} for name, found in psutil.net_if_addrs().items()}
+        for name, value in socket_interfaces(node=self.node_address(), rendezvous=host, interfaces=has).items():
+            os.environ.setdefault(name, value)
         timeout = timedelta(seconds=self._config.learner.startup_timeout_s)
         store = self._store or TCPStore(host, port, is_master=False, timeout=timeout)
         self._worker = self._kind(

@@ -6,6 +6,7 @@ the steps (`send_beside`, `save_beside`) end no rank.
 """
 
 import concurrent.futures
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
@@ -28,8 +29,11 @@ from asyncrl.errors import (
     RunError,
 )
 from asyncrl.ranks.actor import BESIDE, LOOPBACK, SAVING, RankActor
+from asyncrl.ranks.nodes import rank_order, spanning_warning
 from asyncrl.ranks.out_of_memory import LESS_MEMORY, is_out_of_memory
 from asyncrl.ranks.worker import RankWorker
+
+logger = logging.getLogger(__name__)
 
 WorkerT = TypeVar("WorkerT", bound=RankWorker[Any])
 P = ParamSpec("P")
@@ -102,6 +106,10 @@ class RankGroup(Generic[WorkerT]):
                 f"Ray has no room for {learner.ranks} {section} ranks ({section}.ranks) of {bundle} each "
                 f"({section}.cpus, {section}.gpus) within ray.placement_timeout_s={timeout_s}{there}"
             )
+        nodes = ray.util.placement_group_table(self._placement)["bundles_to_node_id"]
+        order = rank_order([nodes[bundle] for bundle in range(learner.ranks)], shards=learner.shards or learner.ranks)
+        if section == "learner":  # the critic has no key for the size of a copy
+            self._warn_of_spanning([nodes[bundle] for bundle in order])
         threads = str(learner.threads)
         env = {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
         if not learner.gpus:
@@ -116,11 +124,20 @@ class RankGroup(Generic[WorkerT]):
                 max_restarts=0,
                 runtime_env={"env_vars": env},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=self._placement, placement_group_bundle_index=rank
+                    placement_group=self._placement, placement_group_bundle_index=bundle
                 ),
             ).remote(worker=self._worker, rank=rank, world_size=learner.ranks, config=self._config)
-            for rank in range(learner.ranks)
+            for rank, bundle in enumerate(order)
         ]
+
+    def _warn_of_spanning(self, nodes: Sequence[str]) -> None:
+        """Logs a warning if a copy of the model is on several nodes. `nodes` are the ids of the ranks' nodes."""
+        if len(set(nodes)) == 1:
+            return
+        known = ray.nodes()  # type: ignore[no-untyped-call]
+        names = {node["NodeID"]: f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})" for node in known}
+        if warning := spanning_warning([names[node] for node in nodes], shards=self._config.learner.shards):
+            logger.warning("%s", warning)
 
     # -- calls ---------------------------------------------------------------------------------------------------
 

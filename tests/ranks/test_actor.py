@@ -1,9 +1,12 @@
 """A rank that gets the names of its rows: it fetches them, runs the worker's method, and writes the columns back."""
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
@@ -88,3 +91,18 @@ def test_rows_in_hand_are_passed_on_with_the_objects_that_the_ranks_share(monkey
 def test_ray_names_the_rank_in_its_log() -> None:
     assert repr(rank()[0]) == "learner rank 0"
     assert repr(RankActor.__new__(RankActor)) == "RankActor", "Ray asks before __init__ is called"
+
+
+def test_a_rank_connects_through_the_interface_of_its_node_unless_the_user_has_set_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host's name may lead to 127.0.1.1, and the first interface may be one of Docker."""
+    actor = RankActor(worker=lambda **_: Worker(), rank=1, world_size=2, config=Config())  # type: ignore[arg-type]
+    actor._store = object()  # type: ignore[assignment]
+    interfaces = {name: [SimpleNamespace(address=a)] for name, a in (("docker0", "172.17.0.1"), ("ib0", "10.0.0.7"))}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: interfaces)
+    monkeypatch.setattr(actor, "node_address", lambda: "10.0.0.7")
+    environment = {"GLOO_SOCKET_IFNAME": "eth3"}
+    monkeypatch.setattr(os, "environ", environment)
+    actor.setup(model_path="model", host="10.0.0.3", port=1)
+    assert environment == {"GLOO_SOCKET_IFNAME": "eth3", "NCCL_SOCKET_IFNAME": "=ib0"}

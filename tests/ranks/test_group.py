@@ -1,5 +1,8 @@
 """Starting ranks without a running Ray."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import ray
 
@@ -15,3 +18,39 @@ def test_ranks_join_no_cluster_that_happens_to_be_there(monkeypatch: pytest.Monk
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises(RunError, match=r"call ray.init\(\) first"):
         RankGroup(PolicyWorker, Config(), model_path="nowhere").start()
+
+
+class Rank:
+    """Replaces Ray's class of an actor. Notes the bundle of each rank."""
+
+    def __init__(self, bundles: dict[int, int]) -> None:
+        self._bundles, self._bundle = bundles, -1
+
+    def options(self, *, scheduling_strategy: Any, **_: Any) -> "Rank":
+        self._bundle = scheduling_strategy.placement_group_bundle_index
+        return self
+
+    def remote(self, *, rank: int, **_: Any) -> "Rank":
+        self._bundles[rank] = self._bundle
+        return self
+
+
+@pytest.mark.parametrize("shards", [2, None])
+def test_ranks_of_one_node_are_consecutive_and_a_copy_that_spans_nodes_is_warned_of(
+    shards: int | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ray has put the bundles 0 and 2 on one node and 1 and 3 on another one."""
+    bundles: dict[int, int] = {}
+    nodes = {0: "n1", 1: "n2", 2: "n1", 3: "n2"}
+    names = {"n1": "gpu-a", "n2": "gpu-b"}
+    placed = SimpleNamespace(wait=lambda timeout_s: True)
+    monkeypatch.setattr(ray.util, "placement_group", lambda *_, **__: placed)
+    monkeypatch.setattr(ray.util, "placement_group_table", lambda group: {"bundles_to_node_id": nodes})
+    monkeypatch.setattr(ray, "remote", lambda **_: lambda _: Rank(bundles))
+    known = [{"NodeID": n, "NodeManagerHostname": name, "NodeManagerAddress": "ip"} for n, name in names.items()]
+    monkeypatch.setattr(ray, "nodes", lambda: known)
+    config = Config.model_validate({"learner": {"ranks": 4, "shards": shards}})
+    RankGroup(PolicyWorker, config, model_path="nowhere")._place()
+    assert bundles == {0: 0, 1: 2, 2: 1, 3: 3}
+    warned = "ranks 0 to 3 on gpu-a (ip) and gpu-b (ip)" in caplog.text
+    assert warned == (shards is None)
