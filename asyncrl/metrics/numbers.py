@@ -422,6 +422,15 @@ NUMBERS: tuple[Number, ...] = (
         gauge=None,
     ),
     Number(
+        "gpu_memory_allocated_max_gib",
+        "GiB",
+        "Most memory that tensors took on a GPU of the learner's ranks since the step before: the fullest GPU counts. "
+        "Near the size of the card, lower learner.micro_batch_tokens. A run on CPUs has no such number.",
+        "speed",
+        Line(Chart("Memory of the learner's fullest GPU", "GiB", (0,)), "tensors"),
+        (Panel(SOUND, "Memory of the learner's fullest GPU", unit="gbytes"), "tensors"),
+    ),
+    Number(
         "explained_variance",
         "ratio",
         "Share of the returns' variance that the critic's values explain. 1 is perfect; below 0, the values are worse "

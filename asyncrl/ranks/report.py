@@ -49,8 +49,8 @@ class StepReport:
     diagnostics: Mapping[str, float] = field(default_factory=dict)
     """Measurements by name: the measures of `asyncrl.algorithms.kernel`, except for a user's loss that takes logits;
     the mean e^|log ρ| and the largest |log ρ|; the KL to the reference; the tokens of the rows divided by the tokens
-    that went through the model; and the number of tokens that were left out because a log-prob or advantage was not
-    finite. A measurement that was not made has no entry."""
+    that went through the model; the number of tokens that were left out because a log-prob or advantage was not finite;
+    and the memory of the fullest GPU. A measurement that was not made has no entry."""
     loss_metrics: Mapping[str, float] = field(default_factory=dict)
     """The loss's own metrics, added over micro-batches and ranks and averaged over updates. The presets have
     `clipped_ratio` and `gated_ratio`."""
@@ -109,7 +109,8 @@ class RankRecord:
     token. `staleness` counts the rank's own trained tokens by staleness. `nonfinite_tokens` were left out of training.
     `real_tokens` is the number of tokens of the rows. `passed_tokens` went through the rank's model: more with padding,
     fewer where packed rows share a prefix. `seconds` are by stage.
-    `model_flops` and `peak_flops_per_s` are as in `StepReport`, for this rank. `weights_before` and `weights_after` are
+    `model_flops` and `peak_flops_per_s` are as in `StepReport`, for this rank. `gpu_memory_bytes` is the most memory
+    that its tensors took on its GPU since the step before; None on a CPU. `weights_before` and `weights_after` are
     the rank's parts of the digests.
     """
 
@@ -124,6 +125,7 @@ class RankRecord:
     passed_tokens: int = 0
     model_flops: int | None = None
     peak_flops_per_s: float | None = None
+    gpu_memory_bytes: int | None = None
     weights_before: int = 0
     weights_after: int = 0
 
@@ -173,6 +175,7 @@ def step_report(ranks: Sequence[RankRecord]) -> StepReport:
         diagnostics={
             **{name: mean for name, mean in means.items() if name not in StepReport.__dataclass_fields__},
             **_packing(ranks),
+            **_gpu_memory(ranks),
             "nonfinite_tokens": float(sum(rank.nonfinite_tokens for rank in ranks)),
         },
         token_staleness=_histogram([rank.staleness for rank in ranks]),
@@ -219,6 +222,12 @@ def _packing(ranks: Sequence[RankRecord]) -> dict[str, float]:
     none."""
     passed = sum(rank.passed_tokens for rank in ranks)
     return {"packing_efficiency_ratio": sum(rank.real_tokens for rank in ranks) / passed} if passed else {}
+
+
+def _gpu_memory(ranks: Sequence[RankRecord]) -> dict[str, float]:
+    """Returns the memory of the fullest GPU: the rank that has it is the first that runs out. Empty on CPUs."""
+    known = [rank.gpu_memory_bytes for rank in ranks if rank.gpu_memory_bytes is not None]
+    return {"gpu_memory_allocated_max_gib": max(known) / 2**30} if known else {}
 
 
 def _total(parts: Sequence[Number | None]) -> Number | None:

@@ -183,9 +183,21 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
             passed_tokens=passed_tokens,
             model_flops=self._model_flops(row_lengths(own), backward=not eval_mode),
             peak_flops_per_s=self._peak_flops_per_s(),
+            gpu_memory_bytes=self._gpu_memory_bytes(),
             weights_before=before,
             weights_after=after,
         )
+
+    def _gpu_memory_bytes(self) -> int | None:
+        """Returns the most memory that tensors took on this rank's GPU since the last call, bytes; None on a CPU.
+
+        Memory that torch keeps without a tensor does not count: it is free for the next tensor.
+        """
+        if self._device.type != "cuda":
+            return None
+        most = torch.cuda.max_memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return most
 
     def trained_step(self) -> int | None:
         """Returns the version of the weights by this rank's own account: 1 more than the `step` of the last `train`

@@ -1,12 +1,19 @@
 """Time limits that the user has not set follow the size of the model."""
 
+import doctest
+
 import pytest
 
+from asyncrl.config import timeouts
 from asyncrl.config.schema import Config
 from asyncrl.config.timeouts import LONGEST_LOAD, derived_timeouts, with_timeouts
 
 SEVENTY_BILLION, SEVEN_BILLION = 70_000_000_000, 7_000_000_000
 LORA = {"rank": 8, "alpha": 16}
+
+
+def test_the_example_in_the_docstring_is_true() -> None:
+    assert doctest.testmod(timeouts).failed == 0
 
 
 def derived(parameters: int | None, **sections: object) -> dict[str, float]:

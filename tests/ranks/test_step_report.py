@@ -4,13 +4,15 @@ the doctests of the policy."""
 import dataclasses
 import doctest
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from asyncrl.algorithms import advantages, presets
 from asyncrl.algorithms.diagnostics import MetricSums
 from asyncrl.config.schema import OptimizerSection
-from asyncrl.ranks import optimizer
+from asyncrl.ranks import nodes, optimizer, out_of_memory
 from asyncrl.ranks.optimizer import learning_rate
 from asyncrl.ranks.report import (
     RankRecord,
@@ -21,9 +23,10 @@ from asyncrl.ranks.report import (
     step_report,
     train_result,
 )
+from asyncrl.ranks.worker import RankWorker
 
 
-@pytest.mark.parametrize("module", [advantages, presets, optimizer])
+@pytest.mark.parametrize("module", [advantages, presets, optimizer, nodes, out_of_memory])
 def test_examples_in_docstrings_are_true(module: object) -> None:
     results = doctest.testmod(module)  # type: ignore[arg-type]
     assert results.attempted > 0
@@ -98,6 +101,24 @@ def test_flops_of_the_ranks_add_up_unless_one_is_not_known() -> None:
     assert found((7, 2e12), (0, 3e12)) == (7, 5e12), "the device of a rank without rows counts"
     assert found((7, None), (2, 3e12)) == (9, None)
     assert found((None, 2e12), (2, 3e12)) == (None, 5e12)
+
+
+def test_the_memory_is_that_of_the_fullest_gpu_and_is_left_out_on_cpus() -> None:
+    def found(*ranks: int | None) -> float | None:
+        records = [dataclasses.replace(record([]), gpu_memory_bytes=nbytes) for nbytes in ranks]
+        return step_report(records).diagnostics.get("gpu_memory_allocated_max_gib")
+
+    assert found(3 * 2**30, 5 * 2**29) == 3.0
+    assert found(None, None) is None
+
+
+def test_a_rank_measures_the_memory_since_its_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's peak counts from the start of the process until it is reset."""
+    peaks = [7]
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peaks[-1])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peaks.append(2))
+    gpu, cpu = (SimpleNamespace(_device=torch.device(kind)) for kind in ("cuda", "cpu"))
+    assert [RankWorker._gpu_memory_bytes(rank) for rank in (gpu, gpu, cpu)] == [7, 2, None]  # type: ignore[arg-type]
 
 
 def test_a_result_has_losses_of_all_ranks_by_update_and_every_micro_batchs_metrics() -> None:
