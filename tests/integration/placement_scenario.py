@@ -6,6 +6,8 @@ replicas' processes have no engine, whose import takes ten seconds of a core for
 
 import asyncio
 import json
+import threading
+import time
 from typing import Any
 
 import ray
@@ -14,6 +16,7 @@ from ray.util import placement_group_table
 
 from asyncrl.colocated.generation import VLLMGeneration
 from asyncrl.config.schema import Config
+from asyncrl.data_plane.calls import has_process
 from asyncrl.deployment import pool as pools
 from asyncrl.deployment.cluster import patiently, placed
 from asyncrl.deployment.generators import GeneratorDeployment
@@ -41,6 +44,27 @@ class NoEngine:
 
     def __init__(self, **arguments: Any) -> None:
         pass
+
+
+class LongImport:
+    """An actor whose constructor does not return, like that of a replica that imports vLLM from a cold disk."""
+
+    def __init__(self) -> None:
+        threading.Event().wait()
+
+
+def known_processes() -> dict[str, bool]:
+    """Returns whether Ray's table has a process of an actor in its constructor, and of one for which there is no room.
+    Waits for the first."""
+    importing = ray.remote(LongImport).options(num_cpus=0).remote()
+    nowhere = ray.remote(NoEngine).options(num_cpus=9).remote()
+    deadline_s = time.monotonic() + 240
+    while not has_process(importing) and time.monotonic() < deadline_s:
+        time.sleep(0.1)  # polls another process
+    found = {"importing": has_process(importing), "nowhere": has_process(nowhere)}
+    for handle in (importing, nowhere):
+        ray.kill(handle)
+    return found
 
 
 def node_of(handle: Any) -> str:
@@ -138,6 +162,7 @@ def scenario() -> dict[str, Any]:
             "no such label": error_of(nowhere, "ranks"),
             "no node for engines": error_of(unlabelled, "engines"),
             "no GPU left": error_of(full, "replica"),
+            "processes": known_processes(),
         }
         for replica in pair:
             ray.kill(replica.handle)

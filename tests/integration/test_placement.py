@@ -48,3 +48,7 @@ def test_what_has_no_room_says_what_it_asked_for_and_what_there_is(found: dict[s
     assert "on nodes with pool=none (generator.node_labels)" in found["no node for engines"]
     assert "0.5 GPUs, on nodes with pool=gen (generator.node_labels); the cluster has 2 CPU" in found["no GPU left"]
     assert "1 GPU (0 free)" in found["no GPU left"]
+
+
+def test_a_process_in_its_constructor_is_told_from_an_actor_without_room(found: dict[str, Any]) -> None:
+    assert found["processes"] == {"importing": True, "nowhere": False}
