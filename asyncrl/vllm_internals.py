@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # `as` makes a name public for type checkers
     from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor as materialize_meta_tensor
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs as restore_layer_refs
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader as default_weight_loader
+    from vllm.platforms import current_platform as current_platform
     from vllm.tool_parsers import ToolParserManager as ToolParserManager
     from vllm.v1.engine.core import EngineCoreProc as EngineCoreProc
 
@@ -73,6 +74,8 @@ class Text(NamedTuple):
         return [self.text]
 
 
+_DEVICE = "describes the GPU of an engine"
+_SERVED = "gives an engine on a GPU the token budget of `vllm serve`"
 _RUNNING = "reads the tokens, log-probs and versions of running requests"
 _PROCESSES = "finds the processes of an engine, in order to watch and to end them"
 _RELOAD = "loads the weights of an update into any model"
@@ -92,6 +95,10 @@ INTERNALS: tuple[Name | Text, ...] = (
     Name(
         "vllm.v1.executor.uniproc_executor", "UniProcExecutor", "", "runs an engine with one CPU worker in one process"
     ),
+    Name("vllm.platforms", "current_platform", "", _DEVICE),
+    Name("vllm.platforms.interface", "Platform", "get_device_total_memory get_device_name", _DEVICE),
+    Text("vllm.engine.arg_utils", "if device_memory >= 160 * GiB_bytes:", _SERVED),
+    Text("vllm.engine.arg_utils", 'elif device_memory >= 70 * GiB_bytes and "a100" not in device_name:', _SERVED),
     Name("vllm.envs", "enable_envs_cache", "", "has environment variables read once, not in each request"),
     Name(
         "vllm.v1.engine.async_llm",
@@ -215,7 +222,7 @@ PUBLIC: tuple[Name | Text, ...] = (
         "model dtype max_model_len max_num_seqs enforce_eager logprobs_mode max_logprobs tensor_parallel_size seed "
         "load_format enable_sleep_mode hf_overrides gpu_memory_utilization kv_cache_memory_bytes "
         "max_num_batched_tokens enable_chunked_prefill distributed_executor_backend weight_transfer_config "
-        "worker_extension_cls enable_lora max_loras max_lora_rank lora_target_modules",
+        "worker_extension_cls enable_lora max_loras max_lora_rank lora_target_modules enable_flashinfer_autotune",
         "starts an engine with these arguments",
     ),
     Name(
@@ -260,6 +267,7 @@ PUBLIC: tuple[Name | Text, ...] = (
     Name("vllm.envs", "VLLM_LOGGING_STREAM", "", _ENVIRONMENT),
     Name("vllm.envs", "VLLM_NO_USAGE_STATS", "", _ENVIRONMENT),
     Name("vllm.envs", "VLLM_PLUGINS", "", _ENVIRONMENT),
+    Name("vllm.envs", "VLLM_USE_FLASHINFER_SAMPLER", "", _ENVIRONMENT),
     Name("vllm.envs", "VLLM_WORKER_MULTIPROC_METHOD", "", _ENVIRONMENT),
 )
 """What vLLM documents. A version of vLLM may change it too, so it is looked up as well."""

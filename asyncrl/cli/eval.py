@@ -31,7 +31,8 @@ QUIET = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "PYTHONWARNINGS": "ignore",
 }
-"""Variables that keep notes of vLLM and torch out of the output. Errors are shown, on stderr."""
+"""Variables that keep notes of vLLM and torch out of the output, unless the user has set them. Errors are shown, on
+stderr."""
 
 
 @app.command()
@@ -76,8 +77,8 @@ def evaluate(
     config = _configured(files, overrides, samples=samples)
     from asyncrl.generation.vllm_engine import prepare_environment
 
+    os.environ.update({name: value for name, value in QUIET.items() if not os.environ.get(name)})
     prepare_environment(config)  # before the first import of torch or vLLM
-    os.environ.update(QUIET)
     from asyncrl.deployment.model_evaluation import evaluate_model, result_lines
 
     say(f"model: {config.model.path}", err=True)

@@ -1,7 +1,15 @@
-"""The arguments with which an engine of vLLM starts. vLLM itself is not imported here."""
+"""The arguments and the environment variables with which an engine of vLLM starts.
 
-from typing import Any
+Both are functions of the configuration and of a description of the device, so they are tested for GPUs without one.
+Neither vLLM nor torch is imported here, because both read the variables when they are imported.
+"""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from asyncrl.common.kept_memory import KEPT_MEMORY
 from asyncrl.config.schema import Config
 from asyncrl.generation import vllm_adapters
 from asyncrl.generation.model_parameters import adapted_modules
@@ -13,10 +21,57 @@ MIN_BATCHED_TOKENS = 4096
 """Smallest token budget of a scheduler step on CPUs. Without chunked prefill, a whole prompt must fit into one step."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """The device of an engine. `memory_gib` and `name` are those that NVML reports for a GPU. They are 0 and empty for
+    a CPU, and for a GPU that NVML does not know."""
+
+    kind: Literal["cpu", "gpu"]
+    memory_gib: float = 0.0
+    name: str = ""
+
+
+CPU = Device(kind="cpu")
+
+
+def engine_environment(config: Config, given: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment variables to set before vLLM or torch is imported. `given` are those of the process.
+
+    A variable that the user has set keeps its value, except those on whose value asyncrl relies. An empty value counts
+    as not set.
+    """
+    required = {
+        "VLLM_NO_USAGE_STATS": "1",  # a run sends no statistics
+        "VLLM_PLUGINS": "asyncrl",  # updates need this plugin, and another one could replace the model
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # each process loads our plugin, which ends it with its parent
+    }
+    preferred = {"VLLM_LOGGING_LEVEL": "WARNING", "TOKENIZERS_PARALLELISM": "false"}
+    if Path(config.model.path).is_dir():
+        preferred["HF_HUB_OFFLINE"] = "1"
+    if config.generator.gpus == 0:
+        required |= {
+            "OMP_NUM_THREADS": "1",  # Ray sets it in its workers too, so a value here need not be the user's
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # our executor cannot bind threads, see `_cpu_arguments`
+            "TORCH_COMPILE_DISABLE": "1",  # the first request takes 0.3 s instead of 13 s
+        }
+        preferred |= KEPT_MEMORY
+    else:
+        # vLLM's sampler imports flashinfer when it is built, and fails without it. With flashinfer it would compile a
+        # kernel that it never uses: every request here returns processed log-probs, for which vLLM samples itself.
+        preferred["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+        if config.model.dtype == "float32":
+            # vLLM computes the attention of float32 with Triton, whose products are TF32 by default: log-probs differ
+            # by 4e-3 nats from those of the learner, and the limit is 1e-4. The variable holds for the kernels of
+            # adapters too. FLEX_ATTENTION would be exact as well, but has to be compiled, and leaves adapters in TF32.
+            preferred["TRITON_F32_DEFAULT"] = "ieee"
+    return required | {name: value for name, value in preferred.items() if not given.get(name)}
+
+
 def engine_arguments(
-    config: Config, *, model_path: str, name: str, load_weights: bool, sleep_mode: bool
+    config: Config, *, device: Device, model_path: str, name: str, load_weights: bool, sleep_mode: bool
 ) -> dict[str, Any]:
-    """Returns the arguments of vLLM's `AsyncEngineArgs`, without those of the weight transfer.
+    """Returns the arguments of vLLM's `AsyncEngineArgs` for an engine on `device`, without those of the weight
+    transfer.
 
     The arguments of `generator.engine_args` come last. The configuration refuses those that must keep their value here
     (`asyncrl.config.engine_args`). See `VLLMEngine.start` for the parameters.
@@ -42,10 +97,10 @@ def engine_arguments(
     if config.model.dtype == "bfloat16":
         # In bfloat16 the logits themselves would be rounded, which alone changes log-probs by up to 0.06 nats.
         arguments["hf_overrides"] = {"head_dtype": "float32"}
-    if generator.gpus == 0:
+    if device.kind == "cpu":
         arguments |= _cpu_arguments(config, sequences=sequences)
     else:
-        arguments["gpu_memory_utilization"] = generator.gpu_memory_utilization
+        arguments |= _gpu_arguments(config, device, sequences=sequences)
     return arguments | generator.engine_args
 
 
@@ -64,3 +119,42 @@ def _cpu_arguments(config: Config, *, sequences: int) -> dict[str, Any]:
         "distributed_executor_backend": alone if generator.tensor_parallel_size == 1 else "mp",
         "max_num_batched_tokens": max(MIN_BATCHED_TOKENS, config.model.max_length, sequences),
     }
+
+
+def _gpu_arguments(config: Config, device: Device, *, sequences: int) -> dict[str, Any]:
+    """Returns the arguments of an engine on GPUs that decodes up to `sequences` sequences at once."""
+    generator, own = config.generator, config.generator.engine_args
+    # vLLM would lower its own default to a step of all sequences with all of their tokens. It refuses a budget in which
+    # not every sequence has a token, and without chunked prefill one into which the longest prompt does not fit.
+    tokens = min(served_batched_tokens(device), sequences * config.model.max_length)
+    if own.get("performance_mode") == "throughput":
+        tokens *= 2  # as in `vllm serve`
+    least = sequences if own.get("enable_chunked_prefill", True) else max(sequences, config.model.max_length)
+    arguments = {
+        "gpu_memory_utilization": generator.gpu_memory_utilization,
+        "max_num_batched_tokens": max(tokens, least),
+    }
+    kernels = own.get("kernel_config")
+    if not (isinstance(kernels, Mapping) and kernels.get("enable_flashinfer_autotune") is not None):
+        # By default vLLM times the kernels of flashinfer at each start, which few models use. It refuses a value that
+        # is given twice, here and in kernel_config.
+        arguments["enable_flashinfer_autotune"] = False
+    return arguments
+
+
+def served_batched_tokens(device: Device) -> int:
+    """Returns the token budget of a scheduler step that `vllm serve` takes by default on a GPU.
+
+    `AsyncLLM` itself takes 2,048 on every GPU, because vLLM knows its user only as "engine". The numbers are those of
+    `EngineArgs.get_batch_defaults`, and a test compares them.
+
+    >>> served_batched_tokens(Device(kind="gpu", memory_gib=79.6, name="NVIDIA H100 80GB HBM3"))
+    8192
+    >>> served_batched_tokens(Device(kind="gpu", memory_gib=22.5, name="NVIDIA A10G"))
+    2048
+    """
+    if device.memory_gib >= 160:
+        return 16384
+    if device.memory_gib >= 70 and "a100" not in device.name.lower():  # on A100s, large steps are slower (vLLM #17885)
+        return 8192
+    return 2048

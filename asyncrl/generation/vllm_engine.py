@@ -11,13 +11,11 @@ import itertools
 import os
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from pathlib import Path
 from typing import Any
 
 import psutil
 
 from asyncrl.common.imports import uncollected
-from asyncrl.common.kept_memory import KEPT_MEMORY
 from asyncrl.config.schema import Config
 from asyncrl.errors import DataError, InfraError
 from asyncrl.generation.engine_start import cause_of_death, children_begin_with, engine_starts, first_end
@@ -26,7 +24,7 @@ from asyncrl.generation.long_work import beside_loop
 from asyncrl.generation.prefixes import seed_of
 from asyncrl.generation.shared_memory import EngineProcesses, sweep_shared_memory
 from asyncrl.generation.vllm_adapters import Adapter, VLLMAdapters
-from asyncrl.generation.vllm_arguments import engine_arguments
+from asyncrl.generation.vllm_arguments import CPU, GIB, Device, engine_arguments, engine_environment
 from asyncrl.generation.vllm_sampled import Child, SampledByVLLM, before_stop, check_end, until_stop
 from asyncrl.generation.vllm_supports import sampling_parameters
 from asyncrl.generation.vllm_weights import VLLMWeights
@@ -44,22 +42,24 @@ STORED_PROGRESS_EVERY_S = 0.01
 
 def prepare_environment(config: Config) -> None:
     """Sets environment variables that vLLM and torch read on import. Call it before the first import of either."""
-    settings = {
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_PLUGINS": "asyncrl",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # each process loads our plugin, which ends it with its parent
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+    os.environ.update(engine_environment(config, os.environ))
+
+
+def device_of(config: Config) -> Device:
+    """Describes the device of an engine with this configuration, as vLLM itself does when it starts.
+
+    vLLM asks NVML, which does not start CUDA in this process. Without NVML, the description is empty, and vLLM too
+    takes its numbers for small GPUs.
+    """
     if config.generator.gpus == 0:
-        settings |= KEPT_MEMORY | {
-            "OMP_NUM_THREADS": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "TORCH_COMPILE_DISABLE": "1",  # the first request takes 0.3 s instead of 13 s
-        }
-    if Path(config.model.path).is_dir():
-        settings["HF_HUB_OFFLINE"] = "1"
-    os.environ.update(settings)
+        return CPU
+    from asyncrl.vllm_internals import current_platform
+
+    try:
+        memory, name = current_platform.get_device_total_memory(), current_platform.get_device_name()
+    except Exception:  # it depends on the platform which errors there are
+        return Device(kind="gpu")
+    return Device(kind="gpu", memory_gib=memory / GIB, name=name)
 
 
 def preload() -> None:
@@ -125,7 +125,12 @@ class VLLMEngine:
         vllm_plugin.register()
         lora = config.model.lora
         arguments = engine_arguments(
-            config, model_path=model_path, name=name, load_weights=load_weights, sleep_mode=sleep_mode
+            config,
+            device=device_of(config),
+            model_path=model_path,
+            name=name,
+            load_weights=load_weights,
+            sleep_mode=sleep_mode,
         )
         arguments["weight_transfer_config"] = WeightTransferConfig(backend=vllm_plugin.BACKEND)
         arguments["worker_extension_cls"] = vllm_plugin.WORKER_EXTENSION
