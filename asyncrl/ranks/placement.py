@@ -53,7 +53,7 @@ def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> No
     optimizer.zero_grad(set_to_none=True)
     for state in optimizer.state.values():
         for name, value in state.items():
-            # AdamW's step counter is a 0-dimensional tensor that stays on the CPU
+            # AdamW's step counter is a 0-dimensional tensor that stays where it is: fused AdamW has it on the GPU
             if isinstance(value, torch.Tensor) and value.ndim > 0:
                 state[name] = value.to(device)
     _give_back(device)

@@ -81,7 +81,8 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         self._vocabulary = len(model.get_input_embeddings().weight)
         # no dropout: it would make the ratio of a token's probability to itself differ from 1
         model.train(False)
-        self._model, self._optimizer = self._accelerator.prepare(model, adamw(model, learner.optimizer))
+        optimizer = adamw(model, learner.optimizer, device=self._device)
+        self._model, self._optimizer = self._accelerator.prepare(model, optimizer)
         self._placement = Placement(self._model, self._optimizer.optimizer, device=self._device)
         self._state = ShardedState(self._model, self._optimizer.optimizer, group=self._checkpoints, saving=self._saving)
         self._calls = 0  # number of `train` calls, which the learning-rate schedule counts
