@@ -50,6 +50,7 @@ processors: $(STAMP)
 # call makes an environment for TRL.
 bench: $(STAMP)
 	$(BIN)/python benchmarks/overlap.py --write
+	$(BIN)/python benchmarks/block_sizes.py --write
 	$(BIN)/python benchmarks/profile_run.py --write
 	$(BIN)/python benchmarks/coordinator.py --write
 	$(BIN)/python benchmarks/against_trl.py --seeds 0 1 2

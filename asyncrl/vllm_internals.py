@@ -197,6 +197,7 @@ INTERNALS: tuple[Name | Text, ...] = (
 _TRANSFER = "vllm.distributed.weight_transfer"
 _ENGINE = "starts, asks and ends an engine"
 _UPDATE = "updates the weights of an engine"
+_CACHED = "shows the share of prompt tokens that came from the prefix cache"
 _ENVIRONMENT = "sets this environment variable"
 
 PUBLIC: tuple[Name | Text, ...] = (
@@ -222,7 +223,8 @@ PUBLIC: tuple[Name | Text, ...] = (
         "model dtype max_model_len max_num_seqs enforce_eager logprobs_mode max_logprobs tensor_parallel_size seed "
         "load_format enable_sleep_mode hf_overrides gpu_memory_utilization kv_cache_memory_bytes "
         "max_num_batched_tokens enable_chunked_prefill distributed_executor_backend weight_transfer_config "
-        "worker_extension_cls enable_lora max_loras max_lora_rank lora_target_modules enable_flashinfer_autotune",
+        "worker_extension_cls enable_lora max_loras max_lora_rank lora_target_modules enable_flashinfer_autotune "
+        "block_size",
         "starts an engine with these arguments",
     ),
     Name(
@@ -262,6 +264,8 @@ PUBLIC: tuple[Name | Text, ...] = (
     Name(f"{_TRANSFER}.base", "WeightTransferInitRequest", "init_info", _UPDATE),
     Name(f"{_TRANSFER}.base", "WeightTransferUpdateRequest", "update_info", _UPDATE),
     Text("vllm.plugins", '"vllm.general_plugins"', "is loaded in each process of vLLM"),
+    Text("vllm.v1.metrics.loggers", '"vllm:prefix_cache_queries"', _CACHED),
+    Text("vllm.v1.metrics.loggers", '"vllm:prefix_cache_hits"', _CACHED),
     Name("vllm.envs", "VLLM_CPU_OMP_THREADS_BIND", "", _ENVIRONMENT),
     Name("vllm.envs", "VLLM_LOGGING_LEVEL", "", _ENVIRONMENT),
     Name("vllm.envs", "VLLM_LOGGING_STREAM", "", _ENVIRONMENT),

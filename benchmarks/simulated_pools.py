@@ -52,6 +52,7 @@ from asyncrl.deployment.shared_actors import (
     open_data_plane,
 )
 from asyncrl.generation.interfaces import Completion, LoadTimes
+from asyncrl.metrics.vllm_counters import PromptTokens
 from asyncrl.weights.manifest import Bucket, Manifest, ParameterSpec, Piece, Probe, checksum, layout
 from asyncrl.weights.staging import StagedWeights
 from asyncrl.weights.transports.object_store import ObjectStoreTransport
@@ -75,6 +76,8 @@ START_S = 600.0
 
 class SleepingEngine:
     """Implements `InferenceEngine`: a group takes the time that its seed draws."""
+
+    prompt_tokens = PromptTokens(all=0, cached=0)
 
     def __init__(self, name: str) -> None:
         self._version: Version | None = None

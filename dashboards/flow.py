@@ -138,6 +138,17 @@ ROWS = {
             unit="suffix: sequences/s",
             span=6,
         ),
+        lines(
+            "Prompt tokens from the cache",
+            "Share of prompt tokens that vLLM found in its prefix cache. The samples of a group share their prompt, as "
+            "far as it fills whole blocks (block_size in docs/tasks.md).",
+            Query(
+                f"{rate('vllm:prefix_cache_hits_total', REPLICA)} / {rate('vllm:prefix_cache_queries_total', REPLICA)}",
+                "from the cache",
+            ),
+            unit="percentunit",
+            span=6,
+        ),
     ],
     "Agents": [
         lines(

@@ -31,7 +31,9 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     first start of the replica.
 
     `state_seconds` are slot-seconds divided by the number of slots. `running_groups` is the number of rollouts that run
-    now, `slots` their maximum. `replicas` is 1, or the number of replicas whose totals are added up here.
+    now, `slots` their maximum. `prompt_tokens` count each sample of a group, and `cached_prompt_tokens` are those of
+    them that came from the engine's prefix cache. `replicas` is 1, or the number of replicas whose totals are added up
+    here.
     """
 
     actor: str
@@ -44,6 +46,8 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     weight_updates: int
     parity_max_nats: float
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
     replicas: int = 1
 
     def plus(self, other: "ReplicaReport", *, sign: int = 1) -> "ReplicaReport":
@@ -57,6 +61,8 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
             samples=self.samples + sign * other.samples,
             completion_tokens=self.completion_tokens + sign * other.completion_tokens,
             weight_updates=self.weight_updates + sign * other.weight_updates,
+            prompt_tokens=self.prompt_tokens + sign * other.prompt_tokens,
+            cached_prompt_tokens=self.cached_prompt_tokens + sign * other.cached_prompt_tokens,
             parity_max_nats=max(self.parity_max_nats, other.parity_max_nats),
             replicas=self.replicas + sign * other.replicas,
         )

@@ -279,6 +279,7 @@ class Generator:
     async def report(self) -> None:
         # Count as the buffer does: a slot is taken from the reserve on, also while the rollout waits for the throttle.
         free = 0 if self._draining.is_set() else max(0, self._slots - len(self._held))
+        prompts = self._rollouts.engine.prompt_tokens
         report = ReplicaReport(
             actor=self._name,
             deployment=self._deployment,
@@ -288,6 +289,8 @@ class Generator:
             running_groups=self._running.generating,
             samples=self._delivery.samples,
             completion_tokens=self._delivery.tokens,
+            prompt_tokens=prompts.all,
+            cached_prompt_tokens=prompts.cached,
             weight_updates=self._weights.updates,
             parity_max_nats=self._weights.parity_max_nats,
         )

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import ray
 
     from asyncrl.data.batched_data_dict import BatchedDataDict
+    from asyncrl.metrics.vllm_counters import PromptTokens
 
 __all__ = [
     "Completion",
@@ -109,6 +110,11 @@ class LoadTimes:
 
 class InferenceEngine(Protocol):
     """An engine whose weights can be replaced between two decoding steps."""
+
+    @property
+    def prompt_tokens(self) -> PromptTokens:
+        """The prompt tokens of the requests so far, and those of them that were not computed again."""
+        ...
 
     async def generate(
         self,

@@ -20,6 +20,9 @@ GIB = 2**30
 MIN_BATCHED_TOKENS = 4096
 """Smallest token budget of a scheduler step on CPUs. Without chunked prefill, a whole prompt must fit into one step."""
 
+CPU_BLOCK_TOKENS = 32
+"""Tokens of a block of the KV cache on CPUs, the fewest that vLLM's attention supports there. vLLM's default is 128."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
@@ -118,6 +121,9 @@ def _cpu_arguments(config: Config, *, sequences: int) -> dict[str, Any]:
         # cannot bind threads. No binding is needed here (VLLM_CPU_OMP_THREADS_BIND=nobind).
         "distributed_executor_backend": alone if generator.tensor_parallel_size == 1 else "mp",
         "max_num_batched_tokens": max(MIN_BATCHED_TOKENS, config.model.max_length, sequences),
+        # The samples of a group share whole blocks only. With blocks of 128 tokens, each sample computes a prompt of 89
+        # tokens again (docs/benchmarks.md, "Blocks of the KV cache").
+        "block_size": CPU_BLOCK_TOKENS,
     }
 
 

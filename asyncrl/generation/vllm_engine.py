@@ -28,6 +28,7 @@ from asyncrl.generation.vllm_arguments import CPU, GIB, Device, engine_arguments
 from asyncrl.generation.vllm_sampled import Child, SampledByVLLM, before_stop, check_end, until_stop
 from asyncrl.generation.vllm_supports import sampling_parameters
 from asyncrl.generation.vllm_weights import VLLMWeights
+from asyncrl.metrics.vllm_counters import PromptTokens, prompt_tokens
 from asyncrl.weights.manifest import Manifest
 from asyncrl.weights.staging import StagedWeights
 
@@ -144,6 +145,10 @@ class VLLMEngine:
             return cls(llm, config=config, processes=processes)
         adapters = VLLMAdapters(llm, make_request=LoRARequest, lora=lora, base=model_path)
         return cls(llm, config=config, processes=processes, adapters=adapters)
+
+    @property
+    def prompt_tokens(self) -> PromptTokens:
+        return prompt_tokens()
 
     async def generate(
         self,

@@ -235,6 +235,7 @@ def _diagnostics(step: EndedStep) -> dict[str, float]:
         **({} if step.parity_ratio is None else {"parity_ratio": step.parity_ratio}),
         "parity_mean_nats": step.report.on_policy_parity_mean_nats,
         "length_ratio": _length_ratio(step.status),
+        "cached_prompt_ratio": _cached_prompt_ratio(step.status),
         "filtered_groups": len(step.lease.filtered),
     }
 
@@ -256,6 +257,12 @@ def _length_ratio(status: BriefStatus) -> float:
     if not (trained.samples and samples and issued.tokens):
         return math.nan
     return (trained.tokens / trained.samples) / (issued.tokens / samples)
+
+
+def _cached_prompt_ratio(status: BriefStatus) -> float:
+    """Returns the share of the prompt tokens that came from the engines' prefix caches. NaN before the first one."""
+    totals = status.totals
+    return totals.cached_prompt_tokens / totals.prompt_tokens if totals.prompt_tokens else math.nan
 
 
 def _finite(value: float) -> float | None:

@@ -347,6 +347,16 @@ NUMBERS: tuple[Number, ...] = (
         (Panel(HARMS, "Length ratio"), "trained / generated"),
     ),
     Number(
+        "cached_prompt_ratio",
+        "ratio",
+        "Share of the prompt tokens so far that came from the prefix caches of the engines. Each sample of a group "
+        "counts its prompt. With G samples a group it is up to (G − 1) / G. If it is near 0 although prompts are "
+        "longer than a block of the cache (`block_size` in docs/tasks.md), each sample computes its prompt again. NaN "
+        "before the first prompt.",
+        "speed",
+        Line(Chart("Prompt tokens from the cache", "share of prompt tokens", (0, 1)), "from the cache"),
+    ),
+    Number(
         "stale_tokens",
         "tokens",
         "Tokens of the step's groups that are masked from the loss because they are older than staleness.max_versions "

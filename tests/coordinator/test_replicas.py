@@ -130,7 +130,7 @@ def report(samples: int, *, actor: str = "a") -> ReplicaReport:
     return ReplicaReport(
         actor=actor, deployment="d", metrics_address="", state_seconds={"generating": float(samples)}, slots=2,
         running_groups=0, samples=samples, completion_tokens=10 * samples, weight_updates=1,
-        parity_max_nats=samples / 8,
+        parity_max_nats=samples / 8, prompt_tokens=4 * samples, cached_prompt_tokens=3 * samples,
     )  # fmt: skip
 
 
@@ -159,6 +159,7 @@ def test_replicas_that_are_gone_for_long_are_kept_as_one_sum(silent: bool, monke
     assert mean_states(reports.values()) == {"generating": 15 / 6}
     gone = reports["gone replicas"]
     assert (gone.replicas, gone.completion_tokens, gone.weight_updates, gone.parity_max_nats) == (4, 60, 4, 3 / 8)
+    assert (gone.prompt_tokens, gone.cached_prompt_tokens) == (24, 18)
 
 
 def test_replicas_that_were_all_silent_for_a_while_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from asyncrl.common.version import Version
 from asyncrl.errors import InfraError, TornReplica
 from asyncrl.generation.interfaces import Completion, LoadTimes, PartialCompletion, Sampled
 from asyncrl.generation.prefixes import seed_of
+from asyncrl.metrics.vllm_counters import PromptTokens
 from asyncrl.weights.manifest import Manifest
 from asyncrl.weights.staging import StagedWeights
 
@@ -60,6 +61,7 @@ class FakeEngine:
         self.prefixes: list[list[int]] = []
         self.prompts: list[list[int]] = []
         self.ends_one_in = 5
+        self.prompt_tokens = PromptTokens(all=0, cached=0)
 
     async def generate(
         self,

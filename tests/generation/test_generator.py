@@ -23,6 +23,7 @@ from asyncrl.errors import ActorGone, DataError, FailureClass
 from asyncrl.generation.evaluation import evaluate
 from asyncrl.generation.interfaces import LoadTimes
 from asyncrl.metrics.catalogue import GENERATOR_STATES
+from asyncrl.metrics.vllm_counters import PromptTokens
 from asyncrl.weights.manifest import Manifest
 
 
@@ -86,6 +87,15 @@ async def test_a_ticket_that_waits_for_the_throttle_takes_a_slot_like_one_that_i
         assert (view.reserved_groups, view.free_slots) == (held, generator._slots - held)
         report = pool.coordinator._parts.replicas.reports["a"]
         assert (report.running_groups, report.slots) == (1, generator._slots), "the other groups wait for their start"
+
+
+@pytest.mark.asyncio
+async def test_a_replica_reports_the_prompt_tokens_that_its_engine_did_not_compute_again() -> None:
+    async with started_pool() as (pool, engine):
+        engine.prompt_tokens = PromptTokens(all=80, cached=70)
+        await pool.generators["a"].report()
+        totals = pool.coordinator.status().totals
+        assert (totals.prompt_tokens, totals.cached_prompt_tokens) == (80, 70)
 
 
 @pytest.mark.asyncio

@@ -26,7 +26,7 @@ UNKNOWN = Device(kind="gpu")
 DEVICES = [CPU, H100, A10G]
 NAMES = ["CPU", "H100", "A10G"]
 ON_GPUS = ["generator.gpus=1", "learner.gpus=1", "model.dtype=bfloat16", "generator.top_k=8"]
-MAY_BE_REPLACED = {"max_num_batched_tokens", "enable_flashinfer_autotune"}
+MAY_BE_REPLACED = {"max_num_batched_tokens", "enable_flashinfer_autotune", "block_size"}
 
 
 def place(device: Device) -> list[str]:
@@ -48,8 +48,8 @@ def environment(device: Device, *overrides: str, given: dict[str, str] | None = 
 
 @pytest.mark.parametrize("device", DEVICES, ids=NAMES)
 def test_the_users_arguments_are_added(device: Device) -> None:
-    own = "generator.engine_args={max_num_batched_tokens: 9999, block_size: 16}"
-    assert arguments(device, own) == arguments(device) | {"max_num_batched_tokens": 9999, "block_size": 16}
+    own = "generator.engine_args={max_num_batched_tokens: 9999, block_size: 64}"
+    assert arguments(device, own) == arguments(device) | {"max_num_batched_tokens": 9999, "block_size": 64}
 
 
 def test_an_engine_has_room_for_adapters_only_if_the_model_has_one() -> None:
@@ -65,6 +65,11 @@ def test_what_asyncrl_sets_cannot_be_replaced(device: Device) -> None:
     for name in arguments(device).keys() - MAY_BE_REPLACED:
         with pytest.raises(ConfigError, match=f"generator.engine_args.{name}: "):
             check_config(load_config([], [*place(device), f"generator.engine_args={{{name}: 1}}"]))
+
+
+def test_blocks_are_small_on_cpus_so_that_samples_share_their_prompt() -> None:
+    assert arguments(CPU)["block_size"] == 32
+    assert "block_size" not in arguments(H100)
 
 
 @pytest.mark.parametrize(("device", "tokens"), [(H100, 8192), (A10G, 2048), (A100, 2048), (B200, 16384)])

@@ -113,8 +113,10 @@ async def test_every_gauge_of_a_trained_step_shows_the_number_that_bears_its_nam
     samples = dataclasses.replace(step.samples, numbers=of_samples | ratios)
     filtered = (FilteredGroup(reward=0.5, samples=4), FilteredGroup(reward=0.5, samples=4))
     lease = msgspec.structs.replace(step.lease, filtered=filtered)
+    totals = msgspec.structs.replace(step.status.totals, prompt_tokens=64, cached_prompt_tokens=40)
     step = dataclasses.replace(
         step,
+        status=msgspec.structs.replace(step.status, totals=totals),
         lease=lease,
         report=report,
         samples=samples,
@@ -139,6 +141,7 @@ async def test_every_gauge_of_a_trained_step_shows_the_number_that_bears_its_nam
         "asyncrl_published_policy_version": 40,
         "asyncrl_group_staleness_max_versions": 1,
         "asyncrl_learner_length_ratio": 1.0,
+        "asyncrl_learner_cached_prompt_ratio": 40 / 64,
     }
     read = metrics.registry.get_sample_value
     assert {name: read(name) for name in shown} == pytest.approx(shown)

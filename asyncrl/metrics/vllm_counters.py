@@ -1,0 +1,28 @@
+"""Counters of vLLM in this process, which it registers in the default registry of Prometheus."""
+
+from typing import NamedTuple
+
+from prometheus_client import REGISTRY
+
+ALL, CACHED = "vllm:prefix_cache_queries", "vllm:prefix_cache_hits"
+
+
+class PromptTokens(NamedTuple):
+    """Prompt tokens of an engine's requests since its start: `all` of them, and those whose keys and values came from
+    the prefix cache (`cached`), so that they were not computed again."""
+
+    all: int
+    cached: int
+
+
+def prompt_tokens() -> PromptTokens:
+    """Returns the prompt tokens of this process's engine; zeros if it has none.
+
+    vLLM counts each sample of a group, when it is scheduled for the first time. It counts neither a sequence that an
+    update computes again nor a request for the log-probs of its prompt (the probe), because neither reads the cache.
+    """
+    names = [f"{ALL}_total", f"{CACHED}_total"]
+    # only these two counters are collected, because this runs in each heartbeat and vLLM has a hundred others
+    collected = REGISTRY.restricted_registry(names).collect()
+    found = {sample.name: int(sample.value) for metric in collected for sample in metric.samples}
+    return PromptTokens(*(found.get(name, 0) for name in names))
