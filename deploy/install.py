@@ -306,13 +306,14 @@ def torch_for_cpus(environment, machine):
     build are left out."""
     versions = pinned("cpu")
     torch, torchvision = (f"{name}=={versions[name]}" for name in ("torch", "torchvision"))
-    into = ("install", "--python", environment.python)
-    if not environment.uv_can("--no-deps", f"{torch}+cpu"):
+    # The overrides in pyproject.toml would allow any build.
+    into = ("install", "--no-config", "--python", environment.python)
+    if not environment.uv_can("--no-config", "--no-deps", f"{torch}+cpu"):
         print("torch: the build for CPUs, from where pip is configured to find it", flush=True)
-        both = not environment.uv_can("--no-deps", f"{torchvision}+cpu")
+        both = not environment.uv_can("--no-config", "--no-deps", f"{torchvision}+cpu")
         environment.uv(*into, "--no-deps", f"{torch}+cpu", *[f"{torchvision}+cpu"] * both)
         return [] if both else [LEFT_OUT.format("torchvision")]
-    why = environment.uv_can("--torch-backend", "cpu", torch, torchvision)
+    why = environment.uv_can("--no-config", "--torch-backend", "cpu", torch, torchvision)
     if not why:
         print("torch: the build for CPUs, from PyTorch's own index", flush=True)
         environment.uv(*into, "--torch-backend", "cpu", torch, torchvision)
@@ -343,17 +344,22 @@ def install(environment, machine, extra, also, editable):
     environment.get_uv()
     environment.remove_vllm_unless(extra)
     source = "{}[{}]".format(ROOT, ",".join([extra, *also]))
+    lines = {
+        "--override": torch_for_cpus(environment, machine) if extra == "cpu" else [],
+        "--constraint": for_gpus() if extra == "gpu" else [],
+    }
+    print("all other packages: at the end uv compiles them for one to three minutes without output", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        overrides, constraints = Path(folder, "overrides.txt"), Path(folder, "constraints.txt")
-        overrides.write_text("\n".join(torch_for_cpus(environment, machine) if extra == "cpu" else []))
-        constraints.write_text("\n".join(for_gpus() if extra == "gpu" else []))
+        files = {option: Path(folder, f"{option.strip('-')}.txt") for option in lines if lines[option]}
+        for option, file in files.items():
+            file.write_text("\n".join(lines[option]))
         environment.uv(
             "install",
             *["--python", environment.python],
             # Otherwise each process of the first run would compile what it imports, which takes minutes.
             "--compile-bytecode",
-            *["--constraint", f"constraints-{extra}.txt", "--constraint", str(constraints)],
-            *["--override", str(overrides)],
+            *["--constraint", f"constraints-{extra}.txt"],
+            *[word for option, file in files.items() for word in (option, str(file))],
             *[*["--editable"] * editable, source],
         )
     print(f"installed into {environment.python} in {time.time() - began_s:.0f} s", flush=True)
