@@ -355,6 +355,7 @@ NUMBERS: tuple[Number, ...] = (
         "before the first prompt.",
         "speed",
         Line(Chart("Prompt tokens from the cache", "share of prompt tokens", (0, 1)), "from the cache"),
+        gauge=None,  # Prometheus has vLLM's own counters, which the dashboard Flow shows
     ),
     Number(
         "stale_tokens",

@@ -29,6 +29,8 @@ OTHERS = {
     "vllm:num_requests_waiting": ("engine", ("0",)),
     "vllm:kv_cache_usage_perc": ("engine", ("0",)),
     "vllm:num_preemptions_total": ("engine", ("0",)),
+    "vllm:prefix_cache_hits_total": ("engine", ("0",)),
+    "vllm:prefix_cache_queries_total": ("engine", ("0",)),
 }
 RAYS = (
     ("ray_object_store_memory", {"Location": "SPILLED"}),
