@@ -71,6 +71,8 @@ class Probe:
 
     succeeded: bool
     last_line: str
+    late: bool = False
+    """Whether the process exceeded its time limit."""
 
 
 def run_probe(code: str, *, timeout_s: float) -> Probe:
@@ -80,7 +82,7 @@ def run_probe(code: str, *, timeout_s: float) -> Probe:
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired:
-        return Probe(succeeded=False, last_line=f"took longer than {timeout_s:g} s (--timeout-s)")
+        return Probe(succeeded=False, last_line=f"took longer than {timeout_s:g} s (--timeout-s)", late=True)
     succeeded = done.returncode == 0
     lines = (done.stdout if succeeded else done.stderr).strip().splitlines()
     return Probe(succeeded=succeeded, last_line=lines[-1] if lines else f"exit status {done.returncode}")
@@ -140,6 +142,11 @@ def check_vllm(installed: Mapping[str, str], probe: Probe | None, *, has_gpu: bo
         return _fail(
             f"{names} are both installed and overwrite each other's files",
             fix="uninstall both, then install one of them",
+        )
+    if probe is not None and probe.late:
+        return _warn(
+            f"the import of {names} {probe.last_line}, as the first one may, and as on a busy machine",
+            fix="run `asyncrl doctor` again, or with --timeout-s 600",
         )
     if probe is None or not probe.succeeded:
         reason = probe.last_line if probe else "not tried"

@@ -178,7 +178,10 @@ def _no_directory(path: Path, config: Config, origins: Mapping[KeyPath, str]) ->
     near = similar_folder(path)
     hint = f"did you mean {near}? If not, " if near is not None else ""
     if config.model.tiny is None:
-        return [f"there is no such folder; {hint}name a model's directory, or a model of the Hugging Face Hub"]
+        return [
+            f"there is no such folder; {hint}name a model's directory, or a model of the Hugging Face Hub, or set "
+            "model.tiny, which builds a tiny one (`asyncrl recipes copy tiny_chat` writes an example)"
+        ]
     why = why_not_built(config, origins)
     return [] if why is None else [f"there is no such folder; {hint}{why}"]
 

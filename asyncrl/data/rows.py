@@ -29,7 +29,7 @@ READ = ("prompt", "messages", "answer")
 
 _RENAME = (
     ". Rows need a `prompt` (a text) or `messages` (a conversation), and an `answer`. If a dataset has other names, set"
-    " them in data.columns, e.g. {prompt: question, answer: solution}, or {answer: null} if it has no answers"
+    " data.columns to its own names, {prompt: THE_QUESTION, answer: THE_ANSWER}, or {answer: null} if it has no answers"
 )
 
 

