@@ -192,7 +192,7 @@ INTERNALS: tuple[Name | Text, ...] = (
         "refuses models whose attention heads vLLM does not support on CPUs",
     ),
 )
-"""What vLLM does not document."""
+"""The names and texts that asyncrl needs and vLLM does not document."""
 
 _TRANSFER = "vllm.distributed.weight_transfer"
 _ENGINE = "starts, asks and ends an engine"
@@ -274,7 +274,7 @@ PUBLIC: tuple[Name | Text, ...] = (
     Name("vllm.envs", "VLLM_USE_FLASHINFER_SAMPLER", "", _ENVIRONMENT),
     Name("vllm.envs", "VLLM_WORKER_MULTIPROC_METHOD", "", _ENVIRONMENT),
 )
-"""What vLLM documents. A version of vLLM may change it too, so it is looked up as well."""
+"""The names that asyncrl needs and vLLM documents. A version of vLLM may lack these too."""
 
 _MODULES = {entry.name: entry.module for entry in INTERNALS if isinstance(entry, Name)}
 
@@ -314,8 +314,10 @@ def missing(folder: Path) -> Iterator[str]:
     for entry in (*INTERNALS, *PUBLIC):
         for part in entry.parts:
             try:
-                found = entry.text in source(folder, entry.module) if isinstance(entry, Text) else None
-                found = _is_there(folder, entry, part) if isinstance(entry, Name) else found
+                if isinstance(entry, Text):
+                    found = entry.text in source(folder, entry.module)
+                else:
+                    found = _is_there(folder, entry, part)
             except SyntaxError as error:
                 yield f"{entry.module}: this Python cannot read a module that {part} needs: {error}"
                 continue

@@ -60,7 +60,7 @@ LEFT_OUT = "{} ; python_version < '3'"
 
 
 class Machine(NamedTuple):
-    """What an installation must know of a machine."""
+    """Describes the machine, for `refusal`."""
 
     system: str
     processor: str

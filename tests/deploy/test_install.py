@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -110,14 +109,13 @@ def test_the_command_ends_before_it_makes_an_environment(function: str, value: s
 
 
 @pytest.mark.slow
-def test_a_proxy_that_refuses_is_named_within_seconds(tmp_path: Path) -> None:
+def test_a_proxy_that_refuses_is_named(tmp_path: Path) -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_"))}
     refusing = {
         "HTTPS_PROXY": "http://127.0.0.1:9",
         "https_proxy": "http://127.0.0.1:9",
         "PIP_CONFIG_FILE": "/dev/null",
     }
-    began_s = time.monotonic()
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--extra", "cpu", "--venv", str(tmp_path / "venv")],
         env=kept | refusing, capture_output=True, text=True, timeout=200, check=False,
@@ -125,7 +123,6 @@ def test_a_proxy_that_refuses_is_named_within_seconds(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "pip got no package from its registry" in done.stderr
     assert "HTTPS_PROXY" in done.stderr
-    assert time.monotonic() - began_s < 150  # making the environment takes most of it; a hang would take longer
 
 
 class Sources:

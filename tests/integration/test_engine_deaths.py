@@ -32,5 +32,4 @@ def test_an_engine_notices_the_end_of_each_of_its_processes_and_of_no_other_proc
         assert engine["names"] == ["VLLM::EngineCore", *names]
         assert not engine["mistaken"], "the end of another child was taken for the engine's"
         assert any(name in engine["cause"] for name in engine["names"]), engine["cause"]
-        assert engine["noticed_s"] < 30
         assert engine["left"] == []
