@@ -149,6 +149,7 @@ def test_every_log_and_every_line_of_a_command_goes_the_one_way_that_is_checked_
         "cli/doctor.py: print(",  # in code of a probe
         "deployment/launch.py: print(",  # of a formatted record
         "config/docs.py: print(",  # of the generators of the documentation
+        "vllm_internals.py: print(",  # names of vLLM
         "metrics/trackers.py: print(",  # in a docstring
         "deployment/model_evaluation.py: print(",  # in a docstring
     }

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from prometheus_client import REGISTRY
+from prometheus_client import REGISTRY, CollectorRegistry
 
 ALL, CACHED = "vllm:prefix_cache_queries", "vllm:prefix_cache_hits"
 
@@ -15,14 +15,14 @@ class PromptTokens(NamedTuple):
     cached: int
 
 
-def prompt_tokens() -> PromptTokens:
-    """Returns the prompt tokens of this process's engine; zeros if it has none.
+def prompt_tokens(registry: CollectorRegistry = REGISTRY) -> PromptTokens:
+    """Returns the prompt tokens of this process's engine, whose counters are in `registry`; zeros if it has none.
 
     vLLM counts each sample of a group, when it is scheduled for the first time. It counts neither a sequence that an
     update computes again nor a request for the log-probs of its prompt (the probe), because neither reads the cache.
     """
     names = [f"{ALL}_total", f"{CACHED}_total"]
     # only these two counters are collected, because this runs in each heartbeat and vLLM has a hundred others
-    collected = REGISTRY.restricted_registry(names).collect()
+    collected = registry.restricted_registry(names).collect()
     found = {sample.name: int(sample.value) for metric in collected for sample in metric.samples}
     return PromptTokens(*(found.get(name, 0) for name in names))

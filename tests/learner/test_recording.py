@@ -113,10 +113,8 @@ async def test_every_gauge_of_a_trained_step_shows_the_number_that_bears_its_nam
     samples = dataclasses.replace(step.samples, numbers=of_samples | ratios)
     filtered = (FilteredGroup(reward=0.5, samples=4), FilteredGroup(reward=0.5, samples=4))
     lease = msgspec.structs.replace(step.lease, filtered=filtered)
-    totals = msgspec.structs.replace(step.status.totals, prompt_tokens=64, cached_prompt_tokens=40)
     step = dataclasses.replace(
         step,
-        status=msgspec.structs.replace(step.status, totals=totals),
         lease=lease,
         report=report,
         samples=samples,
@@ -141,7 +139,6 @@ async def test_every_gauge_of_a_trained_step_shows_the_number_that_bears_its_nam
         "asyncrl_published_policy_version": 40,
         "asyncrl_group_staleness_max_versions": 1,
         "asyncrl_learner_length_ratio": 1.0,
-        "asyncrl_learner_cached_prompt_ratio": 40 / 64,
     }
     read = metrics.registry.get_sample_value
     assert {name: read(name) for name in shown} == pytest.approx(shown)
@@ -167,6 +164,16 @@ async def test_a_step_s_flops_are_recorded_and_their_share_of_what_the_devices_c
     ]
     assert scene.log.steps[0].numbers(None)["speed/mfu_ratio"] == 0.3
     assert scene.metrics.registry.get_sample_value("asyncrl_learner_model_flops_total") == 4e12
+
+
+@pytest.mark.asyncio
+async def test_the_share_of_cached_prompt_tokens_is_recorded() -> None:
+    step = await an_ended_step()
+    totals = msgspec.structs.replace(step.status.totals, prompt_tokens=64, cached_prompt_tokens=40)
+    scene = Scene()
+    recorder = StepRecorder(log=scene.log, metrics=scene.metrics, elapsed_s=lambda: 1.0, state_seconds=dict)
+    recorder.record(dataclasses.replace(step, status=msgspec.structs.replace(step.status, totals=totals)))
+    assert scene.log.steps[-1].diagnostics["cached_prompt_ratio"] == 40 / 64
 
 
 @pytest.mark.asyncio
