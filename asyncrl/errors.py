@@ -273,7 +273,7 @@ class TornReplica(WeightError):
 
 
 class ParityError(WeightError):
-    """The engine's log-probs differ from the learner's log-probs by more than `weights.parity_tolerance_nats`."""
+    """The engine's log-probs or its live weights are not those of the learner (`weights.parity_*`)."""
 
 
 class ManifestVoid(WeightError):

@@ -70,7 +70,8 @@ ROWS = {
         number(
             "Parity limit used",
             "How much the engines' and the learner's log-probs differ, as a share of the accepted difference "
-            "(weights.parity_tolerance_nats). "
+            "(weights.parity_tolerance_nats, in bfloat16 weights.parity_factor). Infinite if a live weight of an "
+            "engine is not as published. "
             "Above 100 %, the engines do not compute the same model as the learner.",
             Query(f"max(asyncrl_weight_parity_ratio{{{RUN}}})", "of the limit"),
             unit="percentunit",

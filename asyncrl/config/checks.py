@@ -208,6 +208,23 @@ def _weights(config: Config) -> Iterator[str]:
             "on the weights before it, so that their log-probs may differ; set weights.on_parity_failure to alarm, or "
             "weights.kv_cache to recompute"
         )
+    if config.model.dtype == "float32":
+        chosen = [
+            name
+            for name in ("parity_factor", "parity_mean_nats")
+            if getattr(weights, name) != type(weights).model_fields[name].default
+        ]
+        for name in chosen:
+            yield (
+                f"weights.{name}: is for model.dtype = bfloat16; in float32 the largest difference decides, so set "
+                "weights.parity_tolerance_nats instead"
+            )
+    elif weights.parity_tolerance_nats is not None:
+        yield (
+            f"weights.parity_tolerance_nats = {weights.parity_tolerance_nats:g}: is for model.dtype = float32; in "
+            "bfloat16 single tokens differ by more than any useful limit, so set weights.parity_factor or "
+            "weights.parity_mean_nats instead"
+        )
     if weights.delta and config.model.dtype != "bfloat16":
         yield (
             f"weights.delta = true with model.dtype = {config.model.dtype}: every step changes nearly all weights in "

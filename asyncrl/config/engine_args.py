@@ -18,7 +18,7 @@ _OWN_KEYS = {
     "dtype": "model.dtype",
     "enforce_eager": "generator.enforce_eager",
     "gpu_memory_utilization": "generator.gpu_memory_utilization",
-    "kv_cache_memory_bytes": "generator.kv_cache_gib on CPUs, and generator.gpu_memory_utilization on GPUs",
+    "kv_cache_memory_bytes": "generator.kv_cache_gib",
     "max_model_len": "model.max_length",
     "max_num_seqs": "generator.max_concurrent_groups, which has learner.group_size sequences for each group",
     "model": "model.path",

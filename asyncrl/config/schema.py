@@ -412,10 +412,13 @@ class GeneratorSection(Section):
     startup_timeout_s: Annotated[PositiveFloat, PER_DEPLOYMENT] = 300.0
     """Maximum time for the start of an engine, seconds. The imports of its process, which take minutes from a cold
     disk, have the same limit. Unset: longer for large models, as `asyncrl config show` prints."""
-    kv_cache_gib: Annotated[PositiveFloat, PER_DEPLOYMENT] = 0.5
-    """Size of the key-value cache on CPUs, GiB."""
+    kv_cache_gib: Annotated[PositiveFloat | None, PER_DEPLOYMENT] = None
+    """Size of the key-value cache of each process of an engine, GiB. Unset: 0.5 on CPUs; on GPUs what
+    `gpu_memory_utilization` leaves, which vLLM measures when it starts. Set it if engine and learner share a GPU: the
+    measurement fails if the learner's memory changes meanwhile."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1), PER_DEPLOYMENT] = 0.85
-    """Share of a GPU's memory that the engine takes."""
+    """Share of a GPU's memory that the engine takes. It must be free when the engine starts. With `kv_cache_gib` the
+    engine takes what its weights, its cache and its largest step need, and this number is not its limit."""
     tensor_parallel_size: Annotated[PositiveInt, PER_DEPLOYMENT] = 1
     """Processes that share one engine. Each needs its own GPU. On CPUs (`gpus: 0`) each needs its own core, because the
     processes busy-wait for each other and take CPU time from everything else on that core."""
@@ -667,16 +670,18 @@ class WeightsSection(Section):
     probe_every_updates: PositiveInt = 1
     """The parity probe verifies every n-th weight update of a replica. Use 1 on CPUs."""
     parity_tolerance_nats: PositiveFloat | None = None
-    """Largest accepted difference between the engine's and the learner's log-prob of a token, nats. Unset: 1e-4 in
-    float32, 5e-2 in bfloat16."""
-    parity_quantile: Annotated[float, Field(gt=0, lt=1)] = 0.99
-    """In bfloat16, the share of at least 2,000 tokens that must be within the tolerance. Single tokens may differ more,
-    because engine and learner round differently. In float32 every token must be within it."""
-    parity_mean_nats: PositiveFloat = 2e-2
-    """In bfloat16, the largest accepted mean difference over at least 2,000 tokens, nats."""
+    """In float32, the largest accepted difference between the engine's and the learner's log-prob of a token, nats.
+    Unset: 1e-4."""
+    parity_factor: Annotated[float, Field(gt=1)] = 2.0
+    """In bfloat16, the largest accepted difference as a multiple of this run's unit. The unit is the difference that
+    engine and learner have at the start, because both round: over the first 2,000 on-policy tokens for the learner, and
+    over the first probe for a replica."""
+    parity_mean_nats: PositiveFloat = 0.1
+    """In bfloat16, the largest accepted unit (mean difference), nats."""
     on_parity_failure: Literal["alarm", "stop"] = "stop"
-    """What happens when engine and learner differ by more than the limits on the on-policy tokens of training steps.
-    `alarm`: an error is logged, and the parity metric shows the difference. `stop`: the run ends."""
+    """What happens when engine and learner do not agree. `stop`: on the on-policy tokens of a training step, the run
+    ends; after a weight update, the replica drops its unverified groups and loads weights again. `alarm`: an error is
+    logged, the parity metrics show the difference, and everything goes on."""
     delta: bool = False
     """Send only the weights that have changed. In bfloat16 most weights are equal after a step, because learning rates
     are small. Needs `model.dtype: bfloat16`, and `transport: object_store` or `filesystem`. Each learner rank keeps one

@@ -1,9 +1,9 @@
 """What a configuration needs: memory at each place, the bytes of a weight publication, and how long it makes both pools
 wait. All of it is arithmetic over the shapes of the model's parameters, so nothing is loaded and no run is started.
 
-The memory of a process is what it uses at most during a run, and on CPUs also what it has freed and keeps. Left out are
-the activations of training, which depend on the batches, and memory that libraries use for a moment. Memory that cannot
-be computed is as measured on CPUs (benchmarks/plan_check.py).
+The memory of a process is what it uses at most during a run, and on CPUs also what it has freed and keeps. Activations
+of training are estimated on GPUs, and left out on CPUs. Memory that libraries use for a moment is left out. Memory that
+cannot be computed is as measured on CPUs (benchmarks/plan_check.py).
 """
 
 import math
@@ -15,6 +15,7 @@ from enum import StrEnum
 
 from asyncrl.config.schema import Config, CriticSection, LearnerSection
 from asyncrl.generation.vllm_adapters import slots, vllm_rank
+from asyncrl.generation.vllm_arguments import CPU_KV_CACHE_GIB
 from asyncrl.policy.export import FILE_BYTES
 from asyncrl.ranks.accelerator import compute_dtype
 from asyncrl.weights.manifest import ParameterSpec, aligned
@@ -130,6 +131,30 @@ def gathered(parameters: Iterable[ParameterSpec]) -> int:
     return outside + sum(sorted(layers.values())[-2:])
 
 
+def activations(config: Config, parameters: Sequence[ParameterSpec]) -> float:
+    """Returns about how many bytes a rank keeps between the forward and the backward pass of its largest micro-batch.
+
+    The backward pass of a matrix needs its inputs, and that of the operations around it about as many numbers as the
+    matrix has outputs. For Qwen2.5 with 0.5 and 1.5 billion parameters and padded rows this is 0.87 and 0.90 times what
+    a GPU has measured (docs/gpu.md). Fused experts are left out.
+    """
+    learner = config.learner
+    rows = math.ceil(learner.groups_per_step * learner.group_size / learner.ranks)
+    padded = min(rows, learner.micro_batch_size) * config.model.max_length
+    packed = min(rows * config.model.max_length, learner.micro_batch_tokens)
+    tokens = padded if learner.batching == "padded" else packed
+    widths, hidden = Counter[str](), 0
+    for spec in parameters:
+        if (layer := _LAYER.match(spec.name)) and len(spec.shape) == 2:
+            widths[layer[0]] += sum(spec.shape)
+        elif spec.name.endswith(EMBEDDINGS):
+            hidden = spec.shape[1]
+    kept = sum(widths.values())
+    if learner.activation_checkpointing:  # the inputs of all layers, and one layer that is computed again
+        kept = len(widths) * hidden + max(widths.values(), default=0)
+    return float(compute_dtype(config).itemsize * tokens * kept)
+
+
 def plan(
     config: Config,
     parameters: Sequence[ParameterSpec],
@@ -184,6 +209,13 @@ def _rank_lines(
         yield Line(place=rank, what="AdamW's moments", nbytes=2 * MASTER_BYTES * shard, memory=device)
         whole = compute_dtype(config).itemsize * gathered(own)
         yield Line(place=rank, what="whole layers in a pass", nbytes=whole, memory=device)
+        if pool.gpus:
+            what = "activations (estimated)"
+            yield Line(place=rank, what=what, nbytes=activations(config, own), memory=Memory.GPU)
+            loaded = (compute_dtype(config).itemsize if adapted else MASTER_BYTES) * sum(
+                math.prod(spec.shape) for spec in own
+            )
+            yield Line(place=rank, what="whole model, while it loads", nbytes=loaded, memory=Memory.NODE)
         if name == "learner":
             if reference:
                 yield Line(place=rank, what="reference weights", nbytes=MASTER_BYTES * shard, memory=device)
@@ -206,13 +238,15 @@ def _replica_lines(
     place, device = (ENGINE, Memory.GPU) if generator.gpus else ("replica", Memory.NODE)
     if generator.gpus:
         yield Line(place=ENGINE, what="weights", nbytes=whole / generator.tensor_parallel_size, memory=Memory.GPU)
+        if generator.kv_cache_gib is not None:
+            yield Line(place=ENGINE, what="KV cache", nbytes=generator.kv_cache_gib * GIB, memory=Memory.GPU)
     else:
         # Embeddings are packed too, because they may be heads, and their plain form stays.
         packed = whole + sum(spec.nbytes for spec in own if spec.name.endswith(EMBEDDINGS))
         # with an adapter, the packed weights never change
         what, forms = ("packed weights", 1) if adapter else (PACKED, 2)
         yield Line(place="replica", what=what, nbytes=forms * packed, memory=Memory.NODE)
-        kv = generator.kv_cache_gib * GIB * generator.tensor_parallel_size
+        kv = (generator.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB * generator.tensor_parallel_size
         yield Line(place="replica", what="KV cache", nbytes=kv, memory=Memory.NODE)
     if config.model.lora is not None and adapter:
         adapters = slots(config) * sum(spec.nbytes for spec in adapter)
@@ -315,8 +349,7 @@ def _problems(config: Config, sums: Sequence[Line], hardware: Hardware, *, publi
     for line in sums:
         room = hardware.node_bytes
         if line.memory is Memory.GPU:
-            engine = line.place == ENGINE_GPU
-            room = hardware.gpu_bytes * (config.generator.gpu_memory_utilization if engine else 1)
+            room = hardware.gpu_bytes * _gpu_share(config, line.place)
         if line.nbytes > room:
             yield (f"a {line.place} needs {line.nbytes / GIB:.1f} GiB and has {room / GIB:.1f}; {_advice(line.place)}")
     versions = stored_versions(config)
@@ -328,9 +361,23 @@ def _problems(config: Config, sums: Sequence[Line], hardware: Hardware, *, publi
         )
 
 
+def _gpu_share(config: Config, place: str) -> float:
+    """Returns the share of a GPU's memory that the process at `place` may use. A rank on a GPU that it may share with
+    an engine has what the engine leaves."""
+    of_engine = config.generator.gpu_memory_utilization
+    if place == ENGINE_GPU:
+        return of_engine
+    pools = config.rank_pools()
+    shares = any(place == f"GPU of a rank of the {name}" and pool.gpus < 1 for name, pool in pools.items())
+    return 1 - of_engine if shares and 0 < config.generator.gpus < 1 else 1
+
+
 def _advice(place: str) -> str:
     if place.startswith("GPU of a rank"):
-        return "raise `ranks`, or set gradient_sync: micro_batch"
+        return (
+            "raise `ranks`, set learner.gradient_sync: micro_batch or learner.activation_checkpointing: true, or lower "
+            "learner.micro_batch_tokens"
+        )
     if place == ENGINE_GPU:
         return "raise generator.tensor_parallel_size"
     return "use fewer processes on a node, or a smaller model"

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from asyncrl.common.version import Version
 from asyncrl.data.specs import GenerationDatumSpec, GenerationOutputSpec, verify_right_padding
-from asyncrl.weights.manifest import Manifest
+from asyncrl.weights.manifest import Manifest, ReadBack
 from asyncrl.weights.staging import StagedWeights
 
 if TYPE_CHECKING:
@@ -157,6 +157,11 @@ class InferenceEngine(Protocol):
         request may begin with a new adapter. Raises TornReplica when the update fails after it has begun: then the
         engine stays paused until a later `load` succeeds.
         """
+        ...
+
+    async def read_back(self, manifest: Manifest, staged: StagedWeights) -> ReadBack:
+        """Compares samples of the live parameters with the bytes of the version that was loaded last, which are still
+        staged. Compares nothing if the version is an adapter."""
         ...
 
     async def abort(self) -> None:

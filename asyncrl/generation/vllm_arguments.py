@@ -20,6 +20,8 @@ GIB = 2**30
 MIN_BATCHED_TOKENS = 4096
 """Smallest token budget of a scheduler step on CPUs. Without chunked prefill, a whole prompt must fit into one step."""
 
+CPU_KV_CACHE_GIB = 0.5
+"""Default size of the KV cache on CPUs."""
 CPU_BLOCK_TOKENS = 32
 """Tokens of a block of the KV cache on CPUs, the fewest that vLLM's attention supports there. vLLM's default is 128."""
 
@@ -112,7 +114,7 @@ def _cpu_arguments(config: Config, *, sequences: int) -> dict[str, Any]:
     generator = config.generator
     alone = dotted("UniProcExecutor")
     return {
-        "kv_cache_memory_bytes": int(generator.kv_cache_gib * GIB),
+        "kv_cache_memory_bytes": int((generator.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB),
         # vLLM's CPU worker dies when the prefill of a seeded request is split in two ("CPU Generator does not use
         # offset"). An update that recomputes all running sequences at once would split many.
         "enable_chunked_prefill": False,
@@ -140,6 +142,8 @@ def _gpu_arguments(config: Config, device: Device, *, sequences: int) -> dict[st
         "gpu_memory_utilization": generator.gpu_memory_utilization,
         "max_num_batched_tokens": max(tokens, least),
     }
+    if generator.kv_cache_gib is not None:
+        arguments["kv_cache_memory_bytes"] = int(generator.kv_cache_gib * GIB)
     kernels = own.get("kernel_config")
     if not (isinstance(kernels, Mapping) and kernels.get("enable_flashinfer_autotune") is not None):
         # By default vLLM times the kernels of flashinfer at each start, which few models use. It refuses a value that

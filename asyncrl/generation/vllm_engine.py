@@ -29,7 +29,7 @@ from asyncrl.generation.vllm_sampled import Child, SampledByVLLM, before_stop, c
 from asyncrl.generation.vllm_supports import sampling_parameters
 from asyncrl.generation.vllm_weights import VLLMWeights
 from asyncrl.metrics.vllm_counters import PromptTokens, prompt_tokens
-from asyncrl.weights.manifest import Manifest
+from asyncrl.weights.manifest import Manifest, ReadBack
 from asyncrl.weights.staging import StagedWeights
 
 ENGINE_EXIT_S = 1.0
@@ -135,7 +135,8 @@ class VLLMEngine:
         )
         arguments["weight_transfer_config"] = WeightTransferConfig(backend=vllm_plugin.BACKEND)
         arguments["worker_extension_cls"] = vllm_plugin.WORKER_EXTENSION
-        knob = "kv_cache_gib" if config.generator.gpus == 0 else "gpu_memory_utilization"
+        sized = config.generator.gpus == 0 or config.generator.kv_cache_gib is not None
+        knob = "kv_cache_gib" if sized else "gpu_memory_utilization"
         with engine_starts(memory_knob=f"generator.{knob}"), children_begin_with("asyncrl.generation.engine_main"):
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
             processes = await processes_of(llm)
@@ -202,6 +203,9 @@ class VLLMEngine:
         self, manifest: Manifest, staged: StagedWeights, *, on_paused: Callable[[], None] | None = None
     ) -> LoadTimes:
         return await (self._adapters or self.weights).load(manifest, staged, on_paused=on_paused)
+
+    async def read_back(self, manifest: Manifest, staged: StagedWeights) -> ReadBack:
+        return ReadBack() if self._adapters else await self.weights.read_back(manifest, staged)
 
     async def abort(self) -> None:
         self._aborts += 1

@@ -9,11 +9,13 @@ stays paused, has no version, and waits for a whole update.
 """
 
 import asyncio
+import functools
 import os
 import struct
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import or_
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,7 +23,7 @@ import msgspec
 from asyncrl.common.version import Version
 from asyncrl.errors import CollectiveError, TornReplica, WeightError
 from asyncrl.generation.interfaces import LoadTimes
-from asyncrl.weights.manifest import Manifest, Parameters, TensorEntry, check_published, is_news
+from asyncrl.weights.manifest import Manifest, Parameters, ReadBack, TensorEntry, check_published, is_news
 from asyncrl.weights.remote_errors import from_text
 from asyncrl.weights.staging import StagedWeights
 from asyncrl.weights.transports.ipc import SharedGroup
@@ -78,13 +80,7 @@ class VLLMWeights:
     ) -> LoadTimes:
         """Applies a whole version from the flat buffer `staged`, which the caller has verified."""
         names = [entry.name for entry in manifest.tensors]
-        tensors = msgspec.to_builtins(manifest.tensors)
-        update = {
-            "path": staged.path,
-            "nbytes": staged.flat.nbytes,
-            "tensors": tensors,
-            "version": str(manifest.version),
-        }
+        update = _mapped(manifest, staged)
         await self._prepare(update)
         started_s = time.monotonic()
         paused_s = await self.begin(manifest.version, on_paused=on_paused)
@@ -92,6 +88,12 @@ class VLLMWeights:
         loaded_s = time.monotonic()
         await self.commit(names)
         return LoadTimes(pause_s=paused_s - started_s, load_s=loaded_s - paused_s, resume_s=time.monotonic() - loaded_s)
+
+    async def read_back(self, manifest: Manifest, staged: StagedWeights) -> ReadBack:
+        """Compares samples of the live parameters of each worker with the bytes in `staged`."""
+        arguments = (_mapped(manifest, staged), self.loads)
+        answers = await self._llm.collective_rpc("read_weights_back", args=arguments)
+        return functools.reduce(or_, [msgspec.msgpack.decode(answer, type=ReadBack) for answer in answers])
 
     async def _prepare(self, update: dict[str, Any]) -> None:
         """Lets the engine's workers make an update ready, each in a thread, while they decode."""
@@ -272,6 +274,16 @@ class VLLMWeights:
                 f"loading weights {loading} failed half way ({type(error).__name__}: {error}); the replica stays "
                 "paused until a whole update is applied"
             ) from error
+
+
+def _mapped(manifest: Manifest, staged: StagedWeights) -> dict[str, Any]:
+    """Returns how vLLM's workers get at the staged bytes of a version."""
+    return {
+        "path": staged.path,
+        "nbytes": staged.flat.nbytes,
+        "tensors": msgspec.to_builtins(manifest.tensors),
+        "version": str(manifest.version),
+    }
 
 
 def _check_group(entries: Sequence[TensorEntry], expected: Parameters) -> None:

@@ -31,8 +31,8 @@ from asyncrl.errors import (
 )
 from asyncrl.generation.interfaces import InferenceEngine
 from asyncrl.metrics.recorders import GeneratorMetrics
-from asyncrl.weights.manifest import Bytes, Manifest, check_manifest, is_news
-from asyncrl.weights.parity import Differences, ParityLimits
+from asyncrl.weights.manifest import Bytes, Manifest, ReadBack, check_manifest, is_news
+from asyncrl.weights.parity import Differences, ParityJudge, ParityLimits
 from asyncrl.weights.staging import Part, StagedWeights
 from asyncrl.weights.store import Publication, WeightClient
 from asyncrl.weights.transports.interfaces import BroadcastEnd, Transport
@@ -79,7 +79,10 @@ class WeightUpdates:
         staged_at: Path | None = None,
     ) -> None:
         self._limits = config.weights
-        self._parity = ParityLimits.of(config)
+        self._judge = ParityJudge(ParityLimits.of(config))
+        self._changed_by_loader: frozenset[str] | None = None
+        """Live parameters that are never as published, because the model's loader changes them. None until the first
+        update is verified."""
         self._name = name
         self._engine = engine
         self._source = source
@@ -227,18 +230,22 @@ class WeightUpdates:
             self._verified.clear()
             replica.show_loading(True)
 
+        verify = (self.updates + 1) % self._limits.probe_every_updates == 0 or self.version is None
+        live: ReadBack | None = None
         try:
             async with self._limited(manifest, doing="loading"):
                 times = await self._engine.load(manifest, self._staged, on_paused=paused)
+                loaded_s = self._clock()
+                if verify:
+                    live = await self._engine.read_back(manifest, self._staged)
         finally:
             self._staged.release()
             replica.show_loading(False)
         seconds |= {"pause": times.pause_s, "load": times.load_s, "resume": times.resume_s}
         self.updates += 1
-        started_s = self._clock()
-        if self.updates % self._limits.probe_every_updates == 0 or self.version is None:
-            await self._probe(manifest)
-        seconds["probe"] = self._clock() - started_s
+        if live is not None:
+            await self._verify(manifest, live)
+        seconds["probe"] = self._clock() - loaded_s
         self.version = manifest.version
         self._verified.set()
         self._metrics.policy_version(manifest.version.step)
@@ -271,20 +278,53 @@ class WeightUpdates:
                 f"{timeout_s:g} s, so the replica ends its engine; raise the limit if {doing} needs more time"
             ) from None
 
-    async def _probe(self, manifest: Manifest) -> None:
+    async def _verify(self, manifest: Manifest, live: ReadBack) -> None:
+        """Judges the live parameters and the probe. Raises ParityError if the loaded weights are not the published
+        ones; with `weights.on_parity_failure: alarm` it logs an error instead."""
         async with self._limited(manifest, doing="probing"):
             scores = await asyncio.gather(*[self._engine.score(tokens) for tokens in manifest.probe.tokens])
-        limits = self._parity
-        found = Differences.of(manifest.probe.differences_nats(scores), tolerance_nats=limits.tolerance_nats)
-        ratio = limits.ratio_of_probe(found)
-        self._metrics.parity(found.max_nats, ratio=ratio)
-        if ratio > 1.0:
-            raise ParityError(
-                f"replica {self._name}: after loading the weights of {manifest.version.words} the engine's log-probs "
-                f"are not the learner's: {found.words} ({limits.words}); check that both pools use the same model and "
-                "dtype, or raise the limits if the difference is only rounding"
+        found = Differences.of(manifest.probe.differences_nats(scores))
+        verdict = self._judge.judge(found)
+        differing = live.differing - (self._changed_by_loader or frozenset())
+        if self._changed_by_loader is None and verdict.ratio <= 1.0:
+            self._learn_unread(live)
+            differing = frozenset()
+        self._metrics.parity(found.max_nats, ratio=math.inf if differing else verdict.ratio)
+        if verdict.ratio <= 1.0 and not differing:
+            self.parity_max_nats = max(self.parity_max_nats, found.max_nats)
+            return
+        message = (
+            f"replica {self._name}: after loading the weights of {manifest.version.words} the engine's weights are not "
+            "the learner's: "
+        )
+        if differing:
+            message += (
+                f"{len(differing)} of {live.compared} live parameters are not as published, such as "
+                f"{', '.join(sorted(differing)[:3])}"
             )
-        self.parity_max_nats = max(self.parity_max_nats, found.max_nats)
+        if verdict.ratio > 1.0:
+            message += (
+                f"{'; and ' if differing else ''}the engine's log-probs of the probe are not the learner's: "
+                f"{verdict.words}; check that both pools use the same model and dtype, or raise the limits if the "
+                "difference is only rounding"
+            )
+        if self._limits.on_parity_failure == "stop":
+            raise ParityError(message)
+        logger.error("%s", message)
+
+    def _learn_unread(self, live: ReadBack) -> None:
+        """Remembers which live parameters cannot be compared. The probe agrees with the weights of this first update,
+        so those that differ are changed by the model's loader."""
+        self._changed_by_loader = live.differing
+        if unread := sorted(live.differing | live.unread):
+            logger.info(
+                "replica %s: %d live parameters are compared with the published ones after each update, and %d are "
+                "not, because vLLM keeps them in another form, such as %s; the probe verifies these",
+                self._name,
+                live.compared - len(live.differing),
+                len(unread),
+                ", ".join(unread[:3]),
+            )
 
 
 def _name_error(receiving: "asyncio.Task[None]") -> None:

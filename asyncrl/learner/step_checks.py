@@ -8,7 +8,7 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import NonFiniteError, ParityError
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.ranks.report import StepReport
-from asyncrl.weights.parity import Differences, ParityJudge, ParityLimits
+from asyncrl.weights.parity import POOLED_TOKENS, Differences, ParityJudge, ParityLimits
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ class StepChecks:
     def __init__(self, *, config: Config, metrics: LearnerMetrics) -> None:
         self._config = config
         self._metrics = metrics
-        self._judge = ParityJudge(ParityLimits.of(config))
+        self._judge = ParityJudge(ParityLimits.of(config), least_tokens=POOLED_TOKENS)
         self._nonfinite_in_a_row = 0
 
     def parity(self, report: StepReport, *, step: int) -> float:
@@ -31,24 +31,25 @@ class StepChecks:
         tokens = report.on_policy_tokens
         differences = Differences(
             tokens=tokens,
-            beyond=round(report.on_policy_parity_beyond_ratio * tokens),
             sum_nats=report.on_policy_parity_mean_nats * tokens,
+            sum_squares=report.on_policy_parity_mean_square * tokens,
             max_nats=report.on_policy_parity_max_nats,
+            weight_excess=report.on_policy_weight_excess * tokens,
+            weight_excess_squares=report.on_policy_weight_excess_mean_square * tokens,
         )
-        ratio = self._judge.ratio(differences)
-        self._metrics.parity(differences.max_nats, ratio=ratio)
-        if ratio <= 1.0:
-            return ratio
-        judged = self._judge.pooled
+        verdict = self._judge.judge(differences)
+        self._metrics.parity(differences.max_nats, ratio=verdict.ratio)
+        if verdict.ratio <= 1.0:
+            return verdict.ratio
         message = (
-            f"step {step}: the learner's log-probs of on-policy tokens are not the engine's: {judged.words} "
-            f"({self._judge.limits.words}). The generators sample from other weights or with other numerics than the "
-            "learner: check the dtype and the engine options, or raise the limits"
+            f"step {step}: the learner's log-probs of on-policy tokens are not the engine's: {verdict.words}. The "
+            "generators sample from other weights or with other numerics than the learner: check the dtype and the "
+            "engine options, or raise the limits"
         )
         if self._config.weights.on_parity_failure == "stop":
             raise ParityError(message)
         logger.error("%s", message)
-        return ratio
+        return verdict.ratio
 
     def nonfinite(self, reports: Sequence[StepReport | None], lease: Lease) -> None:
         """Raises NonFiniteError after `learner.max_nonfinite_steps` steps in a row that policy or critic skipped

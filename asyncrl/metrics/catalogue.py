@@ -384,8 +384,9 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             LEARNER | GENERATOR,
             "asyncrl_weight_parity_ratio",
             "How much the log-probs of engine and learner differ, as a share of what `weights.parity_*` accept. Above "
-            "1 they do not agree. In float32 it is the largest difference divided by the tolerance; in bfloat16 the "
-            "share of tokens beyond the tolerance or the mean difference, each divided by its limit.",
+            "1 they do not agree. It is the largest of several numbers, each divided by its limit: in float32 the "
+            "largest difference; in bfloat16 the mean and, for the learner, the root mean square; for the learner also "
+            "how far the mean importance weight is from 1. Infinite if a live weight of an engine is not as published.",
         ),
         gauge(LEARNER, "asyncrl_learner_policy_version", "The learner's version: number of acked steps."),
         gauge(LEARNER, "asyncrl_published_policy_version", "Step of the newest published weights."),

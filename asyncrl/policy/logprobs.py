@@ -58,6 +58,33 @@ def model_logprobs(
     return logprobs_BT, entropy_BT[0] if entropy_BT else None
 
 
+@contextmanager
+def rounded_weights(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Lets the model compute in this block with weights that are rounded to `dtype`, as an engine has them. The passes
+    keep their own precision, and the weights do not change."""
+    kept: dict[torch.nn.Module, dict[str, torch.nn.Parameter | None]] = {}
+
+    def put_rounded(module: torch.nn.Module, _: object) -> None:
+        kept[module] = dict(module._parameters)
+        for name, parameter in kept[module].items():
+            if parameter is not None:
+                rounded = parameter.detach().to(dtype).to(parameter.dtype)
+                module._parameters[name] = torch.nn.Parameter(rounded, requires_grad=False)
+
+    def put_back(module: torch.nn.Module, *_: object) -> None:
+        module._parameters.update(kept.pop(module, {}))
+
+    # FSDP gathers the weights of a block of modules before these hooks, and drops them afterwards
+    own = [module for module in model.modules() if module._parameters]
+    hooks = [module.register_forward_pre_hook(put_rounded) for module in own]
+    hooks += [module.register_forward_hook(put_back, always_call=True) for module in own]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def head_logprobs(
     hidden_ND: torch.Tensor,
     weight_VD: torch.Tensor,

@@ -28,11 +28,9 @@ class OnPolicy:
     """Which tokens the step's own weights have sampled, so that engine and learner must agree on their log-probs.
 
     With `whole_samples`, only those of samples that were generated completely by these weights: the others also have
-    keys and values of older weights in their KV cache (`weights.kv_cache: keep`). `tolerance_nats` is
-    `weights.parity_tolerance_nats`.
+    keys and values of older weights in their KV cache (`weights.kv_cache: keep`).
     """
 
-    tolerance_nats: float
     whole_samples: bool
 
     def mask(self, data: BatchedDataDict, *, step: int | None) -> torch.Tensor:
@@ -165,7 +163,6 @@ def _diagnosed(
         mask_BT=mask_BT,
         reference_BT=data["reference_policy_logprobs"][:, 1:] if "reference_policy_logprobs" in data else None,
         on_policy_BT=on_policy.mask(data, step=context.step),
-        parity_tolerance_nats=on_policy.tolerance_nats,
     )
 
 

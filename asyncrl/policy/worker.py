@@ -26,7 +26,7 @@ from asyncrl.data.specs import SUPPORT
 from asyncrl.errors import CallRefused, WeightError
 from asyncrl.policy.export import convert_to_hf
 from asyncrl.policy.flops import model_cost, peak_flops_per_s
-from asyncrl.policy.logprobs import model_logprobs
+from asyncrl.policy.logprobs import model_logprobs, rounded_weights
 from asyncrl.policy.micro_batch import OnPolicy, check_input_type, loss_of
 from asyncrl.policy.step_loss import add_update_shares, calibrated_loss, holds_reference
 from asyncrl.ranks.accelerator import compute_dtype, frozen
@@ -41,7 +41,6 @@ from asyncrl.ranks.plan import PlannedUpdate, check_columns
 from asyncrl.ranks.worker import SCORED_COLUMNS, RankWorker
 from asyncrl.weights.delta import DeltaSender
 from asyncrl.weights.manifest import ParameterSpec, TensorEntry, layout
-from asyncrl.weights.parity import ParityLimits
 from asyncrl.weights.publisher import DeliveredBucket, Snapshot, deliver, snapshot_of
 from asyncrl.weights.transports.collective import send_snapshot
 from asyncrl.weights.transports.interfaces import Sender, Transport
@@ -63,10 +62,7 @@ class PolicyWorker(RankWorker[LossFunction]):
         self._sender: Sender | None = None
         self._peers: Peers | None = None  # the process group for weights that this rank has joined
         self._shared = SharedWeights(world_size=world_size, device=self._device)
-        self._on_policy = OnPolicy(
-            tolerance_nats=ParityLimits.of(config).tolerance_nats,
-            whole_samples=config.weights.kv_cache == "keep",
-        )
+        self._on_policy = OnPolicy(whole_samples=config.weights.kv_cache == "keep")
         self._engine_dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
         self._specs = parameter_specs(self._model, dtype=self._engine_dtype)
         self._first_weights: torch.nn.Module | None = None
@@ -167,9 +163,10 @@ class PolicyWorker(RankWorker[LossFunction]):
         return BatchedDataDict(reference_logprobs=scored_BS)
 
     def probe(self, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
-        """Returns log-probs (nats, temperature 1) of tokens[1:] given their prefixes. All ranks must pass the same
-        sequences."""
-        scored_BS = self._scored_logprobs(token_batch(sequences), model=self._model, temperature=1.0).numpy()
+        """Returns log-probs (nats, temperature 1) of tokens[1:] given their prefixes, under the weights as they are
+        published. All ranks must pass the same sequences."""
+        with rounded_weights(self._model, self._engine_dtype):
+            scored_BS = self._scored_logprobs(token_batch(sequences), model=self._model, temperature=1.0).numpy()
         return [row[1 : len(tokens)] for row, tokens in zip(scored_BS, sequences, strict=True)]
 
     def _reference(self) -> torch.nn.Module:

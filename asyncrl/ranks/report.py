@@ -43,7 +43,9 @@ class StepReport:
     on_policy_tokens: int = 0
     on_policy_parity_max_nats: float = 0.0
     on_policy_parity_mean_nats: float = 0.0
-    on_policy_parity_beyond_ratio: float = 0.0
+    on_policy_parity_mean_square: float = 0.0
+    on_policy_weight_excess: float = 0.0
+    on_policy_weight_excess_mean_square: float = 0.0
     token_staleness: tuple[int, ...] = ()
     """Trained tokens by staleness: entry s is the number of tokens that are s versions old."""
     diagnostics: Mapping[str, float] = field(default_factory=dict)
@@ -171,7 +173,9 @@ def step_report(ranks: Sequence[RankRecord]) -> StepReport:
         kl_behaviour_k3_nats=means["kl_behaviour_k3_nats"],
         on_policy_parity_max_nats=means["on_policy_parity_max_nats"],
         on_policy_parity_mean_nats=means["on_policy_parity_mean_nats"],
-        on_policy_parity_beyond_ratio=means["on_policy_parity_beyond_ratio"],
+        on_policy_parity_mean_square=means["on_policy_parity_mean_square"],
+        on_policy_weight_excess=means["on_policy_weight_excess"],
+        on_policy_weight_excess_mean_square=means["on_policy_weight_excess_mean_square"],
         diagnostics={
             **{name: mean for name, mean in means.items() if name not in StepReport.__dataclass_fields__},
             **_packing(ranks),

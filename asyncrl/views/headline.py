@@ -249,8 +249,8 @@ def _warnings(facts: RunFacts) -> Iterator[tuple[Concern, str]]:
         yield (
             Concern.PARITY,
             f"The log-probs of generators and learner differ by {facts.parity_ratio:.3g} times the accepted "
-            f"difference (weights.parity_tolerance_nats), and by up to {facts.parity_nats:.3g} nats, so importance "
-            "weights are wrong: check model.dtype and weights.kv_cache.",
+            f"difference (weights.parity_tolerance_nats, in bfloat16 weights.parity_factor), and by up to "
+            f"{facts.parity_nats:.3g} nats, so importance weights are wrong: check model.dtype and weights.kv_cache.",
         )
     if facts.ess_ratio is not None and facts.ess_ratio < LOW_ESS:
         yield (

@@ -108,6 +108,23 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
 
+class ReadBack(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of comparing live parameters of an engine with a manifest's bytes: how many were compared, and the
+    names of those that differ and of those that were not compared. Each name is vLLM's."""
+
+    compared: int = 0
+    differing: frozenset[str] = frozenset()
+    unread: frozenset[str] = frozenset()
+
+    def __or__(self, other: "ReadBack") -> "ReadBack":
+        """Adds the parameters of another worker."""
+        return ReadBack(
+            compared=self.compared + other.compared,
+            differing=self.differing | other.differing,
+            unread=self.unread | other.unread,
+        )
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a replica needs to load a version and to verify the result."""
 

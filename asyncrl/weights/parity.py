@@ -1,8 +1,16 @@
 """Judges the differences between log-probs of the engine and of the learner for the same tokens and weights.
 
-In float32 the largest difference decides. In bfloat16 single tokens differ by more than any useful limit, because both
-sides round. There the share of tokens beyond the tolerance decides, and the mean difference, over at least
-`POOLED_TOKENS` tokens.
+In float32 the largest difference decides.
+
+In bfloat16 both sides round, and a healthy model of 30 layers has a mean difference of 0.03 to 0.04 nats, where a small
+one has 0.003. So the unit is what this run shows at its start: the mean and the root mean square of its first
+differences. Later ones may be `weights.parity_factor` times as large. The unit itself may have a mean of at most
+`weights.parity_mean_nats`. Differences of the learner's training steps are judged over at least `POOLED_TOKENS` tokens.
+
+In both precisions there is a second test, of tokens that the engine has sampled. If the engine reports the
+probabilities with which it samples, the mean of p_learner / p_engine over these tokens is 1, whatever weights and
+precision the learner has, because Σ_a p_engine(a) · p_learner(a) / p_engine(a) = 1 (importance sampling; A. Owen, Monte
+Carlo theory, methods and examples, chapter 9). The numbers behind the limits are in docs/weights.md.
 """
 
 import math
@@ -13,117 +21,174 @@ from dataclasses import dataclass
 from asyncrl.config.schema import Config
 
 POOLED_TOKENS = 2000
-"""Tokens over which differences in bfloat16 are judged. Tokens that are missing count as equal, so that few tokens are
-judged too if they differ much."""
-PROBE_FACTOR = 2.0
-"""A probe in bfloat16 may differ by this factor times `weights.parity_mean_nats` on average. It has some dozen tokens,
-the same in each update. One of them may always round badly, so it has no quantile."""
-TOLERANCE_NATS = {"float32": 1e-4, "bfloat16": 5e-2}
+"""Tokens over which differences are judged, but for the largest one. Tokens that are missing count as equal, so that
+few tokens are judged too if they differ much."""
+LEAST_UNIT_NATS = 1e-2
+"""A unit is at least this large (mean): a model whose probabilities become more extreme rounds more than before."""
+LEAST_UNIT_RMS_NATS = 1.6e-2
+"""The same for the root mean square."""
+RELATIVE_SPREAD = 1.2
+"""Standard deviation of the difference of a token, as a share of the mean difference: measured in bfloat16."""
+SIGMAS = 3.0
+"""Standard errors by which the mean over few tokens, those of a probe, may be larger than its limit."""
+WEIGHT_BIAS = 0.01
+"""The mean of p_learner / p_engine may differ from 1 by this much and by `WEIGHT_SIGMAS` standard errors."""
+WEIGHT_SIGMAS = 5.0
+TOLERANCE_NATS = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Differences:
-    """Differences of `tokens` tokens: how many are beyond the tolerance, their sum and the largest (nats)."""
+    """Differences of `tokens` tokens: the sum of their absolute values (nats), of their squares, and the largest.
 
-    tokens: int
-    beyond: int
-    sum_nats: float
-    max_nats: float
+    `weight_excess` is the sum of p_learner / p_engine − 1, and `weight_excess_squares` that of its squares. Both are 0
+    for tokens that were not sampled.
+    """
+
+    tokens: int = 0
+    sum_nats: float = 0.0
+    sum_squares: float = 0.0
+    max_nats: float = 0.0
+    weight_excess: float = 0.0
+    weight_excess_squares: float = 0.0
 
     @classmethod
-    def of(cls, nats: Iterable[float], *, tolerance_nats: float) -> "Differences":
+    def of(cls, nats: Iterable[float]) -> "Differences":
         """Returns the numbers of absolute differences. A NaN counts as infinite."""
         found = [math.inf if math.isnan(each) else each for each in nats]
         return cls(
             tokens=len(found),
-            beyond=sum(each > tolerance_nats for each in found),
             sum_nats=math.fsum(found),
+            sum_squares=math.fsum(each * each for each in found),
             max_nats=max(found, default=0.0),
         )
 
     def __add__(self, other: "Differences") -> "Differences":
         return Differences(
             tokens=self.tokens + other.tokens,
-            beyond=self.beyond + other.beyond,
             sum_nats=self.sum_nats + other.sum_nats,
+            sum_squares=self.sum_squares + other.sum_squares,
             max_nats=max(self.max_nats, other.max_nats),
+            weight_excess=self.weight_excess + other.weight_excess,
+            weight_excess_squares=self.weight_excess_squares + other.weight_excess_squares,
         )
 
-    @property
-    def words(self) -> str:
-        """The differences as text, for error messages."""
-        mean_nats = self.sum_nats / max(self.tokens, 1)
-        return (
-            f"of {self.tokens} tokens {self.beyond} differ by more than the tolerance, at most by {self.max_nats:.3g} "
-            f"nats, on average by {mean_nats:.3g}"
-        )
+    def spread(self, *, least_tokens: int = 1) -> "Spread":
+        """Returns mean and root mean square over the tokens, or over `least_tokens` if there are fewer."""
+        tokens = max(self.tokens, least_tokens)
+        return Spread(mean_nats=self.sum_nats / tokens, rms_nats=math.sqrt(self.sum_squares / tokens))
+
+    def weight_ratio(self) -> float:
+        """Returns how far the mean of p_learner / p_engine is from 1, as a share of what is accepted."""
+        tokens = max(self.tokens, POOLED_TOKENS)
+        bias = self.weight_excess / tokens
+        variance = max(0.0, self.weight_excess_squares / tokens - bias * bias)
+        return abs(bias) / (WEIGHT_BIAS + WEIGHT_SIGMAS * math.sqrt(variance / tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The mean and the root mean square of differences, nats."""
+
+    mean_nats: float
+    rms_nats: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`ratio`: how large the judged number is as a share of its limit. Above 1 engine and learner do not agree. `words`
+    give the number, the unit and the limit, for messages."""
+
+    ratio: float
+    words: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityLimits:
-    """The differences between the log-probs of an engine and of the learner that `weights.parity_*` accept.
+    """What `weights.parity_*` accept. `exact`: the largest difference decides, and is at most `tolerance_nats`.
+    Otherwise a unit has a mean of at most `mean_nats`, and later differences are at most `factor` units."""
 
-    At most a share `beyond_ratio` of the tokens may differ by more than `tolerance_nats`. The mean difference may be at
-    most `mean_nats`. In float32 `beyond_ratio` is 0."""
-
+    exact: bool
     tolerance_nats: float
-    beyond_ratio: float
     mean_nats: float
+    factor: float
 
     @classmethod
     def of(cls, config: Config) -> "ParityLimits":
-        weights, exact = config.weights, config.model.dtype == "float32"
-        tolerance = weights.parity_tolerance_nats or TOLERANCE_NATS[config.model.dtype]
+        weights = config.weights
         return cls(
-            tolerance_nats=tolerance,
-            beyond_ratio=0.0 if exact else 1.0 - weights.parity_quantile,
-            mean_nats=tolerance if exact else weights.parity_mean_nats,
-        )
-
-    def ratio_of_probe(self, found: Differences) -> float:
-        """Returns how large the judged number of one probe is as a share of its limit: above 1 the loaded weights are
-        not the published ones."""
-        if not self.beyond_ratio:
-            return found.max_nats / self.tolerance_nats
-        return found.sum_nats / max(found.tokens, 1) / (PROBE_FACTOR * self.mean_nats)
-
-    @property
-    def words(self) -> str:
-        """The limits as text, for error messages."""
-        if not self.beyond_ratio:
-            return f"weights.parity_tolerance_nats = {self.tolerance_nats:g}"
-        return (
-            f"{self.beyond_ratio:.2g} of {POOLED_TOKENS} tokens may be beyond weights.parity_tolerance_nats = "
-            f"{self.tolerance_nats:g}, see weights.parity_quantile; weights.parity_mean_nats = {self.mean_nats:g}"
+            exact=config.model.dtype == "float32",
+            tolerance_nats=weights.parity_tolerance_nats or TOLERANCE_NATS,
+            mean_nats=weights.parity_mean_nats,
+            factor=weights.parity_factor,
         )
 
 
 class ParityJudge:
-    """Pools differences until there are enough tokens, and compares them with the limits."""
+    """Judges differences against the unit, which are the first ones. With `least_tokens` the newest ones are pooled
+    until they have so many tokens; otherwise the differences of each call are judged alone."""
 
-    def __init__(self, limits: ParityLimits) -> None:
-        self.limits = limits
+    def __init__(self, limits: ParityLimits, *, least_tokens: int = 0) -> None:
+        self._limits = limits
+        self._least_tokens = least_tokens
         self._pool: deque[Differences] = deque()
+        self.unit: Spread | None = None
+        """What later differences are compared with. None before the first ones, and in float32."""
 
-    @property
-    def pooled(self) -> Differences:
-        """The differences that were judged last: in float32 only the newest ones."""
-        return sum(self._pool, Differences(tokens=0, beyond=0, sum_nats=0.0, max_nats=0.0))
-
-    def ratio(self, new: Differences) -> float:
-        """Adds differences. Returns how large the judged number is as a share of its limit: above 1 the log-probs do
-        not agree. It is 0 if there are no new tokens."""
+    def judge(self, new: Differences) -> Verdict:
+        """Adds differences, and judges the newest ones. Without tokens there is nothing to judge."""
         if not new.tokens:
-            return 0.0
-        if not self.limits.beyond_ratio:
-            self._pool = deque([new])
-            return new.max_nats / self.limits.tolerance_nats
+            return Verdict(0.0)
         self._pool.append(new)
-        while sum(each.tokens for each in self._pool) - self._pool[0].tokens >= POOLED_TOKENS:
+        while sum(each.tokens for each in self._pool) - self._pool[0].tokens >= max(1, self._least_tokens):
             self._pool.popleft()
-        pooled = self.pooled
-        tokens = max(POOLED_TOKENS, pooled.tokens)
-        return max(
-            pooled.beyond / tokens / self.limits.beyond_ratio,
-            pooled.sum_nats / tokens / self.limits.mean_nats,
+        pooled = sum(self._pool, Differences())
+        of_size = self._largest(new) if self._limits.exact else self._spread(pooled)
+        return max(of_size, self._weights(pooled), key=lambda verdict: verdict.ratio)
+
+    def _largest(self, new: Differences) -> Verdict:
+        limit = self._limits.tolerance_nats
+        return Verdict(
+            new.max_nats / limit,
+            f"the largest difference of {new.tokens} tokens is {new.max_nats:.3g} nats, and "
+            f"weights.parity_tolerance_nats = {limit:g}",
+        )
+
+    def _spread(self, pooled: Differences) -> Verdict:
+        found = pooled.spread(least_tokens=self._least_tokens)
+        if self.unit is None:
+            limit = self._limits.mean_nats
+            ratio = found.mean_nats / limit
+            if ratio <= 1.0 and pooled.tokens >= self._least_tokens:
+                self.unit = Spread(max(found.mean_nats, LEAST_UNIT_NATS), max(found.rms_nats, LEAST_UNIT_RMS_NATS))
+            return Verdict(
+                ratio,
+                f"the first {pooled.tokens} tokens, which give the unit, differ by {found.mean_nats:.3g} nats on "
+                f"average (at most by {pooled.max_nats:.3g}), and weights.parity_mean_nats = {limit:g}",
+            )
+        unit, factor = self.unit, self._limits.factor
+        limit = factor * unit.mean_nats * (1.0 + SIGMAS * RELATIVE_SPREAD / math.sqrt(pooled.tokens))
+        by_mean = Verdict(
+            found.mean_nats / limit,
+            f"{pooled.tokens} tokens differ by {found.mean_nats:.3g} nats on average (at most by "
+            f"{pooled.max_nats:.3g}); the unit, which was measured at the start, is {unit.mean_nats:.3g} nats, and "
+            f"weights.parity_factor = {factor:g}, so the limit for so many tokens is {limit:.3g}",
+        )
+        if not self._least_tokens:
+            return by_mean  # the few tokens of a probe: one that always rounds badly would decide the mean square
+        limit_rms = factor * unit.rms_nats
+        by_rms = Verdict(
+            found.rms_nats / limit_rms,
+            f"{pooled.tokens} tokens differ by {found.rms_nats:.3g} nats (root mean square; at most by "
+            f"{pooled.max_nats:.3g}); the unit, which was measured at the start, is {unit.rms_nats:.3g} nats, and "
+            f"weights.parity_factor = {factor:g}, so the limit is {limit_rms:.3g}",
+        )
+        return max(by_mean, by_rms, key=lambda verdict: verdict.ratio)
+
+    def _weights(self, pooled: Differences) -> Verdict:
+        mean = 1.0 + pooled.weight_excess / pooled.tokens
+        return Verdict(
+            pooled.weight_ratio(),
+            f"the mean of p_learner / p_engine over {pooled.tokens} sampled tokens is {mean:.4f}, and not 1: the "
+            "engine does not sample from the probabilities that it reports",
         )

@@ -31,6 +31,7 @@ from asyncrl.errors import WeightError
 from asyncrl.parent_death import die_with
 from asyncrl.vllm_internals import finalize_layerwise_reload, initialize_layerwise_reload
 from asyncrl.weights.manifest import Parameters, TensorEntry
+from asyncrl.weights.read_back import read_back
 from asyncrl.weights.remote_errors import as_text
 from asyncrl.weights.tensor_views import mapped, view_of
 from asyncrl.weights.transports.collective import Received, receive_snapshot
@@ -171,6 +172,10 @@ class AsyncRLWeightTransferEngine(WeightTransferEngine[InitInfo, Any]):
         self._swap = swap if self._may_learn else None
         return self._may_learn
 
+    def read_back(self, update_info: dict[str, Any], seed: int) -> bytes:
+        """Compares samples of the live parameters with a mapped update. Returns a `ReadBack` as MessagePack."""
+        return msgspec.msgpack.encode(read_back(self.model, mapped_weights(update_info), seed=seed))
+
     def shutdown(self) -> None:
         """Leaves the process group, if any."""
         if self._peers is not None:
@@ -232,6 +237,10 @@ class WorkerExtension:
     def prepare_weights(self, update_info: dict[str, Any], pipe: str, message: bytes) -> None:
         """Begins to prepare an update, and returns at once."""
         self.weight_transfer_engine.prepare(update_info, pipe, message)
+
+    def read_weights_back(self, update_info: dict[str, Any], seed: int) -> bytes:
+        """Compares samples of the live parameters with a mapped update that was applied."""
+        return self.weight_transfer_engine.read_back(update_info, seed)
 
     def receive_weights(self) -> bytes:
         """Receives a version without applying it. Returns its manifest as MessagePack."""

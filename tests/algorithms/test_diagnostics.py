@@ -17,7 +17,6 @@ def sums(log_rho: list[float], *, on_policy: list[bool] | None = None, mask: lis
         entropy_BT=torch.ones_like(row),
         mask_BT=torch.tensor([mask or [True] * len(log_rho)]),
         on_policy_BT=torch.tensor([on_policy or [False] * len(log_rho)]),
-        parity_tolerance_nats=0.25,
     )
 
 
@@ -80,7 +79,6 @@ def test_kl_to_the_reference_is_k3_by_hand_and_missing_where_nobody_looked_at_it
         entropy_BT=torch.ones_like(row),
         mask_BT=torch.tensor([[True, True, False]]),
         on_policy_BT=torch.zeros_like(row, dtype=torch.bool),
-        parity_tolerance_nats=0.25,
         reference_BT=row + torch.tensor([[math.log(2), 0.0, 5.0]]),
     )
     both = found + sums([0.0] * 5)
@@ -93,7 +91,10 @@ def test_parity_is_of_the_on_policy_tokens_and_adds_up() -> None:
     means = found.means()
     assert means["on_policy_parity_max_nats"] == pytest.approx(0.5)
     assert means["on_policy_parity_mean_nats"] == pytest.approx((0.3 + 0.1 + 0.2 + 0.5) / 4)
-    assert means["on_policy_parity_beyond_ratio"] == pytest.approx(2 / 4), "0.3 and 0.5 are beyond 0.25"
+    assert means["on_policy_parity_mean_square"] == pytest.approx((0.3**2 + 0.1**2 + 0.2**2 + 0.5**2) / 4)
+    excess = [math.expm1(each) for each in (0.3, -0.1, 0.2, -0.5)]
+    assert means["on_policy_weight_excess"] == pytest.approx(sum(excess) / 4)
+    assert means["on_policy_weight_excess_mean_square"] == pytest.approx(sum(each**2 for each in excess) / 4)
 
 
 def test_masked_tokens_count_nowhere() -> None:

@@ -6,11 +6,11 @@ import pytest
 from typer.testing import CliRunner
 
 from asyncrl.cli import doctor
-from asyncrl.cli.doctor import Finding, Level, Probe
+from asyncrl.cli.findings import Finding, Level, Probe, run_probe
 from asyncrl.cli.main import COMMANDS, app
 
 _GIB = 2**30
-_FINE = Probe(succeeded=True, last_line="2.13.0 0")
+_FINE = Probe(succeeded=True, last_line="2.13.0 0 None True")
 _BROKEN = Probe(succeeded=False, last_line="RuntimeError: operator torchvision::nms does not exist")
 
 
@@ -23,7 +23,7 @@ _BROKEN = Probe(succeeded=False, last_line="RuntimeError: operator torchvision::
         (doctor.check_python((3, 14)), Level.FAIL, "3.11 to 3.13"),
         (doctor.check_torch(_FINE, has_gpu=False), Level.OK, "torch 2.13.0"),
         (doctor.check_torch(_FINE, has_gpu=True), Level.WARN, "sees no GPU"),
-        (doctor.check_torch(Probe(succeeded=True, last_line="2.13.0 1"), has_gpu=True), Level.OK, "GPUs: 1"),
+        (doctor.check_torch(Probe(succeeded=True, last_line="2.13.0 1 13.0 True"), has_gpu=True), Level.OK, "GPUs: 1"),
         (doctor.check_torch(_BROKEN, has_gpu=False), Level.FAIL, "cannot be imported"),
         (doctor.check_media({}), Level.OK, "torchvision"),
         (doctor.check_media({"torchaudio": _FINE}), Level.OK, "no broken"),
@@ -83,21 +83,21 @@ def test_the_two_helps_say_the_same() -> None:
 
 
 def test_a_probe_reports_the_last_line_of_what_worked() -> None:
-    assert doctor.run_probe("print('a'); print('b')", timeout_s=60) == Probe(succeeded=True, last_line="b")
+    assert run_probe("print('a'); print('b')", timeout_s=60) == Probe(succeeded=True, last_line="b")
 
 
 def test_a_probe_reports_the_error_of_what_did_not() -> None:
-    probe = doctor.run_probe("import no_such_package", timeout_s=60)
+    probe = run_probe("import no_such_package", timeout_s=60)
     assert probe == Probe(succeeded=False, last_line="ModuleNotFoundError: No module named 'no_such_package'")
 
 
 def test_a_probe_that_crashes_without_a_word_reports_its_status() -> None:
-    assert doctor.run_probe("import os; os._exit(3)", timeout_s=60).last_line == "exit status 3"
+    assert run_probe("import os; os._exit(3)", timeout_s=60).last_line == "exit status 3"
 
 
 @pytest.mark.slow
 def test_a_probe_that_hangs_is_ended_at_its_deadline() -> None:
-    probe = doctor.run_probe("import threading; threading.Event().wait()", timeout_s=0.5)
+    probe = run_probe("import threading; threading.Event().wait()", timeout_s=0.5)
     assert not probe.succeeded
     assert "--timeout-s" in probe.last_line
 

@@ -105,6 +105,13 @@ _LIMITS = [
         "model.dtype = float32",
     ),
     (["learner.mixed_precision=bf16"], ["learner.mixed_precision=bf16", "model.dtype=bfloat16"], "set model.dtype"),
+    (["weights.parity_factor=3"], ["weights.parity_factor=3", "model.dtype=bfloat16"], "weights.parity_factor: is for"),
+    (["weights.parity_mean_nats=1"], ["weights.parity_mean_nats=1", "model.dtype=bfloat16"], "parity_tolerance_nats"),
+    (
+        ["weights.parity_tolerance_nats=1", "model.dtype=bfloat16"],
+        ["weights.parity_tolerance_nats=1"],
+        "set weights.parity_factor",
+    ),
     (["learner.optimizer.warmup_steps=201"], ["learner.optimizer.warmup_steps=200"], "learner.total_steps = 200"),
     (["audit.keep_weights=all", "model.dtype=bfloat16"], ["audit.keep_weights=all"], "in bfloat16 cannot be computed"),
     (["audit.keep_weights=all", "critic={}"], ["critic={}"], "a run with a critic cannot be computed again"),

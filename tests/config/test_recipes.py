@@ -18,7 +18,7 @@ def recipe(name: str) -> Config:
 
 @pytest.mark.parametrize(("name", "generator_gpus", "learner_gpus"), [
     ("quickstart", 0, 0), ("ppo", 0, 0), ("one_gpu", 0.5, 0.5), ("eight_gpus", 6, 2), ("two_nodes", 8, 8),
-    ("chat", 1, 1), ("tiny_chat", 0, 0), ("lora", 0, 0), ("judge", 1, 1),
+    ("chat", 1, 1), ("tiny_chat", 0, 0), ("lora", 0, 0), ("judge", 1, 1), ("smollm", 0, 0),
 ])  # fmt: skip
 def test_the_gpus_of_both_pools_add_up(name: str, generator_gpus: float, learner_gpus: float) -> None:
     config = recipe(name)
@@ -27,7 +27,7 @@ def test_the_gpus_of_both_pools_add_up(name: str, generator_gpus: float, learner
 
 
 @pytest.mark.parametrize(
-    "name", ["quickstart", "ppo", "one_gpu", "eight_gpus", "two_nodes", "chat", "tiny_chat", "lora", "judge"]
+    "name", ["quickstart", "ppo", "one_gpu", "eight_gpus", "two_nodes", "chat", "tiny_chat", "lora", "judge", "smollm"]
 )
 def test_every_slot_can_be_filled_while_a_step_is_trained(name: str) -> None:
     """At most (η + 1) · B slots exist, and the step that is being trained holds B of them."""
@@ -38,7 +38,7 @@ def test_every_slot_can_be_filled_while_a_step_is_trained(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["quickstart", "ppo", "one_gpu", "eight_gpus", "two_nodes", "chat", "tiny_chat", "lora", "judge"]
+    "name", ["quickstart", "ppo", "one_gpu", "eight_gpus", "two_nodes", "chat", "tiny_chat", "lora", "judge", "smollm"]
 )
 def test_the_buffer_holds_all_that_the_staleness_limit_admits(name: str) -> None:
     config = recipe(name)

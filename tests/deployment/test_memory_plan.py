@@ -95,7 +95,7 @@ def planned(
     **sections: Any,
 ) -> Plan:
     described.save_pretrained(folder)
-    model = {"path": str(folder), "dtype": "bfloat16", "lora": lora}
+    model = {"path": str(folder), "dtype": "bfloat16", "lora": lora} | sections.pop("model", {})
     config = Config.model_validate({"model": model, **sections})
     adapter = specs_of(config, adapter=True) if config.model.lora is not None else ()
     return plan(config, specs_of(config), hardware, reference=reference, adapter=adapter)
@@ -224,10 +224,71 @@ def test_large_models_are_planned_without_their_weights(size: str, tmp_path: Pat
     assert found.published_bytes == 2 * parameters
     [of_rank] = [line for line in found.sums if line.place == "GPU of a rank of the learner"]
     whole = lines_of(found, "whole layers in a pass")[0].nbytes
-    assert of_rank.nbytes - whole == pytest.approx(16 * parameters / 64, rel=0.01), "weights, gradients, two moments"
+    kept = lines_of(found, "activations (estimated)")[0].nbytes
+    assert of_rank.nbytes - whole - kept == pytest.approx(16 * parameters / 64, rel=0.01), (
+        "weights, gradients, two moments"
+    )
     assert 0 < whole < 0.3 * found.published_bytes
     copied_s = 2 * parameters / 8 / NODE.gpu_copy_speed
     assert dict(found.times)["an engine pauses"] == pytest.approx(PAUSE_S + copied_s)
+
+
+@pytest.mark.parametrize(
+    ("size", "measured_gib"),
+    [((24, 896, 4864, 14), 17.0 - 0.494 * 16e9 / GIB), ((28, 1536, 8960, 12), 42.6 - 1.544 * 16e9 / GIB)],
+)
+def test_activations_are_about_those_of_a_gpu(
+    size: tuple[int, int, int, int], measured_gib: float, tmp_path: Path
+) -> None:
+    """The peaks of docs/gpu.md, without weights, gradients and moments: 8 rows of 1,024 tokens in bfloat16."""
+    layers, width, feed_forward, heads = size
+    described = Qwen2Config(
+        vocab_size=151936, hidden_size=width, intermediate_size=feed_forward, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    batch = {"gpus": 1.0, "batching": "packed", "micro_batch_tokens": 8192, "groups_per_step": 32}
+    found = planned(described, tmp_path, learner=batch, model={"max_length": 1024, "dtype": "bfloat16"})
+    [line] = lines_of(found, "activations (estimated)")
+    assert line.nbytes / GIB == pytest.approx(measured_gib, rel=0.15)
+    again = planned(
+        described,
+        tmp_path,
+        learner=batch | {"activation_checkpointing": True},
+        model={"max_length": 1024, "dtype": "bfloat16"},
+    )
+    [recomputed] = lines_of(again, "activations (estimated)")
+    assert recomputed.nbytes < 0.2 * line.nbytes
+
+
+def test_the_estimate_follows_the_batching_and_never_exceeds_the_rows_of_a_step(tmp_path: Path) -> None:
+    described, _ = LARGE["7B"]
+
+    def kept(**learner: object) -> float:
+        [line] = lines_of(
+            planned(described, tmp_path, learner={"gpus": 1.0, **learner}, model={"max_length": 100}),
+            "activations (estimated)",
+        )
+        return line.nbytes
+
+    of_a_token = kept(batching="packed", micro_batch_tokens=1000) / 1000
+    assert kept(batching="padded", micro_batch_size=4) == pytest.approx(400 * of_a_token)
+    few = {"groups_per_step": 2, "group_size": 2}
+    assert kept(batching="packed", micro_batch_tokens=10**6, **few) == pytest.approx(400 * of_a_token)
+
+
+def test_a_rank_beside_an_engine_has_what_the_engine_leaves(tmp_path: Path) -> None:
+    shared = {"learner": {"gpus": 0.5}, "generator": {"gpus": 0.5, "gpu_memory_utilization": 0.4}}
+    problems = planned(LARGE["7B"][0], tmp_path, **shared, ray={"object_store_mb": 2**20}).problems
+    assert "GiB and has 48.0;" in problems[0]
+    shared["generator"]["gpus"] = 1.0
+    assert "GiB and has 80.0;" in planned(LARGE["7B"][0], tmp_path, **shared).problems[0]
+
+
+def test_each_rank_loads_the_whole_model_on_the_host(tmp_path: Path) -> None:
+    described, parameters = LARGE["7B"]
+    [line] = lines_of(planned(described, tmp_path, learner={"gpus": 1.0}), "whole model, while it loads")
+    assert (line.nbytes, line.memory) == (4 * parameters, Memory.NODE)
+    assert lines_of(planned(described, tmp_path), "whole model, while it loads") == []
 
 
 def test_what_does_not_fit_is_named_with_both_numbers(tmp_path: Path) -> None:
@@ -235,7 +296,8 @@ def test_what_does_not_fit_is_named_with_both_numbers(tmp_path: Path) -> None:
     gpus = {"learner": {"gpus": 1.0}, "generator": {"gpus": 1.0}, "ray": {"object_store_mb": 2**20}}
     problems = planned(described, tmp_path, **gpus).problems
     assert problems == (
-        "a GPU of a rank of the learner needs 116.4 GiB and has 80.0; raise `ranks`, or set gradient_sync: micro_batch",
+        "a GPU of a rank of the learner needs 154.9 GiB and has 80.0; raise `ranks`, set learner.gradient_sync: "
+        "micro_batch or learner.activation_checkpointing: true, or lower learner.micro_batch_tokens",
     )
     gpus["generator"]["gpu_memory_utilization"] = 0.1
     gpus["ray"]["object_store_mb"] = 20000

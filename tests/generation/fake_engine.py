@@ -16,7 +16,7 @@ from asyncrl.errors import InfraError, TornReplica
 from asyncrl.generation.interfaces import Completion, LoadTimes, PartialCompletion, Sampled
 from asyncrl.generation.prefixes import seed_of
 from asyncrl.metrics.vllm_counters import PromptTokens
-from asyncrl.weights.manifest import Manifest
+from asyncrl.weights.manifest import Manifest, ReadBack
 from asyncrl.weights.staging import StagedWeights
 
 EOS = 1
@@ -61,6 +61,7 @@ class FakeEngine:
         self.prefixes: list[list[int]] = []
         self.prompts: list[list[int]] = []
         self.ends_one_in = 5
+        self.live = ReadBack(compared=1)
         self.prompt_tokens = PromptTokens(all=0, cached=0)
 
     async def generate(
@@ -152,6 +153,9 @@ class FakeEngine:
         self.loads.append(manifest.version)
         self._paused.set()
         return LoadTimes(pause_s=0.0, load_s=0.0, resume_s=0.0)
+
+    async def read_back(self, manifest: Manifest, staged: StagedWeights) -> ReadBack:
+        return self.live
 
     async def abort(self) -> None:
         self._aborted += 1

@@ -77,6 +77,13 @@ def test_a_step_on_a_gpu_has_as_many_tokens_as_in_vllm_serve(device: Device, tok
     assert arguments(device, "model.max_length=4096")["max_num_batched_tokens"] == tokens
 
 
+def test_the_cache_has_the_size_that_is_set_and_is_measured_on_gpus_otherwise() -> None:
+    assert arguments(CPU)["kv_cache_memory_bytes"] == GIB // 2
+    assert "kv_cache_memory_bytes" not in arguments(H100)
+    for device in (CPU, H100):
+        assert arguments(device, "generator.kv_cache_gib=4")["kv_cache_memory_bytes"] == 4 * GIB
+
+
 @pytest.mark.parametrize("device", [*DEVICES, UNKNOWN], ids=[*NAMES, "unknown"])
 def test_each_of_many_sequences_has_a_token_in_a_step(device: Device) -> None:
     found = arguments(device, "generator.max_concurrent_groups=3000", "learner.group_size=8")

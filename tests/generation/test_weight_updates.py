@@ -1,6 +1,8 @@
 """A replica loads only whole, matching, verified versions. Groups that bad weights produced are never committed."""
 
 import asyncio
+import logging
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from asyncrl.common.version import Version
 from asyncrl.data.prompts import Task
 from asyncrl.errors import FetchFailed, ManifestMismatch, ParityError, TornReplica, WeightError
 from asyncrl.generation.interfaces import LoadTimes
-from asyncrl.weights.manifest import Bucket, Bytes, Manifest, Piece, checksum
+from asyncrl.weights.manifest import Bucket, Bytes, Manifest, Piece, ReadBack, checksum
 from asyncrl.weights.staging import StagedWeights
 from asyncrl.weights.store import Publication
 from asyncrl.weights.transports.interfaces import BroadcastEnd
@@ -382,8 +384,7 @@ async def test_a_probe_that_fails_ends_what_runs_and_fails_what_is_finished(
     assert scene.engine._aborted == 1
     [error] = scene.failed
     assert error.reason == "parity"
-    assert "of 2 tokens 2 differ by more than the tolerance, at most by 0.5 nats" in str(error)
-    assert "weights.parity_tolerance_nats = 0.0001" in str(error)
+    assert "the largest difference of 2 tokens is 0.5 nats, and weights.parity_tolerance_nats = 0.0001" in str(error)
     assert await waits(scene.updates.startable())
     assert await waits(scene.updates.verdict())
     scene.engine.score_error_nats = 0.0
@@ -391,6 +392,72 @@ async def test_a_probe_that_fails_ends_what_runs_and_fails_what_is_finished(
     assert await scene.updates.startable() == Version(1, 1), "a whole update of the same version repairs the replica"
     assert (scene.outcomes("torn"), scene.outcomes("applied")) == (1, 2)
     assert scene.updates.parity_max_nats == 0.0, "a failed probe does not count as the parity of trained tokens"
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F11")
+async def test_a_live_parameter_that_is_not_as_published_fails_the_update(make_scene: MakeScene) -> None:
+    scene = make_scene()
+    scene.source.offer(0, serial=1)
+    await scene.updates.startable()
+    scene.engine.live = ReadBack(compared=3, differing=frozenset({"embed_tokens.weight"}))
+    scene.source.offer(1, serial=2)
+    await until(lambda: scene.failed)
+    assert scene.updates.version is None
+    [error] = scene.failed
+    assert "1 of 3 live parameters are not as published, such as embed_tokens.weight" in str(error)
+    assert "probe" not in str(error), "its log-probs agree"
+    assert scene.metrics.registry.get_sample_value("asyncrl_weight_parity_ratio") == math.inf
+
+
+@pytest.mark.asyncio
+async def test_parameters_that_the_loader_changes_are_left_to_the_probe(
+    make_scene: MakeScene, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first probe agrees, so a parameter that differs then is kept in another form by vLLM."""
+    scene = make_scene()
+    scene.engine.live = ReadBack(compared=3, differing=frozenset({"norm.weight"}), unread=frozenset({"experts.w13"}))
+    with caplog.at_level(logging.INFO):
+        scene.source.offer(0, serial=1)
+        await scene.updates.startable()
+    assert "2 live parameters are compared" in caplog.text
+    assert "2 are not, because vLLM keeps them in another form, such as experts.w13, norm.weight" in caplog.text
+    scene.source.offer(1, serial=2)
+    await until(lambda: scene.updates.version == Version(1, 1))
+    scene.engine.live = ReadBack(compared=3, differing=frozenset({"norm.weight", "head.weight"}))
+    scene.source.offer(2, serial=3)
+    await until(lambda: scene.failed)
+    assert "such as head.weight" in str(scene.failed[0])
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F11")
+async def test_weights_that_are_wrong_in_the_first_update_are_found_by_both(make_scene: MakeScene) -> None:
+    scene = make_scene()
+    scene.engine.score_error_nats = 0.5
+    scene.engine.live = ReadBack(compared=3, differing=frozenset({"head.weight"}))
+    scene.source.offer(0, serial=1)
+    await until(lambda: scene.failed)
+    assert "such as head.weight; and the engine's log-probs of the probe" in str(scene.failed[0])
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("at_first", [True, False])
+async def test_with_an_alarm_no_replica_is_lost(
+    make_scene: MakeScene, at_first: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = make_scene(on_parity_failure="alarm")
+    if not at_first:
+        scene.source.offer(0, serial=1)
+        await scene.updates.startable()
+    scene.engine.score_error_nats = 0.5
+    scene.engine.live = ReadBack(compared=3, differing=frozenset({"head.weight"}))
+    scene.source.offer(1, serial=2)
+    await until(lambda: scene.updates.version == Version(1, 1))
+    assert await scene.updates.startable() == Version(1, 1)
+    assert scene.outcomes("torn") == 0
+    [record] = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert "such as head.weight; and the engine's log-probs" in record.getMessage()
 
 
 @pytest.mark.asyncio

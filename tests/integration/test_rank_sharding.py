@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rank_scenarios import PROBE
 from rounding import GRADIENT, LOGPROB_NATS, LOSS, assert_within, weight_spread
 from sharding_scenarios import WAYS, WORLD, run_rank
 from tiny_groups import make_model
+from transformers import AutoModelForCausalLM
 
 from asyncrl.common.version import Version
 from asyncrl.weights.manifest import Manifest, Probe, check_layout, put_bucket
@@ -127,6 +129,21 @@ def test_mixed_precision_is_of_the_passes_and_not_of_weights_or_optimizer(result
         assert set(found["forwards training"]) == set(found["forwards probing"]) == {dtype}
         assert found["master"] == found["moments"] == {"torch.float32"}
         assert found["reduced"] == {"torch.float32"}, "gradients must be reduced over ranks in float32"
+
+
+@torch.no_grad()
+def test_the_probe_has_the_log_probs_of_the_weights_as_they_are_published(results: Any, tmp_path: Path) -> None:
+    """The passes are in float32, and the engine gets bfloat16. Unrounded weights would give another probe."""
+    make_model(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16).float()
+    for rank in range(WORLD):
+        for tokens, scored in zip(PROBE, results[rank]["engine in bf16, no"]["probe"], strict=True):
+            logprobs = model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+            wanted = logprobs.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
+            assert_within(scored, wanted, bound=LOGPROB_NATS)
+        unrounded = results[rank]["plain"]["probe"]
+        apart = [abs(a - b).max() for a, b in zip(unrounded, results[rank]["engine in bf16, no"]["probe"], strict=True)]
+        assert max(apart) > 10 * LOGPROB_NATS
 
 
 def test_gradients_are_reduced_once_an_update_or_after_each_micro_batch(results: Any) -> None:

@@ -103,6 +103,30 @@ async def test_after_an_update_engine_and_trainer_agree_on_every_token(engine: V
 
 
 @pytest.mark.asyncio(loop_scope="session")
+async def test_each_live_parameter_is_read_back_and_an_old_one_is_named(engine: VLLMEngine, trainer: Trainer) -> None:
+    for step in (35, 36):  # the first version, and one that was prepared beside decoding
+        trainer.change()
+        published = trainer.publication(step)
+        await engine.load(*published)
+        found = await engine.read_back(*published)
+        assert (found.differing, found.unread) == (frozenset(), frozenset())
+    names = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
+    names |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+    read = set()
+    for name, parameter in trainer.model.named_parameters():
+        before = parameter.detach().clone()
+        with torch.no_grad():
+            parameter.mul_(1.01).add_(1e-3)
+        of_engine = ".".join(names.get(part, part) for part in name.split("."))
+        differing = (await engine.read_back(*trainer.publication(37))).differing
+        assert differing >= {of_engine}
+        assert len(differing) == (2 if "embed_tokens" in name else 1), "the embedding is the head too"
+        read |= differing
+        parameter.data.copy_(before)
+    assert len(read) == found.compared
+
+
+@pytest.mark.asyncio(loop_scope="session")
 async def test_seeded_sequences_survive_being_recomputed_all_at_once(engine: VLLMEngine, trainer: Trainer) -> None:
     """There are more running tokens than fit into one batch. A prefill that is split in two would end vLLM's CPU
     worker."""

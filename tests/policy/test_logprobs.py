@@ -16,7 +16,7 @@ from transformers import (
 
 from asyncrl.errors import ConfigError
 from asyncrl.policy import chunked_head
-from asyncrl.policy.logprobs import head_logprobs, model_logprobs
+from asyncrl.policy.logprobs import head_logprobs, model_logprobs, rounded_weights
 
 pytestmark = pytest.mark.slow
 
@@ -334,6 +334,34 @@ def test_an_entropy_that_is_only_reported_changes_no_gradient() -> None:
     ]
     for reported, plain in zip(gradients[1], gradients[0], strict=True):
         assert_reordered(reported, plain, spread=GRADIENT)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_computes_with_rounded_weights_in_its_own_precision_and_has_its_own_afterwards(tied: bool) -> None:
+    model, rounded = tiny_qwen3(tied=tied), tiny_qwen3(tied=tied)
+    for parameter in rounded.parameters():
+        parameter.data = parameter.detach().to(torch.bfloat16).to(parameter.dtype)
+    rows = rows_of(torch.randint(1, VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(2)))
+
+    def scored(of: PreTrainedModel) -> torch.Tensor:
+        return model_logprobs(of, rows, temperature=1.0, with_entropy=False)[0]
+
+    own = scored(model)
+    with rounded_weights(model, torch.bfloat16):
+        assert torch.equal(scored(model), scored(rounded))
+        assert not torch.equal(scored(model), own)
+    assert torch.equal(scored(model), own)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_pass_with_rounded_weights_that_fails_leaves_the_weights() -> None:
+    model = tiny_qwen3(tied=False)
+    before = dict(model.named_parameters())
+    with pytest.raises(IndexError), rounded_weights(model, torch.bfloat16):
+        model_logprobs(model, rows_of(torch.full((1, 3), VOCABULARY + 1)), temperature=1.0, with_entropy=False)
+    after = dict(model.named_parameters())
+    assert before.keys() == after.keys()
+    assert all(after[name] is parameter for name, parameter in before.items())
 
 
 def test_padding_does_not_move_the_log_probs_before_it() -> None:

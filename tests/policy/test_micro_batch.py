@@ -64,7 +64,7 @@ def outcome(
     return loss_of(data, model=model(), context=context, temperature=TEMPERATURE, packed=False, on_policy=ON_POLICY)
 
 
-ON_POLICY = OnPolicy(tolerance_nats=1e-4, whole_samples=False)
+ON_POLICY = OnPolicy(whole_samples=False)
 
 
 class Wrapped:
@@ -324,10 +324,10 @@ def test_with_a_kept_cache_only_samples_of_one_version_are_on_policy(
     """D17: tokens after an update have keys and values of the weights before it."""
     none = NO_VERSION
     data = BatchedDataDict(weight_versions=torch.tensor([[none, none, STEP - 1, STEP], [none, none, STEP, STEP]]))
-    found = OnPolicy(tolerance_nats=1e-4, whole_samples=whole_samples).mask(data, step=STEP)
+    found = OnPolicy(whole_samples=whole_samples).mask(data, step=STEP)
     assert found.int().tolist() == expected
     without = BatchedDataDict(input_ids=torch.zeros(2, 4, dtype=torch.long))
-    assert OnPolicy(tolerance_nats=1e-4, whole_samples=False).mask(without, step=None).tolist() == [[False] * 3] * 2
+    assert OnPolicy(whole_samples=False).mask(without, step=None).tolist() == [[False] * 3] * 2
 
 
 def test_a_penalty_is_no_push() -> None:

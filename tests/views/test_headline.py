@@ -184,7 +184,8 @@ SENTENCES = {
     "use easier questions, a denser reward, or a larger learner.group_size.",
     Concern.FAILURES: "49 % of the groups failed and were not trained (reward_raised 20, reward_timeout 3): fix the "
     "reward.",
-    Concern.PARITY: "differ by 6 times the accepted difference (weights.parity_tolerance_nats), and by up to 0.3 nats",
+    Concern.PARITY: "differ by 6 times the accepted difference (weights.parity_tolerance_nats, in "
+    "bfloat16 weights.parity_factor), and by up to 0.3 nats",
     Concern.STALE_DATA: "The effective sample size is 21 %",
     Concern.BOTTLENECK: "raise staleness.max_versions",
 }
