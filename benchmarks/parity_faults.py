@@ -10,20 +10,22 @@ were. After each, the script does what a run does: it reads live parameters back
 log-probs of tokens that the engine samples. It prints the judged numbers as shares of their limits: above 1 the check
 finds the fault.
 
-The columns: live parameters that differ; the probe; the size of the differences of sampled tokens ("less" than the next
-column); their mean importance weight; what the probe and the sampled tokens say if this is the first update; the mean
-difference of the probe, and mean, root mean square and largest difference of the sampled tokens, nats.
+The columns: live parameters that differ; the probe; the size of the differences of sampled tokens; their mean
+importance weight; what the probe and the sampled tokens say if this is the first update; the mean difference of the
+probe, and mean, root mean square and largest difference of the sampled tokens, nats.
 
 --qwen2 makes a model of Qwen2's form with 24 layers, random weights and random biases.
 """
 
 import argparse
 import asyncio
+import dataclasses
 import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,18 @@ class Judges:
     def of(cls, config: Config) -> "Judges":
         limits = ParityLimits.of(config)
         return cls(probe=ParityJudge(limits), steps=ParityJudge(limits, least_tokens=POOLED_TOKENS))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What the checks say: the number of live parameters that differ, and judged numbers as shares of their limits.
+    `first` is that of a first update, which has no unit yet."""
+
+    differing: int
+    probe: float
+    size: float
+    importance: float
+    first: float
 
 
 class Bench:
@@ -131,9 +145,9 @@ class Bench:
         self.loads += 1
         await self.engine.load(*self.staged(weights))
 
-    async def judged(self, name: str, *, reported: Callable[[float], float] = lambda nats: nats) -> None:
-        """Prints what each check says about the weights that are in the engine. `reported` changes the log-probs that
-        the engine reports for its samples."""
+    async def judged(self, name: str, *, reported: Callable[[float], float] = lambda nats: nats) -> Found:
+        """Prints and returns what each check says about the weights that are in the engine. `reported` changes the
+        log-probs that the engine reports for its samples."""
         live = await self.engine.read_back(*self.staged(self.published))
         scores = await asyncio.gather(*[self.engine.score(tokens) for tokens in self.probe])
         ours = self.policy.on_ranks(PolicyWorker.probe, self.probe)[0]
@@ -143,22 +157,25 @@ class Bench:
             for engine, learner in zip(row, own, strict=True)
         )
         sampled, first = await self._sampled(reported), Judges.of(self.config)
-        at_first = max(first.probe.judge(probe).ratio, first.steps.judge(sampled).ratio)
-        of_probe, of_steps = self.judges.probe.judge(probe), self.judges.steps.judge(sampled)
-        of_weights = sampled.weight_ratio()
+        of_size = self.judges.steps.judge(dataclasses.replace(sampled, weight_excess=0.0, weight_excess_squares=0.0))
+        found = Found(
+            differing=len(live.differing),
+            probe=self.judges.probe.judge(probe).ratio,
+            size=of_size.ratio,
+            importance=sampled.weight_ratio(),
+            first=max(first.probe.judge(probe).ratio, first.steps.judge(sampled).ratio),
+        )
         cells = [
             name,
-            f"{len(live.differing)} of {live.compared}",
-            f"{of_probe.ratio:.2f}",
-            "less" if of_steps.ratio == of_weights else f"{of_steps.ratio:.2f}",
-            f"{of_weights:.2f}",
-            f"{at_first:.2f}",
+            f"{found.differing} of {len(live.alike | live.differing)}",
+            *(f"{each:.2f}" for each in (found.probe, found.size, found.importance, found.first)),
             f"{probe.sum_nats / probe.tokens:.4f}",
             f"{sampled.sum_nats / sampled.tokens:.4f}",
             f"{math.sqrt(sampled.sum_squares / sampled.tokens):.4f}",
             f"{sampled.max_nats:.2f}",
         ]
         print("| " + " | ".join(cells) + " |", flush=True)
+        return found
 
     async def _sampled(self, reported: Callable[[float], float]) -> Differences:
         """Compares the tokens that the engine samples now."""
@@ -311,17 +328,42 @@ def make_qwen2(folder: Path, tokenizer_of: str) -> str:
     return str(folder)
 
 
-async def run(config: Config, arguments: argparse.Namespace) -> None:
+def configured(path: str, *, dtype: str = "bfloat16", steps: int = 30, lora: bool = False) -> Config:
+    """Returns the configuration of the rank and the engine, with the default limits of `weights.parity_*`."""
+    adapter: dict[str, Any] = {"lora": {"rank": 8}} if lora else {}
+    return Config.model_validate(
+        {
+            "model": {"path": path, "dtype": dtype, "max_length": 160} | adapter,
+            "generator": {"max_concurrent_groups": PROMPTS, "kv_cache_gib": 1.0},
+            "learner": {
+                "group_size": SAMPLES, "threads": 2, "batching": "packed", "micro_batch_tokens": 2048,
+                "total_steps": steps, "collective_timeout_s": 600.0,
+                "optimizer": {"learning_rate": 3e-4 if lora else 3e-5, "warmup_steps": 3},
+            },
+            "weights": {"load_timeout_s": 300.0},
+        }
+    )  # fmt: skip
+
+
+@asynccontextmanager
+async def started(config: Config) -> AsyncIterator[Bench]:
+    """Starts the rank and the engine. Ray must run, and `prepare_environment` must have been called."""
     policy = Policy(config, model_path=config.model.path)
     policy.start()
-    engine = await VLLMEngine.start(config, model_path=config.model.path)
-    print("| weights of the engine | " + " | ".join(COLUMNS) + " |\n|" + "---|" * (len(COLUMNS) + 1))
     try:
-        bench = Bench(config, policy, engine)
-        await (without_biases(bench) if arguments.qwen2 else with_faults(bench, arguments.steps))
+        engine = await VLLMEngine.start(config, model_path=config.model.path)
+        try:
+            yield Bench(config, policy, engine)
+        finally:
+            await engine.shutdown()
     finally:
-        await engine.shutdown()
         policy.shutdown()
+
+
+async def run(config: Config, arguments: argparse.Namespace) -> None:
+    async with started(config) as bench:
+        print("| weights of the engine | " + " | ".join(COLUMNS) + " |\n|" + "---|" * (len(COLUMNS) + 1))
+        await (without_biases(bench) if arguments.qwen2 else with_faults(bench, arguments.steps))
 
 
 def main() -> None:
@@ -336,19 +378,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = make_qwen2(Path(folder) / "model", arguments.model) if arguments.qwen2 else arguments.model
-        lora: dict[str, Any] = {"lora": {"rank": 8}} if arguments.lora else {}
-        config = Config.model_validate(
-            {
-                "model": {"path": path, "dtype": arguments.dtype, "max_length": 160} | lora,
-                "generator": {"max_concurrent_groups": PROMPTS, "kv_cache_gib": 1.0},
-                "learner": {
-                    "group_size": SAMPLES, "threads": 2, "batching": "packed", "micro_batch_tokens": 2048,
-                    "total_steps": arguments.steps, "collective_timeout_s": 600.0,
-                    "optimizer": {"learning_rate": 3e-4 if lora else 3e-5, "warmup_steps": 3},
-                },
-                "weights": {"load_timeout_s": 300.0},
-            }
-        )  # fmt: skip
+        config = configured(path, dtype=arguments.dtype, steps=arguments.steps, lora=arguments.lora)
         prepare_environment(config)
         ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
         try:

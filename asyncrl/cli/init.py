@@ -1,9 +1,8 @@
 """`asyncrl init MODEL DATA`: writes a first configuration for the user's model and dataset."""
 
+import dataclasses
 import math
 import re
-import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,10 +10,12 @@ from typing import Annotated, Any
 import typer
 
 from asyncrl.cli.before_start import try_hub
+from asyncrl.cli.gpu_checks import Gpu, Gpus, query_gpus
 from asyncrl.cli.options import checked_config, print_warnings
 from asyncrl.cli.presence import check_model
 from asyncrl.cli.terminal import say
 from asyncrl.config.import_path import is_import_path
+from asyncrl.config.plain_yaml import parse_yaml
 from asyncrl.config.schema import Config
 from asyncrl.config.starter import Facts, starter_yaml
 from asyncrl.data.column_names import NO_ANSWER, columns_for
@@ -95,7 +96,7 @@ def _write_starter(
     if not tasks:
         raise ConfigError(f"{named}: has no prompts; name a dataset with at least one")
     facts = _facts(model, section, tasks[:LOOKED_AT], prompts=len(tasks), reward=reward, completion=completion)
-    warnings = _write_checked(output, starter_yaml(facts))
+    warnings = _write_checked(output, starter_yaml(_with_numbers(facts)))
     _, heldout = hold_out(tasks, reading.data.heldout_fraction)
     say(
         f"wrote {output}: {facts.prompts} prompts of at most {facts.longest_prompt} tokens, {len(heldout)} of them "
@@ -151,7 +152,7 @@ def _columns_of(config: Config) -> list[str] | None:
 def _check_model(model: str) -> None:
     """Raises ConfigError if the model is neither on this machine nor on the Hugging Face Hub."""
     shortest = {"path": model, "max_length": 1}  # the length is chosen later, from the prompts
-    config = Config.model_validate({"model": shortest, "generator": {"gpus": min(1, _gpus())}})
+    config = Config.model_validate({"model": shortest, "generator": {"gpus": min(1, len(_gpus()))}})
     check_model(config)
     try_hub(config)
 
@@ -186,7 +187,7 @@ def _facts(
     """Measures `tasks` with the model's tokenizer, and collects the facts for `starter_yaml`."""
     from asyncrl.data.tokenizer import encode_prompts, load_tokenizer
 
-    tokenizer = load_tokenizer(model, chat="auto")
+    tokenizer, gpus = load_tokenizer(model, chat="auto"), _gpus()
     answers = tokenizer([task.answer for task in tasks], add_special_tokens=False)["input_ids"]
     source = Path(data.get("path") or data["dataset"].partition(":")[0]).stem
     name = re.sub(r"[^a-zA-Z0-9.]+", "-", source)[:64]
@@ -201,7 +202,8 @@ def _facts(
         completion_tokens=completion,
         longest_model=_positions(model),
         parameters=_parameters(model),
-        gpus=_gpus(),
+        gpus=len(gpus),
+        gpu_gib=min((gpu.memory_mib / 1024 for gpu in gpus), default=0.0),
     )
 
 
@@ -235,9 +237,23 @@ def _parameters(model: str) -> int | None:
     return total or None
 
 
-def _gpus() -> int:
-    """Returns the number of GPUs that the NVIDIA driver of this machine lists."""
-    if shutil.which("nvidia-smi") is None:
-        return 0
-    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=30, check=False)
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+def _gpus() -> tuple[Gpu, ...]:
+    """Returns the GPUs of this machine; none if `nvidia-smi` is missing or fails."""
+    found = query_gpus()
+    return found.gpus if isinstance(found, Gpus) else ()
+
+
+def _with_numbers(facts: Facts) -> Facts:
+    """Adds the numbers for the card. Returns the facts as they are without GPUs, or without the model's shapes."""
+    if not facts.gpus:
+        return facts
+    from asyncrl.cli.plan import specs_of  # imports torch and transformers
+    from asyncrl.deployment.gpu_numbers import gpu_numbers
+
+    config = Config.model_validate(parse_yaml(starter_yaml(facts), source="the first configuration"))
+    try:
+        parameters = specs_of(config)
+    except ConfigError:
+        return facts
+    numbers = gpu_numbers(config, parameters, gpus=facts.gpus, gpu_gib=facts.gpu_gib, reference=False)
+    return dataclasses.replace(facts, numbers=numbers)

@@ -676,7 +676,7 @@ class WeightsSection(Section):
     """In bfloat16, the largest accepted difference as a multiple of this run's unit. The unit is the difference that
     engine and learner have at the start, because both round: over the first 2,000 on-policy tokens for the learner, and
     over the first probe for a replica."""
-    parity_mean_nats: PositiveFloat = 0.1
+    parity_mean_nats: PositiveFloat = 0.2
     """In bfloat16, the largest accepted unit (mean difference), nats."""
     on_parity_failure: Literal["alarm", "stop"] = "stop"
     """What happens when engine and learner do not agree. `stop`: on the on-policy tokens of a training step, the run

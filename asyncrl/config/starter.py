@@ -7,7 +7,7 @@ nor transformers.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from asyncrl.config.plain_yaml import dump_yaml
 from asyncrl.config.schema import RaySection
@@ -30,13 +30,27 @@ the longest answer must have room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GpuNumbers:
+    """Ranks of the learner, and what keeps them within the memory of their GPUs. `learner_gib` is what a rank is
+    expected to need. `fits` is False if nothing was found that fits; then the numbers are the smallest ones."""
+
+    ranks: int
+    gradient_sync: Literal["update", "micro_batch"]
+    activation_checkpointing: bool
+    micro_batch_tokens: int
+    learner_gib: float
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """The facts that `asyncrl init` found about the model and the dataset.
 
     Lengths are in tokens of the model's tokenizer. Prompts are measured with the chat template, if it is applied.
     `data` are the keys of the section `data` that say what is read. `completion_tokens` is the user's option
     --completion-tokens. `longest_model` is the model's maximum sequence length in tokens, `parameters` its number of
-    parameters; both are None if the model's files do not give them.
+    parameters; both are None if the model's files do not give them. `gpu_gib` is the memory of a GPU. `numbers` is
+    None without GPUs, and if the model's shapes or the memory are not known.
     """
 
     name: str
@@ -50,6 +64,8 @@ class Facts:
     longest_model: int | None
     parameters: int | None
     gpus: int
+    gpu_gib: float = 0.0
+    numbers: GpuNumbers | None = None
 
 
 def starter_yaml(facts: Facts) -> str:
@@ -67,7 +83,11 @@ def starter_yaml(facts: Facts) -> str:
         prompt=prompt,
         completion=completion,
         groups=32 if facts.gpus else 8,
-        tokens_per_pass=max(TOKENS_PER_PASS_GPU if facts.gpus else TOKENS_PER_PASS_CPU, prompt + completion),
+        numbers=facts.numbers,
+        ranks=facts.numbers.ranks if facts.numbers else 1,
+        tokens_per_pass=facts.numbers.micro_batch_tokens
+        if facts.numbers
+        else max(TOKENS_PER_PASS_GPU if facts.gpus else TOKENS_PER_PASS_CPU, prompt + completion),
         is_small=facts.parameters is not None and facts.parameters <= SMALL_MODEL,
         version_mib=version_mib,
         object_store_mib=3 * version_mib + ROWS_MIB,

@@ -349,7 +349,7 @@ def _problems(config: Config, sums: Sequence[Line], hardware: Hardware, *, publi
     for line in sums:
         room = hardware.node_bytes
         if line.memory is Memory.GPU:
-            room = hardware.gpu_bytes * _gpu_share(config, line.place)
+            room = hardware.gpu_bytes * gpu_share(config, line.place)
         if line.nbytes > room:
             yield (f"a {line.place} needs {line.nbytes / GIB:.1f} GiB and has {room / GIB:.1f}; {_advice(line.place)}")
     versions = stored_versions(config)
@@ -361,7 +361,7 @@ def _problems(config: Config, sums: Sequence[Line], hardware: Hardware, *, publi
         )
 
 
-def _gpu_share(config: Config, place: str) -> float:
+def gpu_share(config: Config, place: str) -> float:
     """Returns the share of a GPU's memory that the process at `place` may use. A rank on a GPU that it may share with
     an engine has what the engine leaves."""
     of_engine = config.generator.gpu_memory_utilization

@@ -11,6 +11,7 @@ Invariants:
 import asyncio
 import logging
 import math
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -46,6 +47,7 @@ RETRY_PAUSE_S = 1.0
 REFETCH_PAUSE_S = 0.5
 """Seconds before weights that could not be fetched are fetched again. The pause doubles with each further time."""
 LONGEST_REFETCH_PAUSE_S = 10.0
+_NUMBER = re.compile(r"\.\d+\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,10 +287,9 @@ class WeightUpdates:
             scores = await asyncio.gather(*[self._engine.score(tokens) for tokens in manifest.probe.tokens])
         found = Differences.of(manifest.probe.differences_nats(scores))
         verdict = self._judge.judge(found)
-        differing = live.differing - (self._changed_by_loader or frozenset())
         if self._changed_by_loader is None and verdict.ratio <= 1.0:
             self._learn_unread(live)
-            differing = frozenset()
+        differing = live.differing - (self._changed_by_loader or frozenset())
         self._metrics.parity(found.max_nats, ratio=math.inf if differing else verdict.ratio)
         if verdict.ratio <= 1.0 and not differing:
             self.parity_max_nats = max(self.parity_max_nats, found.max_nats)
@@ -299,7 +300,7 @@ class WeightUpdates:
         )
         if differing:
             message += (
-                f"{len(differing)} of {live.compared} live parameters are not as published, such as "
+                f"{len(differing)} of {len(live.alike | live.differing)} live parameters are not as published, such as "
                 f"{', '.join(sorted(differing)[:3])}"
             )
         if verdict.ratio > 1.0:
@@ -313,18 +314,29 @@ class WeightUpdates:
         logger.error("%s", message)
 
     def _learn_unread(self, live: ReadBack) -> None:
-        """Remembers which live parameters cannot be compared. The probe agrees with the weights of this first update,
-        so those that differ are changed by the model's loader."""
-        self._changed_by_loader = live.differing
-        if unread := sorted(live.differing | live.unread):
+        """Remembers which live parameters cannot be compared, because the model's loader changes them. The probe agrees
+        with the weights of this first update. A loader changes a parameter in all layers alike, and a fault does not:
+        one that would change all layers fails the probe."""
+        alike = {_in_all_layers(name) for name in live.alike}
+        self._changed_by_loader = frozenset(name for name in live.differing if _in_all_layers(name) not in alike)
+        if unread := sorted(self._changed_by_loader | live.unread):
             logger.info(
                 "replica %s: %d live parameters are compared with the published ones after each update, and %d are "
                 "not, because vLLM keeps them in another form, such as %s; the probe verifies these",
                 self._name,
-                live.compared - len(live.differing),
+                len(live.alike),
                 len(unread),
                 ", ".join(unread[:3]),
             )
+
+
+def _in_all_layers(name: str) -> str:
+    """Returns the name of a parameter without the numbers of layers.
+
+    >>> _in_all_layers("model.layers.12.mlp.down_proj.weight")
+    'model.layers.*.mlp.down_proj.weight'
+    """
+    return _NUMBER.sub(".*.", name)
 
 
 def _name_error(receiving: "asyncio.Task[None]") -> None:

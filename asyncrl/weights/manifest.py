@@ -109,17 +109,17 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReadBack(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of comparing live parameters of an engine with a manifest's bytes: how many were compared, and the
-    names of those that differ and of those that were not compared. Each name is vLLM's."""
+    """What came of comparing live parameters of an engine with a manifest's bytes: the names (vLLM's) of those that are
+    as published, of those that differ, and of those that were not compared."""
 
-    compared: int = 0
+    alike: frozenset[str] = frozenset()
     differing: frozenset[str] = frozenset()
     unread: frozenset[str] = frozenset()
 
     def __or__(self, other: "ReadBack") -> "ReadBack":
-        """Adds the parameters of another worker."""
+        """Adds the parameters of another worker, which has other parts of the same ones."""
         return ReadBack(
-            compared=self.compared + other.compared,
+            alike=self.alike | other.alike,
             differing=self.differing | other.differing,
             unread=self.unread | other.unread,
         )

@@ -47,7 +47,7 @@ def read_back(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]
             full_name = f"{path}.{name}"
             agree[full_name] = None if places is None else _agrees(layer, parameter, places, draw)
     return ReadBack(
-        compared=sum(same is not None for same in agree.values()),
+        alike=frozenset(name for name, same in agree.items() if same),
         differing=frozenset(name for name, same in agree.items() if same is False),
         unread=frozenset(name for name, same in agree.items() if same is None),
     )

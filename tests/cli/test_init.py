@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from asyncrl.cli import init, presence
+from asyncrl.cli.gpu_checks import Gpu, Gpus
 from asyncrl.cli.main import app
 from asyncrl.config.load import load_config
 from asyncrl.data.prompts import Task, split
@@ -14,6 +16,7 @@ from asyncrl.environments.interfaces import build_tasks
 pytestmark = pytest.mark.slow
 
 runner = CliRunner()
+GPU = Gpu(name="NVIDIA A10G", memory_mib=24576, used_mib=0, compute_mode="Default")
 
 
 @pytest.fixture
@@ -55,6 +58,23 @@ def test_the_file_that_it_writes_holds_what_it_measured(
     assert (config.run.name, config.model.path, str(config.data.path)) == ("sums", "models/small", "sums.jsonl")
     assert config.data.max_prompt_tokens == len("119+119=")
     assert config.generator.max_completion_tokens == 4 * (len("238") + 1)
+
+
+def test_on_a_machine_with_a_gpu_the_numbers_are_those_of_its_memory(
+    questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tiny_groups import make_model
+
+    monkeypatch.chdir(tmp_path)
+    make_model(tmp_path / "small")
+    monkeypatch.setattr(init, "query_gpus", lambda: Gpus(driver="580", cuda="13.0", gpus=(GPU,)))
+    monkeypatch.setattr(presence, "_gpus", lambda config: [])  # this machine has none
+    result = runner.invoke(app, ["init", "small", "sums.jsonl"])
+    assert result.exit_code == 0, result.output
+    assert "1 GPU" in result.stdout
+    config = load_config([tmp_path / "run.yaml"], [])
+    assert (config.learner.gpus, config.learner.micro_batch_tokens) == (0.5, 32768)
+    assert "of a GPU of 24 GiB" in (tmp_path / "run.yaml").read_text()
 
 
 def test_a_dataset_may_be_a_function_that_yields_dicts(

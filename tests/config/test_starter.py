@@ -8,7 +8,7 @@ import pytest
 from asyncrl.config.checks import check_config
 from asyncrl.config.plain_yaml import parse_yaml
 from asyncrl.config.schema import Config
-from asyncrl.config.starter import Facts, starter_yaml
+from asyncrl.config.starter import Facts, GpuNumbers, starter_yaml
 from asyncrl.errors import ConfigError
 
 FACTS = Facts(
@@ -78,6 +78,22 @@ def test_on_gpus_the_pools_share_one_or_have_their_own() -> None:
     assert one.generator.gpu_memory_utilization < 0.5
     assert (three.generator.gpus, three.generator.replicas, three.learner.gpus) == (1, 2, 1)
     assert three.model.dtype == "bfloat16"
+
+
+def test_numbers_for_the_card_are_written_with_what_a_rank_needs() -> None:
+    numbers = GpuNumbers(
+        ranks=2, gradient_sync="micro_batch", activation_checkpointing=True, micro_batch_tokens=8192, learner_gib=61.4,
+        fits=True,
+    )  # fmt: skip
+    config = config_of(gpus=8, gpu_gib=79.6, numbers=numbers)
+    learner = config.learner
+    assert (learner.ranks, learner.gradient_sync, learner.activation_checkpointing) == (2, "micro_batch", True)
+    assert (learner.micro_batch_tokens, config.generator.replicas) == (8192, 6)
+    assert check_config(config) == []
+    facts = dataclasses.replace(FACTS, gpus=8, gpu_gib=79.6, numbers=numbers)
+    assert "a rank needs about 61 GiB of a GPU of 80 GiB.\n" in starter_yaml(facts)
+    too_large = dataclasses.replace(facts, numbers=dataclasses.replace(numbers, fits=False))
+    assert "of a GPU of 80 GiB, which is too much." in starter_yaml(too_large)
 
 
 def test_the_object_store_holds_three_versions_of_the_weights() -> None:

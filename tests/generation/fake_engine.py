@@ -61,7 +61,7 @@ class FakeEngine:
         self.prefixes: list[list[int]] = []
         self.prompts: list[list[int]] = []
         self.ends_one_in = 5
-        self.live = ReadBack(compared=1)
+        self.live = ReadBack(alike=frozenset({"w"}))
         self.prompt_tokens = PromptTokens(all=0, cached=0)
 
     async def generate(

@@ -400,7 +400,7 @@ async def test_a_live_parameter_that_is_not_as_published_fails_the_update(make_s
     scene = make_scene()
     scene.source.offer(0, serial=1)
     await scene.updates.startable()
-    scene.engine.live = ReadBack(compared=3, differing=frozenset({"embed_tokens.weight"}))
+    scene.engine.live = ReadBack(alike=frozenset("ab"), differing=frozenset({"embed_tokens.weight"}))
     scene.source.offer(1, serial=2)
     await until(lambda: scene.failed)
     assert scene.updates.version is None
@@ -416,7 +416,9 @@ async def test_parameters_that_the_loader_changes_are_left_to_the_probe(
 ) -> None:
     """The first probe agrees, so a parameter that differs then is kept in another form by vLLM."""
     scene = make_scene()
-    scene.engine.live = ReadBack(compared=3, differing=frozenset({"norm.weight"}), unread=frozenset({"experts.w13"}))
+    scene.engine.live = ReadBack(
+        alike=frozenset("ab"), differing=frozenset({"norm.weight"}), unread=frozenset({"experts.w13"})
+    )
     with caplog.at_level(logging.INFO):
         scene.source.offer(0, serial=1)
         await scene.updates.startable()
@@ -424,7 +426,7 @@ async def test_parameters_that_the_loader_changes_are_left_to_the_probe(
     assert "2 are not, because vLLM keeps them in another form, such as experts.w13, norm.weight" in caplog.text
     scene.source.offer(1, serial=2)
     await until(lambda: scene.updates.version == Version(1, 1))
-    scene.engine.live = ReadBack(compared=3, differing=frozenset({"norm.weight", "head.weight"}))
+    scene.engine.live = ReadBack(alike=frozenset("ab"), differing=frozenset({"norm.weight", "head.weight"}))
     scene.source.offer(2, serial=3)
     await until(lambda: scene.failed)
     assert "such as head.weight" in str(scene.failed[0])
@@ -432,10 +434,22 @@ async def test_parameters_that_the_loader_changes_are_left_to_the_probe(
 
 @pytest.mark.asyncio
 @pytest.mark.fault("F11")
+async def test_one_layer_that_differs_in_the_first_update_is_a_fault_although_the_probe_agrees(
+    make_scene: MakeScene,
+) -> None:
+    scene = make_scene()
+    scene.engine.live = ReadBack(alike=frozenset({"layers.0.q.bias"}), differing=frozenset({"layers.12.q.bias"}))
+    scene.source.offer(0, serial=1)
+    await until(lambda: scene.failed)
+    assert "1 of 2 live parameters are not as published, such as layers.12.q.bias" in str(scene.failed[0])
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F11")
 async def test_weights_that_are_wrong_in_the_first_update_are_found_by_both(make_scene: MakeScene) -> None:
     scene = make_scene()
     scene.engine.score_error_nats = 0.5
-    scene.engine.live = ReadBack(compared=3, differing=frozenset({"head.weight"}))
+    scene.engine.live = ReadBack(alike=frozenset("ab"), differing=frozenset({"head.weight"}))
     scene.source.offer(0, serial=1)
     await until(lambda: scene.failed)
     assert "such as head.weight; and the engine's log-probs of the probe" in str(scene.failed[0])
@@ -451,7 +465,7 @@ async def test_with_an_alarm_no_replica_is_lost(
         scene.source.offer(0, serial=1)
         await scene.updates.startable()
     scene.engine.score_error_nats = 0.5
-    scene.engine.live = ReadBack(compared=3, differing=frozenset({"head.weight"}))
+    scene.engine.live = ReadBack(alike=frozenset("ab"), differing=frozenset({"head.weight"}))
     scene.source.offer(1, serial=2)
     await until(lambda: scene.updates.version == Version(1, 1))
     assert await scene.updates.startable() == Version(1, 1)
