@@ -198,7 +198,7 @@ def _measured(step: EndedStep) -> dict[str, float]:
         "importance_weight_max": report.importance_weight_max,
         "kl_to_behaviour_nats": report.kl_behaviour_k3_nats,
         "learning_rate": report.learning_rate,
-        "parity_nats": report.on_policy_parity_max_nats,
+        "parity_nats": report.on_policy_parity_max_nats if report.on_policy_tokens else math.nan,
     }
 
 
@@ -233,7 +233,8 @@ def _diagnostics(step: EndedStep) -> dict[str, float]:
         **step.report.loss_metrics,
         **({} if step.critic_report is None else critic_numbers(step.critic_report)),
         **({} if step.parity_ratio is None else {"parity_ratio": step.parity_ratio}),
-        "parity_mean_nats": step.report.on_policy_parity_mean_nats,
+        "parity_mean_nats": step.report.on_policy_parity_mean_nats if step.report.on_policy_tokens else math.nan,
+        "parity_tokens": step.report.on_policy_tokens,
         "length_ratio": _length_ratio(step.status),
         "cached_prompt_ratio": _cached_prompt_ratio(step.status),
         "filtered_groups": len(step.lease.filtered),

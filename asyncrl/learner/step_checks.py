@@ -22,11 +22,11 @@ class StepChecks:
         self._judge = ParityJudge(ParityLimits.of(config), least_tokens=POOLED_TOKENS)
         self._nonfinite_in_a_row = 0
 
-    def parity(self, report: StepReport, *, step: int) -> float:
+    def parity(self, report: StepReport, *, step: int) -> float | None:
         """Compares the learner's and the engine's log-probs of on-policy tokens, which must agree.
 
-        Returns how much they differ, as a share of what `weights.parity_*` accept. Above 1, raises ParityError or logs
-        an error.
+        Returns how much they differ, as a share of what `weights.parity_*` accept; None if the step has no such token.
+        Above 1, raises ParityError or logs an error.
         """
         tokens = report.on_policy_tokens
         differences = Differences(
@@ -37,6 +37,8 @@ class StepChecks:
             weight_excess=report.on_policy_weight_excess * tokens,
             weight_excess_squares=report.on_policy_weight_excess_mean_square * tokens,
         )
+        if not tokens:
+            return None
         verdict = self._judge.judge(differences)
         self._metrics.parity(differences.max_nats, ratio=verdict.ratio)
         if verdict.ratio <= 1.0:

@@ -403,6 +403,14 @@ NUMBERS: tuple[Number, ...] = (
         "staleness",
     ),
     Number(
+        "parity_tokens",
+        "tokens",
+        "On-policy tokens of the step, whose log-probs were compared. Without one, the other numbers of parity are "
+        "null.",
+        "staleness",
+        gauge=None,
+    ),
+    Number(
         "parity_ratio",
         "ratio",
         "How much the log-probs of engine and learner differ, as a share of what `weights.parity_*` accept. Above 1 "

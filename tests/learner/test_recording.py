@@ -167,6 +167,18 @@ async def test_a_step_s_flops_are_recorded_and_their_share_of_what_the_devices_c
 
 
 @pytest.mark.asyncio
+async def test_a_step_without_an_on_policy_token_has_no_parity() -> None:
+    scene = Scene()
+    scene.trainer.answers = [trained(), trained(on_policy_tokens=0, on_policy_parity_max_nats=0.0)]
+    await scene.run()
+    compared, none = scene.log.steps[:2]
+    assert (compared.parity_nats, compared.diagnostics["parity_tokens"]) == (1e-6, 4)
+    assert none.parity_nats is None
+    assert none.diagnostics["parity_tokens"] == 0
+    assert none.diagnostics.get("parity_ratio") is none.diagnostics["parity_mean_nats"] is None
+
+
+@pytest.mark.asyncio
 async def test_the_share_of_cached_prompt_tokens_is_recorded() -> None:
     step = await an_ended_step()
     totals = msgspec.structs.replace(step.status.totals, prompt_tokens=64, cached_prompt_tokens=40)
