@@ -18,7 +18,7 @@ def recipe(name: str) -> Config:
 
 @pytest.mark.parametrize(("name", "generator_gpus", "learner_gpus"), [
     ("quickstart", 0, 0), ("ppo", 0, 0), ("one_gpu", 0.5, 0.5), ("eight_gpus", 6, 2), ("two_nodes", 8, 8),
-    ("chat", 1, 1), ("tiny_chat", 0, 0), ("lora", 0, 0), ("judge", 1, 1), ("smollm", 0, 0),
+    ("chat", 1, 1), ("tiny_chat", 0, 0), ("lora", 0, 0), ("judge", 1, 1), ("smollm", 0.5, 0.5),
 ])  # fmt: skip
 def test_the_gpus_of_both_pools_add_up(name: str, generator_gpus: float, learner_gpus: float) -> None:
     config = recipe(name)
