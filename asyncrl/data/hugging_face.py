@@ -1,6 +1,8 @@
 """Rows of datasets that the library `datasets` reads: from the Hugging Face Hub, or from files."""
 
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,9 @@ from asyncrl.errors import DatasetError
 
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".arrow": "arrow"}
 """The file names' ends that are known, and the format of each, as `datasets` calls it."""
+
+CSV_OPTIONS: Mapping[str, Any] = {"keep_default_na": False, "na_values": [""]}
+"""Options with which only an empty cell of a CSV file is a missing value. `datasets` would also take `null` or `NA`."""
 
 
 def hugging_face_rows(
@@ -30,13 +35,68 @@ def hugging_face_rows(
             return _saved(datasets.load_from_disk(source), split=split)
         if path.exists() or path.suffix in FORMATS:
             return _of_files(path, split=split, options=options)
-        return datasets.load_dataset(source, subset, split=split, **options)  # type: ignore[no-any-return]
+        return _loaded(source, subset, split=split, options=options)
     except DatasetError:
         raise
     except Exception as error:  # the library raises errors of its own, of pyarrow, and of requests to the Hub
         which = f"data.path = {source}, data.subset = {subset}, data.split = {split}"
-        first = str(error).strip().splitlines()[:1]
-        raise DatasetError(f"{which}: cannot be read ({type(error).__name__}: {' '.join(first)})") from error
+        raise DatasetError(f"{which}: cannot be read ({_described(error)})") from error
+
+
+def _described(error: BaseException) -> str:
+    """Returns the first line of an error and of its causes: `datasets` often names the reason only in a cause."""
+    lines = []
+    found: BaseException | None = error
+    while found is not None:
+        lines.append(f"{type(found).__name__}: {' '.join(str(found).strip().splitlines()[:1])}")
+        found = found.__cause__
+    return "; ".join(lines)
+
+
+def _loaded(source: str, subset: str | None, *, split: str, options: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
+    """Runs `datasets.load_dataset`. Each cell of a CSV file is a text, unless `options` has `features`.
+
+    Without this, pandas infers the types of CSV columns from blocks of 10,000 rows: `007` becomes 7 in some blocks.
+    """
+    import datasets
+    from datasets.packaged_modules.csv.csv import CsvConfig
+
+    known = inspect.signature(datasets.load_dataset_builder).parameters
+    only_loading = set(inspect.signature(datasets.load_dataset).parameters) - set(known)
+    of_builder = {name: value for name, value in options.items() if name not in only_loading}
+    builder = datasets.load_dataset_builder(source, subset, **of_builder)
+    if isinstance(builder.config, CsvConfig) and builder.config.features is None:
+        names = _columns(builder.config, token=options.get("token"))
+        texts = datasets.Features({name: datasets.Value("string") for name in names})
+        options = {**CSV_OPTIONS, **options, "features": texts}
+    return datasets.load_dataset(source, subset, split=split, **options)  # type: ignore[no-any-return]
+
+
+def _columns(config: Any, *, token: str | bool | None) -> Sequence[str]:
+    """Returns the names of the columns of CSV files. Raises DatasetError if the files have different columns, or if the
+    first row of a file has more cells than its header: pandas would take the first cells as names of the rows."""
+    import datasets
+    import pandas
+    from datasets.utils.file_utils import xpandas_read_csv
+
+    login = datasets.DownloadConfig(token=token)
+    head = {**config.pd_read_csv_kwargs, "chunksize": None, "nrows": 1, "dtype": str}
+    names: list[str] = []
+    for file in dict.fromkeys(chain.from_iterable((config.data_files or {}).values())):
+        table = xpandas_read_csv(file, download_config=login, **head)
+        found = list(map(str, table.columns))
+        if config.index_col is None and len(table) and not isinstance(table.index, pandas.RangeIndex):
+            raise DatasetError(
+                f"{file}: its first row has more cells than the {len(found)} columns of its header "
+                f"({', '.join(found)}); correct the file, or name all columns with data.options.column_names"
+            )
+        if names and set(found) != set(names):
+            raise DatasetError(
+                f"{file}: has the columns {', '.join(found)}, but the files before it have {', '.join(names)}; give "
+                "all files the same columns"
+            )
+        names = names or found
+    return names
 
 
 def _saved(found: Any, *, split: str) -> Iterable[Mapping[str, Any]]:
@@ -50,8 +110,6 @@ def _saved(found: Any, *, split: str) -> Iterable[Mapping[str, Any]]:
 
 def _of_files(path: Path, *, split: str, options: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
     """Reads a file, or all files of a folder that have the same known end."""
-    import datasets
-
     if not path.exists():
         raise DatasetError(f"data.path = {path}: there is no such file; name a file, a folder, or a dataset of the Hub")
     files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.suffix in FORMATS)
@@ -62,8 +120,8 @@ def _of_files(path: Path, *, split: str, options: Mapping[str, Any]) -> Iterable
             f"data.path = {path}: needs files of one format, whose names end in one of {', '.join(FORMATS)}; found "
             f"{found}"
         )
-    [known] = ends
+    known = FORMATS[files[0].suffix]
     names = [str(each) for each in files]
     # Files have no splits, so all of them are the one that was named; its part may be taken (`train[:1000]`).
     plain = split.partition("[")[0]
-    return datasets.load_dataset(known, data_files={plain: names}, split=split, **options)  # type: ignore[no-any-return]
+    return _loaded(known, None, split=split, options={**options, "data_files": {plain: names}})

@@ -46,7 +46,76 @@ def config(path: Path | str, **data: Any) -> Config:
 def test_files_of_each_format_become_tasks(end: str, tmp_path: Path) -> None:
     tasks = read_tasks(config(written(tmp_path, end)))
     assert [(task.prompt, task.answer, task.row) for task in tasks[:2]] == [("0+0=", "0", 1), ("1+1=", "2", 2)]
-    assert (len(tasks), tasks[9].metadata) == (10, {"level": 9})
+    assert (len(tasks), tasks[9].metadata) == (10, {"level": "9" if end == ".csv" else 9})
+
+
+CELLS = [
+    "007",
+    "1.50",
+    "TRUE",
+    "null",
+    "1" * 23,
+    "NA",
+    "1e5",
+    "-0",
+    "2024-01-02",
+    "0x1F",
+    " 7",
+    "+3",
+    "inf",
+    "1,000",
+    "None",
+]
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_each_cell_of_a_csv_file_is_a_text(cell: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(f'question,solution,id\na,"{cell}","{cell}"\nb,"{cell}","{cell}"\n')
+    for found in (config(path), config("csv", options={"data_files": str(path)})):
+        tasks = read_tasks(found)
+        assert [task.answer for task in tasks] == [cell, cell]
+        assert [task.metadata for task in tasks] == [{"id": cell}, {"id": cell}]
+
+
+def test_a_block_of_numbers_between_words_keeps_its_zeros(tmp_path: Path) -> None:
+    cells = ["word"] * 10_000 + [f"00{number}" for number in range(10_000)] + ["word"]
+    lines = [f"q{number},{cell}" for number, cell in enumerate(cells)]
+    (tmp_path / "rows.csv").write_text("\n".join(["question,solution", *lines]))
+    assert [task.answer for task in read_tasks(config(tmp_path / "rows.csv"))] == cells
+
+
+def test_an_empty_cell_of_a_csv_file_is_a_missing_value_of_its_row(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text('question;solution;level;never\na;1;2;\nb;3;;\nc;"";4;\n')
+    rows = list(hugging_face_rows(str(tmp_path), subset=None, split="train", options={"sep": ";"}))
+    assert [(row["solution"], row["level"], row["never"]) for row in rows] == [
+        ("1", "2", None),
+        ("3", None, None),
+        (None, "4", None),
+    ]
+
+
+@pytest.mark.parametrize("row", ["1+1=,2,", "1+1=,2,3"])
+def test_a_csv_file_with_more_cells_than_columns_is_refused_and_not_shifted(row: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text(f"question,solution\n{row}\n")
+    with pytest.raises(DatasetError, match=r"more cells than the 2 columns of its header \(question, solution\)"):
+        read_tasks(config(tmp_path / "rows.csv"))
+
+
+def test_csv_files_with_other_columns_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("question,solution\na,1\n")
+    (tmp_path / "b.csv").write_text("solution,question\n2,b\n")
+    assert [task.answer for task in read_tasks(config(tmp_path))] == ["1", "2"]
+    (tmp_path / "b.csv").write_text("solution,question,level\n2,b,3\n")
+    with pytest.raises(DatasetError, match=r"b\.csv: has the columns solution, question, level, but"):
+        read_tasks(config(tmp_path))
+
+
+@pytest.mark.fault("F33")
+def test_the_error_of_a_broken_file_says_its_cause(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("question,solution\na,1\nb,2,3,4\n")
+    with pytest.raises(DatasetError, match="Expected 2 fields in line 3, saw 4"):
+        read_tasks(config(tmp_path / "rows.csv"))
 
 
 def test_a_folder_of_files_and_a_part_of_a_split_are_read(tmp_path: Path) -> None:
