@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +23,7 @@ from asyncrl.data.column_names import NO_ANSWER, columns_for
 from asyncrl.data.hugging_face import FORMATS
 from asyncrl.data.prompts import Task
 from asyncrl.data.prompts import split as hold_out
+from asyncrl.data.rows import FIRST_ROWS
 from asyncrl.environments.interfaces import dataset_rows, read_tasks
 from asyncrl.errors import ConfigError
 from asyncrl.policy.model_directory import read_model
@@ -140,13 +142,16 @@ def _section(data: str, *, subset: str | None, split: str, prompt: str | None, a
 
 
 def _columns_of(config: Config) -> list[str] | None:
-    """Returns the keys of the first row of a file or of a dataset on the Hub; None if its rows come from code, or if
-    its first row is not an object."""
+    """Returns the keys that have a value in one of the first rows of a file or of a dataset on the Hub; None if its
+    rows come from code, or if its first row is not an object."""
     if config.data.dataset not in ("hf", "jsonl"):
         return None
     _, rows = dataset_rows(config)
-    first = next(iter(rows), None)
-    return list(map(str, first)) if isinstance(first, Mapping) else None
+    first = list(islice(rows, FIRST_ROWS))
+    if not first or not isinstance(first[0], Mapping):
+        return None
+    objects = [row for row in first if isinstance(row, Mapping)]
+    return list(dict.fromkeys(str(key) for row in objects for key, value in row.items() if value is not None))
 
 
 def _check_model(model: str) -> None:

@@ -34,7 +34,7 @@ _RENAME = (
 
 
 _ABSENT = object()
-"""Stands for the value of a key that a row does not have."""
+"""Stands for the value of a key that a row does not have, or whose value is null."""
 
 
 class BadRow(Exception):
@@ -92,7 +92,7 @@ def read_rows(
     A row is a task, or an object with a `prompt` (a text or a list of messages) or `messages`, and an `answer` (a text
     or an integer). If its messages end with one of the assistant, this one is not part of the prompt, and it is the
     answer unless the row has another one. `columns` has other names for these three, with dots between the names of
-    nested objects. All other keys become metadata.
+    nested objects. A null under one of these names is an absent key. All other keys become metadata.
 
     A row is bad if it is `blank`, `not_an_object`, `missing_key`, `wrong_type`, `messages`, or with `refuse_repeated`
     a `duplicate` (its prompt occurred before). Raises DatasetError, which names `source` and the row (from 1). A
@@ -166,7 +166,7 @@ def _of_row(row: Mapping[str, Any], *, number: int, columns: Mapping[str, str | 
     asked = names["prompt"] if _value(row, names["prompt"]) is not _ABSENT else names["messages"]
     prompt, answer = _value(row, asked), _value(row, names["answer"])
     if prompt is _ABSENT:
-        raise BadRow("missing_key", f"has no key {names['prompt']!r}, but only {sorted(map(str, row))[:8]}")
+        raise _missing(row, names["prompt"])
     messages: tuple[Message, ...] = ()
     if not isinstance(prompt, str):
         messages = _messages(prompt, name=asked)
@@ -176,7 +176,8 @@ def _of_row(row: Mapping[str, Any], *, number: int, columns: Mapping[str, str | 
     question = prompt if isinstance(prompt, str) else as_text(messages)
     if not question.strip():
         raise BadRow("blank", "has a blank prompt")
-    metadata = {key: value for key, value in row.items() if key not in (asked, names["answer"])}
+    read = {asked, names["answer"], *(name for name in names.values() if _value(row, name) is _ABSENT)}
+    metadata = {key: value for key, value in row.items() if key not in read}
     _check_metadata(metadata)
     return Task(
         question=question,
@@ -189,21 +190,30 @@ def _of_row(row: Mapping[str, Any], *, number: int, columns: Mapping[str, str | 
 
 
 def _value(row: Mapping[str, Any], key: str | None) -> Any:
-    """Returns the value of a key, which may lead into nested objects (`reward_model.ground_truth`), or `_ABSENT`."""
+    """Returns the value of a key, which may lead into nested objects (`reward_model.ground_truth`), or `_ABSENT`.
+
+    A null is absent: concatenated datasets have the columns of all, with null in the rows of the others.
+    """
     if key is None:
         return _ABSENT
     if key in row:
-        return row[key]
+        return _ABSENT if row[key] is None else row[key]
     first, _, rest = key.partition(".")
     inner = row.get(first) if rest else None
     return _value(inner, rest) if isinstance(inner, Mapping) else _ABSENT
+
+
+def _missing(row: Mapping[str, Any], key: str | None) -> BadRow:
+    if key in row:
+        return BadRow("missing_key", f"has the key {key!r}, but its value is null (in a CSV file: the cell is empty)")
+    return BadRow("missing_key", f"has no key {key!r}, but only {sorted(map(str, row))[:8]}")
 
 
 def _answer(answer: object, row: Mapping[str, Any], *, key: str | None) -> str:
     if key is None:
         return ""
     if answer is _ABSENT:
-        raise BadRow("missing_key", f"has no key {key!r}, but only {sorted(map(str, row))[:8]}")
+        raise _missing(row, key)
     if isinstance(answer, str):
         return answer
     if isinstance(answer, int) and not isinstance(answer, bool):

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -234,3 +235,25 @@ def test_data_that_is_not_there_or_has_no_columns_is_refused(
     hub = runner.invoke(app, ["init", "models/small", "sums.jsonl", "--subset", "main"])
     assert hub.exit_code in (1, 2)
     assert not Path("run.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [
+        (
+            [{"prompt": None, "answer": None, "question": "a", "solution": "b"}],
+            {"prompt": "question", "answer": "solution"},
+        ),
+        ([{"prompt": None, "messages": [], "answer": None}, {"prompt": "a", "messages": None, "answer": "b"}], None),
+        (
+            [{"problem": "a", "prompt": None, "answer": None}, {"problem": "a", "prompt": None, "answer": "b"}],
+            {"prompt": "problem"},
+        ),
+    ],
+)
+def test_a_column_of_nulls_is_not_chosen(
+    rows: list[dict[str, Any]], columns: dict[str, str] | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert init._section(str(path), subset=None, split="train", prompt=None, answer=None).get("columns") == columns

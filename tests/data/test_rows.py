@@ -113,7 +113,7 @@ def test_only_the_first_rows_of_a_file_are_read_where_no_more_are_wanted(tmp_pat
         (b'{"prompt": "x", "answer": "2", "level": ' + b"9" * 5000 + b"}", "bad_json"),
         (b'{"prompt": "x", "answer": "2"} {}', "bad_json"),
         (b"null", "not_an_object"),
-        (b'{"prompt": null, "answer": "2"}', "wrong_type"),
+        (b'{"prompt": null, "answer": "2"}', "missing_key"),
         (b'{"answer": "two", "level": 4, "prompt": "1\\u002b1"}', "duplicate"),
     ],
 )
@@ -211,7 +211,7 @@ def test_rows_need_no_answer_if_the_columns_say_so() -> None:
 
 def test_an_integer_is_an_answer_too() -> None:
     assert read_one({"prompt": "2+2=", "answer": 4}).answer == "4"
-    for other in (True, 4.0, None):
+    for other in (True, 4.0):
         with pytest.raises(DatasetError, match="has 'answer' of type"):
             read_one({"prompt": "2+2=", "answer": other})
 
@@ -221,3 +221,43 @@ def test_the_messages_of_a_task_that_code_has_made_are_checked_and_shown_as_its_
     assert task.prompt == task.question == "system: Be brief.\nuser: 2+2="
     with pytest.raises(DatasetError, match="has the role 'robot' in message 1"):
         read_one(Task(question="", messages=({"role": "robot", "content": "x"},), answer="4"))
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "prompt", "answer"),
+    [
+        ({"prompt": None, "messages": [USER, SOLVED], "answer": None}, {}, "2+2=", "It is 4."),
+        ({"prompt": "2+2=", "messages": None, "answer": "4"}, {}, "2+2=", "4"),
+        ({"prompt": [USER, SOLVED], "messages": None, "answer": None}, {}, "2+2=", "It is 4."),
+        ({"q": None, "messages": [USER], "answer": 4}, {"prompt": "q"}, "2+2=", "4"),
+        (
+            {"prompt": None, "chat": [USER, SOLVED], "gold": None},
+            {"messages": "chat", "answer": "gold"},
+            "2+2=",
+            "It is 4.",
+        ),
+        (
+            {"messages": [USER, SOLVED], "reward_model": {"gold": None}},
+            {"answer": "reward_model.gold"},
+            "2+2=",
+            "It is 4.",
+        ),
+    ],
+)
+def test_a_null_column_is_an_absent_column(
+    row: dict[str, Any], columns: dict[str, str | None], prompt: str, answer: str
+) -> None:
+    task = read_one(row, columns=columns)
+    assert (task.prompt, task.answer) == (prompt, answer)
+    assert set(task.metadata) <= {"reward_model"}, "the columns of prompt and answer are not metadata"
+
+
+@pytest.mark.parametrize("row", [{"prompt": None}, {"prompt": "x", "answer": None}, {"messages": None, "prompt": None}])
+@pytest.mark.fault("F33")
+def test_a_row_with_nulls_only_is_refused_by_name(row: dict[str, Any]) -> None:
+    with pytest.raises(DatasetError, match=r"row 1 has the key '(prompt|answer)', but its value is null"):
+        read_one(row)
+
+
+def test_metadata_may_be_null() -> None:
+    assert read_one({"prompt": "x", "answer": "y", "level": None}).metadata == {"level": None}
