@@ -203,7 +203,8 @@ class DatasetSection(Section):
     """Solved examples before each question, as messages of the user and the assistant. Needs a chat template."""
     on_bad_row: Literal["refuse", "skip"] = "refuse"
     """`refuse`: a bad row stops the start of the run. `skip`: bad rows are skipped and counted. A row is bad if it is
-    blank, malformed, larger than 1 MiB, a duplicate, or has too many tokens."""
+    blank, malformed, larger than 1 MiB, or has too many tokens. A row whose finished prompt, answer and metadata are
+    equal to an earlier row's is left out and counted with either."""
     heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Share of the questions that are held out for evaluation and never trained. A hash of the question selects
     them."""

@@ -134,20 +134,40 @@ def in_conversation(
     return placed
 
 
-def split(tasks: Sequence[Task], heldout_fraction: float) -> tuple[list[Task], list[Task]]:
-    """Splits tasks into (training, held-out) tasks, in the given order. Only the first task of each question is used.
+def without_repeated(tasks: Sequence[Task]) -> list[Task]:
+    """Returns the tasks without those whose finished prompt, answer and metadata are equal to an earlier task's."""
+    seen: set[bytes] = set()
+    kept = []
+    for task in tasks:
+        whole = (task.prompt, task.messages, task.answer, task.metadata)
+        digest = xxhash.xxh3_128_digest(msgspec.json.encode(whole, order="deterministic"))
+        if digest not in seen:
+            kept.append(task)
+        seen.add(digest)
+    return kept
 
-    Whether a question is held out depends only on its text, so that every seed and every draw make the same choice. A
+
+def asked_in(task: Task, template: str) -> tuple[str, ...]:
+    """Returns the question of a task, and its other fields that `data.prompt_template` uses."""
+    names = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None} - {"question"}
+    return (task.question, *(str(task.metadata.get(name)) for name in sorted(names)))
+
+
+def split(
+    tasks: Sequence[Task], heldout_fraction: float, *, template: str = "{question}"
+) -> tuple[list[Task], list[Task]]:
+    """Splits tasks into (training, held-out) tasks, in the given order.
+
+    A hash of the question, and of the other fields that `template` uses, decides whether a task is held out. So every
+    seed and every draw make the same choice, and tasks with the same question and fields are on the same side. A
     training task is left out if a held-out task has the same prompt: a template may turn two questions into one prompt.
     """
     threshold = round(heldout_fraction * 2**64)
-    first_of: dict[str, Task] = {}
-    for task in tasks:
-        first_of.setdefault(task.question, task)
     train: list[Task] = []
     heldout: list[Task] = []
-    for task in first_of.values():
-        side = heldout if xxhash.xxh3_64_intdigest(task.question.encode()) < threshold else train
+    for task in tasks:
+        key = "\0".join(asked_in(task, template))
+        side = heldout if xxhash.xxh3_64_intdigest(key.encode()) < threshold else train
         side.append(task)
     kept_back = {task.prompt for task in heldout}
     return [task for task in train if task.prompt not in kept_back], heldout

@@ -85,7 +85,6 @@ def read_rows(
     source: str,
     on_bad_row: OnBadRow,
     columns: Mapping[str, str | None] = {},
-    refuse_repeated: bool = False,
 ) -> tuple[list[Task], Counter[str]]:
     """Converts rows to tasks. Returns them, and the number of skipped rows by reason.
 
@@ -94,16 +93,13 @@ def read_rows(
     answer unless the row has another one. `columns` has other names for these three, with dots between the names of
     nested objects. A null under one of these names is an absent key. All other keys become metadata.
 
-    A row is bad if it is `blank`, `not_an_object`, `missing_key`, `wrong_type`, `messages`, or with `refuse_repeated`
-    a `duplicate` (its prompt occurred before). Raises DatasetError, which names `source` and the row (from 1). A
-    dataset whose first `FIRST_ROWS` rows are all bad is refused even if `on_bad_row` is `skip`, because it has another
-    format and all rows would be skipped.
+    A row is bad if it is `blank`, `not_an_object`, `missing_key`, `wrong_type` or `messages`. Raises DatasetError,
+    which names `source` and the row (from 1). A dataset whose first `FIRST_ROWS` rows are all bad is refused even if
+    `on_bad_row` is `skip`, because it has another format and all rows would be skipped.
     """
     tasks: list[Task] = []
     skipped: Counter[str] = Counter()
     made: Iterator[Task | BadRow] = (_task(row, number=n, columns=columns) for n, row in enumerate(rows, start=1))
-    if refuse_repeated:
-        made = _once(made)
     head = list(islice(made, FIRST_ROWS))
     bad = next((found for found in head if isinstance(found, BadRow)), None)
     if bad is not None and not any(isinstance(found, Task) for found in head):
@@ -120,17 +116,6 @@ def read_rows(
         else:
             skipped[found.reason] += 1
     return tasks, skipped
-
-
-def _once(made: Iterable[Task | BadRow]) -> Iterator[Task | BadRow]:
-    seen: set[str] = set()
-    for found in made:
-        if isinstance(found, Task) and found.prompt in seen:
-            yield BadRow("duplicate", "has the prompt of an earlier row")
-            continue
-        if isinstance(found, Task):
-            seen.add(found.prompt)
-        yield found
 
 
 def _task(row: Row, *, number: int, columns: Mapping[str, str | None]) -> Task | BadRow:

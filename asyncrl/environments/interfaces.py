@@ -19,7 +19,16 @@ from asyncrl.config.import_path import BUILT_IN_NAMES, call_with_options, resolv
 from asyncrl.config.parts import EVAL, eval_configs, part_configs
 from asyncrl.config.schema import Config, EnvironmentSection, RewardTerm
 from asyncrl.data.hugging_face import hugging_face_rows
-from asyncrl.data.prompts import PromptSource, Task, apply_template, in_conversation, interleaved, split
+from asyncrl.data.prompts import (
+    PromptSource,
+    Task,
+    apply_template,
+    asked_in,
+    in_conversation,
+    interleaved,
+    split,
+    without_repeated,
+)
 from asyncrl.data.rows import Row, jsonl_rows, read_rows
 from asyncrl.environments.agents import Demonstration, Session, as_reward
 from asyncrl.environments.reward_function import RewardFunction, reward_function, subject
@@ -170,7 +179,9 @@ def build_tasks(config: Config) -> tuple[list[Task], list[Task]]:
     mixed = interleaved(heldout, [part.weight for part in config.data.mixture] or [1])
     if len(parts) > 1:
         unseen = {task.prompt for task in mixed}
-        train = [task for task in train if task.prompt not in unseen]
+        kept = [task for task in train if task.prompt not in unseen]
+        _log_held_out(len(train) - len(kept), source="data.mixture")
+        train = kept
     check_enough(config, train)
     return train, mixed
 
@@ -181,11 +192,13 @@ def build_sets(config: Config, *, train: Sequence[Task]) -> dict[str, list[Task]
 
     Raises ConfigError or DatasetError, also for a set of which nothing is left.
     """
-    seen = {text for task in train for text in (task.question, task.prompt)}
+    templates = {name: part.data.prompt_template for name, part in part_configs(config).items()}
+    seen = {asked_in(task, templates[task.part]) for task in train} | {(task.prompt,) for task in train}
     sets = {}
     for part, of_set in eval_configs(config).items():
-        name, read = part.removeprefix(EVAL), read_tasks(of_set)
-        kept = [msgspec.structs.replace(task, part=part) for task in read if not {task.question, task.prompt} & seen]
+        name, read, template = part.removeprefix(EVAL), read_tasks(of_set), of_set.data.prompt_template
+        unseen = [task for task in read if not {asked_in(task, template), (task.prompt,)} & seen]
+        kept = [msgspec.structs.replace(task, part=part) for task in unseen]
         if not kept:
             raise DatasetError(
                 f"eval.sets.{name}: none of its {len(read)} questions can be evaluated, because the run trains them; "
@@ -197,10 +210,16 @@ def build_sets(config: Config, *, train: Sequence[Task]) -> dict[str, list[Task]
     return sets
 
 
+def _log_held_out(left_out: int, *, source: str) -> None:
+    if left_out:
+        _log.warning("%s: left out %d training rows whose prompt is held out", source, left_out)
+
+
 def split_tasks(config: Config, tasks: Sequence[Task]) -> tuple[list[Task], list[Task]]:
     """Returns (training, held-out) tasks of one dataset. Raises DatasetError if none remains for training."""
     data = config.data
-    train, heldout = split(tasks, data.heldout_fraction)
+    train, heldout = split(tasks, data.heldout_fraction, template=data.prompt_template)
+    _log_held_out(len(tasks) - len(train) - len(heldout), source=str(data.path or data.dataset))
     if not train:
         raise DatasetError(
             f"data.dataset = {data.dataset}: none of its {len(tasks)} tasks remains for training, because "
@@ -224,7 +243,8 @@ def check_enough(config: Config, train: Sequence[Task]) -> None:
 
 
 def read_tasks(config: Config, *, first: int | None = None) -> list[Task]:
-    """Returns the dataset's tasks with their prompts, before the split. `first` limits how many rows are read.
+    """Returns the dataset's tasks with their prompts, before the split. `first` limits how many rows are read. A task
+    is left out if its finished prompt, answer and metadata are equal to those of an earlier one.
 
     Skipped rows are logged with their counts. Raises ConfigError or DatasetError; an error that the user's code raises
     becomes a DatasetError.
@@ -236,14 +256,17 @@ def read_tasks(config: Config, *, first: int | None = None) -> list[Task]:
         source=source,
         columns={str(name): key for name, key in data.columns.items()},
         on_bad_row=data.on_bad_row,
-        refuse_repeated=data.dataset == "jsonl",
     )
+    examples = [{"prompt": example.prompt, "answer": example.answer} for example in data.few_shot]
+    tasks = apply_template(data.prompt_template, tasks)
+    finished = in_conversation(tasks, system_prompt=data.system_prompt, examples=examples)
+    kept = without_repeated(finished)
+    if len(kept) < len(finished):
+        skipped["duplicate"] = len(finished) - len(kept)
     if skipped:
         counts = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
         _log.warning("%s: skipped %d rows (%s)", data.path or data.dataset, sum(skipped.values()), counts)
-    examples = [{"prompt": example.prompt, "answer": example.answer} for example in data.few_shot]
-    tasks = apply_template(data.prompt_template, tasks)
-    return in_conversation(tasks, system_prompt=data.system_prompt, examples=examples)
+    return kept
 
 
 def dataset_rows(config: Config) -> tuple[str, Iterable[Row]]:

@@ -120,7 +120,7 @@ def test_the_error_of_a_broken_file_says_its_cause(tmp_path: Path) -> None:
 
 def test_a_folder_of_files_and_a_part_of_a_split_are_read(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps(row | {"file": name}) for row in ROWS))
     assert len(read_tasks(config(tmp_path))) == 20
     assert len(read_tasks(config(tmp_path, split="train[:3]"))) == 3
     assert len(read_tasks(config(tmp_path), first=2)) == 2

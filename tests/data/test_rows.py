@@ -23,7 +23,7 @@ def read_jsonl(
     path: Path, *, on_bad_row: OnBadRow = "refuse", first: int | None = None
 ) -> tuple[list[Task], Counter[str]]:
     found = islice(jsonl_rows(path), first)
-    return read_rows(found, source=str(path), on_bad_row=on_bad_row, refuse_repeated=True)
+    return read_rows(found, source=str(path), on_bad_row=on_bad_row)
 
 
 GOOD = b'{"prompt": "1+1", "answer": "2", "level": 3}'
@@ -33,7 +33,6 @@ BAD_ROWS = {
     "not_an_object": b'["x", "y"]',
     "missing_key": b'{"prompt": "x"}',
     "wrong_type": b'{"prompt": "x", "answer": [2]}',
-    "duplicate": b'{"prompt": "1+1", "answer": "two"}',
     "too_large": b'{"prompt": "x", "answer": "' + b"y" * 5000 + b'"}',
 }
 
@@ -114,7 +113,6 @@ def test_only_the_first_rows_of_a_file_are_read_where_no_more_are_wanted(tmp_pat
         (b'{"prompt": "x", "answer": "2"} {}', "bad_json"),
         (b"null", "not_an_object"),
         (b'{"prompt": null, "answer": "2"}', "missing_key"),
-        (b'{"answer": "two", "level": 4, "prompt": "1\\u002b1"}', "duplicate"),
     ],
 )
 @pytest.mark.fault("F33")
