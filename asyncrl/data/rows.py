@@ -4,6 +4,7 @@ A row that cannot be used is refused with its file and number, or it is skipped 
 skipped silently.
 """
 
+import reprlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
@@ -219,14 +220,23 @@ def _messages(value: object, *, name: str | None) -> tuple[Message, ...]:
 
 
 def _check_metadata(metadata: object) -> None:
-    """Raises BadRow if the metadata is not a dict that JSON can encode: scoring processes get tasks as JSON."""
+    """Raises BadRow if the metadata is not a dict that JSON gives back unchanged: scoring processes get tasks as JSON.
+
+    JSON would turn NaN into null, bytes and dates into texts, and sets and tuples into lists.
+    """
     if not isinstance(metadata, dict):
         raise BadRow("wrong_type", f"has 'metadata' of type {type(metadata).__name__}, not a dict")
-    try:
-        msgspec.json.encode(metadata)
-    except (TypeError, ValueError) as error:
-        raise BadRow(
-            "wrong_type",
-            f"has keys besides its prompt and its answer that are not JSON ({error}), and the reward gets them as "
-            "JSON; convert them, or leave them out",
-        ) from None
+    for key, value in metadata.items():
+        if not isinstance(key, str):
+            raise BadRow("wrong_type", f"has the key {key!r} of type {type(key).__name__} in its metadata, not a text")
+        try:
+            same = bool(msgspec.json.decode(msgspec.json.encode(value)) == value)
+            why = "JSON would change it"
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            same, why = False, str(error)
+        if not same:
+            raise BadRow(
+                "wrong_type",
+                f"has {key!r} = {reprlib.repr(value)} of type {type(value).__name__}, which is not JSON ({why}), and "
+                "the reward gets the keys besides prompt and answer as JSON; convert it, or leave it out",
+            )

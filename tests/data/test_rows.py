@@ -1,9 +1,12 @@
 """Rows of datasets become tasks, or are refused or skipped with their number and a reason."""
 
 from collections import Counter
+from datetime import date, datetime
+from decimal import Decimal
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 
@@ -259,3 +262,43 @@ def test_a_row_with_nulls_only_is_refused_by_name(row: dict[str, Any]) -> None:
 
 def test_metadata_may_be_null() -> None:
     assert read_one({"prompt": "x", "answer": "y", "level": None}).metadata == {"level": None}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        float("nan"),
+        float("-inf"),
+        b"bytes",
+        bytearray(b"x"),
+        {1, 2},
+        frozenset("a"),
+        (1, 2),
+        {"deep": [{"er": float("nan")}]},
+        [(1,)],
+        {1: "integer key"},
+        datetime(2024, 1, 2),
+        date(2024, 1, 2),
+        Decimal("1.50"),
+        UUID(int=1),
+        Task(question="a", answer="b"),
+        object(),
+        "\ud800",
+    ],
+    ids=repr,
+)
+@pytest.mark.fault("F33")
+def test_metadata_that_json_would_change_is_refused_by_name(value: Any) -> None:
+    for row in (
+        {"prompt": "x", "answer": "y", "odd": value},
+        Task(question="x", answer="y", metadata={"good": 1, "odd": value}),
+    ):
+        with pytest.raises(DatasetError, match=r"row 1 has 'odd' = .*, which is not JSON"):
+            read_one(row)
+
+
+def test_metadata_that_json_keeps_reaches_the_reward_as_it_is() -> None:
+    metadata = {"a": [1, 2.5, -0.0, True, None, "é"], "b": {"c": 10**30, "d": [[], {}]}, "e": 1e308}
+    assert read_one({"prompt": "x", "answer": "y", **metadata}).metadata == metadata
+    with pytest.raises(DatasetError, match=r"row 1 has the key 7 of type int in its metadata, not a text"):
+        read_one(Task(question="x", answer="y", metadata={7: 1}))  # type: ignore[dict-item]
