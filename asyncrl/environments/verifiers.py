@@ -63,7 +63,38 @@ Reference answer:
 Answer of a student:
 {completion}
 
-Is the student's answer right? Think briefly. End with one line: a number from 0 (wrong) to 1 (right)."""
+Is the student's answer right? Think briefly. 0 is wrong, and 1 is right."""
+
+JUDGE_FORM = """\
+
+
+End your answer with a last line of exactly this form, with a decimal number from 0 to 1 in the place of 0.7:
+Score: 0.7"""
+"""Follows each prompt of a judge. `judge_score` reads this form."""
+
+_SCORE_LINE = re.compile(
+    r"[*_`]*Score[*_`]*:[*_`]*[ \t]*[*_`]*(0\.[0-9]+|1\.0+|[01])\.?[*_`]*[ \t]*", re.IGNORECASE | re.ASCII
+)
+"""The line with the score, also in bold or as code, and with a full stop."""
+
+
+def judge_score(answer: str) -> float:
+    """Returns the number of the last line that is not blank, which must have the form of `JUDGE_FORM`.
+
+    Raises ValueError for any other line. A fraction, a percentage or a number of another scale is not read, because the
+    number that it means would be a guess.
+
+    >>> judge_score("The sum is right.\\nScore: 0.25")
+    0.25
+    """
+    lines = answer.rstrip().splitlines()
+    found = _SCORE_LINE.fullmatch(lines[-1].strip()) if lines else None
+    if found is None:
+        raise ValueError(
+            "the judge's answer has no score: its last line must be `Score: ` and a decimal number from 0 to 1, but "
+            f"the answer ends with {answer[-200:]!r}; correct the option prompt, or use a model that follows it"
+        )
+    return float(found[1])
 
 
 async def judge(
@@ -79,14 +110,16 @@ async def judge(
     most_per_s: float = 10.0,
     retries: int = 3,
 ) -> float:
-    """Asks a model behind an OpenAI-compatible `url` (`http://host:8000/v1`), and returns the last number from 0 to 1
-    in its answer.
+    """Asks a model behind an OpenAI-compatible `url` (`http://host:8000/v1`), and returns the score on the last line of
+    its answer.
 
-    `prompt` has the fields `{question}`, `{answer}` and `{completion}`. `key_variable` names the environment variable
-    with the key, and `url_variable` the one with the URL, if there is no `url`. `environment.secrets` must list them. A
-    scoring process sends at most `most_per_s` requests a second.
-    Requests that fail for a passing reason are repeated `retries` times. Raises ValueError if the answer has no such
-    number or if there is not one URL, and the errors of the package `openai`.
+    The request is `prompt`, followed by `JUDGE_FORM`, which asks for that line. `prompt` has the fields `{question}`,
+    `{answer}` and `{completion}`. `key_variable` names the environment variable with the key, and `url_variable` the
+    one with the URL, if there is no `url`. `environment.secrets` must list them. A scoring process sends at most
+    `most_per_s` requests a second. Requests that fail for a passing reason are repeated `retries` times.
+
+    Raises ValueError if the answer has no score, if it was cut, or if there is not one URL, and the errors of the
+    package `openai`.
     """
     if bool(url) == bool(url_variable):
         raise ValueError(
@@ -95,16 +128,19 @@ async def judge(
     client, throttle = _judge_client(url or os.environ[url_variable], key_variable, most_per_s, retries)
     fields = {"question": task.prompt, "answer": task.answer, "completion": completion}
     # not str.format: a completion may contain braces, and a prompt may contain JSON
-    text = re.sub(r"\{(question|answer|completion)\}", lambda found: fields[found[1]], prompt)
+    text = re.sub(r"\{(question|answer|completion)\}", lambda found: fields[found[1]], prompt) + JUDGE_FORM
     async with throttle:
         reply = await client.chat.completions.create(
             model=model, messages=[{"role": "user", "content": text}], max_tokens=max_tokens, temperature=0.0
         )
-    answer = reply.choices[0].message.content or ""
-    numbers = [float(found) for found in re.findall(r"(?<![\d.])(?:0(?:\.\d+)?|1(?:\.0+)?)(?![\d.]*\d)", answer)]
-    if not numbers:
-        raise ValueError(f"the judge's answer has no number from 0 to 1: {answer[-200:]!r}")
-    return numbers[-1]
+    [choice, *_] = reply.choices
+    answer = choice.message.content or ""
+    if choice.finish_reason != "stop":
+        raise ValueError(
+            f"the judge's answer was cut (finish_reason: {choice.finish_reason!r}), so it has no score; it ends with "
+            f"{answer[-200:]!r}; raise the option max_tokens = {max_tokens}, or ask for a shorter answer"
+        )
+    return judge_score(answer)
 
 
 @lru_cache(maxsize=8)

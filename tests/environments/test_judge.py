@@ -14,7 +14,7 @@ from asyncrl.data.prompts import Task
 from asyncrl.environments.scoring import Scorer
 from asyncrl.environments.scoring_messages import Components
 from asyncrl.environments.secrets import Secrets
-from asyncrl.environments.verifiers import judge
+from asyncrl.environments.verifiers import JUDGE_FORM, judge
 from asyncrl.errors import DataError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -27,6 +27,7 @@ class Server(ThreadingHTTPServer):
 
     answers: list[str | int]
     seen: list[dict[str, Any]]
+    finish_reason: str | None = "stop"
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -42,7 +43,7 @@ class Handler(BaseHTTPRequestHandler):
             "object": "chat.completion",
             "created": 0,
             "model": "m",
-            "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+            "choices": [{"index": 0, "message": message, "finish_reason": self.server.finish_reason}],
         }
         self.send_response(answer if isinstance(answer, int) else 200)
         self.send_header("Content-Type", "application/json")
@@ -55,7 +56,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server() -> Iterator[Server]:
     made = Server(("127.0.0.1", 0), Handler)
-    made.answers, made.seen = ["It is right.\n1"], []
+    made.answers, made.seen = ["It is right.\nScore: 1"], []
     thread = threading.Thread(target=made.serve_forever, daemon=True)
     thread.start()
     yield made
@@ -71,25 +72,24 @@ def asked(server: Server, completion: str = "4", **options: Any) -> float:
     return asyncio.run(judge(TASK, completion, **({"url": url_of(server), "model": "m"} | options)))
 
 
-@pytest.mark.parametrize(
-    ("answer", "reward"),
-    [
-        ("It is right.\n1", 1.0),
-        ("Step 2 of 3 is wrong: 0.25", 0.25),
-        ("0", 0.0),
-        ("1.0.", 1.0),
-        ("First I thought 1, but no.\n0", 0.0),
-    ],
-)
-def test_the_reward_is_the_last_number_from_0_to_1(answer: str, reward: float, server: Server) -> None:
+@pytest.mark.parametrize("answer", ["It is right.\nScore: 0.25", "**Score:** 0.25\n"])
+def test_the_reward_is_the_score_on_the_last_line(answer: str, server: Server) -> None:
     server.answers = [answer]
-    assert asked(server) == reward
+    assert asked(server) == 0.25
+
+
+@pytest.mark.parametrize("reason", ["length", "content_filter", "tool_calls", None])
+def test_an_answer_that_was_cut_has_no_score(reason: str | None, server: Server) -> None:
+    server.answers, server.finish_reason = ["I say\nScore: 1"], reason
+    with pytest.raises(ValueError, match=r"was cut \(finish_reason: .*ends with .*max_tokens = 64"):
+        asked(server, max_tokens=64)
 
 
 def test_the_question_the_answer_and_the_completion_are_in_the_request_also_with_braces(server: Server) -> None:
     asked(server, completion="a {completion} with {braces}", prompt="{question}|{answer}|{completion}|{other}")
     [request] = server.seen
-    assert request["messages"] == [{"role": "user", "content": "2+2=|4|a {completion} with {braces}|{other}"}]
+    [message] = request["messages"]
+    assert message["content"] == "2+2=|4|a {completion} with {braces}|{other}" + JUDGE_FORM
     assert request["model"] == "m"
 
 
@@ -101,9 +101,9 @@ def test_the_url_may_come_from_an_environment_variable(server: Server, monkeypat
             asked(server, **options)
 
 
-def test_an_answer_without_a_number_and_a_refused_request_are_errors_of_the_reward(server: Server) -> None:
+def test_an_answer_without_a_score_and_a_refused_request_are_errors_of_the_reward(server: Server) -> None:
     server.answers = ["I cannot say: 17 of 20"]
-    with pytest.raises(ValueError, match="has no number from 0 to 1"):
+    with pytest.raises(ValueError, match=r"has no score.*17 of 20"):
         asked(server)
     server.answers = [401]
     with pytest.raises(Exception, match="401"):
@@ -111,7 +111,7 @@ def test_an_answer_without_a_number_and_a_refused_request_are_errors_of_the_rewa
 
 
 def test_a_request_that_fails_for_a_passing_reason_is_repeated(server: Server) -> None:
-    server.answers = [503, 503, "1"]
+    server.answers = [503, 503, "Score: 1"]
     assert asked(server) == 1.0
     assert len(server.seen) == 3
 
