@@ -118,7 +118,7 @@ def build_reward(section: EnvironmentSection) -> RewardFunction:
         return _with_tools(section)
     if section.rewards:
         weights = {term.name: term.weight for term in section.rewards}
-        return combined({term.name: _term(term) for term in section.rewards}, weights=weights)
+        return combined({term.name: _term(term, section) for term in section.rewards}, weights=weights)
     if section.reward is None:
         environment = build_environment(section)
         if isinstance(environment, AgentEnvironment):
@@ -142,12 +142,14 @@ def _with_tools(section: EnvironmentSection) -> RewardFunction:
     return replace(made, weights=scoring.weights)
 
 
-def _term(term: RewardTerm) -> RewardFunction:
+def _term(term: RewardTerm, section: EnvironmentSection) -> RewardFunction:
     key = f"environment.rewards.{term.name}"
     function = _named_reward(term.fn, key=f"{key}.fn")
     if not term.options:
         return reward_function(function, named=f"{key}.fn = {term.fn}")
-    made = partial(function, **term.options)
+    # below the time limit of the scoring process, so that the judge's own error is shown
+    limit = {"time_limit_s": 0.9 * section.score_timeout_s} if term.fn == "judge" else {}
+    made = partial(function, **limit | term.options)
     try:
         inspect.signature(function).bind_partial(None, None, **term.options)
     except TypeError as error:

@@ -1,7 +1,13 @@
 """Built-in rewards."""
 
+import asyncio
+import itertools
 import os
+import random
 import re
+import time
+from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
 from functools import lru_cache
 from typing import Any
 
@@ -108,7 +114,7 @@ async def judge(
     key_variable: str = "",
     max_tokens: int = 512,
     most_per_s: float = 10.0,
-    retries: int = 3,
+    time_limit_s: float = 9.0,
 ) -> float:
     """Asks a model behind an OpenAI-compatible `url` (`http://host:8000/v1`), and returns the score on the last line of
     its answer.
@@ -116,23 +122,24 @@ async def judge(
     The request is `prompt`, followed by `JUDGE_FORM`, which asks for that line. `prompt` has the fields `{question}`,
     `{answer}` and `{completion}`. `key_variable` names the environment variable with the key, and `url_variable` the
     one with the URL, if there is no `url`. `environment.secrets` must list them. A scoring process sends at most
-    `most_per_s` requests a second. Requests that fail for a passing reason are repeated `retries` times.
+    `most_per_s` requests a second. Requests that fail for a passing reason are repeated for `time_limit_s`
+    seconds; `environment.rewards` sets it to 0.9 of `environment.score_timeout_s`, so that the error of the server is
+    known when the scoring is ended.
 
-    Raises ValueError if the answer has no score, if it was cut, or if there is not one URL, and the errors of the
-    package `openai`.
+    Raises ValueError if the answer has no score, if it was cut, or if there is not one URL, TimeoutError at the time
+    limit, and the errors of the package `openai`.
     """
     if bool(url) == bool(url_variable):
         raise ValueError(
             f"the options of judge have url = {url!r} and url_variable = {url_variable!r}; set one of them"
         )
-    client, throttle = _judge_client(url or os.environ[url_variable], key_variable, most_per_s, retries)
+    client, throttle = _judge_client(url or os.environ[url_variable], key_variable, most_per_s)
     fields = {"question": task.prompt, "answer": task.answer, "completion": completion}
     # not str.format: a completion may contain braces, and a prompt may contain JSON
     text = re.sub(r"\{(question|answer|completion)\}", lambda found: fields[found[1]], prompt) + JUDGE_FORM
-    async with throttle:
-        reply = await client.chat.completions.create(
-            model=model, messages=[{"role": "user", "content": text}], max_tokens=max_tokens, temperature=0.0
-        )
+    messages = [{"role": "user", "content": text}]
+    request = {"model": model, "messages": messages, "max_tokens": max_tokens, "temperature": 0.0}
+    reply = await _asked(client, throttle, request, time_limit_s=time_limit_s)
     [choice, *_] = reply.choices
     answer = choice.message.content or ""
     if choice.finish_reason != "stop":
@@ -143,13 +150,77 @@ async def judge(
     return judge_score(answer)
 
 
+async def _asked(client: Any, throttle: Any, request: Mapping[str, Any], *, time_limit_s: float) -> Any:
+    """Sends a request until it succeeds, and returns the reply.
+
+    Raises TimeoutError after `time_limit_s` seconds, or before if the server asks for a longer pause. Raises the error
+    of a request that would fail again.
+    """
+    from openai import APIConnectionError, APIStatusError
+
+    loop, failed, pause_s = asyncio.get_running_loop(), None, 0.0
+    end_s = loop.time() + time_limit_s
+    try:
+        async with asyncio.timeout_at(end_s):
+            for tries in itertools.count():
+                try:
+                    async with throttle:
+                        return await client.chat.completions.create(**request)
+                except (APIConnectionError, APIStatusError) as error:
+                    status = error.status_code if isinstance(error, APIStatusError) else None
+                    if status is not None and status not in _PASSING and status < 500:
+                        raise
+                    failed = error
+                    headers = error.response.headers if isinstance(error, APIStatusError) else {}
+                pause_s = retry_pause_s(headers, tries=tries, now_s=time.time())
+                if loop.time() + pause_s >= end_s:
+                    break
+                await asyncio.sleep(pause_s)
+    except TimeoutError:
+        pass
+    what = (
+        "it did not answer" if failed is None else f"its last error was: {failed}; the pause after it is {pause_s:g} s"
+    )
+    raise TimeoutError(
+        f"the judge gave no answer within {time_limit_s:g} s: {what}; raise environment.score_timeout_s (or the option "
+        "time_limit_s of the judge) and generator.rollout_timeout_s, or lower the option most_per_s"
+    ) from failed
+
+
+_PASSING = (408, 409, 429)
+"""Statuses below 500 after which a request is repeated: time limit, conflict, too many requests."""
+_LONGEST_PAUSE_S = 8.0
+"""Longest pause between two tries if the server does not ask for one."""
+
+
+def retry_pause_s(headers: Mapping[str, str], *, tries: int, now_s: float) -> float:
+    """Returns the seconds until the next try: those for which the server asks (`retry-after-ms`, `retry-after` as
+    seconds or as a date), otherwise a random part of half a second that doubles with each try. `now_s` is Unix time.
+
+    >>> retry_pause_s({"retry-after": "30"}, tries=0, now_s=0.0)
+    30.0
+    """
+    after, after_ms = headers.get("retry-after", ""), headers.get("retry-after-ms", "")
+    if _SECONDS.fullmatch(after_ms):
+        return float(after_ms) / 1000
+    if _SECONDS.fullmatch(after):
+        return float(after)
+    try:
+        return max(0.0, parsedate_to_datetime(after).timestamp() - now_s)
+    except ValueError:
+        return min(_LONGEST_PAUSE_S, 0.5 * 2.0**tries) * random.uniform(0.5, 1.0)
+
+
+_SECONDS = re.compile(r"[0-9]+(?:\.[0-9]+)?")
+
+
 @lru_cache(maxsize=8)
-def _judge_client(url: str, key_variable: str, most_per_s: float, retries: int) -> tuple[Any, Any]:
+def _judge_client(url: str, key_variable: str, most_per_s: float) -> tuple[Any, Any]:
     """Returns the client of a judge, and what paces its calls. Both live as long as the scoring process."""
     from asyncio_throttle.throttler import Throttler
     from openai import AsyncOpenAI
 
     key = os.environ[key_variable] if key_variable else "none"
     burst = max(1, round(most_per_s))
-    client = AsyncOpenAI(base_url=url, api_key=key, max_retries=retries)
+    client = AsyncOpenAI(base_url=url, api_key=key, max_retries=0)
     return client, Throttler(rate_limit=burst, period=burst / most_per_s)

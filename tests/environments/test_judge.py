@@ -3,7 +3,8 @@
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -14,7 +15,7 @@ from asyncrl.data.prompts import Task
 from asyncrl.environments.scoring import Scorer
 from asyncrl.environments.scoring_messages import Components
 from asyncrl.environments.secrets import Secrets
-from asyncrl.environments.verifiers import JUDGE_FORM, judge
+from asyncrl.environments.verifiers import JUDGE_FORM, judge, retry_pause_s
 from asyncrl.errors import DataError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -28,6 +29,7 @@ class Server(ThreadingHTTPServer):
     answers: list[str | int]
     seen: list[dict[str, Any]]
     finish_reason: str | None = "stop"
+    headers_of_failure: Mapping[str, str] = {}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -46,6 +48,9 @@ class Handler(BaseHTTPRequestHandler):
             "choices": [{"index": 0, "message": message, "finish_reason": self.server.finish_reason}],
         }
         self.send_response(answer if isinstance(answer, int) else 200)
+        if isinstance(answer, int):
+            for name, value in self.server.headers_of_failure.items():
+                self.send_header(name, value)
         self.send_header("Content-Type", "application/json")
         self.end_headers()
         self.wfile.write(json.dumps(reply).encode())
@@ -116,10 +121,58 @@ def test_a_request_that_fails_for_a_passing_reason_is_repeated(server: Server) -
     assert len(server.seen) == 3
 
 
+@pytest.mark.parametrize("status", [408, 429, 500, 503, 529])
+def test_more_failures_than_three_are_repeated_with_the_pause_that_the_server_asks_for(
+    status: int, server: Server
+) -> None:
+    server.answers, server.headers_of_failure = [*[status] * 6, "Score: 1"], {"retry-after-ms": "40"}
+    begun_s = time.monotonic()
+    assert asked(server, most_per_s=1000.0) == 1.0
+    assert len(server.seen) == 7
+    assert time.monotonic() - begun_s >= 6 * 0.04
+
+
+@pytest.mark.parametrize("headers", [{"retry-after": "3600"}, {"retry-after": "Fri, 01 Jan 2100 00:00:00 GMT"}])
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_pause_beyond_the_time_limit_ends_the_tries_at_once(
+    status: int, headers: Mapping[str, str], server: Server
+) -> None:
+    server.answers, server.headers_of_failure = [status], headers
+    with pytest.raises(TimeoutError, match=f"within 60 s.*{status}.*score_timeout_s.*time_limit_s.*most_per_s"):
+        asked(server, time_limit_s=60.0)
+    assert len(server.seen) == 1
+
+
+def test_a_server_that_cannot_be_reached_is_an_error_at_the_time_limit() -> None:
+    with pytest.raises(TimeoutError, match=r"within 0\.2 s: its last error was: Connection error"):
+        asyncio.run(judge(TASK, "4", url="http://127.0.0.1:9/v1", model="m", time_limit_s=0.2))
+
+
+@pytest.mark.parametrize(
+    ("headers", "pause_s"),
+    [
+        ({"retry-after": "0"}, 0.0),
+        ({"retry-after": "2.5"}, 2.5),
+        ({"retry-after": "120"}, 120.0),
+        ({"retry-after": "9", "retry-after-ms": "250"}, 0.25),
+        ({"retry-after": "Thu, 01 Jan 1970 00:20:00 GMT"}, 200.0),
+        ({"retry-after": "Thu, 01 Jan 1970 00:00:01 GMT"}, 0.0),
+    ],
+)
+def test_the_pause_is_what_the_server_asks_for(headers: Mapping[str, str], pause_s: float) -> None:
+    assert retry_pause_s(headers, tries=5, now_s=1000.0) == pause_s
+
+
+@pytest.mark.parametrize("after", ["soon", "-3", "", "nan", "1e9"])
+def test_without_a_pause_that_can_be_read_the_pauses_grow_up_to_a_limit(after: str) -> None:
+    for tries, most_s in ((0, 0.5), (2, 2.0), (50, 8.0)):
+        assert most_s / 2 <= retry_pause_s({"retry-after": after}, tries=tries, now_s=0.0) <= most_s
+
+
 @pytest.mark.asyncio
 @pytest.mark.fault("F19")
 async def test_a_judge_beside_another_reward_scores_a_group_in_a_scoring_process_with_its_key(server: Server) -> None:
-    options = {"url_variable": "JUDGE_URL", "model": "m", "key_variable": "JUDGE_KEY", "retries": 0}
+    options = {"url_variable": "JUDGE_URL", "model": "m", "key_variable": "JUDGE_KEY", "time_limit_s": 1}
     rewards = [{"name": "judge", "fn": "judge", "options": options}, {"name": "right", "fn": "exact_match"}]
     section = EnvironmentSection.model_validate({"rewards": rewards, "secrets": ["JUDGE_URL", "JUDGE_KEY"]})
     scorer = Scorer(section, secrets=Secrets({"JUDGE_URL": url_of(server), "JUDGE_KEY": "hunter2"}))
