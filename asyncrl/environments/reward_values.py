@@ -17,7 +17,12 @@ class Unusable(Exception):
 
 
 def number(value: object, *, at: str) -> float:
-    """Returns a reward as a finite float. `at` says in errors where the value stood."""
+    """Returns a reward as a finite float. `at` says in errors where the value stood.
+
+    A NumPy scalar, or an array or tensor with a single value and no dimension, counts as its value.
+    """
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        value = value.item()
     if not isinstance(value, numbers.Real):
         raise Unusable(RewardFailure.WRONG_TYPE, f"returned {_kind(value)}{at}; {_wanted(value)}")
     try:
