@@ -189,9 +189,9 @@ def _scale(axes: Outcome, rewards_N: torch.Tensor, groups: Groups, teaches_N: to
             return deviation(squares, torch.tensor(float(count)), axes)
         case "informative_share":
             # at least one sample, so that a step in which all groups are equal does not divide by zero
-            return (teaches_N.sum() / count).clamp(min=1 / count)
+            return (teaches_N.sum().double() / count).clamp(min=1 / count)
         case "nonzero_share":
-            return (torch.count_nonzero(rewards_N) / count).clamp(min=1 / count)
+            return (torch.count_nonzero(rewards_N).double() / count).clamp(min=1 / count)
     centred_N, size_N = rewards_N - groups.mean(rewards_N), groups.size_N
     squares_N = groups.sum(centred_N.square())
     match axes.scale:

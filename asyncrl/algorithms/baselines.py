@@ -223,7 +223,7 @@ def resolve_advantage(advantage: str | Mapping[str, Any]) -> Advantage:
             others = f"; {option} is an option of {', '.join(owners)}" if owners else suggest(option, known)
             raise ConfigError(f"{KEY}.{option}: {name} has no such option; its options are {', '.join(known)}{others}")
     try:
-        found = msgspec.convert({**msgspec.to_builtins(row), **options}, type(row))
+        found = msgspec.convert({**msgspec.to_builtins(row), **_plain(options)}, type(row))
     except msgspec.ValidationError as error:
         problem = explained(error, struct=type(row), axes=options)
         raise ConfigError(f"{KEY}: {problem} ({options!r})") from error
@@ -234,6 +234,14 @@ def resolve_advantage(advantage: str | Mapping[str, Any]) -> Advantage:
         if option in idle:
             raise ConfigError(f"{KEY}.{option}: the option has no effect, because {idle[option]}; remove it")
     return found
+
+
+def _plain(value: Any) -> Any:
+    """Returns options with Python's own numbers in the place of NumPy scalars and of arrays without a dimension, which
+    msgspec refuses."""
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def _idle(axes: Outcome | CriticBased) -> Iterator[tuple[str, str]]:

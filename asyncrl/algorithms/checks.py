@@ -168,6 +168,12 @@ def _outcome(config: Config, advantage: Outcome) -> Iterator[str]:
             f"algorithm.overlong = penalise: it lowers a reward by up to 1, so that a reward may become negative, but "
             f"{named} needs rewards of at least 0; set algorithm.overlong to mask or keep"
         )
+    if advantage.scale == "informative_share" and config.algorithm.zero_variance == "mask":
+        yield (
+            f"algorithm.zero_variance = mask: {named} already divides by the share of samples whose group has unequal "
+            "rewards, and mask takes the other groups out of the denominator of the loss too, so advantages would be "
+            "scaled twice; set algorithm.zero_variance to keep or resample"
+        )
     if advantage.compares_a_group and group_size < 2:
         yield (
             f"learner.group_size = {group_size}: {named} compares the samples of a group, so a group of one sample has "

@@ -194,8 +194,10 @@ def _interpolated(logprobs: torch.Tensor, *, behaviour: torch.Tensor, staleness:
     For d = 0 it is sg lp, the current log-probs.
     """
     behaviour, staleness = wide(behaviour), wide(staleness)
-    share = torch.where(staleness > 0, 1 - 1 / staleness.clamp(min=1), 1.0)
-    return behaviour + share * (wide(logprobs.detach()) - behaviour)
+    current = wide(logprobs.detach())
+    between = behaviour + (1 - 1 / staleness.clamp(min=1)) * (current - behaviour)
+    # not behaviour + 1 · (current − behaviour), which rounds: a gate on the sign of the difference would drop tokens
+    return torch.where(staleness > 0, between, current)
 
 
 def _segments(data: BatchedDataDict) -> Segments:

@@ -145,7 +145,7 @@ def whitened_advantages(
     if found is not None:
         mask_BS, weights_BS = trained_mask(data), None
         if rule.whiten == "samples":  # the weights of one completion's tokens add up to 1
-            weights_BS = (1 / mask_BS.sum(1, keepdim=True).clamp(min=1)).expand_as(mask_BS)
+            weights_BS = (1 / mask_BS.sum(1, keepdim=True).clamp(min=1).double()).expand_as(mask_BS)
         moments = masked_moments(found.advantages_BS, mask_BS, weights=weights_BS)
     moments = add_up(moments)
     if not bool(torch.isfinite(moments).all()):

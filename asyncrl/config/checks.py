@@ -14,7 +14,7 @@ from asyncrl.config.engine_args import engine_args_violations
 from asyncrl.config.field_types import WATCHED_DEADLINE
 from asyncrl.config.gpu_shares import share_violations, share_warnings
 from asyncrl.config.import_path import BUILT_IN_NAMES, malformed
-from asyncrl.config.schema import Config, marked
+from asyncrl.config.schema import Config, GeneratorSection, marked
 from asyncrl.config.task_checks import agent_warnings, eval_violations, task_violations
 from asyncrl.errors import ConfigError
 
@@ -320,6 +320,11 @@ def _generator(config: Config) -> Iterator[str]:
             f"generator.tensor_parallel_size = {parts}: must divide model.tiny.heads = {tiny.heads}, because each "
             "process of the engine has whole attention heads; lower it"
         )
+    yield from filters_without_top_k(generator)
+
+
+def filters_without_top_k(generator: GeneratorSection) -> Iterator[str]:
+    """Yields what is wrong with `generator.top_p` and `generator.min_p` if `generator.top_k` is not set."""
     for key, default in (("top_p", 1.0), ("min_p", 0.0)):
         value = getattr(generator, key)
         if generator.top_k is None and value != default:

@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.config.checks import filters_without_top_k
 from asyncrl.config.schema import GeneratorSection
 from asyncrl.data.specs import NO_TOKEN
-from asyncrl.errors import DataError
+from asyncrl.errors import ConfigError, DataError
 from asyncrl.generation.interfaces import Supports
 
 LOST_NATS = 1e-5
@@ -26,7 +27,10 @@ LOST_NATS = 1e-5
 
 def sampling_parameters(generator: GeneratorSection, *, vocabulary: int) -> dict[str, Any]:
     """Returns the fields of vLLM's `SamplingParams` for sampling with `generator.top_k`; none without it.
-    `vocabulary` is the number of tokens of the model, the most log-probs that vLLM can return."""
+    `vocabulary` is the number of tokens of the model, the most log-probs that vLLM can return. Raises ConfigError for
+    `top_p` or `min_p` without `top_k`, which a run refuses before, and a loop of your own only here."""
+    if problems := list(filters_without_top_k(generator)):
+        raise ConfigError("\n".join(problems))
     if generator.top_k is None:
         return {}
     return {

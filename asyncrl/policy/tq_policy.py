@@ -146,7 +146,13 @@ class TQPolicy(NamedRowsDriver[PolicyWorker], Policy):
         return plan.packing, plan.dynamic
 
 
-_IGNORED_KEYS = ("storage_capacity", "claim_meta_poll_interval_s", "observability")
+_IGNORED_KEYS = (
+    "storage_capacity",
+    "claim_meta_poll_interval_s",
+    "observability",
+    "global_segment_size",
+    "local_buffer_size",
+)
 """Keys of a TransferQueue user's dict that have no counterpart in asyncrl."""
 
 
@@ -160,8 +166,8 @@ def data_plane_section(dp_cfg: DataPlaneSection | Mapping[str, Any]) -> DataPlan
     - `enabled`, which must be true, because the rows need a data plane;
     - `backend`, the kind of storage, which must be `simple`, because no other kind exists.
 
-    `storage_capacity`, `claim_meta_poll_interval_s` and `observability` have no effect and give a warning. Raises
-    ValueError for any other key or value.
+    `storage_capacity`, `claim_meta_poll_interval_s`, `observability`, and NeMo-RL's `global_segment_size` and
+    `local_buffer_size` have no effect and give a warning. Raises ValueError for any other key or value.
 
     >>> data_plane_section({"enabled": True, "impl": "transfer_queue", "backend": "simple", "num_storage_units": 4})
     DataPlaneSection(backend='transfer_queue', transfer_queue_storage_units=4)

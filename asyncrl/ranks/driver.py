@@ -76,8 +76,8 @@ class RankDriver(Generic[WorkerT]):
     def __init__(
         self,
         config: Config,
-        *,
         model_path: str | None = None,
+        *,
         weights_path: str | Path | None = None,
         optimizer_path: str | Path | None = None,
         data_plane: DataPlane | None = None,

@@ -217,6 +217,19 @@ def test_what_a_run_does_not_have_is_refused_with_the_reason() -> None:
         warnings(f"algorithm.advantage={name}", "algorithm.overlong=mask")
 
 
+@pytest.mark.parametrize(
+    "advantage",
+    ["gpg", "{name: gpg, single: raw}", "{name: group_mean, scale: informative_share}"],
+)
+@pytest.mark.fault("F28")
+def test_groups_of_equal_rewards_do_not_scale_advantages_twice(advantage: str) -> None:
+    found = violations(f"algorithm.advantage={advantage}", "algorithm.zero_variance=mask")
+    assert any("scaled twice; set algorithm.zero_variance to keep or resample" in line for line in found)
+    for other in ("keep", "resample"):
+        warnings(f"algorithm.advantage={advantage}".replace(", single: raw", ""), f"algorithm.zero_variance={other}")
+    warnings("algorithm.advantage=group_mean", "algorithm.zero_variance=mask")
+
+
 @pytest.mark.parametrize("name", ["group_norm", "leave_one_out_std", "maxrl", "gpg", "opo", "gr3", "gae"])
 @pytest.mark.fault("F28")
 def test_estimators_that_compare_a_group_refuse_a_group_of_one(name: str) -> None:

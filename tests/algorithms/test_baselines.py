@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -209,3 +210,19 @@ def test_options_that_an_own_estimator_does_not_take_are_refused(own: dict[str, 
 def test_an_estimator_of_a_critic_is_not_one_of_rewards() -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.advantage = gae: it needs a critic"):
         resolve_estimator("gae")
+
+
+@pytest.mark.parametrize(
+    ("options", "same"),
+    [
+        ({"name": "group_norm", "eps": np.float64(1e-4)}, {"name": "group_norm", "eps": 1e-4}),
+        ({"name": "gr3", "length_penalty": np.float32(0.5)}, {"name": "gr3", "length_penalty": 0.5}),
+        ({"name": "reinforce_pp", "keep_mean": np.bool_(True)}, {"name": "reinforce_pp", "keep_mean": True}),
+        (
+            {"name": "reinforce_pp", "gamma": np.array(0.5), "kl": {"beta": np.float64(0.1)}},
+            {"name": "reinforce_pp", "gamma": 0.5, "kl": {"beta": 0.1}},
+        ),
+    ],
+)
+def test_options_may_be_numbers_of_numpy(options: dict[str, Any], same: dict[str, Any]) -> None:
+    assert resolve_advantage(options) == resolve_advantage(same)

@@ -1,16 +1,20 @@
 """Half precision: token-level objectives compute in float32 from bfloat16 inputs; pooled objectives refuse such inputs
-and name the column."""
+and name the column. Statistics of advantages are computed in float64."""
 
 import msgspec
 import pytest
 import torch
 from test_preset_metamorphic import counts, padded, rows, runnable
 
-from asyncrl.algorithms.loss import ObjectiveLoss
+from asyncrl.algorithms.advantages import Samples, resolve_estimator
+from asyncrl.algorithms.baselines import Whitening
+from asyncrl.algorithms.loss import ObjectiveLoss, _interpolated
 from asyncrl.algorithms.objective import Gate, Linear, Objective, Reinforce, Weight
 from asyncrl.algorithms.objective_properties import pooled_sources
 from asyncrl.algorithms.presets import PRESETS
-from asyncrl.algorithms.token_terms import Segments, token_terms
+from asyncrl.algorithms.returns import TokenAdvantages
+from asyncrl.algorithms.token_estimators import whitened_advantages
+from asyncrl.algorithms.token_terms import Segments, token_terms, wide
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import ImpreciseColumns
 
@@ -159,3 +163,39 @@ def test_a_product_of_rounded_ratios_is_another_number() -> None:
     exact = pushed("vespo", current, old)
     from_rounded = pushed("vespo", current.bfloat16().float(), old.bfloat16().float())
     assert (from_rounded - exact).norm() > 0.05 * exact.norm()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_interpolated_policy_of_fresh_tokens_is_exactly_the_current_one(seed: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logprobs, behaviour = (-10 * torch.rand(2, 4096, generator=generator, dtype=torch.float64)).to(dtype)
+    found = _interpolated(logprobs, behaviour=behaviour, staleness=torch.zeros(4096))
+    assert torch.equal(found, wide(logprobs))
+
+
+@pytest.mark.parametrize("scale", ["informative_share", "nonzero_share"])
+@pytest.mark.parametrize("groups", [3, 7, 11])
+def test_shares_of_samples_are_computed_in_float64(scale: str, groups: int) -> None:
+    rewards_N = torch.zeros(2 * groups, dtype=torch.float64)
+    rewards_N[0] = 1.0
+    samples = Samples(rewards_N=rewards_N, group_ids_N=torch.arange(groups).repeat_interleave(2))
+    found = resolve_estimator({"name": "group_mean", "scale": scale})(samples)
+    share = (2 if scale == "informative_share" else 1) / (2 * groups)
+    assert found[0].item() == pytest.approx(0.5 / share, rel=1e-14)
+
+
+@pytest.mark.parametrize("tokens", [3, 7, 13])
+def test_the_weights_of_a_sample_s_tokens_are_computed_in_float64(tokens: int) -> None:
+    mask_BS = torch.zeros(1, 16)
+    mask_BS[0, :tokens] = 1.0
+    data = BatchedDataDict(token_mask=mask_BS, sample_mask=torch.ones(1))
+    found = TokenAdvantages(advantages_BS=mask_BS.double(), returns_BS=mask_BS.double())
+    seen: list[torch.Tensor] = []
+
+    def add_up(sums: torch.Tensor) -> torch.Tensor:
+        seen.append(sums)
+        return sums
+
+    whitened_advantages(data, found, rule=Whitening(whiten="samples"), add_up=add_up)
+    assert seen[0][0].item() == pytest.approx(1.0, abs=1e-14)

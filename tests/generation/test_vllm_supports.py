@@ -10,7 +10,7 @@ from test_vllm_ends import EndedLLM
 
 from asyncrl.common.version import Version
 from asyncrl.config.load import load_config
-from asyncrl.errors import DataError
+from asyncrl.errors import ConfigError, DataError
 from asyncrl.generation.interfaces import NOTHING, PartialCompletion
 from asyncrl.generation.vllm_engine import VLLMEngine
 from asyncrl.generation.vllm_sampled import Child, SampledByVLLM, until_stop
@@ -113,6 +113,13 @@ def test_vllm_is_asked_for_as_many_log_probs_as_a_support_may_have_tokens() -> N
     }  # fmt: skip
     assert sampling_parameters(generator, vocabulary=5)["logprobs"] == 5
     assert sampling_parameters(load_config([], []).generator, vocabulary=100) == {}
+
+
+@pytest.mark.parametrize("override", ["top_p=0.9", "top_p=0.999", "min_p=0.1", "min_p=1e-6"])
+def test_a_filter_without_top_k_is_refused_where_vllm_would_not_get_it(override: str) -> None:
+    generator = load_config([], [f"generator.{override}"]).generator
+    with pytest.raises(ConfigError, match=rf"generator\.{override.split('=')[0]} = .*needs generator\.top_k"):
+        sampling_parameters(generator, vocabulary=100)
 
 
 class NotedEngine(VLLMEngine):

@@ -186,6 +186,27 @@ def test_it_is_constructed_as_its_document_says(monkeypatch: pytest.MonkeyPatch)
         assert client.claim_meta(partition, task, ["input_lengths"], 1, blocking=False).sample_ids == ["a"]
 
 
+@pytest.mark.parametrize(
+    "ignored",
+    [
+        {"global_segment_size": 2**30, "local_buffer_size": 2**20},
+        {"local_buffer_size": None},
+        {"global_segment_size": "4GB", "observability": {}, "num_storage_units": 2},
+    ],
+)
+def test_sizes_of_another_storage_are_ignored_with_a_warning(ignored: dict[str, Any]) -> None:
+    with pytest.warns(UserWarning, match=r"dp_cfg.* ignores .*(segment|buffer)_size"):
+        found = data_plane_section({"impl": "transfer_queue", "backend": "simple"} | ignored)
+    assert found.backend == "transfer_queue"
+
+
+@pytest.mark.parametrize("path", ["nowhere", "org/model", None])
+def test_the_path_of_the_model_may_be_the_second_argument(path: str | None) -> None:
+    config = settings()
+    policy = TQPolicy(config, path, dp_cfg=config.data_plane)
+    assert policy._group._model_path == (path or config.model.path)
+
+
 def test_the_dict_of_a_transfer_queue_user_is_understood_or_refused_with_the_reason() -> None:
     found = data_plane_section({"enabled": True, "impl": "transfer_queue", "backend": "simple", "num_storage_units": 4})
     assert (found.backend, found.transfer_queue_storage_units) == ("transfer_queue", 4)
