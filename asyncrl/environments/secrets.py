@@ -5,9 +5,10 @@ processes. The values are not in any file, log or error: each of these processes
 """
 
 import json
+import logging
 import re
 import traceback
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import TracebackType
 from urllib.parse import quote, quote_plus
 
@@ -21,12 +22,17 @@ _SHORTEST_LINE = 8
 likely to occur in other texts too."""
 
 _SHORTEST_HIDDEN = 8
-"""Characters. Shorter values are redacted only in the output and the errors of reward code. In all other text, such as
-the numbers of a log, a short value is likely to occur by chance."""
+"""Characters. Shorter values are not redacted, because they are likely to occur in other text by chance."""
 
 _LONGEST_CHAIN = 10
 """Links of an exception's chain of causes that are searched."""
+_OF_A_CONNECTION = re.compile(r"(Connect|Connection|Connector|Transport|Proxy|SSL|URL|Timeout)\w*Error$|^gaierror$")
+_FOR_A_CONNECTION = re.compile(r"PROXY|SSL|CERT|CA_BUNDLE|URL|HOST|ENDPOINT|TOKEN|KEY|^HF_", re.IGNORECASE)
+_MOST_NAMES = 30
 _VARIABLE = re.compile(r"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b")
+
+
+_log = logging.getLogger(__name__)
 
 
 class Secrets:
@@ -34,7 +40,8 @@ class Secrets:
 
     def __init__(self, values: Mapping[str, str] | None = None) -> None:
         self._values = dict(values or {})
-        self._names = {form: name for name, value in self._values.items() for form in _forms(value)}
+        long = {name: value for name, value in self._values.items() if len(value) >= _SHORTEST_HIDDEN}
+        self._names = {form: name for name, value in long.items() for form in _forms(value)}
         longest_first = sorted(self._names, key=len, reverse=True)  # a secret may be the beginning of another secret
         self._pattern = re.compile("|".join(map(re.escape, longest_first)))
         self.longest = max(map(len, self._names), default=0)
@@ -49,7 +56,8 @@ class Secrets:
         return dict(self._values)
 
     def redact(self, text: str) -> str:
-        """Returns `text` with `<NAME>` instead of each value, also where the value is quoted or escaped."""
+        """Returns `text` with `<NAME>` instead of each value of at least 8 characters, also where the value is quoted
+        or escaped."""
         return self._pattern.sub(lambda found: f"<{self._names[found[0]]}>", text) if self._names else text
 
 
@@ -66,24 +74,31 @@ def read_secrets(section: EnvironmentSection, environ: Mapping[str, str]) -> Sec
     ]
     if missing:
         raise ConfigError("\n".join(missing))
+    if short := [name for name in section.secrets if len(environ[name]) < _SHORTEST_HIDDEN]:
+        _log.warning(
+            "environment.secrets: the values of %s have fewer than %d characters and are not replaced in outputs and "
+            "errors, because they are likely to occur in other text; use longer values for keys",
+            ", ".join(short),
+            _SHORTEST_HIDDEN,
+        )
     return Secrets({name: environ[name] for name in section.secrets})
 
 
 def hide_secrets(section: EnvironmentSection, environ: Mapping[str, str]) -> None:
     """Makes this process show the names of `environment.secrets` instead of their values, in its log, on the terminal,
     and in errors. Names that are not in `environ` are ignored."""
-    values = {name: environ.get(name, "") for name in section.secrets}
-    hide(Secrets({name: value for name, value in values.items() if len(value) >= _SHORTEST_HIDDEN}).redact)
+    hide(Secrets({name: environ.get(name, "") for name in section.secrets}).redact)
 
 
 def secrets_hint(error: BaseException, withheld: Collection[str]) -> str:
-    """Returns the end of the message about `error`, if reward code did not find an environment variable; otherwise "".
+    """Returns the end of the message about `error`, if reward code did not find an environment variable, or could not
+    connect; otherwise "".
 
     `withheld` are the variables that exist in the generator's process but not in scoring processes.
     """
     name = _needed_variable(error, withheld)
     if name is None:
-        return ""
+        return _withheld_hint(withheld) if any(map(_is_of_a_connection, _chain(error))) else ""
     return f"; add {name} to environment.secrets: reward code sees only the variables that are named there"
 
 
@@ -93,10 +108,7 @@ def _needed_variable(error: BaseException, withheld: Collection[str]) -> str | N
     Three kinds of errors count: a KeyError of `os.environ`, a KeyError for a name in `withheld`, and an error whose
     text mentions a name in `withheld` that has an underscore, as clients of judges raise it.
     """
-    link: BaseException | None = error
-    for _ in range(_LONGEST_CHAIN):
-        if link is None:
-            break
+    for link in _chain(error):
         if isinstance(link, KeyError) and link.args and isinstance(name := link.args[0], str):
             if name in withheld or _is_of_environ(link.__traceback__):
                 return name
@@ -104,8 +116,35 @@ def _needed_variable(error: BaseException, withheld: Collection[str]) -> str | N
             for name in _VARIABLE.findall(describe_error(link)):
                 if name in withheld:
                     return str(name)
-        link = link.__cause__ or link.__context__
     return None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yields an error and its causes, up to `_LONGEST_CHAIN`."""
+    link: BaseException | None = error
+    for _ in range(_LONGEST_CHAIN):
+        if link is None:
+            return
+        yield link
+        link = link.__cause__ or link.__context__
+
+
+def _is_of_a_connection(error: BaseException) -> bool:
+    """Detects errors of sockets, TLS and HTTP clients (httpx, requests, aiohttp, openai, urllib) by the names of their
+    classes, because this module imports none of these packages."""
+    return any(_OF_A_CONNECTION.search(each.__name__) for each in type(error).__mro__)
+
+
+def _withheld_hint(withheld: Collection[str]) -> str:
+    """Returns the names of the withheld variables, those first that connections often need."""
+    names = sorted(withheld, key=lambda name: (_FOR_A_CONNECTION.search(name) is None, name))
+    if not names:
+        return ""
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return (
+        f"; if the connection needs one of the variables {', '.join(names[:_MOST_NAMES])}{more}, add it to "
+        "environment.secrets: they are withheld from reward code"
+    )
 
 
 def _is_of_environ(trace: TracebackType | None) -> bool:

@@ -1,11 +1,17 @@
 """Secrets reach scoring processes by name, are redacted in every form, and are checked before a run starts."""
 
 import json
+import logging
 import os
 import pickle
+import socket
+import ssl
+import urllib.error
 from urllib.parse import quote
 
+import httpx
 import pytest
+import requests
 
 from asyncrl.config.schema import EnvironmentSection
 from asyncrl.environments.secrets import Secrets, read_secrets, secrets_hint
@@ -46,7 +52,7 @@ def test_a_value_is_redacted_in_each_form_in_which_it_shows() -> None:
 
 
 def test_of_two_secrets_the_longer_one_is_redacted_first() -> None:
-    assert Secrets({"SHORT": "sk-1", "LONG": "sk-12345"}).redact("sk-12345 sk-1") == "<LONG> <SHORT>"
+    assert Secrets({"SHORT": "sk-12345", "LONG": "sk-123456"}).redact("sk-123456 sk-12345") == "<LONG> <SHORT>"
 
 
 def test_values_do_not_show_in_the_repr_and_survive_the_way_to_a_replica() -> None:
@@ -81,3 +87,42 @@ def raised(code: str) -> BaseException:
 def test_an_error_for_lack_of_an_environment_variable_is_recognised(code: str, name: str | None) -> None:
     hint = secrets_hint(raised(code), withheld=["WITHHELD_KEY", "HOME"])
     assert hint.startswith(f"; add {name} to environment.secrets") if name else hint == ""
+
+
+@pytest.mark.parametrize("value", ["1", "0", "yes", "a", "1234567", "1\n2\n3"])
+def test_a_short_value_is_not_replaced_and_the_start_says_so(value: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        secrets = read_secrets(EnvironmentSection(secrets=["OFFLINE", "KEY"]), {"OFFLINE": value, "KEY": "12345678"})
+    assert secrets.redact(f"{value} and 12345678") == f"{value} and <KEY>"
+    assert secrets.environment["OFFLINE"] == value
+    [record] = caplog.records
+    assert "the values of OFFLINE have fewer than 8 characters" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionRefusedError(111, "refused"),
+        socket.gaierror(-2, "Name or service not known"),
+        ssl.SSLCertVerificationError("self-signed certificate"),
+        TimeoutError("no answer"),
+        urllib.error.URLError("no route"),
+        httpx.ConnectError("no"),
+        httpx.ReadTimeout("late"),
+        requests.exceptions.ProxyError("proxy"),
+    ],
+)
+def test_the_error_of_a_connection_lists_the_variables_that_were_withheld(error: Exception) -> None:
+    hint = secrets_hint(error, withheld=["EDITOR", "CORP_PROXY_HOST"])
+    assert hint.startswith("; if the connection needs one of the variables CORP_PROXY_HOST, EDITOR, add it to")
+    wrapped = RuntimeError("the judge is away")
+    wrapped.__cause__ = error
+    assert secrets_hint(wrapped, withheld=["EDITOR"]) != ""
+    assert secrets_hint(error, withheld=[]) == ""
+    many = secrets_hint(error, withheld=[f"NAME_{index}" for index in range(50)])
+    assert " and 20 more" in many
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), FileNotFoundError(2, "no"), ZeroDivisionError()])
+def test_another_error_lists_no_variables(error: Exception) -> None:
+    assert secrets_hint(error, withheld=["EDITOR"]) == ""
