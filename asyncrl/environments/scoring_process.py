@@ -6,6 +6,7 @@ other end of the socket. Every wait ends at a deadline, or when the process ends
 
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -44,11 +45,23 @@ _AWAITED_GRACE_S = CANCEL_GRACE_S + 1.0
 """Seconds beyond the limit of an asynchronous reward. In this time its process reports that it cancelled the calls, or
 that a call did not end."""
 
-_CERTIFICATES = frozenset({"SSL_CERT_FILE", "SSL_CERT_DIR"})
-_KEPT_ENVIRONMENT = _CERTIFICATES | {
-    *("PATH", "HOME", "USER", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
-}
-"""Variables that a scoring process inherits. All others are withheld, because they may be tokens or keys."""
+_PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "FTP_PROXY", "NO_PROXY")
+_KEPT_ENVIRONMENT = frozenset(
+    (
+        *("PATH", "HOME", "USER", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV"),
+        *(*_PROXIES, *map(str.lower, _PROXIES)),
+        *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "AWS_CA_BUNDLE"),
+        *("GRPC_DEFAULT_SSL_ROOTS_FILE_PATH", "NODE_EXTRA_CA_CERTS"),
+        *("XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_DATASETS_CACHE", "HF_ASSETS_CACHE"),
+        *("HF_MODULES_CACHE", "HF_XET_CACHE", "TRANSFORMERS_CACHE", "SENTENCE_TRANSFORMERS_HOME", "TORCH_HOME"),
+        *("NLTK_DATA", "TIKTOKEN_CACHE_DIR", "NUMBA_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"),
+        *("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_ENDPOINT"),
+    )
+)
+"""Variables that a scoring process inherits: general ones, proxies, certificates and caches. All others are withheld,
+because they may be tokens or keys."""
+_PASSWORD_IN_URL = re.compile(r"[^/@\s]*:[^/@\s]*@|//[^/@\s]+@")
+"""A user's name or password in a URL, such as that of a proxy. Such a value is withheld, too."""
 
 _log = logging.getLogger(__name__)
 
@@ -251,10 +264,14 @@ class ScoringProcess:
     def _environment(self) -> dict[str, str]:
         """Returns the environment of a scoring process: a few general variables, the secrets of the config but no other
         keys, our module search path, and one thread for each numeric library."""
-        kept = {name: value for name, value in os.environ.items() if name in _KEPT_ENVIRONMENT}
+        kept = {name: value for name, value in os.environ.items() if _kept(name, value)}
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         search_path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
         return kept | threads | self.secrets.environment | {"PYTHONPATH": search_path, "PYTHONHASHSEED": "0"}
+
+
+def _kept(name: str, value: str) -> bool:
+    return name in _KEPT_ENVIRONMENT and not _PASSWORD_IN_URL.search(value)
 
 
 def closed() -> InfraError:

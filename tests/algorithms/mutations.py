@@ -211,11 +211,11 @@ ADVANTAGES = [
     ),
     (
         "GPG's share upside down",
-        "return (teaches_N.sum() / count).clamp(min=1 / count)",
+        "return (teaches_N.sum().double() / count).clamp(min=1 / count)",
         "return count / teaches_N.sum().clamp(min=1)",
     ),
     ("GPG counts no group of one", "teaches_N = varied_N | (raw_N & (rewards_N != 0))", "teaches_N = varied_N"),
-    ("GPG counts all", "(teaches_N.sum() / count)", "(torch.ones_like(teaches_N).sum() / count)"),
+    ("GPG counts all", "(teaches_N.sum().double() / count)", "(torch.ones_like(teaches_N).sum() / count)"),
     ("rewards of 0 are counted", "torch.count_nonzero(rewards_N)", "torch.count_nonzero(rewards_N + 9)"),
     (
         "the others' std about the group's mean",
