@@ -209,16 +209,12 @@ def _weights(config: Config) -> Iterator[str]:
             "weights.kv_cache to recompute"
         )
     if config.model.dtype == "float32":
-        chosen = [
-            name
-            for name in ("parity_factor", "parity_mean_nats")
-            if getattr(weights, name) != type(weights).model_fields[name].default
-        ]
-        for name in chosen:
-            yield (
-                f"weights.{name}: is for model.dtype = bfloat16; in float32 the largest difference decides, so set "
-                "weights.parity_tolerance_nats instead"
-            )
+        for name in ("parity_factor", "parity_mean_nats"):
+            if getattr(weights, name) != type(weights).model_fields[name].default:
+                yield (
+                    f"weights.{name}: is for model.dtype = bfloat16; in float32 the largest difference decides, so set "
+                    "weights.parity_tolerance_nats instead"
+                )
     elif weights.parity_tolerance_nats is not None:
         yield (
             f"weights.parity_tolerance_nats = {weights.parity_tolerance_nats:g}: is for model.dtype = float32; in "
