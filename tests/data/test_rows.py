@@ -285,7 +285,7 @@ def test_metadata_may_be_null() -> None:
         object(),
         "\ud800",
     ],
-    ids=repr,
+    ids=lambda value: type(value).__name__,
 )
 @pytest.mark.fault("F33")
 def test_metadata_that_json_would_change_is_refused_by_name(value: Any) -> None:
