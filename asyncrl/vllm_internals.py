@@ -80,6 +80,7 @@ _RUNNING = "reads the tokens, log-probs and versions of running requests"
 _PROCESSES = "finds the processes of an engine, in order to watch and to end them"
 _RELOAD = "loads the weights of an update into any model"
 _SWAP = "prepares new weights on CPUs while the engine decodes"
+_READ_BACK = "compares live parameters with those that were published"
 _SUITS = "tells whether new weights can be prepared while the engine decodes"
 _TOOLS = "reads the tool calls in the answers of a model"
 _TOKEN_CALLS = "answers `/inference/v1/generate` in the form of vLLM"
@@ -180,6 +181,11 @@ INTERNALS: tuple[Name | Text, ...] = (
     Name(f"{_LAYERS}.linear", "LinearBase", "quant_method", _SWAP),
     Name(f"{_LAYERS}.vocab_parallel_embedding", "VocabParallelEmbedding", "quant_method", _SWAP),
     Text(f"{_LAYERS}.utils", "layer.cpu_linear = ", _SWAP),
+    Name(f"{_LAYERS}.linear", "LinearBase", "tp_rank tp_size", _READ_BACK),
+    Name(f"{_LAYERS}.linear", "ColumnParallelLinear", "input_size_per_partition output_partition_sizes", _READ_BACK),
+    Name(f"{_LAYERS}.vocab_parallel_embedding", "VocabParallelEmbedding", "shard_indices", _READ_BACK),
+    Name("vllm.model_executor.models.interfaces", "SupportsLoRA", "packed_modules_mapping", _READ_BACK),
+    Name("vllm.model_executor.models.utils", "WeightsMapper", "get_rename_mapper map_name(key)", _READ_BACK),
     Text("vllm.model_executor.model_loader.utils", 'hasattr(model, "process_weights_after_loading")', _SUITS),
     Name(f"{_LAYERS}.linear", "UnquantizedLinearMethod", "", _SUITS),
     Name(f"{_LAYERS}.vocab_parallel_embedding", "UnquantizedEmbeddingMethod", "", _SUITS),
