@@ -2,7 +2,8 @@
 
     python benchmarks/parity_faults.py models/SmolLM2-135M-Instruct
     python benchmarks/parity_faults.py models/SmolLM2-135M-Instruct --lora
-    python benchmarks/parity_faults.py --qwen2
+    python benchmarks/parity_faults.py models/SmolLM2-135M-Instruct --qwen2
+    python benchmarks/parity_faults.py models/SmolLM2-135M-Instruct --healthy 1000
 
 A rank of the learner and a vLLM engine hold the same weights. First both are healthy, which gives the units. Then the
 learner trains some steps, and the engine gets its weights: healthy, or with a fault, such as layers that stayed as they
@@ -14,7 +15,8 @@ The columns: live parameters that differ; the probe; the size of the differences
 importance weight; what the probe and the sampled tokens say if this is the first update; the mean difference of the
 probe, and mean, root mean square and largest difference of the sampled tokens, nats.
 
---qwen2 makes a model of Qwen2's form with 24 layers, random weights and random biases.
+--qwen2 makes a model of Qwen2's form with 24 layers, random weights and random biases. --healthy N plants nothing: it
+loads N updates, each after a training step, with 4 short samples after each, and counts those that a check refuses.
 """
 
 import argparse
@@ -113,10 +115,10 @@ class Bench:
         [found] = self.policy.on_ranks(weights_of)
         self.published = found
 
-    def train(self, steps: int) -> None:
+    def train(self, steps: int, *, first: int = 0) -> None:
         pad = max(len(whole) for _, whole in self.rows)
         loss = NegativeLogLikelihood()
-        for step in range(steps):
+        for step in range(first, first + steps):
             chosen = [self.rows[(8 * step + i) % len(self.rows)] for i in range(8)]
             ids, mask = torch.zeros(8, pad, dtype=torch.long), torch.zeros(8, pad)
             for row, (prompt, whole) in enumerate(chosen):
@@ -148,26 +150,10 @@ class Bench:
     async def judged(self, name: str, *, reported: Callable[[float], float] = lambda nats: nats) -> Found:
         """Prints and returns what each check says about the weights that are in the engine. `reported` changes the
         log-probs that the engine reports for its samples."""
-        live = await self.engine.read_back(*self.staged(self.published))
-        scores = await asyncio.gather(*[self.engine.score(tokens) for tokens in self.probe])
-        ours = self.policy.on_ranks(PolicyWorker.probe, self.probe)[0]
-        probe = Differences.of(
-            abs(engine - learner)
-            for row, own in zip(scores, ours, strict=True)
-            for engine, learner in zip(row, own, strict=True)
-        )
-        sampled, first = await self._sampled(reported), Judges.of(self.config)
-        of_size = self.judges.steps.judge(dataclasses.replace(sampled, weight_excess=0.0, weight_excess_squares=0.0))
-        found = Found(
-            differing=len(live.differing),
-            probe=self.judges.probe.judge(probe).ratio,
-            size=of_size.ratio,
-            importance=sampled.weight_ratio(),
-            first=max(first.probe.judge(probe).ratio, first.steps.judge(sampled).ratio),
-        )
+        found, probe, sampled, live = await self.checked(reported=reported)
         cells = [
             name,
-            f"{found.differing} of {len(live.alike | live.differing)}",
+            f"{found.differing} of {live}",
             *(f"{each:.2f}" for each in (found.probe, found.size, found.importance, found.first)),
             f"{probe.sum_nats / probe.tokens:.4f}",
             f"{sampled.sum_nats / sampled.tokens:.4f}",
@@ -177,19 +163,42 @@ class Bench:
         print("| " + " | ".join(cells) + " |", flush=True)
         return found
 
-    async def _sampled(self, reported: Callable[[float], float]) -> Differences:
-        """Compares the tokens that the engine samples now."""
+    async def checked(
+        self, *, reported: Callable[[float], float] = lambda nats: nats, prompts: int = PROMPTS, samples: int = SAMPLES
+    ) -> tuple[Found, Differences, Differences, int]:
+        """Returns what each check says, the differences of the probe and of sampled tokens, and the number of live
+        parameters that were read back."""
+        live = await self.engine.read_back(*self.staged(self.published))
+        scores = await asyncio.gather(*[self.engine.score(tokens) for tokens in self.probe])
+        ours = self.policy.on_ranks(PolicyWorker.probe, self.probe)[0]
+        probe = Differences.of(
+            abs(engine - learner)
+            for row, own in zip(scores, ours, strict=True)
+            for engine, learner in zip(row, own, strict=True)
+        )
+        sampled, first = await self._sampled(reported, prompts, samples), Judges.of(self.config)
+        of_size = self.judges.steps.judge(dataclasses.replace(sampled, weight_excess=0.0, weight_excess_squares=0.0))
+        found = Found(
+            differing=len(live.differing),
+            probe=self.judges.probe.judge(probe).ratio,
+            size=of_size.ratio,
+            importance=sampled.weight_ratio(),
+            first=max(first.probe.judge(probe).ratio, first.steps.judge(sampled).ratio),
+        )
+        return found, probe, sampled, len(live.alike | live.differing)
+
+    async def _sampled(self, reported: Callable[[float], float], prompts: int, samples: int) -> Differences:
+        """Compares the tokens that the engine samples now, for the first `prompts` prompts."""
+        asked = self.prompts[:prompts]
         groups = await asyncio.gather(
             *[
                 self.engine.generate(
-                    prompt, n=SAMPLES, seed=1000 * self.loads + i, temperature=1.0, max_tokens=NEW_TOKENS
+                    prompt, n=samples, seed=1000 * self.loads + i, temperature=1.0, max_tokens=NEW_TOKENS
                 )
-                for i, prompt in enumerate(self.prompts)
+                for i, prompt in enumerate(asked)
             ]
         )
-        rows = [
-            (prompt, completion) for prompt, group in zip(self.prompts, groups, strict=True) for completion in group
-        ]
+        rows = [(prompt, completion) for prompt, group in zip(asked, groups, strict=True) for completion in group]
         width = max(len(prompt) + len(completion.token_ids) for prompt, completion in rows)
         ids = torch.zeros(len(rows), width, dtype=torch.long)
         for row, (prompt, completion) in enumerate(rows):
@@ -292,6 +301,24 @@ async def with_faults(bench: Bench, steps: int) -> None:
     await bench.judged(f"healthy, version {steps}, again")
 
 
+async def healthy(bench: Bench, updates: int) -> None:
+    """Loads healthy updates, and prints how many were refused and the largest share of a limit of each check."""
+    largest = dict.fromkeys(("probe", "size", "importance"), 0.0)
+    refused, started_s = 0, time.monotonic()
+    for update in range(updates):
+        await asyncio.to_thread(bench.train, 1, first=update)
+        bench.publish()
+        await bench.load(bench.published)
+        found, *_ = await bench.checked(prompts=2, samples=2)
+        shares = {name: getattr(found, name) for name in largest}
+        largest = {name: max(largest[name], share) for name, share in shares.items()}
+        refused += found.differing > 0 or max(shares.values()) > 1.0
+        if (update + 1) % 50 == 0 or update + 1 == updates:
+            words = ", ".join(f"{name} {share:.2f}" for name, share in largest.items())
+            took_s = time.monotonic() - started_s
+            print(f"{update + 1} updates in {took_s:.0f} s: {refused} refused; largest shares: {words}", flush=True)
+
+
 async def without_biases(bench: Bench) -> None:
     bench.publish()
     await bench.load(bench.published)
@@ -362,6 +389,9 @@ async def started(config: Config) -> AsyncIterator[Bench]:
 
 async def run(config: Config, arguments: argparse.Namespace) -> None:
     async with started(config) as bench:
+        if arguments.healthy:
+            await healthy(bench, arguments.healthy)
+            return
         print("| weights of the engine | " + " | ".join(COLUMNS) + " |\n|" + "---|" * (len(COLUMNS) + 1))
         await (without_biases(bench) if arguments.qwen2 else with_faults(bench, arguments.steps))
 
@@ -373,12 +403,14 @@ def main() -> None:
     )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--healthy", type=int, default=0, metavar="N", help="load N healthy updates, without a fault")
     parser.add_argument("--lora", action="store_true", help="train an adapter, and leave it out")
     parser.add_argument("--qwen2", action="store_true", help="a model of Qwen2's form with biases")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = make_qwen2(Path(folder) / "model", arguments.model) if arguments.qwen2 else arguments.model
-        config = configured(path, dtype=arguments.dtype, steps=arguments.steps, lora=arguments.lora)
+        steps = arguments.healthy or arguments.steps
+        config = configured(path, dtype=arguments.dtype, steps=steps, lora=arguments.lora)
         prepare_environment(config)
         ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
         try:

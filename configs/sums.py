@@ -1,4 +1,4 @@
-"""Questions for configs/smollm.yaml: sums of two numbers, which a small chat model often gets wrong."""
+"""Questions of the recipes smollm and smollm_gpu: sums of two numbers, which a small chat model often gets wrong."""
 
 from asyncrl.data.prompts import Task
 

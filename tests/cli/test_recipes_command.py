@@ -1,7 +1,9 @@
 """`asyncrl recipes` lists the recipes, and writes copies that run; `-c` takes a recipe's name in every command."""
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -54,9 +56,19 @@ def test_a_copy_has_all_files_that_the_recipe_needs_and_is_not_changed(
     config = load_config([f"{Path(name).name}.yaml"])
     assert config.data.path is None or config.data.dataset == "hf" or config.data.path.is_file()
     modules = {file.stem for file in source.glob("*.py")}
+    values = [each for each in _values(config.model_dump(mode="json")) if isinstance(each, str)]
+    named = {module for each in values for module, colon, _ in [each.partition(":")] if colon}
+    assert all((here / f"{module}.py").is_file() for module in modules & named)
     for file in here.glob("*.py"):
         imported = {node.module for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)}
         assert all((here / f"{module}.py").is_file() for module in modules & imported)
+
+
+def _values(tree: Any) -> Iterator[Any]:
+    children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    yield tree
+    for child in children:
+        yield from _values(child)
 
 
 @pytest.mark.parametrize(("name", "to", "files", "run"), [

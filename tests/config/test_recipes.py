@@ -10,25 +10,26 @@ from asyncrl.config.schema import Config
 from asyncrl.environments.interfaces import build_reward
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+GPUS = {
+    "quickstart": (0, 0), "ppo": (0, 0), "one_gpu": (0.5, 0.5),
+    "eight_gpus": (6, 2), "two_nodes": (8, 8), "chat": (1, 1), "tiny_chat": (0, 0), "lora": (0, 0),
+    "judge": (1, 1), "smollm": (0, 0), "smollm_gpu": (0.5, 0.5),
+}  # fmt: skip
+"""GPUs of the generators and of the learner."""
 
 
 def recipe(name: str) -> Config:
     return load_config([CONFIGS / f"{name}.yaml"], [])
 
 
-@pytest.mark.parametrize(("name", "generator_gpus", "learner_gpus"), [
-    ("quickstart", 0, 0), ("ppo", 0, 0), ("one_gpu", 0.5, 0.5), ("eight_gpus", 6, 2), ("two_nodes", 8, 8),
-    ("chat", 1, 1), ("tiny_chat", 0, 0), ("lora", 0, 0), ("judge", 1, 1), ("smollm", 0.5, 0.5),
-])  # fmt: skip
-def test_the_gpus_of_both_pools_add_up(name: str, generator_gpus: float, learner_gpus: float) -> None:
+@pytest.mark.parametrize("name", GPUS)
+def test_the_gpus_of_both_pools_add_up(name: str) -> None:
     config = recipe(name)
-    assert config.generator.replicas * config.generator.gpus == generator_gpus
-    assert config.learner.ranks * config.learner.gpus == learner_gpus
+    generators, learner = config.generator.replicas * config.generator.gpus, config.learner.ranks * config.learner.gpus
+    assert (generators, learner) == GPUS[name]
 
 
-@pytest.mark.parametrize(
-    "name", ["quickstart", "ppo", "one_gpu", "eight_gpus", "two_nodes", "chat", "tiny_chat", "lora", "judge", "smollm"]
-)
+@pytest.mark.parametrize("name", GPUS)
 def test_every_slot_can_be_filled_while_a_step_is_trained(name: str) -> None:
     """At most (η + 1) · B slots exist, and the step that is being trained holds B of them."""
     config = recipe(name)
@@ -37,9 +38,7 @@ def test_every_slot_can_be_filled_while_a_step_is_trained(name: str) -> None:
     assert in_flight + step <= (config.staleness.max_versions + 1) * step
 
 
-@pytest.mark.parametrize(
-    "name", ["quickstart", "ppo", "one_gpu", "eight_gpus", "two_nodes", "chat", "tiny_chat", "lora", "judge", "smollm"]
-)
+@pytest.mark.parametrize("name", GPUS)
 def test_the_buffer_holds_all_that_the_staleness_limit_admits(name: str) -> None:
     config = recipe(name)
     groups = (config.staleness.max_versions + 1) * config.learner.groups_per_step
