@@ -16,7 +16,7 @@ importance weight; what the probe and the sampled tokens say if this is the firs
 probe, and mean, root mean square and largest difference of the sampled tokens, nats.
 
 --qwen2 makes a model of Qwen2's form with 24 layers, random weights and random biases. --healthy N plants nothing: it
-loads N updates, each after a training step, with 4 short samples after each, and counts those that a check refuses.
+loads N updates, each after a small training step, with two short samples, and counts those that a check refuses.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,18 +115,18 @@ class Bench:
         [found] = self.policy.on_ranks(weights_of)
         self.published = found
 
-    def train(self, steps: int, *, first: int = 0) -> None:
+    def train(self, steps: int, *, first: int = 0, rows: int = 8) -> None:
         pad = max(len(whole) for _, whole in self.rows)
         loss = NegativeLogLikelihood()
         for step in range(first, first + steps):
-            chosen = [self.rows[(8 * step + i) % len(self.rows)] for i in range(8)]
-            ids, mask = torch.zeros(8, pad, dtype=torch.long), torch.zeros(8, pad)
+            chosen = [self.rows[(rows * step + i) % len(self.rows)] for i in range(rows)]
+            ids, mask = torch.zeros(rows, pad, dtype=torch.long), torch.zeros(rows, pad)
             for row, (prompt, whole) in enumerate(chosen):
                 ids[row, : len(whole)] = torch.tensor(whole)
                 mask[row, len(prompt) : len(whole)] = 1.0
             lengths = torch.tensor([len(whole) for _, whole in chosen])
-            batch = BatchedDataDict(input_ids=ids, input_lengths=lengths, token_mask=mask, sample_mask=torch.ones(8))
-            self.policy.train(batch, loss, gbs=8)
+            batch = BatchedDataDict(input_ids=ids, input_lengths=lengths, token_mask=mask, sample_mask=torch.ones(rows))
+            self.policy.train(batch, loss, gbs=rows)
 
     def staged(self, weights: Weights) -> tuple[Manifest, StagedWeights]:
         shards = [(name, 0, weights[name]) for name in weights]
@@ -164,7 +164,12 @@ class Bench:
         return found
 
     async def checked(
-        self, *, reported: Callable[[float], float] = lambda nats: nats, prompts: int = PROMPTS, samples: int = SAMPLES
+        self,
+        *,
+        reported: Callable[[float], float] = lambda nats: nats,
+        prompts: int = PROMPTS,
+        samples: int = SAMPLES,
+        tokens: int = NEW_TOKENS,
     ) -> tuple[Found, Differences, Differences, int]:
         """Returns what each check says, the differences of the probe and of sampled tokens, and the number of live
         parameters that were read back."""
@@ -176,7 +181,7 @@ class Bench:
             for row, own in zip(scores, ours, strict=True)
             for engine, learner in zip(row, own, strict=True)
         )
-        sampled, first = await self._sampled(reported, prompts, samples), Judges.of(self.config)
+        sampled, first = await self._sampled(reported, self.prompts[:prompts], samples, tokens), Judges.of(self.config)
         of_size = self.judges.steps.judge(dataclasses.replace(sampled, weight_excess=0.0, weight_excess_squares=0.0))
         found = Found(
             differing=len(live.differing),
@@ -187,14 +192,13 @@ class Bench:
         )
         return found, probe, sampled, len(live.alike | live.differing)
 
-    async def _sampled(self, reported: Callable[[float], float], prompts: int, samples: int) -> Differences:
-        """Compares the tokens that the engine samples now, for the first `prompts` prompts."""
-        asked = self.prompts[:prompts]
+    async def _sampled(
+        self, reported: Callable[[float], float], asked: Sequence[list[int]], samples: int, tokens: int
+    ) -> Differences:
+        """Compares the tokens that the engine samples now for the prompts `asked`."""
         groups = await asyncio.gather(
             *[
-                self.engine.generate(
-                    prompt, n=samples, seed=1000 * self.loads + i, temperature=1.0, max_tokens=NEW_TOKENS
-                )
+                self.engine.generate(prompt, n=samples, seed=1000 * self.loads + i, temperature=1.0, max_tokens=tokens)
                 for i, prompt in enumerate(asked)
             ]
         )
@@ -202,8 +206,8 @@ class Bench:
         width = max(len(prompt) + len(completion.token_ids) for prompt, completion in rows)
         ids = torch.zeros(len(rows), width, dtype=torch.long)
         for row, (prompt, completion) in enumerate(rows):
-            tokens = [*prompt, *completion.token_ids]
-            ids[row, : len(tokens)] = torch.tensor(tokens)
+            whole = [*prompt, *completion.token_ids]
+            ids[row, : len(whole)] = torch.tensor(whole)
         lengths = torch.tensor([len(prompt) + len(completion.token_ids) for prompt, completion in rows])
         ours_BS = self.policy.get_logprobs(BatchedDataDict(input_ids=ids, input_lengths=lengths))["logprobs"]
         nats: list[float] = []
@@ -306,10 +310,10 @@ async def healthy(bench: Bench, updates: int) -> None:
     largest = dict.fromkeys(("probe", "size", "importance"), 0.0)
     refused, started_s = 0, time.monotonic()
     for update in range(updates):
-        await asyncio.to_thread(bench.train, 1, first=update)
+        await asyncio.to_thread(bench.train, 1, first=update, rows=1)
         bench.publish()
         await bench.load(bench.published)
-        found, *_ = await bench.checked(prompts=2, samples=2)
+        found, *_ = await bench.checked(prompts=1, samples=2, tokens=8)
         shares = {name: getattr(found, name) for name in largest}
         largest = {name: max(largest[name], share) for name, share in shares.items()}
         refused += found.differing > 0 or max(shares.values()) > 1.0
