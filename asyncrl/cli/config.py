@@ -45,10 +45,10 @@ def check(files: ConfigFiles, overrides: Overrides, allow_public: AllowPublic = 
     it names exist, and whether the run's directory can be written. Then import your own code, create the reward in a
     separate process, and read the first rows of your dataset.
 
-    Prints ok if there are no problems. Otherwise prints all problems and exits with status 2. Sends no request to the
-    Hugging Face Hub.
+    Prints ok if there are no problems. Otherwise prints all problems and exits with status 2. GPUs that this machine
+    lacks are a note, because the configuration may be for another one. Sends no request to the Hugging Face Hub.
     """
-    config, warnings = checked_config(files, overrides, allow_public=allow_public)
+    config, warnings = checked_config(files, overrides, allow_public=allow_public, starts=False)
     print_warnings([*warnings, *look(config)])
     say("ok")
 

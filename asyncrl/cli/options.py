@@ -138,8 +138,10 @@ def checked_config(
     *,
     roles: Collection[Role] = tuple(Role),
     allow_public: bool = False,
+    starts: bool = True,
 ) -> tuple[Config, list[str]]:
-    """Returns the merged configuration and warnings about it.
+    """Returns the merged configuration and warnings about it. Without `starts`, GPUs that this machine lacks are
+    warnings.
 
     Time limits that the user has not set follow the size of the model. Raises ConfigError with one line for each
     problem. If keys or values are wrong, it lists only those. Otherwise it lists the violated rules over several keys,
@@ -150,7 +152,7 @@ def checked_config(
     config = with_timeouts(config, timeouts_of_model(config))
     hide_secrets(config.environment, os.environ)
     metrics_host = functools.partial(check_metrics_host, allow_public=allow_public)
-    presence = functools.partial(check_presence, roles=roles, origins=config_origins(files, overrides))
+    presence = functools.partial(check_presence, roles=roles, origins=config_origins(files, overrides), starts=starts)
     return config, unread_copies(files) + run_checks(config, [metrics_host, check_config, check_algorithm, presence])
 
 

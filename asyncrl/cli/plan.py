@@ -1,14 +1,18 @@
 """`asyncrl doctor --plan`: prints what a configuration needs, by arithmetic, and refuses what cannot fit."""
 
+import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import psutil
 
+from asyncrl.cli.presence import model_directory
 from asyncrl.cli.terminal import say
 from asyncrl.config.schema import Config
-from asyncrl.deployment.memory_plan import GIB, Hardware, Line, Plan, plan
+from asyncrl.deployment.gpu_room import GIB, described_pools, gpu_pools
+from asyncrl.deployment.memory_plan import OVER_OBJECT_STORE, Hardware, Line, Plan, plan, stored_versions
 from asyncrl.errors import ConfigError
 from asyncrl.generation.model_parameters import model_without_weights
 from asyncrl.policy.step_loss import holds_reference
@@ -21,6 +25,11 @@ GPU_COPY_SPEED = 10e9
 """Assumed speed of a copy between a node's memory and a GPU, bytes per second. It was not measured."""
 LARGE_NODE_GIB = 1024.0
 """Assumed memory of a node with GPUs, GiB."""
+MEASURED = "1.03 to 1.45"
+"""What GPUs have measured in training, as a multiple of a rank's sum (docs/gpu.md): fragments and libraries."""
+
+
+_ONLY_CONFIG = "for a plan, a folder with the model's config.json alone is enough: model.path=FOLDER"
 
 
 def show_plan(config: Config, *, node_gib: float | None, gpu_gib: float, gpus_per_node: int) -> None:
@@ -43,6 +52,8 @@ def show_plan(config: Config, *, node_gib: float | None, gpu_gib: float, gpus_pe
     )
     for line in _described(config, found):
         say(line)
+    for line in _gpu_lines(config, found, gpus_per_node=gpus_per_node):
+        say(line)
     for line in _assumptions(hardware, has_gpus=has_gpus):
         say(line)
     if found.problems:
@@ -60,10 +71,17 @@ def specs_of(config: Config, *, adapter: bool = False) -> tuple[ParameterSpec, .
             f"model.path = {config.model.path}: the tiny model is not built yet; run `asyncrl model` with the same "
             "configuration"
         )
+    directory = model_directory(config)
+    if directory is not None and not (directory / "config.json").is_file():
+        lacks = "has no config.json" if directory.is_dir() else "there is no such folder"
+        raise ConfigError(f"model.path = {config.model.path}: {lacks}; {_ONLY_CONFIG}")
     try:
         model = model_without_weights(config.model.path, lora=config.model.lora if adapter else None)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path = {config.model.path}: its config.json cannot be read ({error})") from None
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"model.path = {config.model.path}: its config.json cannot be read ({reason}); {_ONLY_CONFIG}"
+        ) from None
     return parameter_specs(model, dtype=getattr(torch, config.model.dtype))
 
 
@@ -89,6 +107,33 @@ def _described(config: Config, found: Plan) -> list[str]:
     ]
 
 
+def _gpu_lines(config: Config, found: Plan, *, gpus_per_node: int) -> Iterator[str]:
+    """Yields what a plan with GPUs shows besides the memory of each process."""
+    pools = gpu_pools(config)
+    if not pools:
+        return
+    together = sum(count * gpus for count, gpus in pools.values())
+    nodes = math.ceil(together / gpus_per_node)
+    yield f"GPUs: {described_pools(config)}; together {together:g}, at least {nodes} node{'s' * (nodes != 1)}"
+    if (cache := found.cache) is not None:
+        yield (
+            f"KV cache of an engine: about {_gib(cache.nbytes)} on each GPU, room for {cache.sequences:,.0f} sequences "
+            f"of model.max_length = {config.model.max_length} tokens; a replica has {cache.asked:,} at once "
+            "(max_concurrent_groups × group_size), and those without room wait"
+        )
+    if config.ray.address is not None and config.weights.transport in OVER_OBJECT_STORE:
+        versions = stored_versions(config) * found.sent_bytes
+        yield (
+            f"Ray's object store on the learner's node: {_gib(versions)} for each rank there, and the rows; give it to "
+            "`ray start --object-store-memory BYTES`, and as much to /dev/shm"
+        )
+    yield (
+        f"GPUs have measured {MEASURED} times a rank's sum (docs/gpu.md): leave room for fragments and libraries, or "
+        "lower learner.micro_batch_tokens"
+    )
+    yield ""
+
+
 def _what(line: Line) -> str:
     if line.processes is None:
         return line.what
@@ -107,7 +152,8 @@ def _assumptions(hardware: Hardware, *, has_gpus: bool) -> list[str]:
             f"         {hardware.gpu_bytes / GIB:,.0f} GiB in a GPU (--gpu-gib), {hardware.gpus_per_node} GPUs in a "
             f"node (--gpus-per-node), {hardware.gpu_copy_speed / 1e9:g} GB/s to and from a GPU (not measured)"
         )
-    return [*lines, f"measured: a copy in this machine's memory, {hardware.copy_speed / 1e9:.1f} GB/s", ""]
+    here = f"measured here, for the time of a snapshot: a copy in memory, {hardware.copy_speed / 1e9:.1f} GB/s"
+    return [*lines, *([] if has_gpus else [here]), ""]
 
 
 def _gib(nbytes: float) -> str:

@@ -28,10 +28,13 @@ _GPU_FILES = (_NVIDIA, "dxg", "kfd")
 """Patterns of the device files of GPUs: NVIDIA, WSL, AMD."""
 
 
-def check_presence(config: Config, *, roles: Collection[Role], origins: Mapping[KeyPath, str]) -> list[str]:
+def check_presence(
+    config: Config, *, roles: Collection[Role], origins: Mapping[KeyPath, str], starts: bool = True
+) -> list[str]:
     """Returns warnings about a configuration, if all parts that `roles` need are there.
 
     Raises ConfigError with one line for each missing part. `origins` says where each key was set (`config_origins`).
+    Without `starts` no run is started on this machine, and GPUs that it lacks are warnings.
     """
     model, warnings = (inside, []) if (inside := _inside_run(config)) else _model(config, roles, origins)
     missing = [*model, *_modules(config, roles), *_trackers(config, roles)]
@@ -41,10 +44,13 @@ def check_presence(config: Config, *, roles: Collection[Role], origins: Mapping[
     # GPUs and cores of this machine matter only for a Ray that `asyncrl up` starts. Other clusters may have other
     # nodes.
     here = len(roles) == len(Role) and config.ray.address is None
-    missing += _gpus(config) if here else []
+    without_gpus = list(_gpus(config)) if here else []
+    if starts:
+        missing += without_gpus
     if missing:
         raise ConfigError("\n".join(missing))
-    return [*warnings, *(_cores(config) if here else [])]
+    elsewhere = [f"on this machine `asyncrl up` is refused: {problem}" for problem in without_gpus]
+    return [*warnings, *elsewhere, *(_cores(config) if here else [])]
 
 
 def _of_part(config: Config, roles: Collection[Role], *, prefix: str) -> Iterator[str]:

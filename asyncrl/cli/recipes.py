@@ -71,6 +71,9 @@ def copy(
     written = _write({file.name: file.read_text(encoding="utf-8") for file in [recipe, *files_beside(recipe)]}, to)
     named = user_modules(load_config([recipe]), tuple(Role)).values()
     own = any((to / f"{path.partition(':')[0]}.py") in written for path in named)
+    if load_config([recipe]).ray.address is not None:
+        say(f"the commands for several machines are at the top of {to / recipe.name}")
+        return
     variables = f"PYTHONPATH={shlex.quote(str(to))} " if own else ""
     say(f"run it: {variables}{shlex.join(['asyncrl', 'up', '-c', str(to / recipe.name)])}")
 
@@ -105,16 +108,20 @@ def prometheus(to: Folder = Path("monitoring/prometheus")) -> None:
 def _write(texts: Mapping[str, str], to: Path) -> list[Path]:
     """Writes each text to its path in the folder `to`, and prints the paths. Returns them.
 
-    Raises ConfigError, before anything is written, if one of the files exists. Raises it too if a file cannot be
-    written.
+    A file that has this text already is left as it is. Raises ConfigError, before anything is written, if one of the
+    files exists with another text. Raises it too if a file cannot be written.
     """
     paths = [to / name for name in texts]
-    if existing := [str(path) for path in paths if os.path.lexists(path)]:
+    there = [path for path, text in zip(paths, texts.values(), strict=True) if path.is_file() and _has(path, text)]
+    if existing := [str(path) for path in paths if os.path.lexists(path) and path not in there]:
         raise ConfigError(
             f"nothing is written, because no file is overwritten, and there is already {', '.join(existing)}; name "
             "another folder, or move the old files away"
         )
     for path, text in zip(paths, texts.values(), strict=True):
+        if path in there:
+            say(f"{path} is there already, with the same text")
+            continue
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("x", encoding="utf-8", newline="") as file:
@@ -123,6 +130,10 @@ def _write(texts: Mapping[str, str], to: Path) -> list[Path]:
             raise ConfigError(f"{path}: cannot be written ({error.strerror}); name another folder") from None
         say(f"wrote {path}")
     return paths
+
+
+def _has(path: Path, text: str) -> bool:
+    return path.read_bytes() == text.encode()
 
 
 def _gpus(config: Config) -> str:

@@ -5,7 +5,8 @@ from typing import Any
 
 from asyncrl.config.schema import Config
 from asyncrl.config.starter import GpuNumbers
-from asyncrl.deployment.memory_plan import GIB, Hardware, gpu_share, plan
+from asyncrl.deployment.gpu_room import GIB, gpu_share
+from asyncrl.deployment.memory_plan import Hardware, plan
 from asyncrl.weights.manifest import ParameterSpec
 
 ROOM = 0.9

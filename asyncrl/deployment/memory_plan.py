@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from asyncrl.config.schema import Config, CriticSection, LearnerSection
+from asyncrl.deployment.gpu_room import ENGINE, GIB, KvCache, advice, gpu_share, kv_cache, room_problems
 from asyncrl.generation.vllm_adapters import slots, vllm_rank
 from asyncrl.generation.vllm_arguments import CPU_KV_CACHE_GIB
 from asyncrl.policy.export import FILE_BYTES
@@ -21,7 +22,6 @@ from asyncrl.ranks.accelerator import compute_dtype
 from asyncrl.weights.manifest import ParameterSpec, aligned
 from asyncrl.weights.publisher import MOST_BUCKETS
 
-GIB = 2**30
 MASTER_BYTES = 4
 """Weights, gradients, and each of AdamW's two moments are float32."""
 STORED_VERSIONS = 3
@@ -46,8 +46,6 @@ EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight", "wte.weight", "embed_in.w
 ENGINE_PROCESSES_BYTES = 1.0 * GIB
 """Memory of a replica's processes without weights and KV cache: Python, torch, vLLM and the rollout loop. Measured on
 CPUs, like the next one and that of Ray."""
-ENGINE = "process of an engine"
-ENGINE_GPU = f"GPU of a {ENGINE}"
 RANK_PROCESS_BYTES = 0.35 * GIB
 """The same of a rank."""
 CUDA_BYTES = 1.0 * GIB
@@ -94,8 +92,8 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The lines of all kinds of processes, the sums of each node and GPU, the times of a publication in seconds, and
-    what does not fit. `trained` is the number of parameters that are trained."""
+    """The lines of all kinds of processes, the sums of each node and GPU, the times of a publication in seconds, the
+    KV cache of an engine on GPUs, and what does not fit. `trained` is the number of parameters that are trained."""
 
     parameters: int
     trained: int
@@ -104,6 +102,7 @@ class Plan:
     lines: tuple[Line, ...]
     sums: tuple[Line, ...]
     times: tuple[tuple[str, float], ...]
+    cache: KvCache | None
     problems: tuple[str, ...]
 
 
@@ -176,6 +175,11 @@ def plan(
     ]
     lines += list(_kept(config, lines))
     sums = list(_sums(config, lines, hardware))
+    cache = kv_cache(config, own, gpu_bytes=hardware.gpu_bytes)
+    problems = [
+        *_problems(config, sums, hardware, published=published),
+        *room_problems(config, cache, gpus_per_node=hardware.gpus_per_node),
+    ]
     return Plan(
         parameters=sum(math.prod(spec.shape) for spec in own),
         trained=sum(math.prod(spec.shape) for spec in trained),
@@ -184,7 +188,8 @@ def plan(
         lines=tuple(lines),
         sums=tuple(sums),
         times=tuple(_times(config, hardware, published=published, sent=sent)),
-        problems=tuple(_problems(config, sums, hardware, published=published)),
+        cache=cache,
+        problems=tuple(problems),
     )
 
 
@@ -351,7 +356,8 @@ def _problems(config: Config, sums: Sequence[Line], hardware: Hardware, *, publi
         if line.memory is Memory.GPU:
             room = hardware.gpu_bytes * gpu_share(config, line.place)
         if line.nbytes > room:
-            yield (f"a {line.place} needs {line.nbytes / GIB:.1f} GiB and has {room / GIB:.1f}; {_advice(line.place)}")
+            shortage = f"a {line.place} needs {line.nbytes / GIB:.1f} GiB and has {room / GIB:.1f}"
+            yield f"{shortage}; {advice(config, line.place)}"
     versions = stored_versions(config)
     needed, has = versions * published, config.ray.object_store_mb * 2**20
     if config.weights.transport in OVER_OBJECT_STORE and config.ray.address is None and needed > has:
@@ -359,25 +365,3 @@ def _problems(config: Config, sums: Sequence[Line], hardware: Hardware, *, publi
             f"ray.object_store_mb = {config.ray.object_store_mb} does not hold {versions} versions of the "
             f"weights; set it to {math.ceil(needed / 2**20) + 200}"
         )
-
-
-def gpu_share(config: Config, place: str) -> float:
-    """Returns the share of a GPU's memory that the process at `place` may use. A rank on a GPU that it may share with
-    an engine has what the engine leaves."""
-    of_engine = config.generator.gpu_memory_utilization
-    if place == ENGINE_GPU:
-        return of_engine
-    pools = config.rank_pools()
-    shares = any(place == f"GPU of a rank of the {name}" and pool.gpus < 1 for name, pool in pools.items())
-    return 1 - of_engine if shares and 0 < config.generator.gpus < 1 else 1
-
-
-def _advice(place: str) -> str:
-    if place.startswith("GPU of a rank"):
-        return (
-            "raise `ranks`, set learner.gradient_sync: micro_batch or learner.activation_checkpointing: true, or lower "
-            "learner.micro_batch_tokens"
-        )
-    if place == ENGINE_GPU:
-        return "raise generator.tensor_parallel_size"
-    return "use fewer processes on a node, or a smaller model"

@@ -90,6 +90,17 @@ def test_the_last_line_of_a_copy_is_the_command_that_runs_it(
     assert done.stdout.splitlines()[-1] == f"run it: {run}"
 
 
+def test_a_file_of_two_recipes_is_written_once_and_several_machines_have_commands_of_their_own(here: Path) -> None:
+    assert command("recipes", "copy", "eight_gpus").exit_code == 0
+    done = command("recipes", "copy", "two_nodes")
+    assert done.exit_code == 0, done.output
+    assert "questions.jsonl is there already, with the same text" in done.stdout
+    assert done.stdout.splitlines()[-1] == "the commands for several machines are at the top of two_nodes.yaml"
+    (here / "questions.jsonl").write_text("mine")
+    assert command("recipes", "copy", "eight_gpus").exit_code == 2
+    assert (here / "questions.jsonl").read_text() == "mine"
+
+
 @pytest.mark.parametrize("existing", ["own_task.yaml", "own_task.py"])
 def test_no_file_is_overwritten_and_nothing_is_written_beside_it(existing: str, here: Path) -> None:
     (here / existing).write_text("mine")
@@ -117,6 +128,9 @@ def test_dashboards_are_written_as_they_are_and_not_twice(here: Path) -> None:
     assert command("recipes", "dashboards").exit_code == 0
     source = REPOSITORY / "dashboards"
     assert contents(here / "monitoring/dashboards") == {file.name: file.read_bytes() for file in source.glob("*.json")}
+    again = command("recipes", "dashboards")
+    assert "wrote" not in again.stdout
+    next((here / "monitoring/dashboards").iterdir()).write_text("mine")
     assert command("recipes", "dashboards").exit_code == 2
     assert command("recipes", "dashboards", "other").exit_code == 0
 

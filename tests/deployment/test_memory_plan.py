@@ -296,8 +296,8 @@ def test_what_does_not_fit_is_named_with_both_numbers(tmp_path: Path) -> None:
     gpus = {"learner": {"gpus": 1.0}, "generator": {"gpus": 1.0}, "ray": {"object_store_mb": 2**20}}
     problems = planned(described, tmp_path, **gpus).problems
     assert problems == (
-        "a GPU of a rank of the learner needs 154.9 GiB and has 80.0; raise `ranks`, set learner.gradient_sync: "
-        "micro_batch or learner.activation_checkpointing: true, or lower learner.micro_batch_tokens",
+        "a GPU of a rank of the learner needs 154.9 GiB and has 80.0; set learner.activation_checkpointing: true, or "
+        "lower learner.micro_batch_tokens, or raise `ranks`, if there are more GPUs, or train an adapter (model.lora)",
     )
     gpus["generator"]["gpu_memory_utilization"] = 0.1
     gpus["ray"]["object_store_mb"] = 20000
@@ -305,7 +305,58 @@ def test_what_does_not_fit_is_named_with_both_numbers(tmp_path: Path) -> None:
     assert [problem.partition(";")[0] for problem in problems[1:]] == [
         "a GPU of a process of an engine needs 14.2 GiB and has 8.0",
         "ray.object_store_mb = 20000 does not hold 4 versions of the weights",
+        "a GPU of a process of an engine has about 0.0 GiB for its KV cache, which is less than a sequence of "
+        "model.max_length = 64 tokens",
     ]
+
+
+def test_advice_names_only_what_is_not_set_yet(tmp_path: Path) -> None:
+    described, _ = LARGE["70B"]
+
+    def advice(*, sync: str, shared: bool = False) -> str:
+        learner = {"gpus": 0.5 if shared else 1.0, "ranks": 2, "activation_checkpointing": True, "gradient_sync": sync}
+        problems = planned(described, tmp_path, learner=learner, generator={"gpus": 0.5 if shared else 1.0}).problems
+        return next(problem for problem in problems if problem.startswith("a GPU of a rank of the learner"))
+
+    assert "checkpointing" not in advice(sync="update")
+    assert "gradient_sync: micro_batch" in advice(sync="update")
+    assert "gradient_sync" not in advice(sync="micro_batch")
+    assert "gpu_memory_utilization" not in advice(sync="micro_batch")
+    assert "lower generator.gpu_memory_utilization" in advice(sync="micro_batch", shared=True)
+
+
+def test_the_kv_cache_is_what_weights_and_workspace_leave_of_the_share(tmp_path: Path) -> None:
+    described, parameters = LARGE["7B"]
+    engine = {"gpus": 2.0, "tensor_parallel_size": 2, "gpu_memory_utilization": 0.9, "max_concurrent_groups": 32}
+    found = planned(described, tmp_path, generator=engine, model={"max_length": 4096, "dtype": "bfloat16"}).cache
+    assert found is not None
+    assert found.nbytes == pytest.approx(0.9 * 80 * GIB - parameters - 2 * GIB)
+    of_a_token = 28 * 2 * 4 * 128 * 2  # layers, keys and values, heads, width of a head, bytes
+    assert found.sequences == pytest.approx(2 * found.nbytes / of_a_token / 4096)
+    assert found.asked == 32 * Config().learner.group_size
+    engine["kv_cache_gib"] = 5.0
+    found = planned(described, tmp_path, generator=engine, model={"dtype": "bfloat16"}).cache
+    assert found is not None
+    assert found.nbytes == 5 * GIB
+    assert planned(described, tmp_path).cache is None, "an engine on CPUs"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "replicas", "address", "refused"), [(4, 6, None, True), (2, 6, None, False), (4, 6, "auto", False)]
+)
+def test_a_run_on_one_machine_needs_all_gpus_there(
+    ranks: int, replicas: int, address: str | None, refused: bool, tmp_path: Path
+) -> None:
+    problems = planned(
+        LARGE["7B"][0],
+        tmp_path,
+        learner={"gpus": 1.0, "ranks": ranks, "groups_per_step": 64},
+        generator={"gpus": 1.0, "replicas": replicas},
+        ray={"address": address, "object_store_mb": 2**20},
+    ).problems
+    found = [problem for problem in problems if "in one node" in problem]
+    assert bool(found) is refused
+    assert not refused or found[0].startswith("learner 4 × 1, generators 6 × 1: `asyncrl up` needs 10 GPUs in one node")
 
 
 def test_all_replicas_receive_a_broadcast_which_may_need_the_object_store(tmp_path: Path) -> None:
@@ -347,6 +398,15 @@ def test_the_command_prints_the_plan_and_fails_if_something_does_not_fit(tmp_pat
     fits = CliRunner().invoke(app, [*command, "ray.object_store_mb=60000", "--node-gib", "1000"])
     assert fits.exit_code == 0, fits.output
     assert "everything fits" in fits.output
+    on_gpus = ["generator.gpus=1", "learner.gpus=1", "learner.ranks=4", "learner.activation_checkpointing=true"]
+    shown = CliRunner().invoke(app, [*command, *on_gpus, "ray.object_store_mb=60000"]).output
+    assert "GPUs: learner 4 × 1, generators 1 × 1; together 5, at least 1 node\n" in shown
+    assert "KV cache of an engine: about " in shown
+    (tmp_path / "config.json").unlink()
+    for folder, reason in ((tmp_path, "has no config.json"), (tmp_path / "none", "there is no such folder")):
+        refused = CliRunner().invoke(app, [*command[:2], f"model.path={folder}"])
+        assert refused.exit_code == 2
+        assert f"{reason}; for a plan, a folder with the model's config.json alone is enough" in refused.output
 
 
 def test_with_an_adapter_only_its_bytes_are_sent_and_only_it_has_an_optimizer(tmp_path: Path) -> None:

@@ -4,9 +4,11 @@ the test is skipped."""
 
 from pathlib import Path
 
+import parity_faults
 import pytest
 from local_ray import local_ray
 from parity_faults import configured, exchanged, permuted, started
+from ray import cloudpickle
 
 from asyncrl.generation.vllm_engine import prepare_environment
 
@@ -21,6 +23,7 @@ pytestmark = [
 
 @pytest.mark.asyncio
 async def test_healthy_weights_pass_and_wrong_ones_are_found() -> None:
+    cloudpickle.register_pickle_by_value(parity_faults)  # ranks cannot import it
     config = configured(str(MODEL))
     prepare_environment(config)
     with local_ray(cpus=1, object_store_mb=1000):
