@@ -39,6 +39,7 @@ AsyncRLError
     ├── VersionRegression      the offered version is older than the loaded version (F13)
     ├── TornReplica            only part of an update was applied; the replica stays paused (F11)
     ├── ParityError            the engine's log-probs differ from the learner's log-probs
+    │   └── FirstParityError   they differ for the first weights of an engine
     ├── ManifestVoid           the process that published the weights has ended, and their bytes with it
     ├── FetchFailed            the bytes of a version did not arrive in time, or there was no memory for them
     ├── CollectiveError        a peer of the weights' process group is dead, missing or late
@@ -274,6 +275,14 @@ class TornReplica(WeightError):
 
 class ParityError(WeightError):
     """The engine's log-probs or its live weights are not those of the learner (`weights.parity_*`)."""
+
+
+class FirstParityError(ParityError):
+    """The log-probs differ, by at most `nats`, for the first weights that this start of the engine has loaded."""
+
+    def __init__(self, message: str, *, nats: float) -> None:
+        super().__init__(message)
+        self.nats = nats
 
 
 class ManifestVoid(WeightError):

@@ -20,7 +20,8 @@ from asyncrl.config.schema import Config, KeyPath
 from asyncrl.demo.directory import is_tiny, why_not_built
 from asyncrl.environments.reasoning_gym_tasks import task_names
 from asyncrl.errors import ConfigError
-from asyncrl.policy.model_directory import missing_parts, model_problems, read_model
+from asyncrl.policy.families import family_problems, is_tied
+from asyncrl.policy.model_directory import missing_parts, model_problems, read_json, read_model, second_head
 
 _TASK = "environment.options.task"
 _NVIDIA = "nvidia[0-9]*"
@@ -153,7 +154,7 @@ def _model(config: Config, roles: Collection[Role], origins: Mapping[KeyPath, st
     if files is None:
         return [], []
     try:
-        found = read_model(files)
+        found, described = read_model(files), read_json(files / "config.json")
     except (OSError, ValueError) as error:  # the errors of msgspec and json are ValueErrors
         return [f"{named}: its config.json or tokenizer.json cannot be read ({error}); name another directory"], []
     warnings = []
@@ -164,7 +165,14 @@ def _model(config: Config, roles: Collection[Role], origins: Mapping[KeyPath, st
             f"{named}: the tokenizer has added tokens beyond the model's vocabulary of {found.vocabulary}, such as "
             f"{found.added[0]!r}; a prompt must not contain them"
         )
-    return model_problems(found, config), warnings
+    problems, unknown = family_problems(described, config)
+    if is_tied(described) and (names := second_head(files)) is not None:
+        problems.append(
+            f"{named}: config.json says that head and embeddings are one matrix (tie_word_embeddings), but the files "
+            f"have {names[0]} and {names[1]} with different numbers; learner and engines would choose differently. Set "
+            f"tie_word_embeddings to false in config.json, or remove {names[0]} from the files"
+        )
+    return [*model_problems(found, config), *problems], [*warnings, *unknown]
 
 
 def _incomplete(path: Path, config: Config, roles: Collection[Role]) -> str | None:

@@ -488,7 +488,8 @@ class LearnerSection(Section):
     """How a rank fills one forward and backward pass. `padded`: `micro_batch_size` sequences, padded to the longest.
     `dynamic`: sequences of similar length, up to `micro_batch_tokens` tokens with padding. `packed`: sequences end to
     end without padding, up to `micro_batch_tokens` tokens. If packed sequences of one pass begin with the same
-    tokens, such as the prompt of a group, these tokens are computed once. The results are the same."""
+    tokens, such as the prompt of a group, these tokens are computed once. The results are the same; models whose rows
+    cannot be packed are refused (docs/models.md)."""
     micro_batch_size: PositiveInt = 64
     """Sequences in one forward and backward pass of a rank, for `batching: padded`."""
     micro_batch_tokens: PositiveInt = 16384

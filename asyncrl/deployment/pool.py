@@ -8,15 +8,20 @@
 and starts it again, with a new actor. After a start that committed no group, it waits before the next one, twice as
 long each time. A replica that fails more often than `generator.max_restarts` times within an hour is given up, and so
 is one that the run refuses.
+
+If the first weights of a replica are wrong by the same difference in two starts, engine and learner do not compute the
+same model. Then the run ends, unless another replica generates.
 """
 
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -37,6 +42,7 @@ from asyncrl.environments.secrets import Secrets
 from asyncrl.errors import (
     ActorGone,
     ConfigError,
+    FirstParityError,
     GeneratorPoolExhausted,
     HandshakeError,
     ManifestMismatch,
@@ -44,6 +50,7 @@ from asyncrl.errors import (
 )
 from asyncrl.generation.actor import GeneratorActor
 from asyncrl.generation.shared_memory import EngineProcesses, reap
+from asyncrl.policy.model_directory import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +62,9 @@ WINDOW_S = 3600.0
 BACK_OFF_S = 1.0
 """Time before the second start in a row that follows a start without a committed group, seconds. It doubles."""
 LONGEST_BACK_OFF_S = 60.0
+EQUAL_DIFFERENCES = 0.01
+"""Differences of log-probs in two starts of a replica are equal if they differ by at most this share: engines with
+several threads do not round alike in each start."""
 _ASKED = (ReplicaState.SUSPECT, ReplicaState.QUARANTINED)
 """States of a replica whose process is asked whether it lives."""
 NOT_MENDED = (ConfigError, HandshakeError, ManifestMismatch)
@@ -84,6 +94,7 @@ class ReplicaPool:
         """Number of replicas that were given up since the last `asyncrl scale`."""
         self._lost: list[str] = []
         self._below_since_s: float | None = None
+        self._wrong_model: ConfigError | None = None
 
     def make(self) -> None:
         """Makes the actors of `generator.replicas` replicas. They import vLLM, the longest part of a start."""
@@ -101,8 +112,9 @@ class ReplicaPool:
     async def look_after(self, own: OwnReplicas) -> None:
         """Begins to end, start, add and drain replicas, as the coordinator and the replicas themselves require.
 
-        Raises GeneratorPoolExhausted if fewer than `generator.min_replicas` replicas generate, and no other one comes
-        back within `generator.replace_timeout_s`.
+        Raises ConfigError if engines compute other log-probs than the learner from the first weights on, and
+        GeneratorPoolExhausted if fewer than `generator.min_replicas` replicas generate, and no other one comes back
+        within `generator.replace_timeout_s`.
         """
         for replica in [*self.replicas]:
             if replica.name in own.reports:
@@ -174,6 +186,8 @@ class ReplicaPool:
                 logger.warning("the buffer did not hear that replica %s is lost: %s", replica.name, unheard)
             await self._end_actor(replica, drain=False, answers=cause is not Cause.NO_HEARTBEATS)
             if gives_up:
+                if isinstance(error, FirstParityError) and not any(each.samples for each in self.replicas):
+                    self._wrong_model = await self._not_served(replica, error)
                 self.replicas.remove(replica)
                 self._given_up += 1
                 self._lost.append(f"{replica.name}: {error} ({gives_up})")
@@ -196,6 +210,10 @@ class ReplicaPool:
         while replica.restarted_s and self.clock() - replica.restarted_s[0] > WINDOW_S:
             replica.restarted_s.popleft()
         limit = self.config.generator.max_restarts
+        if isinstance(error, FirstParityError):
+            last, replica.first_difference_nats = replica.first_difference_nats, error.nats
+            if last is not None and math.isclose(last, error.nats, rel_tol=EQUAL_DIFFERENCES):
+                return "it is not started again, because its first weights were wrong by this difference in two starts"
         if isinstance(error, NOT_MENDED):
             return "it is not started again, because the next start would end in the same way"
         if len(replica.restarted_s) >= limit:
@@ -205,7 +223,22 @@ class ReplicaPool:
             )
         return None
 
+    async def _not_served(self, replica: Replica, error: FirstParityError) -> ConfigError:
+        """Returns the error that ends the run, with the family of the model."""
+        family = None
+        with contextlib.suppress(OSError, ValueError):
+            family = read_json(Path(await self.model_path) / "config.json").get("model_type")
+        return ConfigError(
+            f"model.path = {self.config.model.path}: engines compute other log-probs than the learner for models of "
+            f"the family {family}: the difference of the first weights was {error.nats:.3g} nats in "
+            f"two starts of {replica.name}, so further starts would end in the same way; choose another model, or, if "
+            "the difference is only rounding, raise weights.parity_tolerance_nats or weights.parity_mean_nats "
+            f"({error})"
+        )
+
     def _check_size(self, least: int) -> None:
+        if self._wrong_model is not None:
+            raise self._wrong_model
         live = sum(replica.generates for replica in self.replicas)
         if live >= least:
             self._below_since_s = None

@@ -34,6 +34,8 @@ class Replica:
         """Samples of the earlier starts."""
         self.error: BaseException | None = None
         """Why the replica was lost for the last time."""
+        self.first_difference_nats: float | None = None
+        """By how much the log-probs of the first weights differed in the last start in which they did."""
         self.fruitless = 0
         """Number of starts in a row that committed no group."""
 

@@ -22,6 +22,7 @@ from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.errors import (
     FetchFailed,
+    FirstParityError,
     InfraError,
     ManifestMismatch,
     ManifestVoid,
@@ -287,7 +288,8 @@ class WeightUpdates:
             scores = await asyncio.gather(*[self._engine.score(tokens) for tokens in manifest.probe.tokens])
         found = Differences.of(manifest.probe.differences_nats(scores))
         verdict = self._judge.judge(found)
-        if self._changed_by_loader is None and verdict.ratio <= 1.0:
+        is_first = self._changed_by_loader is None
+        if is_first and verdict.ratio <= 1.0:
             self._learn_unread(live)
         differing = live.differing - (self._changed_by_loader or frozenset())
         self._metrics.parity(found.max_nats, ratio=math.inf if differing else verdict.ratio)
@@ -310,6 +312,8 @@ class WeightUpdates:
                 "difference is only rounding"
             )
         if self._limits.on_parity_failure == "stop":
+            if is_first and verdict.ratio > 1.0:
+                raise FirstParityError(message, nats=found.max_nats)
             raise ParityError(message)
         logger.error("%s", message)
 

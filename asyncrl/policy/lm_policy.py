@@ -16,9 +16,12 @@ from typing import Any
 import ray
 
 from asyncrl.common.version import Version
+from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import CollectiveError
+from asyncrl.policy.families import check_family
 from asyncrl.policy.interfaces import ColocatablePolicyInterface
+from asyncrl.policy.model_directory import read_json
 from asyncrl.policy.worker import PolicyWorker
 from asyncrl.ranks.driver import RankDriver, ignore_arguments
 from asyncrl.ranks.timer import Timer
@@ -29,7 +32,8 @@ GIB = 2**30
 
 
 class Policy(RankDriver[PolicyWorker], ColocatablePolicyInterface):
-    """The policy at `model_path` on `config.learner.ranks` ranks."""
+    """The policy at `model_path` on `config.learner.ranks` ranks. Raises ConfigError for a folder with a model that
+    cannot be trained as `config` says; the ranks check a model of the Hugging Face Hub when they start."""
 
     _worker = PolicyWorker
     _training = "policy_training"
@@ -37,6 +41,13 @@ class Policy(RankDriver[PolicyWorker], ColocatablePolicyInterface):
     """The newest version that was sent."""
     _sharing = False
     """True from `prepare_weights_for_ipc` to the end of the refit."""
+
+    def __init__(self, config: Config, model_path: str | None = None, **options: Any) -> None:
+        super().__init__(config, model_path, **options)
+        path = model_path or config.model.path
+        file = Path(path) / "config.json"
+        if file.is_file():
+            check_family(read_json(file), config, path=path)
 
     def get_logprobs(self, data: BatchedDataDict, timer: Timer | None = None) -> BatchedDataDict:
         return self._score(data, timer, PolicyWorker.get_logprobs)

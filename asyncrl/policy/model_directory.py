@@ -15,7 +15,13 @@ from asyncrl.config.schema import Config
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _WEIGHT_FILES = ("*.safetensors", "*.bin")
+_WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_HEADS = ("lm_head.weight", "embed_out.weight")
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+_CHUNK_BYTES = 2**24
+_LONGEST_HEADER = 100_000_000
+"""Bytes of the longest header that safetensors accepts."""
 
 
 def missing_parts(path: Path, *, weights: bool) -> list[str]:
@@ -30,7 +36,7 @@ def missing_parts(path: Path, *, weights: bool) -> list[str]:
     if weights and not any(file.is_file() for pattern in _WEIGHT_FILES for file in path.glob(pattern)):
         missing.append("weights (model.safetensors)")
     elif weights and (path / _INDEX).is_file():
-        named = set(_read_json(path / _INDEX).get("weight_map", {}).values())
+        named = set(read_json(path / _INDEX).get("weight_map", {}).values())
         missing += [f"{name}, which {_INDEX} names" for name in sorted(named) if not (path / name).is_file()][:1]
     return missing
 
@@ -70,7 +76,7 @@ class ModelFiles:
 
 def read_model(path: Path) -> ModelFiles:
     """Reads the sizes of the model at `path`. Raises OSError or ValueError for files that cannot be read."""
-    config = _read_json(path / "config.json")
+    config = read_json(path / "config.json")
     vocabulary = _number(config, "vocab_size")
     file = path / "tokenizer.json"
     tokenizer = msgspec.json.decode(file.read_bytes(), type=_TokenizerFile) if file.is_file() else None
@@ -94,7 +100,7 @@ def number_of_parameters(path: Path) -> int | None:
     is below 1 %. `asyncrl doctor --plan` builds the model and counts exactly, which needs torch and seconds. Raises
     OSError or ValueError for a file that cannot be read.
     """
-    config = _read_json(path / "config.json")
+    config = read_json(path / "config.json")
     hidden, layers = _number(config, "hidden_size", "n_embd"), _number(config, "num_hidden_layers", "n_layer")
     heads, vocabulary = _number(config, "num_attention_heads", "n_head"), _number(config, "vocab_size")
     if not (hidden and layers and heads and vocabulary):
@@ -107,6 +113,65 @@ def number_of_parameters(path: Path) -> int | None:
         inner = experts * (_number(config, "moe_intermediate_size") or inner)
     tied = any(section.get("tie_word_embeddings") for section in (config, config.get("text_config") or {}))
     return layers * (attention + 3 * hidden * inner) + vocabulary * hidden * (1 if tied else 2)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor in a safetensors file: where its bytes begin, and how many there are."""
+
+    file: Path
+    begin: int
+    nbytes: int
+    form: tuple[str, tuple[int, ...]]
+
+
+def second_head(path: Path) -> tuple[str, str] | None:
+    """Returns the names of the output head and the embeddings if the files of the model at `path` have both and they
+    differ. None for files that are not safetensors or cannot be read, because loading them names the cause.
+
+    Reads both tensors until they differ, which takes up to a second for 1 GiB.
+    """
+    try:
+        stored = _stored_tensors(path)
+        head = next((name for name in _HEADS if name in stored), None)
+        embeddings = next((name for name in stored if name.endswith(_EMBEDDINGS)), None)
+        if head is None or embeddings is None or _equal(stored[head], stored[embeddings]):
+            return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return head, embeddings
+
+
+def _stored_tensors(path: Path) -> dict[str, _Stored]:
+    """Returns the tensors of the files that transformers loads: one file, or those that an index names."""
+    index = path / _INDEX
+    names = set(read_json(index)["weight_map"].values()) if index.is_file() else {_WEIGHTS}
+    found: dict[str, _Stored] = {}
+    for file in (path / name for name in sorted(names)):
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(min(size, _LONGEST_HEADER)))
+        if not isinstance(header, dict):
+            raise ValueError(f"{file.name} does not begin with a JSON object")
+        for name, entry in header.items():
+            if name != "__metadata__":
+                begin, end = entry["data_offsets"]
+                form = (entry["dtype"], tuple(entry["shape"]))
+                found[name] = _Stored(file, 8 + size + begin, end - begin, form)
+    return found
+
+
+def _equal(one: _Stored, other: _Stored) -> bool:
+    if one.form != other.form:
+        return False
+    with one.file.open("rb") as first, other.file.open("rb") as second:
+        first.seek(one.begin)
+        second.seek(other.begin)
+        for place in range(0, one.nbytes, _CHUNK_BYTES):
+            wanted = min(_CHUNK_BYTES, one.nbytes - place)
+            if first.read(wanted) != second.read(wanted):
+                return False
+    return True
 
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -142,7 +207,8 @@ def _head_size(config: dict[str, Any]) -> int | None:
     return explicit or (width // heads if width and heads else None)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object. Raises OSError or ValueError for a file that cannot be read."""
     found = json.loads(path.read_bytes())
     if not isinstance(found, dict):
         raise ValueError(f"{path.name} contains a {type(found).__name__}, not a JSON object")

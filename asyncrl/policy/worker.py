@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch.distributed.distributed_c10d import Store
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from asyncrl.algorithms.interfaces import LossFunction
 from asyncrl.algorithms.loss import ObjectiveLoss
@@ -25,6 +25,7 @@ from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.specs import SUPPORT
 from asyncrl.errors import CallRefused, WeightError
 from asyncrl.policy.export import convert_to_hf
+from asyncrl.policy.families import check_family
 from asyncrl.policy.flops import model_cost, peak_flops_per_s
 from asyncrl.policy.logprobs import model_logprobs, rounded_weights
 from asyncrl.policy.micro_batch import OnPolicy, check_input_type, loss_of
@@ -38,6 +39,7 @@ from asyncrl.ranks.model_rows import ModelRows
 from asyncrl.ranks.packed import ATTENTION
 from asyncrl.ranks.placement import HOST, MODEL, move_model
 from asyncrl.ranks.plan import PlannedUpdate, check_columns
+from asyncrl.ranks.start_check import check_start
 from asyncrl.ranks.worker import SCORED_COLUMNS, RankWorker
 from asyncrl.weights.delta import DeltaSender
 from asyncrl.weights.manifest import ParameterSpec, TensorEntry, layout
@@ -67,10 +69,20 @@ class PolicyWorker(RankWorker[LossFunction]):
         self._specs = parameter_specs(self._model, dtype=self._engine_dtype)
         self._first_weights: torch.nn.Module | None = None
         self._lora = config.model.lora
+        check_start(
+            partial(_token_logprobs, self._model),
+            sharded=self._model,
+            model=self._model,
+            config=config,
+            vocabulary=self._vocabulary,
+            device=self._device,
+        )
         if holds_reference(config) and self._lora is None:
             self._reference()  # loaded at the start, so that a lack of memory shows at once
 
     def _loaded(self, model_path: str) -> PreTrainedModel:
+        described, _ = PreTrainedConfig.get_config_dict(model_path)
+        check_family(described, self._config, path=model_path)
         lora = self._config.model.lora
         # Frozen weights need no more precision than the passes compute in.
         dtype = torch.float32 if lora is None else compute_dtype(self._config)
@@ -188,13 +200,9 @@ class PolicyWorker(RankWorker[LossFunction]):
         of_sampler = temperature is None
 
         def score(part: BatchedDataDict) -> torch.Tensor:
-            logprobs_BT, _ = model_logprobs(
-                cast(PreTrainedModel, model),
-                ModelRows.of(part, packed=self._packed, with_supports=of_sampler),
-                temperature=self._config.generator.temperature if temperature is None else temperature,
-                with_entropy=False,
-            )
-            return aligned(logprobs_BT)
+            rows = ModelRows.of(part, packed=self._packed, with_supports=of_sampler)
+            of_rows = self._config.generator.temperature if temperature is None else temperature
+            return _token_logprobs(model, rows, temperature=of_rows)
 
         columns = (*SCORED_COLUMNS, *([SUPPORT] if of_sampler and self._config.has_supports else []))
         return self._scored(data, score, micro_batch_size=micro_batch_size, columns=columns)
@@ -346,3 +354,10 @@ class PolicyWorker(RankWorker[LossFunction]):
         self._leave_collective()
         self._shared.release()
         super().close()
+
+
+def _token_logprobs(model: torch.nn.Module, rows: ModelRows, *, temperature: float = 1.0) -> torch.Tensor:
+    """Returns log-probs [B, S] of the tokens of `rows`; entry 0 is 0."""
+    live = cast(PreTrainedModel, model)
+    logprobs_BT, _ = model_logprobs(live, rows, temperature=temperature, with_entropy=False)
+    return aligned(logprobs_BT)

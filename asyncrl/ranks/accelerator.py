@@ -2,8 +2,9 @@
 CPUs."""
 
 import os
+from collections.abc import Iterable
 from datetime import timedelta
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from asyncrl.config.schema import Config, LearnerSection
+
+ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 
 
 def make_accelerator(*, rank: int, world_size: int, store: Store, timeout: timedelta, config: Config) -> Accelerator:
@@ -70,9 +73,22 @@ def _enable_fsdp_on_cpu(plugin: FullyShardedDataParallelPlugin, parallelism: Par
         AcceleratorState._shared_state.update(parallelism_config=parallelism, device_mesh=mesh)
 
 
+def with_present_layers(model: ModuleT) -> ModuleT:
+    """Leaves only those classes in `_no_split_modules` of which the model has a layer.
+
+    accelerate shards these layers one by one, and refuses a class without a layer. transformers also lists the layers
+    of images and sounds, which the text model alone does not have (Gemma 4, Qwen3.5).
+    """
+    present = {type(module).__name__ for module in model.modules()}
+    named: Iterable[str] = getattr(model, "_no_split_modules", None) or ()
+    model._no_split_modules = sorted(present.intersection(named))  # type: ignore[assignment]
+    return model
+
+
 def frozen(model: torch.nn.Module, *, accelerator: Accelerator) -> torch.nn.Module:
     """Shards `model` like a trained model, but without gradients: it is never trained."""
-    return cast(torch.nn.Module, fsdp2_prepare_model(accelerator, model.requires_grad_(False).train(False)))
+    model = with_present_layers(model.requires_grad_(False).train(False))
+    return cast(torch.nn.Module, fsdp2_prepare_model(accelerator, model))
 
 
 def forget_accelerator() -> None:

@@ -34,7 +34,7 @@ from asyncrl.algorithms.token_estimators import TokenEstimator, check_estimate, 
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import CallRefused, LossFailed
-from asyncrl.ranks.accelerator import forget_accelerator, make_accelerator
+from asyncrl.ranks.accelerator import forget_accelerator, make_accelerator, with_present_layers
 from asyncrl.ranks.batching import empty_micro_batch, row_lengths, staleness_counts, tokens_passed
 from asyncrl.ranks.checkpoint import ShardedState, save_tokenizer
 from asyncrl.ranks.collectives import Collectives, on_all_ranks
@@ -77,7 +77,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         # for a thread that writes beside the steps
         self._saving = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.checkpoint.timeout_s))
         # master weights are float32 for every engine precision: bfloat16 loses updates below 2⁻⁸ of a weight
-        model = self._loaded(model_path)
+        model = with_present_layers(self._loaded(model_path))
         self._vocabulary = len(model.get_input_embeddings().weight)
         # no dropout: it would make the ratio of a token's probability to itself differ from 1
         model.train(False)

@@ -56,3 +56,18 @@ def model_values(model: torch.nn.Module, rows: ModelRows) -> torch.Tensor:
     worth: torch.Tensor = model(**rows.inputs)
     before_RT = worth[:, :-1] if rows.packed is None else rows.packed.at_tokens(worth.unsqueeze(-1)).squeeze(-1)
     return rows.joined(aligned(before_RT))
+
+
+def model_states(model: ValueModel, rows: ModelRows) -> torch.Tensor:
+    """Returns [B, S]: entry t is a number of the backbone's state before token t, in the manner of a log-prob (the
+    log-softmax of the state at its first dimension). The check of the start compares these numbers, because an
+    untrained critic predicts 0 for all states."""
+    found: list[torch.Tensor] = []
+    hook = model.backbone.register_forward_hook(lambda *args: found.append(args[-1].last_hidden_state))
+    try:
+        model(**rows.inputs)
+    finally:
+        hook.remove()
+    number_RL1 = found[0].float().log_softmax(-1)[..., :1]
+    before_RT1 = number_RL1[:, :-1] if rows.packed is None else rows.packed.at_tokens(number_RL1)
+    return rows.joined(aligned(before_RT1.squeeze(-1)))

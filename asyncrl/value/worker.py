@@ -4,22 +4,37 @@ Legend: B rows, S tokens.
 """
 
 import copy
+from functools import partial
 
 import torch
+from torch.distributed.distributed_c10d import Store
 
 from asyncrl.algorithms.interfaces import ValueLossFunction
+from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.masks import trained_mask
 from asyncrl.ranks.loss_pass import MicroBatchOutcome, UpdateContext, outcome_of, without_slopes
 from asyncrl.ranks.model_rows import ModelRows
+from asyncrl.ranks.start_check import check_start
 from asyncrl.ranks.worker import RankWorker
-from asyncrl.value.model import ValueModel, load_value_model, model_values
+from asyncrl.value.model import ValueModel, load_value_model, model_states, model_values
 
 
 class ValueWorker(RankWorker[ValueLossFunction]):
     """A rank of the critic, initialised from the language model at `model_path`."""
 
     section = "critic"
+
+    def __init__(self, *, model_path: str, config: Config, rank: int, world_size: int, store: Store) -> None:
+        super().__init__(model_path=model_path, config=config, rank=rank, world_size=world_size, store=store)
+        check_start(
+            partial(model_states, self._model),
+            sharded=self._model,
+            model=self._model.backbone,
+            config=config,
+            vocabulary=self._vocabulary,
+            device=self._device,
+        )
 
     def get_values(self, data: BatchedDataDict, *, micro_batch_size: int | None = None) -> BatchedDataDict:
         """Returns `values` float32 [B, S] of this rank's rows; 0 at the first token and beyond a row's length. Reads

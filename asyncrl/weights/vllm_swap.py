@@ -56,8 +56,7 @@ class WeightSwap:
         if any(isinstance(layer, MLAAttention) for layer in layers):
             return False  # derives further weights
         methods = [(layer, method) for layer in layers if (method := _method_of(layer)) is not None]
-        # A weight of more than two dimensions is that of a convolution.
-        return all(type(method) in unquantized and layer.weight.ndim <= 2 for layer, method in methods)
+        return all(type(method) in unquantized and not _is_convolution(layer) for layer, method in methods)
 
     @torch.no_grad()
     def learn(self, weights: Weights) -> bool:
@@ -145,6 +144,14 @@ class WeightSwap:
 def _method_of(layer: torch.nn.Module) -> QuantizeMethodBase | None:
     method = getattr(layer, "quant_method", None)
     return method if isinstance(method, QuantizeMethodBase) else None
+
+
+def _is_convolution(layer: Any) -> bool:
+    """Returns True if the weight has more than two dimensions. The weight as it is loaded decides, because vLLM makes
+    the live weight of a convolution two-dimensional."""
+    parameters, _ = get_layerwise_info(layer).restore_metadata
+    weight: torch.Tensor = parameters.get("weight", layer.weight)
+    return weight.ndim > 2
 
 
 def _unpacked(layer: torch.nn.Module) -> torch.Tensor:

@@ -352,3 +352,48 @@ def test_a_head_size_that_vllm_does_not_support_on_cpus_is_refused_there(
     assert "32, 64, 80" in line
     monkeypatch.setattr(presence, "_GPU_FILES", ("null",))
     assert missing(f"model.path={model}", "model.tiny=null", "model.max_length=16", "generator.gpus=1") == []
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changed", "problem"),
+    [
+        ("stablelm", {}, "set learner.batching to dynamic"),
+        ("qwen3_moe", {}, "generate on a GPU"),
+        ("qwen3", {"quantization_config": {"quant_method": "awq"}}, "in bfloat16"),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "lower model.max_length"),
+    ],
+)
+def test_a_family_that_would_be_wrong_is_refused(
+    model_type: str, changed: dict[str, object], problem: str, tmp_path: Path
+) -> None:
+    model = write_model(tmp_path / "model", positions=16)
+    described = json.loads((model / "config.json").read_text()) | {"model_type": model_type} | changed
+    (model / "config.json").write_text(json.dumps(described))
+    lines = missing(f"model.path={model}", "model.tiny=null", "model.max_length=20")
+    assert any(problem in line for line in lines)
+
+
+def test_a_family_that_was_never_compared_is_a_warning(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    described = json.loads((model / "config.json").read_text()) | {"model_type": "zebra"}
+    (model / "config.json").write_text(json.dumps(described))
+    [line] = warnings(f"model.path={model}", "model.tiny=null")
+    assert "models of the family zebra were never compared" in line
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_model_with_a_second_head_is_refused(tied: bool, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    described = json.loads((model / "config.json").read_text()) | {"tie_word_embeddings": tied}
+    (model / "config.json").write_text(json.dumps(described))
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    entries = {
+        name: {"dtype": "U8", "shape": [4], "data_offsets": [4 * place, 4 * place + 4]}
+        for place, name in enumerate(names)
+    }
+    header = json.dumps(entries).encode()
+    (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(range(8)))
+    lines = missing(f"model.path={model}", "model.tiny=null")
+    assert ["lm_head.weight and model.embed_tokens.weight with different numbers" in line for line in lines] == (
+        [True] if tied else []
+    )

@@ -2,7 +2,9 @@
 replicas changes."""
 
 import asyncio
+import math
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +20,16 @@ from asyncrl.coordinator.status import OwnReplicas
 from asyncrl.deployment import pool as pool_module
 from asyncrl.deployment.pool import Replica, ReplicaPool
 from asyncrl.environments.secrets import Secrets
-from asyncrl.errors import CallTimeout, EngineDied, GeneratorPoolExhausted, HandshakeError, RunError
+from asyncrl.errors import (
+    CallTimeout,
+    ConfigError,
+    EngineDied,
+    FirstParityError,
+    GeneratorPoolExhausted,
+    HandshakeError,
+    ParityError,
+    RunError,
+)
 
 
 class MadeUpPool:
@@ -307,3 +318,65 @@ async def test_a_replica_that_was_given_up_is_not_replaced_by_another_one_until_
     left = {replica.actor for replica in scene.pool.replicas}
     await scene.pool.end()
     assert {call[1] for call in scene.calls if call[0] == "leave"} >= left, "they do not come back"
+
+
+def wrong(nats: float) -> FirstParityError:
+    return FirstParityError(f"replica a: after loading the weights … differ by {nats} nats", nats=nats)
+
+
+async def fail(scene: MadeUpPool, name: str, start: int, error: Exception) -> None:
+    scene.kill(actor_of(name, start), error)
+    await asyncio.sleep(0)
+    await scene.look()
+
+
+async def looked_twice(scene: MadeUpPool) -> None:
+    """The first look begins to replace the replica, and the second one finds the outcome."""
+    await scene.look()
+    await scene.look()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("first", "second"), [(5.2, 5.2), (0.3, 0.3001), (math.inf, math.inf), (1e-3, 1.005e-3)])
+@pytest.mark.parametrize("between", [None, EngineDied("killed")], ids=["in a row", "with another failure between"])
+async def test_two_starts_with_the_same_wrong_first_weights_end_the_run_with_the_family(
+    first: float, second: float, between: Exception | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "zebra"}')
+    scene = MadeUpPool(monkeypatch, max_restarts=10)
+    scene.pool.model_path = asyncio.get_running_loop().create_future()
+    scene.pool.model_path.set_result(str(tmp_path))
+    [name] = await scene.begin()
+    errors = [wrong(first), *([between] if between else []), wrong(second)]
+    for start, error in enumerate(errors[:-1], start=1):
+        await fail(scene, name, start, error)
+    scene.kill(actor_of(name, len(errors)), errors[-1])
+    await asyncio.sleep(0)
+    with pytest.raises(ConfigError, match=f"of the family zebra: .* was {second:.3g} nats in two starts of {name}"):
+        await looked_twice(scene)
+    assert len(scene.made) == len(errors), "there was no further start"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("first", "second"), [(5.2, 4.1), (0.3, 0.31), (math.inf, 1.0)])
+async def test_other_differences_of_the_first_weights_are_a_start_that_is_repeated(
+    first: float, second: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = MadeUpPool(monkeypatch, max_restarts=10)
+    [name] = await scene.begin()
+    for start, error in enumerate([wrong(first), wrong(second), ParityError("later weights")], start=1):
+        await fail(scene, name, start, error)
+    assert len(scene.made) == 4
+    await scene.pool.end()
+
+
+@pytest.mark.asyncio
+async def test_one_wrong_replica_of_several_that_generate_is_given_up_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = MadeUpPool(monkeypatch, replicas=2, min_replicas=1)
+    name, other = await scene.begin()
+    next(each for each in scene.pool.replicas if each.name == other).samples = 5
+    await fail(scene, name, 1, wrong(0.5))
+    await fail(scene, name, 2, wrong(0.5))
+    await scene.look()
+    assert [replica.name for replica in scene.pool.replicas] == [other]
+    await scene.pool.end()

@@ -18,7 +18,7 @@ from update_scene import Scene, waits
 from asyncrl.buffer.ledger import Fate
 from asyncrl.common.version import Version
 from asyncrl.data.prompts import Task
-from asyncrl.errors import FetchFailed, ManifestMismatch, ParityError, TornReplica, WeightError
+from asyncrl.errors import FetchFailed, FirstParityError, ManifestMismatch, ParityError, TornReplica, WeightError
 from asyncrl.generation.interfaces import LoadTimes
 from asyncrl.weights.manifest import Bucket, Bytes, Manifest, Piece, ReadBack, checksum
 from asyncrl.weights.staging import StagedWeights
@@ -453,6 +453,31 @@ async def test_weights_that_are_wrong_in_the_first_update_are_found_by_both(make
     scene.source.offer(0, serial=1)
     await until(lambda: scene.failed)
     assert "such as head.weight; and the engine's log-probs of the probe" in str(scene.failed[0])
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("nats", [0.5, 2.25, 1e-3, math.inf])
+@pytest.mark.parametrize("verified", [0, 1, 2])
+async def test_the_error_of_wrong_first_weights_has_their_difference(
+    make_scene: MakeScene, nats: float, verified: int
+) -> None:
+    scene = make_scene(load_timeout_s=60.0)
+    scene.clock.now_s = 10.0
+    for step in range(verified):
+        scene.source.offer(step, serial=1 + step)
+        await until(lambda step=step: scene.updates.version == Version(1, step))
+    scene.engine.score_error_nats = nats
+    for _ in range(2):
+        scene.source.offer(verified, serial=1 + verified)
+        await everything_else_runs()
+        scene.clock.now_s += 61.0
+    with pytest.raises(ParityError) as raised:
+        await asyncio.wait_for(scene.running, timeout=10.0)
+    if verified:
+        assert not isinstance(raised.value, FirstParityError)
+    else:
+        assert isinstance(raised.value, FirstParityError)
+        assert raised.value.nats == pytest.approx(nats)
 
 
 @pytest.mark.asyncio

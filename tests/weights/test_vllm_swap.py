@@ -81,8 +81,15 @@ def test_only_unquantized_models_on_cpus_are_suited(like: Any) -> None:
     assert not like.WeightSwap.suits(model, torch.device("cpu"))
     model.fused.quant_method = like.UnquantizedLinearMethod()
     assert like.WeightSwap.suits(model, torch.device("cpu"))
-    model.fused.weight = torch.nn.Parameter(torch.empty(like.WIDTH, 1, 4), requires_grad=False)
-    assert not like.WeightSwap.suits(model, torch.device("cpu")), "a convolution"
+
+
+@pytest.mark.parametrize("shape", [(32, 1, 4), (32, 2, 3), (16, 4, 2, 2), (8, 2, 2, 2, 2)])
+def test_a_convolution_is_known_by_its_weight_before_it_was_packed(like: Any, shape: tuple[int, ...]) -> None:
+    model = like.Model()
+    model.fused.weight = torch.nn.Parameter(torch.empty(shape), requires_grad=False)
+    like.record_metadata_for_reloading(model)
+    model.fused.weight = torch.nn.Parameter(torch.empty(shape).flatten(1), requires_grad=False)
+    assert not like.WeightSwap.suits(model, torch.device("cpu"))
 
 
 def test_a_model_that_changes_a_tensor_before_it_loads_it_is_not_learned(like: Any) -> None:
