@@ -112,7 +112,10 @@ class OutcomeEstimator:
         return {name: rewards_N / (1 + self.axes.length_penalty * relative_N) for name, rewards_N in found.items()}
 
     def varied(self, samples: Samples) -> torch.Tensor:
-        """Returns True for samples whose group has unequal rewards, bool [N], after the length penalty."""
+        """Returns True for samples whose group has unequal rewards, bool [N], after the length penalty. With a baseline
+        that does not compare the samples of a group, it returns True for all: equal rewards have a gradient too."""
+        if self.axes.baseline not in GROUP_BASELINES:
+            return torch.ones_like(samples.group_ids_N, dtype=torch.bool)
         groups = Groups(samples.group_ids_N)
         return torch.stack([groups.varied(rewards_N) for rewards_N in self.rewards(samples).values()]).any(0)
 
@@ -309,9 +312,12 @@ def _estimator_of(function: Callable[..., Any], own: OwnEstimator) -> Estimator:
 def varied(estimator: Estimator | None, samples: Samples) -> torch.Tensor:
     """Returns True for samples whose group has unequal rewards, bool [N].
 
-    For a built-in estimator these are the rewards that it compares, for example after a length penalty. For any other
-    estimator they are the rewards in `samples`.
+    For a built-in estimator these are the rewards that it compares, for example after a length penalty (see
+    `OutcomeEstimator.varied`). For any other estimator they are the rewards in `samples`. None stands for a critic,
+    which does not compare the samples of a group: it returns True for all.
     """
+    if estimator is None:
+        return torch.ones_like(samples.group_ids_N, dtype=torch.bool)
     if isinstance(estimator, OutcomeEstimator):
         return estimator.varied(samples)
     return Groups(samples.group_ids_N).varied(samples.rewards_N)

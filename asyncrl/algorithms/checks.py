@@ -8,6 +8,7 @@ import msgspec
 
 from asyncrl.algorithms.baselines import (
     CRITIC_BASED,
+    GROUP_BASELINES,
     Advantage,
     CriticBased,
     Outcome,
@@ -52,6 +53,7 @@ def check_algorithm(config: Config) -> list[str]:
     except ConfigError as error:
         violations.append(str(error))
     violations += _critic(config, advantage)
+    violations += [] if advantage is None else _equal_groups(config, advantage)
     if advantage is not None and has_token_advantages(advantage) and config.most_branches > 1:
         violations.append(
             f"algorithm.advantage = {baseline_of(config.algorithm)}: has an advantage for each token, which follows "
@@ -139,6 +141,17 @@ def _critic(config: Config, advantage: Advantage | None) -> Iterator[str]:
                 f"critic.{key} = {getattr(critic, key):g}: it is an option of gae, but algorithm.advantage = vtrace "
                 "does not have a λ; remove it"
             )
+
+
+def _equal_groups(config: Config, advantage: Advantage) -> Iterator[str]:
+    compares = isinstance(advantage, OwnEstimator) or getattr(advantage, "baseline", None) in GROUP_BASELINES
+    if config.algorithm.zero_variance != "keep" and not compares:
+        yield (
+            f"algorithm.zero_variance = {config.algorithm.zero_variance}: algorithm.advantage = "
+            f"{baseline_of(config.algorithm)} does not compare the samples of a group, so groups of equal rewards have "
+            "a gradient too, and would be lost; set algorithm.zero_variance to keep, or algorithm.advantage to an "
+            "estimator with a group baseline such as reinforce_pp_baseline"
+        )
 
 
 def _outcome(config: Config, advantage: Outcome) -> Iterator[str]:

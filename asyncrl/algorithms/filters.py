@@ -3,11 +3,16 @@
 A filter changes a sample's reward or masks the sample. It never drops a group. A masked sample has weight 0 in the loss
 and does not count in the loss's denominators. It still counts in its group's baseline, because its reward is real.
 
-Legend: N samples of the step, in any order.
+Legend: N samples, in any order; K of them have a reward.
 """
+
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from asyncrl.algorithms.advantages import Groups, OutcomeEstimator, Samples, check_rewards
+from asyncrl.algorithms.baselines import Outcome, OwnEstimator, resolve_advantage
+from asyncrl.algorithms.presets import advantage_of
 from asyncrl.config.schema import Config
 
 
@@ -31,6 +36,48 @@ def shaped_rewards(
     buffer_tokens = config.algorithm.overlong_buffer_tokens
     over_N = completion_tokens_N.float() - (config.generator.max_completion_tokens - buffer_tokens)
     return rewards_N + torch.where(truncated_N, -1.0, 0.0 - (over_N / buffer_tokens).clamp(0.0, 1.0))
+
+
+def scored_samples(
+    rewards: Sequence[float | None],
+    *,
+    group_ids: Sequence[int],
+    completion_tokens: Sequence[int],
+    truncated: Sequence[bool],
+    components: Mapping[str, Sequence[float | None]],
+    config: Config,
+) -> Samples:
+    """Returns the samples that have a reward, as the advantage estimator gets them: K entries, with shaped rewards.
+
+    Each argument has N entries. A component that a sample lacks counts as 0: its reward failed, with
+    `environment.on_error: zero`. Raises RunError if a reward is not finite.
+    """
+    scored_N = torch.tensor([reward is not None for reward in rewards])
+    tokens_K = torch.tensor(completion_tokens)[scored_N]
+    shaped_K = shaped_rewards(
+        torch.tensor([reward for reward in rewards if reward is not None], dtype=torch.float32),
+        truncated_N=torch.tensor(truncated)[scored_N],
+        completion_tokens_N=tokens_K,
+        config=config,
+    )
+    check_rewards(shaped_K)
+    found = {name: torch.tensor([value or 0.0 for value in values])[scored_N] for name, values in components.items()}
+    return Samples(
+        rewards_N=shaped_K,
+        group_ids_N=torch.tensor(group_ids)[scored_N],
+        completion_tokens_N=tokens_K,
+        components=found or None,
+    )
+
+
+def is_equal_group(samples: Samples, *, config: Config) -> bool:
+    """Returns whether `algorithm.zero_variance: resample` leaves a group out. `samples` are the scored samples of one
+    group: the rewards that the advantage estimator compares are all equal."""
+    axes = resolve_advantage(advantage_of(config.algorithm))
+    if isinstance(axes, Outcome):
+        return not bool(OutcomeEstimator(axes).varied(samples).any())
+    # A critic does not compare the samples of a group. An estimator of the user need not be imported here.
+    return isinstance(axes, OwnEstimator) and not bool(Groups(samples.group_ids_N).varied(samples.rewards_N).any())
 
 
 def masked_samples(*, zero_variance_N: torch.Tensor, truncated_N: torch.Tensor, config: Config) -> torch.Tensor:

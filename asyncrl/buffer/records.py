@@ -171,10 +171,12 @@ class GroupMeta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     of completion tokens with equal versions, in order. `row_bytes` is the size of the group's rows in the data plane,
     bytes: of `prompt_tokens` that all samples share, of `completion_tokens` that were sampled, and of `read_tokens`
     that a sample read in between, such as the output of a tool; these are empty if no sample read any. `components` has
-    the components of the rewards by name, None for a reward that failed; it is empty if the rewards have none. `part`
-    is that of the group's task. `continued_tokens` is the number of completion tokens that the attempt took from the
-    prefix of its ticket. `stored` is the last partial generation that the attempt has stored. `row_checksums` identify
-    the rows for the audit (`asyncrl.data.row_checksums`).
+    the components of the rewards by name, None for a reward that failed; it is empty if the rewards have none. `equal`
+    is whether the rewards that the advantage estimator compares are all equal; it is computed only with
+    `zero_variance: resample`. `part` is that of the group's task. `continued_tokens`
+    is the number of completion tokens that the attempt took from the prefix of its ticket. `stored` is the last partial
+    generation that the attempt has stored. `row_checksums` identify the rows for the audit
+    (`asyncrl.data.row_checksums`).
     """
 
     group: int
@@ -189,6 +191,7 @@ class GroupMeta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     components: dict[str, tuple[float | None, ...]] = {}
     part: str = ""
     truncated: tuple[bool, ...]
+    equal: bool = False
     oldest: int
     newest: int
     mid_sequence_updates: int = 0
@@ -288,8 +291,8 @@ class LeasedGroup(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class FilteredGroup(msgspec.Struct, frozen=True, array_like=True):
-    """A group that was not trained because all rewards of its samples are `reward`. `samples` is their number, `part`
-    the part of the group's task."""
+    """A group that was not trained because the advantage estimator finds all of its rewards equal. `reward` is the mean
+    of the rewards before penalties. `samples` is their number, `part` the part of the group's task."""
 
     reward: float
     samples: int

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Mapping
+from statistics import fmean
 
 import msgspec
 
@@ -221,12 +222,12 @@ class Tickets:
     def _is_filtered(self, meta: GroupMeta) -> bool:
         """Returns whether a group is not trained because all of its rewards are equal, and records its reward."""
         rewards, state = meta.known_rewards, self._state
-        if not state.most_filtered or len(set(rewards)) > 1:
+        if not state.most_filtered or not meta.equal:
             return False
         if len(state.filtered) >= state.most_filtered:
             state.ledger.count(Event.FILTER_LIMIT)
             return False
-        state.filtered.append(FilteredGroup(rewards[0], len(rewards), meta.part))
+        state.filtered.append(FilteredGroup(fmean(rewards), len(rewards), meta.part))
         return True
 
     def _may_continue(self, prefix: Prefix, version: Version) -> bool:

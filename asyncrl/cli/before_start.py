@@ -167,7 +167,7 @@ def _first_rows(config: Config) -> list[str]:
         from asyncrl.environments.interfaces import check_enough, read_tasks, split_tasks
 
         tasks = read_tasks(part, first=FIRST_ROWS)
-        _try_prompts(part, tasks)
+        notes += [f"{key_of(name)}{note}" for note in _try_prompts(part, tasks)]
         if len(tasks) < FIRST_ROWS and not name.startswith(EVAL):
             train, _ = split_tasks(part, tasks)
             if not name:
@@ -179,8 +179,9 @@ def _first_rows(config: Config) -> list[str]:
     return notes
 
 
-def _try_prompts(config: Config, tasks: Sequence[Task]) -> None:
-    """Checks the lengths of the first prompts, and that the model's vocabulary has the tokens of the first prompt.
+def _try_prompts(config: Config, tasks: Sequence[Task]) -> list[str]:
+    """Checks the lengths and control tokens of the first prompts, and that the model's vocabulary has the tokens of the
+    first prompt. Returns a note about control tokens that are kept, if there are any.
 
     Does nothing if the model's files are not on this machine, or if their tokenizer needs transformers, which takes
     seconds to import. Raises DatasetError (see `prompt_lengths.fitting`) unless `data.on_bad_row` is `skip`, and
@@ -188,17 +189,22 @@ def _try_prompts(config: Config, tasks: Sequence[Task]) -> None:
     """
     path = model_files(config)
     if path is None or not tasks:
-        return
+        return []
+    from asyncrl.data.control_tokens import with_control_tokens
     from asyncrl.data.light_tokenizer import light_tokenizer
     from asyncrl.data.tokenizer import encode_prompt
-    from asyncrl.environments.prompt_lengths import fitting
+    from asyncrl.environments.prompt_lengths import control_token_finding, fitting, without_control_tokens
     from asyncrl.policy.model_directory import read_model
 
     tokenizer = light_tokenizer(path, chat=config.data.chat, chat_options=config.data.chat_options)
     if tokenizer is None:
-        return
+        return []
+    first = tasks[:FIRST_PROMPTS]
     if config.data.on_bad_row == "refuse":
-        fitting(tasks[:FIRST_PROMPTS], config=config, tokenizer=tokenizer)
+        fitting(first, config=config, tokenizer=tokenizer)
+    found = with_control_tokens(first, tokenizer)
+    if found and (config.data.control_tokens, config.data.on_bad_row) == ("refuse", "refuse"):
+        without_control_tokens(first, config=config, tokenizer=tokenizer)
     vocabulary = read_model(path).vocabulary
     largest = max(encode_prompt(tokenizer, tasks[0].input), default=0)
     if vocabulary is not None and largest >= vocabulary:
@@ -207,6 +213,7 @@ def _try_prompts(config: Config, tasks: Sequence[Task]) -> None:
             f"with the id {largest}, but the model's vocabulary has {vocabulary} tokens; resize the model's "
             "embeddings, or set data.chat: off if the token belongs to the chat template"
         )
+    return [control_token_finding(found, config=config, tokenizer=tokenizer, among=len(first))] if found else []
 
 
 def try_hub(config: Config) -> None:

@@ -2,19 +2,27 @@
 
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
 from asyncrl.cli.options import ConfigFiles, Overrides, checked_config, print_warnings
 from asyncrl.cli.terminal import command_app, say
-from asyncrl.config.parts import part_configs
+from asyncrl.config.parts import part_configs, section_of
 from asyncrl.config.schema import Config
 from asyncrl.data.conversation import asked
+from asyncrl.data.left_out import REASONS, LeftOut, counts
 from asyncrl.data.prompts import Task
+from asyncrl.data.rows import BadRow
 from asyncrl.demo.directory import is_tiny
+from asyncrl.errors import ConfigError, DatasetError
+
+if TYPE_CHECKING:
+    from asyncrl.deployment.inputs import Prompts
 
 app = command_app(help="Look at the prompts of a configuration, without starting anything.")
 
@@ -34,42 +42,143 @@ def show(
     heldout: Annotated[
         bool, typer.Option("--heldout", help="Show prompts that are held out for evaluation, not those for training.")
     ] = False,
+    row: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Show row N of the dataset in full: as it is in the file, its use or why it is left out, its prompt "
+            "token by token with ids, and what the reward gets.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Show each token of a prompt in a line, with its id.")
+    ] = False,
 ) -> None:
     """Print prompts as the model gets them, token by token, with the model's chat template and special tokens.
 
     A line of tokens says what it is for: the model reads the prompt, and nothing of it is trained. Tokens that the
     model samples are trained, with the end of its turn. The reference answer shows where they would stand. Tokens that
-    the chat template puts behind a turn are not sampled, and not trained.
+    the chat template puts behind a turn are not sampled, and not trained. The first lines count the rows that are left
+    out, by reason.
     """
     config, warnings = checked_config(files, overrides, roles=())
     print_warnings(warnings)
 
     from asyncrl.data.tokenizer import load_tokenizer
-    from asyncrl.environments.interfaces import build_tasks
+    from asyncrl.deployment.inputs import read_prompts
 
-    train, kept_back = build_tasks(config)
-    chosen = kept_back if heldout else train
-    shown = [task for name in part_configs(config) for task in [t for t in chosen if t.part == name][:prompts]]
+    if row is not None:  # before the prompts are read: they may be refused because of this row
+        for name, part in part_configs(config).items():
+            for line in row_lines(part, row, named=section_of(name)):
+                say(line)
+    read = read_prompts(config)
     with tempfile.TemporaryDirectory() as folder:
         model = _model(config, Path(folder))
+        found = _fitting(read, config=config, model=model)
         tokenizer = load_tokenizer(model, chat=config.data.chat, chat_options=config.data.chat_options)
     source = "mixture" if config.data.mixture else config.data.path or config.data.dataset
-    say(f"{source}: {len(train)} prompts for training, {len(kept_back)} held out for evaluation")
-    for task in shown:
+    if row is not None:
+        for line in use_lines(found, row, tokenizer):
+            say(line)
+        return
+    say(f"{source}: {len(found.train)} prompts for training, {len(found.heldout)} held out for evaluation")
+    for line in left_out_lines(found.left_out):
+        say(line)
+    chosen = found.heldout if heldout else found.train
+    for task in [task for name in part_configs(config) for task in [t for t in chosen if t.part == name][:prompts]]:
         say()
-        for line in described(task, tokenizer):
+        for line in described(task, tokenizer, tokens=tokens):
             say(line)
 
 
-def described(task: Task, tokenizer: Any) -> Iterator[str]:
-    """Yields lines that show a prompt and its reference answer token by token."""
+def _fitting(read: "Prompts", *, config: Config, model: str) -> "Prompts":
+    """Returns the prompts that a run would use. If a run would refuse them, prints why, and returns all."""
+    from asyncrl.deployment.inputs import fitting_prompts
+
+    try:
+        return fitting_prompts(read, config=config, model=model)
+    except DatasetError as error:
+        say(f"a run would refuse these prompts: {error}", label="note:")
+        return read
+
+
+def left_out_lines(left_out: LeftOut) -> Iterator[str]:
+    """Yields lines that count the rows that are left out by part and reason, with the first row of each."""
+    for part, rows in left_out.items():
+        yield f"{section_of(part)}: {len(rows)} row{'' if len(rows) == 1 else 's'} left out"
+        for reason, count in counts({part: rows})[part].items():
+            first = next(each.row for each in rows if each.reason == reason)
+            yield f"  {count} {reason}: {REASONS[reason]} (first: row {first})"
+
+
+def row_lines(config: Config, number: int, *, named: str) -> Iterator[str]:
+    """Yields lines that show a row of a dataset as it was read, with the types of its values. Raises ConfigError if
+    there is no such row."""
+    from asyncrl.environments.interfaces import dataset_rows
+
+    source, rows = dataset_rows(config)
+    row = [*islice(rows, number - 1, number)]
+    if not row:
+        raise ConfigError(f"--row {number}: {source} ({named}) has fewer rows")
+    yield f"{source}, row {number}, as it was read:"
+    yield from value_lines(row[0])
+
+
+def value_lines(value: object) -> Iterator[str]:
+    """Yields a line for each field of a row or a task: its name, its value, and its type."""
+    if isinstance(value, BadRow):
+        yield f"  {value}"
+        return
+    fields = msgspec.structs.asdict(value) if isinstance(value, Task) else value
+    if not isinstance(fields, Mapping):
+        yield f"  {fields!r} ({_type(fields)})"
+        return
+    for name, each in fields.items():
+        yield f"  {name}: {each!r} ({_type(each)})"
+
+
+_TYPES = {str: "text", bool: "truth value", int: "integer", float: "number", type(None): "null"}
+
+
+def _type(value: object) -> str:
+    return _TYPES.get(type(value), type(value).__name__)
+
+
+def use_lines(found: "Prompts", number: int, tokenizer: Any) -> Iterator[str]:
+    """Yields lines that say what a run does with a row of each part, and show its prompt and the task of the reward."""
+    uses = {"used for training": found.train, "held out for evaluation": found.heldout}
+    for use, tasks in uses.items():
+        for task in [task for task in tasks if task.row == number]:
+            yield f"{section_of(task.part)}, row {number}: {use}"
+            yield from list(described(task, tokenizer, tokens=True))[1:]
+            yield "  the reward gets:"
+            for name in ("question", "answer"):
+                yield from (f"  {line}" for line in value_lines({name: getattr(task, name)}))
+            yield from (f"    metadata.{line.strip()}" for line in value_lines(task.metadata))
+    for part, rows in found.left_out.items():
+        for each in rows:
+            if each.row == number:
+                yield f"{section_of(part)}, row {number}: left out, {each.reason}: it {each.details}"
+
+
+def described(task: Task, tokenizer: Any, *, tokens: bool = False) -> Iterator[str]:
+    """Yields lines that show a prompt and its reference answer token by token; with `tokens`, each token of the prompt
+    in a line with its id. A note names a control token in the task's own text."""
+    from asyncrl.data.control_tokens import ControlTokens
     from asyncrl.data.tokenizer import encode_prompt, template_tokens
 
     ids = encode_prompt(tokenizer, task.input)
     added = template_tokens(tokenizer, task.input)
     where = f"{task.part}, row {task.row}" if task.part else f"row {task.row}"
     yield f"{where}: {len(ids)} tokens" + (f", {added} of them from the chat template" if added else "")
-    yield f"  read, not trained:  {_tokens(tokenizer, ids)}"
+    if (control := ControlTokens(tokenizer).first_in(task)) is not None:
+        yield f"  note: its own text contains {control!r}, which the model reads as a control token"
+    if tokens:
+        yield "  read, not trained (id, token):"
+        yield from (f"    {each:>7}  {_tokens(tokenizer, [each])}" for each in ids)
+    else:
+        yield f"  read, not trained:  {_tokens(tokenizer, ids)}"
     if task.answer:
         sampled, closing = answered(task, ids, tokenizer)
         yield f"  sampled, trained:   {_tokens(tokenizer, sampled)}"

@@ -4,10 +4,20 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from asyncrl.cli.options import RecordedRun
 from asyncrl.deployment.known_runs import existing_run
-from asyncrl.views.samples import WORST_OF, ColorBy, legend, samples_of, shown_sample
+from asyncrl.views.samples import (
+    WORST_OF,
+    ColorBy,
+    data_in_words,
+    data_of,
+    legend,
+    samples_of,
+    shown_sample,
+    task_lines,
+)
 
 
 def samples(
@@ -30,16 +40,28 @@ def samples(
             "trained."
         ),
     ] = "age",
+    task: Annotated[
+        bool,
+        typer.Option(
+            "--task",
+            help="Also show the row of each sample's task, what the reward got, and how many rows are left out.",
+        ),
+    ] = False,
 ) -> None:
     """Show samples that a run has trained: prompt, completion token by token, rewards by component, advantage, and the
     versions of the weights that generated the tokens. The run may still be running.
 
     The run writes the samples of `learner.groups_logged` groups of each step.
     """
-    samples = samples_of(existing_run(run), step=step, worst=worst)[:most]
+    folder = existing_run(run)
+    samples = samples_of(folder, step=step, worst=worst)[:most]
     console = Console(highlight=False, soft_wrap=True)
+    if task and (data := data_of(folder)) is not None:
+        for line in data_in_words(data):
+            console.print(line)
+        console.print(Text(f"a row in full: asyncrl data show -c {folder / 'config.yaml'} --row N"))
     console.print(legend(color))
     for sample in samples:
         console.print()
-        for line in shown_sample(sample, by=color):
+        for line in [*shown_sample(sample, by=color), *(task_lines(sample) if task else ())]:
             console.print(line)

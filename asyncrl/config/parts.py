@@ -45,9 +45,18 @@ def key_of(part: str) -> str:
     >>> key_of(""), key_of("sums"), key_of("eval/hard")
     ('', 'data.mixture.sums: ', 'eval.sets.hard: ')
     """
+    return f"{section_of(part)}: " if part else ""
+
+
+def section_of(part: str) -> str:
+    """Returns the section of the configuration that has the dataset of a part.
+
+    >>> section_of(""), section_of("sums"), section_of("eval/hard")
+    ('data', 'data.mixture.sums', 'eval.sets.hard')
+    """
     if part.startswith(EVAL):
-        return f"eval.sets.{part.removeprefix(EVAL)}: "
-    return f"data.mixture.{part}: " if part else ""
+        return f"eval.sets.{part.removeprefix(EVAL)}"
+    return f"data.mixture.{part}" if part else "data"
 
 
 def environment_name(config: Config) -> str:

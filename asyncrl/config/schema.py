@@ -336,13 +336,18 @@ class DataSection(DatasetSection):
     mixture: list[MixturePart] = []
     """Several tasks that are trained together, each with its own dataset and rewards. Their prompts are issued in a
     fixed pattern, so that any part of the run has them in the proportion of the weights (docs/tasks.md)."""
-    chat: Annotated[Literal["auto", "off"], BeforeValidator(off)] = "auto"
+    chat: Annotated[str, BeforeValidator(off)] = "auto"
     """`auto`: if the tokenizer has a chat template, the prompt is put into the template as a user message, and the
     model writes the answer that follows. `off`: the model gets the prompt unchanged and continues it. Many base models
-    have a chat template too. The run prints its first prompt exactly as the model gets it; `asyncrl data show` prints
-    several."""
+    have a chat template too. Another word: the template with this name, of a tokenizer that has several; `auto` takes
+    the one with the name `default`, and for conversations with tools `tool_use` if there is one. The run prints its
+    first prompt exactly as the model gets it; `asyncrl data show` prints several."""
     chat_options: dict[str, Any] = {}
     """Variables of the model's chat template, e.g. `{enable_thinking: false}`."""
+    control_tokens: Literal["keep", "refuse"] = "keep"
+    """Prompts whose own text contains a control token of the tokenizer, such as `<|im_start|>` or `</s>`: the model
+    reads the token, and not the text. `keep`: they are used, and the start names the first one. `refuse`: their rows
+    are bad rows (`on_bad_row`)."""
     max_prompt_tokens: PositiveInt = 48
     """Maximum length of a prompt, tokens. A row with a longer or an empty prompt is a bad row."""
     epochs: PositiveInt | None = None
@@ -588,7 +593,9 @@ class AlgorithmSection(Section):
     """Groups whose rewards are all equal. `keep`: they are trained. With a group baseline their advantage is 0, and
     they count in the denominators of the loss. `mask`: they are masked out of the loss. `resample`: they are not
     trained, and other prompts take their places, so that every group of a step teaches something (dynamic sampling of
-    DAPO). They count in the mean reward. What counts are the rewards before penalties."""
+    DAPO). They count in the mean reward. The compared rewards are those that the estimator compares: after the
+    penalties of `overlong` and `gr3`, and each component with `gdpo`. `mask` and `resample` are refused with estimators
+    that do not compare the samples of a group, because equal rewards have a gradient there (docs/advantages.md)."""
     max_resamples_per_step: PositiveInt | None = None
     """Most groups that `zero_variance: resample` leaves out for one step. Further ones are kept, and counted as
     `filter_limit`. Unset: four times `learner.groups_per_step`."""

@@ -6,6 +6,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from asyncrl.data.json_files import JSON_OPTIONS, json_file_rows
+from asyncrl.data.rows import Row
 from asyncrl.errors import DatasetError
 
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".arrow": "arrow"}
@@ -15,9 +17,7 @@ CSV_OPTIONS: Mapping[str, Any] = {"keep_default_na": False, "na_values": [""]}
 """Options with which only an empty cell of a CSV file is a missing value. `datasets` would also take `null` or `NA`."""
 
 
-def hugging_face_rows(
-    source: str, *, subset: str | None, split: str, options: Mapping[str, Any]
-) -> Iterable[Mapping[str, Any]]:
+def hugging_face_rows(source: str, *, subset: str | None, split: str, options: Mapping[str, Any]) -> Iterable[Row]:
     """Returns the rows of one split of a dataset.
 
     `source` is a dataset's name on the Hub (`openai/gsm8k`), a file or a folder of files in one of `FORMATS`, or a
@@ -108,8 +108,9 @@ def _saved(found: Any, *, split: str) -> Iterable[Mapping[str, Any]]:
     return found[split]  # type: ignore[no-any-return]
 
 
-def _of_files(path: Path, *, split: str, options: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
-    """Reads a file, or all files of a folder that have the same known end."""
+def _of_files(path: Path, *, split: str, options: Mapping[str, Any]) -> Iterable[Row]:
+    """Reads a file, or all files of a folder that have the same known end. JSON files are read as they are, unless
+    `options` has other options than those of their form."""
     if not path.exists():
         raise DatasetError(f"data.path = {path}: there is no such file; name a file, a folder, or a dataset of the Hub")
     files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.suffix in FORMATS)
@@ -121,6 +122,8 @@ def _of_files(path: Path, *, split: str, options: Mapping[str, Any]) -> Iterable
             f"{found}"
         )
     known = FORMATS[files[0].suffix]
+    if known == "json" and options.keys() <= JSON_OPTIONS:
+        return json_file_rows(files, split=split, options=options)
     names = [str(each) for each in files]
     # Files have no splits, so all of them are the one that was named; its part may be taken (`train[:1000]`).
     plain = split.partition("[")[0]

@@ -7,9 +7,9 @@ than the model's real tokenizer, which decides where this matters.
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from asyncrl.data.tokenizer import with_options
+from asyncrl.data.tokenizer import DEFAULT_TEMPLATE, chosen_template
 
 MOST_SPECIAL_TOKENS = 2
 """Special tokens that transformers may add to a prompt without a chat template although tokenizer.json does not: one at
@@ -31,6 +31,22 @@ class LightTokenizer:
         encoded = self._core.encode_batch(list(texts), add_special_tokens=False)
         return {"input_ids": [each.ids for each in encoded]}
 
+    @property
+    def added_tokens_decoder(self) -> dict[int, Any]:
+        """The tokens that are not learned from text, by their ids, as transformers calls them."""
+        found: dict[int, Any] = self._core.get_added_tokens_decoder()
+        return found
+
+    @property
+    def bos_token(self) -> str | None:
+        """The text of the token that begins a sequence; None if the tokenizer has none."""
+        return self._names.get("bos_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The id of `bos_token`."""
+        return None if self.bos_token is None else self._core.token_to_id(self.bos_token)
+
     def text_of(self, token: int) -> str:
         """Returns the text of an id of the vocabulary."""
         return str(self._core.id_to_token(token))
@@ -38,32 +54,36 @@ class LightTokenizer:
     def apply_chat_template(self, conversations: Sequence[list[dict[str, str]]], **_: bool) -> list[list[int]]:
         """Returns the token ids of each conversation, up to the beginning of the model's answer."""
         texts = [
-            self.chat_template.render(messages=messages, add_generation_prompt=True, **self._names)
+            self.chat_template.render(
+                messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._names
+            )
             for messages in conversations
         ]
         return self(texts, add_special_tokens=False)["input_ids"]
 
 
-def light_tokenizer(
-    path: Path, *, chat: Literal["auto", "off"], chat_options: Mapping[str, Any] = {}
-) -> LightTokenizer | None:
-    """Loads the tokenizer of the model in the directory `path`. Returns None if only transformers can load it."""
+def light_tokenizer(path: Path, *, chat: str, chat_options: Mapping[str, Any] = {}) -> LightTokenizer | None:
+    """Loads the tokenizer of the model in the directory `path`. Returns None if only transformers can load it. Raises
+    ConfigError if it does not have the template `chat`."""
     from tokenizers import Tokenizer
 
     if not (path / "tokenizer.json").is_file():
         return None
     settings = _settings(path)
-    source = _template(path, settings)
-    if source is not None and not isinstance(source, str):
-        return None  # several named templates: transformers has the rules for choosing one
+    chosen = chosen_template(_templates(path, settings), chat=chat, options=chat_options)
+    source = chosen[DEFAULT_TEMPLATE] if isinstance(chosen, Mapping) else chosen  # prompts of datasets have no tools
     core = Tokenizer.from_file(str(path / "tokenizer.json"))
     core.no_truncation()
     core.no_padding()
-    names = {key: _text(value) for key, value in settings.items() if key.endswith("_token") and value is not None}
-    if not source or chat == "off":
+    names = {
+        key: _text(value)
+        for key, value in settings.items()
+        if key.endswith("_token") and isinstance(value, str | Mapping)
+    }
+    if source is None:
         return LightTokenizer(core, template=None, names=names)
     try:
-        tokenizer = LightTokenizer(core, template=_compiled(with_options(source, chat_options)), names=names)
+        tokenizer = LightTokenizer(core, template=_compiled(source), names=names)
         tokenizer.apply_chat_template([[{"role": "user", "content": "x"}]])
     except Exception:  # only transformers can render a template that needs more than these names
         return None
@@ -84,13 +104,28 @@ def _settings(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _template(path: Path, settings: Mapping[str, Any]) -> Any:
-    file = path / "chat_template.jinja"
-    return file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
+def _templates(path: Path, settings: Mapping[str, Any]) -> Any:
+    """Returns the chat template, or several by name, from where transformers reads them: files come first."""
+    more = sorted((path / "additional_chat_templates").glob("*.jinja"))
+    files = {each.name.removesuffix(".jinja"): each for each in more}
+    if (default := path / "chat_template.jinja").is_file():
+        files = {DEFAULT_TEMPLATE: default} | files
+    templates = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+    if templates:
+        return templates[DEFAULT_TEMPLATE] if [*templates] == [DEFAULT_TEMPLATE] else templates
+    found = settings.get("chat_template")
+    return {each["name"]: each["template"] for each in found} if isinstance(found, list) else found
 
 
 def _text(token: Any) -> str:
     return str(token["content"]) if isinstance(token, Mapping) else str(token)
+
+
+def _as_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Has the parameters, in the same order, of the filter `tojson` in transformers."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _compiled(source: str) -> Any:
@@ -101,5 +136,5 @@ def _compiled(source: str) -> Any:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = lambda value, **_: json.dumps(value, ensure_ascii=False)
+    environment.filters["tojson"] = _as_json
     return environment.from_string(source)

@@ -15,6 +15,7 @@ import msgspec
 import xxhash
 
 from asyncrl.data.conversation import Message, as_text, asked
+from asyncrl.data.left_out import LeftOutRow
 from asyncrl.errors import ConfigError, DatasetError, RunMismatch
 
 
@@ -51,8 +52,8 @@ class PromptCursor(msgspec.Struct, frozen=True, kw_only=True):
 class PromptData(msgspec.Struct, frozen=True, kw_only=True):
     """The training prompts of a deployment, as they are compared with those of its run.
 
-    `source` says where they come from, and on which machine. `rows` has `ROW_BYTES` bytes of a hash of each prompt and
-    its answer, in order: they show where two datasets differ.
+    `source` says where they come from, and on which machine. `rows` has `ROW_BYTES` bytes of a hash of each task, in
+    order: they show where two datasets differ.
     """
 
     source: str
@@ -65,8 +66,48 @@ ROW_BYTES = 4
 
 def prompt_data(tasks: Sequence[Task], *, source: str) -> PromptData:
     """Returns what identifies the prompts `tasks`."""
-    hashes = (xxhash.xxh3_64_digest(f"{task.prompt}\0{task.answer}".encode())[:ROW_BYTES] for task in tasks)
-    return PromptData(source=source, fingerprint=fingerprint(tasks), rows=b"".join(hashes))
+    return PromptData(
+        source=source,
+        fingerprint=fingerprint(tasks),
+        rows=b"".join(xxhash.xxh3_64_digest(_whole(task))[:ROW_BYTES] for task in tasks),
+    )
+
+
+def _whole(task: Task) -> bytes:
+    """Returns what distinguishes a task from others: all of it but its number and its part."""
+    whole = (task.prompt, task.messages, task.answer, task.metadata)
+    return msgspec.json.encode(whole, order="deterministic")
+
+
+def _fields_of(task: Task) -> dict[str, Any]:
+    """Returns the fields that a template may use: the question and the scalar metadata."""
+    scalar = {name: value for name, value in task.metadata.items() if isinstance(value, str | int | float | bool)}
+    return scalar | {"question": task.question}
+
+
+def _names_in(template: str) -> list[str]:
+    """Returns the names of the fields that a template uses. Raises ConfigError for a malformed template."""
+    try:
+        return [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise ConfigError(
+            f"data.prompt_template: {template!r} is malformed ({error}); double a literal brace"
+        ) from None
+
+
+def without_fields(template: str, tasks: Sequence[Task]) -> list[tuple[Task, LeftOutRow]]:
+    """Returns the tasks that lack a field of the template which other rows have, for example because a cell of a CSV
+    file is empty. Raises ConfigError for a malformed template."""
+    names = set(_names_in(template)) - {"question"}
+    lacking = [(task, sorted(names - _fields_of(task).keys())) for task in tasks] if names else []
+    rows = [(task, missing) for task, missing in lacking if missing and not task.messages]
+    if len(rows) == len(tasks):
+        return []  # the template is wrong, and not a row
+    why = (
+        "has no value for {%s} of data.prompt_template (the key is absent or null, its value is not a text or a "
+        "number, or in a CSV file the cell is empty)"
+    )
+    return [(task, LeftOutRow(task.row, "missing_key", why % missing[0])) for task, missing in rows]
 
 
 def format_prompt(template: str, task: Task) -> str:
@@ -75,20 +116,14 @@ def format_prompt(template: str, task: Task) -> str:
     Only plain fields are allowed, no attributes or indices, because the metadata may come from an untrusted file.
     Raises ConfigError for a malformed template, and for a field that the task does not have.
     """
-    fields: dict[str, Any] = {k: v for k, v in task.metadata.items() if isinstance(v, str | int | float | bool)}
-    fields["question"] = task.question
-    key = "data.prompt_template"
-    try:
-        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
-    except ValueError as error:
-        raise ConfigError(f"{key}: {template!r} is malformed ({error}); double a literal brace") from None
-    for name in names:
+    fields, key, named = _fields_of(task), "data.prompt_template", f"row {task.row}" if task.row else "a task"
+    for name in _names_in(template):
         if name not in fields:
             close = difflib.get_close_matches(name, fields, n=1)
             hint = f"did you mean {{{close[0]}}}? " if close else ""
             there = ", ".join(f"{{{field}}}" for field in sorted(fields))
             raise ConfigError(
-                f"{key}: {template!r}, which this config sets, uses {{{name}}}, which a task lacks; {hint}a task has "
+                f"{key}: {template!r}, which this config sets, uses {{{name}}}, which a task lacks; {hint}{named} has "
                 f"{there} ({{question}} is the `prompt` of a JSONL row); change the template"
             )
     try:
@@ -134,22 +169,24 @@ def in_conversation(
     return placed
 
 
-def without_repeated(tasks: Sequence[Task]) -> list[Task]:
-    """Returns the tasks without those whose finished prompt, answer and metadata are equal to an earlier task's."""
-    seen: set[bytes] = set()
-    kept = []
+def without_repeated(tasks: Sequence[Task]) -> tuple[list[Task], list[LeftOutRow]]:
+    """Returns the tasks without those whose finished prompt, answer and metadata are equal to an earlier task's, and
+    the rows of the latter."""
+    first_rows: dict[bytes, int] = {}
+    kept, repeated = [], []
     for task in tasks:
-        whole = (task.prompt, task.messages, task.answer, task.metadata)
-        digest = xxhash.xxh3_128_digest(msgspec.json.encode(whole, order="deterministic"))
-        if digest not in seen:
+        digest = xxhash.xxh3_128_digest(_whole(task))
+        if digest not in first_rows:
+            first_rows[digest] = task.row
             kept.append(task)
-        seen.add(digest)
-    return kept
+        else:
+            repeated.append(LeftOutRow(task.row, "duplicate", f"is equal to row {first_rows[digest]}"))
+    return kept, repeated
 
 
 def asked_in(task: Task, template: str) -> tuple[str, ...]:
     """Returns the question of a task, and its other fields that `data.prompt_template` uses."""
-    names = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None} - {"question"}
+    names = {*_names_in(template)} - {"question"}
     return (task.question, *(str(task.metadata.get(name)) for name in sorted(names)))
 
 
@@ -305,12 +342,11 @@ class PromptSource:
 
 
 def fingerprint(tasks: Sequence[Task]) -> str:
-    """Returns a hash of prompts, answers and parts in their order. Equal datasets have equal hashes."""
+    """Returns a hash of prompts, answers, metadata and parts in their order. Equal datasets have equal hashes."""
     digest = xxhash.xxh3_64()
     for task in tasks:
-        for text in (task.prompt, task.answer, *([task.part] if task.part else [])):
-            encoded = text.encode()
-            digest.update(len(encoded).to_bytes(8, "little") + encoded)
+        for data in (_whole(task), task.part.encode()):
+            digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()
 
 

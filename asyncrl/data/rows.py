@@ -5,7 +5,7 @@ skipped silently.
 """
 
 import reprlib
-from collections import Counter
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from asyncrl.data.conversation import Message, as_text, checked_messages
+from asyncrl.data.left_out import LeftOutRow
 from asyncrl.data.prompts import Task
 from asyncrl.errors import DatasetError
 
@@ -59,9 +60,9 @@ def jsonl_rows(path: Path) -> Iterator[Row]:
             f"{path}: the dataset file cannot be read ({error.strerror}); set data.path to a file that exists"
         ) from error
     with file:
-        for line in iter(lambda: file.readline(MAX_ROW_BYTES + 2), b""):
+        for number, line in enumerate(iter(lambda: file.readline(MAX_ROW_BYTES + 2), b"")):
             try:
-                yield _decoded(line)
+                yield _decoded(line if number else line.removeprefix(BOM_UTF8))
             except BadRow as bad:
                 yield bad
                 rest = line
@@ -86,8 +87,8 @@ def read_rows(
     source: str,
     on_bad_row: OnBadRow,
     columns: Mapping[str, str | None] = {},
-) -> tuple[list[Task], Counter[str]]:
-    """Converts rows to tasks. Returns them, and the number of skipped rows by reason.
+) -> tuple[list[Task], list[LeftOutRow]]:
+    """Converts rows to tasks. Returns them, and the rows that were skipped.
 
     A row is a task, or an object with a `prompt` (a text or a list of messages) or `messages`, and an `answer` (a text
     or an integer). If its messages end with one of the assistant, this one is not part of the prompt, and it is the
@@ -99,7 +100,7 @@ def read_rows(
     `on_bad_row` is `skip`, because it has another format and all rows would be skipped.
     """
     tasks: list[Task] = []
-    skipped: Counter[str] = Counter()
+    skipped: list[LeftOutRow] = []
     made: Iterator[Task | BadRow] = (_task(row, number=n, columns=columns) for n, row in enumerate(rows, start=1))
     head = list(islice(made, FIRST_ROWS))
     bad = next((found for found in head if isinstance(found, BadRow)), None)
@@ -115,7 +116,7 @@ def read_rows(
                 f"{source}, row {number}: {found}; correct the row, or set data.on_bad_row: skip ({found.reason})"
             )
         else:
-            skipped[found.reason] += 1
+            skipped.append(LeftOutRow(number, found.reason, str(found)))
     return tasks, skipped
 
 

@@ -1,24 +1,21 @@
 """The tokenizer that learner and generators share, and its fingerprint for the comparison at start-up."""
 
-import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import xxhash
 
 from asyncrl.data.conversation import Message, asked
-from asyncrl.errors import DatasetError, RunError
+from asyncrl.errors import ConfigError, DatasetError, RunError
 
 Input = str | Sequence[Message]
 """A prompt: a text, or the messages of a conversation."""
 
 
-def load_tokenizer(
-    model_path: str, *, chat: Literal["auto", "off"] = "auto", chat_options: Mapping[str, Any] = {}
-) -> Any:
+def load_tokenizer(model_path: str, *, chat: str = "auto", chat_options: Mapping[str, Any] = {}) -> Any:
     """Loads the model's tokenizer. `chat` is `data.chat`: `off` removes the chat template. `chat_options` are variables
-    of the template. Local directories are read without a request to a hub. Raises RunError when there is no
-    tokenizer."""
+    of the template. Local directories are read without a request to a hub. Raises RunError when there is no tokenizer,
+    and ConfigError when it does not have the template `chat`."""
     from transformers import AutoTokenizer
 
     try:
@@ -28,21 +25,48 @@ def load_tokenizer(
             f"model.path = {model_path}: cannot load a tokenizer ({str(error).splitlines()[0]}); set model.path to a "
             "directory or a hub model that has one"
         ) from error
-    if chat == "off":
-        tokenizer.chat_template = None
-    elif isinstance(tokenizer.chat_template, str):
-        tokenizer.chat_template = with_options(tokenizer.chat_template, chat_options)
+    tokenizer.chat_template = chosen_template(tokenizer.chat_template, chat=chat, options=chat_options)
     return tokenizer
+
+
+DEFAULT_TEMPLATE = "default"
+"""Name of the template that is used unless another one is chosen. A tokenizer with a single template has only this."""
+
+
+def chosen_template(
+    found: str | Mapping[str, str] | None, *, chat: str, options: Mapping[str, Any]
+) -> str | dict[str, str] | None:
+    """Returns what is used of a tokenizer's chat template, or of its templates by name, with the variables `options`.
+
+    `chat` is `data.chat`. With `auto`, several templates stay: transformers then takes `tool_use` for conversations
+    with tools if there is one, else `default`. Raises ConfigError if there is no template with the name `chat`, or no
+    default.
+
+    >>> chosen_template({"default": "a", "rag": "b"}, chat="rag", options={})
+    'b'
+    """
+    if chat == "off" or (chat == "auto" and not found):
+        return None
+    templates = found if isinstance(found, Mapping) else {DEFAULT_TEMPLATE: found} if found else {}
+    if (name := DEFAULT_TEMPLATE if chat == "auto" else chat) not in templates:
+        there = f"only the templates {', '.join(sorted(templates))}" if templates else "no template"
+        raise ConfigError(
+            f"data.chat = {chat}: needs the chat template {name!r}, but the model's tokenizer has {there}; set "
+            f"data.chat to {' or '.join([*sorted(templates), 'off'])}"
+        )
+    if chat != "auto" or isinstance(found, str):
+        return with_options(templates[name], options)
+    return {each: with_options(template, options) for each, template in templates.items()}
 
 
 def with_options(template: str, options: Mapping[str, Any]) -> str:
     """Returns a chat template that begins by setting its variables `options`, such as `enable_thinking: false`.
 
     >>> with_options("{{ messages[0].content }}", {"enable_thinking": False})
-    '{% set enable_thinking = false %}\\n{{ messages[0].content }}'
+    '{% set enable_thinking = False %}\\n{{ messages[0].content }}'
     """
-    # Jinja reads the literals of JSON, and removes the newline after a block, as transformers sets it up.
-    return "".join(f"{{% set {name} = {json.dumps(value)} %}}\n" for name, value in options.items()) + template
+    # Jinja reads the literals of Python, and removes the newline after a block, as transformers sets it up.
+    return "".join(f"{{% set {name} = {value!r} %}}\n" for name, value in options.items()) + template
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
@@ -62,10 +86,12 @@ def encode_prompt(tokenizer: Any, prompt: Input) -> list[int]:
 def encode_prompts(tokenizer: Any, prompts: Sequence[Input]) -> list[list[int]]:
     """Runs `encode_prompt` for each prompt, in one call, which takes a fast tokenizer half the time.
 
-    With a chat template, a text becomes the message of a user. Raises DatasetError for messages without a template.
+    With a chat template, a text becomes the message of a user. A token that begins sequences is left out at the
+    beginning of a text if template or tokenizer write it too. Raises DatasetError for messages without a template.
     """
     if not prompts:
         return []
+    prompts = with_one_start(tokenizer, prompts)
     if getattr(tokenizer, "chat_template", None):
         ids: list[list[int]] = tokenizer.apply_chat_template(
             [asked(each) for each in prompts],
@@ -83,12 +109,51 @@ def encode_prompts(tokenizer: Any, prompts: Sequence[Input]) -> list[list[int]]:
     return list(tokenizer(texts, add_special_tokens=True)["input_ids"])
 
 
+def with_one_start(tokenizer: Any, prompts: Sequence[str | Sequence[Mapping[str, Any]]]) -> Sequence[Any]:
+    """Returns the prompts with at most one token that begins sequences (BOS) at the beginning of each text, and with
+    none if the tokenizer or the chat template writes it at the beginning of each prompt. A prompt with two of them is
+    unlike all that a model was trained on."""
+    start = getattr(tokenizer, "bos_token", None)
+    if not start or not any(_begins(text, start) for prompt in prompts for text in _texts(prompt)):
+        return prompts
+    if getattr(tokenizer, "chat_template", None):
+        [plain] = tokenizer.apply_chat_template(
+            [asked("a")], add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    else:
+        [plain] = tokenizer(["a"], add_special_tokens=True)["input_ids"]
+    kept = "" if list(plain[:1]) == [tokenizer.bos_token_id] else start
+
+    def cut(text: Any) -> Any:
+        return kept + _without(text, start) if isinstance(text, str) and _begins(text, start) else text
+
+    return [
+        cut(prompt) if isinstance(prompt, str) else [{**each, "content": cut(each.get("content"))} for each in prompt]
+        for prompt in prompts
+    ]
+
+
+def _texts(prompt: str | Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the texts of a prompt. Messages of agents may have none, or a list of parts instead."""
+    contents = [prompt] if isinstance(prompt, str) else [message.get("content") for message in prompt]
+    return [text for text in contents if isinstance(text, str)]
+
+
+def _begins(text: str, start: str) -> bool:
+    return text.lstrip().startswith(start)
+
+
+def _without(text: str, start: str) -> str:
+    while _begins(text, start):
+        text = text.lstrip().removeprefix(start)
+    return text
+
+
 def template_tokens(tokenizer: Any, prompt: Input) -> int:
     """Returns how many tokens of a prompt the chat template adds; 0 without a template."""
     if not getattr(tokenizer, "chat_template", None):
         return 0
-    texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
-    alone = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    alone = tokenizer(_texts(prompt), add_special_tokens=False)["input_ids"]
     return len(encode_prompt(tokenizer, prompt)) - sum(map(len, alone))
 
 

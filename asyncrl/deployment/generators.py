@@ -21,7 +21,7 @@ from asyncrl.coordinator.status import BriefStatus, OwnReplicas
 from asyncrl.deployment.inputs import Prompts
 from asyncrl.deployment.pool import ReplicaPool
 from asyncrl.deployment.shared_actors import RunHandles, enter_run, keep_attached, leave_run, new_deployment
-from asyncrl.environments.secrets import read_secrets
+from asyncrl.environments.secrets import read_secrets, warn_of_short
 from asyncrl.errors import StallError
 from asyncrl.generation.shared_memory import EngineProcesses
 
@@ -75,11 +75,13 @@ class GeneratorDeployment:
         self._config = config
         self._prompts = prompts
         self._deployment = new_deployment(Role.GENERATOR, replicas=config.generator.replicas)
+        secrets = read_secrets(config.environment, os.environ)
+        warn_of_short(secrets)
         self._pool = ReplicaPool(
             config,
             deployment=self._deployment.id,
             model_path=model_path,
-            secrets=read_secrets(config.environment, os.environ),
+            secrets=secrets,
             started=started,
         )
 

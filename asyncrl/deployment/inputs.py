@@ -5,25 +5,39 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from asyncrl.common.tasks import cancelled
-from asyncrl.config.parts import EVAL, eval_configs, part_configs
+from asyncrl.config.parts import EVAL, all_configs, eval_configs, part_configs, section_of
 from asyncrl.config.schema import HELDOUT, Config
+from asyncrl.data.left_out import LeftOutRow, counts, joined
 from asyncrl.data.light_tokenizer import cached_files, light_tokenizer
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.environments.interfaces import build_sets, build_tasks
-from asyncrl.environments.prompt_lengths import fitting
+from asyncrl.environments.prompt_lengths import fitting, without_control_tokens
 from asyncrl.errors import DatasetError
+from asyncrl.learner.records import DataRecord
 
 
 class Prompts(NamedTuple):
-    """The tasks of a run: for training, held out for evaluation, and those of the named held-out sets (`eval.sets`)."""
+    """The tasks of a run: for training, held out for evaluation, and those of the named held-out sets (`eval.sets`).
+    `left_out` has the rows of their datasets that are none of these."""
 
     train: Sequence[Task]
     heldout: Sequence[Task]
     sets: Mapping[str, Sequence[Task]] = {}
+    left_out: Mapping[str, Sequence[LeftOutRow]] = {}
+
+
+def data_record(prompts: Prompts) -> DataRecord:
+    """Returns the numbers of prompts, and of rows that are left out."""
+    return DataRecord(
+        training=len(prompts.train),
+        heldout=len(prompts.heldout),
+        sets={name: len(tasks) for name, tasks in prompts.sets.items()},
+        left_out={section_of(part): by_reason for part, by_reason in counts(prompts.left_out).items()},
+    )
 
 
 class Inputs:
@@ -100,8 +114,10 @@ class Inputs:
 
 def read_prompts(config: Config) -> Prompts:
     """Reads the tasks of a configuration. Raises ConfigError or DatasetError."""
-    train, heldout = build_tasks(config)
-    return Prompts(train=train, heldout=heldout, sets=build_sets(config, train=train))
+    left_out: dict[str, list[LeftOutRow]] = {}
+    train, heldout = build_tasks(config, left_out=left_out)
+    sets = build_sets(config, train=train, left_out=left_out)
+    return Prompts(train=train, heldout=heldout, sets=sets, left_out=left_out)
 
 
 def fitting_prompts(prompts: Prompts, *, config: Config, model: str) -> Prompts:
@@ -113,21 +129,48 @@ def fitting_prompts(prompts: Prompts, *, config: Config, model: str) -> Prompts:
     files = Path(model) if os.path.isdir(model) else cached_files(model)
     # The real tokenizer needs transformers, whose import takes seconds in which other processes start.
     light = None if files is None else light_tokenizer(files, chat=chat, chat_options=options)
-    fit = partial(fitting, tokenizer=exact()) if light is None else partial(fitting, tokenizer=light, exact=exact)
+    fit = partial(_usable, tokenizer=exact()) if light is None else partial(_usable, tokenizer=light, exact=exact)
+    out: dict[str, list[LeftOutRow]] = {part: [] for part in all_configs(config)}
     configs = eval_configs(config)
     return Prompts(
-        train=_fitting_of_parts(prompts.train, config=config, fit=fit),
-        heldout=_fitting_of_parts(prompts.heldout, config=config, fit=fit),
-        sets={name: fit(tasks, config=configs[f"{EVAL}{name}"]) for name, tasks in prompts.sets.items()},
+        train=_fitting_of_parts(prompts.train, config=config, fit=fit, left_out=out),
+        heldout=_fitting_of_parts(prompts.heldout, config=config, fit=fit, left_out=out),
+        sets={
+            name: fit(tasks, config=configs[f"{EVAL}{name}"], left_out=out[f"{EVAL}{name}"])
+            for name, tasks in prompts.sets.items()
+        },
+        left_out=joined(*prompts.left_out.items(), *out.items()),
     )
 
 
-def _fitting_of_parts(tasks: Sequence[Task], *, config: Config, fit: Callable[..., Sequence[Task]]) -> Sequence[Task]:
+def _usable(
+    tasks: Sequence[Task],
+    *,
+    config: Config,
+    tokenizer: Any,
+    left_out: list[LeftOutRow],
+    exact: Callable[[], Any] | None = None,
+) -> Sequence[Task]:
+    plain = without_control_tokens(tasks, config=config, tokenizer=tokenizer, left_out=left_out)
+    return fitting(plain, config=config, tokenizer=tokenizer, exact=exact, left_out=left_out)
+
+
+def _fitting_of_parts(
+    tasks: Sequence[Task],
+    *,
+    config: Config,
+    fit: Callable[..., Sequence[Task]],
+    left_out: Mapping[str, list[LeftOutRow]],
+) -> Sequence[Task]:
     """Returns the tasks that fit, in their order. Each part of a mixture has its own `on_bad_row`."""
     parts = part_configs(config)
     if len(parts) == 1:
-        return fit(tasks, config=config)
-    kept = {id(task) for name, part in parts.items() for task in fit([t for t in tasks if t.part == name], config=part)}
+        return fit(tasks, config=config, left_out=left_out[next(iter(parts))])
+    kept = {
+        id(task)
+        for name, part in parts.items()
+        for task in fit([t for t in tasks if t.part == name], config=part, left_out=left_out[name])
+    }
     return [task for task in tasks if id(task) in kept]
 
 

@@ -20,9 +20,10 @@ from asyncrl.coordinator.endpoints import Endpoints
 from asyncrl.coordinator.learner_calls import LearnerCalls
 from asyncrl.coordinator.registry import Registry
 from asyncrl.coordinator.snapshot import Restored
+from asyncrl.data.left_out import in_words
 from asyncrl.data.tokenizer import load_tokenizer, shown_prompt, tokenizer_fingerprint
 from asyncrl.deployment.closing import LEAVE_S, short_grace
-from asyncrl.deployment.inputs import Prompts
+from asyncrl.deployment.inputs import Prompts, data_record
 from asyncrl.deployment.known_runs import has_checkpoint
 from asyncrl.deployment.learner_log import LearnerLog
 from asyncrl.deployment.provenance import processor, provenance
@@ -204,6 +205,10 @@ class LearnerDeployment:
         tokenizer = load_tokenizer(model_path, chat=config.data.chat, chat_options=config.data.chat_options)
         fingerprint = tokenizer_fingerprint(tokenizer)
         await handles.coordinator.call(Registry.handshake, who="the learner", fingerprint=fingerprint)
+        record = data_record(prompts)
+        self._run_dir.write_data(record)
+        for section, by_reason in record.left_out.items():
+            self._screen.report(f"{section}: left out {in_words(by_reason)}")
         for task in prompts.train[:1]:
             self._screen.report(shown_prompt(tokenizer, task.input))
         self._display.enter("starting the learner's ranks")

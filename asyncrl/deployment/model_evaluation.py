@@ -20,7 +20,7 @@ from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.deployment.inputs import fitting_prompts, read_prompts
 from asyncrl.environments.part_scorers import PartScorers
-from asyncrl.environments.secrets import read_secrets
+from asyncrl.environments.secrets import read_secrets, warn_of_short
 from asyncrl.errors import DatasetError, InfraError, RunError
 from asyncrl.generation.evaluation import answers_of, prompts_at_once
 from asyncrl.generation.rollout import HeldoutAnswer, Rollouts
@@ -79,6 +79,7 @@ async def evaluate_model(
     """
     config = config.model_copy(update={"generator": config.generator.model_copy(update={"seeded": True})})
     path, secrets = config.model.path, read_secrets(config.environment, os.environ)
+    warn_of_short(secrets)
     tasks = heldout_tasks(config)
     how = config.eval.each_set()
     async with AsyncExitStack() as started:

@@ -7,6 +7,7 @@
     metrics/             targets.json for Prometheus
     samples/step-N.jsonl some groups of each step with all of their samples
     steps.jsonl  evals.jsonl  failures.json  summary.json  report.html
+    data.json            numbers of prompts, and of rows that are left out, by reason
     trackers.json        the runs of the experiment trackers (`asyncrl.metrics.trackers`)
     checkpoints/step-N/  from which the run can be resumed
     audit/               what each step trained, for `asyncrl audit` (`asyncrl.learner.audit_records`)
@@ -47,7 +48,7 @@ from asyncrl.deployment.resuming import SAMPLES, Choice, Resumed, begin_incarnat
 from asyncrl.deployment.run_lock import Taken, take
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.learner.audit_records import AUDIT, Began, Record, framed, records_path
-from asyncrl.learner.records import EvalRecord, Resumption, RunInfo, SampleRecord, StepRecord, Summary
+from asyncrl.learner.records import DATA, DataRecord, EvalRecord, Resumption, RunInfo, SampleRecord, StepRecord, Summary
 from asyncrl.shown_text import redacted
 
 logger = logging.getLogger(__name__)
@@ -225,6 +226,13 @@ class RunDir:
             write_atomically(self.failures_path, pretty(failures))
         except OSError as error:
             logger.error("cannot write %s: %s", self.failures_path, error)
+
+    def write_data(self, record: DataRecord) -> None:
+        """Writes `data.json`."""
+        try:
+            write_atomically(self.path / DATA, pretty(record))
+        except OSError as error:
+            logger.error("cannot write %s: %s", self.path / DATA, error)
 
     def write_summary(self, summary: Summary) -> None:
         write_atomically(self.path / "summary.json", pretty(summary))

@@ -23,6 +23,7 @@ OF_EVERY_START = {
     "metrics",
     SAMPLES,
     "failures.json",
+    "data.json",
     "report.html",
     AUDIT,
 }

@@ -19,6 +19,7 @@ from asyncrl.config.import_path import BUILT_IN_NAMES, call_with_options, resolv
 from asyncrl.config.parts import EVAL, eval_configs, part_configs
 from asyncrl.config.schema import Config, EnvironmentSection, RewardTerm
 from asyncrl.data.hugging_face import hugging_face_rows
+from asyncrl.data.left_out import LeftOutRow, counts, in_words
 from asyncrl.data.prompts import (
     PromptSource,
     Task,
@@ -27,6 +28,7 @@ from asyncrl.data.prompts import (
     in_conversation,
     interleaved,
     split,
+    without_fields,
     without_repeated,
 )
 from asyncrl.data.rows import Row, jsonl_rows, read_rows
@@ -167,13 +169,20 @@ def _named_reward(name: str, *, key: str) -> Callable[..., Any]:
     return resolve(name, key=key)
 
 
-def build_tasks(config: Config) -> tuple[list[Task], list[Task]]:
+def build_tasks(
+    config: Config, *, left_out: dict[str, list[LeftOutRow]] | None = None
+) -> tuple[list[Task], list[Task]]:
     """Returns (training, held-out) tasks of all parts of the mixture, or of the only dataset. Their prompts are made
     with `prompt_template`. A prompt that one part holds out is not trained in another part.
 
-    Skipped rows are logged with their counts. Raises ConfigError or DatasetError.
+    Rows that are left out are added to `left_out`, by part, and logged with their counts. Raises ConfigError or
+    DatasetError.
     """
-    parts = {name: split_tasks(part, read_tasks(part)) for name, part in part_configs(config).items()}
+    out: dict[str, list[LeftOutRow]] = {name: [] for name in part_configs(config)}
+    parts = {
+        name: split_tasks(part, read_tasks(part, left_out=out[name]), left_out=out[name])
+        for name, part in part_configs(config).items()
+    }
     train, heldout = [], []
     for name, (trained, kept_back) in parts.items():
         train += [msgspec.structs.replace(task, part=name) for task in trained] if name else trained
@@ -181,24 +190,34 @@ def build_tasks(config: Config) -> tuple[list[Task], list[Task]]:
     mixed = interleaved(heldout, [part.weight for part in config.data.mixture] or [1])
     if len(parts) > 1:
         unseen = {task.prompt for task in mixed}
+        for task in train:
+            if task.prompt in unseen:
+                out[task.part].append(_held_out(task))
         kept = [task for task in train if task.prompt not in unseen]
         _log_held_out(len(train) - len(kept), source="data.mixture")
         train = kept
     check_enough(config, train)
+    if left_out is not None:
+        left_out.update({name: rows for name, rows in out.items() if rows})
     return train, mixed
 
 
-def build_sets(config: Config, *, train: Sequence[Task]) -> dict[str, list[Task]]:
+def build_sets(
+    config: Config, *, train: Sequence[Task], left_out: dict[str, list[LeftOutRow]] | None = None
+) -> dict[str, list[Task]]:
     """Returns the tasks of the named held-out sets (`eval.sets`), by name, without questions and prompts of the
     training tasks `train`.
 
-    Raises ConfigError or DatasetError, also for a set of which nothing is left.
+    Rows that are left out are added to `left_out`, by part. Raises ConfigError or DatasetError, also for a set of which
+    nothing is left.
     """
     templates = {name: part.data.prompt_template for name, part in part_configs(config).items()}
     seen = {asked_in(task, templates[task.part]) for task in train} | {(task.prompt,) for task in train}
     sets = {}
     for part, of_set in eval_configs(config).items():
-        name, read, template = part.removeprefix(EVAL), read_tasks(of_set), of_set.data.prompt_template
+        out: list[LeftOutRow] = []
+        name, template = part.removeprefix(EVAL), of_set.data.prompt_template
+        read = read_tasks(of_set, left_out=out)
         unseen = [task for task in read if not {asked_in(task, template), (task.prompt,)} & seen]
         kept = [msgspec.structs.replace(task, part=part) for task in unseen]
         if not kept:
@@ -208,6 +227,10 @@ def build_sets(config: Config, *, train: Sequence[Task]) -> dict[str, list[Task]
             )
         if len(kept) < len(read):
             _log.info("eval.sets.%s: left out %d questions that the run trains", name, len(read) - len(kept))
+            same = {id(task) for task in unseen}
+            out += [LeftOutRow(task.row, "trained", "the run trains it") for task in read if id(task) not in same]
+        if out and left_out is not None:
+            left_out[part] = out
         sets[name] = kept
     return sets
 
@@ -217,11 +240,22 @@ def _log_held_out(left_out: int, *, source: str) -> None:
         _log.warning("%s: left out %d training rows whose prompt is held out", source, left_out)
 
 
-def split_tasks(config: Config, tasks: Sequence[Task]) -> tuple[list[Task], list[Task]]:
-    """Returns (training, held-out) tasks of one dataset. Raises DatasetError if none remains for training."""
+def _held_out(task: Task) -> LeftOutRow:
+    return LeftOutRow(task.row, "held_out", f"its prompt {task.prompt[:40]!r} is held out")
+
+
+def split_tasks(
+    config: Config, tasks: Sequence[Task], *, left_out: list[LeftOutRow] | None = None
+) -> tuple[list[Task], list[Task]]:
+    """Returns (training, held-out) tasks of one dataset. Adds to `left_out` the rows that are neither. Raises
+    DatasetError if none remains for training."""
     data = config.data
     train, heldout = split(tasks, data.heldout_fraction, template=data.prompt_template)
-    _log_held_out(len(tasks) - len(train) - len(heldout), source=str(data.path or data.dataset))
+    used = {id(task) for task in (*train, *heldout)}
+    out = [_held_out(task) for task in tasks if id(task) not in used]
+    _log_held_out(len(out), source=str(data.path or data.dataset))
+    if left_out is not None:
+        left_out += out
     if not train:
         raise DatasetError(
             f"data.dataset = {data.dataset}: none of its {len(tasks)} tasks remains for training, because "
@@ -244,30 +278,39 @@ def check_enough(config: Config, train: Sequence[Task]) -> None:
         )
 
 
-def read_tasks(config: Config, *, first: int | None = None) -> list[Task]:
+def read_tasks(config: Config, *, first: int | None = None, left_out: list[LeftOutRow] | None = None) -> list[Task]:
     """Returns the dataset's tasks with their prompts, before the split. `first` limits how many rows are read. A task
     is left out if its finished prompt, answer and metadata are equal to those of an earlier one.
 
-    Skipped rows are logged with their counts. Raises ConfigError or DatasetError; an error that the user's code raises
-    becomes a DatasetError.
+    Rows that are left out are added to `left_out`, and logged with their counts. Raises ConfigError or DatasetError; an
+    error that the user's code raises becomes a DatasetError.
     """
     data = config.data
     source, rows = dataset_rows(config)
-    tasks, skipped = read_rows(
+    tasks, out = read_rows(
         islice(rows, first),
         source=source,
         columns={str(name): key for name, key in data.columns.items()},
         on_bad_row=data.on_bad_row,
     )
+    if lacking := without_fields(data.prompt_template, tasks):
+        row = lacking[0][1]
+        if data.on_bad_row == "refuse":
+            raise DatasetError(
+                f"{source}, row {row.row}: {row.details}; correct the row, or set data.on_bad_row: skip ({row.reason})"
+            )
+        out += [left for _, left in lacking]
+        unusable = {id(task) for task, _ in lacking}
+        tasks = [task for task in tasks if id(task) not in unusable]
     examples = [{"prompt": example.prompt, "answer": example.answer} for example in data.few_shot]
     tasks = apply_template(data.prompt_template, tasks)
     finished = in_conversation(tasks, system_prompt=data.system_prompt, examples=examples)
-    kept = without_repeated(finished)
-    if len(kept) < len(finished):
-        skipped["duplicate"] = len(finished) - len(kept)
-    if skipped:
-        counts = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
-        _log.warning("%s: skipped %d rows (%s)", data.path or data.dataset, sum(skipped.values()), counts)
+    kept, repeated = without_repeated(finished)
+    out += repeated
+    if out:
+        _log.warning("%s: skipped %d rows (%s)", data.path or data.dataset, len(out), in_words(counts({"": out})[""]))
+    if left_out is not None:
+        left_out += out
     return kept
 
 

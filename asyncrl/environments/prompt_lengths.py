@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from asyncrl.config.schema import Config
+from asyncrl.data.control_tokens import ControlTokens, with_control_tokens
+from asyncrl.data.left_out import LeftOutRow
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import encode_prompts, template_tokens
 from asyncrl.errors import DatasetError
@@ -31,10 +33,59 @@ def counted(tokenizer: Any, task: Task, ids: Sequence[int]) -> str:
     return f"{len(ids)} tokens{of_template if added else ''}"
 
 
+def control_token_finding(found: Sequence[tuple[Task, str]], *, config: Config, tokenizer: Any, among: int) -> str:
+    """Says in words which prompts have control tokens in their own text: `found`, of `among` prompts."""
+    task, token = found[0]
+    of_template = (
+        f". The chat template writes {token!r} too: a prompt that is in the template already becomes the text of one "
+        "turn of the user; set data.chat: off, or give the conversation as `messages`"
+        if ControlTokens(tokenizer).of_template(token)
+        else ""
+    )
+    return (
+        f"{_source(config)}, {_where(task)}: the prompt {task.prompt[:40]!r} contains {token!r}, which the model reads "
+        f"as a control token, and not as text; it is the first of {len(found)} such prompts, among {among}{of_template}"
+    )
+
+
+def without_control_tokens(
+    tasks: Sequence[Task], *, config: Config, tokenizer: Any, left_out: list[LeftOutRow] | None = None
+) -> Sequence[Task]:
+    """Applies `data.control_tokens`: returns the tasks, and logs a note about those with control tokens in their own
+    text. With `refuse` it leaves them out and adds them to `left_out`, or raises DatasetError unless `data.on_bad_row`
+    is `skip`."""
+    if not (found := with_control_tokens(tasks, tokenizer)):
+        return tasks
+    finding = control_token_finding(found, config=config, tokenizer=tokenizer, among=len(tasks))
+    if config.data.control_tokens == "keep":
+        logger.warning("%s (data.control_tokens: keep)", finding)
+        return tasks
+    if config.data.on_bad_row == "refuse" or len(found) == len(tasks):
+        raise DatasetError(f"{finding}. Correct the rows, or set data.control_tokens: keep, or data.on_bad_row: skip")
+    logger.warning("%s. These prompts are skipped (data.control_tokens: refuse, data.on_bad_row: skip)", finding)
+    if left_out is not None:
+        left_out += [LeftOutRow(task.row, "control_token", f"contains {token!r}") for task, token in found]
+    skipped = {id(task) for task, _ in found}
+    return [task for task in tasks if id(task) not in skipped]
+
+
+def _source(config: Config) -> str:
+    return "data.mixture" if config.data.mixture else str(config.data.path or config.data.dataset)
+
+
+def _where(task: Task) -> str:
+    return f"{task.part} row {task.row}" if task.part else f"row {task.row}"
+
+
 def fitting(
-    tasks: Sequence[Task], *, config: Config, tokenizer: Any, exact: Callable[[], Any] | None = None
+    tasks: Sequence[Task],
+    *,
+    config: Config,
+    tokenizer: Any,
+    exact: Callable[[], Any] | None = None,
+    left_out: list[LeftOutRow] | None = None,
 ) -> list[Task]:
-    """Returns the tasks whose prompts fit, and logs the count of skipped ones.
+    """Returns the tasks whose prompts fit. Adds the others to `left_out`, and logs their number.
 
     If `tokenizer` is a LightTokenizer, `exact` returns the model's real tokenizer. It is called for prompts that fit
     only if the real one adds no special tokens.
@@ -44,6 +95,7 @@ def fitting(
     """
     longest = longest_prompt_tokens(config)
     fit: list[Task] = []
+    misfits: list[LeftOutRow] = []
     first_misfit = ""
     for start in range(0, len(tasks), ENCODED_AT_ONCE):
         chunk = tasks[start : start + ENCODED_AT_ONCE]
@@ -57,21 +109,24 @@ def fitting(
         for task, ids in zip(chunk, encoded, strict=True):
             if 0 < len(ids) <= longest:
                 fit.append(task)
-            elif not first_misfit:
-                where = f"{task.part} row {task.row}" if task.part else f"row {task.row}"
-                first_misfit = f"{where}: the prompt {task.prompt[:40]!r} has {counted(tokenizer, task, ids)}"
-    misfits = len(tasks) - len(fit)
+                continue
+            misfits.append(
+                LeftOutRow(task.row, "prompt_length", f"has {len(ids)} tokens, but must have 1 to {longest}")
+            )
+            if not first_misfit:
+                first_misfit = f"{_where(task)}: the prompt {task.prompt[:40]!r} has {counted(tokenizer, task, ids)}"
     if not misfits:
         return fit
-    source = "data.mixture" if config.data.mixture else config.data.path or config.data.dataset
     finding = (
-        f"{source}, {first_misfit}, but must have 1 to {longest} (data.max_prompt_tokens = "
-        f"{config.data.max_prompt_tokens}, model.max_length = {config.model.max_length}); it is the first of {misfits} "
-        f"that do not fit, among {len(tasks)} prompts"
+        f"{_source(config)}, {first_misfit}, but must have 1 to {longest} (data.max_prompt_tokens = "
+        f"{config.data.max_prompt_tokens}, model.max_length = {config.model.max_length}); it is the first of "
+        f"{len(misfits)} that do not fit, among {len(tasks)} prompts"
     )
     if not fit:
         raise DatasetError(f"{finding}. No prompt fits: raise the limit, or shorten the rows")
     if config.data.on_bad_row == "refuse":
         raise DatasetError(f"{finding}. Raise the limit, shorten the rows, or set data.on_bad_row: skip")
     logger.warning("%s. These prompts are skipped (data.on_bad_row: skip)", finding)
+    if left_out is not None:
+        left_out += misfits
     return fit

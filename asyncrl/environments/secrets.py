@@ -74,14 +74,18 @@ def read_secrets(section: EnvironmentSection, environ: Mapping[str, str]) -> Sec
     ]
     if missing:
         raise ConfigError("\n".join(missing))
-    if short := [name for name in section.secrets if len(environ[name]) < _SHORTEST_HIDDEN]:
+    return Secrets({name: environ[name] for name in section.secrets})
+
+
+def warn_of_short(secrets: Secrets) -> None:
+    """Logs which values are too short to be replaced. A command calls it once: it reads secrets several times."""
+    if short := [name for name, value in secrets.environment.items() if len(value) < _SHORTEST_HIDDEN]:
         _log.warning(
             "environment.secrets: the values of %s have fewer than %d characters and are not replaced in outputs and "
             "errors, because they are likely to occur in other text; use longer values for keys",
             ", ".join(short),
             _SHORTEST_HIDDEN,
         )
-    return Secrets({name: environ[name] for name in section.secrets})
 
 
 def hide_secrets(section: EnvironmentSection, environ: Mapping[str, str]) -> None:

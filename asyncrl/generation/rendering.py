@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from asyncrl.data.tokenizer import with_one_start
 from asyncrl.errors import ConfigError
 from asyncrl.generation.messages import Message, for_template
 
@@ -37,6 +38,7 @@ class Renderer:
 
     def first(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
         """Returns the tokens of a conversation up to the place where the model answers."""
+        [messages] = with_one_start(self._tokenizer, [messages])
         return self._render(messages, tools=tools)
 
     def rest(self, messages: Sequence[Message]) -> list[int] | None:

@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
+from asyncrl.algorithms.filters import is_equal_group, scored_samples
 from asyncrl.buffer.attempts import seed_of_group
 from asyncrl.buffer.failure_records import Failure
 from asyncrl.buffer.records import GroupMeta, Ticket
@@ -220,6 +223,8 @@ def finished_group(ticket: Ticket, played: Played, *, config: Config, replica: s
         version_spans=spans,
         row_checksums=tuple(row_checksums(rows)),
     )
+    if config.algorithm.zero_variance == "resample":
+        meta = replace(meta, equal=_has_equal_rewards(meta, config))
     return FinishedGroup(
         meta=meta,
         rows=rows,
@@ -227,3 +232,15 @@ def finished_group(ticket: Ticket, played: Played, *, config: Config, replica: s
         failures=failures_of(scores, prompt=ticket.task.prompt),
         activity=played.activity,
     )
+
+
+def _has_equal_rewards(meta: GroupMeta, config: Config) -> bool:
+    scored = scored_samples(
+        meta.rewards,
+        group_ids=[meta.group] * len(meta.rewards),
+        completion_tokens=meta.completion_tokens,
+        truncated=meta.truncated,
+        components=meta.components,
+        config=config,
+    )
+    return is_equal_group(scored, config=config)

@@ -15,8 +15,8 @@ from itertools import groupby
 
 import torch
 
-from asyncrl.algorithms.advantages import Estimator, Samples, check_rewards, compute_advantages, varied
-from asyncrl.algorithms.filters import masked_samples, shaped_rewards
+from asyncrl.algorithms.advantages import Estimator, compute_advantages, varied
+from asyncrl.algorithms.filters import masked_samples, scored_samples
 from asyncrl.buffer.records import Lease, LeasedGroup
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
@@ -70,7 +70,8 @@ class StepSamples:
 
     `numbers` has the step's numbers by their names in `asyncrl.metrics.numbers`:
 
-    - `zero_variance_ratio`: the share of groups whose rewards, as the estimator sees them, are all equal.
+    - `zero_variance_ratio`: the share of groups whose rewards, as the estimator compares them, are all equal; 0 for a
+      critic, and for a built-in estimator that does not compare the samples of a group.
     - `all_right_ratio`: the share of groups whose scored rewards (before the filters) are all equal and above 0.
     - `all_wrong_ratio`: the share of groups whose scored rewards are all equal and not above 0.
     - `truncated_ratio`: the share of samples that were truncated at their length limit.
@@ -110,20 +111,15 @@ def judge_samples(lease: Lease, *, estimator: Estimator | None, config: Config) 
     tokens_N = torch.tensor([tokens for group in groups for tokens in group.meta.completion_tokens])
     stale_N = torch.tensor([tokens for group in groups for tokens in group.stale_tokens(lease.step)])
     truncated_N = torch.tensor([truncated for group in groups for truncated in group.meta.truncated])
-    shaped_K = shaped_rewards(
-        torch.tensor([reward for reward in rewards if reward is not None], dtype=torch.float32),
-        truncated_N=truncated_N[scored_N],
-        completion_tokens_N=tokens_N[scored_N],
+    samples = scored_samples(
+        rewards,
+        group_ids=ids_N.tolist(),
+        completion_tokens=tokens_N.tolist(),
+        truncated=truncated_N.tolist(),
+        components=_components(groups),
         config=config,
     )
-    check_rewards(shaped_K)
-    samples = Samples(
-        rewards_N=shaped_K,
-        group_ids_N=ids_N[scored_N],
-        completion_tokens_N=tokens_N[scored_N],
-        components=_components(groups, scored_N),
-    )
-    rewards_N = torch.zeros(len(rewards)).masked_scatter(scored_N, shaped_K)
+    rewards_N = torch.zeros(len(rewards)).masked_scatter(scored_N, samples.rewards_N)
     advantages_N = None
     if estimator is not None:
         advantages_N = torch.zeros(len(rewards)).masked_scatter(scored_N, compute_advantages(estimator, samples))
@@ -151,19 +147,15 @@ def judge_samples(lease: Lease, *, estimator: Estimator | None, config: Config) 
     )
 
 
-def _components(groups: Sequence[LeasedGroup], scored_N: torch.Tensor) -> dict[str, torch.Tensor] | None:
-    """Returns the components of the rewards by name, float32 [K]; None if the rewards have none. A component that a
-    sample lacks counts as 0: its reward failed, with `environment.on_error: zero`."""
+def _components(groups: Sequence[LeasedGroup]) -> dict[str, list[float | None]]:
+    """Returns the components of the rewards by name, each with N values; None for one that a sample lacks."""
     names = dict.fromkeys(name for group in groups for name in group.meta.components)
-    if not names:
-        return None
-    found = {
+    return {
         name: [
             value for group in groups for value in group.meta.components.get(name, (None,) * len(group.meta.rewards))
         ]
         for name in names
     }
-    return {name: torch.tensor([value or 0.0 for value in values])[scored_N] for name, values in found.items()}
 
 
 def sample_ids(group: LeasedGroup) -> list[str]:
@@ -240,7 +232,10 @@ def sample_record(
     return SampleRecord(
         step=step,
         group=leased.meta.group,
+        row=task.row,
+        part=task.part,
         prompt=task.prompt,
+        metadata=task.metadata,
         rendered_prompt=decode(rows["input_ids"][row, :prompt].tolist(), True),
         completion=decode(rows["input_ids"][row, cut].tolist(), False),
         tokens=tuple(decode([token], True) for token in rows["input_ids"][row, cut].tolist()),

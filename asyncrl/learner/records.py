@@ -1,6 +1,7 @@
 """The files that a run writes: its description, one record per step and evaluation, samples, and the summary.
 
 - `run.json` has a `RunInfo`: the process of the run and its state.
+- `data.json` has a `DataRecord`: the numbers of prompts, and of rows that are left out.
 - `steps.jsonl` has one `StepRecord` per step, one JSON object per line.
 - `evals.jsonl` has one `EvalRecord` per held-out evaluation.
 - `samples/step-N.jsonl` has a few `SampleRecord`s of step N.
@@ -11,12 +12,26 @@ cannot express them. A killed writer can leave a last line without its newline; 
 """
 
 from datetime import datetime
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from asyncrl.config.schema import HELDOUT
 from asyncrl.metrics.numbers import TRACKERS, tracker_name
+
+DATA = "data.json"
+"""Name of the file in a run's directory that has the `DataRecord`."""
+
+
+class DataRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The prompts of a run: `data.json`. `training`, `heldout` and `sets` (by the names of `eval.sets`) are numbers of
+    prompts. `left_out` has the numbers of rows that are none of these, by the section of their dataset, such as `data`
+    or `data.mixture.sums`, and by the reason (`asyncrl.data.left_out.REASONS`)."""
+
+    training: int
+    heldout: int
+    sets: dict[str, int]
+    left_out: dict[str, dict[str, int]]
 
 
 class Resumption(msgspec.Struct, frozen=True, kw_only=True):
@@ -205,7 +220,9 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
 class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One rollout in full, as it was trained at `step`.
 
-    `rendered_prompt` is the prompt as the model got it, with special tokens and the chat template. `components` has the
+    `row` is the number of the task's row in its dataset, `part` the part of `data.mixture`, and `metadata` what the
+    reward got beside question and answer. `rendered_prompt` is the prompt as the model got it, with special tokens and
+    the chat template. `components` has the
     components of the reward by name, if it has any. `tokens` has the text of each completion token. `version_spans` has
     pairs (step of the weights, number of completion tokens that these weights generated), in the order of the tokens.
     `turns` has pairs (tokens that were read, tokens that were then sampled) of the completion; empty if all of it was
@@ -218,7 +235,10 @@ class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     group: int
+    row: int = 0
+    part: str = ""
     prompt: str
+    metadata: dict[str, Any] = {}
     rendered_prompt: str
     completion: str
     tokens: tuple[str, ...] = ()

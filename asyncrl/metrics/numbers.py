@@ -154,8 +154,9 @@ NUMBERS: tuple[Number, ...] = (
     Number(
         "zero_variance_ratio",
         "ratio",
-        "Share of groups whose rewards are all equal after the filters. With a group baseline, their advantages are 0 "
-        "and they have no gradient. NaN when every group has one sample.",
+        "Share of groups whose rewards, as the advantage estimator compares them, are all equal. Their advantages are "
+        "0 and they have no gradient. 0 for estimators that do not compare the samples of a group. NaN when every "
+        "group has one sample.",
         "reward",
         Line(SPREAD, "groups with equal rewards", "rose"),
         (NO_GRADIENT, "equal"),

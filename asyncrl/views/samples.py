@@ -7,11 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
+import msgspec
 from rich.text import Text
 
+from asyncrl.config.parts import section_of
+from asyncrl.data.left_out import in_words
 from asyncrl.errors import RunError
 from asyncrl.learner.record_lines import read_lines
-from asyncrl.learner.records import SampleRecord
+from asyncrl.learner.records import DATA, DataRecord, SampleRecord
 from asyncrl.shown_text import shown
 
 ColorBy = Literal["age", "difference", "mask"]
@@ -106,6 +109,31 @@ def differences(sample: SampleRecord) -> list[float] | None:
     if sample.generation_logprobs is None or sample.prev_logprobs is None:
         return None
     return [ours - theirs for ours, theirs in zip(sample.generation_logprobs, sample.prev_logprobs, strict=True)]
+
+
+def data_of(folder: Path) -> DataRecord | None:
+    """Returns the numbers of prompts and of rows that are left out; None if the run did not record them."""
+    try:
+        return msgspec.json.decode((folder / DATA).read_bytes(), type=DataRecord)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def data_in_words(data: DataRecord) -> Iterator[Text]:
+    """Yields lines about the prompts of a run, and the rows that are left out."""
+    yield Text(f"{data.training} prompts for training, {data.heldout} held out for evaluation")
+    for section, by_reason in data.left_out.items():
+        yield Text(f"{section}: left out {in_words(by_reason)}")
+
+
+def task_lines(sample: SampleRecord) -> Iterator[Text]:
+    """Yields lines that show what the reward got beside the completion, and the row of the task's dataset."""
+    place = f"row {sample.row} of {section_of(sample.part)}" if sample.row else "not of a dataset"
+    yield Text.assemble(("task        ", "dim"), place)
+    for name, value in {"prompt": sample.prompt, "answer": sample.answer}.items():
+        yield Text.assemble(("            ", "dim"), shown(f"{name}: {value!r}"))
+    for name, value in sample.metadata.items():
+        yield Text.assemble(("            ", "dim"), shown(f"metadata.{name}: {value!r} ({type(value).__name__})"))
 
 
 def shown_sample(sample: SampleRecord, *, by: ColorBy) -> Iterator[Text]:

@@ -326,3 +326,18 @@ def test_a_pull_to_the_reference_by_reward_and_by_penalty_is_said_to_be_two() ->
         here,
     ):
         assert not [line for line in warnings(*other) if "twice" in line]
+
+
+@pytest.mark.parametrize(
+    ("advantage", "critic"),
+    [("reinforce_pp", False), ("{name: reinforce_pp, whiten: none}", False), ("gae", True), ("vtrace", True)],
+)
+@pytest.mark.parametrize("filters", ["mask", "resample"])
+@pytest.mark.fault("F28")
+def test_groups_of_equal_rewards_are_not_left_out_where_they_have_a_gradient(
+    advantage: str, critic: bool, filters: str
+) -> None:
+    settings = [f"algorithm.advantage={advantage}", *(["critic={}"] if critic else [])]
+    found = violations(*settings, f"algorithm.zero_variance={filters}")
+    assert any("does not compare the samples of a group" in line for line in found), found
+    warnings("algorithm.advantage=reinforce_pp_baseline", f"algorithm.zero_variance={filters}")

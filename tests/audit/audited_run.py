@@ -220,6 +220,7 @@ class AuditedRun(Scene):
             if ticket.group == MASKED_GROUP:
                 meta = msgspec.structs.replace(meta, rewards=(None, *meta.rewards[1:]))
             filtered = len(set(meta.known_rewards)) == 1 and self.config.most_resamples > 0
+            meta = msgspec.structs.replace(meta, equal=filtered)
             outcome = CommitOutcome.FILTERED if filtered else CommitOutcome.ACCEPTED
             assert await self.coordinator.commit([meta]) == [outcome]
             if filtered:

@@ -71,6 +71,7 @@ def finished(
     `versions`. Sample i has i + 1 tokens."""
     versions = sorted({ticket.version, *versions, *(() if ticket.prefix is None else ticket.prefix.versions)})
     newest = max(version.step for version in versions) if newest is None else newest
+    rewards = (1.0,) * group_size if rewards is None else rewards
     return GroupMeta(
         group=ticket.group,
         attempt=ticket.attempt,
@@ -79,7 +80,8 @@ def finished(
         row_bytes=row_bytes,
         prompt_tokens=3,
         completion_tokens=tuple(range(1, group_size + 1)),
-        rewards=(1.0,) * group_size if rewards is None else rewards,
+        rewards=rewards,
+        equal=len({*rewards} - {None}) == 1,
         truncated=(False,) * group_size,
         oldest=ticket.oldest,
         newest=newest,

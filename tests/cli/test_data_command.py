@@ -101,3 +101,106 @@ def test_a_tiny_model_keeps_its_weights_when_its_prompts_are_shown_with_other_le
     shown = CliRunner().invoke(app, ["data", "show", "-c", str(QUICKSTART), *path, "model.max_length=20", "-n", "1"])
     assert shown.exit_code == 0, shown.output
     assert {file.name: file.read_bytes() for file in (tmp_path / "tiny").iterdir()} == before
+
+
+ROWS = {
+    "csv": "question,answer,level\n1+1=,02,3\n2+2=,4,\n1+1=,02,3\n3+3=<eos>,6,1\n,7,1\n" + "9" * 70 + ",1,1\n",
+    "jsonl": "\n".join(
+        [
+            '{"question": "1+1=", "answer": "02", "level": "3"}',
+            '{"question": "2+2=", "answer": 4, "level": null}',
+            '{"question": "1+1=", "answer": "02", "level": "3"}',
+            '{"question": "3+3=<eos>", "answer": "6", "level": "1"}',
+            '{"question": null, "answer": "7", "level": "1"}',
+            json.dumps({"question": "9" * 70, "answer": "1", "level": "1"}),
+        ]
+    ),
+    "json": json.dumps(
+        [
+            {"question": "1+1=", "answer": "02", "level": "3"},
+            {"question": "2+2=", "answer": "4", "level": None},
+            {"question": "1+1=", "answer": "02", "level": "3"},
+            {"question": "3+3=<eos>", "answer": "6", "level": "1"},
+            {"question": None, "answer": "7", "level": "1"},
+            {"question": "9" * 70, "answer": "1", "level": "1"},
+        ]
+    ),
+}
+
+
+def shown(folder: Path, kind: str, *options: str) -> str:
+    path = folder.parent / f"rows.{kind}"
+    path.write_text(ROWS[kind])
+    sets = [
+        f"model.path={folder}",
+        f"data.dataset={'jsonl' if kind == 'jsonl' else 'hf'}",
+        f"data.path={path}",
+        "data.columns={prompt: question}",
+        "data.on_bad_row=skip",
+        "data.heldout_fraction=0",
+        "eval.prompts=0",
+        "environment.reward=exact_match",
+        f"run.dir={folder.parent}",
+    ]
+    result = CliRunner().invoke(app, ["data", "show", *options, *sets])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_rows_that_are_left_out_are_counted_by_reason_with_the_first_of_each(folder: Path, kind: str) -> None:
+    output = shown(folder, kind)
+    assert "3 prompts for training, 0 held out" in output
+    assert "data: 3 rows left out" in output
+    assert "  1 duplicate: its prompt, answer and metadata are those of an earlier row (first: row 3)" in output
+    assert "  1 missing_key: the row has no prompt" in output
+    assert "(first: row 5)" in output
+    assert "  1 prompt_length: its prompt has no token or too many (first: row 6)" in output
+    assert "note: its own text contains '<eos>', which the model reads as a control token" in output
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_a_row_is_shown_as_in_the_file_with_its_tokens_and_what_the_reward_gets(folder: Path, kind: str) -> None:
+    output = shown(folder, kind, "--row", "1")
+    assert f"rows.{kind}" in output
+    assert "row 1, as it was read:\n  question: '1+1=' (text)\n  answer: '02' (text)\n  level: '3' (text)\n" in output
+    assert "data, row 1: used for training" in output
+    tokenizer = load_tokenizer(str(folder))
+    ids = encode_prompt(tokenizer, "1+1=")
+    listed = [line.split()[0] for line in output.partition("(id, token):\n")[2].splitlines()[: len(ids)]]
+    assert listed == [str(each) for each in ids]
+    assert f"{tokenizer.eos_token_id:>7}  [<eos>]" in output
+    wanted = (
+        "  the reward gets:\n    question: '1+1=' (text)\n    answer: '02' (text)\n    metadata.level: '3' (text)\n"
+    )
+    assert wanted in output
+    given = "integer" if kind == "jsonl" else "text"
+    assert f"answer: {4 if kind == 'jsonl' else repr('4')} ({given})" in shown(folder, kind, "--row", "2")
+    assert "    metadata.level: None (null)" in shown(folder, kind, "--row", "2")
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        (3, "left out, duplicate: it is equal to row 1"),
+        (5, "left out, missing_key: it has the key 'question', but its value is null"),
+        (6, "left out, prompt_length: it has 78 tokens, but must have 1 to 48"),
+    ],
+)
+@pytest.mark.parametrize("kind", ROWS)
+def test_a_row_that_is_left_out_is_shown_with_the_reason(folder: Path, kind: str, row: int, why: str) -> None:
+    output = shown(folder, kind, "--row", str(row))
+    assert why in output
+    assert "the reward gets" not in output
+
+
+def test_a_row_that_does_not_exist_and_prompts_that_a_run_would_refuse_are_named(folder: Path, tmp_path: Path) -> None:
+    shown(folder, "csv")
+    sets = [f"model.path={folder}", "data.dataset=hf", f"data.path={tmp_path / 'rows.csv'}", f"run.dir={tmp_path}"]
+    more = ["data.columns={prompt: question}", "environment.reward=exact_match", "eval.prompts=0"]
+    result = CliRunner().invoke(app, ["data", "show", "--row", "99", *sets, *more])
+    assert (result.exit_code, "--row 99" in result.output) == (2, True)
+    refused = CliRunner().invoke(app, ["data", "show", "--row", "5", *sets, *more])
+    assert refused.exit_code == 1
+    assert "question: None (null)" in refused.output, "a row that is refused can be looked at"
+    assert "row 5" in refused.output

@@ -3,12 +3,14 @@ adds."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from asyncrl.data.light_tokenizer import light_tokenizer
 from asyncrl.data.tokenizer import encode_prompts, load_tokenizer
 from asyncrl.demo.tiny_model import build_tokenizer
+from asyncrl.errors import ConfigError
 
 pytestmark = pytest.mark.slow
 
@@ -26,9 +28,9 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("chat", ["auto", "off"])
 def test_prompts_have_the_same_ids_as_in_transformers(chat: str, folder: Path) -> None:
-    light = light_tokenizer(folder, chat=chat)  # type: ignore[arg-type]
+    light = light_tokenizer(folder, chat=chat)
     assert light is not None
-    expected = encode_prompts(load_tokenizer(str(folder), chat=chat), PROMPTS)  # type: ignore[arg-type]
+    expected = encode_prompts(load_tokenizer(str(folder), chat=chat), PROMPTS)
     assert encode_prompts(light, PROMPTS) == expected
     assert (len(expected[0]) == len(PROMPTS[0])) is (chat == "off")
 
@@ -58,3 +60,76 @@ def test_an_id_has_a_text(folder: Path) -> None:
     assert light is not None
     assert max(encode_prompts(light, ["a~b"])[0]) == 97
     assert light.text_of(97) == "~"
+
+
+DEFAULT = "{% for m in messages %}<{{ m.role[0] }}{{ style }}>{{ m.content }}{% endfor %}<{{ depth }}>"
+OTHERS = {
+    "rag": "{{ depth }}:{{ messages[-1].content }}",
+    "tool_use": "{{ [style, depth] | tojson(indent=1) }}{{ messages | length }}",
+    "strict": "{% if tools is not none or documents is not none %}?{% endif %}{{ style is none }}{{ depth }}",
+}
+OPTIONS = [
+    {"style": "short", "depth": 2},
+    {"style": None, "depth": [1, {"a": True}]},
+    {"style": 'it\'s "quoted" \\ {{ x }}', "depth": -0.5},
+]
+
+
+def named(folder: Path, templates: dict[str, str], *, form: str) -> Path:
+    """Replaces the template of the tokenizer in `folder` by several ones, in one of the two forms of files."""
+    tokenizer = build_tokenizer(max_length=16)
+    tokenizer.chat_template = templates
+    (folder / "chat_template.jinja").unlink()
+    tokenizer.save_pretrained(folder, save_jinja_files=form == "files")
+    return folder
+
+
+@pytest.mark.parametrize("form", ["files", "list"])
+@pytest.mark.parametrize("options", OPTIONS, ids=["texts", "null and nested", "quotes"])
+def test_named_templates_are_applied_with_their_variables_as_in_transformers(
+    options: dict[str, Any], form: str, folder: Path
+) -> None:
+    named(folder, {"default": DEFAULT, **OTHERS}, form=form)
+    seen = []
+    for chat in ("auto", "default", *OTHERS):
+        light = light_tokenizer(folder, chat=chat, chat_options=options)
+        real = load_tokenizer(str(folder), chat=chat, chat_options=options)
+        assert light is not None
+        expected = encode_prompts(real, PROMPTS)
+        assert encode_prompts(light, PROMPTS) == expected, chat
+        other = load_tokenizer(str(folder), chat=chat, chat_options={"style": "z", "depth": 99})
+        assert encode_prompts(other, PROMPTS) != expected, f"the variables have no effect in {chat}"
+        seen.append(expected)
+    assert seen[0] == seen[1]
+    assert len({str(each) for each in seen}) == 1 + len(OTHERS)
+
+
+def test_conversations_with_tools_still_have_a_template_of_their_own(folder: Path) -> None:
+    named(folder, {"default": "d{{ style }}", "tool_use": "t{{ style }}"}, form="files")
+    tokenizer = load_tokenizer(str(folder), chat_options={"style": 7})
+    asked = [{"role": "user", "content": "a"}]
+    assert tokenizer.apply_chat_template(asked, tokenize=False) == "d7"
+    assert tokenizer.apply_chat_template(asked, tools=[{"type": "function"}], tokenize=False) == "t7"
+
+
+@pytest.mark.parametrize(
+    ("templates", "chat", "words"),
+    [
+        (
+            {"default": DEFAULT, **OTHERS},
+            "offf",
+            "'offf', but the model's tokenizer has only the templates default, rag",
+        ),
+        ({"rag": "a", "tool_use": "b"}, "auto", "'default'.*only the templates rag, tool_use; set data.chat to rag or"),
+        ({"default": DEFAULT}, "rag", "'rag'.*only the templates default; set data.chat to default or off"),
+        ({}, "rag", "'rag'.*has no template; set data.chat to off"),
+    ],
+    ids=["misspelled", "no default", "only one", "none"],
+)
+def test_a_template_that_the_tokenizer_does_not_have_is_refused_with_those_that_it_has(
+    templates: dict[str, str], chat: str, words: str, folder: Path
+) -> None:
+    named(folder, templates, form="files")
+    for load in (lambda: light_tokenizer(folder, chat=chat), lambda: load_tokenizer(str(folder), chat=chat)):
+        with pytest.raises(ConfigError, match=rf"data.chat = {chat}: needs the chat template {words}"):
+            load()

@@ -1,3 +1,5 @@
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -197,3 +199,27 @@ def test_a_template_is_refused_for_messages() -> None:
     assert apply_template("{question}", [task]) == [task]
     with pytest.raises(ConfigError, match=r"row 7, which has messages; put the text into data\.system_prompt"):
         apply_template("{question} Think.", [task])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"metadata": {"level": 2}},
+        {"metadata": {}},
+        {"metadata": {"level": "1"}},
+        {"metadata": {"level": 1, "tests": [{"in": None}]}},
+        {"messages": ({"role": "user", "content": "q1"},)},
+    ],
+    ids=["value", "none", "type", "nested", "messages"],
+)
+@pytest.mark.fault("F25")
+def test_datasets_that_differ_in_what_the_reward_gets_have_other_fingerprints(other: dict[str, Any]) -> None:
+    tasks = [msgspec.structs.replace(task, metadata={"level": 1}) for task in make_tasks(5)]
+    changed = [*tasks]
+    changed[1] = msgspec.structs.replace(tasks[1], **other)
+    with pytest.raises(RunMismatch, match="differ from number 2 on"):
+        PromptSource(tasks, seed=0).check_same(prompt_data(changed, source="other"))
+    with pytest.raises(DatasetError, match="are not those of this dataset"):
+        PromptSource(changed, seed=0).restore(PromptSource(tasks, seed=0).state())
+    turned = [msgspec.structs.replace(task, metadata=dict(reversed(task.metadata.items()))) for task in changed]
+    PromptSource(changed, seed=0).check_same(prompt_data(turned, source="other"))

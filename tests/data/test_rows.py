@@ -26,7 +26,8 @@ def read_jsonl(
     path: Path, *, on_bad_row: OnBadRow = "refuse", first: int | None = None
 ) -> tuple[list[Task], Counter[str]]:
     found = islice(jsonl_rows(path), first)
-    return read_rows(found, source=str(path), on_bad_row=on_bad_row)
+    tasks, left_out = read_rows(found, source=str(path), on_bad_row=on_bad_row)
+    return tasks, Counter(each.reason for each in left_out)
 
 
 GOOD = b'{"prompt": "1+1", "answer": "2", "level": 3}'
@@ -192,9 +193,9 @@ def test_a_conversation_that_cannot_be_used_is_refused_with_its_row_and_message(
     assert "row 1" in str(caught.value)
     assert what in str(caught.value)
     good = {"prompt": "a", "answer": "b"}
-    assert read_rows([good, {"messages": messages, "answer": "4"}], source="rows", on_bad_row="skip")[1] == {
-        "messages": 1
-    }
+    _, [bad] = read_rows([good, {"messages": messages, "answer": "4"}], source="rows", on_bad_row="skip")
+    assert (bad.row, bad.reason) == (2, "messages")
+    assert what in bad.details
 
 
 def test_a_dataset_has_its_own_names_for_prompt_and_answer_also_in_nested_objects() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import Config, EvalSection, RunSection
+from asyncrl.data.left_out import LeftOutRow
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.demo.tiny_model import build_tokenizer
@@ -48,7 +49,8 @@ def fitting(config: Config, loaded: Prompts) -> Prompts:
 def test_prompts_that_are_too_long_are_left_out_of_both_parts(model: Path) -> None:
     loaded = Prompts(train=tasks(LONG, SHORT), heldout=tasks(SHORT, LONG))
     found = fitting(settings(model, on_bad_row="skip"), loaded)
-    assert found == Prompts(train=loaded.train[1:], heldout=loaded.heldout[:1])
+    long = [LeftOutRow(row, "prompt_length", "has 5 tokens, but must have 1 to 4") for row in (1, 2)]
+    assert found == Prompts(train=loaded.train[1:], heldout=loaded.heldout[:1], left_out={"": long})
 
 
 def test_the_prompts_of_a_named_set_are_measured_too(model: Path) -> None:

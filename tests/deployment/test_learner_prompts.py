@@ -6,10 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from asyncrl.common.tasks import Stopped
 from asyncrl.config.schema import Config
+from asyncrl.data.left_out import LeftOutRow
 from asyncrl.data.prompts import Task
 from asyncrl.demo.tiny_model import build_tokenizer
 from asyncrl.deployment.inputs import Prompts
@@ -18,6 +20,7 @@ from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.screen import Screen
 from asyncrl.errors import RunError
 from asyncrl.learner.publication import probe_sequences
+from asyncrl.learner.records import DataRecord
 from asyncrl.views.live import LiveView
 
 pytestmark = pytest.mark.slow
@@ -79,7 +82,8 @@ async def test_ranks_that_do_not_start_do_not_keep_a_run_that_is_asked_to_end(tm
 async def test_the_first_prompt_is_printed_as_the_model_gets_it_before_the_ranks_start(tmp_path: Path) -> None:
     config = Config.model_validate({"run": {"dir": str(tmp_path)}, "model": {"max_length": 16}})
     build_tokenizer(max_length=16).save_pretrained(tmp_path / "model")
-    prompts = Prompts(train=[Task(question="ab", prompt="ab>", answer="ba")], heldout=())
+    left_out = {"": [LeftOutRow(2, "duplicate"), LeftOutRow(5, "blank"), LeftOutRow(6, "duplicate")]}
+    prompts = Prompts(train=[Task(question="ab", prompt="ab>", answer="ba")], heldout=(), left_out=left_out)
     printed: list[str] = []
     with RunDir.create(config) as run_dir:
         deployment = LearnerDeployment(
@@ -98,7 +102,13 @@ async def test_the_first_prompt_is_printed_as_the_model_gets_it_before_the_ranks
                 await deployment._prompts,
                 asyncio.Event(),
             )
-    assert printed == ["first prompt, without a chat template, 3 tokens: 'ab>'"]
+    assert printed == [
+        "data: left out 1 blank, 2 duplicate",
+        "first prompt, without a chat template, 3 tokens: 'ab>'",
+    ]
+    recorded = msgspec.json.decode((run_dir.path / "data.json").read_bytes(), type=DataRecord)
+    by_reason = {"data": {"blank": 1, "duplicate": 2}}
+    assert recorded == DataRecord(training=1, heldout=0, sets={}, left_out=by_reason)
 
 
 def test_probe_sequences_leave_room_for_the_token_that_scoring_generates() -> None:

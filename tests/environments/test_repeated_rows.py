@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import Config
-from asyncrl.environments.interfaces import build_tasks
+from asyncrl.data.left_out import REASONS, LeftOutRow, counts
+from asyncrl.environments.interfaces import build_sets, build_tasks
+from asyncrl.errors import ConfigError, DatasetError
 
 HERE = __name__
 SHARED: dict[str, list[dict[str, Any]]] = {
@@ -51,3 +53,81 @@ def test_held_out_and_training_rows_share_no_prompt(template: str, caplog: pytes
     assert not {task.prompt for task in train} & {task.prompt for task in heldout}
     left_out = 400 - len(train) - len(heldout)
     assert (f"left out {left_out} training rows whose prompt is held out" in caplog.text) == (left_out > 0)
+
+
+GAPS = {
+    "csv": "prompt,answer,unit\na,1,m\nb,2,\nc,3,s\nd,4,\n",
+    "jsonl": "\n".join(
+        json.dumps(row)
+        for row in (
+            {"prompt": "a", "answer": "1", "unit": "m"},
+            {"prompt": "b", "answer": "2", "unit": None},
+            {"prompt": "c", "answer": "3", "unit": 0},
+            {"prompt": "d", "answer": "4"},
+        )
+    ),
+    "json": json.dumps(
+        [{"prompt": p, "answer": p, "unit": u} for p, u in zip("abcd", ["m", None, "s", None], strict=True)]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", GAPS)
+@pytest.mark.parametrize("template", ["{question} [{unit}]", "{unit}", "{question}{unit}{unit}"])
+def test_a_row_without_a_value_for_the_template_is_named_or_skipped_and_counted(
+    kind: str, template: str, tmp_path: Path
+) -> None:
+    path = tmp_path / f"rows.{kind}"
+    path.write_text(GAPS[kind])
+    data = {"dataset": "jsonl" if kind == "jsonl" else "hf", "path": path, "prompt_template": template}
+    data |= {"heldout_fraction": 0}
+    with pytest.raises(DatasetError, match=r"row 2: has no value for \{unit\}.*data\.on_bad_row: skip \(missing_key\)"):
+        build_tasks(Config.model_validate({"data": data}))
+    left_out: dict[str, list[LeftOutRow]] = {}
+    train, _ = build_tasks(Config.model_validate({"data": data | {"on_bad_row": "skip"}}), left_out=left_out)
+    assert [task.row for task in train] == [1, 3]
+    assert [each.row for each in left_out[""]] == [2, 4]
+    assert counts(left_out) == {"": {"missing_key": 2}}
+
+
+def test_a_field_that_no_row_has_is_a_mistake_of_the_template(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text(GAPS["csv"])
+    data = {"dataset": "hf", "path": tmp_path / "rows.csv", "prompt_template": "{units}", "on_bad_row": "skip"}
+    with pytest.raises(ConfigError, match=r"uses \{units\}, which a task lacks; did you mean \{unit\}"):
+        build_tasks(Config.model_validate({"data": data}))
+
+
+def parts_rows(first: int, count: int) -> Iterator[dict[str, Any]]:
+    for number in range(first, first + count):
+        yield {"prompt": f"q{number % 90}", "answer": str(number % 90)}
+    yield {"prompt": " ", "answer": ""}
+
+
+def test_every_row_of_every_part_is_a_task_or_left_out_with_a_reason() -> None:
+    sizes = {"a": (0, 100), "b": (50, 60)}
+    rows_of = dict.fromkeys(sizes, f"{HERE}:parts_rows")
+    parts = [
+        {
+            "name": name,
+            "data": {"dataset": rows_of[name], "options": {"first": first, "count": count}}
+            | {"on_bad_row": "skip", "heldout_fraction": 0.3 if name == "a" else 0.6},
+        }
+        for name, (first, count) in sizes.items()
+    ]
+    config = Config.model_validate(
+        {
+            "data": {"mixture": parts},
+            "eval": {"sets": {"more": {"data": parts[0]["data"] | {"heldout_fraction": 0.1}, "prompts": 4}}},
+        }
+    )
+    left_out: dict[str, list[LeftOutRow]] = {}
+    train, heldout = build_tasks(config, left_out=left_out)
+    sets = build_sets(config, train=train, left_out=left_out)
+    for name, (_, count) in sizes.items():
+        used = [task.row for task in (*train, *heldout) if task.part == name]
+        assert sorted([*used, *(each.row for each in left_out[name])]) == [*range(1, count + 2)]
+    assert {each.reason for each in left_out["a"]} == {"duplicate", "blank", "held_out"}
+    used = [task.row for task in sets["more"]]
+    assert sorted([*used, *(each.row for each in left_out["eval/more"])]) == [*range(1, 102)]
+    assert counts(left_out)["eval/more"]["trained"] > 0
+    assert {each.reason for rows in left_out.values() for each in rows} <= REASONS.keys()

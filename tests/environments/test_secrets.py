@@ -14,7 +14,7 @@ import pytest
 import requests
 
 from asyncrl.config.schema import EnvironmentSection
-from asyncrl.environments.secrets import Secrets, read_secrets, secrets_hint
+from asyncrl.environments.secrets import Secrets, read_secrets, secrets_hint, warn_of_short
 from asyncrl.errors import ConfigError
 
 KEY = 'sk-"a\\b/c'
@@ -93,6 +93,8 @@ def test_an_error_for_lack_of_an_environment_variable_is_recognised(code: str, n
 def test_a_short_value_is_not_replaced_and_the_start_says_so(value: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         secrets = read_secrets(EnvironmentSection(secrets=["OFFLINE", "KEY"]), {"OFFLINE": value, "KEY": "12345678"})
+        assert not caplog.records, "secrets are read several times in a command"
+        warn_of_short(secrets)
     assert secrets.redact(f"{value} and 12345678") == f"{value} and <KEY>"
     assert secrets.environment["OFFLINE"] == value
     [record] = caplog.records

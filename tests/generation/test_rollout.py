@@ -11,7 +11,8 @@ import torch
 from fake_engine import FakeEngine
 from pool import LengthScorer, Tokenizer, manifest_of
 
-from asyncrl.buffer.records import Ticket
+from asyncrl.algorithms.advantages import resolve_estimator
+from asyncrl.buffer.records import Lease, LeasedGroup, Ticket
 from asyncrl.common.version import Version
 from asyncrl.config.checks import bytes_per_token, worst_case_group_bytes
 from asyncrl.config.load import load_config
@@ -20,10 +21,12 @@ from asyncrl.data.prompts import Task
 from asyncrl.data.specs import GENERATED_FIELDS, SUPPORT
 from asyncrl.data_plane.codec import Picked, decode, encode
 from asyncrl.environments.scores import Score
+from asyncrl.environments.scoring_messages import Components
 from asyncrl.errors import DataError, HandshakeError
 from asyncrl.generation.episodes import Episode, single_turn
 from asyncrl.generation.interfaces import Completion
 from asyncrl.generation.rollout import Attempt, FinishedGroup, Played, Rollouts, finished_group
+from asyncrl.learner.batch import judge_samples
 from asyncrl.weights.staging import StagedWeights
 
 TICKET = Ticket(
@@ -168,3 +171,55 @@ async def test_samples_have_seeds_of_their_own_in_a_synchronous_run_or_if_asked_
     rollouts = Rollouts(config=config, engine=engine, tokenizer=Tokenizer(), scorer=LengthScorer(), replica="a")
     await rollouts.run(msgspec.structs.replace(TICKET, seed=8), Attempt())
     assert seeds == expected
+
+
+COMPARED = [
+    ("group_norm", "keep", (1.0, 1.0), (1, 4), False),
+    ("group_norm", "keep", (0.5, 0.0), (1, 1), True),
+    ("group_norm", "penalise", (1.0, 1.0), (1, 4), True),
+    ("leave_one_out", "penalise", (1.0, 0.5), (4, 3), False),  # 1 - 1 and 0.5 - 0.5
+    ("opo", "penalise", (0.0, 0.0, 0.0), (2, 1, 2), False),
+    ("gr3", "keep", (1.0, 1.0), (1, 4), True),
+    ("gr3", "keep", (0.0, 0.0), (1, 4), False),
+    ("reinforce_pp", "keep", (1.0, 1.0), (2, 2), True),
+]
+"""Estimator, `algorithm.overlong`, rewards, tokens of the completions, and whether the group has a gradient. The limit
+is 4 tokens, and the penalty begins after 2."""
+
+
+@pytest.mark.parametrize(("advantage", "overlong", "rewards", "tokens", "teaches"), COMPARED)
+def test_resampling_masking_and_the_ratio_compare_what_the_estimator_compares(
+    advantage: str, overlong: str, rewards: tuple[float, ...], tokens: tuple[int, ...], teaches: bool
+) -> None:
+    section = {"advantage": advantage, "overlong": overlong, "overlong_buffer_tokens": 2, "zero_variance": "resample"}
+    config = Config.model_validate({"algorithm": section, "generator": {"max_completion_tokens": 4}})
+    made = episodes(*[completion(*range(count)) for count in tokens])
+    meta = finished_group(
+        TICKET, Played(episodes=made, scores=list(rewards), environment_s=0.0), config=config, replica="a"
+    ).meta
+    assert meta.equal is not teaches
+    other = msgspec.structs.replace(meta, group=9, rewards=(0.25, 1.0, 0.5)[: len(rewards)])
+    leased = [
+        LeasedGroup(meta=each, deadline=9, max_staleness_versions=2, reserved_step=8, ready_step=8)
+        for each in (meta, other)
+    ]
+    masking = Config.model_validate(
+        {"algorithm": section | {"zero_variance": "mask"}, "generator": {"max_completion_tokens": 4}}
+    )
+    lease = Lease(incarnation=1, step=8, groups=tuple(leased))
+    samples = judge_samples(lease, estimator=resolve_estimator(advantage), config=masking)
+    assert bool(samples.mask_B[: len(rewards)].any()) is teaches
+    assert samples.numbers["zero_variance_ratio"] == (0.0 if teaches else 0.5)
+    if advantage != "reinforce_pp":  # whitened over the whole step
+        assert bool(samples.advantages_B[: len(rewards)].any()) is teaches
+
+
+def test_components_that_differ_make_a_group_different_only_for_an_estimator_of_components() -> None:
+    scores: list[Score] = [Components(total=1.0, parts={"a": a, "b": 1 - a}) for a in (1.0, 0.0)]
+    made = episodes(completion(1), completion(2))
+    equal = {}
+    for advantage in ("group_norm", "gdpo"):
+        config = Config.model_validate({"algorithm": {"advantage": advantage, "zero_variance": "resample"}})
+        played = Played(episodes=made, scores=scores, environment_s=0.0)
+        equal[advantage] = finished_group(TICKET, played, config=config, replica="a").meta.equal
+    assert equal == {"group_norm": True, "gdpo": False}

@@ -11,7 +11,7 @@ from written_runs import lively_step, write_run
 
 from asyncrl.cli.main import app
 from asyncrl.errors import RunError
-from asyncrl.learner.records import SampleRecord
+from asyncrl.learner.records import DataRecord, SampleRecord
 from asyncrl.views.samples import legend, samples_of, shown_sample
 
 SAMPLE = SampleRecord(
@@ -126,6 +126,34 @@ def test_the_command_prints_samples_and_no_control_characters_of_the_model(tmp_p
     assert "owned" in result.output
     assert "\x1b" not in result.output
     assert CliRunner().invoke(app, ["samples", str(path), "--color", "blue"]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("part", "metadata", "words"),
+    [
+        ("", {"unit": "07"}, ["row 12 of data", "metadata.unit: '07' (str)"]),
+        ("sums", {"level": 7}, ["row 12 of data.mixture.sums", "metadata.level: 7 (int)"]),
+        ("eval/hard", {"tests": [{"in": None}]}, ["row 12 of eval.sets.hard", "metadata.tests: [{'in': None}] (list)"]),
+        ("", {"\x1b]0;owned\x07": "\x1b]0;owned\x07"}, ["row 12 of data", "owned"]),
+    ],
+    ids=["text", "number", "list", "hostile"],
+)
+def test_the_task_of_a_sample_is_shown_with_what_the_reward_got_and_the_rows_that_are_left_out(
+    part: str, metadata: dict[str, Any], words: list[str], tmp_path: Path
+) -> None:
+    path = written(tmp_path)
+    sample = msgspec.structs.replace(SAMPLE, row=12, part=part, metadata=metadata)
+    (path / "samples" / "step-9.jsonl").write_bytes(msgspec.json.encode(sample) + b"\n")
+    record = DataRecord(training=90, heldout=10, sets={"hard": 3}, left_out={"data": {"duplicate": 2, "blank": 1}})
+    (path / "data.json").write_bytes(msgspec.json.encode(record))
+    short = CliRunner().invoke(app, ["samples", str(path)]).output
+    assert "row 12" not in short
+    assert "left out" not in short
+    result = CliRunner().invoke(app, ["samples", str(path), "--task"])
+    assert result.exit_code == 0, result.output
+    for each in [*words, "90 prompts for training", "data: left out 1 blank, 2 duplicate", "data show -c", "'2+2='"]:
+        assert each in result.output
+    assert "\x1b" not in result.output
 
 
 def test_a_run_without_samples_says_why(tmp_path: Path) -> None:

@@ -1,0 +1,61 @@
+"""Rows of datasets that are not in the prompts of a run. Each of them is counted by its reason."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+
+class LeftOutRow(NamedTuple):
+    """A row that is left out: its number in its dataset, from 1, a reason that is counted, and details for people."""
+
+    row: int
+    reason: str
+    details: str = ""
+
+
+LeftOut = Mapping[str, Sequence[LeftOutRow]]
+"""The rows that are left out, by the part of the run (`asyncrl.config.parts`): empty for the only one, the name of a
+part of `data.mixture`, or `eval/NAME`. A part of which nothing is left out has no entry."""
+
+REASONS: Mapping[str, str] = {
+    "blank": "the row or its prompt is blank",
+    "too_large": "the row is larger than 1 MiB",
+    "bad_json": "the row is not JSON, or not UTF-8",
+    "not_an_object": "the row is not an object",
+    "missing_key": "the row has no prompt or no answer, or lacks a field of data.prompt_template",
+    "wrong_type": "a value has a type that cannot be used",
+    "messages": "its messages are not a conversation",
+    "duplicate": "its prompt, answer and metadata are those of an earlier row",
+    "held_out": "its prompt is held out for evaluation",
+    "trained": "the run trains its prompt",
+    "prompt_length": "its prompt has no token or too many",
+    "control_token": "its text contains a control token of the tokenizer",
+}
+"""Why a row is left out, in words."""
+
+
+def counts(left_out: LeftOut) -> dict[str, dict[str, int]]:
+    """Returns how many rows are left out, by part and reason.
+
+    >>> counts({"": [LeftOutRow(3, "blank"), LeftOutRow(4, "duplicate"), LeftOutRow(7, "blank")]})
+    {'': {'blank': 2, 'duplicate': 1}}
+    """
+    return {part: dict(sorted(Counter(each.reason for each in rows).items())) for part, rows in left_out.items()}
+
+
+def in_words(by_reason: Mapping[str, int]) -> str:
+    """Returns numbers of rows by reason as a text.
+
+    >>> in_words({"blank": 2, "duplicate": 1})
+    '2 blank, 1 duplicate'
+    """
+    return ", ".join(f"{count} {reason}" for reason, count in sorted(by_reason.items()))
+
+
+def joined(*found: tuple[str, Iterable[LeftOutRow]]) -> dict[str, list[LeftOutRow]]:
+    """Returns the rows of all pairs (part, rows), by part, in their order."""
+    rows: dict[str, list[LeftOutRow]] = {}
+    for part, of_part in found:
+        if more := list(of_part):
+            rows.setdefault(part, []).extend(more)
+    return rows
