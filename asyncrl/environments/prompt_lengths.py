@@ -43,8 +43,9 @@ def control_token_finding(found: Sequence[tuple[Task, str]], *, config: Config, 
         else ""
     )
     return (
-        f"{_source(config)}, {_where(task)}: the prompt {task.prompt[:40]!r} contains {token!r}, which the model reads "
-        f"as a control token, and not as text; it is the first of {len(found)} such prompts, among {among}{of_template}"
+        f"{_source(config)}, {_where(task)}: the prompt {task.question[:40]!r} contains {token!r}, which the model "
+        f"reads as a control token, and not as text; it is the first of {len(found)} such prompts, among "
+        f"{among}{of_template}"
     )
 
 
