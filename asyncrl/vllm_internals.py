@@ -236,8 +236,8 @@ PUBLIC: tuple[Name | Text, ...] = (
     Name(
         "vllm",
         "SamplingParams",
-        "n seed temperature top_k top_p min_p max_tokens stop detokenize logprobs prompt_logprobs flat_logprobs "
-        "output_kind",
+        "n seed temperature top_k top_p min_p max_tokens stop stop_token_ids detokenize logprobs prompt_logprobs "
+        "flat_logprobs output_kind",
         "asks for samples",
     ),
     Name("vllm.sampling_params", "RequestOutputKind", "FINAL_ONLY", "gets one output for each request"),

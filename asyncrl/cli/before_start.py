@@ -107,6 +107,8 @@ def _trials(config: Config, roles: Collection[Role]) -> list[Callable[[Config], 
         own_reward = bool(environment.rewards or environment.tools) or is_import_path(named)
         if own_reward or environment.secrets:
             trials.append(partial(_try_scoring, environment))
+    if Role.GENERATOR in roles and any(part.environment.plays_agents for part in all_configs(config).values()):
+        trials.append(_try_template)
     if Role.LEARNER in roles and is_own_loss(config.algorithm):
         trials.append(_try_loss)
     if Role.LEARNER in roles and isinstance(resolve_advantage(advantage_of(config.algorithm)), OwnEstimator):
@@ -131,6 +133,19 @@ def _try_scoring(section: EnvironmentSection, _: Config) -> None:
         raise ConfigError(f"{subject(section)}: {error}") from error
     finally:
         process.discard()
+
+
+def _try_template(config: Config) -> None:
+    """Checks that an agent's turns can be put together with the model's chat template, if its files are here."""
+    from asyncrl.data.tokenizer import load_tokenizer  # imports transformers
+    from asyncrl.generation.rendering import Renderer
+
+    files = model_files(config)
+    if files is None:
+        return
+    renderer = Renderer(load_tokenizer(str(files), chat=config.data.chat, chat_options=config.data.chat_options))
+    if any(part.environment.has_tools for part in all_configs(config).values()):
+        renderer.check_tools()
 
 
 def _try_loss(config: Config) -> None:

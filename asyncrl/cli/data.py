@@ -18,6 +18,7 @@ from asyncrl.data.conversation import asked
 from asyncrl.data.left_out import REASONS, LeftOut, counts
 from asyncrl.data.prompts import Task
 from asyncrl.data.rows import BadRow
+from asyncrl.data.turn_ends import template_end
 from asyncrl.demo.directory import is_tiny
 from asyncrl.errors import ConfigError, DatasetError
 
@@ -192,7 +193,7 @@ def described(task: Task, tokenizer: Any, *, tokens: bool = False) -> Iterator[s
 def answered(task: Task, prompt_ids: Sequence[int], tokenizer: Any) -> tuple[list[int], list[int]]:
     """Returns the tokens of the reference answer as the model would sample them, with the end of its turn, and those
     that the chat template adds after a turn."""
-    end = tokenizer.eos_token_id
+    end = template_end(tokenizer) or tokenizer.eos_token_id
     plain = [*tokenizer(task.answer, add_special_tokens=False)["input_ids"], end]
     if not getattr(tokenizer, "chat_template", None):
         return plain, []

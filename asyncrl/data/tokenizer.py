@@ -26,7 +26,22 @@ def load_tokenizer(model_path: str, *, chat: str = "auto", chat_options: Mapping
             "directory or a hub model that has one"
         ) from error
     tokenizer.chat_template = chosen_template(tokenizer.chat_template, chat=chat, options=chat_options)
+    if _leaves_texts_out(tokenizer):
+        raise ConfigError(
+            f"model.path = {model_path}: its chat template leaves out messages that are texts, as templates for images "
+            "do; set data.chat to off, or use a text model"
+        )
     return tokenizer
+
+
+def _leaves_texts_out(tokenizer: Any) -> bool:
+    if not tokenizer.chat_template:
+        return False
+    try:
+        one, other = (encode_prompt(tokenizer, text) for text in ("b", "d"))
+    except Exception:  # a template that refuses this conversation may take others
+        return False
+    return one == other
 
 
 DEFAULT_TEMPLATE = "default"

@@ -22,6 +22,7 @@ from asyncrl.coordinator.registry import Registry
 from asyncrl.coordinator.snapshot import Restored
 from asyncrl.data.left_out import in_words
 from asyncrl.data.tokenizer import load_tokenizer, shown_prompt, tokenizer_fingerprint
+from asyncrl.data.turn_ends import note_on_ends
 from asyncrl.deployment.closing import LEAVE_S, short_grace
 from asyncrl.deployment.inputs import Prompts, data_record
 from asyncrl.deployment.known_runs import has_checkpoint
@@ -211,6 +212,8 @@ class LearnerDeployment:
             self._screen.report(f"{section}: left out {in_words(by_reason)}")
         for task in prompts.train[:1]:
             self._screen.report(shown_prompt(tokenizer, task.input))
+        if (note := note_on_ends(tokenizer)) is not None:
+            self._screen.report(note)
         self._display.enter("starting the learner's ranks")
         await unless_stopped(stop, asyncio.to_thread(policy.start))
         if critic is not None:

@@ -247,7 +247,7 @@ class Conversation:
         again = [earlier.tail, *(stop for stop in earlier.stop if earlier.tail.startswith(stop))]
         rest = next((rest[len(end) :] for end in again if end and rest.startswith(end)), rest)
         kept, added = earlier.whole, self._renderer.continued(rest)
-        closed = kept[-1] == self._renderer.end and added[:1] == [self._renderer.end]
+        closed = kept[-1] in self._renderer.ends and added[:1] == kept[-1:]
         return [*kept, *added[closed:]]
 
     def answered(self, turn: Turn, completion: Completion, message: dict[str, Any]) -> None:
@@ -288,7 +288,7 @@ class Conversation:
         if rest is None:
             return None
         assert parent.reply is not None, "only an answered turn is continued"
-        ended = list(parent.reply.token_ids[-1:]) == [self._renderer.end]
+        ended = parent.reply.token_ids[-1:] and parent.reply.token_ids[-1] in self._renderer.ends
         return Node(origin=Origin.TEMPLATE, token_ids=rest if ended else [self._renderer.end, *rest])
 
     def _added(self, parent: Turn | None, node: Node, history: tuple[str, ...], tools: str, fork: Fork | None) -> Turn:

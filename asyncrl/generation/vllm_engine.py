@@ -17,6 +17,8 @@ import psutil
 
 from asyncrl.common.imports import uncollected
 from asyncrl.config.schema import Config
+from asyncrl.data.tokenizer import load_tokenizer
+from asyncrl.data.turn_ends import further_end
 from asyncrl.errors import DataError, InfraError
 from asyncrl.generation.engine_start import cause_of_death, children_begin_with, engine_starts, first_end
 from asyncrl.generation.interfaces import NOTHING, Completion, LoadTimes, PartialCompletion, Sampled
@@ -81,9 +83,11 @@ class VLLMEngine:
         config: Config,
         processes: Sequence[psutil.Process],
         adapters: VLLMAdapters | None = None,
+        further_end: int | None = None,
     ) -> None:
         self._llm = llm
         self._stop = config.generator.stop
+        self._further_ends = [] if further_end is None else [further_end]
         self._top_k = config.generator.top_k
         vocabulary = 0 if self._top_k is None else llm.model_config.get_vocab_size()
         self._choice = sampling_parameters(config.generator, vocabulary=vocabulary)
@@ -142,10 +146,11 @@ class VLLMEngine:
             processes = await processes_of(llm)
         await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         enable_envs_cache()  # as vLLM does in the engine's process: each request reads its environment variables
-        if lora is None:
-            return cls(llm, config=config, processes=processes)
-        adapters = VLLMAdapters(llm, make_request=LoRARequest, lora=lora, base=model_path)
-        return cls(llm, config=config, processes=processes, adapters=adapters)
+        tokenizer = load_tokenizer(model_path, chat=config.data.chat, chat_options=config.data.chat_options)
+        adapters = None
+        if lora is not None:
+            adapters = VLLMAdapters(llm, make_request=LoRARequest, lora=lora, base=model_path)
+        return cls(llm, config=config, processes=processes, adapters=adapters, further_end=further_end(tokenizer))
 
     @property
     def prompt_tokens(self) -> PromptTokens:
@@ -169,6 +174,7 @@ class VLLMEngine:
             "logprobs": 0,
             "flat_logprobs": True,
             "stop": stops or None,
+            "stop_token_ids": self._further_ends,
             "detokenize": bool(stops),  # stop strings need text after every token; otherwise we decode once, at the end
             **(self._choice if temperature > 0 else {}),
         }
@@ -291,12 +297,10 @@ class VLLMEngine:
             return text
 
         sample = child.prefix if child.output is None else child.ended(child.output)
-        if stops and not child.prefix.token_ids:
-            text = child.output.text
-        else:
-            # vLLM knows the text of its own request only, and a stop string may begin in the prefix.
-            sample = until_stop(sample, stops, decode) if stops else sample
-            text = before_stop(decode(sample.token_ids), stops)
+        # vLLM knows the text of its own request only, and a stop string may begin in the prefix. Its text of a request
+        # with stop strings also begins with a space that `decode` leaves out for some tokenizers.
+        sample = until_stop(sample, stops, decode) if stops else sample
+        text = before_stop(decode(sample.token_ids), stops)
         return Completion(
             token_ids=sample.token_ids,
             logprobs=sample.logprobs,

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.data.turn_ends import engine_ends, template_end
 from asyncrl.errors import ConfigError
 
 _RANDOM_ID = re.compile(r"(?:chatcmpl-tool-|call_(?:\d+_)?)?([0-9A-Za-z]{9,})")
@@ -38,6 +39,7 @@ class ToolParser:
             raise ConfigError(f"{key} = {name}: does not fit the model's tokenizer: {error}") from error
         self._parser = parser
         self._tokenizer = tokenizer
+        self._ends = engine_ends(tokenizer) | {template_end(tokenizer)}
 
     def message(
         self, token_ids: Sequence[int], *, tools: Sequence[Mapping[str, Any]], prompt: Sequence[int]
@@ -56,7 +58,7 @@ class ToolParser:
         request = ChatCompletionRequest.model_validate(
             {"messages": [], "model": "", "tools": [dict(tool) for tool in tools]}
         )
-        ended = bool(token_ids) and token_ids[-1] == self._tokenizer.eos_token_id
+        ended = bool(token_ids) and token_ids[-1] in self._ends
         # The tags of calls are special tokens in some models.
         text = self._tokenizer.decode(token_ids[: len(token_ids) - ended], skip_special_tokens=False)
         found = self._parser(self._tokenizer, [*(request.tools or [])]).extract_tool_calls(text, request)
@@ -86,7 +88,12 @@ def settled_id(id: str, index: int, *tokens: Sequence[int]) -> str:
 
 
 def _is_object(arguments: str) -> bool:
+    """Returns whether the arguments are a JSON object that can be sent back: without halves of characters (`\\ud800`),
+    NaN and infinite numbers, which are no JSON."""
     try:
-        return isinstance(json.loads(arguments), dict)
+        found = json.loads(arguments)
+        msgspec.json.encode(found)
+        msgspec.json.decode(arguments)
     except (ValueError, RecursionError):
         return False
+    return isinstance(found, dict)

@@ -65,8 +65,8 @@ def test_an_id_has_a_text(folder: Path) -> None:
 DEFAULT = "{% for m in messages %}<{{ m.role[0] }}{{ style }}>{{ m.content }}{% endfor %}<{{ depth }}>"
 OTHERS = {
     "rag": "{{ depth }}:{{ messages[-1].content }}",
-    "tool_use": "{{ [style, depth] | tojson(indent=1) }}{{ messages | length }}",
-    "strict": "{% if tools is not none or documents is not none %}?{% endif %}{{ style is none }}{{ depth }}",
+    "tool_use": "{{ [style, depth] | tojson(indent=1) }}{{ messages | length }}{{ messages[0].content }}",
+    "strict": "{% if tools is not none or documents is not none %}?{% endif %}{{ style is none }}{{ depth }}{{ messages[0].content }}",
 }
 OPTIONS = [
     {"style": "short", "depth": 2},
@@ -105,11 +105,15 @@ def test_named_templates_are_applied_with_their_variables_as_in_transformers(
 
 
 def test_conversations_with_tools_still_have_a_template_of_their_own(folder: Path) -> None:
-    named(folder, {"default": "d{{ style }}", "tool_use": "t{{ style }}"}, form="files")
+    named(
+        folder,
+        {name: f"{name[0]}{{{{ style }}}}{{{{ messages[0].content }}}}" for name in ("default", "tool_use")},
+        form="files",
+    )
     tokenizer = load_tokenizer(str(folder), chat_options={"style": 7})
     asked = [{"role": "user", "content": "a"}]
-    assert tokenizer.apply_chat_template(asked, tokenize=False) == "d7"
-    assert tokenizer.apply_chat_template(asked, tools=[{"type": "function"}], tokenize=False) == "t7"
+    assert tokenizer.apply_chat_template(asked, tokenize=False) == "d7a"
+    assert tokenizer.apply_chat_template(asked, tools=[{"type": "function"}], tokenize=False) == "t7a"
 
 
 @pytest.mark.parametrize(

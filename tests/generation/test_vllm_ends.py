@@ -35,7 +35,8 @@ class EndedLLM:
         self._outputs = [output_of(reason) for reason in finish_reasons]
         self.tokenizer = SimpleNamespace(decode=lambda token_ids, **_: "ab")
 
-    async def generate(self, *_: Any, **_options: Any) -> AsyncIterator[SimpleNamespace]:
+    async def generate(self, _: Any, parameters: Any, *_more: Any, **_options: Any) -> AsyncIterator[SimpleNamespace]:
+        self.parameters = parameters
         yield SimpleNamespace(finished=True, outputs=self._outputs, prompt_logprobs=[None])
 
 
@@ -103,3 +104,26 @@ def test_the_next_attempt_continues_a_stored_completion_that_did_not_end_in_orde
     [sample] = samples
     assert sample.token_ids == [40, 41]
     assert (sample.finished, sample.truncated) == (finished, truncated)
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("_without_vllm")
+@pytest.mark.parametrize(("end", "given"), [(None, []), (7, [7])])
+async def test_a_request_ends_at_the_end_of_the_chat_template_too(end: int | None, given: list[int]) -> None:
+    llm = EndedLLM("stop")
+    engine = VLLMEngine(llm, config=Config(), processes=[], further_end=end)
+    await engine.generate([7], n=1, seed=None, temperature=1.0, max_tokens=2)
+    assert llm.parameters["stop_token_ids"] == given
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("_without_vllm")
+@pytest.mark.parametrize("stop", [(), ("x",)], ids=["without stop strings", "with stop strings"])
+async def test_the_text_does_not_depend_on_stop_strings(stop: tuple[str, ...]) -> None:
+    """vLLM decodes a request with stop strings token by token, with a space before the first word."""
+    llm = EndedLLM("stop")
+    llm._outputs[0].text = " ab"
+    [found] = await VLLMEngine(llm, config=Config(), processes=[]).generate(
+        [7], n=1, seed=None, temperature=1.0, max_tokens=2, stop=stop
+    )
+    assert found.text == "ab"

@@ -1,0 +1,131 @@
+"""Chat templates of all kinds: conversations stay one branch, also where the template writes its last turn in another
+form, and turns end where the template ends them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_templates import outcome, tokenizer_of
+
+from asyncrl.data.turn_ends import engine_ends, further_end, note_on_ends, template_end
+from asyncrl.errors import ConfigError
+from asyncrl.generation.rendering import Renderer
+
+TOOLS = "{% if tools %}<|im_start|>tools {{ tools | tojson }}<|im_end|>\n{% endif %}"
+CALLS = (
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}{{ c.function.arguments | tojson }}</call>{% endfor %}"
+)
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+def chatml(turn: str, *, prompt: str = PROMPT) -> str:
+    """Returns a template that writes `turn` for each message `m`."""
+    return f"{TOOLS}{{% for m in messages %}}{turn}{{% endfor %}}{prompt}"
+
+
+PLAIN = "<|im_start|>{{ m.role }}\n{{ m.content or '' }}" + CALLS + "<|im_end|>\n"
+TEMPLATES = {
+    "plain": chatml(PLAIN),
+    "an empty thought in the last turn": chatml(
+        "<|im_start|>{{ m.role }}\n{% if loop.last and m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}"
+        "{{ m.content or '' }}" + CALLS + "<|im_end|>\n"
+    ),
+    "no thought before the last question": chatml(
+        "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and messages[loop.index0 + 1:] | selectattr('role', "
+        "'equalto', 'user') | list | length == 0 %}<think>x</think>{% endif %}{{ m.content or '' }}"
+        + CALLS
+        + "<|im_end|>\n"
+    ),
+    "the end of a text behind the last turn": chatml(
+        PLAIN + "{% if loop.last and not add_generation_prompt %}<|endoftext|>{% endif %}"
+    ),
+    "no line behind the last turn": chatml(
+        "<|im_start|>{{ m.role }}\n{{ m.content or '' }}" + CALLS + "<|im_end|>{% if not loop.last %}\n{% endif %}",
+        prompt="\n" + PROMPT,
+    ),
+    "results only behind calls": chatml(
+        "{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}"
+        "{% endif %}" + PLAIN
+    ),
+    "arguments as texts": chatml(
+        "<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ '<call>' + "
+        "c.function.arguments }}{% endfor %}<|im_end|>\n"
+    ),
+    "the answer is trimmed": chatml(
+        "<|im_start|>{{ m.role }}\n{{ (m.content or '') | trim }}" + CALLS + "<|im_end|>\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("tools", [False, True], ids=["without tools", "with tools"])
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_a_conversation_of_five_turns_stays_one_branch(kind: str, tools: bool) -> None:
+    assert outcome(tokenizer_of(TEMPLATES[kind]), tools=tools) == "one branch"
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_what_follows_a_turn_is_what_the_template_writes_behind_an_earlier_turn(kind: str) -> None:
+    tokenizer = tokenizer_of(TEMPLATES[kind])
+    renderer = Renderer(tokenizer)
+    rest = renderer.rest([{"role": "user", "content": "And?"}])
+    assert rest is not None
+    whole = renderer.first([{"role": "user", "content": "a"}, {"role": "assistant", "content": "xyz"},
+                            {"role": "user", "content": "And?"}], [])  # fmt: skip
+    assert tokenizer.decode(whole).endswith("xyz<|im_end|>" + tokenizer.decode(rest))
+
+
+@pytest.mark.parametrize("turn", [
+    "{{ m.role }}: {{ m.content }}\n",
+    "<|im_start|>{{ m.role }}\n{% for part in m.content %}{{ part.text }}{% endfor %}<|im_end|>",
+    "<|im_start|>{{ m.role }}\n{{ m.content.text.strip() }}<|im_end|>",
+], ids=["plain text", "parts", "parts by name"])  # fmt: skip
+def test_a_template_without_an_end_of_a_turn_is_refused(turn: str) -> None:
+    tokenizer = tokenizer_of(chatml(turn, prompt=""))
+    assert template_end(tokenizer) is None
+    with pytest.raises(ConfigError, match="does not end a turn with a control token"):
+        Renderer(tokenizer)
+
+
+def with_generation_config(tokenizer: Any, folder: Path, eos: Any) -> Any:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    tokenizer.name_or_path = str(folder)
+    return tokenizer
+
+
+def test_ends_are_those_of_the_generation_config_and_of_the_template(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(chatml(PLAIN) + "{# <|endoftext|> <|other|> #}")
+    turn, text = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    assert engine_ends(tokenizer) == {turn}
+    tokenizer.eos_token = "<|endoftext|>"
+    assert (template_end(tokenizer), further_end(tokenizer)) == (turn, turn), "a base model with a chat template"
+    note = note_on_ends(tokenizer)
+    assert note is not None
+    assert "'<|im_end|>'" in note
+    assert "'<|endoftext|>'" in note
+    for eos in ([text, turn], turn):
+        with_generation_config(tokenizer, tmp_path, eos)
+        assert engine_ends(tokenizer) == {turn, text}
+        assert further_end(tokenizer) is None
+        assert note_on_ends(tokenizer) is None
+    assert Renderer(tokenizer).ends == {turn, text}
+
+
+def test_a_template_that_ends_its_last_answer_with_the_own_end_needs_no_further_one() -> None:
+    """As that of gpt-oss: earlier turns end with `<|im_end|>`, which also ends a thought before an answer."""
+    tokenizer = tokenizer_of(chatml("<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+                                    "{{ '<|im_end|>' if not loop.last else '<|return|>' }}"))  # fmt: skip
+    tokenizer.eos_token = "<|return|>"
+    assert tokenizer.decode([template_end(tokenizer)]) == "<|im_end|>"
+    assert further_end(tokenizer) is None
+
+
+@pytest.mark.parametrize("refusal", [
+    "{{ raise_exception('roles must alternate') if m.role == 'tool' }}",
+    "{{ m.tool_calls.nothing.at_all if m.tool_calls }}",
+    "{{ raise_exception('unknown role') if m.role not in ('user', 'assistant') }}",
+], ids=["tool", "undefined", "roles"])  # fmt: skip
+def test_tools_are_refused_before_the_start_if_the_template_refuses_them(refusal: str) -> None:
+    with pytest.raises(ConfigError, match="refuses the result of a tool"):
+        Renderer(tokenizer_of(chatml(refusal + PLAIN))).check_tools()
+    Renderer(tokenizer_of(chatml(PLAIN))).check_tools()
