@@ -38,7 +38,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource, Task
 from asyncrl.environments.interfaces import build_environment, build_tasks
-from asyncrl.ranks.optimizer import learning_rate
+from asyncrl.ranks.schedule import learning_rate
 
 REPOSITORY = Path(__file__).parents[1]
 FOLDER = REPOSITORY / ".bench"

@@ -17,7 +17,7 @@ import psutil
 import typer
 
 from asyncrl.cli.findings import Finding, Level, Probe, fail, ok, run_probe, warn
-from asyncrl.cli.gpu_checks import TORCH_CODE, TorchBuild, check_tmpdir, examine_gpus, query_gpus, temporary_folder
+from asyncrl.cli.gpu_checks import TORCH_CODE, TorchBuild, examine_gpus, query_gpus
 from asyncrl.cli.options import ConfigFiles, Overrides, print_warnings, run_checks
 from asyncrl.cli.terminal import say
 from asyncrl.config.checks import check_config
@@ -25,6 +25,7 @@ from asyncrl.config.load import load_config
 from asyncrl.deployment.known_runs import RUNS, dead_runs, live_runs
 from asyncrl.deployment.provenance import installed_version
 from asyncrl.deployment.remains import remains_of, stray_processes
+from asyncrl.deployment.temporary_folders import FolderProblem, ray_folder, temporary_folder_problems
 
 MIN_PYTHON = (3, 11)
 MAX_PYTHON = (3, 13)
@@ -141,6 +142,16 @@ def check_shm(free_bytes: int) -> Finding:
     return warn(what, fix=fix)
 
 
+def check_folders(problems: Sequence[FolderProblem]) -> Iterator[Finding]:
+    """Checks the folders in which Ray and vLLM make their sockets.
+
+    `problems` is the result of `temporary_folder_problems`.
+    """
+    yield from (fail(problem.what, fix=problem.fix) for problem in problems)
+    if not problems:
+        yield ok(f"temporary files in {ray_folder()[0]}")
+
+
 def check_memory(available_bytes: int) -> Finding:
     """Checks the available memory: it must be enough for one engine, Ray and a tiny learner."""
     what = f"{available_bytes / _GIB:.1f} GiB of memory available"
@@ -205,7 +216,7 @@ def examine(*, timeout_s: float) -> Iterator[Finding]:
     )
     yield check_ray(installed_version("ray"))
     yield check_plugin([point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")])
-    yield check_tmpdir(temporary_folder())
+    yield from check_folders(temporary_folder_problems())
     torch = run_probe(TORCH_CODE, timeout_s=timeout_s)
     yield check_torch(torch, has_gpu=has_gpu)
     if gpus is not None:

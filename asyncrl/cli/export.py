@@ -96,7 +96,15 @@ def _export_adapter(config: Config, checkpoint: Path, folder: Path, *, merge: bo
     adapter = folder.with_name(f"{folder.name}.adapter") if merge else folder
     dtype: torch.dtype = getattr(torch, model.dtype)
     weights, _ = parts_of(checkpoint / POLICY)
-    convert_adapter(names, lora, weights_path=weights, base=base, path=adapter, dtype=torch.float32 if merge else dtype)
+    convert_adapter(
+        names,
+        lora,
+        weights_path=weights,
+        base=base,
+        tokenizer_path=base,
+        path=adapter,
+        dtype=torch.float32 if merge else dtype,
+    )
     if merge:
         try:
             merge_adapter(adapter, folder, base=base, dtype=dtype)

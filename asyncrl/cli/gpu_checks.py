@@ -4,7 +4,6 @@ import ctypes
 import shutil
 import subprocess
 import sysconfig
-import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,9 +13,6 @@ from asyncrl.cli.findings import Finding, Probe, fail, ok, warn
 
 NVIDIA_SMI_S = 60.0
 """Time limit of `nvidia-smi`. The first call may take half a minute, if no other program keeps the driver loaded."""
-LONGEST_TMPDIR = 70
-"""Longest path of the folder for temporary files. vLLM makes sockets there whose names have 36 characters, and Linux
-limits the path of a socket to 107 (unix(7))."""
 TORCH_CODE = (
     "import torch; n = torch.cuda.device_count(); "
     "peers = all(torch.cuda.can_device_access_peer(a, b) for a in range(n) for b in range(n) if a != b); "
@@ -175,17 +171,6 @@ def check_peers(build: TorchBuild) -> Finding:
     )
 
 
-def check_tmpdir(folder: str) -> Finding:
-    """Checks that the paths of sockets in the folder for temporary files are short enough."""
-    if len(folder) <= LONGEST_TMPDIR:
-        return ok(f"temporary files in {folder}")
-    return fail(
-        f"the folder for temporary files, {folder}, has {len(folder)} characters, so vLLM cannot make its sockets "
-        f"there (at most {LONGEST_TMPDIR})",
-        fix="set TMPDIR to a shorter path, such as /tmp",
-    )
-
-
 def examine_gpus(found: Gpus | str, torch: Probe) -> Iterator[Finding]:
     """Yields the findings about the GPUs of this machine. `torch` is the result of `TORCH_CODE`."""
     build = TorchBuild.of(torch) if torch.succeeded else None
@@ -201,11 +186,6 @@ def examine_gpus(found: Gpus | str, torch: Probe) -> Iterator[Finding]:
     yield check_free_memory(found.gpus)
     if build is not None and build.devices > 1:
         yield check_peers(build)
-
-
-def temporary_folder() -> str:
-    """Returns the folder for temporary files, as this process and its children choose it."""
-    return tempfile.gettempdir()
 
 
 def _loads(library: str) -> bool:

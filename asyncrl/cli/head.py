@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from asyncrl.cli.options import ConfigFiles, Overrides
+from asyncrl.cli.options import ConfigFiles, Overrides, print_warnings
 from asyncrl.cli.terminal import outlive_terminal, say
 from asyncrl.config.load import load_config
 
@@ -20,8 +20,9 @@ def head(
 ) -> None:
     """Start a Ray cluster that only this machine can reach, with room for the learner and the generators of a run.
 
-    `asyncrl learner` and `asyncrl generator` in other terminals find it by themselves. The cluster ends with this
-    command, which ends on Ctrl-C or SIGTERM. A cluster of several machines is started with `ray start` (deploy/).
+    `asyncrl learner` and `asyncrl generator` of the same run find it by themselves in other terminals. Other runs may
+    have heads of their own on this machine. The cluster ends with this command, which ends on Ctrl-C or SIGTERM. A
+    cluster of several machines is started with `ray start` (deploy/).
 
     \b
       asyncrl head      -c quickstart          # one terminal
@@ -32,16 +33,17 @@ def head(
     config = load_config(files, overrides)
 
     from asyncrl.deployment.launch import log_to, run_until_done
+    from asyncrl.deployment.local_clusters import HEAD, check_no_head, own_clusters
     from asyncrl.deployment.ray_token import use_ray_token
 
     use_ray_token(own=True)
+    print_warnings(check_no_head(config.run.name, own_clusters()))
     with log_to(None):
-        from asyncrl.deployment.cluster import advertised, start_local
+        from asyncrl.deployment.cluster import start_local
 
         async def main(stop: asyncio.Event) -> None:
-            address = start_local(config, generators=generators)
-            with advertised(address):
-                say(f"Ray runs at {address}; Ctrl-C ends it")
-                await stop.wait()
+            address = start_local(config, generators=generators, command=HEAD)
+            say(f"Ray runs at {address} for run {config.run.name}; Ctrl-C ends it")
+            await stop.wait()
 
         run_until_done(main)

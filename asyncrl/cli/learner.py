@@ -23,8 +23,7 @@ def learner(
     The generators stay, and what they have made with surviving weights is kept.
     """
     config, prompts = prepared(files, overrides, roles=[Role.LEARNER], allow_public=allow_public)
-    where = ray_address(config, address)
-    choose = join_admitted(where, config, choose=choice(fresh=fresh))
+    choose = join_admitted(ray_address(config, address), config, choose=choice(fresh=fresh))
 
     def runner() -> Runner:
         from asyncrl.deployment.compose import run_learner
@@ -34,7 +33,7 @@ def learner(
             stay = config.data_plane.backend != "transfer_queue"
             return stay and restarts() < config.run.max_restarts
 
-        return partial(run_learner, config, address=where, prompts=prompts, supervised=supervised)
+        return partial(run_learner, config, prompts=prompts, supervised=supervised)
 
     command = again("learner", files, overrides, address=address, allow_public=allow_public)
     live_run(config, role="learner", runner=runner, again=command, choose=choose)

@@ -10,14 +10,21 @@ from pathlib import Path
 from rich.console import Console
 
 from asyncrl.checkpoints.directory import CHECKPOINTS
-from asyncrl.cli.options import LINE_EVERY_STEPS, clear_previous, print_outcome, print_previous, weights_named
+from asyncrl.cli.options import (
+    LINE_EVERY_STEPS,
+    clear_previous,
+    print_outcome,
+    print_previous,
+    print_warnings,
+    weights_named,
+)
 from asyncrl.cli.restarts import mark_begun, restarts
 from asyncrl.cli.terminal import show_cursor
 from asyncrl.common.roles import Role
 from asyncrl.config.schema import Config
 from asyncrl.deployment.known_runs import has_checkpoint, may_have_died
 from asyncrl.deployment.launch import asked_to_end, ended_at_once, log_to, run_until_done
-from asyncrl.deployment.resuming import Choice, Resumed, no_checkpoint, unfinished_run
+from asyncrl.deployment.resuming import Choice, Resumed, no_checkpoint, rate_changes, unfinished_run
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.screen import Screen, StartLog
 from asyncrl.errors import LearnerNotRestored
@@ -110,6 +117,8 @@ def shown_run(
     clear_previous(config)
     with reported_run(config, role=role, choose=choose) as run_dir, weights_named(run_dir.path):
         print_previous(run_dir)
+        if run_dir.resumed is not None:
+            print_warnings(rate_changes(run_dir.resumed, config))
         with LiveDisplay(console, every_steps=LINE_EVERY_STEPS) as display:
 
             def report(line: str) -> None:

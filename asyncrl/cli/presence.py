@@ -18,6 +18,7 @@ from asyncrl.config.import_path import is_import_path, missing_module, suggest
 from asyncrl.config.parts import all_configs, key_of
 from asyncrl.config.schema import Config, KeyPath
 from asyncrl.demo.directory import is_tiny, why_not_built
+from asyncrl.deployment.temporary_folders import temporary_folder_problems
 from asyncrl.environments.reasoning_gym_tasks import task_names
 from asyncrl.errors import ConfigError
 from asyncrl.policy.families import family_problems, is_tied
@@ -48,6 +49,7 @@ def check_presence(
     without_gpus = list(_gpus(config)) if here else []
     if starts:
         missing += without_gpus
+    missing += map(str, temporary_folder_problems(ray=here, vllm=Role.GENERATOR in roles))
     if missing:
         raise ConfigError("\n".join(missing))
     elsewhere = [f"on this machine `asyncrl up` is refused: {problem}" for problem in without_gpus]

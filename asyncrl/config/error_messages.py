@@ -32,6 +32,8 @@ class _Wanted(NamedTuple):
     types: tuple[type, ...] = ()
 
 
+_TRUTH_WORDS = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
+"""Words that YAML 1.1 reads as truth values. In YAML 1.2 they are text."""
 # by the type of pydantic's error
 _WANTED = {
     "bool_type": _Wanted("true or false", (bool,)),
@@ -132,6 +134,11 @@ def _type_fix(kind: str, value: object, *, origin: str) -> str:
         return f"; write {int(value)}"
     if isinstance(value, str) and _reads_as(_WANTED[kind].types, value):
         return "; write it without quotes"
+    if kind in ("int_type", "float_type") and isinstance(value, str):
+        digits = value.replace("_", "")
+        return f"; write {digits}" if _reads_as(_WANTED[kind].types, digits) else ""
+    if kind == "bool_type" and isinstance(value, str) and value.lower() in _TRUTH_WORDS:
+        return f"; write {_TRUTH_WORDS[value.lower()]}"
     if kind == "list_type" and isinstance(value, str):
         return f"; write [{_shown(value)}]"
     if kind == "model_type" and value is None:

@@ -35,8 +35,3 @@ WATCHED_DEADLINE = Mark("watched deadline")
 def in_home(path: str) -> str:
     """Replaces a leading `~` with the home directory. A shell does that only at the start of a word."""
     return str(Path(path).expanduser()) if path.startswith("~") else path
-
-
-def off(value: object) -> object:
-    """Returns "off" for False, because PyYAML reads the word `off` as false (YAML 1.1)."""
-    return "off" if value is False else value

@@ -1,7 +1,9 @@
 """Reads and writes plain YAML: text, numbers, lists and mappings. A key that stands twice in a mapping is an error.
 
-Two things differ from PyYAML's safe loader, which reads YAML 1.1: `1e-3` is a number (PyYAML reads text), and
-`2026-01-31` is text (PyYAML reads a date). `parse_yaml` reads the output of `dump_yaml` back as the same data.
+Scalars are read by the core schema of YAML 1.2 (https://yaml.org/spec/1.2.2, section 10.3.2): `on`, `off`, `yes` and
+`no` are text, and so are dates, `1:30` and `1_000`. `1e3` is a number, and `010` is ten. PyYAML reads YAML 1.1, so this
+module replaces its rules, and keeps its merge key `<<`. `parse_yaml` reads the output of `dump_yaml` back as the same
+data.
 """
 
 import json
@@ -13,10 +15,20 @@ import yaml
 
 from asyncrl.errors import ConfigError
 
-_FLOAT_TAG = "tag:yaml.org,2002:float"
-_TIMESTAMP_TAG = "tag:yaml.org,2002:timestamp"
-_MERGE_TAG = "tag:yaml.org,2002:merge"
-_EXPONENT = re.compile(r"^[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$")
+_TAG = "tag:yaml.org,2002:"
+_MERGE_TAG = f"{_TAG}merge"
+_CORE_SCHEMA = (
+    # (tag, first characters, pattern of the whole scalar)
+    ("null", ["~", "n", "N", ""], r"~|null|Null|NULL|"),
+    ("bool", list("tTfF"), r"true|True|TRUE|false|False|FALSE"),
+    ("int", list("-+0123456789"), r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+"),
+    (
+        "float",
+        list("-+.0123456789"),
+        r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+    ),
+    ("merge", ["<"], "<<"),
+)
 
 
 class _Loader(yaml.SafeLoader):
@@ -35,16 +47,19 @@ class _Loader(yaml.SafeLoader):
             seen.add(key)
         return super().construct_mapping(node, deep)
 
+    def construct_core_int(self, node: yaml.ScalarNode) -> int:
+        text = self.construct_scalar(node)
+        return int(text, 0 if text.startswith(("0o", "0x")) else 10)
 
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in rules if tag != _TIMESTAMP_TAG]
-    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(_FLOAT_TAG, _EXPONENT, list("-+.0123456789"))
+
+_Loader.yaml_implicit_resolvers = {}
+for _name, _first, _pattern in _CORE_SCHEMA:
+    _Loader.add_implicit_resolver(f"{_TAG}{_name}", re.compile(rf"^(?:{_pattern})$"), _first)
+_Loader.add_constructor(f"{_TAG}int", _Loader.construct_core_int)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Safe dumper that puts text in quotes only if the loader would otherwise read it as another type."""
+    """Safe dumper that puts text in quotes only if YAML 1.1 or YAML 1.2 would otherwise read it as another type."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
         # PyYAML writes these Unicode line breaks unescaped in single quotes, and reads them back as spaces. Double
@@ -53,7 +68,8 @@ class _Dumper(yaml.SafeDumper):
         return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-_Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+for _name, _first, _pattern in _CORE_SCHEMA:
+    _Dumper.add_implicit_resolver(f"{_TAG}{_name}", re.compile(rf"^(?:{_pattern})$"), _first)
 _Dumper.add_representer(str, _Dumper.represent_text)
 
 

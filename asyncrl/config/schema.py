@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from asyncrl.config.field_types import (
     PER_DEPLOYMENT,
@@ -26,7 +26,6 @@ from asyncrl.config.field_types import (
     Temperature,
     VariableName,
     in_home,
-    off,
 )
 from asyncrl.config.import_path import OF_SEVERAL_TURNS
 
@@ -336,7 +335,7 @@ class DataSection(DatasetSection):
     mixture: list[MixturePart] = []
     """Several tasks that are trained together, each with its own dataset and rewards. Their prompts are issued in a
     fixed pattern, so that any part of the run has them in the proportion of the weights (docs/tasks.md)."""
-    chat: Annotated[str, BeforeValidator(off)] = "auto"
+    chat: str = "auto"
     """`auto`: if the tokenizer has a chat template, the prompt is put into the template as a user message, and the
     model writes the answer that follows. `off`: the model gets the prompt unchanged and continues it. Many base models
     have a chat template too. Another word: the template with this name, of a tokenizer that has several; `auto` takes

@@ -19,14 +19,15 @@ from typing import Any, TypeVar
 
 import psutil
 import ray
-from ray._common.utils import reset_ray_address
-from ray._private import ray_constants, services, utils
+from ray._private import ray_constants, services
 from ray._private.node import Node
 from ray.exceptions import RayError
 
 from asyncrl.config.schema import Config
 from asyncrl.data_plane.calls import finished, has_process, room
+from asyncrl.deployment.local_clusters import cluster_of, own_clusters, started_for
 from asyncrl.deployment.ray_token import require_token
+from asyncrl.deployment.temporary_folders import ray_folder, temporary_folder_problems
 from asyncrl.errors import PlacementError, RunError
 
 logger = logging.getLogger(__name__)
@@ -41,21 +42,34 @@ WORKER_NICENESS = 0
 tenth of the CPU if two other programs are busy on two cores."""
 _UNUSED_DAEMONS = ("start_api_server", "start_monitor", "start_log_monitor")
 """Methods of Ray's Node that start daemons which a cluster of one run does not use."""
+_OF_ANOTHER_CLUSTER = ("RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_RUNTIME_ENV_HOOK", "RAY_REDIS_ADDRESS")
+"""Variables with which a process inherits settings of the cluster that it runs in, e.g. after `ray job submit`. A
+local cluster must not get them: its workers are in the same environment as this process, and the files and the store
+that the variables name belong to the other cluster."""
 _RAY_PACKAGE = os.path.dirname(ray.__file__)
 PROBE_TIMEOUT_S = 5.0
 """Deadline of the connection that tests whether a process listens at an address, seconds."""
 
 
-def start_local(config: Config, *, generators: int = 1) -> str:
+def start_local(config: Config, *, generators: int = 1, command: str = "up") -> str:
     """Starts a local Ray cluster that is large enough for the config. Returns its address.
 
+    `command` names the command that starts it. Other processes find the cluster of a `head` (`local_clusters`).
+
     The cluster ends only with this process. A signal to the process group, such as `timeout` sends, does not reach
-    it. Only processes on this machine that have the token can connect to it.
+    it. Only processes on this machine that have the token can connect to it. Raises RunError if Ray does not start.
     """
+    if problems := temporary_folder_problems(vllm=False):
+        raise RunError("\n".join(map(str, problems)))
     require_token()
     logical_cpus = generators * config.generator.replicas * config.generator.cpus
     logical_cpus += sum(pool.ranks * pool.cpus for pool in config.rank_pools().values())
-    with _children_in_sessions_of_their_own(), without_unused_daemons():
+    with (
+        _children_in_sessions_of_their_own(),
+        without_unused_daemons(),
+        _without_outer_cluster(),
+        started_for(command, config.run.name),
+    ):
         context: Any = patiently(
             lambda: _connect(
                 address="local",  # start a new cluster, even if another one runs on this machine
@@ -83,13 +97,17 @@ def check_own_address(address: str) -> None:
 
 
 def _connect(**options: Any) -> Any:
-    """Calls `ray.init` with `options`, and with the settings that starting and joining a cluster share."""
-    with _sigterm_stays_ours(), loopback_stays_loopback():
+    """Calls `ray.init` with `options`, and with the settings that starting and joining a cluster share.
+
+    If the driver was started with `uv run`, Ray would start each worker with `uv run` too, in a new environment with a
+    copy of the working directory, which takes minutes and may lack asyncrl. Ray reads the variable that turns this off
+    when it is imported, so this function changes the constant.
+    """
+    with _sigterm_stays_ours(), loopback_stays_loopback(), _changed(ray_constants, RAY_ENABLE_UV_RUN_RUNTIME_ENV=False):
         return ray.init(log_to_driver=False, logging_level=logging.WARNING, configure_logging=False, **options)
 
 
-@contextlib.contextmanager
-def loopback_stays_loopback() -> Iterator[None]:
+def loopback_stays_loopback() -> contextlib.AbstractContextManager[None]:
     """Makes `ray.init` use the address 127.0.0.1 unchanged within the block.
 
     On systems where Ray supports clusters of several machines, Ray replaces 127.0.0.1 by the machine's external
@@ -97,16 +115,36 @@ def loopback_stays_loopback() -> Iterator[None]:
     option for this on Linux. So this function changes the constant with which Ray turns multi-machine clusters off on
     other systems.
     """
-    several_machines = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
+    return _changed(ray_constants, ENABLE_RAY_CLUSTER=False)
+
+
+@contextlib.contextmanager
+def _changed(owner: Any, **values: Any) -> Iterator[None]:
+    """Gives attributes of `owner` other values within the block."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+@contextlib.contextmanager
+def _without_outer_cluster() -> Iterator[None]:
+    """Removes the variables of `_OF_ANOTHER_CLUSTER` from the environment within the block."""
+    hidden = {name: os.environ.pop(name) for name in _OF_ANOTHER_CLUSTER if name in os.environ}
     try:
         yield
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = several_machines
+        os.environ.update(hidden)
 
 
 def patiently(start: Callable[[], Started]) -> Started:
-    """Starts a Ray node with `start` and returns its result. Raises RunError after `STARTS` failed attempts.
+    """Starts a Ray node with `start` and returns its result.
+
+    Raises RunError after `STARTS` attempts that exceeded Ray's time limit, and at once after any other failure.
 
     Ray's node manager must register within 30 s, and Ray has no setting for this limit. On a busy machine the first
     attempt may take longer. The next attempt is faster, because its files are in the page cache.
@@ -117,7 +155,11 @@ def patiently(start: Callable[[], Started]) -> Started:
             return start()
         except Exception as error:  # Ray raises a plain Exception
             if "timed out during startup" not in str(error):
-                raise
+                reason = str(error).strip().partition("\n")[0]
+                raise RunError(
+                    f"Ray did not start ({type(error).__name__}: {reason}); the logs of its processes are in "
+                    f"{ray_folder()[0] / 'ray' / 'session_latest' / 'logs'}"
+                ) from error
             # Ray ends its processes only when this process ends.
             # In a notebook, other threads of the caller may start processes at the same time.
             for process in set(psutil.Process().children(recursive=True)) - set(before):
@@ -136,20 +178,6 @@ def _is_of_ray(process: psutil.Process) -> bool:
     return any(argument.startswith(f"{_RAY_PACKAGE}{os.sep}") for argument in process.cmdline())
 
 
-@contextlib.contextmanager
-def advertised(address: str) -> Iterator[None]:
-    """Within it, `auto` means the Ray at `address` for every process of this machine, as after `ray start --head`.
-
-    Without the file that Ray reads for this, `auto` means any Ray that runs here.
-    """
-    utils.write_ray_address(address)
-    try:
-        yield
-    finally:
-        if utils.read_ray_address() == address:
-            reset_ray_address()
-
-
 def session_folder() -> str:
     """Returns the session folder of the Ray that this process started. Its daemons and workers write their output
     there."""
@@ -157,15 +185,30 @@ def session_folder() -> str:
     return str(node.get_session_dir_path())
 
 
+def joined_address() -> str:
+    """Returns the address of the cluster that this process has joined, also if it was given as `auto`."""
+    return str(ray.get_runtime_context().gcs_address)
+
+
 def join(address: str, *, namespace: str) -> None:
-    """Joins a running cluster. Raises RunError, which says how to start one, if no cluster answers.
+    """Joins a running cluster.
+
+    `namespace` is the name of the run. `auto` is the cluster of RAY_ADDRESS, else the one of the run on this machine.
+    Raises RunError, which says how to start one, if no cluster answers, and if `auto` may be several clusters.
 
     If no process listens at the address, `ray.init` tries for minutes and ignores signals. So this function first opens
     a connection itself, which fails at once.
     """
     try:
+        if address == "auto":
+            address = _found(namespace)
         _knock(address)
         _connect(address=address, namespace=namespace)
+    except PermissionError as error:
+        raise RunError(
+            f"this user cannot use the files of the Ray cluster at ray.address = {address!r} ({error}); join it as the "
+            "user who started it, or start another cluster with `asyncrl head -c FILE`"
+        ) from error
     except (ConnectionError, RuntimeError, ValueError) as error:
         if is_token_refused(error):
             raise RunError(
@@ -180,15 +223,26 @@ def join(address: str, *, namespace: str) -> None:
     warn_of_open_cluster(address)
 
 
+def _found(run: str) -> str:
+    """Returns the address that `auto` means for a run. Raises ConnectionError without a cluster, and RunError with
+    several."""
+    clusters = own_clusters()
+    if os.environ.get("RAY_ADDRESS", "auto") in ("", "auto"):
+        if (cluster := cluster_of(run, clusters)) is not None:
+            if cluster.run not in ("", run):
+                logger.warning("no Ray was started for run %s; it joins %s", run, cluster)
+            return cluster.address
+        if clusters:
+            raise ConnectionError("the only ones on this machine are of `asyncrl up`, and each is for its own run")
+    # The cluster of RAY_ADDRESS, of another user, or of another container.
+    return str(services.get_ray_address_from_environment("auto", None))
+
+
 def _knock(address: str) -> None:
     """Raises ConnectionError if no process listens at `address`.
 
-    `address` is HOST:PORT, or `auto`, for which Ray may find the address of a cluster that has died. Any other form is
-    left to Ray.
+    `address` is HOST:PORT, and may be the one of a cluster that has died. Any other form is left to Ray.
     """
-    if address == "auto":
-        with contextlib.suppress(ConnectionError):  # no cluster was found; `ray.init` then reports this at once
-            address = services.get_ray_address_from_environment(address, None)
     host, _, port = address.rpartition(":")
     if not port.isdecimal() or "/" in host:
         return
@@ -273,21 +327,13 @@ def _children_in_sessions_of_their_own() -> Iterator[None]:
         _own_session = False
 
 
-@contextlib.contextmanager
-def without_unused_daemons() -> Iterator[None]:
+def without_unused_daemons() -> contextlib.AbstractContextManager[None]:
     """Ray starts no dashboard, no autoscaler and no log monitor in the block.
 
     Ray also starts them without a dashboard, autoscaling and logs at the driver, and has no option for it. They take
     1.8 s of CPU time at each start, and the end of Ray waits 1 s for the dashboard.
     """
-    before = {name: getattr(Node, name) for name in _UNUSED_DAEMONS}
-    try:
-        for name in before:
-            setattr(Node, name, _start_nothing)
-        yield
-    finally:
-        for name, start in before.items():
-            setattr(Node, name, start)
+    return _changed(Node, **dict.fromkeys(_UNUSED_DAEMONS, _start_nothing))
 
 
 def _start_nothing(*_: Any, **__: Any) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.common.tasks import Stopped, check_stop, running
 from asyncrl.config.schema import Config
-from asyncrl.deployment.cluster import session_folder, start_local
+from asyncrl.deployment.cluster import joined_address, session_folder, start_local
 from asyncrl.deployment.generators import GeneratorDeployment
 from asyncrl.deployment.inputs import Inputs, Prompts
 from asyncrl.deployment.run_dir import STOPPED_EARLY, RunDir
@@ -33,15 +33,16 @@ async def run_learner(
     config: Config,
     stop: asyncio.Event,
     *,
-    address: str,
     run_dir: RunDir,
     screen: Screen,
     prompts: Prompts | None,
     supervised: Callable[[], bool] = lambda: False,
 ) -> Summary | None:
-    """Runs the learner deployment on the cluster at `address`, which this process has joined. Returns the run's
-    summary. `supervised` returns whether the learner is started again after an error that a restart may fix."""
-    run_dir.started_ray(address)
+    """Runs the learner deployment on the cluster that this process has joined. Returns the run's summary.
+
+    `supervised` returns whether the learner is started again after an error that a restart may fix.
+    """
+    run_dir.started_ray(joined_address())
     async with Inputs(config, loaded=prompts, report=screen.report) as inputs:
         screen.starting(config, "making prompts")
         await _loaded(inputs)
@@ -74,7 +75,7 @@ async def _run_both(
         address = start_local(config)
         run_dir.started_ray(address, session=session_folder())
     else:
-        run_dir.started_ray(config.ray.address)
+        run_dir.started_ray(joined_address())
     await check_stop(stop)
     end = asyncio.Event()
     async with AsyncExitStack() as closing:

@@ -8,8 +8,9 @@ them for those of the run. `<n>` is the incarnation that begins:
     checkpoints/lost-<n>/step-N/          their checkpoints, also damaged ones
 """
 
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -27,11 +28,12 @@ from asyncrl.checkpoints.directory import (
 )
 from asyncrl.common.lineage import Lineage
 from asyncrl.complete_directory import COMPLETE, discard
-from asyncrl.config.load import shared_config
-from asyncrl.config.schema import Config
+from asyncrl.config.load import flat_config, shared_config
+from asyncrl.config.schema import Config, OptimizerSection
 from asyncrl.errors import CheckpointDamaged, CheckpointError, ConfigError
 from asyncrl.learner.record_lines import known_info, read_info, read_lines
 from asyncrl.learner.records import EvalRecord, RunInfo, StepRecord
+from asyncrl.ranks.schedule import learning_rate
 
 SAMPLES = "samples"
 """Folder of the samples in a run's directory."""
@@ -49,6 +51,8 @@ FIXED = (
 )
 """Settings that a resumed run keeps. The prompts and the shapes of the model must be equal too, which is checked where
 they are read."""
+_SCHEDULE = ("learning_rate", "schedule", "warmup_steps", "final_fraction")
+"""Settings of an optimizer that decide the learning rate of a step, besides `learner.total_steps`."""
 _STEP = re.compile(r"step-(\d+)")
 _FILES_OF_STEP = re.compile(r"step-(\d+)(\.replaced|\.jsonl)?")
 Record = TypeVar("Record", StepRecord, EvalRecord)
@@ -122,6 +126,46 @@ def chosen_checkpoint(directory: Path, config: Config, *, step: int | None) -> R
             f"earlier checkpoint with --at ({_choices(directory)})"
         )
     return resumed
+
+
+def rate_changes(resumed: Resumed, config: Config) -> list[str]:
+    """Returns a line for each pool whose learning rate jumps at the resumed step, because settings have changed.
+
+    The rate is a function of the step, so e.g. a larger `learner.total_steps` changes the rate of every step. The line
+    says how to keep the rate of the settings before.
+    """
+    before = resumed.manifest.settings
+    now = flat_config(config)
+    lines = []
+    for pool, section in config.rank_pools().items():
+        prefix = f"{pool}.optimizer."
+        had = {name: before[f"{prefix}{name}"] for name in _SCHEDULE if f"{prefix}{name}" in before}
+        if len(had) < len(_SCHEDULE):  # the run had no critic before
+            continue
+        keys = ["learner.total_steps", *(f"{prefix}{name}" for name in _SCHEDULE)]
+        keys += ["critic.warmup_steps"] * (pool == "learner" and config.critic is not None)
+        old_section = section.optimizer.model_copy(update=had)
+        old = _next_rate(pool, old_section, before, step=resumed.step)
+        new = _next_rate(pool, section.optimizer, now, step=resumed.step)
+        if math.isclose(old, new, rel_tol=1e-6):
+            continue
+        why = ", ".join(f"{key} was {before.get(key)} and is {now[key]}" for key in keys if before.get(key) != now[key])
+        keep = section.optimizer.learning_rate * old / new if new else 0.0
+        advice = f"; {prefix}learning_rate={keep:.4g} continues from {old:.4g}" if keep else ""
+        lines.append(
+            f"the learning rate of the {pool} goes from {old:.4g} to {new:.4g} at step {resumed.step + 1}, because "
+            f"{why}{advice}"
+        )
+    return lines
+
+
+def _next_rate(pool: str, section: OptimizerSection, settings: Mapping[str, object], *, step: int) -> float:
+    """Returns the learning rate of a pool at `step`. The policy does not train in the critic's warm-up steps."""
+    waited = settings.get("critic.warmup_steps") if pool == "learner" else 0
+    trained = max(0, step - (waited if isinstance(waited, int) else 0))
+    total_steps = settings["learner.total_steps"]
+    assert isinstance(total_steps, int)
+    return learning_rate(section, step=trained, total_steps=total_steps)
 
 
 def step_of(name: str) -> int:

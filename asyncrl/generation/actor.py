@@ -20,6 +20,7 @@ from asyncrl.config.parts import all_configs, environment_name
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.registry import Registry
+from asyncrl.data.hub_files import model_folder
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from asyncrl.data_plane.clients import PREFIX_PARTITION, GroupRows
@@ -74,6 +75,8 @@ class GeneratorActor:
         self._started.push_async_callback(scorer.close)
         scorer_started = asyncio.create_task(scorer.start())
         await asyncio.sleep(0)  # lets the scorer start its processes before the engine's start blocks the event loop
+        # An engine with adapters reads the weights to which they belong. Others get theirs from the learner.
+        model_path = await asyncio.to_thread(model_folder, model_path, weights=config.model.lora is not None)
         tokenizer = load_tokenizer(model_path, chat=config.data.chat, chat_options=config.data.chat_options)
         handle = ray.get_actor(COORDINATOR, namespace=namespace)
         coordinator = CoordinatorClient.over_ray(handle, timeout_s=timeout_s, patience_s=patience_s)

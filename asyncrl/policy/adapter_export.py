@@ -20,17 +20,27 @@ from asyncrl.ranks.shard_files import SavedTensors
 
 
 def convert_adapter(
-    names: Sequence[str], lora: LoraSection, *, weights_path: Path, base: str, path: Path, dtype: torch.dtype
+    names: Sequence[str],
+    lora: LoraSection,
+    *,
+    weights_path: Path,
+    base: str,
+    tokenizer_path: str,
+    path: Path,
+    dtype: torch.dtype,
 ) -> None:
-    """Writes the adapter that `ShardedState.write` wrote to `weights_path`. `names` are those of its parameters. Not a
-    collective. Raises CheckpointError if it cannot be written."""
+    """Writes the adapter that `ShardedState.write` wrote to `weights_path`. `names` are those of its parameters.
+
+    `base` is the path or the Hub id of the model to which the adapter belongs, and `tokenizer_path` the folder of its
+    tokenizer. Not a collective. Raises CheckpointError if it cannot be written.
+    """
     complete_directory.prepare(path)
     unfinished = complete_directory.unfinished(path)
     saved = SavedTensors(weights_path)
     weights = {name: saved.read(name, dtype=dtype) for name in names}
     try:
         write_adapter(unfinished, weights, lora, base=base)
-        AutoTokenizer.from_pretrained(base).save_pretrained(unfinished)
+        AutoTokenizer.from_pretrained(tokenizer_path).save_pretrained(unfinished)
         _finish(path)
     except Exception as error:
         shutil.rmtree(unfinished, ignore_errors=True)  # frees its space: a full disk may be the cause

@@ -233,7 +233,8 @@ class PolicyWorker(RankWorker[LossFunction]):
                 [spec.name for spec in self._specs],
                 self._lora,
                 weights_path=weights_path,
-                base=self._model_path,
+                base=self._model_name,
+                tokenizer_path=self._model_path,
                 path=path,
                 dtype=self._engine_dtype,
             )

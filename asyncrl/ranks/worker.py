@@ -33,6 +33,7 @@ from asyncrl.algorithms.returns import TokenAdvantages
 from asyncrl.algorithms.token_estimators import TokenEstimator, check_estimate, whitened_advantages
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data.hub_files import model_folder
 from asyncrl.errors import CallRefused, LossFailed
 from asyncrl.ranks.accelerator import forget_accelerator, make_accelerator, with_present_layers
 from asyncrl.ranks.batching import empty_micro_batch, row_lengths, staleness_counts, tokens_passed
@@ -40,11 +41,12 @@ from asyncrl.ranks.checkpoint import ShardedState, save_tokenizer
 from asyncrl.ranks.collectives import Collectives, on_all_ranks
 from asyncrl.ranks.digest import model_digest
 from asyncrl.ranks.loss_pass import LossT, MicroBatchOutcome, UpdateContext
-from asyncrl.ranks.optimizer import adamw, learning_rate
+from asyncrl.ranks.optimizer import adamw
 from asyncrl.ranks.placement import MODEL, OPTIMIZER, Placement
 from asyncrl.ranks.plan import BatchingPlan, PlannedUpdate, check_columns, planned_updates, required_columns
 from asyncrl.ranks.report import RankRecord, UpdateOutcome
 from asyncrl.ranks.row_checks import check_rows
+from asyncrl.ranks.schedule import learning_rate
 from asyncrl.ranks.timer import Timer
 
 SCORED_COLUMNS = ("input_ids", "input_lengths")
@@ -60,7 +62,9 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
     def __init__(self, *, model_path: str, config: Config, rank: int, world_size: int, store: Store) -> None:
         learner = config.learner
         self._config = config
-        self._model_path = model_path
+        self._model_name = model_path
+        # The run asks the Hugging Face Hub for files only here: saves and exports read the folder.
+        self._model_path = model_folder(model_path, weights=True)
         timeout = timedelta(seconds=learner.collective_timeout_s)
         self._packed = learner.batching == "packed"
         self._syncs_often = learner.gradient_sync == "micro_batch"
@@ -77,7 +81,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         # for a thread that writes beside the steps
         self._saving = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.checkpoint.timeout_s))
         # master weights are float32 for every engine precision: bfloat16 loses updates below 2⁻⁸ of a weight
-        model = with_present_layers(self._loaded(model_path))
+        model = with_present_layers(self._loaded(self._model_path))
         self._vocabulary = len(model.get_input_embeddings().weight)
         # no dropout: it would make the ratio of a token's probability to itself differ from 1
         model.train(False)

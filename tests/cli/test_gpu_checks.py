@@ -62,8 +62,6 @@ def test_the_answer_of_nvidia_smi_is_read() -> None:
         (gpu_checks.check_free_memory([gpu(), gpu(used_mib=20480)]), Level.WARN, "GPU 1 has 20.0 GiB in use"),
         (gpu_checks.check_peers(CUDA), Level.OK, "memory of the others"),
         (gpu_checks.check_peers(TorchBuild.of(Probe(succeeded=True, last_line="2 2 13.0 False"))), Level.WARN, "NCCL"),
-        (gpu_checks.check_tmpdir("/tmp"), Level.OK, "/tmp"),
-        (gpu_checks.check_tmpdir("/" + 70 * "x"), Level.FAIL, "has 71 characters"),
     ],
 )
 def test_each_fact_gets_its_level_and_a_fix(finding: Finding, level: Level, says: str) -> None:

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.load import dump_config, first_difference, load_config, shared_config
-from asyncrl.config.plain_yaml import parse_yaml
+from asyncrl.config.load import dump_config, first_difference, flat_config, load_config, shared_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 
@@ -136,6 +135,10 @@ def test_what_would_change_the_sampled_distribution_is_refused_with_the_reason(k
         ("data.prompt_template={word}", """must be text; write '"{word}"', with the quotes: without them YAML reads"""),
         ("generator.replicas=2.0", "must be a whole number; write 2"),
         ("data.shuffle=1", "must be true or false"),
+        ("data.shuffle=off", 'data.shuffle = "off" (on the command line): must be true or false; write false'),
+        ("generator.enforce_eager=Yes", "must be true or false; write true"),
+        ("learner.total_steps=1_000", "must be a whole number; write 1000"),
+        ("learner.total_steps=1e3", "must be a whole number; write 1000"),
         ("run.name=12", """must be text; write '"12"', with the quotes"""),
         ("run.name=a/b", "must match pattern '^[a-zA-Z0-9]"),
         ("generator.stop=x", 'must be a list; write ["x"]'),
@@ -157,11 +160,28 @@ def test_wrong_value_is_refused_with_key_value_limit_and_mend(override: str, lin
     assert line in found
 
 
-@pytest.mark.parametrize(("text", "chat"), [("off", "off"), ("'off'", "off"), ("auto", "auto")])
-def test_the_word_off_is_a_value_though_yaml_reads_it_as_false(text: str, chat: str) -> None:
-    config = load_config([], [f"data.chat={text}"])
-    assert config.data.chat == chat
-    assert parse_yaml(dump_config(config), source="")["data"]["chat"] == chat  # type: ignore[index]
+WORDS = {
+    "data.chat": ("off", "off"),
+    "learner.mixed_precision": ("no", "no"),
+    "run.name": ("on", "on"),
+    "environment.options.task": ("yes", "yes"),
+    "learner.optimizer.learning_rate": ("1e-3", 0.001),
+    "generator.rollout_timeout_s": ("1e3", 1000.0),
+    "run.seed": ("010", 10),
+}
+"""Values of keys as text, and what they mean in YAML 1.2."""
+
+
+@pytest.mark.parametrize("key", WORDS)
+def test_values_are_read_by_yaml_1_2_in_files_and_overrides_and_written_back(key: str, tmp_path: Path) -> None:
+    text, value = WORDS[key]
+    section, *between, name = key.split(".")
+    tree = f"{name}: {text}"
+    for part in reversed([section, *between]):
+        tree = f"{part}: {{{tree}}}"
+    for config in (load_config([], [f"{key}={text}"]), load_config([_write(tmp_path / "a.yaml", tree)], [])):
+        assert flat_config(config)[key] == value
+        assert flat_config(load_config([_write(tmp_path / "b.yaml", dump_config(config))], []))[key] == value
 
 
 @pytest.mark.fault("F28")

@@ -1,6 +1,7 @@
 """The YAML dialect: numbers and text are read as a person would read them, and dumped data is read back the same."""
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,12 +28,34 @@ def test_dumped_data_reads_back_equal_and_of_the_same_types(data: object) -> Non
     assert repr(read) == repr(data)
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("1e-3", 1e-3), ("2.5E4", 2.5e4), ("-.5e1", -5.0), (".inf", float("inf")), ("2026-01-31", "2026-01-31")],
-)
-def test_numbers_with_exponents_are_numbers_and_dates_are_text(text: str, value: object) -> None:
-    assert parse_yaml(text, source="t") == value
+CORE = {
+    "1e-3": 1e-3, "1e3": 1e3, "2.5E4": 2.5e4, "-.5e1": -5.0, "1.": 1.0, ".inf": float("inf"), "-.Inf": float("-inf"),
+    "010": 10, "0o17": 15, "0x1F": 31, "+3": 3, "-0": 0, "true": True, "False": False, "~": None,
+    "Null": None, "": None,
+}  # fmt: skip
+TEXTS = [
+    "on", "On", "off", "OFF", "yes", "Yes", "no", "NO", "y", "n", "2026-01-31", "2026-01-31 10:00:00", "1:30",
+    "190:20:30", "1_000", "0b11", "=", "nan", "inf", "tRue", "1e", "e3", "0o8", "-0x1", ".", "1.2.3",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", CORE)
+def test_numbers_truth_values_and_null_are_those_of_the_core_schema(text: str) -> None:
+    read = parse_yaml(f"a: {text}", source="t")
+    assert repr(read) == repr({"a": CORE[text]})
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_every_other_plain_scalar_is_text(text: str) -> None:
+    assert parse_yaml(f"a: {text}", source="t") == {"a": text}
+    assert parse_yaml(f"[{text}]", source="t") == [text]
+    assert parse_yaml(f"{text}: 1", source="t") == {text: 1}
+
+
+@pytest.mark.parametrize("text", [*TEXTS, *CORE])
+def test_dumped_text_is_text_for_readers_of_both_versions(text: str) -> None:
+    dumped = dump_yaml({"a": text})
+    assert parse_yaml(dumped, source="t") == yaml.safe_load(dumped) == {"a": text}
 
 
 def test_repeated_key_is_refused_with_its_place() -> None:
@@ -44,7 +67,7 @@ def test_merge_keys_may_be_overridden() -> None:
     assert parse_yaml("a: &a {x: 1, y: 2}\nb:\n  <<: *a\n  x: 3\n", source="f")["b"] == {"x": 3, "y": 2}  # type: ignore[index]
 
 
-@pytest.mark.parametrize("text", ["1: x", "on: x", "? [a]\n: x"])
+@pytest.mark.parametrize("text", ["1: x", "true: x", "? [a]\n: x"])
 def test_keys_that_are_not_text_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is not text"):
         parse_yaml(text, source="f")

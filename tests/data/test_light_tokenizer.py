@@ -66,7 +66,8 @@ DEFAULT = "{% for m in messages %}<{{ m.role[0] }}{{ style }}>{{ m.content }}{% 
 OTHERS = {
     "rag": "{{ depth }}:{{ messages[-1].content }}",
     "tool_use": "{{ [style, depth] | tojson(indent=1) }}{{ messages | length }}{{ messages[0].content }}",
-    "strict": "{% if tools is not none or documents is not none %}?{% endif %}{{ style is none }}{{ depth }}{{ messages[0].content }}",
+    "strict": "{% if tools is not none or documents is not none %}?{% endif %}{{ style is none }}{{ depth }}"
+    "{{ messages[0].content }}",
 }
 OPTIONS = [
     {"style": "short", "depth": 2},

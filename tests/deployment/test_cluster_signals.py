@@ -39,7 +39,9 @@ def ray_takes_sigterm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.asyncio
 @pytest.mark.usefixtures("ray_takes_sigterm")
 @pytest.mark.parametrize(
-    "start", [lambda: cluster.start_local(Config()), lambda: cluster.join("auto", namespace="run")], ids=["up", "join"]
+    "start",
+    [lambda: cluster.start_local(Config()), lambda: cluster.join("192.0.2.2:1", namespace="a")],
+    ids=["up", "join"],
 )
 @pytest.mark.fault("F29")
 async def test_sigterm_asks_for_a_clean_end_after_ray_was_started(start: Callable[[], object]) -> None:
@@ -102,6 +104,30 @@ def test_a_ray_that_does_not_start_in_time_is_ended_and_started_again(monkeypatc
     for other in others:
         other.communicate(b"\n", timeout=60)
     assert [other.returncode for other in others] == [0] * 6, "no other process was ended"
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (PermissionError(13, "Permission denied", "/tmp/ray/x"), "PermissionError: .*Permission denied: '/tmp/ray/x'"),
+        (OSError(28, "No space left on device"), "OSError: .*No space left on device"),
+        (RuntimeError("Maybe you called ray.init twice by accident?\nMore"), r"RuntimeError: .*accident\?\); the logs"),
+        (Exception("The GCS server has died.\n\nits log"), r"Exception: The GCS server has died\.\)"),
+    ],
+    ids=["permission", "disk", "twice", "gcs"],
+)
+def test_another_error_of_rays_start_is_one_line_with_the_folder_of_the_logs(
+    error: Exception, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(**_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(cluster.ray, "init", fail)
+    with pytest.raises(RunError, match=rf"^Ray did not start \({says}") as raised:
+        cluster.start_local(Config())
+    assert str(raised.value).endswith("/ray/session_latest/logs")
+    assert "\n" not in str(raised.value)
+    assert raised.value.__cause__ is error
 
 
 GROUP_SIGNAL = """

@@ -1,6 +1,10 @@
 """Joining a cluster: an address where no process listens fails at once; any other address is left to Ray."""
 
+import contextlib
+import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +13,7 @@ import pytest
 from ray.exceptions import RaySystemError
 
 from asyncrl.deployment import cluster
+from asyncrl.deployment.local_clusters import LocalCluster, check_no_head, own_clusters, started_for
 from asyncrl.errors import RunError
 
 
@@ -18,6 +23,7 @@ def no_cluster_here(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ConnectionError("Could not find any running Ray instance")
 
     monkeypatch.setattr(cluster.services, "get_ray_address_from_environment", none)
+    monkeypatch.setattr(cluster, "own_clusters", list)
 
 
 @pytest.fixture
@@ -53,12 +59,125 @@ def test_what_ray_takes_for_auto_may_have_died(asked: list[str], monkeypatch: py
     assert asked == []
 
 
+def test_without_a_cluster_auto_is_refused_at_once(asked: list[str]) -> None:
+    with pytest.raises(RunError, match=r"no Ray cluster answers at ray\.address = 'auto' \(Could not find any"):
+        cluster.join("auto", namespace="run")
+    assert asked == []
+
+
+def test_the_cluster_of_another_user_or_container_is_rays_to_find(
+    asked: list[str], port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = f"127.0.0.1:{port}"
+    monkeypatch.setattr(cluster.services, "get_ray_address_from_environment", lambda *_: address)
+    cluster.join("auto", namespace="run")
+    assert asked == [address]
+
+
+def heads(*runs: str, port: int, command: str = "head") -> list[LocalCluster]:
+    """Returns clusters of these runs. Only the last one listens at a port, `port`."""
+    ports = [*range(1, len(runs)), port]
+    return [
+        LocalCluster(address=f"127.0.0.1:{each}", pid=each, command=command if run else "", run=run)
+        for run, each in zip(runs, ports, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [["run"], ["b", "run"], ["", "b", "c", "run"], ["b"], [""]],
+    ids=["own", "another before", "many", "only another", "ray start"],
+)
+def test_auto_is_the_head_of_the_run_and_else_the_only_one(
+    runs: list[str], asked: list[str], port: int, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(cluster, "own_clusters", lambda: heads(*runs, port=port))
+    cluster.join("auto", namespace="run")
+    assert asked == [f"127.0.0.1:{port}"]
+    assert ("no Ray was started for run run; it joins" in caplog.text) is (runs == ["b"])
+
+
+@pytest.mark.parametrize("runs", [["b", "c"], ["", ""], ["run", "run"], ["", "b", "c"]])
+def test_several_possible_clusters_are_refused_and_listed(
+    runs: list[str], asked: list[str], port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = heads(*runs, port=port)
+    monkeypatch.setattr(cluster, "own_clusters", lambda: found)
+    with pytest.raises(RunError, match=rf"{len(runs)} Ray clusters run on this machine.*set ray\.address") as raised:
+        cluster.join("auto", namespace="run")
+    assert str(raised.value).splitlines()[1:] == [f"  {each}" for each in found]
+    assert asked == []
+
+
+def test_ray_address_is_stronger_than_what_runs_here(
+    asked: list[str], port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "own_clusters", lambda: heads("b", "c", "run", port=1))
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    monkeypatch.setattr(cluster.services, "get_ray_address_from_environment", lambda *_: os.environ["RAY_ADDRESS"])
+    cluster.join("auto", namespace="run")
+    assert asked == [f"127.0.0.1:{port}"]
+
+
+@pytest.mark.parametrize("runs", [["b"], ["b", "c"]])
+def test_a_cluster_that_up_started_is_only_for_its_run(
+    runs: list[str], asked: list[str], port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = heads(*runs, port=port, command="up")
+    monkeypatch.setattr(cluster, "own_clusters", lambda: found)
+    with pytest.raises(RunError, match="are of `asyncrl up`, and each is for its own run"):
+        cluster.join("auto", namespace="run")
+    cluster.join("auto", namespace=runs[-1])
+    assert asked == [f"127.0.0.1:{port}"]
+
+
+def test_a_second_head_says_that_there_is_one() -> None:
+    found = heads("b", "", "c", port=7)
+    notes = check_no_head("run", found)
+    assert [note.partition(",")[0] for note in notes] == [
+        "another head runs on this machine: 127.0.0.1:1 (`asyncrl head` of run b",
+        "another head runs on this machine: 127.0.0.1:7 (`asyncrl head` of run c",
+    ]
+    with pytest.raises(RunError, match=r"run c has a Ray cluster on this machine already: 127\.0\.0\.1:7"):
+        check_no_head("c", found)
+
+
+def test_the_mark_of_a_cluster_is_in_the_environment_of_its_processes() -> None:
+    """A process that looks like a raylet stands for one."""
+    code = "import ctypes; ctypes.CDLL(None).prctl(15, b'raylet'); print(flush=True); input()"
+    raylets, marks = [], ["head a", "up a b", None]
+    try:
+        for number, mark in enumerate(marks):
+            with contextlib.ExitStack() as marked:
+                if mark is not None:
+                    marked.enter_context(started_for(*mark.split(" ", 1)))
+                raylet = subprocess.Popen(
+                    [sys.executable, "-c", code, f"--x --gcs-address=192.0.2.9:{number + 1} --y"],
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                )  # fmt: skip
+            raylets.append(raylet)
+            assert raylet.stdout is not None
+            assert raylet.stdout.readline()
+        found = {each.address: each for each in own_clusters() if each.address.startswith("192.0.2.9:")}
+        assert [(found[f"192.0.2.9:{n}"].command, found[f"192.0.2.9:{n}"].run) for n in (1, 2, 3)] == [
+            ("head", "a"),
+            ("up", "a b"),
+            ("", ""),
+        ]
+        assert [found[f"192.0.2.9:{n}"].pid for n in (1, 2, 3)] == [each.pid for each in raylets]
+    finally:
+        for raylet in raylets:
+            raylet.communicate(b"\n", timeout=60)
+    assert [each for each in own_clusters() if each.address.startswith("192.0.2.9:")] == []
+
+
 def test_where_somebody_listens_ray_is_asked(asked: list[str], port: int) -> None:
     cluster.join(f"127.0.0.1:{port}", namespace="run")
     assert asked == [f"127.0.0.1:{port}"]
 
 
-@pytest.mark.parametrize("address", ["auto", "local", "ray://127.0.0.1:1"])
+@pytest.mark.parametrize("address", ["local", "ray://127.0.0.1:1"])
 def test_other_kinds_of_addresses_are_rays(address: str, asked: list[str]) -> None:
     cluster.join(address, namespace="run")
     assert asked == [address]
@@ -73,7 +192,7 @@ def test_a_refused_token_is_told_apart_from_a_cluster_that_is_not_there(monkeypa
 
     monkeypatch.setattr(cluster.ray, "init", init)
     with pytest.raises(RunError, match="refuses our token; set RAY_AUTH_TOKEN"):
-        cluster.join("auto", namespace="run")
+        cluster.join("ray://192.0.2.2:1", namespace="run")
 
 
 @pytest.mark.parametrize("mode", ["token", None])
@@ -83,7 +202,7 @@ def test_a_cluster_that_asks_for_no_token_is_named(
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     if mode is not None:
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
-    cluster.join("auto", namespace="run")
+    cluster.join("ray://192.0.2.2:1", namespace="run")
     assert ("requires no token" in caplog.text) is (mode is None)
 
 

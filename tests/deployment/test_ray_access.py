@@ -95,6 +95,6 @@ def test_loopback_is_itself_while_ray_starts_and_joins_and_only_then(monkeypatch
     monkeypatch.setattr(cluster, "_knock", lambda address: None)
     monkeypatch.setattr(cluster.ray, "init", lambda **_: seen.append(resolve_ip_for_localhost("127.0.0.1")))
     monkeypatch.setattr(cluster.ray_constants, "ENABLE_RAY_CLUSTER", True)
-    cluster.join("auto", namespace="run")
+    cluster.join("127.0.0.1:1", namespace="run")
     assert seen == ["127.0.0.1"]
     assert cluster.ray_constants.ENABLE_RAY_CLUSTER is True

@@ -195,8 +195,8 @@ async def test_each_phase_of_a_start_is_shown_once(both: bool, tmp_path: Path, m
             monkeypatch.setattr(compose, "session_folder", lambda: str(tmp_path))
             run = compose.run_both(config, stop, run_dir=run_dir, screen=screen, prompts=NO_PROMPTS)
         else:
-            address = "127.0.0.1:6379"
-            run = compose.run_learner(config, stop, address=address, run_dir=run_dir, screen=screen, prompts=NO_PROMPTS)
+            monkeypatch.setattr(compose, "joined_address", lambda: "127.0.0.1:6379")
+            run = compose.run_learner(config, stop, run_dir=run_dir, screen=screen, prompts=NO_PROMPTS)
         with pytest.raises(RunError, match="no buffer"):
             await run
     first = ["starting Ray"] if both else []

@@ -50,7 +50,7 @@ from asyncrl.deployment.ray_token import use_ray_token
 use_ray_token()
 import ray
 from asyncrl.deployment.cluster import join
-join(sys.argv[1], namespace="other")
+join(sys.argv[1], namespace=sys.argv[2])
 print("answer", ray.get(ray.remote(num_cpus=0)(lambda: 7).remote(), timeout=240))
 """
 
@@ -82,9 +82,9 @@ def own_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str
         starter.wait(240)
 
 
-def joined(address: str, home: Path, **changed: str) -> subprocess.CompletedProcess[str]:
+def joined(address: str, home: Path, run: str = "other", **changed: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", JOIN, address],
+        [sys.executable, "-c", JOIN, address, run],
         env=environment(home, **changed), capture_output=True, text=True, timeout=360, check=False,
     )  # fmt: skip
 
@@ -172,7 +172,7 @@ def test_the_readmes_head_listens_on_this_machine_alone_is_joined_and_ends_when_
             assert head.poll() is None, output.read_text()
             assert time.monotonic() < deadline_s, output.read_text()
             time.sleep(0.2)  # polls another process
-        done = joined("auto", tmp_path)
+        done = joined("auto", tmp_path, "quickstart")
         assert "answer 7" in done.stdout, done.stderr
         assert {address for _, address in listening(head)} == {"127.0.0.1"}
         daemons = head.children(recursive=True)

@@ -12,8 +12,7 @@ import torch
 from asyncrl.algorithms import advantages, presets
 from asyncrl.algorithms.diagnostics import MetricSums
 from asyncrl.config.schema import OptimizerSection
-from asyncrl.ranks import nodes, optimizer, out_of_memory
-from asyncrl.ranks.optimizer import learning_rate
+from asyncrl.ranks import nodes, out_of_memory, schedule
 from asyncrl.ranks.report import (
     RankRecord,
     StepReport,
@@ -23,10 +22,11 @@ from asyncrl.ranks.report import (
     step_report,
     train_result,
 )
+from asyncrl.ranks.schedule import learning_rate
 from asyncrl.ranks.worker import RankWorker
 
 
-@pytest.mark.parametrize("module", [advantages, presets, optimizer, nodes, out_of_memory])
+@pytest.mark.parametrize("module", [advantages, presets, schedule, nodes, out_of_memory])
 def test_examples_in_docstrings_are_true(module: object) -> None:
     results = doctest.testmod(module)  # type: ignore[arg-type]
     assert results.attempted > 0

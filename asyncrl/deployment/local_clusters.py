@@ -1,0 +1,101 @@
+"""The Ray clusters of this user on this machine, and which one a run joins if its address is not given.
+
+A cluster that asyncrl starts gets a variable in its environment that names the command and the run. Only the same user
+can read it, and it is gone when the cluster is. So two heads, and two users of a machine, do not disturb each other.
+Does not import Ray.
+"""
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import psutil
+
+from asyncrl.errors import RunError
+
+STARTED_FOR = "ASYNCRL_RAY_OF"
+"""Variable in the environment of a cluster that asyncrl started: the command and the name of the run."""
+HEAD = "head"
+_GCS_ADDRESS = re.compile(r"--gcs-address=(\S+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalCluster:
+    """A Ray cluster with a node on this machine. `pid` is the process id of this node's raylet.
+
+    `command` is the command of asyncrl that started the cluster, and `run` the name of its run. Both are empty for a
+    cluster that another program started, such as `ray start`.
+    """
+
+    address: str
+    pid: int
+    command: str = ""
+    run: str = ""
+
+    def __str__(self) -> str:
+        of = f"`asyncrl {self.command}` of run {self.run}" if self.run else "not started by asyncrl"
+        return f"{self.address} ({of}, raylet with pid {self.pid})"
+
+
+@contextlib.contextmanager
+def started_for(command: str, run: str) -> Iterator[None]:
+    """Marks the cluster that the block starts: `command` starts it for the run `run`."""
+    before = os.environ.get(STARTED_FOR)
+    os.environ[STARTED_FOR] = f"{command} {run}"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[STARTED_FOR]
+        else:
+            os.environ[STARTED_FOR] = before
+
+
+def own_clusters() -> list[LocalCluster]:
+    """Returns the clusters of this user with a node on this machine, one for each address."""
+    found: dict[str, LocalCluster] = {}
+    for process in psutil.process_iter(["name", "uids"]):
+        uids = process.info["uids"]
+        if process.info["name"] != "raylet" or uids is None or uids.real != os.getuid():
+            continue
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            address = _GCS_ADDRESS.search(" ".join(process.cmdline()))
+            command, _, run = process.environ().get(STARTED_FOR, "").partition(" ")
+            if address is not None:
+                cluster = LocalCluster(address=address[1], pid=process.pid, command=command, run=run)
+                found.setdefault(cluster.address, cluster)
+    return list(found.values())
+
+
+def cluster_of(run: str, clusters: Sequence[LocalCluster]) -> LocalCluster | None:
+    """Returns the cluster that the run `run` joins without an address; None if there is none.
+
+    It is the cluster that asyncrl started for this run. Otherwise it is the only other cluster, but never one that
+    `asyncrl up` or a program started for itself. Raises RunError if several clusters are possible.
+    """
+    mine = [cluster for cluster in clusters if cluster.run == run]
+    possible = mine or [cluster for cluster in clusters if cluster.command in ("", HEAD)]
+    if len(possible) > 1:
+        listed = "\n".join(f"  {cluster}" for cluster in possible)
+        raise RunError(
+            f"{len(possible)} Ray clusters run on this machine, and "
+            f"{'several were' if mine else 'none was'} started for run {run}; set ray.address or --address to one of "
+            f"them, or start one with `asyncrl head -c FILE`:\n{listed}"
+        )
+    return possible[0] if possible else None
+
+
+def check_no_head(run: str, clusters: Sequence[LocalCluster]) -> list[str]:
+    """Returns a note for each head of another run on this machine. Raises RunError if the run `run` has a cluster."""
+    notes = []
+    for cluster in clusters:
+        if cluster.run == run:
+            raise RunError(
+                f"run {run} has a Ray cluster on this machine already: {cluster}; use it, end the command that "
+                "started it, or choose another run.name"
+            )
+        if cluster.command == HEAD:
+            notes.append(f"another head runs on this machine: {cluster}; each run joins its own")
+    return notes

@@ -1,0 +1,143 @@
+"""Folders for temporary files that Ray or vLLM cannot use are refused in one line before anything starts."""
+
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from asyncrl.cli.main import app
+from asyncrl.deployment import temporary_folders
+from asyncrl.deployment.temporary_folders import LONGEST_FOLDERS, temporary_folder_problems
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_TMPDIR", "TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", None)  # Python chooses the folder once
+
+
+def texts(**uses: bool) -> list[str]:
+    return [str(problem) for problem in temporary_folder_problems(**uses)]
+
+
+def long_folder(size: int) -> str:
+    """Returns the path of a new folder with `size` bytes."""
+    base = tempfile.mkdtemp(dir="/tmp")
+    folder = Path(base, "x" * (size - len(base) - 1))
+    folder.mkdir()
+    return str(folder)
+
+
+def test_the_longest_folder_is_what_ray_itself_allows() -> None:
+    utils = pytest.importorskip("ray._private.utils")
+    path = "/" + "x" * (LONGEST_FOLDERS["Ray"] - 1) + temporary_folders._RAY_SOCKET
+    utils.validate_socket_filepath(path)
+    with pytest.raises(OSError, match="path length cannot exceed"):
+        utils.validate_socket_filepath(f"/x{path[1:]}")
+
+
+@pytest.mark.parametrize("size", [40, 55, 90])
+@pytest.mark.parametrize("variable", ["TMPDIR", "RAY_TMPDIR"])
+def test_a_long_folder_is_refused_with_the_variables_that_change_it(
+    variable: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = long_folder(size)
+    monkeypatch.setenv(variable, folder)
+    [text] = texts()
+    assert text.startswith(f"{variable} = {folder}: has {size} bytes, so Ray cannot make its sockets there (at most")
+    assert "set RAY_TMPDIR (for Ray) or TMPDIR (for all programs) to a shorter path" in text
+    assert bool(texts(ray=False)) is (variable == "TMPDIR" and size > 70), "vLLM's sockets have shorter names"
+
+
+def test_bytes_count_and_not_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp/" + "ü" * 20)
+    assert re.search("has 45 bytes", texts()[0])
+
+
+def test_a_folder_of_ray_that_differs_from_the_one_of_vllm_is_a_problem_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TMPDIR", long_folder(72))
+    monkeypatch.setenv("RAY_TMPDIR", long_folder(41))
+    assert [re.findall(r"^\w+|has \d+ bytes|Ray cannot|vLLM cannot", text) for text in texts()] == [
+        ["RAY_TMPDIR", "has 41 bytes", "Ray cannot"],
+        ["TMPDIR", "has 72 bytes", "vLLM cannot"],
+    ]
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp")
+    assert [text[:6] for text in texts()] == ["TMPDIR"]
+
+
+def a_file(folder: Path) -> Path:
+    (folder / "file").write_text("")
+    return folder / "file"
+
+
+def rays_folder_is_a_file(folder: Path) -> Path:
+    (folder / "ray").write_text("")
+    return folder
+
+
+UNUSABLE: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "a file": (a_file, "Ray cannot write there"),
+    "below a file": (lambda folder: a_file(folder) / "below", "Not a directory"),
+    "ray is a file": (rays_folder_is_a_file, r"/ray: Not a directory"),
+    "a pseudo file system": (lambda folder: Path("/proc/self"), "Ray cannot write there"),
+    "relative": (lambda folder: Path("tmp"), "not an absolute path"),
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_a_folder_that_cannot_be_used_is_refused_with_the_reason(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, says = UNUSABLE[name]
+    monkeypatch.setenv("RAY_TMPDIR", str(make(Path(tempfile.mkdtemp(dir="/tmp")))))
+    [text] = texts()
+    assert re.search(says, text)
+    assert "set RAY_TMPDIR" in text
+
+
+@pytest.mark.parametrize("errno", ["EACCES", "ENOSPC", "EROFS", "EDQUOT"])
+def test_a_disk_that_refuses_the_file_is_named_with_its_reason(errno: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import errno as numbers
+
+    def refuse(**_: Any) -> Any:
+        raise OSError(getattr(numbers, errno), os.strerror(getattr(numbers, errno)))
+
+    monkeypatch.setattr(temporary_folders.tempfile, "TemporaryFile", refuse)
+    [text] = texts(vllm=False)
+    assert os.strerror(getattr(numbers, errno)) in text
+    assert text.startswith("the folder for temporary files, /tmp")
+
+
+@pytest.mark.parametrize("free_mib", [0, 12, 63])
+def test_a_full_disk_is_refused_before_the_workers_die_of_it(free_mib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.statvfs("/tmp")
+    full = os.statvfs_result((1024, 1024, real.f_blocks, 0, free_mib * 1024, *tuple(real)[5:]))
+    monkeypatch.setattr(temporary_folders.os, "statvfs", lambda path: full)
+    [text] = texts()
+    assert f"has {free_mib} MiB free, and Ray needs 64 MiB; delete files there" in text
+
+
+def test_a_folder_that_does_not_exist_yet_is_made_by_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", tempfile.mkdtemp(dir="/tmp") + "/new")
+    assert texts() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["config check", "up", "head"])
+def test_each_command_that_starts_ray_says_so_in_one_line(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", long_folder(90))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, [*command.split(), "-c", "quickstart"])
+    assert done.exit_code != 0
+    said = str(done.exception) if done.exception and not isinstance(done.exception, SystemExit) else done.output
+    assert [line for line in said.splitlines() if "has 90 bytes, so Ray" in line and "RAY_TMPDIR" in line], said
+    assert not (tmp_path / "runs").exists()
