@@ -56,6 +56,12 @@ def _temporary_file(path: Path) -> tuple[Path, BinaryIO]:
 
 def _remove_leftovers(path: Path) -> None:
     for leftover in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
-        with contextlib.suppress(OSError), leftover.open("rb") as file:  # fails if a writer has locked or renamed it
+        # It fails if a writer has locked or renamed the file.
+        with contextlib.suppress(OSError), open(leftover, "rb", opener=_plain) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             leftover.unlink()
+
+
+def _plain(path: str, flags: int) -> int:
+    """Opens a file that another program may have put there: it waits for no writer of a pipe, and follows no link."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)

@@ -15,7 +15,8 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.atomic_write import sync, write_atomically
-from asyncrl.errors import CheckpointDamaged, CheckpointError, CheckpointIncomplete
+from asyncrl.errors import CheckpointDamaged, CheckpointError, CheckpointIncomplete, FileRefused
+from asyncrl.run_files import UNREADABLE, read, sizes_below
 
 COMPLETE = "COMPLETE"
 """Name of the file that is written last."""
@@ -58,7 +59,7 @@ def prepare(path: Path) -> None:
 def finish(path: Path, *, save_id: str) -> None:
     """Marks `unfinished(path)` as complete. The disk has all files and their names first, so that they survive a crash
     of the machine."""
-    marker = Marker(save_id=save_id, files=sizes(unfinished(path)))
+    marker = Marker(save_id=save_id, files=sizes_below(unfinished(path)))
     for entry in (unfinished(path), *unfinished(path).rglob("*")):
         sync(entry)
     write_atomically(unfinished(path) / COMPLETE, msgspec.json.encode(marker))
@@ -95,19 +96,22 @@ def complete(path: Path) -> tuple[Path, Marker]:
     directory that was being replaced when a save was killed.
 
     Raises CheckpointIncomplete if the directory has no `COMPLETE`, and CheckpointDamaged if `COMPLETE` cannot be read
-    or lists other files than there are.
+    or lists other files than there are, or if an entry is not a regular file or a folder.
     """
     path = published(path)
     try:
-        marker = msgspec.json.decode((path / COMPLETE).read_bytes(), type=Marker)
+        marker = msgspec.json.decode(read(path / COMPLETE), type=Marker)
     except FileNotFoundError:
         raise CheckpointIncomplete(
             f"{path} is not a complete checkpoint: it has no file {COMPLETE}, so its save did not finish; load an "
             "earlier checkpoint"
         ) from None
-    except (OSError, msgspec.MsgspecError) as error:
+    except UNREADABLE as error:
         raise CheckpointDamaged(f"{path / COMPLETE} cannot be read ({error}); load an earlier checkpoint") from error
-    found = sizes(path)
+    try:
+        found = sizes_below(path)
+    except FileRefused as error:
+        raise CheckpointDamaged(f"{error}; or load an earlier checkpoint") from error
     for name, nbytes in marker.files.items():
         if found.get(name) != nbytes:
             raise CheckpointDamaged(
@@ -115,8 +119,3 @@ def complete(path: Path) -> tuple[Path, Marker]:
                 "checkpoint"
             )
     return path, marker
-
-
-def sizes(path: Path) -> dict[str, int]:
-    """Returns the size in bytes of each file in all folders below `path`."""
-    return {str(file.relative_to(path)): file.stat().st_size for file in sorted(path.rglob("*")) if file.is_file()}

@@ -7,6 +7,7 @@ AsyncRLError
 ├── DatasetError               a row of a dataset is not usable (F33)
 ├── RunError                   the whole run cannot start or cannot go on
 │   ├── RunLocked              another process holds the run's directory or name (F35)
+│   ├── FileRefused            an entry of a run directory is not a file that a run writes
 │   ├── RunMismatch            a deployment tries to join a run with another shared configuration or other prompts
 │   ├── HandshakeError         the pools disagree on tokenizer, vocabulary or log-probs (F25)
 │   ├── GeneratorPoolExhausted fewer live replicas than `generator.min_replicas`
@@ -81,6 +82,11 @@ class RunError(AsyncRLError):
 
 class RunLocked(RunError):
     """Another process holds the run's directory or name. The message names that process."""
+
+
+class FileRefused(RunError, OSError):
+    """An entry of a run directory is a link, a pipe or a device, is outside of the directory, or is too large. It was
+    not read or written."""
 
 
 class LearnerNotRestored(RunError):

@@ -1,8 +1,11 @@
 """Checks 1 to 3 of the audit: exactly once, the ledger, and the versions of the trained tokens."""
 
+import io
 import statistics
 from collections import Counter
 from collections.abc import Iterable
+
+import xxhash
 
 from asyncrl.audit.history import History
 from asyncrl.audit.outcome import Counterexample
@@ -11,6 +14,10 @@ from asyncrl.common.version import Version
 from asyncrl.learner.audit_records import TrainedGroup, TrainedStep
 from asyncrl.learner.record_lines import read_lines
 from asyncrl.learner.records import StepRecord
+from asyncrl.run_files import opened
+
+MOST_FILTERED = 10**6
+"""More filtered samples in a step are not those of a run. The check makes a list of their rewards."""
 
 
 def exactly_once(history: History) -> str:
@@ -95,9 +102,13 @@ def _check_all_there(fates: dict[int, str], entry: LedgerEntry, *, moment: str) 
 def ledger_closes(history: History) -> str:
     """Check 2: the account of the ledger is closed after every step, in groups, samples and tokens, and equals the sums
     over the groups that ended so far. The step's line in steps.jsonl has the same numbers."""
-    lines = {
-        record.step: record for record in read_lines(history.directory / "steps.jsonl", StepRecord) if record.trained
-    }
+    path = history.directory / "steps.jsonl"
+    records = read_lines(path, StepRecord)
+    lines: dict[int, tuple[StepRecord, int]] = {}
+    with opened(path) if records else io.BytesIO() as file:
+        for record, line in zip(records, file, strict=False):  # a live run may have written more lines
+            if record.trained:
+                lines[record.step] = record, xxhash.xxh3_64_intdigest(line.removesuffix(b"\n"))
     sums: dict[Fate, Amount] = {}
     for step in history.steps:
         tokens = {ended.group: ended for ended in step.ledger.ended if ended.fate is Fate.TRAINED}
@@ -138,9 +149,13 @@ def _add(sums: dict[Fate, Amount], entry: LedgerEntry, *, moment: str) -> None:
             )
 
 
-def _check_line(step: TrainedStep, line: StepRecord | None, *, trained: int) -> None:
-    if line is None:
+def _check_line(step: TrainedStep, found: tuple[StepRecord, int] | None, *, trained: int) -> None:
+    """Compares a step with its line in steps.jsonl: with the record, and with the checksum of its bytes."""
+    if found is None:
         raise Counterexample(f"steps.jsonl has no line of step {step.step}, which was trained")
+    line, checksum = found
+    if (most := sum(group.samples for group in step.filtered)) > MOST_FILTERED:
+        raise Counterexample(f"step {step.step} filtered {most} samples by its record; no step has so many")
     rewards = [sample.reward for group in step.groups for sample in group.samples if sample.reward is not None]
     rewards += [group.reward for group in step.filtered for _ in range(group.samples)]
     own = {
@@ -159,6 +174,8 @@ def _check_line(step: TrainedStep, line: StepRecord | None, *, trained: int) -> 
             )
     if (counted := line.ledger_groups.get(Fate.TRAINED.value, 0)) != trained:
         raise Counterexample(f"{trained} groups were trained up to step {step.step}, but {counted} by steps.jsonl")
+    if step.line not in (None, checksum):
+        raise Counterexample(f"the line of step {step.step} in steps.jsonl is not the one that was written")
 
 
 def versions_in_bounds(history: History) -> str:

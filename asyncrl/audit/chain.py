@@ -17,6 +17,7 @@ from asyncrl.data.row_checksums import row_checksums
 from asyncrl.errors import CheckpointError
 from asyncrl.learner.kept_steps import KeptSteps
 from asyncrl.ranks.digest import combined, tensor_digest
+from asyncrl.run_files import names
 
 
 def chain_holds(history: History) -> str:
@@ -103,7 +104,7 @@ def _check_kept(history: History) -> None:
 
 def _check_rows(folder: Path, trained: dict[str, list[int]]) -> None:
     """Compares the rows of groups that were ready at a checkpoint with the rows that a later step trained."""
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in _tensor_files(folder):
         wanted = trained.get(path.stem)
         if wanted is not None and row_checksums(BatchedDataDict(load_file(path))) != wanted:
             raise Counterexample(f"{path} has other rows of group {path.stem} than those that were trained")
@@ -115,9 +116,13 @@ def saved_digest(weights: Path) -> int:
 
 
 def _parts(state: Path) -> Iterable[int]:
-    for path in sorted(state.glob("*.safetensors")):
+    for path in _tensor_files(state):
         with safe_open(path, framework="pt") as file:
             places = json.loads((file.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
             for name in file.keys():  # noqa: SIM118 - the file is no mapping
                 start = places.get(name, {}).get("saved_offsets", [0])
                 yield tensor_digest(name, file.get_tensor(name), start=start[0] if start else 0)
+
+
+def _tensor_files(folder: Path) -> list[Path]:
+    return [folder / name for name in names(folder, inside=folder.parent) if name.endswith(".safetensors")]

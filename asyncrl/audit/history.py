@@ -5,6 +5,7 @@ earlier checkpoint: their versions are dead (`asyncrl.common.lineage`), and thei
 """
 
 import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,18 @@ from asyncrl.common.lineage import Lineage
 from asyncrl.common.version import Version
 from asyncrl.deployment.resuming import LINEAGE
 from asyncrl.errors import RunError
-from asyncrl.learner.audit_records import AUDIT, Began, Ended, PublishedVersion, TrainedStep, read_records
+from asyncrl.learner.audit_records import (
+    AUDIT,
+    Began,
+    Ended,
+    PublishedVersion,
+    ReadRecords,
+    TrainedStep,
+    read_records,
+)
+from asyncrl.learner.record_lines import known_info, read_lines
+from asyncrl.learner.records import StepRecord
+from asyncrl.run_files import UNREADABLE, names, read
 
 _NAME = re.compile(r"steps-(\d+)\.msgpack")
 
@@ -27,7 +39,7 @@ class History:
 
     `steps` are the surviving ones in the order of the records, `lost` the other ones. `began` has the start of each
     incarnation that wrote records. `end` is the end of the run; None if the run lives, was killed, or was resumed.
-    `damage` says which record cannot be read.
+    `damage` says which record cannot be read or is missing.
     """
 
     directory: Path
@@ -76,10 +88,11 @@ class History:
 
 def read_history(directory: Path) -> History:
     """Reads the records of a run, which may live. Raises RunError if it has none."""
+    lines, unreadable = _trained_lines(directory)  # before the records of the audit, to which a live run appends later
     files = {
-        int(match[1]): path
-        for path in directory.glob(f"{AUDIT}/*")
-        if (match := _NAME.fullmatch(path.name)) is not None
+        int(match[1]): directory / AUDIT / name
+        for name in names(directory / AUDIT, inside=directory)
+        if (match := _NAME.fullmatch(name)) is not None
     }
     read = {incarnation: read_records(files[incarnation]) for incarnation in sorted(files)}
     began = {incarnation: found.began for incarnation, found in read.items() if found.began is not None}
@@ -94,6 +107,8 @@ def read_history(directory: Path) -> History:
     steps = [record for record in records if isinstance(record, TrainedStep)]
     last = read[max(read)].records
     end = last[-1] if last and max(read) == lineage.incarnation else None
+    survived = {step.step for step in steps if lineage.has(step.made)}
+    damages += unreadable + _cut(directory, lines, survived, newest=read.get(lineage.incarnation))
     return History(
         directory=directory,
         lineage=lineage,
@@ -106,9 +121,36 @@ def read_history(directory: Path) -> History:
     )
 
 
+def _trained_lines(directory: Path) -> tuple[list[int], list[str]]:
+    """Returns the trained steps in steps.jsonl, and why it cannot be read, if it cannot."""
+    try:
+        return [line.step for line in read_lines(directory / "steps.jsonl", StepRecord) if line.trained], []
+    except RunError as error:
+        return [], [str(error)]
+
+
+def _cut(directory: Path, lines: Sequence[int], steps: Collection[int], *, newest: ReadRecords | None) -> list[str]:
+    """Returns what shows that the end of the audit's records was cut off.
+
+    A step has its line in steps.jsonl before its record for the audit, so a killed run can lack the last record only.
+    `newest` are the records of the live incarnation.
+    """
+    info = known_info(directory)
+    state = "running" if info is None else info.state
+    killed = state in ("running", "died")
+    lacking = [step for step in lines if step not in steps and not (step == lines[-1] and state != "finished")]
+    found = [f"steps.jsonl has step {lacking[0]}, but {AUDIT}/ has no record of it"] if lacking else []
+    if newest is not None and newest.torn and not killed:
+        found.append(f"the last record in {AUDIT}/ is incomplete, but the run has {state} by run.json")
+    ended = newest is not None and bool(newest.records) and isinstance(newest.records[-1], Ended)
+    if state == "finished" and not ended:
+        found.append(f"the run has finished by run.json, but {AUDIT}/ has no record of its end")
+    return found
+
+
 def _known(directory: Path) -> Lineage:
     """Returns the lineage that the run's start recorded. A new incarnation may not have written a record yet."""
     try:
-        return msgspec.json.decode((directory / LINEAGE).read_bytes(), type=Lineage)
-    except (OSError, msgspec.MsgspecError):
+        return msgspec.json.decode(read(directory / LINEAGE), type=Lineage)
+    except UNREADABLE:
         return Lineage()

@@ -19,7 +19,6 @@ from asyncrl.audit.history import History
 from asyncrl.audit.outcome import Counterexample, NotPossible
 from asyncrl.buffer.records import Lease
 from asyncrl.common.version import Version
-from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.row_checksums import row_checksums
@@ -32,6 +31,7 @@ from asyncrl.deployment.provenance import processor, provenance
 from asyncrl.learner.audit_records import TrainedStep
 from asyncrl.learner.batch import step_meta
 from asyncrl.learner.kept_steps import ADDED_COLUMNS, PREV_LOGPROBS, KeptSteps
+from asyncrl.learner.record_lines import read_config
 from asyncrl.learner.stages import Stages
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.metrics.states import StateClock
@@ -60,7 +60,7 @@ def steps_replay(history: History) -> str:
             "the run kept no weights: set audit.keep_weights: all in the config of a run with a small model"
         )
     batches = [_batch(kept, step) for step in history.steps]
-    config = load_config([history.directory / "config.yaml"])
+    config = read_config(history.directory)
     _check_same_conditions(history, config)
     with _policy(config) as policy:
         _replay(policy, config, history.steps, batches)

@@ -12,6 +12,7 @@ A save that ends early leaves `step-140.tmp`, which is never read. Everything in
 """
 
 import logging
+import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ from asyncrl.atomic_write import write_atomically
 from asyncrl.common.lineage import Lineage
 from asyncrl.common.version import Version
 from asyncrl.errors import CheckpointDamaged, CheckpointError
+from asyncrl.run_files import UNREADABLE, names, opened, read, sizes_below
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ HF = "hf"
 """Folder of the weights in a checkpoint. A run that fails may save this part alone."""
 SCHEMA = 2
 """Version of the format."""
-_NAME = re.compile(r"step-(\d+)(\.replaced)?")
+_NAME = re.compile(r"step-(\d{1,15})(\.replaced)?", re.ASCII)
 _CHUNK_BYTES = 2**24
 
 
@@ -79,7 +81,7 @@ def write(path: Path, manifest: RunManifest, *, fill: Callable[[Path], None]) ->
     complete_directory.prepare(path)
     unfinished = complete_directory.unfinished(path)
     fill(unfinished)
-    files = {name: _entry(unfinished / name) for name in complete_directory.sizes(unfinished)}
+    files = {name: _entry(unfinished / name, inside=unfinished) for name in sizes_below(unfinished)}
     encoded = msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(manifest, files=files)), indent=2)
     write_atomically(unfinished / MANIFEST, encoded)
     complete_directory.finish(path, save_id=str(manifest.version))
@@ -94,16 +96,18 @@ def verified(path: Path) -> RunManifest:
     """
     complete_directory.complete(path)
     try:
-        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=RunManifest)
-    except (OSError, msgspec.MsgspecError) as error:
+        manifest = msgspec.json.decode(read(path / MANIFEST), type=RunManifest)
+    except UNREADABLE as error:
         raise CheckpointDamaged(f"{path / MANIFEST} cannot be read ({error})") from error
     if manifest.schema != SCHEMA:
         raise CheckpointDamaged(
             f"{path / MANIFEST} has format {manifest.schema}, but this version of asyncrl reads format {SCHEMA}"
         )
     for name, expected in manifest.files.items():
+        if not name.isprintable():
+            raise CheckpointDamaged(f"{path / MANIFEST} lists {name!a}, and no file of a checkpoint has such a name")
         try:
-            found = _entry(path / name)
+            found = _entry(path / name, inside=path, most=expected.nbytes)
         except OSError as error:
             raise CheckpointDamaged(f"{path / name} cannot be read ({error})") from error
         if found != expected:
@@ -147,16 +151,18 @@ def put_back(checkpoints: Path) -> None:
 def folders(checkpoints: Path) -> Mapping[int, Path]:
     """Returns the directories of checkpoints by their step, also of incomplete ones. If a save was killed while it
     replaced one, returns the old directory."""
-    if not checkpoints.is_dir():
-        return {}
-    steps = {int(match[1]) for path in checkpoints.iterdir() if (match := _NAME.fullmatch(path.name))}
+    found = names(checkpoints, inside=checkpoints.parent)
+    steps = {int(match[1]) for name in found if (match := _NAME.fullmatch(name))}
     return {step: complete_directory.published(folder_of(checkpoints, step)) for step in steps}
 
 
-def _entry(path: Path) -> FileEntry:
-    digest, nbytes = xxhash.xxh3_128(), 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
+def _entry(path: Path, *, inside: Path, most: int | None = None) -> FileEntry:
+    """Returns the size and the checksum of a file. The checksum is of the first `most` bytes at most."""
+    digest = xxhash.xxh3_128()
+    with opened(path, inside=inside) as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        left = nbytes if most is None else min(most, nbytes)
+        while chunk := file.read(min(left, _CHUNK_BYTES)):
             digest.update(chunk)
-            nbytes += len(chunk)
+            left -= len(chunk)
     return FileEntry(nbytes=nbytes, xxh3=digest.hexdigest())

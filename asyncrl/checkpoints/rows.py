@@ -16,6 +16,7 @@ from asyncrl.data_plane.codec import PAD_VALUES
 from asyncrl.data_plane.interfaces import DataPlaneClient
 from asyncrl.data_plane.sample_ids import samples_of
 from asyncrl.errors import CheckpointDamaged
+from asyncrl.run_files import names
 
 _SUFFIX = ".safetensors"
 
@@ -36,7 +37,10 @@ def save_rows(
 def load_rows(client: DataPlaneClient, folder: Path) -> None:
     """Puts the rows of all groups in `folder` back under their names. Raises CheckpointDamaged for a file that is not
     one of `save_rows`."""
-    for path in sorted(folder.glob(f"*{_SUFFIX}")):
+    for name in names(folder, inside=folder.parent):
+        if not name.endswith(_SUFFIX):
+            continue
+        path = folder / name
         try:
             rows = BatchedDataDict(load_file(path))
         except SafetensorError as error:

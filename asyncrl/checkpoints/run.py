@@ -15,6 +15,7 @@ from asyncrl.coordinator.snapshot import RunSnapshot
 from asyncrl.data.specs import GENERATED_FIELDS
 from asyncrl.errors import CheckpointDamaged
 from asyncrl.policy.tq_policy import TQPolicy
+from asyncrl.run_files import FILE_BYTES, UNREADABLE, read
 from asyncrl.value.tq_value import TQValue
 
 POLICY, CRITIC, BUFFER, ROWS = "policy", "critic", "buffer.msgpack", "rows"
@@ -88,8 +89,8 @@ class RunParts:
 def read_snapshot(path: Path) -> RunSnapshot:
     """Returns the snapshot in the checkpoint at `path`. Raises CheckpointDamaged if it cannot be read."""
     try:
-        return msgspec.msgpack.decode((path / BUFFER).read_bytes(), type=RunSnapshot)
-    except (OSError, msgspec.MsgspecError) as error:
+        return msgspec.msgpack.decode(read(path / BUFFER, most=FILE_BYTES), type=RunSnapshot)
+    except UNREADABLE as error:
         raise CheckpointDamaged(f"{path / BUFFER} cannot be read ({error})") from error
 
 

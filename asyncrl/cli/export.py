@@ -10,11 +10,12 @@ import typer
 from asyncrl.cli.options import RecordedRun, at_option
 from asyncrl.cli.presence import model_directory
 from asyncrl.cli.terminal import say
-from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
-from asyncrl.deployment.known_runs import best_checkpoint, existing_run, saved_config
+from asyncrl.deployment.known_runs import best_checkpoint, existing_run
 from asyncrl.deployment.resuming import found_checkpoint, step_of
 from asyncrl.errors import ConfigError
+from asyncrl.learner.record_lines import read_config
+from asyncrl.run_files import check_plain
 
 BEST = "best"
 """Name for --at of the checkpoint with the highest held-out reward."""
@@ -48,7 +49,7 @@ def export(
       asyncrl export quickstart speller --at best       the best evaluation (checkpoint.keep_best)
     """
     directory = existing_run(run)
-    config = load_config([saved_config(directory)], [])
+    config = read_config(directory)
     checkpoint, _ = found_checkpoint(directory, _step(directory, at, name=config.checkpoint.best_eval))
     if config.model.lora is not None:
         _export_adapter(config, checkpoint, folder, merge=merge)
@@ -121,6 +122,7 @@ def _copy_weights(checkpoint: Path, folder: Path) -> None:
             f"{checkpoint} has no folder {HF}/, because checkpoint.hf is false; export the checkpoint at the end of "
             "the run, which has it"
         )
+    check_plain(checkpoint / HF)
     prepare(folder)
     shutil.copytree(checkpoint / HF, unfinished(folder), dirs_exist_ok=True, ignore=shutil.ignore_patterns(COMPLETE))
     finish(folder, save_id=checkpoint.name)

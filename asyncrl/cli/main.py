@@ -26,6 +26,21 @@ from asyncrl.errors import AsyncRLError, ConfigError
 
 SUPERVISED = ("up", "resume", "learner")
 """The commands that are started again after their process has died, or after an error that a restart may fix."""
+READERS = ("status", "top", "scale", "down", "audit", "samples", "export", "report", "compare")
+"""The commands that use the files of a run, which may be damaged or of another person. An error that such files can
+cause is shown in one sentence."""
+LONGEST_PROBLEM = 300
+"""Characters of an error that are shown, because it may contain the content of a file."""
+_OF_DAMAGED_FILES = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 COMMANDS: dict[str, str] = {
     "up": "Run everything on this machine: Ray, generators, learner, live view.",
     "resume": "Continue a run from its newest checkpoint, or from an earlier one.",
@@ -103,6 +118,20 @@ class _LazyGroup(TyperGroup):
             raise typer.Exit(
                 2 if isinstance(error, ConfigError) else RESTART_MENDS if error.restart_mends else 1
             ) from None
+        except _OF_DAMAGED_FILES as error:
+            command = ctx.invoked_subcommand
+            known = command in READERS and not isinstance(error, BrokenPipeError)
+            if not known or os.environ.get("ASYNCRL_DEBUG") == "1":
+                raise
+            problem = " ".join(f"{type(error).__name__}: {error}"[:LONGEST_PROBLEM].split())
+            say(
+                f"asyncrl {command} cannot use the files of the run ({problem}): they are damaged, or this version of "
+                "asyncrl did not write them. ASYNCRL_DEBUG=1 shows the traceback",
+                label="error:",
+                color="red",
+                err=True,
+            )
+            raise typer.Exit(1) from None
 
 
 def _app_of(command: str) -> typer.Typer:

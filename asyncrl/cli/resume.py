@@ -7,9 +7,10 @@ from asyncrl.cli.before_start import prepared
 from asyncrl.cli.options import AllowPublic, Overrides, RunningRun, again, at_option
 from asyncrl.cli.restarts import begun_before
 from asyncrl.cli.up import run_here
-from asyncrl.deployment.known_runs import existing_run, saved_config
+from asyncrl.deployment.known_runs import existing_run
 from asyncrl.deployment.resuming import chosen_checkpoint, step_of
 from asyncrl.errors import ConfigError
+from asyncrl.learner.record_lines import saved_config
 
 At = Annotated[
     str | None,

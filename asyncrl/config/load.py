@@ -9,6 +9,7 @@ override that set the value. `checks.check_config` checks the rules that involve
 import functools
 import json
 import shlex
+import stat
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from pydantic import ValidationError
 from asyncrl.config.error_messages import ON_COMMAND_LINE, error_message, origin_of
 from asyncrl.config.eval_sets import with_whole_sets
 from asyncrl.config.field_types import PER_DEPLOYMENT
-from asyncrl.config.plain_yaml import dump_yaml, parse_yaml, plain
+from asyncrl.config.plain_yaml import MOST_CHARACTERS, dump_yaml, parse_yaml, plain
 from asyncrl.config.recipes import config_file, find_data, recipe_file, with_modules
 from asyncrl.config.schema import Config, KeyPath, marked
 from asyncrl.config.secret_values import secret_message, secret_values
@@ -131,7 +132,7 @@ def _read_layer(given: Path) -> dict[str, object]:
 
 def _read_mapping(file: Path) -> dict[str, object]:
     try:
-        text = file.read_text(encoding="utf-8")
+        text = _text_of(file)
     except FileNotFoundError:
         recipe = f"; `-c {file.stem}` is the recipe of this name" if recipe_file(file.stem) is not None else ""
         raise ConfigError(f"{file}: no such file; name an existing file with -c{recipe}") from None
@@ -147,6 +148,18 @@ def _read_mapping(file: Path) -> dict[str, object]:
             f"{file}: holds a {type(data).__name__}; a config must be a mapping of sections such as `run:`"
         )
     return data
+
+
+def _text_of(file: Path) -> str:
+    """Returns the text of a file. A pipe is read only if it is one of the shell's, such as that of `-c <(command)`."""
+    mode = file.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or str(file).startswith(("/dev/", "/proc/"))):
+        raise ConfigError(f"{file}: is a pipe or a device; name a regular file with -c")
+    with file.open("rb") as opened:
+        data = opened.read(MOST_CHARACTERS + 1)
+    if len(data) > MOST_CHARACTERS:
+        raise ConfigError(f"{file}: has more than {MOST_CHARACTERS:,} bytes; a config has a few thousand")
+    return data.decode()
 
 
 def _parse_override(override: str) -> dict[str, object]:

@@ -30,9 +30,34 @@ _CORE_SCHEMA = (
     ("merge", ["<"], "<<"),
 )
 
+MOST_NODES, MOST_DEPTH, MOST_CHARACTERS, NODE_CHARACTERS = 10_000, 50, 2**20, 8
+"""Limits of a document: its values, the depth of its lists and mappings, and its characters where each alias is written
+out. A value counts as `NODE_CHARACTERS` more. A configuration with all of its keys has 500 values and a depth of 5."""
+
 
 class _Loader(yaml.SafeLoader):
-    """Safe loader that refuses repeated keys and keys that are not text."""
+    """Safe loader that refuses repeated keys, keys that are not text, and documents that are much larger than a
+    configuration, also those that become large by their aliases."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._nodes = self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._nodes, self._depth = self._nodes + 1, self._depth + 1
+        if self._nodes > MOST_NODES:
+            raise _too_large(self.get_mark(), f"has more than {MOST_NODES:,} values")
+        if self._depth > MOST_DEPTH:
+            raise _too_large(self.get_mark(), f"is nested more than {MOST_DEPTH} levels deep")
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def get_single_node(self) -> yaml.Node | None:
+        node: yaml.Node | None = super().get_single_node()
+        if node is not None:
+            _check_expanded(node, {})
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -73,6 +98,38 @@ for _name, _first, _pattern in _CORE_SCHEMA:
 _Dumper.add_representer(str, _Dumper.represent_text)
 
 
+def _check_expanded(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """Returns the size and the depth of a node in which each alias is replaced by its node. `known` has those of nodes
+    before it; those of a node that is not finished are 0. Raises MarkedYAMLError if one of them is too large."""
+    if (found := known.get(id(node))) is not None:
+        if found == (0, 0):
+            raise _refusal(
+                node,
+                "a config may hold only text, numbers, lists and mappings; an alias in this value stands for itself",
+            )
+        return found
+    known[id(node)] = 0, 0
+    if isinstance(node, yaml.ScalarNode):
+        size, depth = NODE_CHARACTERS + len(node.value), 1
+    else:
+        pairs = isinstance(node, yaml.MappingNode)
+        below = [_check_expanded(each, known) for value in node.value for each in (value if pairs else (value,))]
+        size = NODE_CHARACTERS + sum(size for size, _ in below)
+        depth = 1 + max((depth for _, depth in below), default=0)
+    if size > MOST_CHARACTERS:
+        raise _too_large(node.start_mark, f"has more than {MOST_CHARACTERS:,} characters with its aliases written out")
+    if depth > MOST_DEPTH:
+        raise _too_large(node.start_mark, f"is nested more than {MOST_DEPTH} levels deep by its aliases")
+    known[id(node)] = size, depth
+    return size, depth
+
+
+def _too_large(mark: yaml.Mark, problem: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(
+        problem=f"the configuration {problem}; no configuration needs so much", problem_mark=mark
+    )
+
+
 def _refusal(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
 
@@ -94,7 +151,7 @@ def parse_yaml(text: str, *, source: str, fix: str = "") -> object:
         if isinstance(error, yaml.scanner.ScannerError | yaml.parser.ParserError):
             problem = f"not YAML ({problem}){fix}"
         raise ConfigError(f"{place}: {problem}") from None
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{source}: not YAML ({error}){fix}") from None
     finally:
         if loader is not None:

@@ -18,12 +18,12 @@ import psutil
 
 from asyncrl.checkpoints.directory import CHECKPOINTS, HF, complete_steps, folder_of, folders
 from asyncrl.complete_directory import COMPLETE
-from asyncrl.config.load import load_config
 from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.errors import AsyncRLError, RunError
 from asyncrl.learner.best_checkpoints import best_first
-from asyncrl.learner.record_lines import known_info, read_lines
+from asyncrl.learner.record_lines import known_info, read_config, read_lines
 from asyncrl.learner.records import EvalRecord, RunInfo, StepRecord
+from asyncrl.run_files import opened
 from asyncrl.views.quantities import moment
 
 RUNS = Path("runs")
@@ -73,14 +73,6 @@ def existing_run(run: Path) -> Path:
     directory = named_run(run)
     check_there(directory)
     return directory
-
-
-def saved_config(directory: Path) -> Path:
-    """Returns the file with the configuration of a run. Raises RunError if `directory` has none."""
-    saved = directory / "config.yaml"
-    if not saved.is_file():
-        raise RunError(f"{directory} is not the directory of a run: it has no config.yaml")
-    return saved
 
 
 def ended_run(directory: Path) -> str | None:
@@ -156,7 +148,7 @@ def _lives(directory: Path, info: RunInfo) -> bool | None:
         return None
     if not psutil.pid_exists(info.pid):
         return False
-    with contextlib.suppress(OSError), (directory / "lock").open("rb") as lock:  # fails if the run holds the lock
+    with contextlib.suppress(OSError), opened(directory / "lock") as lock:  # fails if the run holds the lock
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return False
     return True
@@ -171,7 +163,7 @@ def _trained(directory: Path) -> str:
     if not steps:
         return "before the first step"
     try:
-        return f"after step {steps[-1]} of {load_config([directory / 'config.yaml'], []).learner.total_steps}"
+        return f"after step {steps[-1]} of {read_config(directory).learner.total_steps}"
     except (OSError, AsyncRLError):
         return f"after step {steps[-1]}"
 

@@ -1,10 +1,12 @@
 """A file that a run appends its records to, and that loses no record when the disk is full for a while (F27)."""
 
 import logging
+import os
 import threading
 from pathlib import Path
 
 from asyncrl.atomic_write import sync
+from asyncrl.run_files import opened_to_append
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +65,8 @@ class RecordFile:
 def append_whole(path: Path, data: bytes) -> None:
     """Appends all of `data` or nothing, because a partial record would corrupt the next one. Raises OSError if it
     cannot be written."""
-    with path.open("ab", buffering=0) as file:
-        size = file.tell()
+    with opened_to_append(path, buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
         try:
             if file.write(data) != len(data):
                 raise OSError("only a part was written: the disk is full")

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 
+from asyncrl import run_files
 from asyncrl.atomic_write import write_atomically
 from asyncrl.deployment.known_runs import as_it_is
 from asyncrl.deployment.run_dir import pretty
@@ -175,7 +176,7 @@ def _held(directory: Path) -> Iterator[bool]:
     """
     with contextlib.ExitStack() as opened:
         try:
-            lock = opened.enter_context((directory / "lock").open("rb"))
+            lock = opened.enter_context(run_files.opened(directory / "lock"))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             held = False

@@ -30,10 +30,11 @@ from asyncrl.common.lineage import Lineage
 from asyncrl.complete_directory import COMPLETE, discard
 from asyncrl.config.load import flat_config, shared_config
 from asyncrl.config.schema import Config, OptimizerSection
-from asyncrl.errors import CheckpointDamaged, CheckpointError, ConfigError
+from asyncrl.errors import CheckpointDamaged, CheckpointError, ConfigError, RunError
 from asyncrl.learner.record_lines import known_info, read_info, read_lines
 from asyncrl.learner.records import EvalRecord, RunInfo, StepRecord
 from asyncrl.ranks.schedule import learning_rate
+from asyncrl.run_files import FILE_BYTES, UNREADABLE, read
 
 SAMPLES = "samples"
 """Folder of the samples in a run's directory."""
@@ -214,7 +215,12 @@ def last_set_aside(folder: Path) -> int:
 def _known_lineage(directory: Path) -> Lineage | None:
     """Returns the incarnations of the run; None if it was never resumed."""
     path = directory / LINEAGE
-    return msgspec.json.decode(path.read_bytes(), type=Lineage) if path.exists() else None
+    try:
+        return msgspec.json.decode(read(path), type=Lineage)
+    except FileNotFoundError:
+        return None
+    except UNREADABLE as error:
+        raise RunError(f"{path} cannot be read ({error}): it has the incarnations of the run; put it back") from error
 
 
 def _newest(directory: Path) -> tuple[Path, RunManifest] | None:
@@ -244,7 +250,7 @@ def found_checkpoint(directory: Path, step: int | None) -> tuple[Path, RunManife
         return path, verified(path)
     except CheckpointError as error:
         raise CheckpointDamaged(
-            f"--at {path.name}: the checkpoint cannot be used: {error}\nname another one with --at; "
+            f"--at {path.name}: the checkpoint cannot be used: {error}; name another one with --at; "
             f"{_choices(directory)}"
         ) from error
 
@@ -301,8 +307,9 @@ def _take_out(directory: Path, name: str, kind: type[Record], *, lost: Callable[
     path, aside = directory / f"{name}.jsonl", directory / f"lost-{name}.jsonl"
     kept: list[bytes] = []
     gone: list[bytes] = []
-    for record in read_lines(path, kind):
-        (gone if lost(record) else kept).append(msgspec.json.encode(record))
+    # The lines stay as they were written, because the audit compares them with checksums.
+    for line, record in zip(_lines(path)[0], read_lines(path, kind), strict=True):
+        (gone if lost(record) else kept).append(line)
     # A start that was killed between the two writes has left records in both files. Two records of a run are never
     # equal, because each has its time.
     here = {*kept, *gone}
@@ -316,7 +323,10 @@ def _take_out(directory: Path, name: str, kind: type[Record], *, lost: Callable[
 
 def _lines(path: Path) -> tuple[list[bytes], bytes]:
     """Returns the lines of a file, and the part of a line at its end; none if there is no file."""
-    whole, newline, torn = (path.read_bytes() if path.exists() else b"").rpartition(b"\n")
+    try:
+        whole, newline, torn = read(path, most=FILE_BYTES).rpartition(b"\n")
+    except FileNotFoundError:
+        return [], b""
     return (whole.split(newline) if newline else []), torn
 
 

@@ -14,6 +14,7 @@ from asyncrl.deployment.resuming import SAMPLES, Resumed
 from asyncrl.errors import RunLocked
 from asyncrl.learner.audit_records import AUDIT
 from asyncrl.learner.records import RunInfo
+from asyncrl.run_files import check_plain, opened_to_append
 
 OF_EVERY_START = {
     "config.yaml",
@@ -30,6 +31,10 @@ OF_EVERY_START = {
 """Entries that every start creates. A directory with only these entries has no records of a run."""
 
 
+OF_TRACKERS = ("wandb",)
+"""Folders of experiment trackers that make links there themselves."""
+
+
 class Taken(NamedTuple):
     """The lock on a run's directory, the new path of an ended run's directory if it was moved, and the checkpoint of
     an ended run that continues."""
@@ -43,12 +48,13 @@ def take(path: Path, info: RunInfo, *, checkpoint: Callable[[], Resumed | None])
     """Locks `path`. If an ended run has records there and is not resumed, first moves its directory aside. `checkpoint`
     returns the checkpoint from which the run there is resumed; None if it is not.
 
-    Raises RunLocked if the run in `path` is alive.
+    Raises RunLocked if the run in `path` is alive, and FileRefused if `path` has a link or a pipe,
+    through which the run would write.
     """
     previous: Path | None = None
     while True:
         path.mkdir(parents=True, exist_ok=True)
-        lock = (path / "lock").open("a+b")
+        lock = opened_to_append(path / "lock")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -70,6 +76,8 @@ def take(path: Path, info: RunInfo, *, checkpoint: Callable[[], Resumed | None])
         try:
             records = (path / "run.json").exists() and _has_records(path)
             resumed = checkpoint() if records else None
+            if resumed is not None or not records:
+                check_plain(path, except_for=OF_TRACKERS)
         except BaseException:
             lock.close()  # otherwise the traceback would hold the lock, e.g. in a notebook
             raise

@@ -6,12 +6,15 @@ restart from a checkpoint of step k, the records of all steps before k exist.
 
 A record is one frame: the length of its payload (4 bytes), the xxh3-64 of the payload (8 bytes), and the payload in
 MessagePack. A killed writer can leave an incomplete last frame, and a machine that lost its power can leave zeros at
-the end. Readers ignore both.
+the end. A reader leaves both out, and says so (`ReadRecords.torn`): a run that ended by itself has no such end, and the
+records of all steps in steps.jsonl must be there.
 """
 
+import os
 import struct
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 import xxhash
@@ -20,11 +23,18 @@ from asyncrl.buffer.ledger import LedgerEntry
 from asyncrl.buffer.records import FilteredGroup, VersionSpan
 from asyncrl.common.lineage import Lineage
 from asyncrl.common.version import Version
+from asyncrl.errors import FileRefused
+from asyncrl.run_files import UNREADABLE, opened
 from asyncrl.weights.manifest import Manifest
 
 AUDIT = "audit"
 """Folder of the records in a run's directory."""
 _HEAD = struct.Struct("<IQ")
+_LARGEST_FILE, _LONGEST_RECORD = 2**32, 2**26
+"""Largest file, and longest payload of a record, bytes: a step of a million samples."""
+_LONGEST_SEARCHED = 2**22
+"""Longest payload that is searched for in a frame whose length is wrong, bytes: a step of 80,000 samples. It takes two
+seconds."""
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +89,8 @@ class TrainedStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     `before` and `after` are the digests of the weights, as the ranks measured them at the start and at the end of the
     step (`asyncrl.ranks.digest`). `token_staleness` is the ranks' count of trained tokens by age: entry s counts the
     tokens that are s versions old. `ledger` is of the moment of the ack. `filtered` are the groups that were left out
-    since the step before (`algorithm.zero_variance: resample`).
+    since the step before (`algorithm.zero_variance: resample`). `line` is the xxh3-64 of the step's line in
+    steps.jsonl, without its newline; None if an earlier version of asyncrl trained the step.
     """
 
     incarnation: int
@@ -92,6 +103,7 @@ class TrainedStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     groups: tuple[TrainedGroup, ...]
     ledger: LedgerEntry
     filtered: tuple[FilteredGroup, ...] = ()
+    line: int | None = None
 
     @property
     def made(self) -> Version:
@@ -132,38 +144,59 @@ def framed(record: Began | Record) -> bytes:
 
 class ReadRecords(NamedTuple):
     """The records of one incarnation. `began` is None if the file has no whole record. `damage` says where a frame does
-    not match its checksum, or is not a record; then the records after it are not read."""
+    not match its checksum, or is not a record; then the records after it are not read. `torn` is whether an incomplete
+    frame or zeros at the end were left out."""
 
     began: Began | None
     records: list[Record]
-    damage: str | None
+    damage: str | None = None
+    torn: bool = False
 
 
 def read_records(path: Path) -> ReadRecords:
-    """Returns the records in a file. Ignores an incomplete last frame."""
-    data = path.read_bytes()
+    """Returns the records in a file. Leaves an incomplete last frame out. Raises FileRefused, or another OSError."""
+    with opened(path, inside=path.parent.parent) as file:
+        if (size := os.fstat(file.fileno()).st_size) > _LARGEST_FILE:
+            raise FileRefused(f"{path} has {size:,} bytes, and at most {_LARGEST_FILE:,} are read")
+        return _read_frames(file, str(path), size=size)
+
+
+def _read_frames(file: BinaryIO, name: str, *, size: int) -> ReadRecords:
     began: Began | None = None
     records: list[Record] = []
-    place, number = 0, 1
-    while place + _HEAD.size <= len(data):
-        length, checksum = _HEAD.unpack_from(data, place)
-        payload = data[place + _HEAD.size : place + _HEAD.size + length]
-        if len(payload) < length:
-            break
-        if xxhash.xxh3_64_intdigest(payload) != checksum:
-            if not any(data[place:]):
-                break
-            return ReadRecords(began, records, f"record {number} of {path} does not match its checksum")
+    number = 1
+    while len(head := file.read(_HEAD.size)) == _HEAD.size:
+        length, checksum = _HEAD.unpack(head)
+        left = size - file.tell()
+        payload = file.read(min(length, left, _LONGEST_RECORD))
+        if length > left:
+            if _is_whole(payload, checksum):
+                return ReadRecords(began, records, f"record {number} of {name} has another length than was written")
+            return ReadRecords(began, records, torn=True)
+        if length > _LONGEST_RECORD or xxhash.xxh3_64_intdigest(payload) != checksum:
+            if not any(head) and not any(map(any, iter(partial(file.read, _LONGEST_RECORD), b""))):
+                return ReadRecords(began, records, torn=True)
+            return ReadRecords(began, records, f"record {number} of {name} does not match its checksum")
         try:
             if began is None:
                 began = _began.decode(payload)
             else:
                 records.append(_record.decode(payload))
-        except msgspec.MsgspecError as error:
-            return ReadRecords(began, records, f"record {number} of {path} cannot be read ({error})")
-        place += _HEAD.size + length
+        except UNREADABLE as error:
+            return ReadRecords(began, records, f"record {number} of {name} cannot be read ({error})")
         number += 1
-    return ReadRecords(began, records, None)
+    return ReadRecords(began, records, torn=bool(head))
+
+
+def _is_whole(rest: bytes, checksum: int) -> bool:
+    """Returns whether a payload with this checksum begins the `rest` of a file, which is shorter than the payload's
+    recorded length. Then the length was changed, and the frame is not one that a killed writer left."""
+    digest = xxhash.xxh3_64()
+    for place in range(min(len(rest), _LONGEST_SEARCHED)):
+        digest.update(rest[place : place + 1])
+        if digest.intdigest() == checksum:
+            return True
+    return False
 
 
 def manifest_digest(manifest: Manifest) -> str:

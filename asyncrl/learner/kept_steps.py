@@ -18,9 +18,11 @@ from safetensors.torch import load, save
 from asyncrl.atomic_write import write_atomically
 from asyncrl.buffer.records import Lease
 from asyncrl.common.version import Version
+from asyncrl.complete_directory import COMPLETE
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.specs import GENERATED_FIELDS
 from asyncrl.learner.audit_records import AUDIT
+from asyncrl.run_files import FILE_BYTES, names, read
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ class KeptSteps:
     """The kept weights and batches in a run's directory."""
 
     def __init__(self, run: Path) -> None:
+        self._run = run
         self._weights = run / AUDIT / "weights"
         self._batches = run / AUDIT / "batches"
 
@@ -43,8 +46,8 @@ class KeptSteps:
 
     def versions(self) -> list[Version]:
         """Returns the versions whose weights are kept, in order."""
-        found = self._weights.glob("*/COMPLETE") if self._weights.exists() else ()
-        return sorted(Version.parse(path.parent.name) for path in found)
+        found = [name for name in names(self._weights, inside=self._run) if (self._weights / name / COMPLETE).exists()]
+        return sorted(map(Version.parse, found))
 
     async def keep_batch(self, lease: Lease, reading: Awaitable[BatchedDataDict]) -> None:
         """Writes the lease of a step, and its rows, which `reading` gets.
@@ -73,13 +76,13 @@ class KeptSteps:
     def batch(self, version: Version) -> tuple[Lease, BatchedDataDict] | None:
         """Returns the lease and the rows of the step that trained `version`; None if they were not kept.
 
-        Raises OSError, MsgspecError or SafetensorError if they cannot be read.
+        Raises OSError, MsgspecError or SafetensorError if they cannot be read, and FileRefused, which is an OSError.
         """
         lease_path, rows_path = self._paths(version)
         if not (lease_path.exists() and rows_path.exists()):
             return None
-        lease = msgspec.msgpack.decode(lease_path.read_bytes(), type=Lease)
-        return lease, BatchedDataDict(load(rows_path.read_bytes()))
+        lease = msgspec.msgpack.decode(read(lease_path, inside=self._run, most=FILE_BYTES), type=Lease)
+        return lease, BatchedDataDict(load(read(rows_path, inside=self._run, most=FILE_BYTES)))
 
     def _paths(self, version: Version) -> tuple[Path, Path]:
         return self._batches / f"{version}.msgpack", self._batches / f"{version}.safetensors"

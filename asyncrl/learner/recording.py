@@ -77,13 +77,15 @@ class StepRecorder:
     def __post_init__(self) -> None:
         self._mid_sequence_updates = self.before.mid_sequence_updates if self.before else 0
 
-    def record(self, step: EndedStep) -> None:
-        """Records a step that was acked, or that changed no weights because a loss or a gradient was not finite."""
+    def record(self, step: EndedStep) -> StepRecord:
+        """Records a step that was acked, or that changed no weights because a loss or a gradient was not finite.
+        Returns the record."""
         if not step.report.skipped:
             self._mid_sequence_updates += sum(group.meta.mid_sequence_updates for group in step.lease.groups)
         record = self._record(step)
         self._show(step, record)
         self.log.append_step(record)
+        return record
 
     def run_totals(self, status: RunStatus, *, rows_outstanding: int, stop_reason: str | None = None) -> RunTotals:
         """Returns the totals of the run from the buffer's last `status`."""

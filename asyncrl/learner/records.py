@@ -72,6 +72,15 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     finished: str | None = None
     exit_reason: str | None = None
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for a time that is not one, or for a number that no process has. msgspec makes it an error
+        of the file."""
+        for time in (self.started, self.finished, *(each.at for each in self.resumed)):
+            if time is not None:
+                datetime.fromisoformat(time)
+        if not 0 < self.pid < 2**31:
+            raise ValueError(f"pid {self.pid} is not the number of a process")
+
 
 LOST_STEPS = "lost-steps.jsonl"
 """File of the records of lost steps in a run's directory."""

@@ -5,6 +5,9 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+import xxhash
+
 from asyncrl.buffer.ledger import LedgerEntry
 from asyncrl.buffer.records import Lease, LeasedGroup
 from asyncrl.data_plane.interfaces import KVBatchMeta
@@ -55,9 +58,12 @@ class StepEnd:
             logger.error("the end of the step before it failed too: %s: %s", type(error).__name__, error)
 
     async def _end(self, step: EndedStep, over: Sequence[str], meta: KVBatchMeta, ledger: LedgerEntry | None) -> None:
-        self.recorder.record(step)
+        record = self.recorder.record(step)
         if ledger is not None:
-            self.log.append_audit(trained_step(step.lease, samples=step.samples, report=step.report, ledger=ledger))
+            line = msgspec.json.encode(record)
+            self.log.append_audit(
+                trained_step(step.lease, samples=step.samples, report=step.report, ledger=ledger, line=line)
+            )
             await self._write_samples(step.lease, meta)
         await self.rows.clear(over)
         await self.rows.outstanding()
@@ -87,8 +93,11 @@ class StepEnd:
             logger.warning("the samples of step %d were not logged: %s: %s", lease.step, type(error).__name__, error)
 
 
-def trained_step(lease: Lease, *, samples: StepSamples, report: StepReport, ledger: LedgerEntry) -> TrainedStep:
-    """Returns the audit's record of a step, from what it trained. `ledger` is the entry of its ack."""
+def trained_step(
+    lease: Lease, *, samples: StepSamples, report: StepReport, ledger: LedgerEntry, line: bytes
+) -> TrainedStep:
+    """Returns the audit's record of a step, from what it trained. `ledger` is the entry of its ack, `line` its line in
+    steps.jsonl."""
     masks = iter((samples.mask_B > 0).tolist())
     return TrainedStep(
         incarnation=lease.incarnation,
@@ -101,6 +110,7 @@ def trained_step(lease: Lease, *, samples: StepSamples, report: StepReport, ledg
         groups=tuple(_trained_group(group, masks=masks) for group in lease.groups),
         ledger=ledger,
         filtered=lease.filtered,
+        line=xxhash.xxh3_64_intdigest(line),
     )
 
 

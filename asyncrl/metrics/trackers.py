@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from asyncrl.atomic_write import write_atomically
+from asyncrl.run_files import UNREADABLE, read
 
 logger = logging.getLogger(__name__)
 
@@ -235,8 +236,8 @@ def _report(what: str, error: Exception) -> None:
 def _known_runs(folder: Path) -> dict[str, TrackerRun]:
     """Returns the runs in `trackers.json` by tracker; none if it cannot be read."""
     try:
-        return msgspec.json.decode((folder / TRACKERS).read_bytes(), type=dict[str, TrackerRun])
-    except (OSError, msgspec.MsgspecError):
+        return msgspec.json.decode(read(folder / TRACKERS), type=dict[str, TrackerRun])
+    except UNREADABLE:
         return {}
 
 

@@ -46,6 +46,7 @@ from asyncrl.errors import AsyncRLError, CheckpointError, CheckpointMismatch
 from asyncrl.ranks.collectives import gather_objects, on_all_ranks, on_first_rank
 from asyncrl.ranks.gather import reshard, trained_state
 from asyncrl.ranks.shard_files import STATE, HostCopies, Tensors
+from asyncrl.run_files import read, sizes_below
 
 _TRAINING = "training.json"
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -247,7 +248,7 @@ def _check_apart(paths: Sequence[Path]) -> None:
 def _check_shared(path: Path, *, group: dist.ProcessGroup) -> None:
     """Raises CheckpointError if the ranks wrote to different disks. Otherwise rank 0 would mark a checkpoint as
     complete that has only a part of the shards."""
-    seen = gather_objects(complete_directory.sizes(path), group=group)
+    seen = gather_objects(sizes_below(path), group=group)
     apart = next((rank for rank, files in enumerate(seen) if files != seen[0]), None)
     if apart is not None:
         raise CheckpointError(
@@ -273,7 +274,7 @@ def _locate(weights_path: Path, optimizer_path: Path | None) -> _Found:
             f"{weights} and {optimizer} belong to different saves ({weights_marker.save_id} and "
             f"{optimizer_marker.save_id}); load two directories that were written together"
         )
-    return _Found(weights, optimizer, msgspec.json.decode((optimizer / _TRAINING).read_bytes(), type=_Training))
+    return _Found(weights, optimizer, msgspec.json.decode(read(optimizer / _TRAINING), type=_Training))
 
 
 class _ExactPlanner(DefaultLoadPlanner):

@@ -30,6 +30,9 @@ AGE_COLORS = tuple(f"age-{index}" for index in range(7))
 LARGEST = 1e300
 """Values of this size or more are not drawn, because the difference of two of them can overflow."""
 
+MOST_VERSIONS = 300
+"""Bars of a chart by version. A chart has no more places in its width, and a damaged record may have any number."""
+
 LIMIT_LABEL_WIDTH = 48
 VALUE_LABEL_WIDTH = 27
 """Widths, in SVG units, of the labels `limit 12` (beside the bars) and `100%` (above a bar)."""
@@ -172,12 +175,17 @@ def version_bars(title: str, counts: Sequence[tuple[str, str, Mapping[int, int]]
     """Returns a chart with bars side by side: the share of each number of versions.
 
     `counts` has (name, colour, {versions: count}) for each kind of bar. `limit` is the staleness limit η, which is
-    drawn as a line; None draws no line.
+    drawn as a line; None draws no line. The last of `MOST_VERSIONS` bars stands for all larger numbers too.
     """
+    counts = [(name, color, _within(histogram)) for name, color, histogram in counts]
     totals = [sum(histogram.values()) for _, _, histogram in counts]
     if not any(totals):
         return _figure(title, "", empty="nothing trained")
-    last = max(limit or 0, *(max(histogram, default=0) for _, _, histogram in counts))
+    last = max(0, *(max(histogram, default=0) for _, _, histogram in counts))
+    if limit is not None and limit < MOST_VERSIONS:
+        last = max(last, limit)
+    else:
+        limit = None
     slot = (WIDTH - LEFT - RIGHT - LIMIT_LABEL_WIDTH) / (last + 1)
     width = slot * 0.84 / len(counts)
     y = _Scale(0, 1, HEIGHT - BOTTOM, TOP)
@@ -201,6 +209,17 @@ def version_bars(title: str, counts: Sequence[tuple[str, str, Mapping[int, int]]
         border=None if limit is None else (f"limit {limit}", LEFT + slot * (limit + 1)),
         legend=[(name, color) for name, color, _ in counts],
     )
+
+
+def _within(histogram: Mapping[int, int]) -> Mapping[int, int]:
+    """Returns the histogram with numbers of versions from 0 to `MOST_VERSIONS` - 1."""
+    if all(0 <= versions < MOST_VERSIONS for versions in histogram):
+        return histogram
+    within: dict[int, int] = {}
+    for versions, count in histogram.items():
+        nearest = min(max(versions, 0), MOST_VERSIONS - 1)
+        within[nearest] = within.get(nearest, 0) + count
+    return within
 
 
 def nice_ticks(low: float, high: float, *, about: int = 4) -> list[float]:

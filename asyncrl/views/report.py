@@ -10,6 +10,7 @@ recorded. All text that comes from a run (samples, names, reasons) is escaped, s
 text.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +19,13 @@ import msgspec
 
 from asyncrl.atomic_write import write_atomically
 from asyncrl.buffer.failure_records import FailureCount
-from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
-from asyncrl.errors import RunError
+from asyncrl.errors import FileRefused, RunError
 from asyncrl.learner.aggregates import build_summary
 from asyncrl.learner.failures import groups_by_reason
-from asyncrl.learner.record_lines import read_lines
+from asyncrl.learner.record_lines import read_config, read_lines
 from asyncrl.learner.records import LOST_STEPS, EvalRecord, RunInfo, RunTotals, SampleRecord, StepRecord, Summary
+from asyncrl.run_files import UNREADABLE, read
 from asyncrl.views.headline import Headline, headline
 from asyncrl.views.report_panels import flow, learning, restart_marks
 from asyncrl.views.report_samples import shown_samples, some_samples
@@ -64,26 +65,27 @@ def read_run(path: Path, *, info: RunInfo | None = None) -> RunRecords:
     Raises RunError when `path` is not a run directory. Raises ConfigError or RunError when another version of asyncrl
     wrote its files.
     """
-    if not (path / "run.json").exists():
+    if not os.path.lexists(path / "run.json"):
         raise RunError(f"{path} is not a run directory: it has no run.json; give a folder such as runs/quickstart")
     try:
-        written = msgspec.json.decode((path / "run.json").read_bytes(), type=RunInfo)
+        written = msgspec.json.decode(read(path / "run.json"), type=RunInfo)
         summary_path = path / "summary.json"
-        summary = msgspec.json.decode(summary_path.read_bytes(), type=Summary) if summary_path.exists() else None
+        summary = msgspec.json.decode(read(summary_path), type=Summary) if os.path.lexists(summary_path) else None
         failures_path = path / "failures.json"
-        kept = failures_path.read_bytes() if failures_path.exists() else b"[]"
+        kept = read(failures_path) if os.path.lexists(failures_path) else b"[]"
         failures = msgspec.json.decode(kept, type=list[FailureCount])
-    except msgspec.MsgspecError as error:
+    except FileRefused:
+        raise
+    except UNREADABLE as error:
         raise RunError(
             f"{path}: run.json, summary.json or failures.json was not written by this version of asyncrl ({error}): "
             "make the report with the version that ran it"
         ) from error
-    config_path = path / "config.yaml"
     samples, steps_with_samples = some_samples(path)
     return RunRecords(
         info=info or written,
-        config=load_config([config_path], []),
-        config_text=config_path.read_text(encoding="utf-8"),
+        config=read_config(path),
+        config_text=read(path / "config.yaml").decode(),
         setting=setting_at(path),
         steps=read_lines(path / "steps.jsonl", StepRecord),
         lost=read_lines(path / LOST_STEPS, StepRecord),

@@ -8,13 +8,12 @@ from pathlib import Path
 
 from asyncrl.algorithms.baselines import GROUP_BASELINES, Outcome, resolve_advantage
 from asyncrl.algorithms.presets import advantage_of
-from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.learner.aggregates import largest, mean, state_shares
 from asyncrl.learner.failures import groups_by_reason
-from asyncrl.learner.record_lines import read_info
+from asyncrl.learner.record_lines import read_config, read_info
 from asyncrl.learner.records import StepRecord
 from asyncrl.views.headline import RunFacts
 
@@ -51,7 +50,7 @@ def setting_at(run_dir: Path) -> Setting:
     The number of cores is known only when the run started its own Ray on this host.
     """
     try:
-        config = load_config([run_dir / "config.yaml"], [])
+        config = read_config(run_dir)
         info = read_info(run_dir)
     except (ConfigError, RunError):
         return Setting()

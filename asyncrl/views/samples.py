@@ -3,6 +3,7 @@
 `report_samples.py` shows them in the report, with the same bands of colours.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, get_args
@@ -15,6 +16,7 @@ from asyncrl.data.left_out import in_words
 from asyncrl.errors import RunError
 from asyncrl.learner.record_lines import read_lines
 from asyncrl.learner.records import DATA, DataRecord, SampleRecord
+from asyncrl.run_files import UNREADABLE, names, read
 from asyncrl.shown_text import shown
 
 ColorBy = Literal["age", "difference", "mask"]
@@ -45,16 +47,45 @@ READ_COLOR = "bright_black"
 WORST_OF = 20
 """Steps whose samples are searched for the worst ones."""
 
+_STEP = re.compile(r"step-(\d{1,15})\.jsonl", re.ASCII)
+
 
 def steps_with_samples(folder: Path) -> list[int]:
     """Returns the steps of a run directory that have a file of samples, in order."""
-    names = [path.stem.removeprefix("step-") for path in (folder / "samples").glob("step-*.jsonl")]
-    return sorted(int(name) for name in names if name.isdecimal())
+    found = (_STEP.fullmatch(name) for name in names(folder / "samples", inside=folder))
+    return sorted(int(match[1]) for match in found if match is not None)
 
 
 def samples_of_step(folder: Path, step: int) -> list[SampleRecord]:
-    """Returns the samples of a step that has a file of samples, in their order."""
-    return read_lines(folder / "samples" / f"step-{step}.jsonl", SampleRecord)
+    """Returns the samples of a step that has a file of samples, in their order. Raises RunError for a sample whose
+    numbers of tokens contradict each other: the views would make a list of the larger number."""
+    path = folder / "samples" / f"step-{step}.jsonl"
+    samples = read_lines(path, SampleRecord, inside=folder)
+    for number, sample in enumerate(samples, start=1):
+        if (problem := _contradiction(sample)) is not None:
+            raise RunError(
+                f"{path}, line {number} has {len(sample.tokens)} tokens, but {problem}. The file was edited, or was "
+                "not written by asyncrl: repair or delete the line"
+            )
+    return samples
+
+
+def _contradiction(sample: SampleRecord) -> str | None:
+    """Returns what does not fit the number of a sample's tokens; None if all does, or if no tokens were recorded."""
+    if not sample.tokens:
+        return None
+    numbers = {
+        "turns": [count for turn in sample.turns for count in turn],
+        "trained_spans": [count for _, count in sample.trained_spans],
+        "generation_logprobs": [1] * len(sample.generation_logprobs or ()),
+        "prev_logprobs": [1] * len(sample.prev_logprobs or ()),
+    }
+    sampled = sum(count for _, count in sample.turns) if sample.turns else len(sample.tokens)
+    wanted = dict.fromkeys(numbers, len(sample.tokens)) | {"version_spans": sampled}
+    for name, counts in {**numbers, "version_spans": [count for _, count in sample.version_spans]}.items():
+        if counts and (min(counts) < 0 or sum(counts) != wanted[name]):
+            return f"{name} has {sum(counts)}" if min(counts) >= 0 else f"{name} has a negative number"
+    return None
 
 
 def samples_of(folder: Path, *, step: int | None, worst: bool) -> list[SampleRecord]:
@@ -79,7 +110,10 @@ def samples_of(folder: Path, *, step: int | None, worst: bool) -> list[SampleRec
 
 def bands_of(sample: SampleRecord, by: ColorBy) -> list[int | None] | None:
     """Returns for each completion token the index of its band in `BANDS[by]`; None for a token that was read and has no
-    such property. Returns None if the sample was recorded without the numbers that the bands need."""
+    such property. Returns None if the sample was recorded without its tokens, or without the numbers that the bands
+    need."""
+    if not sample.tokens:
+        return None
     match by:
         case "age":
             ages = iter([sample.step - version for version, count in sample.version_spans for _ in range(count)])
@@ -114,8 +148,8 @@ def differences(sample: SampleRecord) -> list[float] | None:
 def data_of(folder: Path) -> DataRecord | None:
     """Returns the numbers of prompts and of rows that are left out; None if the run did not record them."""
     try:
-        return msgspec.json.decode((folder / DATA).read_bytes(), type=DataRecord)
-    except (OSError, msgspec.DecodeError):
+        return msgspec.json.decode(read(folder / DATA), type=DataRecord)
+    except UNREADABLE:
         return None
 
 
@@ -141,9 +175,9 @@ def shown_sample(sample: SampleRecord, *, by: ColorBy) -> Iterator[Text]:
     yield Text(", ".join([f"step {sample.step}", f"group {sample.group}", *facts(sample)]), style="bold")
     yield Text.assemble(("prompt      ", "dim"), _plain(sample.rendered_prompt))
     tokens, place = _tokens(sample, by), 0
-    for read, sampled in sample.turns or ((0, len(tokens)),):
-        end = place + read
-        if read:
+    for added, sampled in sample.turns or ((0, len(tokens)),):
+        end = place + added
+        if added:
             origin = "branch      " if place in sample.forks else "read        "
             yield Text.assemble((origin, "dim"), *tokens[place:end])
         yield Text.assemble(("completion  ", "dim"), *tokens[end : end + sampled])

@@ -6,10 +6,9 @@ from datetime import datetime
 from pathlib import Path
 
 from asyncrl.common.roles import Role, RunState
-from asyncrl.config.load import load_config
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.errors import RunEnded, RunError
-from asyncrl.learner.record_lines import GrowingLines, read_info, read_lines
+from asyncrl.learner.record_lines import GrowingLines, read_config, read_info, read_lines
 from asyncrl.learner.records import EvalRecord, RunInfo, StepRecord
 from asyncrl.views.live import LiveView
 from asyncrl.views.live_from_records import live_view
@@ -31,7 +30,7 @@ def watch(
     Raises RunError if the directory cannot be read, or if the buffer is that of another run. Raises RunEnded if another
     run has taken the directory.
     """
-    info, config, setting = read_info(run_dir), load_config([run_dir / "config.yaml"], []), setting_at(run_dir)
+    info, config, setting = read_info(run_dir), read_config(run_dir), setting_at(run_dir)
     started_s = datetime.fromisoformat(info.started).timestamp()
     steps = GrowingLines(run_dir / "steps.jsonl", StepRecord)
     evals = GrowingLines(run_dir / "evals.jsonl", EvalRecord)

@@ -32,7 +32,7 @@ from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.kept_steps import KeptSteps
 from asyncrl.learner.loop import LearnerLoop
 from asyncrl.learner.record_lines import read_lines
-from asyncrl.learner.records import StepRecord
+from asyncrl.learner.records import RunInfo, StepRecord
 from asyncrl.learner.run_log import RunLog
 from asyncrl.ranks.batching import staleness_counts, without_stale
 from asyncrl.ranks.digest import tensor_digest
@@ -103,6 +103,7 @@ class AuditedTrainer(FakeTrainer):
 
     def write_hf(self, weights_path: Path, path: Path) -> None:
         path.mkdir()
+        (path / "config.json").write_text("{}")
 
     def load_checkpoint(self, weights_path: Path, optimizer_path: Path) -> None:
         self.weights = load_file(weights_path / STATE)["w"]
@@ -119,9 +120,11 @@ class AuditedRun(Scene):
         keep_weights: bool = False,
         on_deadline: OnDeadline = "wait",
         resample: bool = False,
+        name: str = "audited",
+        total_steps: int = 6,
     ) -> None:
-        run = {"dir": str(folder), "name": "audited"}
-        learner = {"total_steps": 6, "groups_logged": 0}
+        run = {"dir": str(folder), "name": name}
+        learner = {"total_steps": total_steps, "groups_logged": 0}
         super().__init__(
             run=run,
             learner=learner,
@@ -260,3 +263,9 @@ def changed(directory: Path, incarnation: int, change: Callable[[list[Any]], Non
     assert read.began is not None
     change(read.records)
     path.write_bytes(b"".join(framed(each) for each in [read.began, *read.records]))
+
+
+def state(directory: Path, name: str) -> None:
+    """Writes this state of the run into its run.json."""
+    info = msgspec.json.decode((directory / "run.json").read_bytes(), type=RunInfo)
+    (directory / "run.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(info, state=name)))

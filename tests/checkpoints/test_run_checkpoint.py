@@ -115,14 +115,14 @@ def test_a_disk_that_cannot_be_read_damages_only_the_checkpoint_that_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     saved(tmp_path, 9, 10)
-    opened = Path.open
+    opened = directory.opened
 
-    def failing(path: Path, *arguments: Any, **options: Any) -> Any:
+    def failing(path: Path, **options: Any) -> Any:
         if "step-10" in path.parts and path.name == "buffer.msgpack":
             raise OSError(5, "Input/output error")
-        return opened(path, *arguments, **options)
+        return opened(path, **options)
 
-    monkeypatch.setattr(Path, "open", failing)
+    monkeypatch.setattr(directory, "opened", failing)
     found = newest(tmp_path)
     assert found is not None
     assert found[0].name == "step-9"

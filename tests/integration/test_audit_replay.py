@@ -99,7 +99,7 @@ def recorded_steps(policy: TQPolicy, config: Config, kept: KeptSteps) -> list[Tr
         report, _ = asyncio.run(stages.train(meta, samples, step=step))
         columns = kept_columns(with_logprobs=stages.writes_logprobs, extra=())
         rows = policy.read_from_dataplane(meta.subset(range(meta.size)), select_fields=columns)
-        record = trained_step(lease, samples=samples, report=report, ledger=NO_LEDGER)
+        record = trained_step(lease, samples=samples, report=report, ledger=NO_LEDGER, line=b"")
         kept.write_batch(lease, rows)
         policy.save_checkpoint(kept.weights_path(record.made))
         policy.finish_step(meta)
