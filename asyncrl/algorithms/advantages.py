@@ -254,7 +254,7 @@ def _check_not_negative(rewards_N: torch.Tensor) -> None:
 
 def resolve_estimator(advantage: str | Mapping[str, Any] | Callable[..., torch.Tensor]) -> Estimator:
     """Returns the estimator that `algorithm.advantage` names: a built-in one with replaced axes, or an import path. A
-    loop of your own may also pass a callable.
+    loop of your own may also pass a callable, or a mapping with a callable as `name`.
 
     A callable gets (rewards [N], group ids [N]). If it has a parameter `samples`, it gets
     the step's `Samples` instead. The other keys of the mapping are its keyword arguments. Raises ConfigError if there
@@ -262,7 +262,11 @@ def resolve_estimator(advantage: str | Mapping[str, Any] | Callable[..., torch.T
     the options do not fit the callable.
     """
     if callable(advantage):
-        return _estimator_of(advantage, OwnEstimator(path=getattr(advantage, "__qualname__", repr(advantage))))
+        advantage = {"name": advantage}
+    if not isinstance(advantage, str) and callable(function := advantage.get("name")):
+        path = getattr(function, "__qualname__", repr(function))
+        options = {key: value for key, value in advantage.items() if key != "name"}
+        return _estimator_of(function, OwnEstimator(path=path, options=options))
     found = resolve_advantage(advantage)
     if isinstance(found, DiscountedOutcome) and found.by_token:
         raise ConfigError(

@@ -39,12 +39,14 @@ HUB_TIMEOUT_S = 5.0
 
 
 def look(config: Config) -> list[str]:
-    """Makes the trials of `asyncrl config check`: tries the user's code and reads the first rows of the user's dataset.
+    """Makes the trials of `asyncrl config check`: reads the first rows of the user's dataset, and tries and calls the
+    user's code.
 
     Returns notes about the rows that were read. Raises ConfigError with one line for each problem. Sends no request to
     the Hugging Face Hub.
     """
     notes = run_checks(config, [*_trials(config, tuple(Role)), _first_rows])
+    run_checks(config, _calls(config))
     if model_directory(config) is None:
         notes.append(
             f"model.path = {config.model.path}: a model of the Hugging Face Hub; this check sends no request to the "
@@ -114,6 +116,42 @@ def _trials(config: Config, roles: Collection[Role]) -> list[Callable[[Config], 
     if Role.LEARNER in roles and isinstance(resolve_advantage(advantage_of(config.algorithm)), OwnEstimator):
         trials.append(_try_advantage)
     return trials
+
+
+def _calls(config: Config) -> list[Callable[[Config], None]]:
+    """Returns the calls of the user's rewards on a row, and of the user's loss and advantages on a small batch."""
+    calls: list[Callable[[Config], None]] = [partial(_call_reward, part) for part in all_configs(config).values()]
+    if is_own_loss(config.algorithm):
+        calls.append(_call_loss)
+    if isinstance(resolve_advantage(advantage_of(config.algorithm)), OwnEstimator):
+        calls.append(_call_advantage)
+    return calls
+
+
+def _call_reward(part: Config, _: Config) -> None:
+    environment = part.environment
+    named = [environment.reward, environment.name, *(term.fn for term in environment.rewards)]
+    if not any(is_import_path(name) for name in named if name) or (
+        part.data.dataset == "hf" and not _reads_own_rows(part)  # it may ask the Hub
+    ):
+        return
+    from asyncrl.cli.code_trials import call_reward, calls_own_reward  # imports torch
+    from asyncrl.environments.interfaces import read_tasks
+
+    if calls_own_reward(environment) and (tasks := read_tasks(part, first=1)):
+        call_reward(environment, tasks[0])
+
+
+def _call_loss(config: Config) -> None:
+    from asyncrl.cli.code_trials import call_loss
+
+    call_loss(config)
+
+
+def _call_advantage(config: Config) -> None:
+    from asyncrl.cli.code_trials import call_advantage
+
+    call_advantage(config)
 
 
 def _try_scoring(section: EnvironmentSection, _: Config) -> None:
@@ -187,11 +225,34 @@ def _first_rows(config: Config) -> list[str]:
             train, _ = split_tasks(part, tasks)
             if not name:
                 check_enough(config, train)
+        notes += _long_answers(part, tasks, prefix=key_of(name))
         rows = f"the first {FIRST_ROWS} rows were" if len(tasks) >= FIRST_ROWS else "all rows were"
         notes.append(
             f"{key_of(name)}data.dataset = {part.data.dataset}: {rows} read; a run reads all of them before it starts"
         )
     return notes
+
+
+def _long_answers(config: Config, tasks: Sequence[Task], *, prefix: str) -> list[str]:
+    """Returns a note if most answers of the tasks are longer than a completion may be."""
+    path, limit = model_files(config), config.generator.max_completion_tokens
+    answers = [task.answer for task in tasks if task.answer]
+    if path is None or not answers:
+        return []
+    from asyncrl.data.light_tokenizer import light_tokenizer
+
+    tokenizer = light_tokenizer(path, chat="off")
+    if tokenizer is None:
+        return []
+    sizes = [len(ids) for ids in tokenizer(answers, add_special_tokens=False)["input_ids"]]
+    longer = sum(size > limit for size in sizes)
+    if 2 * longer <= len(sizes):
+        return []
+    return [
+        f"{prefix}generator.max_completion_tokens = {limit}: {longer} of {len(sizes)} answers of the dataset have more "
+        f"tokens (up to {max(sizes)}), so a completion cannot contain them; raise it if completions must contain the "
+        "whole answer"
+    ]
 
 
 def _try_prompts(config: Config, tasks: Sequence[Task]) -> list[str]:

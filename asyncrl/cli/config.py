@@ -1,16 +1,18 @@
 """`asyncrl config`: shows, checks or describes a configuration. Starts no run, and imports no heavy library itself."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from asyncrl.algorithms.presets import baseline_of
 from asyncrl.cli.before_start import look
 from asyncrl.cli.options import AllowPublic, ConfigFiles, Overrides, checked_config, print_warnings, timeouts_of_model
 from asyncrl.cli.terminal import command_app, say
 from asyncrl.config.load import dump_config, load_config
+from asyncrl.config.parts import part_configs
 from asyncrl.config.schema import Config
 from asyncrl.config.timeouts import with_timeouts
 from asyncrl.errors import ConfigError
@@ -42,15 +44,38 @@ def _marked(text: str, keys: Collection[str]) -> str:
 @app.command()
 def check(files: ConfigFiles, overrides: Overrides, allow_public: AllowPublic = False) -> None:
     """Check a configuration: keys, values, rules over several keys, whether the files, models, modules and tasks that
-    it names exist, and whether the run's directory can be written. Then import your own code, create the reward in a
-    separate process, and read the first rows of your dataset.
+    it names exist, and whether the run's directory can be written. Then read the first rows of your dataset, import
+    your own code, and call it: the reward in a separate process with the first row, losses and advantages with a small
+    batch.
 
-    Prints ok if there are no problems. Otherwise prints all problems and exits with status 2. GPUs that this machine
-    lacks are a note, because the configuration may be for another one. Sends no request to the Hugging Face Hub.
+    Prints ok and a summary of the run if there are no problems. Otherwise prints all problems and exits with status 2.
+    GPUs that this machine lacks are a note, because the configuration may be for another one. Sends no request to the
+    Hugging Face Hub.
     """
     config, warnings = checked_config(files, overrides, allow_public=allow_public, starts=False)
     print_warnings([*warnings, *look(config)])
     say("ok")
+    say("\n".join(summary(config)))
+
+
+def summary(config: Config) -> Iterator[str]:
+    """Yields lines that say what a run of this configuration trains, and how."""
+    learner, generator = config.learner, config.generator
+    datasets = ", ".join(dict.fromkeys(part.data.dataset for part in part_configs(config).values()))
+    samples = learner.groups_per_step * learner.group_size
+    yield (
+        f"  trains {config.model.path}{'' if config.model.lora is None else ' with an adapter'} on {datasets}: "
+        f"{learner.total_steps} steps of {learner.groups_per_step} prompts × {learner.group_size} completions = "
+        f"{samples}, of at most {generator.max_completion_tokens} tokens each"
+    )
+    yield (
+        f"  algorithm.loss = {config.algorithm.loss}, algorithm.advantage = {baseline_of(config.algorithm)}, data of "
+        f"weights that are at most {config.staleness.max_versions} steps old"
+    )
+    yield (
+        f"  {generator.replicas} generator replicas, {learner.ranks} learner ranks; everything is written to "
+        f"{config.run.dir / config.run.name}"
+    )
 
 
 @app.command()

@@ -192,5 +192,16 @@ def test_a_loop_of_ones_own_may_give_the_callable_itself() -> None:
 
     samples = Samples(rewards_N=torch.tensor([1.0, 3.0]), group_ids_N=torch.zeros(2))
     assert compute_advantages(resolve_estimator(doubled), samples).tolist() == [2.0, 6.0]
+    assert compute_advantages(resolve_estimator({"name": doubled}), samples).tolist() == [2.0, 6.0]
+
+    class Scaled:
+        def __call__(self, samples: Samples, *, scale: float = 1.0) -> torch.Tensor:
+            return scale * samples.rewards_N
+
+    for given in (Scaled(), Scaled().__call__):
+        named = resolve_estimator({"name": given, "scale": 3.0})
+        assert compute_advantages(named, samples).tolist() == [3.0, 9.0]
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'factor'"):
+        resolve_estimator({"name": doubled, "factor": 2})
     with pytest.raises(ConfigError, match=r"it cannot be called with \(rewards, group_ids\)"):
         resolve_estimator(lambda rewards: rewards)

@@ -206,6 +206,29 @@ def test_a_first_prompt_beyond_the_models_vocabulary_is_refused_with_the_token(t
 
 
 @pytest.mark.parametrize(
+    ("limit", "answers", "note"),
+    [
+        (1, ["12", "123", "4"], "2 of 3 answers of the dataset have more tokens (up to 3)"),
+        (4, ["12345", "123456"], "2 of 2 answers of the dataset have more tokens (up to 6)"),
+        (2, ["12", "123", "4"], None),  # a few long answers are usual
+        (3, ["12", "123", "4"], None),
+        (1, ["", ""], None),
+    ],
+)
+def test_answers_that_are_longer_than_a_completion_get_a_note(
+    limit: int, answers: list[str], note: str | None, tmp_path: Path
+) -> None:
+    model = model_in(tmp_path / "model")
+    overrides = ("model.tiny=null", f"model.path={model}", *rows_of(tmp_path, "12"))
+    lines = [json.dumps({"prompt": f"{n}+1", "answer": answer}) for n, answer in enumerate(answers)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    notes = look(settings(*overrides, f"generator.max_completion_tokens={limit}", "data.max_prompt_tokens=10"))
+    found = [each for each in notes if each.startswith(f"generator.max_completion_tokens = {limit}: ")]
+    assert len(found) == (note is not None)
+    assert note is None or note in found[0]
+
+
+@pytest.mark.parametrize(
     ("error", "reason"),
     [
         (ConnectionError("no route"), "the Hugging Face Hub does not answer (ConnectionError)"),

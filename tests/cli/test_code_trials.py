@@ -1,0 +1,203 @@
+"""`asyncrl config check` calls the user's reward on a row, and advantages and loss on a small batch."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from asyncrl.cli.main import app
+
+pytestmark = pytest.mark.slow
+
+CODE = """
+import torch
+
+CALLS = []
+
+
+def rows():
+    for number in range(4):
+        yield {"prompt": f"{number}+1=", "answer": str(number + 1), "level": number}
+
+
+def reward(task, completion):
+    return float(completion == task.answer)
+
+
+async def awaited(task, completions):
+    return [float(completion == task.answer) for completion in completions]
+
+
+def misspelled(task, completion):
+    return float(completion == task.anwser)  # raises: anwser
+
+
+def of_metadata(task, completions):
+    return [task.metadata["levle"] for _ in completions]  # raises: levle
+
+
+def a_text(task, completion):
+    return "right"
+
+
+class Loss:
+    input_type = "logprob"
+
+    def __call__(self, data, global_valid_seqs, global_valid_toks, next_token_logprobs):
+        mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
+        loss = -(data["advantages"][:, 1:] * next_token_logprobs * mask).sum() / global_valid_toks
+        return loss, {"size": float(mask.sum() / global_valid_toks)}
+
+
+class Logits(Loss):
+    input_type = "logit"
+
+    def __call__(self, next_token_logits, data, global_valid_seqs, global_valid_toks):
+        logprobs = next_token_logits.log_softmax(-1)[:, :-1].gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
+        return super().__call__(data, global_valid_seqs, global_valid_toks, logprobs)
+
+
+class Grouped(Loss):
+    columns = ("rewards", "group_ids", "prev_logprobs")
+
+    def __call__(self, data, **given):
+        assert len(data["rewards"]) == len(data["group_ids"]) == len(data["prev_logprobs"])
+        return super().__call__(data, **given)
+
+
+class Unknown(Loss):
+    columns = ("foo", "advantages", "generation_logprob")
+
+
+class Reference(Loss):
+    columns = ("reference_policy_logprobs",)
+
+
+class Undeclared(Loss):
+    def __call__(self, data, **given):
+        return super().__call__(data, **given)[0] + data["bar"].sum(), {}  # raises: bar
+
+
+class NoMetrics(Loss):
+    def __call__(self, data, **given):
+        return super().__call__(data, **given)[0]
+
+
+class Vector(Loss):
+    def __call__(self, data, **given):
+        return given["next_token_logprobs"], {}
+
+
+def centred(rewards, group_ids):
+    return rewards - rewards.mean()
+
+
+def by_length(samples, scale):
+    return samples.rewards_N * scale / samples.completion_tokens_N
+
+
+def one_less(rewards, group_ids):
+    return rewards[1:] - rewards.mean()
+
+
+def a_list(rewards, group_ids):
+    return [0.0] * len(rewards)
+
+
+def not_finite(rewards, group_ids):
+    return rewards / (rewards - rewards)
+
+
+def raises(rewards, group_ids):
+    return rewards - rewards.maen()  # raises: maen
+"""
+OWN = "code_trials_tasks"
+
+
+@pytest.fixture(autouse=True)
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / f"{OWN}.py").write_text(CODE)
+    monkeypatch.delitem(sys.modules, OWN, raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+
+def check(*overrides: str) -> tuple[int, str]:
+    """Returns the exit code and the output of `asyncrl config check`."""
+    rows = [f"data.dataset={OWN}:rows", "data.prompt_template='{question}'"]
+    done = CliRunner().invoke(app, ["config", "check", "-c", "quickstart", *rows, *overrides])
+    return done.exit_code, done.output
+
+
+GOOD = [
+    "environment.reward={}:reward",
+    "environment.reward={}:awaited",
+    "algorithm.loss={}:Loss",
+    "algorithm.loss={}:Logits",
+    "algorithm.loss={}:Grouped",
+    "algorithm.advantage={}:centred",
+    "algorithm.advantage={{name: '{}:by_length', scale: 2}}",
+]
+
+
+@pytest.mark.parametrize("override", GOOD)
+def test_code_that_works_is_accepted(override: str) -> None:
+    code, output = check(override.format(OWN), "algorithm.overrides={}")
+    assert code == 0, output
+
+
+def line_of(mark: str) -> str:
+    [number] = [number for number, line in enumerate(CODE.splitlines(), 1) if line.endswith(f"# raises: {mark}")]
+    return f"{OWN}.py:{number})"
+
+
+BAD = {
+    "environment.reward={}:misspelled": [
+        "AttributeError",
+        "'anwser'",
+        line_of("anwser"),
+        "row 1",
+        "answer '1'",
+    ],
+    "environment.reward={}:of_metadata": ["KeyError: 'levle'", line_of("levle"), "row 1"],
+    "environment.reward={}:a_text": ["a_text", "a reward is a number"],
+    "algorithm.loss={}:Unknown": ["reads the columns foo, generation_logprob, which the rows of this run do not have"],
+    "algorithm.loss={}:Reference": ["reads the columns reference_policy_logprobs"],
+    "algorithm.loss={}:Undeclared": ["'bar'", line_of("bar"), "batch of two rows"],
+    "algorithm.loss={}:NoMetrics": ["must return (scalar, metrics), but this one returned a Tensor"],
+    "algorithm.loss={}:Vector": ["must return a scalar tensor and a dict, but this one returned shape [2, 5]"],
+    "algorithm.advantage={}:one_less": ["one finite number for each reward", "two groups of"],
+    "algorithm.advantage={}:a_list": ["returned a list; it must return a tensor"],
+    "algorithm.advantage={}:not_finite": ["of the values are not finite"],
+    "algorithm.advantage={}:raises": ["'maen'", line_of("maen")],
+}
+
+
+@pytest.mark.parametrize("override", BAD)
+def test_code_that_fails_is_refused_with_the_errors_line(override: str) -> None:
+    code, output = check(override.format(OWN), "algorithm.overrides={}")
+    assert code == 2, output
+    [line] = [line for line in output.splitlines() if line.startswith("error:")]
+    for part in BAD[override]:
+        assert part in line
+
+
+def test_all_failures_are_shown_at_once() -> None:
+    code, output = check(
+        f"environment.reward={OWN}:misspelled", f"algorithm.loss={OWN}:Unknown", f"algorithm.advantage={OWN}:one_less",
+        "algorithm.overrides={}",
+    )  # fmt: skip
+    assert code == 2
+    assert len([line for line in output.splitlines() if line.startswith("error:")]) == 3, output
+
+
+def test_the_summary_says_what_will_run() -> None:
+    code, output = check("learner.total_steps=37", "staleness.max_versions=3", "learner.group_size=4")
+    assert code == 0, output
+    lines = output.splitlines()
+    first = lines.index("ok") + 1
+    assert lines[first].startswith(f"  trains models/tiny-speller on {OWN}:rows: 37 steps of ")
+    assert "prompts × 4 completions" in lines[first]
+    assert "at most 3 steps old" in lines[first + 1]
+    assert lines[first + 2].endswith("is written to runs/quickstart")
