@@ -309,6 +309,9 @@ class EnvironmentSection(ScoringSection):
     its group fails. A group also fails if too few of its completions have a reward: with `mask` it needs two, or one if
     `algorithm.advantage` does not compare the completions of a group; with `zero` it needs one. Another prompt replaces
     a group that has failed (docs/rewards.md)."""
+    special_tokens: Literal["drop", "keep"] = "drop"
+    """Whether the completion that a reward gets has the special tokens of the tokenizer, such as `<think>` where this
+    is one. `drop`: it has none. `keep`: it has all but the one that ended it. Not for episodes of several turns."""
     secrets: list[VariableName] = []
     """Names of environment variables that reward code needs, such as the key of a judge. They must be set for the
     command that starts the generators. Only their names are in the configuration: one with a value that looks like a

@@ -191,6 +191,11 @@ def _agent_violations(config: Config) -> Iterator[str]:
 
 def _tools_violations(config: Config) -> Iterator[str]:
     environment = config.environment
+    if environment.plays_agents and environment.special_tokens != "drop":
+        yield (
+            f"environment.special_tokens = {environment.special_tokens}: has no effect on episodes of several turns, "
+            "whose answers are messages; remove it"
+        )
     if not environment.has_tools:
         return
     key = "environment.tools" if environment.tools else "environment.mcp_servers"

@@ -25,7 +25,9 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     A dataset leaves `prompt` empty: `data.prompt_template` makes it from question and metadata. If there are
     `messages`, the model gets them in its chat template instead, and `prompt` shows them as one text. `row` is the
     task's number in its dataset, from 1, which errors name. It is 0 for a task that is not from a dataset. `part` is
-    the name of the task's part of `data.mixture`; empty without a mixture.
+    the name of the task's part of `data.mixture`; empty without a mixture. `generation_prompt` is the text with which
+    the chat template begins the model's answer, for example `<|im_start|>assistant\n<think>\n`: a completion continues
+    it. It is known when the completion is scored, and empty before, and without a template.
     """
 
     question: str
@@ -35,6 +37,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, Any] = {}
     row: int = 0
     part: str = ""
+    generation_prompt: str = ""
 
     @property
     def input(self) -> "str | tuple[Message, ...]":

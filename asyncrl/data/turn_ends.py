@@ -60,6 +60,20 @@ def further_end(tokenizer: Any) -> int | None:
     return None if ends.intersection(last) else end
 
 
+def generation_prompt(tokenizer: Any) -> str:
+    """Returns the text with which the chat template begins an answer, with special tokens; empty without a template, or
+    if the template writes a conversation in another way when an answer follows."""
+    if not getattr(tokenizer, "chat_template", None):
+        return ""
+    try:
+        begun, ended = (_rendered(tokenizer, [_user("a")], prompted=prompted) for prompted in (True, False))
+    except REFUSALS:
+        return ""
+    if begun[: len(ended)] != ended:
+        return ""
+    return str(tokenizer.decode(begun[len(ended) :], skip_special_tokens=False))
+
+
 def note_on_ends(tokenizer: Any) -> str | None:
     """Returns a line about `further_end`; None if there is none."""
     end = further_end(tokenizer)

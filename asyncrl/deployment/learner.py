@@ -15,11 +15,13 @@ from asyncrl.checkpoints.run import RunParts, read_snapshot
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.tasks import Stopped, running, unless_one_fails, unless_stopped
 from asyncrl.config.load import shared_config
+from asyncrl.config.parts import part_configs
 from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.coordinator.endpoints import Endpoints
 from asyncrl.coordinator.learner_calls import LearnerCalls
 from asyncrl.coordinator.registry import Registry
 from asyncrl.coordinator.snapshot import Restored
+from asyncrl.data.answer_text import note_on_tags
 from asyncrl.data.left_out import in_words
 from asyncrl.data.tokenizer import load_tokenizer, shown_prompt, tokenizer_fingerprint
 from asyncrl.data.turn_ends import note_on_ends
@@ -52,6 +54,7 @@ from asyncrl.learner.publication import Publisher, probe_sequences
 from asyncrl.learner.recording import described_metrics
 from asyncrl.learner.records import RunTotals, Summary
 from asyncrl.learner.run_log import RunLog
+from asyncrl.learner.sample_texts import Texts
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.metrics.server import MetricsServer
@@ -212,8 +215,10 @@ class LearnerDeployment:
             self._screen.report(f"{section}: left out {in_words(by_reason)}")
         for task in prompts.train[:1]:
             self._screen.report(shown_prompt(tokenizer, task.input))
-        if (note := note_on_ends(tokenizer)) is not None:
-            self._screen.report(note)
+        drops = any(part.environment.special_tokens == "drop" for part in part_configs(config).values())
+        for note in (note_on_ends(tokenizer), note_on_tags(tokenizer) if drops else None):
+            if note is not None:
+                self._screen.report(note)
         self._display.enter("starting the learner's ranks")
         await unless_stopped(stop, asyncio.to_thread(policy.start))
         if critic is not None:
@@ -288,7 +293,7 @@ class LearnerDeployment:
             log=log,
             metrics=self._metrics,
             states=self._states,
-            decode=lambda ids, special: str(tokenizer.decode(list(ids), skip_special_tokens=not special)),
+            texts=Texts.of(tokenizer, config),
             started_s=started_s,
             before=before,
             kept=KeptSteps(self._run_dir.path) if config.audit.keep_weights == "all" else None,

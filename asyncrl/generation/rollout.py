@@ -8,6 +8,8 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as with_changes
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -19,11 +21,13 @@ from asyncrl.buffer.records import GroupMeta, Ticket
 from asyncrl.config.checks import BYTES_PER_BRANCH_ID, BYTES_PER_ROW, BYTES_PER_SUPPORT_TOKEN, BYTES_PER_TOKEN
 from asyncrl.config.parts import part_configs
 from asyncrl.config.schema import Config, HeldoutSet
+from asyncrl.data.answer_text import AnswerText
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
 from asyncrl.data.row_checksums import row_checksums
 from asyncrl.data.specs import BRANCH, SUPPORT
 from asyncrl.data.tokenizer import encode_prompt
+from asyncrl.data.turn_ends import generation_prompt
 from asyncrl.environments.part_scorers import PartScorers
 from asyncrl.environments.prompt_lengths import counted, longest_prompt_tokens
 from asyncrl.environments.scores import Score
@@ -141,6 +145,7 @@ class Rollouts:
         self, task: Task, *, samples: int, seed: int | None, temperature: float, attempt: Attempt
     ) -> Played:
         """Returns the scored episodes of a task."""
+        task = replace(task, generation_prompt=self._generation_prompt)
         if (agents := self.agents_of(task)) is not None:
             return await agents.run(task, samples=samples, seed=seed, temperature=temperature, attempt=attempt)
         prompt_ids, budget = self._prompt(task)
@@ -155,6 +160,11 @@ class Rollouts:
         )
         attempt.on_generated()
         top_k = self.config.generator.top_k if temperature > 0 else None
+        if part_configs(self.config)[task.part].environment.special_tokens == "keep":
+            completions = [
+                with_changes(each, text=self._answer_text(each.token_ids, special_tokens="keep"))
+                for each in completions
+            ]
         episodes = [single_turn(prompt_ids, completion, top_k=top_k) for completion in completions]
         scored_from_s = self.clock()
         try:
@@ -177,6 +187,14 @@ class Rollouts:
             environment_s=self.clock() - scored_from_s,
             continued_tokens=sum(continued),
         )
+
+    @cached_property
+    def _answer_text(self) -> AnswerText:
+        return AnswerText(self.tokenizer, stops=self.config.generator.stop)
+
+    @cached_property
+    def _generation_prompt(self) -> str:
+        return generation_prompt(self.tokenizer)
 
     def _prompt(self, task: Task) -> tuple[list[int], int]:
         ids = encode_prompt(self.tokenizer, task.input)

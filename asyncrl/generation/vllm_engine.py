@@ -17,6 +17,7 @@ import psutil
 
 from asyncrl.common.imports import uncollected
 from asyncrl.config.schema import Config
+from asyncrl.data.answer_text import before_stop
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.data.turn_ends import further_end
 from asyncrl.errors import DataError, InfraError
@@ -27,7 +28,7 @@ from asyncrl.generation.prefixes import seed_of
 from asyncrl.generation.shared_memory import EngineProcesses, sweep_shared_memory
 from asyncrl.generation.vllm_adapters import Adapter, VLLMAdapters
 from asyncrl.generation.vllm_arguments import CPU, GIB, Device, engine_arguments, engine_environment
-from asyncrl.generation.vllm_sampled import Child, SampledByVLLM, before_stop, check_end, until_stop
+from asyncrl.generation.vllm_sampled import Child, SampledByVLLM, check_end, until_stop
 from asyncrl.generation.vllm_supports import sampling_parameters
 from asyncrl.generation.vllm_weights import VLLMWeights
 from asyncrl.metrics.vllm_counters import PromptTokens, prompt_tokens

@@ -176,12 +176,3 @@ def until_stop(
         return sample
     first = bisect_left(range(tokens), True, key=has_stop)
     return sample.part(0, first, finished=True)
-
-
-def before_stop(text: str, stops: Sequence[str]) -> str:
-    """Returns the text before the first stop string, as vLLM does.
-
-    >>> before_stop("a b</s>", ["</s>", "b<"])
-    'a '
-    """
-    return text[: min([place for stop in stops if (place := text.find(stop)) >= 0], default=len(text))]

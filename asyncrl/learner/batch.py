@@ -9,7 +9,7 @@ The ranks then mask the tokens that are too old, and check the ages of those tha
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -27,10 +27,8 @@ from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.sample_ids import samples_of
 from asyncrl.errors import StalenessViolation
 from asyncrl.learner.records import SampleRecord
+from asyncrl.learner.sample_texts import Texts
 from asyncrl.ranks.named_rows import LIMIT, MASKS_STALE, STEP
-
-Decode = Callable[[Sequence[int], bool], str]
-"""Decodes token ids to text. The text contains the special tokens if the second argument is True."""
 
 SAMPLE_COLUMNS = ("input_ids", "weight_versions", "token_mask", "sample_mask", "advantages")
 """The columns of rows that `sample_record` needs. It also reads `branch_ids`, if the rows have it."""
@@ -205,7 +203,7 @@ def sample_record(
     step: int,
     row: int,
     sample: int,
-    decode: Decode,
+    texts: Texts,
 ) -> SampleRecord:
     """Returns the full record of sample `sample` of a group with this task. Its data is row `row` of `rows`.
 
@@ -236,9 +234,9 @@ def sample_record(
         part=task.part,
         prompt=task.prompt,
         metadata=task.metadata,
-        rendered_prompt=decode(rows["input_ids"][row, :prompt].tolist(), True),
-        completion=decode(rows["input_ids"][row, cut].tolist(), False),
-        tokens=tuple(decode([token], True) for token in rows["input_ids"][row, cut].tolist()),
+        rendered_prompt=texts.tokens(rows["input_ids"][row, :prompt].tolist()),
+        completion=texts.answer(rows["input_ids"][row, cut].tolist(), task.part),
+        tokens=tuple(texts.tokens([token]) for token in rows["input_ids"][row, cut].tolist()),
         answer=task.answer,
         reward=leased.meta.rewards[sample],
         components={name: values[sample] for name, values in leased.meta.components.items()},

@@ -32,7 +32,7 @@ from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.sample_ids import group_of
 from asyncrl.errors import RowsLost, StallError
 from asyncrl.learner.audit_records import Ended
-from asyncrl.learner.batch import SAMPLE_COLUMNS, Decode, check_staleness, sample_ids, step_meta
+from asyncrl.learner.batch import SAMPLE_COLUMNS, check_staleness, sample_ids, step_meta
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.heldout import HeldoutEvaluation
 from asyncrl.learner.kept_steps import KeptSteps, kept_columns
@@ -41,6 +41,7 @@ from asyncrl.learner.publication import Publisher
 from asyncrl.learner.recording import EndedStep, StepRecorder
 from asyncrl.learner.records import RunTotals, StepRecord
 from asyncrl.learner.run_log import RunLog
+from asyncrl.learner.sample_texts import Texts
 from asyncrl.learner.stages import Stages
 from asyncrl.learner.step_checks import StepChecks, names_of
 from asyncrl.learner.step_end import StepEnd
@@ -80,7 +81,7 @@ class LearnerLoop:
     log: RunLog
     metrics: LearnerMetrics
     states: StateClock
-    decode: Decode
+    texts: Texts
     started_s: float
     before: StepRecord | None = None
     kept: KeptSteps | None = None
@@ -116,7 +117,7 @@ class LearnerLoop:
         logprobs = ["generation_logprobs", *(["prev_logprobs"] if self._stages.writes_logprobs else [])]
         logged = [*SAMPLE_COLUMNS, *config.extra_columns, *(logprobs if config.learner.logprobs_logged else [])]
         self._end = StepEnd(
-            recorder=self._recorder, log=self.log, rows=self._rows, logged_columns=logged, decode=self.decode
+            recorder=self._recorder, log=self.log, rows=self._rows, logged_columns=logged, texts=self.texts
         )
 
     async def run(self, stop: asyncio.Event) -> RunTotals:

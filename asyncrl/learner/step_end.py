@@ -12,9 +12,10 @@ from asyncrl.buffer.ledger import LedgerEntry
 from asyncrl.buffer.records import Lease, LeasedGroup
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.learner.audit_records import TrainedGroup, TrainedSample, TrainedStep
-from asyncrl.learner.batch import Decode, StepSamples, sample_record
+from asyncrl.learner.batch import StepSamples, sample_record
 from asyncrl.learner.recording import EndedStep, StepRecorder
 from asyncrl.learner.run_log import RunLog
+from asyncrl.learner.sample_texts import Texts
 from asyncrl.learner.step_rows import StepRows
 from asyncrl.ranks.report import StepReport
 
@@ -29,7 +30,7 @@ class StepEnd:
     log: RunLog
     rows: StepRows
     logged_columns: Sequence[str]
-    decode: Decode
+    texts: Texts
     _running: asyncio.Task[None] | None = field(default=None, init=False)
 
     async def begin(
@@ -85,7 +86,7 @@ class StepEnd:
             # the rows have the order of the lease, so the first ones are those of the logged groups
             rows = await self.rows.read(meta.slice(0, len(logged)), self.logged_columns)
             records = [
-                sample_record(group, task, rows, step=lease.step, row=row, sample=sample, decode=self.decode)
+                sample_record(group, task, rows, step=lease.step, row=row, sample=sample, texts=self.texts)
                 for row, (group, task, sample) in enumerate(logged)
             ]
             self.log.write_samples(lease.step, records)

@@ -266,7 +266,10 @@ def _no_gradient(facts: RunFacts, ratio: float) -> str:
     if (facts.equal_above_zero_ratio or 0.0) > ratio / 2:
         return f"{fact}, and most of these rewards are above 0, so there is little left to learn: use harder questions."
     gradient = "no gradient" if ratio > 0.995 else "hardly any gradient"  # from 0.995 on, the sentence says 100 %
-    return f"{fact}, so there is {gradient}: use easier questions, a denser reward, or a larger learner.group_size."
+    return (
+        f"{fact}, so there is {gradient}: use easier questions, a denser reward, or a larger learner.group_size. A "
+        "reward that looks for special tokens, such as <think>, needs environment.special_tokens: keep."
+    )
 
 
 def _percent(share: float) -> str:

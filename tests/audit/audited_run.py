@@ -34,6 +34,7 @@ from asyncrl.learner.loop import LearnerLoop
 from asyncrl.learner.record_lines import read_lines
 from asyncrl.learner.records import RunInfo, StepRecord
 from asyncrl.learner.run_log import RunLog
+from asyncrl.learner.sample_texts import Texts
 from asyncrl.ranks.batching import staleness_counts, without_stale
 from asyncrl.ranks.digest import tensor_digest
 from asyncrl.ranks.named_rows import LIMIT, MASKS_STALE
@@ -193,7 +194,7 @@ class AuditedRun(Scene):
             log=log,
             metrics=self.metrics,
             states=self.states,
-            decode=lambda ids, special: "",
+            texts=Texts(tokens=lambda ids: "", answer=lambda ids, part: ""),
             started_s=0.0,
             before=before,
             kept=KeptSteps(self.run_dir.path) if self.config.audit.keep_weights == "all" else None,

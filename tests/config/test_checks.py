@@ -412,6 +412,7 @@ def test_what_runs_but_may_surprise_is_a_warning(overrides: list[str], silencer:
         ({"environment": {"name": "calculator"}, "data": {"chat": "off"}}, "environment.name = calc"),
         ({"environment": {"agent": "a:b", "reward": "exact_match"}}, "environment.agent: returns the reward itself"),
         ({"environment": {"name": "calculator"}, "model": {"tiny": {}}}, "set model.tiny.chat: true"),
+        ({"environment": {"agent": "a:b", "special_tokens": "keep"}}, "special_tokens = keep: has no effect"),
         ({"environment": {"agent": "not a path"}}, "environment.agent = not a path: must be an import path"),
     ],
 )

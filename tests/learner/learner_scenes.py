@@ -42,6 +42,7 @@ from asyncrl.learner.loop import LearnerLoop
 from asyncrl.learner.recording import described_metrics
 from asyncrl.learner.records import EvalRecord, RunTotals, SampleRecord, StepRecord
 from asyncrl.learner.run_log import RunLog
+from asyncrl.learner.sample_texts import Texts
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.metrics.states import StateClock
 from asyncrl.policy.tq_policy import STEP_FIELDS
@@ -406,7 +407,7 @@ class Scene:
             log=log or self.log,
             metrics=self.metrics,
             states=self.states,
-            decode=decoded,
+            texts=Texts(tokens=lambda ids: decoded(ids, True), answer=lambda ids, _: decoded(ids, False)),
             started_s=0.0,
             clock=self.clock,
         )

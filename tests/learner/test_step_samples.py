@@ -30,8 +30,11 @@ from asyncrl.learner.batch import (
     sample_record,
     step_meta,
 )
+from asyncrl.learner.sample_texts import Texts
 from asyncrl.ranks.named_rows import LIMIT, MASKS_STALE
 from asyncrl.ranks.report import StepReport
+
+TEXTS = Texts(tokens=str, answer=lambda ids, _: str(ids))
 
 
 def leased(
@@ -264,15 +267,18 @@ def test_a_sample_s_record_says_which_of_its_tokens_the_loss_includes() -> None:
     )
     rows[BRANCH] = torch.tensor([[0] * 5, [0, 0, 0, 1, 1], [0, 1, 1, 2, 2]])
     task = Task(question="q", prompt="q", answer="a")
-    recorded = [
-        sample_record(group, task, rows, step=3, row=row, sample=row, decode=lambda ids, _: str(ids))
-        for row in range(3)
-    ]
+    recorded = [sample_record(group, task, rows, step=3, row=row, sample=row, texts=TEXTS) for row in range(3)]
     assert [sample.forks for sample in recorded] == [(), (1,), (1,)], "places in the completion"
 
     def trained(leased: LeasedGroup, sample: int) -> tuple[tuple[bool, int], ...]:
         return sample_record(
-            leased, task, rows, step=3, row=sample, sample=sample, decode=lambda ids, _: str(ids)
+            leased,
+            task,
+            rows,
+            step=3,
+            row=sample,
+            sample=sample,
+            texts=TEXTS,
         ).trained_spans
 
     assert trained(group, 0) == ((False, 1), (True, 2)), "a token of step 1 is too old at step 3 with η = 1"
