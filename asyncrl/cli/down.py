@@ -27,7 +27,7 @@ def down(run: RunningRun, address: RunningAddress = None) -> None:
         from asyncrl.deployment.shared_actors import end_run
 
         try:
-            join(named or (info and info.ray_address) or "auto", namespace=directory.name)
+            join(named or (info and info.ray_address) or "auto", namespace=directory.name, folder=directory.parent)
             if ended := end_run(directory.name):
                 lines.append(f"ended {', '.join(ended)}")
         except RunError:

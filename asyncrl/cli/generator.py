@@ -45,7 +45,7 @@ def generator(
         name = config.run.name
         with contextlib.suppress(Stopped):
             await check_stop(stop)
-            join(ray_address(config, address), namespace=name)
+            join(ray_address(config, address), namespace=name, folder=config.run.dir)
             where = ray.get_runtime_context().gcs_address  # the real address, also if the configured one is `auto`
             await check_stop(stop)
             await check_admission(config, role=Role.GENERATOR)

@@ -37,7 +37,7 @@ def head(
     from asyncrl.deployment.ray_token import use_ray_token
 
     use_ray_token(own=True)
-    print_warnings(check_no_head(config.run.name, own_clusters()))
+    print_warnings(check_no_head(config.run.dir / config.run.name, own_clusters()))
     with log_to(None):
         from asyncrl.deployment.cluster import start_local
 

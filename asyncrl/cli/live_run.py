@@ -52,7 +52,7 @@ def join_admitted(address: str, config: Config, *, choose: Choice) -> Choice:
     from asyncrl.deployment.cluster import join
     from asyncrl.deployment.shared_actors import check_admission
 
-    join(address, namespace=config.run.name)
+    join(address, namespace=config.run.name, folder=config.run.dir)
     directory = config.run.dir / config.run.name
     limits, gone = config.buffer, restarts() > 0 or may_have_died(directory)
     patience_s = limits.heartbeat_timeout_s + limits.call_timeout_s if gone else 0.0

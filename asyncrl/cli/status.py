@@ -44,7 +44,7 @@ def joined_run(directory: Path, address: str | None) -> "CoordinatorClient":
     from asyncrl.deployment.cluster import join
     from asyncrl.deployment.shared_actors import find_run
 
-    join(running_address(directory, address), namespace=directory.name)
+    join(running_address(directory, address), namespace=directory.name, folder=directory.parent)
     return find_run(directory.name)
 
 

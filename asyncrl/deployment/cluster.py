@@ -15,6 +15,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
@@ -68,7 +69,7 @@ def start_local(config: Config, *, generators: int = 1, command: str = "up") -> 
         _children_in_sessions_of_their_own(),
         without_unused_daemons(),
         _without_outer_cluster(),
-        started_for(command, config.run.name),
+        started_for(command, config.run.dir / config.run.name),
     ):
         context: Any = patiently(
             lambda: _connect(
@@ -190,18 +191,19 @@ def joined_address() -> str:
     return str(ray.get_runtime_context().gcs_address)
 
 
-def join(address: str, *, namespace: str) -> None:
+def join(address: str, *, namespace: str, folder: Path = Path("runs")) -> None:
     """Joins a running cluster.
 
-    `namespace` is the name of the run. `auto` is the cluster of RAY_ADDRESS, else the one of the run on this machine.
-    Raises RunError, which says how to start one, if no cluster answers, and if `auto` may be several clusters.
+    `namespace` is the name of the run, `folder` the folder of its directory. `auto` is the cluster of RAY_ADDRESS, else
+    the one of the run on this machine. Raises RunError, which says how to start one, if no cluster answers, and if
+    `auto` may be several clusters.
 
     If no process listens at the address, `ray.init` tries for minutes and ignores signals. So this function first opens
     a connection itself, which fails at once.
     """
     try:
         if address == "auto":
-            address = _found(namespace)
+            address = _found(namespace, folder=str(folder.resolve()))
         _knock(address)
         _connect(address=address, namespace=namespace)
     except PermissionError as error:
@@ -223,12 +225,12 @@ def join(address: str, *, namespace: str) -> None:
     warn_of_open_cluster(address)
 
 
-def _found(run: str) -> str:
+def _found(run: str, *, folder: str) -> str:
     """Returns the address that `auto` means for a run. Raises ConnectionError without a cluster, and RunError with
     several."""
     clusters = own_clusters()
     if os.environ.get("RAY_ADDRESS", "auto") in ("", "auto"):
-        if (cluster := cluster_of(run, clusters)) is not None:
+        if (cluster := cluster_of(run, clusters, folder=folder)) is not None:
             if cluster.run not in ("", run):
                 logger.warning("no Ray was started for run %s; it joins %s", run, cluster)
             return cluster.address

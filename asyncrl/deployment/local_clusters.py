@@ -10,13 +10,14 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
 from asyncrl.errors import RunError
 
 STARTED_FOR = "ASYNCRL_RAY_OF"
-"""Variable in the environment of a cluster that asyncrl started: the command and the name of the run."""
+"""Variable in the environment of a cluster that asyncrl started: the command and the directory of the run."""
 HEAD = "head"
 _GCS_ADDRESS = re.compile(r"--gcs-address=(\S+)")
 
@@ -25,14 +26,15 @@ _GCS_ADDRESS = re.compile(r"--gcs-address=(\S+)")
 class LocalCluster:
     """A Ray cluster with a node on this machine. `pid` is the process id of this node's raylet.
 
-    `command` is the command of asyncrl that started the cluster, and `run` the name of its run. Both are empty for a
-    cluster that another program started, such as `ray start`.
+    `command` is the command of asyncrl that started the cluster, `run` the name of its run, and `folder` the folder of
+    the run's directory. All are empty for a cluster that another program started, such as `ray start`.
     """
 
     address: str
     pid: int
     command: str = ""
     run: str = ""
+    folder: str = ""
 
     def __str__(self) -> str:
         of = f"`asyncrl {self.command}` of run {self.run}" if self.run else "not started by asyncrl"
@@ -40,10 +42,10 @@ class LocalCluster:
 
 
 @contextlib.contextmanager
-def started_for(command: str, run: str) -> Iterator[None]:
-    """Marks the cluster that the block starts: `command` starts it for the run `run`."""
+def started_for(command: str, directory: Path) -> Iterator[None]:
+    """Marks the cluster that the block starts: `command` starts it for the run in `directory`."""
     before = os.environ.get(STARTED_FOR)
-    os.environ[STARTED_FOR] = f"{command} {run}"
+    os.environ[STARTED_FOR] = f"{command} {directory.resolve()}"
     try:
         yield
     finally:
@@ -62,20 +64,23 @@ def own_clusters() -> list[LocalCluster]:
             continue
         with contextlib.suppress(psutil.Error):  # it has just ended
             address = _GCS_ADDRESS.search(" ".join(process.cmdline()))
-            command, _, run = process.environ().get(STARTED_FOR, "").partition(" ")
+            command, _, directory = process.environ().get(STARTED_FOR, "").partition(" ")
+            folder, _, run = directory.rpartition("/")
             if address is not None:
-                cluster = LocalCluster(address=address[1], pid=process.pid, command=command, run=run)
+                cluster = LocalCluster(address=address[1], pid=process.pid, command=command, run=run, folder=folder)
                 found.setdefault(cluster.address, cluster)
     return list(found.values())
 
 
-def cluster_of(run: str, clusters: Sequence[LocalCluster]) -> LocalCluster | None:
-    """Returns the cluster that the run `run` joins without an address; None if there is none.
+def cluster_of(run: str, clusters: Sequence[LocalCluster], *, folder: str) -> LocalCluster | None:
+    """Returns the cluster that the run `run` in `folder` joins without an address; None if there is none.
 
-    It is the cluster that asyncrl started for this run. Otherwise it is the only other cluster, but never one that
-    `asyncrl up` or a program started for itself. Raises RunError if several clusters are possible.
+    It is the cluster that asyncrl started for this run, or for one of its name in another folder. Otherwise it is the
+    only other cluster, but never one that `asyncrl up` or a program started for itself. Raises RunError if several
+    clusters are possible.
     """
-    mine = [cluster for cluster in clusters if cluster.run == run]
+    named = [cluster for cluster in clusters if cluster.run == run]
+    mine = [cluster for cluster in named if cluster.folder == folder] or named
     possible = mine or [cluster for cluster in clusters if cluster.command in ("", HEAD)]
     if len(possible) > 1:
         listed = "\n".join(f"  {cluster}" for cluster in possible)
@@ -87,11 +92,13 @@ def cluster_of(run: str, clusters: Sequence[LocalCluster]) -> LocalCluster | Non
     return possible[0] if possible else None
 
 
-def check_no_head(run: str, clusters: Sequence[LocalCluster]) -> list[str]:
-    """Returns a note for each head of another run on this machine. Raises RunError if the run `run` has a cluster."""
+def check_no_head(directory: Path, clusters: Sequence[LocalCluster]) -> list[str]:
+    """Returns a note for each head of another run on this machine. Raises RunError if the run in `directory` has a
+    cluster."""
+    run, folder = directory.name, str(directory.parent.resolve())
     notes = []
     for cluster in clusters:
-        if cluster.run == run:
+        if (cluster.run, cluster.folder) == (run, folder):
             raise RunError(
                 f"run {run} has a Ray cluster on this machine already: {cluster}; use it, end the command that "
                 "started it, or choose another run.name"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,11 +75,14 @@ def test_the_cluster_of_another_user_or_container_is_rays_to_find(
     assert asked == [address]
 
 
-def heads(*runs: str, port: int, command: str = "head") -> list[LocalCluster]:
-    """Returns clusters of these runs. Only the last one listens at a port, `port`."""
+HERE = str(Path("runs").resolve())
+
+
+def heads(*runs: str, port: int, command: str = "head", folder: str = HERE) -> list[LocalCluster]:
+    """Returns clusters of these runs in `folder`. Only the last one listens at a port, `port`."""
     ports = [*range(1, len(runs)), port]
     return [
-        LocalCluster(address=f"127.0.0.1:{each}", pid=each, command=command if run else "", run=run)
+        LocalCluster(address=f"127.0.0.1:{each}", pid=each, command=command if run else "", run=run, folder=folder)
         for run, each in zip(runs, ports, strict=True)
     ]
 
@@ -134,13 +138,24 @@ def test_a_cluster_that_up_started_is_only_for_its_run(
 
 def test_a_second_head_says_that_there_is_one() -> None:
     found = heads("b", "", "c", port=7)
-    notes = check_no_head("run", found)
+    notes = check_no_head(Path("runs/run"), found)
     assert [note.partition(",")[0] for note in notes] == [
         "another head runs on this machine: 127.0.0.1:1 (`asyncrl head` of run b",
         "another head runs on this machine: 127.0.0.1:7 (`asyncrl head` of run c",
     ]
     with pytest.raises(RunError, match=r"run c has a Ray cluster on this machine already: 127\.0\.0\.1:7"):
-        check_no_head("c", found)
+        check_no_head(Path("runs/c"), found)
+    assert len(check_no_head(Path("elsewhere/c"), found)) == 2, "a run of this name in another folder is another run"
+
+
+@pytest.mark.parametrize("command", ["head", "up"])
+def test_of_two_runs_with_one_name_each_joins_that_of_its_folder(
+    command: str, asked: list[str], port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = heads("run", port=1, command=command, folder="/elsewhere/runs")
+    monkeypatch.setattr(cluster, "own_clusters", lambda: [*other, *heads("run", port=port)])
+    cluster.join("auto", namespace="run")
+    assert asked == [f"127.0.0.1:{port}"]
 
 
 def test_the_mark_of_a_cluster_is_in_the_environment_of_its_processes() -> None:
@@ -151,7 +166,8 @@ def test_the_mark_of_a_cluster_is_in_the_environment_of_its_processes() -> None:
         for number, mark in enumerate(marks):
             with contextlib.ExitStack() as marked:
                 if mark is not None:
-                    marked.enter_context(started_for(*mark.split(" ", 1)))
+                    command, _, run = mark.partition(" ")
+                    marked.enter_context(started_for(command, Path("/some where") / run))
                 raylet = subprocess.Popen(
                     [sys.executable, "-c", code, f"--x --gcs-address=192.0.2.9:{number + 1} --y"],
                     stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -165,6 +181,7 @@ def test_the_mark_of_a_cluster_is_in_the_environment_of_its_processes() -> None:
             ("up", "a b"),
             ("", ""),
         ]
+        assert [found[f"192.0.2.9:{n}"].folder for n in (1, 2, 3)] == ["/some where", "/some where", ""]
         assert [found[f"192.0.2.9:{n}"].pid for n in (1, 2, 3)] == [each.pid for each in raylets]
     finally:
         for raylet in raylets:
