@@ -23,6 +23,7 @@ from asyncrl.environments.scoring_messages import (
     Reply,
     Request,
     RewardFailure,
+    sendable,
 )
 from asyncrl.environments.secrets import secrets_hint
 from asyncrl.user_code import describe_error
@@ -162,7 +163,7 @@ class GroupScoring:
                 return components(value, weights=self.reward.weights, at=at)
             return number(value, at=at)
         except Unusable as unusable:
-            return Failure(reason=unusable.reason, message=f"{self._subject} {unusable}")
+            return Failure(reason=unusable.reason, message=sendable(f"{self._subject} {unusable}"))
 
     def _failed(self, call: _Call, error: BaseException) -> list[Outcome]:
         """Returns the outcomes of a call that failed as a whole."""
@@ -177,7 +178,7 @@ class GroupScoring:
             reason = RewardFailure.RAISED
             what = f"raised {describe_error(error)}{self._hint(error)}"
         count = len(call.completions)
-        return [Failure(reason=reason, message=f"{who} {what}", of_call=count > 1)] * count
+        return [Failure(reason=reason, message=sendable(f"{who} {what}"), of_call=count > 1)] * count
 
     def _hint(self, error: BaseException) -> str:
         if isinstance(error, MemoryError):

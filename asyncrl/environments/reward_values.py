@@ -3,9 +3,14 @@
 import asyncio
 import math
 import numbers
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Collection, Iterable, Mapping, Sized
 
-from asyncrl.environments.scoring_messages import Components, RewardFailure
+from asyncrl.environments.scoring_messages import (
+    MAX_COMPONENT_NAME_CHARS,
+    MAX_COMPONENTS,
+    Components,
+    RewardFailure,
+)
 
 
 class Unusable(Exception):
@@ -72,16 +77,43 @@ def _wanted(value: object) -> str:
 
 def components(parts: Mapping[object, object], *, weights: Mapping[str, float], at: str) -> Components:
     """Returns the components of a reward, and their sum, in which each counts by its weight (1 if it has none)."""
+    parts = dict(parts)
     if not parts:
         raise Unusable(RewardFailure.WRONG_TYPE, f"returned an empty dict{at}; name each component of the reward")
+    try:
+        check_names(parts.keys())
+    except Unusable as unusable:
+        raise Unusable(unusable.reason, f"{unusable}{at}") from None
     found: dict[str, float] = {}
-    for name, value in parts.items():
-        if not isinstance(name, str):
-            raise Unusable(
-                RewardFailure.WRONG_TYPE, f"returned a dict with the key {name!r}{at}; name components by strings"
-            )
+    for key, value in parts.items():
+        name = str.__str__(key)  # a subclass of str may say something else in its own __str__
         found[name] = number(value, at=f" as {name!r}{at}")
     total = sum(weights.get(name, 1.0) * value for name, value in found.items())
     if not math.isfinite(total):
         raise Unusable(RewardFailure.NOT_FINITE, f"returned components whose sum is {total}{at}; it must be finite")
     return Components(total=total, parts=found)
+
+
+def check_names(names: Collection[object]) -> None:
+    """Raises Unusable if `names` cannot be the names of components: too many of them, or one that is not a text, is too
+    long, or contains characters that cannot be shown."""
+    if len(names) > MAX_COMPONENTS:
+        raise Unusable(
+            RewardFailure.WRONG_TYPE,
+            f"returned a dict with {len(names)} different components; at most {MAX_COMPONENTS} are possible, because "
+            "each of them is a curve: use the same names for all completions",
+        )
+    for name in names:
+        if not isinstance(name, str):
+            fault = "is not a text"
+        elif len(name) > MAX_COMPONENT_NAME_CHARS:
+            fault = f"has {len(name)} characters, more than {MAX_COMPONENT_NAME_CHARS}"
+        elif not name.isprintable():
+            fault = "contains characters that cannot be shown"
+        else:
+            continue
+        raise Unusable(
+            RewardFailure.WRONG_TYPE,
+            f"returned a dict with the key {ascii(name)[:MAX_COMPONENT_NAME_CHARS]}, which {fault}; name components by "
+            "short texts",
+        )

@@ -51,13 +51,14 @@ class Scores:
         return [each for each, group in enumerate(groups) if group == groups[number]]
 
     def take(self, outcomes: Iterable[tuple[int, Outcome]]) -> bool:
-        """Keeps the outcomes of completions. Returns False if one of them was not requested, or is known."""
-        for number, outcome in outcomes:
-            if number not in range(len(self._requested)):
-                return False
+        """Keeps the outcomes of completions. Keeps none and returns False if one of them was not requested, is known,
+        or is there twice."""
+        found = list(outcomes)
+        numbers = {number for number, _ in found}
+        if len(numbers) != len(found) or not numbers <= set(self.left):
+            return False
+        for number, outcome in found:
             place = self._requested[number]
-            if self._found[place] is not None:
-                return False
             self._found[place] = self._score(outcome, place)
         return True
 

@@ -16,7 +16,7 @@ import msgspec
 import psutil
 
 from asyncrl.environments.output import OutputReader
-from asyncrl.environments.scoring_messages import MAX_MESSAGE_BYTES, Message, Progress
+from asyncrl.environments.scoring_messages import MAX_REPLY_BYTES, Message, Progress
 from asyncrl.environments.secrets import Secrets
 
 _WORKER_MODULE = "asyncrl.environments.scoring_worker"
@@ -39,8 +39,7 @@ class ScoringChild:
 
     def __init__(self, *, environment: Mapping[str, str], secrets: Secrets, output: Callable[[str], None]) -> None:
         self._socket, theirs = socket.socketpair()
-        progress = os.memfd_create("asyncrl scoring progress")
-        os.ftruncate(progress, Progress.BYTES)
+        progress = Progress.new_file()
         printed, prints = os.pipe()
         try:
             self.process = subprocess.Popen(
@@ -101,12 +100,12 @@ class ScoringChild:
                 self._received += self._read()
             elif events:
                 raise Died("ended")
-            if len(self._received) > MAX_MESSAGE_BYTES:
-                raise Died(f"sent a message beyond the limit of {MAX_MESSAGE_BYTES} bytes")
+            if len(self._received) > MAX_REPLY_BYTES:
+                raise Died(f"sent a message beyond the limit of {MAX_REPLY_BYTES} bytes")
         line, self._received = bytes(self._received[:end]), self._received[end + 1 :]
         try:
             return msgspec.json.decode(line, type=kind)
-        except msgspec.DecodeError as error:
+        except (ValueError, RecursionError) as error:  # a DecodeError of msgspec is a ValueError, as that of UTF-8 is
             raise Died(f"sent a malformed message, {error}") from error
 
     def _read(self) -> bytes:

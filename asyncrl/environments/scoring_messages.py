@@ -1,17 +1,29 @@
 """Messages between a generator and its scoring processes: JSON on a socket, and a few bytes of shared memory."""
 
+import fcntl
+import math
 import mmap
+import os
 import time
 from enum import StrEnum
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from asyncrl.data.prompts import Task
 from asyncrl.environments.reward_function import Form
 
 MAX_MESSAGE_BYTES = 64 * 2**20
-"""Longest message in either direction. A group of completions is far smaller."""
+"""Longest message to a scoring process. A group of completions is far smaller."""
+MAX_REPLY_BYTES = 16 * 2**20
+"""Longest message from a scoring process. Reward code can write to the socket, and a decoded message needs up to 20
+times its length."""
+MAX_FAILURE_CHARS = 4_000
+"""Longest message of a failure, and longest reason to replace a process. They are shown and written to records."""
+MAX_COMPONENTS = 64
+"""Components of the rewards of a run. Each of them is a curve, and a series in Prometheus."""
+MAX_COMPONENT_NAME_CHARS = 200
 
 
 class RewardFailure(StrEnum):
@@ -26,6 +38,10 @@ class RewardFailure(StrEnum):
     LIMIT = "agent_limit"
 
 
+_Text = Annotated[str, Meta(max_length=MAX_FAILURE_CHARS)]
+_Name = Annotated[str, Meta(max_length=MAX_COMPONENT_NAME_CHARS)]
+
+
 class Start(msgspec.Struct, frozen=True, kw_only=True):
     """The first message to a scoring process. `section` is the environment section as JSON text. `withheld` names
     environment variables that exist in the generator's process but not in the scoring process."""
@@ -38,7 +54,7 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
     """Reports that the process is ready and how the reward is called; or a ConfigError's message."""
 
     form: Form = Form()
-    error: str | None = None
+    error: _Text | None = None
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,14 +76,14 @@ class Components(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     name, without its weight."""
 
     total: float
-    parts: dict[str, float]
+    parts: Annotated[dict[_Name, float], Meta(max_length=MAX_COMPONENTS)]
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Why a completion has no reward. If `of_call` is True, a call for several completions failed as a whole."""
 
     reason: RewardFailure
-    message: str
+    message: _Text
     of_call: bool = False
 
 
@@ -86,10 +102,17 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     id: int
     outcomes: tuple[tuple[int, Outcome], ...]
     last: bool
-    retire: str = ""
+    retire: _Text = ""
 
 
 Message = TypeVar("Message", bound=msgspec.Struct)
+
+
+def sendable(text: str) -> str:
+    """Returns a text that reward code may have written as a message may contain it: not too long, and without lone
+    surrogates, which JSON cannot contain."""
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= MAX_FAILURE_CHARS else f"{text[: MAX_FAILURE_CHARS - 1]}…"
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -112,11 +135,22 @@ class Progress:
     it is the first of them.
 
     A scoring process writes it to shared memory and its generator reads it, so that a fast reward does not need a
-    message for each completion. `file` is the descriptor of a file of `BYTES` bytes. Times are of the monotonic clock,
-    which all processes of a machine share.
+    message for each completion. `file` is the descriptor of a file that `new_file` made. Times are of the monotonic
+    clock, which all processes of a machine share.
+
+    Reward code can write to the memory too. So a reader takes any numbers, and the file cannot become shorter: access
+    to memory behind its end would kill the reader with SIGBUS.
     """
 
     BYTES = 16
+
+    @staticmethod
+    def new_file() -> int:
+        """Returns the descriptor of a file of `BYTES` bytes whose size cannot change."""
+        file = os.memfd_create("asyncrl scoring progress", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(file, Progress.BYTES)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        return file
 
     def __init__(self, file: int) -> None:
         self._map(file)
@@ -129,8 +163,16 @@ class Progress:
         self._numbers[1] = time.monotonic()
 
     def read(self) -> tuple[int, float]:
-        """Returns the number of the completion, and when its scoring began."""
-        return int(self._numbers[0]), self._numbers[1]
+        """Returns the number of the completion, and when its scoring began.
+
+        Reward code may have written numbers that are not finite: they are read as `NO_COMPLETION`, and as a beginning
+        in the infinite future.
+        """
+        number, begun_s = self._numbers[0], self._numbers[1]
+        return (
+            int(number) if math.isfinite(number) else NO_COMPLETION,
+            begun_s if math.isfinite(begun_s) else math.inf,
+        )
 
     def detach(self) -> None:
         """Disconnects from the shared memory: later writes stay in this process."""

@@ -10,18 +10,21 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from asyncrl.config.schema import EnvironmentSection
 from asyncrl.environments.group_scoring import CANCEL_GRACE_S
 from asyncrl.environments.reward_function import Form, subject
+from asyncrl.environments.reward_values import Unusable, check_names
 from asyncrl.environments.scores import Score, Scores
 from asyncrl.environments.scoring_child import Died, Late, ScoringChild
 from asyncrl.environments.scoring_messages import (
+    Components,
     Failure,
     Group,
+    Outcome,
     Progress,
     Reply,
     Request,
@@ -81,6 +84,7 @@ class ScoringProcess:
         self._child: ScoringChild | None = None
         self._requests = 0
         self._fruitless = 0  # processes in a row that the reward has ended at the first completion of a request
+        self._names: Set[str] = frozenset()  # of all components so far
         self.form = Form()
         """How the reward is called. It is valid after the first start of a process."""
 
@@ -125,7 +129,7 @@ class ScoringProcess:
             self._requests += 1
             try:
                 request = encode(Request(id=self._requests, groups=requested))
-            except (TypeError, ValueError) as error:  # metadata that is not JSON, or a message that is too long
+            except (TypeError, ValueError, RecursionError) as error:  # metadata that is not JSON, or a long message
                 if len(groups) > 1:  # send the groups one by one to find the one that cannot be sent
                     return [result for group in groups for result in self.score([group])]
                 return [
@@ -162,7 +166,7 @@ class ScoringProcess:
         """Sends a request and keeps its scores. Returns the number of the completion at which the process was lost,
         because it exceeded a time limit, ended, or cannot go on; None if it goes on. The completions of the call that
         it was making then have an error."""
-        child = self._child
+        child, open_before = self._child, scores.open
         assert child is not None
         deadline = self._deadline(requested, child.progress)
         try:
@@ -170,7 +174,7 @@ class ScoringProcess:
             reply = self._reply(child, scores, deadline=deadline)
             while not reply.last:
                 reply = self._reply(child, scores, deadline=deadline)
-            if scores.open and not reply.retire:
+            if scores.open and not (reply.retire and scores.open < open_before):
                 raise Died("sent no reward for some completions")
         except Late:
             failed = self._being_scored(scores, child.progress)
@@ -198,9 +202,22 @@ class ScoringProcess:
     def _reply(self, child: ScoringChild, scores: Scores, *, deadline: Callable[[], float]) -> Reply:
         """Receives the next reply to the last request, and keeps its scores."""
         reply = child.receive(Reply, deadline=deadline)
-        if reply.id != self._requests or not scores.take(reply.outcomes):
+        if reply.id != self._requests or not scores.take((number, self._named(of)) for number, of in reply.outcomes):
             raise Died("sent a reply that does not belong to the request")
         return reply
+
+    def _named(self, outcome: Outcome) -> Outcome:
+        """Returns an outcome, or a failure if its components would be too many with those of all earlier rewards."""
+        if not isinstance(outcome, Components) or outcome.parts.keys() <= self._names:
+            return outcome
+        names = self._names | outcome.parts.keys()
+        try:
+            check_names(names)
+        except Unusable as unusable:
+            what = f"{subject(self.section)} {unusable}; the limit holds for all completions of a run together"
+            return Failure(reason=unusable.reason, message=what)
+        self._names = names
+        return outcome
 
     def _being_scored(self, scores: Scores, progress: Progress) -> Sequence[int]:
         """Returns the numbers of the completions that the interrupted call scored: one, or those of a group that is
@@ -211,7 +228,7 @@ class ScoringProcess:
         number, _ = progress.read()
         if number not in left:
             return left if self.form.asynchronous or self.form.batched else left[:1]
-        return scores.of_group(number) if self.form.batched else [number]
+        return [each for each in scores.of_group(number) if each in set(left)] if self.form.batched else [number]
 
     def _fail(self, scores: Scores, numbers: Sequence[int], reason: RewardFailure, what: str) -> None:
         message = f"{subject(self.section)} {what}"

@@ -28,6 +28,7 @@ from asyncrl.environments.scoring_messages import (
     Start,
     Started,
     encode,
+    sendable,
 )
 from asyncrl.environments.secrets import Secrets, secrets_hint
 from asyncrl.errors import ConfigError
@@ -53,7 +54,7 @@ def main(connection: socket.socket, *, parent_pid: int, progress: Progress) -> N
 
     def refuse(message: str, error: Exception) -> None:
         hint = secrets_hint(error, start.withheld)
-        connection.sendall(encode(Started(error=redacted(message) + hint)))
+        connection.sendall(encode(Started(error=sendable(redacted(message) + hint))))
 
     try:
         reward = build_reward(section)

@@ -119,7 +119,7 @@ async def test_what_kills_the_process_fails_its_completion_and_a_new_process_sco
 async def test_a_malformed_or_huge_message_fails_its_group_and_the_process_is_replaced(
     message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(scoring_child, "MAX_MESSAGE_BYTES", 2**20)
+    monkeypatch.setattr(scoring_child, "MAX_REPLY_BYTES", 2**20)
     task = Task(question="q", prompt="q", answer="", metadata={"pids_file": str(tmp_path / "unpickled")})
     async with scoring(section()) as scorer:
         failure = await failure_of(scorer, message, task=task)

@@ -1,12 +1,26 @@
+import math
 import os
+import struct
 import subprocess
 import sys
 import time
 
+import msgspec
 import pytest
 
 from asyncrl.data.prompts import Task
-from asyncrl.environments.scoring_messages import MAX_MESSAGE_BYTES, Group, Progress, Request, encode
+from asyncrl.environments.scoring_messages import (
+    MAX_FAILURE_CHARS,
+    MAX_MESSAGE_BYTES,
+    NO_COMPLETION,
+    Failure,
+    Group,
+    Progress,
+    Request,
+    RewardFailure,
+    encode,
+    sendable,
+)
 
 
 @pytest.mark.fault("F32")
@@ -18,8 +32,7 @@ def test_a_message_beyond_the_limit_is_refused_before_it_is_sent() -> None:
 
 
 def test_progress_is_seen_by_the_other_side_until_it_is_detached() -> None:
-    file = os.memfd_create("progress")
-    os.ftruncate(file, Progress.BYTES)
+    file = Progress.new_file()
     ours, theirs = Progress(file), Progress(file)
     os.close(file)
     before_s = time.monotonic()
@@ -33,8 +46,7 @@ def test_progress_is_seen_by_the_other_side_until_it_is_detached() -> None:
 
 
 def test_no_reader_sees_a_time_that_is_half_written() -> None:
-    file = os.memfd_create("progress")
-    os.ftruncate(file, Progress.BYTES)
+    file = Progress.new_file()
     progress = Progress(file)
     progress.begin(0)
     program = f"""
@@ -58,3 +70,33 @@ while True:
             os.close(file)
     assert progress.read()[0] == 1
     assert torn == 0
+
+
+@pytest.mark.parametrize("size", [0, 8, 15, 17, 4096])
+@pytest.mark.fault("F32")
+def test_the_size_of_the_shared_memory_cannot_change(size: int) -> None:
+    file = Progress.new_file()
+    progress = Progress(file)
+    progress.begin(5)
+    with pytest.raises(PermissionError):
+        os.ftruncate(file, size)
+    with pytest.raises(PermissionError):
+        os.pwrite(file, b"x", Progress.BYTES + size)
+    os.close(file)
+    assert progress.read()[0] == 5
+
+
+@pytest.mark.parametrize("written", [math.nan, math.inf, -math.inf])
+@pytest.mark.fault("F32")
+def test_numbers_that_are_not_finite_are_read_as_an_unknown_completion_without_a_beginning(written: float) -> None:
+    file = Progress.new_file()
+    progress = Progress(file)
+    os.pwrite(file, struct.pack("dd", written, written), 0)
+    os.close(file)
+    assert progress.read() == (NO_COMPLETION, math.inf)
+
+
+@pytest.mark.parametrize("text", ["\ud800", "x" * MAX_FAILURE_CHARS + "\udfff" * 3, "\udc80" * MAX_FAILURE_CHARS])
+def test_any_text_of_reward_code_is_made_sendable(text: str) -> None:
+    sent = Failure(reason=RewardFailure.RAISED, message=sendable(text))
+    assert msgspec.json.decode(encode(sent), type=Failure) == sent

@@ -1,0 +1,111 @@
+"""Reward code that attacks its generator fails its own completion: it ends neither the generator, nor the scorer."""
+
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+from boundary_rewards import FORGED_NAMES, MEMORY, MESSAGES, NAMES, TEXTS
+from scoring_processes import pids
+
+from asyncrl.config.schema import EnvironmentSection
+from asyncrl.data.prompts import Task
+from asyncrl.environments.scoring import Scorer
+from asyncrl.environments.scoring_messages import MAX_COMPONENTS, MAX_FAILURE_CHARS, RewardFailure
+from asyncrl.errors import DataError
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+TASK = Task(question="q", prompt="q", answer="abc")
+
+
+@contextlib.asynccontextmanager
+async def scoring(reward: str, *, timeout_s: float = 30.0) -> AsyncIterator[Scorer]:
+    scorer = Scorer(EnvironmentSection(reward=f"boundary_rewards:{reward}", score_timeout_s=timeout_s))
+    try:
+        await scorer.start()
+        yield scorer
+    finally:
+        await scorer.close()
+
+
+async def failures(scorer: Scorer, attacks: list[str]) -> list[DataError]:
+    """Returns the failures of groups with one attack each, whose other completion is scored. All failures can be
+    recorded."""
+    found = []
+    for attack in attacks:
+        failure, score = await scorer.score(TASK, [attack, "abc"])
+        assert score == 3.0
+        assert isinstance(failure, DataError)
+        assert len(str(failure).encode()) <= 4 * MAX_FAILURE_CHARS
+        assert "boundary_rewards" in str(failure)
+        found.append(failure)
+    return found
+
+
+@pytest.mark.parametrize("attack", list(MEMORY))
+@pytest.mark.asyncio
+@pytest.mark.fault("F32")
+async def test_writing_to_the_shared_memory_fails_the_completion(attack: str) -> None:
+    async with scoring("attack", timeout_s=1.0) as scorer:
+        [failure] = await failures(scorer, [attack])
+        assert failure.reason in (RewardFailure.TIMEOUT, RewardFailure.RAISED)
+
+
+@pytest.mark.parametrize("reward", ["attack", "attack_group"])
+@pytest.mark.asyncio
+@pytest.mark.fault("F19")
+async def test_names_and_texts_that_cannot_be_recorded_fail_their_completion_and_the_process_goes_on(
+    reward: str,
+) -> None:
+    async with scoring(reward) as scorer:
+        [pid] = pids(scorer)
+        for failure in await failures(scorer, list(NAMES)):
+            assert failure.reason == RewardFailure.WRONG_TYPE
+            assert str(failure).isprintable()
+        assert pids(scorer) == [pid]
+    async with scoring("attack") as scorer:
+        [pid] = pids(scorer)
+        assert {failure.reason for failure in await failures(scorer, list(TEXTS))} == {RewardFailure.RAISED}
+        assert pids(scorer) == [pid]
+
+
+@pytest.mark.parametrize("attack", list(MESSAGES))
+@pytest.mark.asyncio
+@pytest.mark.fault("F32")
+async def test_a_forged_message_fails_the_completion(attack: str) -> None:
+    async with scoring("attack", timeout_s=2.0) as scorer:
+        [failure] = await failures(scorer, [attack])
+        assert failure.reason in (RewardFailure.CRASHED, RewardFailure.TIMEOUT)
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F32")
+async def test_a_process_that_never_returns_an_outcome_is_given_up_without_another_error() -> None:
+    """The reward ends as many processes in a row as are given to it, by asking for another one."""
+    attack = "retires_without_an_outcome"
+    async with scoring("attack") as scorer:
+        scores = await scorer.score(TASK, [attack] * 5)
+        assert [score.reason for score in scores if isinstance(score, DataError)] == [RewardFailure.CRASHED] * 5
+        assert await scorer.score(TASK, ["abc"]) == [3.0]
+
+
+@pytest.mark.parametrize("attack", list(FORGED_NAMES))
+@pytest.mark.asyncio
+@pytest.mark.fault("F32")
+async def test_a_forged_name_is_refused_like_a_returned_one(attack: str) -> None:
+    async with scoring("attack", timeout_s=5.0) as scorer:
+        [failure] = await scorer.score(TASK, [attack])
+        assert isinstance(failure, DataError)
+        assert failure.reason == RewardFailure.WRONG_TYPE
+        assert str(failure).isprintable()
+
+
+@pytest.mark.parametrize("prefix", ["a", "length of", "é"])
+@pytest.mark.asyncio
+async def test_names_that_differ_for_each_completion_are_limited_for_the_whole_run(prefix: str) -> None:
+    async with scoring("new_name") as scorer:
+        rewarded = await scorer.score(TASK, [prefix] * MAX_COMPONENTS)
+        assert not any(isinstance(score, DataError) for score in rewarded)
+        [failure] = await scorer.score(TASK, [prefix])
+        assert isinstance(failure, DataError)
+        assert "use the same names for all completions" in str(failure)
