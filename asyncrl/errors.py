@@ -50,6 +50,7 @@ Each message names the key or value, the limit, and what the user can do.
 """
 
 import copyreg
+import math
 from collections.abc import Sequence
 from enum import StrEnum
 
@@ -284,9 +285,10 @@ class ParityError(WeightError):
 
 
 class FirstParityError(ParityError):
-    """The log-probs differ, by at most `nats`, for the first weights that this start of the engine has loaded."""
+    """The log-probs differ, by at most `nats`, for the first weights that this start of the engine has loaded. NaN if
+    only the text of the error arrived."""
 
-    def __init__(self, message: str, *, nats: float) -> None:
+    def __init__(self, message: str, *, nats: float = math.nan) -> None:
         super().__init__(message)
         self.nats = nats
 
