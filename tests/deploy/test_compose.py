@@ -23,6 +23,8 @@ from asyncrl.config.metrics_host import check_metrics_host
 from asyncrl.deployment.run_dir import pretty
 from asyncrl.learner.records import RunInfo
 
+STARTED = "2026-01-01T00:00:00+00:00"
+
 
 @pytest.fixture
 def file(deploy: Path) -> Path:
@@ -141,7 +143,7 @@ def test_a_container_that_is_started_again_resumes_and_first_ends_a_killed_run_t
     run.json."""
     downs = int(state == "running" and not saved)
     if state is not None:
-        info = RunInfo(name="quickstart", state=state, pid=1, host="h", started="", nonce="")  # type: ignore[arg-type]
+        info = RunInfo(name="quickstart", state=state, pid=1, host="h", started=STARTED, nonce="")  # type: ignore[arg-type]
         (tmp_path / "runs" / "quickstart").mkdir(parents=True)
         (tmp_path / "runs" / "quickstart" / "run.json").write_bytes(pretty(info))
         if saved:

@@ -27,7 +27,7 @@ use_ray_token(own=True)
 import contextlib, json, logging, os, sys, psutil, ray
 from asyncrl.config.schema import Config
 from asyncrl.deployment.cluster import start_local
-address = start_local(Config())
+address = start_local(Config.model_validate({"run": {"name": "own-ray"}}))
 niceness = [os.nice(0), ray.get(ray.remote(num_cpus=0)(lambda: os.nice(0)).remote(), timeout=240)]
 listening, commands = [], []
 for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
