@@ -188,7 +188,9 @@ def session_folder() -> str:
 
 def joined_address() -> str:
     """Returns the address of the cluster that this process has joined, also if it was given as `auto`."""
-    return str(ray.get_runtime_context().gcs_address)
+    if not ray.is_initialized():
+        raise RunError("this process has joined no Ray cluster")
+    return str(ray.get_runtime_context().gcs_address)  # without a cluster, this call would start one
 
 
 def join(address: str, *, namespace: str, folder: Path = Path("runs")) -> None:

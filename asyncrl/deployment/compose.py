@@ -75,7 +75,7 @@ async def _run_both(
         address = start_local(config)
         run_dir.started_ray(address, session=session_folder())
     else:
-        run_dir.started_ray(joined_address())
+        run_dir.started_ray(joined_address() if config.ray.address == "auto" else config.ray.address)
     await check_stop(stop)
     end = asyncio.Event()
     async with AsyncExitStack() as closing:
