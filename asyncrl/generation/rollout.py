@@ -19,7 +19,7 @@ from asyncrl.buffer.attempts import seed_of_group
 from asyncrl.buffer.failure_records import Failure
 from asyncrl.buffer.records import GroupMeta, Ticket
 from asyncrl.config.checks import BYTES_PER_BRANCH_ID, BYTES_PER_ROW, BYTES_PER_SUPPORT_TOKEN, BYTES_PER_TOKEN
-from asyncrl.config.parts import part_configs
+from asyncrl.config.parts import all_configs
 from asyncrl.config.schema import Config, HeldoutSet
 from asyncrl.data.answer_text import AnswerText
 from asyncrl.data.batched_data_dict import BatchedDataDict
@@ -160,7 +160,7 @@ class Rollouts:
         )
         attempt.on_generated()
         top_k = self.config.generator.top_k if temperature > 0 else None
-        if part_configs(self.config)[task.part].environment.special_tokens == "keep":
+        if self.config.environment.special_tokens == "keep":
             completions = [
                 with_changes(each, text=self._answer_text(each.token_ids, special_tokens="keep"))
                 for each in completions
@@ -170,7 +170,7 @@ class Rollouts:
         try:
             scores = await self.scorer.score(task, [episode.text for episode in episodes])
         except asyncio.CancelledError as cancelled:  # the generator cancels a rollout that takes too long
-            environment = part_configs(self.config)[task.part].environment
+            environment = all_configs(self.config)[task.part].environment
             cancelled.add_note(
                 f"its scoring had not finished after {self.clock() - scored_from_s:.1f} s. Raise "
                 f"generator.rollout_timeout_s or environment.score_workers = {environment.score_workers}, or make the "

@@ -134,6 +134,27 @@ async def test_a_prompt_that_leaves_no_room_or_says_nothing_is_a_data_failure(pr
 
 
 @pytest.mark.asyncio
+async def test_a_question_of_a_named_heldout_set_keeps_special_tokens_as_training_does() -> None:
+    config = load_config(
+        [], ["environment.special_tokens=keep", "eval.sets.exact={environment: {reward: exact_match}, prompts: 4}"]
+    )
+    engine, texts = FakeEngine(), list[str]()
+    await engine.load(manifest_of(7), StagedWeights())
+
+    class Read(LengthScorer):
+        async def score(self, task: Task, completions: Sequence[str]) -> list[Score]:
+            texts.extend(completions)
+            return await super().score(task, completions)
+
+    rollouts = Rollouts(config=config, engine=engine, tokenizer=Tokenizer(), scorer=Read(), replica="a")
+    rollouts.__dict__["_answer_text"] = lambda token_ids, *, special_tokens: f"{special_tokens} {len(token_ids)}"
+    task = Task(question="q", prompt="q", answer="a", part="eval/exact")
+    [answer] = await rollouts.answers(task, config.eval.each_set()["exact"], number=0)
+    assert texts == [answer.text]
+    assert answer.text.startswith("keep ")
+
+
+@pytest.mark.asyncio
 async def test_a_group_says_how_long_its_scores_took() -> None:
     now_s = 5.0
 

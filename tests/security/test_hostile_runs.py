@@ -72,7 +72,7 @@ def evil(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return tmp_path / "runs" / "evil"
 
 
-def refuse(address: str, *, namespace: str) -> None:
+def refuse(address: str, *, namespace: str, folder: Path) -> None:
     raise RunError(f"no Ray cluster at {address}")
 
 
