@@ -20,8 +20,6 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any
 
-from rich.console import Console
-
 from asyncrl.cli.before_start import prepare
 from asyncrl.cli.live_run import join_admitted, shown_run
 from asyncrl.cli.options import checked_config, print_warnings
@@ -34,6 +32,7 @@ from asyncrl.deployment.resuming import Choice, no_checkpoint, unfinished_run
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import RunError
 from asyncrl.learner.records import EvalRecord, StepRecord, Summary
+from asyncrl.views.console import ShownConsole
 
 Training = Callable[[asyncio.Event], Coroutine[Any, Any, Summary | None]]
 """Trains a run, and ends it in order once the event is set."""
@@ -100,7 +99,7 @@ def run(
         if on_eval is not None:
             calls.put(lambda: on_eval(record))
 
-    console = Console(quiet=not progress)
+    console = ShownConsole(quiet=not progress)
     showing = shown_run(checked, role="up", console=console, started_s=time.monotonic(), choose=choose)
     with _sigterm_interrupts(), showing as (run_dir, screen):
         from asyncrl.deployment.compose import run_both  # imports Ray

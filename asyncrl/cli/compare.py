@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from asyncrl.cli.terminal import say
 from asyncrl.deployment.known_runs import as_it_is, existing_run
 from asyncrl.views.compare import differences, read_compared, terminal_table, write_compare
+from asyncrl.views.console import ShownConsole
 
 
 def compare(
@@ -30,7 +30,7 @@ def compare(
       asyncrl compare runs/a runs/b runs/c -o page.html
     """
     compared = read_compared([existing_run(run) for run in runs], info_of=as_it_is)
-    Console(highlight=False).print(terminal_table(compared))
+    ShownConsole().print(terminal_table(compared))
     keys = [row.name for row in differences([run.records.config for run in compared])]
     say(f"settings that differ: {', '.join(keys) or 'none'}")
     write_compare(compared, output)

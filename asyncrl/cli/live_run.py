@@ -32,6 +32,7 @@ from asyncrl.learner.record_lines import known_info
 from asyncrl.learner.records import Summary
 from asyncrl.metrics.states import monotonic_at_process_start
 from asyncrl.shown_text import shown
+from asyncrl.views.console import ShownConsole
 from asyncrl.views.live import LiveDisplay
 from asyncrl.views.report import write_report
 
@@ -89,7 +90,9 @@ def live_run(
     `runner` imports the function that runs the deployments. `importing` is the phase that is shown meanwhile. `again`
     is the command that starts the run again, without `asyncrl`. `choose` is that of `RunDir.create`.
     """
-    showing = shown_run(config, role=role, console=Console(), started_s=monotonic_at_process_start(), choose=choose)
+    showing = shown_run(
+        config, role=role, console=ShownConsole(), started_s=monotonic_at_process_start(), choose=choose
+    )
     with showing as (run_dir, screen):
 
         async def main(stop: asyncio.Event) -> Summary | None:

@@ -13,6 +13,7 @@ import gc
 import importlib
 import os
 import sys
+import traceback
 from typing import Annotated, Any
 
 import typer
@@ -23,6 +24,7 @@ from asyncrl import __version__
 from asyncrl.cli.restarts import RESTART_MENDS, ends_on_purpose, supervise
 from asyncrl.cli.terminal import command_app, say
 from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.shown_text import shown
 
 SUPERVISED = ("up", "resume", "learner")
 """The commands that are started again after their process has died, or after an error that a restart may fix."""
@@ -89,6 +91,10 @@ is section.key=value. Examples:
 _EPILOG = "For help on a command: asyncrl COMMAND --help. Set ASYNCRL_DEBUG=1 to see the traceback of an error."
 
 
+_UsageError: Any = typer.BadParameter.__bases__[0]
+"""The error about wrong arguments, which Typer does not export."""
+
+
 class _LazyGroup(TyperGroup):
     """A group of commands that lists them from the table, and imports a command when it is invoked.
 
@@ -132,6 +138,9 @@ class _LazyGroup(TyperGroup):
                 err=True,
             )
             raise typer.Exit(1) from None
+        except _UsageError as error:  # quotes arguments, such as the names of files
+            error.message = shown(error.message)
+            raise
 
 
 def _app_of(command: str) -> typer.Typer:
@@ -160,10 +169,15 @@ def _root(
     pass
 
 
+def _show_traceback(*error: Any) -> None:
+    say("".join(traceback.format_exception(*error)).rstrip(), err=True)
+
+
 def main() -> None:
     """Runs the command in `sys.argv`, in a child process if it is supervised."""
     # By default the garbage collector looks at new objects so often that this takes a seventh of the time of imports.
     gc.set_threshold(GARBAGE_AFTER)
+    sys.excepthook = _show_traceback
     if sys.argv[1:2] and sys.argv[1] in SUPERVISED:
         supervise()
     try:

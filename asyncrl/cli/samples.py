@@ -3,11 +3,11 @@
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from asyncrl.cli.options import RecordedRun
 from asyncrl.deployment.known_runs import existing_run
+from asyncrl.views.console import ShownConsole
 from asyncrl.views.samples import (
     WORST_OF,
     ColorBy,
@@ -55,7 +55,7 @@ def samples(
     """
     folder = existing_run(run)
     samples = samples_of(folder, step=step, worst=worst)[:most]
-    console = Console(highlight=False, soft_wrap=True)
+    console = ShownConsole(soft_wrap=True)
     if task and (data := data_of(folder)) is not None:
         for line in data_in_words(data):
             console.print(line)

@@ -132,8 +132,7 @@ def watch_run(run: Path, *, address: str | None, every_s: float, once: bool = Fa
     The records of the run are shown at once, before Ray is imported. A run whose buffer cannot be reached is shown from
     its records only. If the run has ended, this function prints how it ended.
     """
-    from rich.console import Console
-
+    from asyncrl.views.console import ShownConsole
     from asyncrl.views.live import LiveDisplay, render
     from asyncrl.views.watch import watch
 
@@ -148,9 +147,9 @@ def watch_run(run: Path, *, address: str | None, every_s: float, once: bool = Fa
         if once:
             say(f"{buffer.absence} ...", err=True)
             buffer.connect()
-            Console().print(render(next(views)))
+            ShownConsole().print(render(next(views)))
             return
-        with LiveDisplay(Console(), every_steps=LINE_EVERY_STEPS) as display:
+        with LiveDisplay(ShownConsole(), every_steps=LINE_EVERY_STEPS) as display:
             display.update(next(views))
             buffer.connect()
             while (info := as_it_is(directory)) is not None and info.finished is None:

@@ -20,7 +20,6 @@ from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.learner.records import RunInfo, Summary
 from asyncrl.metrics.numbers import NUMBERS, Chart
-from asyncrl.shown_text import shown
 from asyncrl.views.charts import STEP, Series, line_chart
 from asyncrl.views.quantities import change, duration, number
 from asyncrl.views.report import RunRecords, read_run, summary_so_far
@@ -128,9 +127,9 @@ def terminal_table(runs: Sequence[Compared]) -> Table:
     """Returns the totals as a table for a terminal."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for name in ("", *(run.label for run in runs)):
-        table.add_column(Text(shown(name)), justify="right" if name else "left", overflow="fold")
+        table.add_column(Text(name), justify="right" if name else "left", overflow="fold")
     for row in totals(runs):
-        table.add_row(row.name, *(Text(shown(value)) for value in row.values))
+        table.add_row(Text(row.name), *map(Text, row.values))
     return table
 
 

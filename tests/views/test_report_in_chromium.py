@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import pypdfium2
 import pytest
+from hostile_run import hostile_texts, write_texts_run
 from made_up_run import make_step
 from playwright.sync_api import Browser, Page, sync_playwright
 from written_runs import HOSTILE, critic_step, far_behind, lively_step, write_run
@@ -224,6 +225,29 @@ def test_what_a_model_wrote_stays_text(open_page: Callable[[Path, str], Page], r
     page = open_page(reports["failed"], "light")
     assert page.locator("img").count() == 0
     assert page.get_by_text(HOSTILE).count() == 1 + 3, "the reason of the run's end, and each completion"
+
+
+@pytest.mark.parametrize("page_of", ["report", "comparison"])
+def test_the_texts_of_a_run_change_neither_the_title_nor_the_elements_of_its_page(
+    open_page: Callable[[Path, str], Page], tmp_path: Path, page_of: str
+) -> None:
+    of_texts = {"plain": [f"text {number}" for number in range(500)], "hostile": hostile_texts(500)}
+    pages = {}
+    for kind, texts in of_texts.items():
+        runs = [write_texts_run(tmp_path / kind, texts[start::2], name=f"run{start}") for start in range(2)]
+        if page_of == "report":
+            files = [write_report(run) for run in runs]
+        else:
+            files = [tmp_path / f"{kind}.html"]
+            write_compare(read_compared(runs, info_of=lambda _: None), files[0])
+        pages[kind] = [
+            open_page(file, "light").evaluate(
+                """() => [document.title, ...[...document.querySelectorAll("*")].map((one) =>
+                    `${one.tagName} ${one.getAttributeNames().join(" ")} ${one.getAttribute("class")}`)]"""
+            )
+            for file in files
+        ]
+    assert pages["hostile"] == pages["plain"]
 
 
 @pytest.mark.parametrize("scene", ["finished", "critic", "going on"])

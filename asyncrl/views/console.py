@@ -1,0 +1,24 @@
+"""The console on which views and tables are shown in a terminal."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from asyncrl.shown_text import shown
+
+
+class ShownConsole(Console):
+    """A console of rich without markup, on which all text is shown text, wherever it stands in a view.
+
+    The text may come from a model, a run directory or a configuration. The console's own moves of the cursor stay.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, highlight=False, **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Yields the segments of a renderable. Each part of a view passes through here before it is laid out."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=shown(segment.text))
