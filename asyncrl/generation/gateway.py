@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from jinja2 import TemplateError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -243,7 +242,9 @@ class Gateway:
             turn = call.turn(session.conversation, retry=retry)
         except LimitExceeded as exceeded:
             raise session.refuse(exceeded.code, str(exceeded)) from exceeded
-        except (AttributeError, KeyError, TypeError, ValueError, RecursionError, TemplateError) as error:
+        except Refused:
+            raise
+        except Exception as error:  # of the model's template or tokenizer, which may raise any error for such messages
             raise Refused(400, "bad_messages", f"the messages cannot be rendered: {describe_error(error)}") from error
         if idempotent and len(session.conversation.turns) > before:
             session.keys[idempotent] = turn

@@ -3,7 +3,7 @@ tokens in, tokens out."""
 
 import time
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -25,7 +25,7 @@ class Refused(Exception):
 
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
-_Token = Annotated[int, msgspec.Meta(ge=0)]
+_Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 _Text = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 _Stop = _Text | Annotated[list[_Text], msgspec.Meta(max_length=16)]
 """Stop strings. The engine looks for each of them after every token, and fails for an empty one."""
@@ -62,6 +62,22 @@ class _OpenAICall(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
+class _Function(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of a function that templates and vLLM's tool parsers read."""
+
+    name: _Text
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    defer_loading: bool | None = None
+
+
+class _Tool(msgspec.Struct, frozen=True, kw_only=True):
+    function: _Function
+    type: Literal["function"] = "function"
+    defer_loading: bool | None = None
+
+
 class ChatCall(_OpenAICall, frozen=True, kw_only=True):
     """The body of a call of `chat/completions`."""
 
@@ -71,6 +87,10 @@ class ChatCall(_OpenAICall, frozen=True, kw_only=True):
     logprobs: bool | None = None
     response_format: dict[str, Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        # They stay dicts, because templates get all of their fields. The error becomes one of the decoder.
+        msgspec.convert(self.tools, list[_Tool] | None)
 
     @property
     def answer_tokens(self) -> int | None:

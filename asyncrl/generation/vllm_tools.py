@@ -10,7 +10,10 @@ from typing import Any
 import msgspec
 
 from asyncrl.data.turn_ends import engine_ends, template_end
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, DataError
+from asyncrl.user_code import describe_error
+
+_log = logging.getLogger(__name__)
 
 _RANDOM_ID = re.compile(r"(?:chatcmpl-tool-|call_(?:\d+_)?)?([0-9A-Za-z]{9,})")
 """The ids of vLLM's parsers that are random: hexadecimal digits, and for Mistral's models nine letters and digits."""
@@ -40,6 +43,7 @@ class ToolParser:
         self._parser = parser
         self._tokenizer = tokenizer
         self._ends = engine_ends(tokenizer) | {template_end(tokenizer)}
+        self._failed = False
 
     def message(
         self, token_ids: Sequence[int], *, tools: Sequence[Mapping[str, Any]], prompt: Sequence[int]
@@ -49,19 +53,30 @@ class ToolParser:
         prompt of the next turn, which is compared with the prompts of an earlier attempt.
 
         All calls stay in the text if one of them is malformed or if its arguments are not a JSON object, as clients
-        expect (LangChain raises an error for others).
+        expect (LangChain raises an error for others), or if the parser fails because of a tool's parameters.
 
-        Raises ValueError if `tools` are no valid tools.
+        Raises DataError if vLLM refuses `tools`.
         """
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-        request = ChatCompletionRequest.model_validate(
-            {"messages": [], "model": "", "tools": [dict(tool) for tool in tools]}
-        )
+        try:
+            request = ChatCompletionRequest.model_validate(
+                {"messages": [], "model": "", "tools": [dict(tool) for tool in tools]}
+            )
+        except ValueError as error:
+            raise DataError(f"vLLM refuses the tools of the call: {error}", reason="tools_refused") from error
         ended = bool(token_ids) and token_ids[-1] in self._ends
         # The tags of calls are special tokens in some models.
         text = self._tokenizer.decode(token_ids[: len(token_ids) - ended], skip_special_tokens=False)
-        found = self._parser(self._tokenizer, [*(request.tools or [])]).extract_tool_calls(text, request)
+        try:
+            found = self._parser(self._tokenizer, [*(request.tools or [])]).extract_tool_calls(text, request)
+        except Exception as error:  # some parsers read the JSON schema of the parameters, which may be any object
+            level, self._failed = (
+                logging.DEBUG if self._failed else logging.WARNING,
+                True,
+            )  # it may fail for each answer
+            _log.log(level, "the tool parser fails for an answer, which stays text: %s", describe_error(error))
+            return {"role": "assistant", "content": text}
         if not all(_is_object(call.function.arguments) for call in found.tool_calls):
             return {"role": "assistant", "content": text}
         message: dict[str, Any] = {"role": "assistant", "content": found.content}

@@ -28,6 +28,13 @@ from asyncrl.generation.rendering import Renderer
 TOKENIZER = build_chat_tokenizer(max_length=4096)
 END_ID = TOKENIZER.convert_tokens_to_ids(END)
 TOOL = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}
+BAD_TOOLS: list[Any] = [
+    *(5, None, "calculator", [], {}, {"a": 1}, {"type": "function"}, {"function": {}}, {"function": "calculator"}),
+    *({"type": "web_search"}, {"type": "function", "function": None}, {"type": 5, "function": {"name": "f"}}),
+    *({"function": {"name": 5}}, {"function": {"name": ""}}, {"function": {"name": "f" * 1025}}),
+    *({"function": {"name": "f", "parameters": value}} for value in ([], "object", 5)),
+    *({"function": {"name": "f", "description": 5}}, {"function": {"name": "f", "strict": "yes"}}),
+]
 CONFIG = Config.model_validate({"model": {"max_length": 512}})
 CALL = {"id": "call-1", "type": "function", "function": {"name": "calculator", "arguments": '{"expression": "1"}'}}
 HELLO = [{"role": "user", "content": "hello"}]
@@ -297,7 +304,13 @@ async def test_calls_without_the_key_of_an_open_session_are_refused(served: Serv
         (json.dumps({"messages": HELLO, "stop": ""}).encode(), (400, "bad_call")),
         (json.dumps({"messages": HELLO, "stop": ["a", ""]}).encode(), (400, "bad_call")),
         (json.dumps({"messages": HELLO, "stop": ["a"] * 17}).encode(), (400, "bad_call")),
-        (json.dumps({"messages": HELLO, "tools": [5]}).encode(), (400, "bad_call")),
+        *((json.dumps({"messages": HELLO, "tools": [tool]}).encode(), (400, "bad_call")) for tool in BAD_TOOLS),
+        (json.dumps({"messages": HELLO, "tools": {}}).encode(), (400, "bad_call")),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', (400, "bad_call")),
+        (json.dumps({"messages": HELLO, "max_completion_tokens": 1.5}).encode(), (400, "bad_call")),
+        (json.dumps({"messages": HELLO, "stream": "yes"}).encode(), (400, "bad_call")),
+        (json.dumps({"messages": HELLO, "tool_choice": 5}).encode(), (400, "bad_call")),
+        (json.dumps({"messages": HELLO, "logit_bias": [5]}).encode(), (400, "bad_call")),
         (b'{"messages": [{"role": "user", "content": ' + b"[" * 10**5 + b"]" * 10**5 + b"}]}", (400, "bad_call")),
         (b" " * (module.MAX_BODY_BYTES + 1), (413, "too_large")),
     ],
@@ -320,6 +333,9 @@ async def test_unusable_calls_are_refused_and_reach_no_engine(
         ({"prompt": [[1], [2]]}, "bad_call"),
         ({"prompt": [1, "a"]}, "bad_call"),
         ({"prompt": [-1]}, "bad_call"),
+        ({"prompt": [2**31]}, "bad_call"),
+        ({"prompt": [10**30]}, "bad_call"),
+        ({"prompt": {"text": "a"}}, "bad_call"),
         ({"prompt": "a", "n": 2}, "not_supported"),
         ({"prompt": "a", "best_of": 2}, "not_supported"),
         ({"prompt": "a", "echo": True}, "not_supported"),
@@ -445,6 +461,18 @@ async def test_the_openai_client_runs_a_conversation(client: openai.AsyncOpenAI)
     assert second.choices[0].finish_reason == "stop"
     assert second.usage is not None
     assert second.usage.prompt_tokens > first.usage.total_tokens  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("error", [IndexError, ZeroDivisionError, AssertionError, OSError, RecursionError, Exception])
+async def test_any_error_of_a_template_refuses_the_call(
+    served: Served, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise error("of the template")
+
+    monkeypatch.setattr(Renderer, "first", fails)
+    assert refused(await served.post(json={"messages": HELLO})) == (400, "bad_messages")
+    assert served.engine.asked == []
 
 
 async def test_the_openai_client_calls_tools(client: openai.AsyncOpenAI) -> None:

@@ -1,13 +1,14 @@
 """Tool calls in the answers of a model, read by vLLM's parsers; and answers of the gateway, read by vLLM's client."""
 
 import json
+from typing import Any
 
 import pytest
 from session_settings import session_settings
 
 from asyncrl.common.version import Version
 from asyncrl.demo.chat_tokenizer import END, build_chat_tokenizer
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, DataError
 from asyncrl.generation.conversations import Conversation
 from asyncrl.generation.gateway_calls import TokenCall
 from asyncrl.generation.interfaces import Completion
@@ -39,6 +40,23 @@ def test_a_call_becomes_a_tool_call_and_the_rest_stays_text(parser: ToolParser, 
         "function",
         {"name": "calculator", "arguments": '{"expression": "6 × 7"}'},
     )
+
+
+@pytest.mark.parametrize("tool", [{"a": 1}, {"type": "function"}, {"function": {"name": 5}}, {"function": {}}])
+def test_tools_that_vllm_refuses_are_an_error_of_the_call(parser: ToolParser, tool: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="refuses the tools"):
+        parser.message(tokens("hello"), tools=[tool], prompt=[1])
+
+
+@pytest.mark.parametrize("error", [AttributeError, KeyError, RecursionError])
+def test_an_answer_for_which_the_parser_fails_stays_text(
+    parser: ToolParser, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise error("of the parameters")
+
+    monkeypatch.setattr(parser._parser, "extract_tool_calls", fails)
+    assert parser.message(tokens(GOOD), tools=[TOOL], prompt=[1]) == {"role": "assistant", "content": GOOD}
 
 
 def test_the_same_answer_to_the_same_prompt_has_the_same_ids(parser: ToolParser) -> None:
