@@ -5,7 +5,8 @@ endpoint also answers `GET /sd`, Prometheus' HTTP service discovery, for the who
 
 The endpoint cannot block training. If the port is taken, it uses a free port and logs a warning (F31). Each connection
 has a thread of its own and takes one request. It is closed after `SCRAPE_TIMEOUT_S`, however slowly its client sends or
-reads. Beyond `CONNECTIONS` open ones, a new connection is closed at once.
+reads. Beyond `CONNECTIONS` open ones, a new connection ends the oldest one of the address that has most. A scrape takes
+milliseconds, so clients that hold connections end each other's and not the scrape's.
 """
 
 import asyncio
@@ -15,11 +16,12 @@ import logging
 import math
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import ThreadingHTTPServer
 from threading import Lock, Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import REGISTRY, CollectorRegistry, disable_created_metrics
 from prometheus_client.exposition import MetricsHandler
@@ -33,7 +35,11 @@ SCRAPE_TIMEOUT_S = 10.0
 """Time limit of a connection. It is Prometheus' default scrape timeout, so no scraper waits longer."""
 
 CONNECTIONS = 16
-"""Largest number of open connections, and so of threads. Each job of a Prometheus needs one for some milliseconds."""
+"""Largest number of open connections. Each job of a Prometheus needs one for some milliseconds."""
+
+THREADS = 2 * CONNECTIONS
+"""Largest number of threads of connections, with those of connections that were ended. Beyond it, a new connection is
+closed at once."""
 
 CLOSE_TIMEOUT_S = 5.0
 
@@ -151,8 +157,17 @@ class _Handler(MetricsHandler):
         self.wfile.write(body)
 
 
+class _Connection(NamedTuple):
+    """When a connection was opened, on the monotonic clock, and the address of its client."""
+
+    opened_s: float
+    peer: str
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 128
+    """Connections that the kernel keeps until they are accepted. With Python's 5, a client among many waits a second."""
 
     def __init__(self, host: str, port: int, registry: CollectorRegistry, discovery: Callable[[], bytes]) -> None:
         self.address_family, _, _, _, _ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -164,8 +179,10 @@ class _Server(ThreadingHTTPServer):
         will ask again. Each job of a Prometheus sends its own requests, so two jobs with different queries are two
         clients."""
         self._told_lock = Lock()
-        self._opened_s: dict[socket.socket, float] = {}
-        """Start of each open connection on the monotonic clock."""
+        self._opened: dict[socket.socket, _Connection] = {}
+        """The open connections, in the order in which they were opened."""
+        self._ending: set[socket.socket] = set()
+        """Ended connections whose threads still run."""
         super().__init__((host, port), _Handler.factory(registry))
 
     def remember(self, client: str, asked_s: float) -> None:
@@ -176,16 +193,19 @@ class _Server(ThreadingHTTPServer):
                 del self.told_s[min(self.told_s, key=self.told_s.__getitem__)]
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if len(self._opened_s) >= CONNECTIONS:
-            logger.debug("a connection by %s is closed, because %d are open", client_address, CONNECTIONS)
+        if len(self._opened) >= CONNECTIONS:
+            self._end_oldest()
+        if len(self._opened) + len(self._ending) >= THREADS:
+            logger.debug("a connection by %s is closed, because %d threads run", client_address, THREADS)
             self.shutdown_request(request)
             return
-        self._opened_s[request] = time.monotonic()
+        self._opened[request] = _Connection(opened_s=time.monotonic(), peer=str(client_address[0]))
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
         """Closes a connection. The thread of the connection calls it at its end."""
-        self._opened_s.pop(request, None)
+        self._opened.pop(request, None)
+        self._ending.discard(request)
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
@@ -197,10 +217,27 @@ class _Server(ThreadingHTTPServer):
         self._end_connections(opened_before_s=math.inf)
 
     def _end_connections(self, *, opened_before_s: float) -> None:
-        for connection, opened_s in self._opened_s.copy().items():
-            if opened_s < opened_before_s:
-                with contextlib.suppress(OSError):  # its thread has just closed it
-                    connection.shutdown(socket.SHUT_RDWR)
+        for connection, of_it in self._opened.copy().items():
+            if of_it.opened_s < opened_before_s:
+                self._end(connection)
+
+    def _end_oldest(self) -> None:
+        """Ends the oldest connection of the address that has most. A slow or hostile client of one address does not
+        keep the clients of others out."""
+        opened = self._opened.copy()
+        counts = Counter(of_it.peer for of_it in opened.values())
+        oldest = next((each for each, of_it in opened.items() if counts[of_it.peer] == max(counts.values())), None)
+        if oldest is not None:
+            self._end(oldest)
+
+    def _end(self, connection: socket.socket) -> None:
+        """Ends a connection. Its thread then reads the end of the data."""
+        self._ending.add(connection)
+        if self._opened.pop(connection, None) is None:  # its thread has just closed it
+            self._ending.discard(connection)
+            return
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: object, client_address: object) -> None:
         logger.debug("a scrape by %s broke off", client_address, exc_info=True)

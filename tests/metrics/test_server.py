@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -168,25 +169,85 @@ def test_a_client_is_dropped_after_the_time_of_a_scrape_also_if_it_goes_on_sendi
     assert "asyncrl_learner_policy_version 7.0" in metrics_of(server)
 
 
+REQUEST = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
+HOLDERS = {
+    "silent": (b"", 0),
+    "in the middle of a line": (b"GET /met", 0),
+    "in the middle of the head": (b"GET /metrics HTTP/1.1\r\nHost: x\r\n", 0),
+    "with a body": (b"POST /metrics HTTP/1.1\r\nContent-Length: 1000\r\n\r\nx", 0),
+    "deaf": (REQUEST, 1),
+}
+"""What clients that hold a connection send; and whether they do not read the answer, which is made large then."""
+
+
 @pytest.mark.fault("F31")
-def test_clients_beyond_the_limit_get_no_thread_until_one_of_the_others_has_ended(
-    monkeypatch: pytest.MonkeyPatch, server: MetricsServer
+@pytest.mark.parametrize(("sent", "deaf"), HOLDERS.values(), ids=HOLDERS)
+def test_a_scrape_is_answered_however_many_clients_hold_connections(
+    monkeypatch: pytest.MonkeyPatch, sent: bytes, deaf: int
 ) -> None:
     monkeypatch.setattr(server_module, "SCRAPE_TIMEOUT_S", FOR_EVER_S)
-    monkeypatch.setattr(server_module, "CONNECTIONS", 3)
+    registry = CollectorRegistry()
+    gauge = Gauge("asyncrl_gauge_of_this_test", "x" * 2**10, ["name"], registry=registry)
+    for number in range(3000 * deaf):
+        gauge.labels(f"{number:02000d}").set(number)  # an answer that no buffer of a socket holds
+    with closing(MetricsServer(registry, host="127.0.0.1", port=0)) as server, ExitStack() as held:
+        for _ in range(3):
+            for _ in range(30):
+                holder = held.enter_context(socket.create_connection(("127.0.0.1", server.port), DEADLINE_S))
+                with suppress(ConnectionError):
+                    holder.sendall(sent)
+            assert "# TYPE asyncrl_gauge_of_this_test gauge" in metrics_of(server)
+        threads = [thread for thread in threading.enumerate() if "process_request_thread" in thread.name]
+        assert len(threads) <= server_module.THREADS
+
+
+@pytest.mark.fault("F31")
+@pytest.mark.parametrize("peers", [["127.0.0.2"], ["127.0.0.2", "127.0.0.3"], ["127.0.0.2", "127.0.0.2", "127.0.0.4"]])
+def test_clients_of_an_address_with_many_connections_do_not_end_those_of_another(
+    monkeypatch: pytest.MonkeyPatch, server: MetricsServer, peers: list[str]
+) -> None:
+    monkeypatch.setattr(server_module, "SCRAPE_TIMEOUT_S", FOR_EVER_S)
     address = ("127.0.0.1", server.port)
-    with ExitStack() as silent:
-        first, *_ = [silent.enter_context(socket.create_connection(address, DEADLINE_S)) for _ in range(3)]
-        for _ in range(20):
-            with socket.create_connection(address, DEADLINE_S) as refused:
+    with ExitStack() as held:
+        slow = held.enter_context(socket.create_connection(address, DEADLINE_S))
+        for number in range(60):
+            source = (peers[number % len(peers)], 0)
+            held.enter_context(socket.create_connection(address, DEADLINE_S, source_address=source))
+        slow.sendall(REQUEST)
+        assert slow.recv(100).startswith(b"HTTP/1.0 200 OK")
+
+
+@pytest.mark.fault("F31")
+def test_beyond_the_limit_of_threads_a_client_is_refused_until_a_thread_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server_module, "SCRAPE_TIMEOUT_S", FOR_EVER_S)
+    monkeypatch.setattr(server_module, "CONNECTIONS", 2)
+    monkeypatch.setattr(server_module, "THREADS", 4)
+    go, begun = threading.Event(), threading.Semaphore(0)
+
+    def discovery() -> bytes:
+        begun.release()
+        assert go.wait(DEADLINE_S)
+        return b"[]"
+
+    with (
+        closing(MetricsServer(CollectorRegistry(), host="127.0.0.1", port=0, discovery=discovery)) as server,
+        ExitStack() as held,
+    ):
+        for _ in range(4):
+            client = held.enter_context(socket.create_connection(("127.0.0.1", server.port), DEADLINE_S))
+            client.sendall(b"GET /sd HTTP/1.1\r\n\r\n")
+            assert begun.acquire(timeout=DEADLINE_S)
+        for _ in range(3):
+            with socket.create_connection(("127.0.0.1", server.port), DEADLINE_S) as refused:
                 assert refused.recv(1) == b"", "the server closes the connection at once"
-        assert len(server._server._opened_s) == 3
-        first.close()
+        go.set()
         deadline_s = time.monotonic() + DEADLINE_S
-        while len(server._server._opened_s) == 3:
-            assert time.monotonic() < deadline_s, "the closed connection still has its thread"
-            time.sleep(0.01)  # polls another thread
-        assert "asyncrl_learner_policy_version 7.0" in metrics_of(server)
+        while server._server._ending:
+            assert time.monotonic() < deadline_s, "an ended connection still has its thread"
+            time.sleep(0.01)  # polls other threads
+        assert "# HELP python_info" in metrics_of(server)
 
 
 @pytest.mark.fault("F31")
@@ -194,7 +255,7 @@ def test_a_closed_server_leaves_no_thread_of_a_client(monkeypatch: pytest.Monkey
     monkeypatch.setattr(server_module, "SCRAPE_TIMEOUT_S", FOR_EVER_S)
     with socket.create_connection(("127.0.0.1", server.port), DEADLINE_S) as silent:
         deadline_s = time.monotonic() + DEADLINE_S
-        while not server._server._opened_s:
+        while not server._server._opened:
             assert time.monotonic() < deadline_s, "the server accepts no connection"
             time.sleep(0.01)  # polls another thread
         server.close()
