@@ -75,6 +75,9 @@ class RunSection(Section):
     # Strict validation of JSON accepts text for a path, but it would refuse the default, which is a Path object.
     dir: Annotated[Path, Field(validate_default=False), AfterValidator(Path.expanduser), PER_DEPLOYMENT] = Path("runs")
     """Folder in which the run's directory is created. Only the learner writes there."""
+    shared: Annotated[bool, PER_DEPLOYMENT] = False
+    """Let other users of the machine read the run's directory (mode 0755). Otherwise only you can (mode 0700): it has
+    prompts, completions and checkpoints."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of the order of the prompts, of sampling and of all other randomness. Samples of runs with different seeds
     have different seeds."""

@@ -27,6 +27,7 @@ import os
 import secrets
 import shutil
 import socket
+import stat
 import threading
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -278,6 +279,7 @@ class RunDir:
 
         run.json is written last, because it marks the directory as a run that a later run must not overwrite.
         """
+        _set_mode(self.path, shared=config.run.shared)
         for folder in ("logs", "metrics", SAMPLES):
             (self.path / folder).mkdir(exist_ok=True)
         # These files were left by an earlier start that failed. They do not describe this run.
@@ -302,6 +304,28 @@ class RunDir:
                 self._write_info()
             except OSError as error:
                 logger.error("run.json was not updated with %s: %s", what, error)
+
+
+def _set_mode(path: Path, *, shared: bool) -> None:
+    """Takes all rights of other users on the directory of a run away, or lets them read it if it is `shared`. Logs a
+    failure: the directory may belong to another user, or its file system may have no modes."""
+    mode = stat.S_IMODE(path.stat().st_mode)
+    of_others = stat.S_IRWXG | stat.S_IRWXO
+    of_a_shared_one = mode if mode & of_others else mode | 0o755
+    wanted = of_a_shared_one if shared else mode & ~of_others
+    if wanted == mode:
+        return
+    try:
+        path.chmod(wanted)
+    except OSError as error:
+        logger.warning(
+            "the mode of %s cannot be changed from %o to %o (%s); run.shared = %s has no effect",
+            path,
+            mode,
+            wanted,
+            error.strerror,
+            str(shared).lower(),
+        )
 
 
 def reward_log_path(config: Config) -> Path:

@@ -167,7 +167,7 @@ class _Connection(NamedTuple):
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
-    """Connections that the kernel keeps until they are accepted. With Python's 5, a client among many waits a second."""
+    """Connections that the kernel keeps until they are accepted. With Python's 5, one of many waits a second."""
 
     def __init__(self, host: str, port: int, registry: CollectorRegistry, discovery: Callable[[], bytes]) -> None:
         self.address_family, _, _, _, _ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -28,8 +28,9 @@ from asyncrl.learner.records import EvalRecord, SampleRecord, StepRecord
 pytestmark = pytest.mark.slow
 
 
-def config_in(folder: Path) -> Config:
-    return Config.model_validate({"run": {"name": "quick", "dir": str(folder)}, "staleness": {"max_versions": 4}})
+def config_in(folder: Path, *, shared: bool = False) -> Config:
+    run = {"name": "quick", "dir": str(folder), "shared": shared}
+    return Config.model_validate({"run": run, "staleness": {"max_versions": 4}})
 
 
 def run_json(path: Path) -> dict[str, object]:
@@ -53,6 +54,43 @@ def test_a_new_run_has_its_layout_and_says_who_it_is(tmp_path: Path) -> None:
     assert (info["state"], info["exit_reason"]) == ("finished", "done")
     assert info["finished"]
     assert info["ray_address"] == "127.0.0.1:6379"
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o000, 0o077])
+@pytest.mark.parametrize("before", [None, 0o755, 0o2770, 0o700], ids=str)
+def test_other_users_read_the_directory_of_a_run_only_if_it_is_shared(
+    tmp_path: Path, umask: int, before: int | None
+) -> None:
+    previous = os.umask(umask)
+    try:
+        for shared in (False, True, False):
+            path = tmp_path / "quick"
+            if before is not None and not path.exists():
+                path.mkdir()
+                path.chmod(before)
+            with RunDir.create(config_in(tmp_path, shared=shared)) as run:
+                mode = run.path.stat().st_mode
+                assert bool(mode & 0o077) == shared
+                assert mode & 0o700 == 0o700
+                assert not shared or mode & 0o050 == 0o050
+                assert mode & 0o2000 == (before or 0) & 0o2000
+    finally:
+        os.umask(previous)
+
+
+def test_a_directory_whose_mode_cannot_be_changed_is_used_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    previous = os.umask(0o022)
+    monkeypatch.setattr(Path, "chmod", refused)
+    try:
+        RunDir.create(config_in(tmp_path)).close(state="finished", reason="done")
+    finally:
+        os.umask(previous)
+    assert "cannot be changed from 755 to 700 (Operation not permitted); run.shared = false" in caplog.text
 
 
 def test_the_resolved_config_starts_the_same_run_again_and_names_the_versions(tmp_path: Path) -> None:
