@@ -33,7 +33,7 @@ _CREDENTIAL = re.compile(
 _SECRET_NAME = re.compile(
     r"""
     (?: ^ | _ ) (?:
-        secret | passwords? | passwd | passphrase | pwd | passcode | pass | credential | authorization | api_?key | pat
+        secret | passwords? | passwd | passphrase | pwd | passcode | pass | credential | authorization | api_?key
       | (?: access | auth | private | secret | encryption | signing | account | subscription | master ) _? key
       | (?: access | api | auth | bearer | hf | refresh | session | security ) _? token
       | (?: github | gitlab | slack | wandb ) _? token

@@ -97,6 +97,7 @@ HARMLESS = {
     "header": "Bearer $JUDGE_KEY",
     "bearer": "Bearer of news",
     "num_secrets": 3,
+    "file_pat": "rows-*.jsonl",
     "password_length": 2048,
 }
 
