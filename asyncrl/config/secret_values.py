@@ -44,7 +44,7 @@ _SECRET_NAME = re.compile(
 )
 """The names of secrets, in lower case and with `_` between words."""
 _NO_SECRET_NAME = re.compile(r"(?:first|second|single|two|multi|one|each|per|low|high|band|forward|backward)_pass$")
-_SECRET_PARAMETER = re.compile(r"^(?:sig|signature|token|key|auth|apikey|jwt|code)$|(?:_signature|_credential|_token)$")
+_SECRET_PARAMETER = re.compile(r"^(?:sig|signature|token|key|auth|apikey|jwt)$|(?:_signature|_credential|_token)$")
 """Further names of secrets in the query of a URL."""
 _QUERY = re.compile(r"[?&;#]([\w.%-]+)=([^&;#\s]+)")
 _ARGUMENT = re.compile(r"(?:^|\s|--?)([A-Za-z][\w-]*)=(\S+)")
