@@ -248,11 +248,11 @@ ROWS = {
             unit="suffix: events/s",
         ),
         lines(
-            "Stored tokens",
-            "Stored tokens of groups whose replica died or failed: continued by another replica, or dropped because "
-            "they were too old, were lost, or an agent did not ask for them again. 0 without "
-            "generator.persist_every_tokens.",
-            Query(rate("asyncrl_buffer_prefix_tokens_total", RUN, by="event"), "{{event}}"),
+            "Tokens of ended attempts",
+            "Tokens of attempts that ended before their group was finished. They are thrown away, or, if they were "
+            "stored (generator.persist_every_tokens), continued by another replica, or dropped because they were too "
+            "old, were lost, or an agent did not ask for them again.",
+            Query(rate("asyncrl_buffer_attempt_tokens_total", RUN, by="event"), "{{event}}"),
             unit="suffix: tokens/s",
         ),
         lines(

@@ -116,8 +116,8 @@ class Groups:
         if self.attempts.is_last(slot.ticket):
             self.fail(slot)
             return False
-        self.table.leave_reserved(slot)
-        self.table.front.push(self.attempts.again(slot.ticket, issued=True, failed=True, prefix=slot.prefix))
+        self._count_thrown_away(slot.sampled_tokens - _stored_tokens(slot))
+        self._again(slot)
         return True
 
     def restart(self, slot: Slot) -> None:
@@ -125,20 +125,23 @@ class Groups:
         the group is as old as the attempt that is in the way."""
         if slot.prefix is not None:
             self.prefixes.count_dropped(slot.prefix)
+        self._count_thrown_away(slot.sampled_tokens - _stored_tokens(slot))
         self.prefixes.clear(slot)
         slot.prefix = None
-        self.retry(slot)
+        self._again(slot)
 
     def interrupt(self, slot: Slot, meta: GroupMeta, *, lineage: Lineage) -> None:
         """Ends an attempt at a reserved group that has a token of a dead version of `lineage`. The prompt goes to the
         front, and the attempt does not count. What is stored up to the first dead token stays."""
         self._store(slot, meta)
+        self._count_thrown_away(meta.generated_tokens - _stored_tokens(slot))
         self.table.leave_reserved(slot)
         prefix = self.prefixes.surviving(slot.prefix, lineage)
         self.table.front.push(self.attempts.again(slot.ticket, issued=True, prefix=prefix))
 
     def fail(self, slot: Slot) -> None:
         """Ends a reserved group that will never be committed. Another prompt may take its slot."""
+        self._count_thrown_away(max(slot.sampled_tokens, _stored_tokens(slot)))
         self.table.leave_reserved(slot)
         self.prefixes.clear(slot)
         self._end(slot, Fate.FAILED)
@@ -188,6 +191,15 @@ class Groups:
         stored = slot.prefix if slot.meta is None else None
         self.table.front.push(self.attempts.again(slot.ticket, issued=False, prefix=stored))
 
+    def _again(self, slot: Slot) -> None:
+        self.table.leave_reserved(slot)
+        self.table.front.push(self.attempts.again(slot.ticket, issued=True, failed=True, prefix=slot.prefix))
+
+    def _count_thrown_away(self, tokens: int) -> None:
+        """Counts tokens of an attempt that ends without a commit. Stored tokens are counted when they are dropped. The
+        number is not positive if a replica has stored more than it had reported."""
+        self.ledger.count(Event.TOKENS_THROWN_AWAY, max(0, tokens))
+
     def _store(self, slot: Slot, meta: GroupMeta) -> None:
         if meta.stored is not None:
             self.prefixes.store(slot, meta.stored)
@@ -195,3 +207,7 @@ class Groups:
     def _end(self, slot: Slot, fate: Fate, *, tokens: int = 0) -> None:
         self.fates.settle(fate, slot, tokens=tokens)
         self.attempts.record_end(slot)
+
+
+def _stored_tokens(slot: Slot) -> int:
+    return 0 if slot.prefix is None else slot.prefix.tokens

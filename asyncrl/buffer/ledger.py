@@ -48,7 +48,9 @@ class Event(StrEnum):
     FILTER_LIMIT: a group with equal rewards was kept, because enough were filtered before this step. PREFIX_CONTINUED:
     a group was committed whose attempt began with the stored tokens of an earlier one. PREFIX_DROPPED: stored tokens of
     an attempt were not continued by a later one. TOKENS_CONTINUED and TOKENS_DROPPED count the tokens of these
-    prefixes.
+    prefixes. TOKENS_THROWN_AWAY counts tokens that an attempt without a commit had sampled, as its replica reported
+    them, and that are not stored for the next attempt: of stragglers that begin again, of failed rollouts, of lost
+    replicas.
     """
 
     ATTEMPT = "attempt"
@@ -74,9 +76,10 @@ class Event(StrEnum):
     PREFIX_DROPPED = "prefix_dropped"
     TOKENS_CONTINUED = "tokens_continued"
     TOKENS_DROPPED = "tokens_dropped"
+    TOKENS_THROWN_AWAY = "tokens_thrown_away"
 
 
-TOKEN_EVENTS = frozenset({Event.TOKENS_CONTINUED, Event.TOKENS_DROPPED})
+TOKEN_EVENTS = frozenset({Event.TOKENS_CONTINUED, Event.TOKENS_DROPPED, Event.TOKENS_THROWN_AWAY})
 """Events that count tokens. All others count groups, tickets or calls."""
 
 

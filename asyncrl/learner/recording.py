@@ -102,6 +102,7 @@ class StepRecorder:
             parity_max_nats=status.totals.parity_max_nats if status.totals.replicas else None,
             tokens_continued=status.account.events[Event.TOKENS_CONTINUED],
             tokens_dropped=status.account.events[Event.TOKENS_DROPPED],
+            tokens_thrown_away=status.account.events[Event.TOKENS_THROWN_AWAY],
             stop_reason=stop_reason,
         )
 

@@ -274,6 +274,8 @@ class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
     `parity_max_nats` is the largest difference of log-probs in a weight probe of any replica. `groups_failed` has, by
     reason, the discarded groups whose rollouts failed. `tokens_continued` and `tokens_dropped` count the stored tokens
     of replicas that ended (`generator.persist_every_tokens`), which other replicas continued, or which were dropped.
+    `tokens_thrown_away` counts the other tokens of attempts that ended before their group was finished, for example by
+    `staleness.on_deadline: requeue`, as their replicas last reported them. `generated_tokens` does not include them.
     `stop_reason` says why the run ended before `learner.total_steps`; it is None unless `run.stop_when` ended it.
     """
 
@@ -288,6 +290,7 @@ class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
     parity_max_nats: float | None
     tokens_continued: int = 0
     tokens_dropped: int = 0
+    tokens_thrown_away: int = 0
     stop_reason: str | None = None
 
 

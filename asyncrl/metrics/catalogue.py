@@ -283,11 +283,12 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         ),
         counter(
             BUFFER,
-            "asyncrl_buffer_prefix_tokens_total",
-            "Tokens of groups whose replica died or failed, and which were stored (generator.persist_every_tokens). "
-            "`tokens_continued`: another replica continued them, and the group was committed. `tokens_dropped`: they "
-            "were too old to be trained in time, were lost with their row store, were of lost weights, the whole run "
-            "was resumed, or an agent did not make the same calls again.",
+            "asyncrl_buffer_attempt_tokens_total",
+            "Tokens of attempts that ended before their group was finished: of stragglers that begin again, of failed "
+            "rollouts, of lost replicas. `tokens_thrown_away`: they were not stored. Stored ones "
+            "(generator.persist_every_tokens) are `tokens_continued` if another replica continued them, and the group "
+            "was committed, and `tokens_dropped` if they were too old to be trained in time, were lost with their row "
+            "store, were of lost weights, the whole run was resumed, or an agent did not make the same calls again.",
             {"event": tuple(sorted(TOKEN_EVENTS))},
         ),
         histogram(BUFFER, "asyncrl_buffer_reserve_wait_seconds", "Time that a reserve call waited for tickets."),

@@ -362,7 +362,7 @@ class BufferMetrics(ProcessMetrics):
                 self._instruments.raise_to("asyncrl_ledger_groups_total", amount.groups, fate=fate.value)
                 self._instruments.raise_to("asyncrl_ledger_tokens_total", amount.tokens, fate=fate.value)
         for event, total in account.events.items():
-            counted = "prefix_tokens" if event in TOKEN_EVENTS else "events"
+            counted = "attempt_tokens" if event in TOKEN_EVENTS else "events"
             self._instruments.raise_to(f"asyncrl_buffer_{counted}_total", total, event=event.value)
 
     def reserve_waited(self, seconds: float) -> None:

@@ -41,6 +41,8 @@ def totals_lines(summary: Summary, *, total_steps: int) -> Iterator[str]:
             f"{summary.tokens_continued} stored tokens of replicas that ended were continued, "
             f"{summary.tokens_dropped} dropped"
         )
+    if summary.tokens_thrown_away:
+        yield f"{summary.tokens_thrown_away} tokens of attempts that began again or failed were thrown away"
 
 
 def dropped_in_words(summary: Summary) -> str:

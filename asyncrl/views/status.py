@@ -163,12 +163,14 @@ def _failures(status: RunStatus) -> Iterator[str]:
 
 
 def _continued(status: RunStatus) -> Iterator[str]:
-    """Yields a line with the stored tokens that were continued or dropped, if there are any."""
+    """Yields lines with the tokens of ended attempts: stored ones that were continued or dropped, and others."""
     events = status.account.events
     continued, dropped = events.get(Event.TOKENS_CONTINUED, 0), events.get(Event.TOKENS_DROPPED, 0)
     if continued + dropped:
         groups = events.get(Event.PREFIX_CONTINUED, 0)
         yield f"stored tokens of replicas that ended: {continued} continued in {groups} groups, {dropped} dropped"
+    if thrown_away := events.get(Event.TOKENS_THROWN_AWAY, 0):
+        yield f"tokens of attempts that began again or failed: {thrown_away} thrown away"
 
 
 def activity(status: RunStatus) -> str:

@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from buffer_scenes import Scene, finished, progress_of
+from buffer_scenes import Scene, finished, progress_of, stored_by
 
 from asyncrl.buffer.failure_records import Failure
 from asyncrl.buffer.ledger import Amount, Event, Fate
@@ -93,6 +93,46 @@ def test_a_requeued_group_is_no_failure_and_starts_again_at_the_front_with_the_w
     assert fresh.group > again.group
     scene.commit(*others, again, fresh)
     assert [scene.groups(scene.train()) for _ in range(2)] == [[3, 4], [2, fresh.group]]
+
+
+@pytest.mark.parametrize(("policy", "counted"), [("requeue", 9), ("drop", 0), ("mask", 0)])
+def test_the_tokens_of_a_requeued_attempt_are_counted_as_thrown_away(policy: OnDeadline, counted: int) -> None:
+    """Those of a dropped group are counted with its fate, and those of a masked one with the group."""
+    scene, stragglers = with_stragglers(policy, 4)
+    for ticket, tokens in zip(stragglers, (7, 2, 30, 31), strict=True):
+        heartbeat(scene, ticket, tokens=tokens)
+    before = scene.buffer.account
+    scene.lease()
+    account = scene.buffer.account
+    assert account.events[Event.TOKENS_THROWN_AWAY] - before.events[Event.TOKENS_THROWN_AWAY] == counted
+    assert account.fates[Fate.DROPPED].tokens == (9 if policy == "drop" else 0)
+
+
+@pytest.mark.parametrize(("stored", "sampled", "thrown_away"), [(0, 11, 11), (4, 11, 7), (11, 11, 0), (12, 11, 0)])
+def test_stored_tokens_of_a_requeued_attempt_are_counted_once(stored: int, sampled: int, thrown_away: int) -> None:
+    scene, (straggler, *others) = with_stragglers("requeue", 3)
+    if stored:
+        scene.store(straggler, stored_by(straggler, tokens=stored))
+    heartbeat(scene, straggler, tokens=sampled)
+    heartbeat(scene, *others, tokens=50)
+    scene.lease()
+    events = scene.buffer.account.events
+    assert (events[Event.TOKENS_THROWN_AWAY], events[Event.TOKENS_DROPPED]) == (thrown_away, stored)
+
+
+@pytest.mark.parametrize("ending", ["infra", "data", "silence"])
+def test_the_tokens_of_failed_and_lost_attempts_are_counted_too(ending: str) -> None:
+    scene = Scene()
+    [ticket] = scene.reserve(1)
+    heartbeat(scene, ticket, tokens=6, step=0)
+    if ending == "silence":
+        scene.clock.now_s += 100.0
+        scene.buffer.tickets.expire()
+    else:
+        failure = Failure(failure_class=FailureClass(ending), reason="engine")
+        scene.buffer.tickets.fail(ticket.key, incarnation=1, failure=failure)
+    assert scene.buffer.account.events[Event.TOKENS_THROWN_AWAY] == 6
+    assert scene.buffer.account.closed
 
 
 def test_a_group_at_its_last_attempt_is_waited_for_and_the_others_lose_no_work_for_nothing() -> None:

@@ -40,7 +40,7 @@ def step(number: int, **changed: Any) -> StepRecord:
 def test_the_summary_has_exactly_the_promised_keys() -> None:
     summary = build_summary([step(0)], [], TOTALS, staleness_limit=2)
     assert set(json.loads(msgspec.json.encode(summary))) == {
-        "tokens_continued", "tokens_dropped",
+        "tokens_continued", "tokens_dropped", "tokens_thrown_away",
         "steps", "wall_s", "time_to_first_step_s", "samples_per_s", "reward_first", "reward_last", "heldout_first",
         "heldout_last", "staleness_limit", "max_group_staleness", "max_token_staleness", "groups_discarded",
         "groups_failed", "heldout_prompts", "heldout_failed",

@@ -13,6 +13,8 @@ def test_the_end_of_a_run_counts_stored_tokens_only_if_there_are_any() -> None:
     some = msgspec.structs.replace(without, tokens_continued=30, tokens_dropped=4)
     line = "30 stored tokens of replicas that ended were continued, 4 dropped"
     assert line in totals_lines(some, total_steps=1)
+    some = msgspec.structs.replace(without, tokens_thrown_away=7)
+    assert "7 tokens of attempts that began again or failed were thrown away" in totals_lines(some, total_steps=1)
 
 
 def test_the_end_of_a_run_counts_its_restarts_and_what_they_cost() -> None:

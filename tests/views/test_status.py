@@ -205,3 +205,7 @@ def test_stored_tokens_are_counted_if_there_are_any() -> None:
     account = msgspec.structs.replace(status.account, events=status.account.events | events)
     lines = status_lines(make_status(account=account))
     assert "stored tokens of replicas that ended: 30 continued in 2 groups, 4 dropped" in lines
+    thrown_away = {Event.TOKENS_THROWN_AWAY: 5}
+    account = msgspec.structs.replace(status.account, events=status.account.events | thrown_away)
+    lines = status_lines(make_status(account=account))
+    assert "tokens of attempts that began again or failed: 5 thrown away" in lines
