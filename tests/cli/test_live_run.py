@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 from made_up_run import make_step
+from rich.console import Console
 
 from asyncrl.checkpoints.directory import MANIFEST, RunManifest, folder_of, write
 from asyncrl.cli import live_run, restarts
-from asyncrl.cli.live_run import join_admitted, reported_run
+from asyncrl.cli.live_run import join_admitted, reported_run, shown_run
 from asyncrl.cli.options import choice
 from asyncrl.common.lineage import Lineage
 from asyncrl.common.version import Version
@@ -110,3 +111,22 @@ def test_a_restart_means_at_and_fresh_again_until_the_run_has_begun(
         assert choice(fresh=True) is unfinished_run
     monkeypatch.setattr(restarts, "_started_s", ())
     assert choice(fresh=True) is no_checkpoint, "a new command"
+
+
+def test_a_start_from_a_checkpoint_prints_how_the_learning_rate_jumps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = config_in(tmp_path)
+    with RunDir.create(before) as run:
+        run.append_step(make_step(0))
+        settings = dict(shared_config(before))
+        manifest = RunManifest(
+            nonce=run.nonce, version=Version(1, 9), lineage=Lineage(), settings=settings, packages={}
+        )
+        write(folder_of(run.checkpoints, 9), manifest, fill=lambda _: None)
+        run.stopped("")
+    now = before.model_copy(update={"learner": before.learner.model_copy(update={"total_steps": 400})})
+    showing = shown_run(now, role="up", console=Console(quiet=True), started_s=0.0, choose=unfinished_run)
+    with showing as (run_dir, _):
+        assert run_dir.resumed is not None
+    assert "at step 10, because learner.total_steps was 200 and is 400" in " ".join(capsys.readouterr().err.split())
