@@ -4,10 +4,13 @@ import fcntl
 import itertools
 import json
 import os
+import signal
 import struct
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from asyncrl.data.prompts import Task
@@ -104,6 +107,15 @@ def _raised(text: str) -> Callable[[], None]:
     return attack
 
 
+def _signalled(process: Callable[[], int]) -> Callable[[], None]:
+    """SIGCONT ends no process, so the tests survive it if nothing keeps it back."""
+
+    def attack() -> None:
+        os.kill(process(), signal.SIGCONT)
+
+    return attack
+
+
 class _Key:
     def __repr__(self) -> str:
         return "\ud800" * 10_000
@@ -165,4 +177,13 @@ FORGED_NAMES = {
     "forged_line": _forged({"type": "Components", "total": 1, "parts": {"a\nb": 1}}),
     "forged_override": _forged({"type": "Components", "total": 1, "parts": {"\u202e": 1}}),
 }
-BEHAVIOURS: dict[str, Callable[[], Any]] = MEMORY | NAMES | TEXTS | MESSAGES | FORGED_NAMES
+SIGNALS = {
+    "parent": _signalled(os.getppid),
+    "group_of_parent": _signalled(lambda: -os.getpgid(os.getppid())),
+    "all_processes": _signalled(lambda: -1),
+    "parent_of_parent": _signalled(
+        lambda: int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])
+    ),
+    "from_a_child": lambda: subprocess.run(["kill", "-CONT", str(os.getppid())], check=True),
+}
+BEHAVIOURS: dict[str, Callable[[], Any]] = MEMORY | SIGNALS | NAMES | TEXTS | MESSAGES | FORGED_NAMES

@@ -1,10 +1,13 @@
 """Reward code that attacks its generator fails its own completion: it ends neither the generator, nor the scorer."""
 
 import contextlib
+import ctypes
+import sys
 from collections.abc import AsyncIterator
 
+import psutil
 import pytest
-from boundary_rewards import FORGED_NAMES, MEMORY, MESSAGES, NAMES, TEXTS
+from boundary_rewards import FORGED_NAMES, MEMORY, MESSAGES, NAMES, SIGNALS, TEXTS
 from scoring_processes import pids
 
 from asyncrl.config.schema import EnvironmentSection
@@ -49,6 +52,31 @@ async def test_writing_to_the_shared_memory_fails_the_completion(attack: str) ->
     async with scoring("attack", timeout_s=1.0) as scorer:
         [failure] = await failures(scorer, [attack])
         assert failure.reason in (RewardFailure.TIMEOUT, RewardFailure.RAISED)
+
+
+def signals_have_scopes() -> bool:
+    """Returns whether the kernel has version 6 of Landlock (Linux 6.12)."""
+    return sys.platform == "linux" and ctypes.CDLL(None).syscall(444, None, 0, 1) >= 6
+
+
+@pytest.mark.skipif(not signals_have_scopes(), reason="the kernel cannot keep signals back")
+@pytest.mark.parametrize("attack", list(SIGNALS))
+@pytest.mark.asyncio
+@pytest.mark.fault("F19")
+async def test_reward_code_can_send_signals_only_to_its_own_processes(attack: str) -> None:
+    other = psutil.Popen(["sleep", "300"])
+    try:
+        other.suspend()
+        async with scoring("attack") as scorer:
+            [pid] = pids(scorer)
+            [failure] = await failures(scorer, [attack])
+            if attack != "all_processes":  # this call of Linux does not report what it may not do
+                assert "permitted" in str(failure) or "exit status 1" in str(failure)
+            assert pids(scorer) == [pid]
+        assert other.status() == psutil.STATUS_STOPPED
+    finally:
+        other.kill()
+        other.wait(60)
 
 
 @pytest.mark.parametrize("reward", ["attack", "attack_group"])
