@@ -19,7 +19,7 @@ from dense_reward import by_checksum
 from asyncrl import Task
 from asyncrl.environments.agents import Demonstration
 
-KINDS = ("exits", "late", "memory", "children")
+KINDS = ("exits", "late", "memory", "children", "attacks")
 """What a completion does that ends something. The kind follows from the number of its question."""
 QUESTIONS = 2000
 SHARE = 0.5
@@ -85,8 +85,8 @@ def noted(ends: str, kind: str, *, times: int = 1) -> None:
         file.write(f"{kind}\n" * times)
 
 
-def ending(task: Task, completion: str, *, ends: str) -> float:
-    """A reward of which half of the calls end something, or run for too long."""
+def ending(task: Task, completion: str, *, ends: str) -> Any:
+    """A reward of which half of the calls end something, run for too long, or attack the generator."""
     kind = KINDS[int(task.question.split()[1]) % len(KINDS)]
     if random.random() < SHARE:
         noted(ends, kind, times=3 if kind == "children" else 1)
@@ -98,6 +98,11 @@ def ending(task: Task, completion: str, *, ends: str) -> float:
             hoard = []
             while True:
                 hoard.append(bytearray(16 * 2**20))
+        if kind == "attacks":
+            from boundary_rewards import BEHAVIOURS
+
+            attack: Any = random.choice(list(BEHAVIOURS.values()))()
+            return 0.0 if attack is None else attack
         for _ in range(2):
             if os.fork() == 0:
                 os._exit(1)

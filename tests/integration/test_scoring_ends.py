@@ -1,5 +1,6 @@
 """A real run in which processes of rewards end all the time: scoring processes that exit, overrun their time or their
-memory, children of reward code, an interpreter of its own, an OpenEnv server and an MCP server. No engine is lost."""
+memory, children of reward code, an interpreter of its own, an OpenEnv server and an MCP server. Others attack their
+generator (`boundary_rewards.py`). No engine is lost."""
 
 import json
 import os
@@ -98,7 +99,8 @@ def test_no_end_of_a_process_of_reward_code_ends_an_engine(run_command: Run, tmp
     ]
     config |= {"data": {"mixture": parts, "max_prompt_tokens": 150}, "environment": {}}
     (tmp_path / "run.yaml").write_text(json.dumps(config))
-    search_path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    attacks = Path(__file__).parents[1] / "environments"
+    search_path = os.pathsep.join([str(Path(__file__).parent), str(attacks), os.environ.get("PYTHONPATH", "")])
     command = run_command("up", "-c", str(tmp_path / "run.yaml"), "model.tiny=null", PYTHONPATH=search_path)
     assert command.wait(500) == 0, command.output()[-4000:]
     run = tmp_path / "runs" / "ends"
@@ -108,7 +110,12 @@ def test_no_end_of_a_process_of_reward_code_ends_an_engine(run_command: Run, tmp
     steps = read_lines(run / "steps.jsonl", StepRecord)
     assert len(steps) == STEPS
     failures = msgspec.json.decode((run / "failures.json").read_bytes(), type=list[FailureCount])
-    assert {count.first.reason for count in failures} >= {"reward_crashed", "reward_timeout", "reward_raised"}
+    assert {count.first.reason for count in failures} >= {
+        "reward_crashed",
+        "reward_timeout",
+        "reward_raised",
+        "reward_wrong_type",
+    }
     assert any(step.diagnostics["failed_samples_ratio"] for step in steps)
     assert "base_url" not in command.output(), "an agent's failure shows its session"
     report = (run / "report.html").read_text()
