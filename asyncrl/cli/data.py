@@ -173,8 +173,9 @@ def described(task: Task, tokenizer: Any, *, tokens: bool = False) -> Iterator[s
     added = template_tokens(tokenizer, task.input)
     where = f"{task.part}, row {task.row}" if task.part else f"row {task.row}"
     yield f"{where}: {len(ids)} tokens" + (f", {added} of them from the chat template" if added else "")
-    if (control := ControlTokens(tokenizer).first_in(task)) is not None:
-        yield f"  note: its own text contains {control!r}, which the model reads as a control token"
+    tokens_found = ControlTokens(tokenizer)
+    if (control := tokens_found.first_in(task)) is not None:
+        yield f"  note: its own text contains {control!r}, {tokens_found.description(control)}"
     if tokens:
         yield "  read, not trained (id, token):"
         yield from (f"    {each:>7}  {_tokens(tokenizer, [each])}" for each in ids)

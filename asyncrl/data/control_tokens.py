@@ -2,7 +2,7 @@
 
 A tokenizer turns the text of a control token, such as `<|im_start|>` or `</s>`, into this token wherever it stands. So
 a row of a dataset may end a turn or begin another one. A prompt that is in the chat template already has such tokens
-too.
+too, or the template's own words, such as `[INST]`.
 """
 
 import re
@@ -12,6 +12,10 @@ from typing import Any
 
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import encode_prompt
+
+_MESSAGE = "question"
+_MOST_WORDS = 3
+"""Words of a line by which a template is known. Of a longer line, such as a system prompt, only the last counts."""
 
 
 class ControlTokens:
@@ -33,14 +37,39 @@ class ControlTokens:
         has_template = getattr(self._tokenizer, "chat_template", None)
         return frozenset(encode_prompt(self._tokenizer, "a")) if has_template else frozenset()
 
+    @cached_property
+    def _words(self) -> tuple[str, str]:
+        """The words that the chat template writes directly before and after the message of a user, such as `[INST]` and
+        `[/INST]`. Both are empty if one of them is a control token, or letters only, as in any text."""
+        if not getattr(self._tokenizer, "chat_template", None):
+            return "", ""
+        before, _, after = self._tokenizer.decode(encode_prompt(self._tokenizer, _MESSAGE)).rpartition(_MESSAGE)
+        if self._ids:
+            before, after = self._pattern.split(before)[-1], self._pattern.split(after)[0]
+        sides = [*before.strip().splitlines()[-1:], *after.strip().splitlines()[:1]]
+        if len(sides) < 2 or not all(re.search(r"[^\w\s]", side) for side in sides):
+            return "", ""
+        words = sides[0].split()
+        return (sides[0] if len(words) <= _MOST_WORDS else words[-1]), sides[1]
+
     def of_template(self, token: str) -> bool:
-        """Returns whether the chat template writes this token around a message."""
-        return self._ids[token] in self._of_template
+        """Returns whether the chat template writes this control token, or these words, around a message."""
+        return token == self._words[0] or self._ids[token] in self._of_template
+
+    def description(self, token: str) -> str:
+        """Says what is wrong with a text that contains a control token, or the words of the template."""
+        if token in self._ids:
+            return "which the model reads as a control token, and not as text"
+        return f"and then {self._words[1]!r}, as the chat template writes them around a message"
 
     def first_in(self, task: Task) -> str | None:
-        """Returns the first control token in the text or the messages of a task; None if there is none."""
+        """Returns the first control token in the text or the messages of a task, or the words with which the template
+        begins a message if those with which it ends one follow; None if there is neither."""
         texts = [message["content"] for message in task.messages] or [task.prompt]
-        return next((token for text in texts for token in self._found(text)), None)
+        begin, end = self._words
+        found = (token for text in texts for token in self._found(text))
+        in_words = (begin for text in texts if begin and end in text.partition(begin)[2])
+        return next(found, None) or next(in_words, None)
 
     def _found(self, text: str) -> Iterator[str]:
         if not self._ids or not self._pattern.search(text):

@@ -51,6 +51,10 @@ class LightTokenizer:
         """Returns the text of an id of the vocabulary."""
         return str(self._core.id_to_token(token))
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of token ids, with special tokens."""
+        return str(self._core.decode(list(ids), skip_special_tokens=False))
+
     def apply_chat_template(self, conversations: Sequence[list[dict[str, str]]], **_: bool) -> list[list[int]]:
         """Returns the token ids of each conversation, up to the beginning of the model's answer."""
         texts = [

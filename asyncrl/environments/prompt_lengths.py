@@ -36,16 +36,16 @@ def counted(tokenizer: Any, task: Task, ids: Sequence[int]) -> str:
 def control_token_finding(found: Sequence[tuple[Task, str]], *, config: Config, tokenizer: Any, among: int) -> str:
     """Says in words which prompts have control tokens in their own text: `found`, of `among` prompts."""
     task, token = found[0]
+    tokens = ControlTokens(tokenizer)
     of_template = (
         f". The chat template writes {token!r} too: a prompt that is in the template already becomes the text of one "
         "turn of the user; set data.chat: off, or give the conversation as `messages`"
-        if ControlTokens(tokenizer).of_template(token)
+        if tokens.of_template(token)
         else ""
     )
     return (
-        f"{_source(config)}, {_where(task)}: the prompt {task.question[:40]!r} contains {token!r}, which the model "
-        f"reads as a control token, and not as text; it is the first of {len(found)} such prompts, among "
-        f"{among}{of_template}"
+        f"{_source(config)}, {_where(task)}: the prompt {task.question[:40]!r} contains {token!r}, "
+        f"{tokens.description(token)}; it is the first of {len(found)} such prompts, among {among}{of_template}"
     )
 
 

@@ -115,6 +115,41 @@ def test_control_tokens_are_those_that_the_tokenizer_makes_of_a_text(
             assert tokens.of_template(token) is of_template
 
 
+LLAMA_2 = "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
+ALPACA = "Below is a task.\n\n{% for m in messages %}### Instruction:\n{{ m.content }}\n\n{% endfor %}### Response:\n"
+VICUNA = "A chat of a user and a model. {% for m in messages %}USER: {{ m.content }} {% endfor %}ASSISTANT:"
+PLAIN = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}model "
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "words"),
+    [
+        (LLAMA_2, "[INST] What is 1+1? [/INST]", "[INST]"),
+        (LLAMA_2, "[INST] <<SYS>>\nBe short.\n<</SYS>>\n\nHi [/INST]", "[INST]"),
+        (LLAMA_2, "What does [INST] mean?", None),
+        (ALPACA, "Another text.\n\n### Instruction:\nAdd 1 and 1.\n\n### Response:\n", "### Instruction:"),
+        (ALPACA, "### Response:\nwas before\n### Instruction:\n", None),
+        (VICUNA, "Our own system prompt. USER: What is 1+1? ASSISTANT:", "USER:"),
+        (VICUNA, "Who is the user, and who the assistant?", None),
+        (PLAIN, "user 1+1 model", None),  # letters, as in any text
+        (TURNS, "user\na\nmodel", None),
+        (None, "[INST] a [/INST]", None),
+    ],
+)
+def test_a_prompt_in_a_template_of_plain_words_is_found(
+    template: str | None, text: str, words: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = with_start(tmp_path, template=template)
+    for tokenizer in (load_tokenizer(str(folder)), light_tokenizer(folder, chat="auto")):
+        assert ControlTokens(tokenizer).first_in(task(text)) == words
+        assert ControlTokens(tokenizer).first_in(task("What is 1+1?")) is None
+    caplog.clear()
+    without_control_tokens([task(text)], config=settings(), tokenizer=tokenizer)
+    notes = [record.getMessage() for record in caplog.records]
+    assert len(notes) == (words is not None)
+    assert not notes or "set data.chat: off" in notes[0]
+
+
 PROMPTS = ["1+1=", "<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n", "say <|endoftext|>", "3"]
 
 
