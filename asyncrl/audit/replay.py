@@ -206,7 +206,7 @@ def _rescore(
 ) -> list[float]:
     """Scores every trained token under the kept weights of its version. Returns the differences from the sampling
     log-probs, nats. Raises Counterexample for one above the run's tolerance."""
-    limit = ParityLimits.of(config).tolerance_nats
+    limits = ParityLimits.of(config, temperature=config.generator.temperature)
     spans: dict[Version, list[_Span]] = defaultdict(list)
     for step, (_, rows) in zip(steps, batches, strict=True):
         for version, span in _spans(step, rows):
@@ -223,11 +223,11 @@ def _rescore(
         ]
         for number, (sample, row, places) in enumerate(spans[version]):
             differences = (logprobs_BS[number, places] - row["generation_logprobs"][0, places]).abs().tolist()
-            if not all(each <= limit for each in differences):  # also refuses NaN
+            if not all(each <= limits.largest_nats for each in differences):  # also refuses NaN
                 raise Counterexample(
                     f"{sample} has tokens of version {version} whose sampling log-probs differ by up to "
-                    f"{max(differences):.3g} nats from those under the weights of this version; the limit is {limit:g} "
-                    "(weights.parity_tolerance_nats)"
+                    f"{max(differences):.3g} nats from those under the weights of this version, and "
+                    f"{limits.in_words()}"
                 )
             found += differences
     return found

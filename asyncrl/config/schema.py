@@ -685,7 +685,7 @@ class WeightsSection(Section):
     """The parity probe verifies every n-th weight update of a replica. Use 1 on CPUs."""
     parity_tolerance_nats: PositiveFloat | None = None
     """In float32, the largest accepted difference between the engine's and the learner's log-prob of a token, nats.
-    Unset: 1e-4."""
+    For sampled tokens it is divided by a `generator.temperature` below 1, as the logits are. Unset: 1e-4."""
     parity_factor: Annotated[float, Field(gt=1)] = 2.0
     """In bfloat16, the largest accepted difference as a multiple of this run's unit. The unit is the difference that
     engine and learner have at the start, because both round: over the first 2,000 on-policy tokens for the learner, and

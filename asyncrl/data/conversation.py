@@ -7,12 +7,16 @@ Message = dict[str, str]
 """One message of a conversation, with the keys `role` (`system`, `user` or `assistant`) and `content`, a text."""
 
 ROLES = ("system", "user", "assistant")
+_MORE_CONTENT = ("tool_calls", "function_call", "tool_call_id", "tools", "images", "image", "videos", "audio")
+"""Keys of a message that chat templates write into the prompt, and asyncrl does not pass to them. Templates leave the
+reasoning of earlier turns out themselves."""
 
 
 def checked_messages(value: Iterable[object]) -> tuple[Message, ...]:
     """Returns a conversation that ends with a message of the assistant or of the user.
 
-    Raises ValueError, which says what is wrong: no message, another role, or content that is not a text.
+    Raises ValueError, which says what is wrong: no message, another role, content that is not a text, or
+    content under further keys.
     """
     messages = tuple(_checked(message, number) for number, message in enumerate(value, start=1))
     if not messages:
@@ -30,6 +34,11 @@ def _checked(message: object, number: int) -> Message:
         raise ValueError(f"has the role {role!r} in message {number}; known roles are {', '.join(ROLES)}")
     if not isinstance(content, str):
         raise ValueError(f"has content of type {type(content).__name__} in message {number}; only texts can be used")
+    if more := [key for key in _MORE_CONTENT if message.get(key)]:
+        raise ValueError(
+            f"has {', '.join(more)} in message {number}, which would be left out: only `role` and `content` are used; "
+            "write it into the content as the model's chat template does, or remove the key"
+        )
     return {"role": str(role), "content": content}
 
 

@@ -19,7 +19,8 @@ class StepChecks:
     def __init__(self, *, config: Config, metrics: LearnerMetrics) -> None:
         self._config = config
         self._metrics = metrics
-        self._judge = ParityJudge(ParityLimits.of(config), least_tokens=POOLED_TOKENS)
+        limits = ParityLimits.of(config, temperature=config.generator.temperature)
+        self._judge = ParityJudge(limits, least_tokens=POOLED_TOKENS)
         self._nonfinite_in_a_row = 0
 
     def parity(self, report: StepReport, *, step: int) -> float | None:

@@ -106,22 +106,37 @@ class Verdict:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityLimits:
     """What `weights.parity_*` accept. `exact`: the largest difference decides, and is at most `tolerance_nats`.
-    Otherwise a unit has a mean of at most `mean_nats`, and later differences are at most `factor` units."""
+    Otherwise a unit has a mean of at most `mean_nats`, and later differences are at most `factor` units.
+
+    The log-probs are those at `temperature`. A low one divides the logits, and so their differences too.
+    """
 
     exact: bool
     tolerance_nats: float
     mean_nats: float
     factor: float
+    temperature: float = 1.0
 
     @classmethod
-    def of(cls, config: Config) -> "ParityLimits":
+    def of(cls, config: Config, *, temperature: float = 1.0) -> "ParityLimits":
         weights = config.weights
         return cls(
             exact=config.model.dtype == "float32",
             tolerance_nats=weights.parity_tolerance_nats or TOLERANCE_NATS,
             mean_nats=weights.parity_mean_nats,
             factor=weights.parity_factor,
+            temperature=temperature,
         )
+
+    @property
+    def largest_nats(self) -> float:
+        """The largest accepted difference if `exact`."""
+        return self.tolerance_nats / min(1.0, self.temperature)
+
+    def in_words(self) -> str:
+        """Says what `largest_nats` is, with its setting."""
+        divided = "" if self.temperature >= 1.0 else f" / generator.temperature = {self.largest_nats:g}"
+        return f"weights.parity_tolerance_nats = {self.tolerance_nats:g}{divided}"
 
 
 class ParityJudge:
@@ -147,11 +162,9 @@ class ParityJudge:
         return max(of_size, self._weights(pooled), key=lambda verdict: verdict.ratio)
 
     def _largest(self, new: Differences) -> Verdict:
-        limit = self._limits.tolerance_nats
         return Verdict(
-            new.max_nats / limit,
-            f"the largest difference of {new.tokens} tokens is {new.max_nats:.3g} nats, and "
-            f"weights.parity_tolerance_nats = {limit:g}",
+            new.max_nats / self._limits.largest_nats,
+            f"the largest difference of {new.tokens} tokens is {new.max_nats:.3g} nats, and {self._limits.in_words()}",
         )
 
     def _spread(self, pooled: Differences) -> Verdict:

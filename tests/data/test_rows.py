@@ -182,6 +182,12 @@ def test_a_last_message_of_the_assistant_is_the_answer_and_not_a_part_of_the_pro
         ([{"role": "user", "content": [{"type": "image"}]}], "has content of type list in message 1; only texts"),
         (["2+2="], "has a str as message 1, not an object with `role` and `content`"),
         ([USER, SYSTEM], "ends with the system's message"),
+        ([USER, SOLVED | {"tool_calls": [{"function": {"name": "add"}}]}], "has tool_calls in message 2"),
+        (
+            [USER, {"role": "assistant", "content": "", "function_call": {"name": "add"}}],
+            "has function_call in message",
+        ),
+        ([USER | {"images": ["a.png"], "audio": "b"}], "has images, audio in message 1"),
         ([SOLVED], "without a message of the user"),
         ([SYSTEM, SOLVED], "without a message of the user"),
     ],
@@ -216,6 +222,11 @@ def test_an_integer_is_an_answer_too() -> None:
     for other in (True, 4.0):
         with pytest.raises(DatasetError, match="has 'answer' of type"):
             read_one({"prompt": "2+2=", "answer": other})
+
+
+def test_keys_of_messages_that_are_no_content_or_empty_are_left_out() -> None:
+    extended = USER | {"name": None, "tool_calls": [], "images": None, "weight": 1, "reasoning_content": "It is plain."}
+    assert read_one({"messages": [extended], "answer": "4"}).messages == (USER,)
 
 
 def test_the_messages_of_a_task_that_code_has_made_are_checked_and_shown_as_its_prompt() -> None:

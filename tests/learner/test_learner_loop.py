@@ -361,6 +361,14 @@ async def test_a_trained_step_starts_the_count_of_skipped_ones_anew() -> None:
 
 
 @pytest.mark.asyncio
+async def test_the_parity_of_a_step_is_judged_at_the_temperature_of_the_sampler() -> None:
+    scene = Scene(weights={"on_parity_failure": "stop"}, generator={"temperature": 0.25})
+    scene.trainer.answers = [trained(on_policy_tokens=5, on_policy_parity_max_nats=3.9e-4)] * 3
+    await scene.run()
+    assert len(scene.log.steps) == 3
+
+
+@pytest.mark.asyncio
 async def test_tokens_beyond_the_parity_tolerance_stop_the_run_before_the_ack() -> None:
     scene = Scene(weights={"on_parity_failure": "stop"})
     scene.trainer.answers = [trained(on_policy_tokens=5, on_policy_parity_max_nats=0.5)]

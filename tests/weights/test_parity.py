@@ -50,6 +50,14 @@ def test_in_float32_the_largest_difference_decides(tolerance: float) -> None:
     assert judge("float32").judge(differences(2e-4)).ratio == 2.0, "1e-4 by default"
 
 
+@pytest.mark.parametrize(("temperature", "limit"), [(1.0, 1e-4), (1.5, 1e-4), (0.5, 2e-4), (0.3, 1e-4 / 0.3)])
+def test_a_low_temperature_divides_the_differences_of_sampled_tokens(temperature: float, limit: float) -> None:
+    exact = ParityJudge(ParityLimits.of(Config(), temperature=temperature))
+    verdict = exact.judge(differences(2 * limit))
+    assert verdict.ratio == pytest.approx(2.0)
+    assert ("/ generator.temperature" in verdict.words) is (temperature < 1.0)
+
+
 def test_in_bfloat16_the_first_differences_are_the_unit() -> None:
     of_run = judge(least_tokens=POOLED_TOKENS)
     assert of_run.judge(differences(*[0.04] * 2000)).ratio == pytest.approx(0.2), "of weights.parity_mean_nats"
