@@ -1,6 +1,8 @@
 """Import paths: `package.module:callable`, with which the config names a reward, an environment, a loss or a dataset.
 
 A module is imported only when its path is resolved. Every failure is a ConfigError that names the key and the value.
+Callables of Python's standard library are refused, under any name: with the options or the arguments that a config or a
+model gives them, many of them run commands or remove files.
 """
 
 import difflib
@@ -9,8 +11,10 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.machinery import PathFinder
+from types import ModuleType
 from typing import Any
 
 from asyncrl.errors import ConfigError
@@ -36,10 +40,14 @@ def is_import_path(value: str) -> bool:
 
 
 def malformed(value: str, *, key: str) -> str | None:
-    """Returns an error if `value` is neither a built-in name of `key` nor written like an import path; else None."""
+    """Returns an error if `value` is neither a built-in name of `key` nor written like an import path, or if its module
+    is of the standard library; else None. Imports nothing."""
     names = BUILT_IN_NAMES.get(key, ())
-    if value in names or _IMPORT_PATH.fullmatch(value):
+    if value in names:
         return None
+    if _IMPORT_PATH.fullmatch(value):
+        module = value.partition(":")[0]
+        return _of_python(value, key=key, module=module) if _is_standard(module) else None
     known = f"one of {', '.join(names)}, or " if names else ""
     return f"{key} = {value}: must be {known}an import path like package.module:callable{suggest(value, names)}"
 
@@ -48,7 +56,8 @@ def resolve(value: str, *, key: str) -> Callable[..., Any]:
     """Imports the module and returns the callable of `package.module:callable`.
 
     The part after the colon may have dots, e.g. `module:Class.method`. `key` is the config key that has the value, for
-    errors. Raises ConfigError if there is no such module or attribute, if it is not callable, or if the import raises.
+    errors. Raises ConfigError if there is no such module or attribute, if it is not callable, if it is of the standard
+    library, or if the import raises.
     """
     if problem := malformed(value, key=key):
         raise ConfigError(problem)
@@ -68,9 +77,40 @@ def resolve(value: str, *, key: str) -> Callable[..., Any]:
         except AttributeError:
             hint = suggest(name, dir(found))
             raise ConfigError(f"{key}: {value!r} names {name!r}, which {module_name} lacks{hint}") from None
+        if isinstance(found, ModuleType) and _is_standard(found.__name__):
+            raise ConfigError(_of_python(value, key=key, module=found.__name__))
     if not callable(found):
         raise ConfigError(f"{key}: {value!r} is a {type(found).__name__}, not a callable; name a function or a class")
+    if standard := next(filter(_is_standard, _modules_of(found)), None):
+        raise ConfigError(_of_python(value, key=key, module=standard))
     return found  # type: ignore[no-any-return]
+
+
+def _is_standard(module: str) -> bool:
+    return module.partition(".")[0] in sys.stdlib_module_names
+
+
+def _modules_of(found: Any) -> Iterator[str]:
+    """Yields the names of the modules that define a callable, what it wraps, and the object of a method in C.
+
+    They may be other modules than the one in the import path: a module also has the names that it imports.
+    """
+    seen: list[Any] = []
+    left = [found]
+    while left:
+        each = left.pop()
+        if any(each is other for other in seen):
+            continue
+        seen.append(each)
+        if isinstance(each, partial):
+            left.append(each.func)
+        elif isinstance(module := getattr(each, "__module__", None), str):
+            yield module
+            left += [vars(each)["__wrapped__"]] if "__wrapped__" in getattr(each, "__dict__", {}) else []
+        elif owners := [getattr(each, name) for name in ("__self__", "__objclass__") if hasattr(each, name)]:
+            left.append(owners[0])
+        else:
+            yield type(each).__module__
 
 
 def missing_module(value: str, *, key: str) -> str | None:
@@ -96,6 +136,13 @@ def missing_module(value: str, *, key: str) -> str | None:
     return _not_found(value, key=key, module=name) if spec is None else None
 
 
+def _of_python(value: str, *, key: str, module: str) -> str:
+    return (
+        f"{key}: {value!r} is of Python's own module {module!r}, whose functions are not called with the values of a "
+        "config; write a function of your own that calls it, in a module with another name"
+    )
+
+
 def _not_found(value: str, *, key: str, module: str) -> str:
     return (
         f"{key}: {value!r} cannot be imported, there is no module {module!r}; install it, or put its folder on "
@@ -111,7 +158,11 @@ def call_with_options(function: Callable[..., Any], options: Mapping[str, Any], 
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some callables written in C have no signature
-        return function(**options)
+        if options:
+            raise ConfigError(
+                f"{key}: the callable does not say which options it has; name a function in Python"
+            ) from None
+        return function()
     try:
         signature.bind(**options)
     except TypeError as error:

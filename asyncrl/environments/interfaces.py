@@ -87,12 +87,15 @@ _BUILT_IN = {
 def build_environment(section: EnvironmentSection) -> "Environment | AgentEnvironment":
     """Builds the environment `environment.name` with `environment.options`. Raises ConfigError if either is wrong."""
     factory = resolve(_BUILT_IN.get(section.name, section.name), key="environment.name")
+    needs = (
+        "an environment needs the methods tasks(seed) and score(task, completion), or tasks(seed) and "
+        "run(session, task)"
+    )
+    if isinstance(factory, type) and not any(hasattr(factory, name) for name in ("tasks", "score", "run")):
+        raise ConfigError(f"environment.name: the class {section.name!r} has none of the methods, but {needs}")
     environment = call_with_options(factory, section.options, key="environment.options")
     if not isinstance(environment, Environment | AgentEnvironment):
-        raise ConfigError(
-            f"environment.name: {section.name!r} returned a {type(environment).__name__}, but an environment needs "
-            "the methods tasks(seed) and score(task, completion), or tasks(seed) and run(session, task)"
-        )
+        raise ConfigError(f"environment.name: {section.name!r} returned a {type(environment).__name__}, but {needs}")
     return environment
 
 
@@ -339,7 +342,10 @@ def _rows_of_code(config: Config, *, key: str, source: str) -> Iterator[Row]:
         if key == "environment.name":
             made: object = build_environment(config.environment).tasks(config.run.seed)
         else:
-            made = call_with_options(resolve(source, key=key), config.data.options, key="data.options")
+            function = resolve(source, key=key)
+            if isinstance(function, type) and not issubclass(function, Iterable):
+                raise ConfigError(f"{key}: the class {source!r} has no rows: it needs the method __iter__")
+            made = call_with_options(function, config.data.options, key="data.options")
         if isinstance(made, str | bytes | Mapping) or not isinstance(made, Iterable):
             raise DatasetError(
                 f"{key} = {source} returned a {type(made).__name__}; return or yield asyncrl Tasks, or dicts with the "

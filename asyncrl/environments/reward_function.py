@@ -68,8 +68,10 @@ def subject(section: EnvironmentSection) -> str:
 def reward_function(function: Callable[..., Any], *, named: str) -> RewardFunction:
     """Returns `function` with its form. `named` is the setting that names it, `key = value`.
 
-    Raises ConfigError if it cannot be called with a task and a completion.
+    Raises ConfigError if it is a class, or if it cannot be called with a task and a completion.
     """
+    if isinstance(function, type):
+        raise ConfigError(f"{named} is a class, and not a function; a reward takes {_TAKEN}")
     asynchronous = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(type(function), "__call__", None)  # noqa: B004 - an instance whose class defines `async def __call__`
     )

@@ -13,16 +13,16 @@ def test_an_import_path_is_told_from_a_name() -> None:
 
 
 def test_a_path_resolves_to_its_callable_and_dots_reach_into_classes() -> None:
-    assert resolve("pathlib:Path", key="k") is Path
-    assert resolve("pathlib:Path.cwd", key="k") == Path.cwd
+    assert resolve("pytest:Module", key="k") is pytest.Module
+    assert resolve("pytest:Module.collect", key="k") is pytest.Module.collect
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
         ("no_such_package.module:f", "no module 'no_such_package'"),
-        ("pathlib:Paht", "did you mean 'Path'"),
-        ("sys:path", "is a list, not a callable"),
+        ("pytest:Modlue", "did you mean 'Module'"),
+        ("pytest:__all__", "is a list, not a callable"),
     ],
 )
 def test_what_cannot_be_resolved_names_key_value_and_reason(value: str, message: str) -> None:
