@@ -8,6 +8,7 @@ AsyncRLError
 ├── RunError                   the whole run cannot start or cannot go on
 │   ├── RunLocked              another process holds the run's directory or name (F35)
 │   ├── FileRefused            an entry of a run directory is not a file that a run writes
+│   ├── ClusterElsewhere       a run directory names a Ray cluster of which this machine is not a node
 │   ├── RunMismatch            a deployment tries to join a run with another shared configuration or other prompts
 │   ├── HandshakeError         the pools disagree on tokenizer, vocabulary or log-probs (F25)
 │   ├── GeneratorPoolExhausted fewer live replicas than `generator.min_replicas`
@@ -88,6 +89,10 @@ class RunLocked(RunError):
 class FileRefused(RunError, OSError):
     """An entry of a run directory is a link, a pipe or a device, is outside of the directory, or is too large. It was
     not read or written."""
+
+
+class ClusterElsewhere(RunError):
+    """A run directory names a Ray cluster of which this machine is not a node. The user's token was not sent there."""
 
 
 class LearnerNotRestored(RunError):

@@ -19,6 +19,7 @@ from asyncrl.audit.history import History
 from asyncrl.audit.outcome import Counterexample, NotPossible
 from asyncrl.buffer.records import Lease
 from asyncrl.common.version import Version
+from asyncrl.config.named_code import untrusted
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.row_checksums import row_checksums
@@ -50,17 +51,22 @@ _PACKAGES = ("torch", "transformers", "accelerate", "numpy")
 """Packages on whose version the bits of a step depend."""
 
 
-def steps_replay(history: History) -> str:
+def steps_replay(history: History, *, trust: bool = False) -> str:
     """Check 5: the kept batches are those that were trained; each step computed again gives the recorded loss, gradient
     norm and weights, and the kept advantages and log-probs, bit by bit; and every trained token has its sampling
-    log-prob under the kept weights of its version, within the run's own limit for the parity of on-policy tokens."""
+    log-prob under the kept weights of its version, within the run's own limit for the parity of on-policy tokens.
+
+    The ranks import the loss and the advantage that the run's config names. Without `trust`, such a run has no replay.
+    """
     kept = KeptSteps(history.directory)
     if not kept.versions():
         raise NotPossible(
             "the run kept no weights: set audit.keep_weights: all in the config of a run with a small model"
         )
-    batches = [_batch(kept, step) for step in history.steps]
     config = read_config(history.directory)
+    if not trust and (refusal := untrusted(config, section="algorithm")):
+        raise NotPossible(refusal)
+    batches = [_batch(kept, step) for step in history.steps]
     _check_same_conditions(history, config)
     with _policy(config) as policy:
         _replay(policy, config, history.steps, batches)

@@ -2,12 +2,12 @@
 
 import typer
 
-from asyncrl.cli.options import RecordedRun
+from asyncrl.cli.options import RecordedRun, Trust
 from asyncrl.cli.terminal import say
 from asyncrl.deployment.known_runs import existing_run
 
 
-def audit(run: RecordedRun) -> None:
+def audit(run: RecordedRun, trust: Trust = False) -> None:
     """Check from the files of a run that nothing was lost, repeated or exchanged. Restarts of the run are included.
 
     Each check prints one line. A failed check prints its first counterexample. The exit code is 1 if a check failed.
@@ -20,7 +20,8 @@ def audit(run: RecordedRun) -> None:
     4 weights        every step started from the weights that the step before it made, and
                      publications and checkpoints have these weights
     5 replay         each step computed again gives the same bits, and every token has its log-prob;
-                     only for runs with audit.keep_weights: all, on the model of CPU that trained them
+                     only for runs with audit.keep_weights: all, on the model of CPU that trained them.
+                   A loss or an advantage of your own is imported for it, only with --trust
     """
     from asyncrl.deployment.ray_token import use_ray_token
 
@@ -29,7 +30,7 @@ def audit(run: RecordedRun) -> None:
     from asyncrl.audit.outcome import Verdict
 
     failed = False
-    for outcome in outcomes_of(existing_run(run)):
+    for outcome in outcomes_of(existing_run(run), trust=trust):
         say(str(outcome))
         failed |= outcome.verdict is Verdict.FAILED
     if failed:

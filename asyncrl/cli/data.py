@@ -61,7 +61,7 @@ def show(
     A line of tokens says what it is for: the model reads the prompt, and nothing of it is trained. Tokens that the
     model samples are trained, with the end of its turn. The reference answer shows where they would stand. Tokens that
     the chat template puts behind a turn are not sampled, and not trained. The first lines count the rows that are left
-    out, by reason.
+    out, by reason. A dataset or an environment that is your own code is imported and called.
     """
     config, warnings = checked_config(files, overrides, roles=())
     print_warnings(warnings)

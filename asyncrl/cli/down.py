@@ -1,8 +1,8 @@
 """`asyncrl down`: ends a run, or the remaining processes of a run that was killed."""
 
-from asyncrl.cli.options import RunningAddress, RunningRun, named_address
+from asyncrl.cli.options import RunningAddress, RunningRun, named_address, print_warnings
 from asyncrl.cli.terminal import say
-from asyncrl.errors import RunError
+from asyncrl.errors import ClusterElsewhere, RunError
 
 
 def down(run: RunningRun, address: RunningAddress = None) -> None:
@@ -13,25 +13,31 @@ def down(run: RunningRun, address: RunningAddress = None) -> None:
     A run that ended by itself needs no `down`. A run that is being restarted at this moment may go on: call `down`
     again.
     """
-    from asyncrl.deployment.known_runs import as_it_is, check_there, named_run
+    from asyncrl.deployment.known_runs import as_it_is, check_there, named_run, own_address
     from asyncrl.deployment.ray_token import use_ray_token
     from asyncrl.deployment.remains import clear
 
     directory, named = named_run(run), named_address(address)
     lines = clear(directory)
     info = as_it_is(directory)
-    ray_is_gone = info is not None and info.state != "running" and info.ray_session is not None
+    running = info is not None and info.state == "running"
+    ray_is_gone = info is not None and not running and info.ray_session is not None
     if named is not None or not ray_is_gone:
         use_ray_token()
         from asyncrl.deployment.cluster import join
         from asyncrl.deployment.shared_actors import end_run
 
         try:
-            join(named or (info and info.ray_address) or "auto", namespace=directory.name, folder=directory.parent)
+            where = named or own_address(directory, (info and info.ray_address) or "auto")
+            join(where, namespace=directory.name, folder=directory.parent)
             if ended := end_run(directory.name):
                 lines.append(f"ended {', '.join(ended)}")
+        except ClusterElsewhere as error:
+            if running:
+                raise
+            print_warnings([str(error)])
         except RunError:
-            if named is not None or (info is not None and info.state == "running"):
+            if named is not None or running:
                 raise
         if named is None and not lines:
             check_there(directory)

@@ -81,8 +81,8 @@ Address = Annotated[
 RunningAddress = Annotated[
     str | None,
     _address(
-        help="Ray cluster. Default: RAY_ADDRESS, else the address in the run's directory, else the cluster that runs "
-        "on this machine."
+        help="Ray cluster. Default: RAY_ADDRESS, else the address in the run's directory, if this machine is a node "
+        "of that cluster, else the cluster that runs on this machine."
     ),
 ]
 """The option --address of commands that do not read a config."""
@@ -98,6 +98,14 @@ RecordedRun = Annotated[
     typer.Argument(metavar="RUN", help="Directory of a run, or the name of a run in runs/, such as quickstart."),
 ]
 """A run whose files a command reads."""
+
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust",
+        help="Use the code, programs, secrets and cluster that the configuration in the run's directory names.",
+    ),
+]
 
 at_option = functools.partial(typer.Option, "--at", metavar="CHECKPOINT")
 """The option --at of commands that use a checkpoint of a run. Its `help` says for what."""
@@ -127,7 +135,8 @@ def named_address(option: str | None) -> str | None:
 def running_address(directory: Path, option: str | None) -> str:
     """Returns the address of the cluster of a running run.
 
-    It is the address that the user gave, else the address in the run's directory, else `auto`.
+    It is the address that the user gave, else the address in the run's directory, else `auto`. Raises RunError for an
+    address in the run's directory to which the token may not be sent (`own_address`).
     """
     return named_address(option) or address_of(directory) or "auto"
 

@@ -1,13 +1,17 @@
 """`asyncrl resume RUN`: continues a run from one of its checkpoints, with its saved configuration."""
 
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 from asyncrl.cli.before_start import prepared
-from asyncrl.cli.options import AllowPublic, Overrides, RunningRun, again, at_option
+from asyncrl.cli.options import AllowPublic, Overrides, RunningRun, Trust, again, at_option
 from asyncrl.cli.restarts import begun_before
 from asyncrl.cli.up import run_here
-from asyncrl.deployment.known_runs import existing_run
+from asyncrl.config.load import load_config
+from asyncrl.config.named_code import untrusted
+from asyncrl.config.schema import Config
+from asyncrl.deployment.known_runs import existing_run, own_address
 from asyncrl.deployment.resuming import chosen_checkpoint, step_of
 from asyncrl.errors import ConfigError
 from asyncrl.learner.record_lines import saved_config
@@ -18,12 +22,17 @@ At = Annotated[
 ]
 
 
-def resume(run: RunningRun, overrides: Overrides, at: At = None, allow_public: AllowPublic = False) -> None:
+def resume(
+    run: RunningRun, overrides: Overrides, at: At = None, allow_public: AllowPublic = False, trust: Trust = False
+) -> None:
     """Continue a run from one of its checkpoints. It does what `asyncrl up` does, with the run's saved configuration.
 
     --at goes back to an earlier checkpoint. The checkpoints, records and samples of later steps are set aside, and not
     deleted: see docs/runs.md. A run that has finished also continues, if learner.total_steps is larger than the step
     of the checkpoint.
+
+    A run that uses your own code, such as a reward, programs, such as MCP servers, or secrets, such as the key of a
+    judge, needs --trust: the directory may come from elsewhere.
 
     \b
       asyncrl resume quickstart                           from its newest checkpoint
@@ -37,6 +46,8 @@ def resume(run: RunningRun, overrides: Overrides, at: At = None, allow_public: A
     saved = saved_config(directory)
     # The directory may have been moved since the run wrote its configuration.
     here = {"run": {"dir": str(directory.parent), "name": directory.name}}
+    if not trust:
+        check_trusted(directory, load_config([saved, here], overrides))
     config, prompts = prepared([saved, here], overrides, allow_public=allow_public)
     if config.run.dir / config.run.name != directory:
         raise ConfigError(
@@ -48,3 +59,11 @@ def resume(run: RunningRun, overrides: Overrides, at: At = None, allow_public: A
     # A restart after a process that had gone back goes on from the newest checkpoint, which may be one of this command.
     choose = partial(chosen_checkpoint, step=None if begun_before() else step)
     run_here(config, prompts, again=command, choose=choose)
+
+
+def check_trusted(directory: Path, config: Config) -> None:
+    """Raises ConfigError or RunError if a run with this configuration needs --trust."""
+    if refusal := untrusted(config):
+        raise ConfigError(refusal)
+    if config.ray.address is not None:
+        own_address(directory, config.ray.address, option="--trust")

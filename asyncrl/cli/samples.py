@@ -59,7 +59,8 @@ def samples(
     if task and (data := data_of(folder)) is not None:
         for line in data_in_words(data):
             console.print(line)
-        console.print(Text(f"a row in full: asyncrl data show -c {folder / 'config.yaml'} --row N"))
+        command = f"asyncrl data show -c {folder / 'config.yaml'} --row N"
+        console.print(Text(f"a row in full, read by the code that the config names: {command}"))
     console.print(legend(color))
     for sample in samples:
         console.print()

@@ -30,7 +30,7 @@ BUILT_IN_NAMES: Mapping[str, Sequence[str]] = {
 }
 """Built-in names that a key accepts instead of an import path."""
 
-_IMPORT_PATH = re.compile(r"[^\W\d][\w-]*(\.[^\W\d][\w-]*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+IMPORT_PATH = re.compile(r"[^\W\d][\w-]*(\.[^\W\d][\w-]*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 """A module's file name may have a hyphen: importlib finds it."""
 
 
@@ -45,7 +45,7 @@ def malformed(value: str, *, key: str) -> str | None:
     names = BUILT_IN_NAMES.get(key, ())
     if value in names:
         return None
-    if _IMPORT_PATH.fullmatch(value):
+    if IMPORT_PATH.fullmatch(value):
         module = value.partition(":")[0]
         return _of_python(value, key=key, module=module) if _is_standard(module) else None
     known = f"one of {', '.join(names)}, or " if names else ""

@@ -19,7 +19,8 @@ import psutil
 from asyncrl.checkpoints.directory import CHECKPOINTS, HF, complete_steps, folder_of, folders
 from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.schema import HELDOUT, Config
-from asyncrl.errors import AsyncRLError, RunError
+from asyncrl.deployment.local_clusters import own_clusters
+from asyncrl.errors import AsyncRLError, ClusterElsewhere, RunError
 from asyncrl.learner.best_checkpoints import best_first
 from asyncrl.learner.record_lines import known_info, read_config, read_lines
 from asyncrl.learner.records import EvalRecord, RunInfo, StepRecord
@@ -45,10 +46,34 @@ def dead_runs(folder: Path = RUNS) -> list[Path]:
 def address_of(directory: Path) -> str | None:
     """Returns the Ray address of a run that lives on this host.
 
-    None if the run does not live here, or if it has not recorded its address yet.
+    None if the run does not live here, or if it has not recorded its address yet. Raises the error of `own_address`.
     """
     info = known_info(directory)
-    return info.ray_address if info is not None and _lives(directory, info) else None
+    if info is None or info.ray_address is None or not _lives(directory, info):
+        return None
+    return own_address(directory, info.ray_address)
+
+
+def own_address(directory: Path, address: str, *, option: str = "") -> str:
+    """Returns the address, as this machine's node has it, of the Ray cluster at `address`, which the directory names.
+
+    Raises ClusterElsewhere unless this machine is a node of the cluster, and the node is this user's: a run directory
+    may come from elsewhere, and a command that joins a cluster sends it the user's token. The host is looked up once,
+    here, so a name cannot mean another machine when the command connects. `option` is the option with which the command
+    joins the cluster anyway; default: --address.
+    """
+    host, _, port = address.rpartition(":")
+    here = {cluster.address for cluster in own_clusters() if cluster.address.rpartition(":")[2] == port}
+    if address == "auto" or address in here:
+        return address
+    with contextlib.suppress(OSError, UnicodeError):  # it is not a host
+        names = {f"{found[4][0]}:{port}" for found in socket.getaddrinfo(host, None, socket.AF_INET)} if here else set()
+        if same := names & here:
+            return min(same)
+    raise ClusterElsewhere(
+        f"{directory} names the Ray cluster at {address}, but this machine is not a node of it, so your token is not "
+        f"sent there; if it is the cluster of the run, pass {option or f'--address {address}'}"
+    )
 
 
 def named_run(run: Path, folder: Path = RUNS) -> Path:

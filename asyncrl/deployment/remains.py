@@ -5,14 +5,21 @@ folder of the Ray that the run started. Each Ray has its own folder, and its dae
 processes (vLLM's engine) write their output there. Environment variables cannot identify these processes, because Ray
 and vLLM overwrite the environment of a process when they set its name. A file in /dev/shm belongs to the run if
 run.json names it, or if a process of the run has mapped it.
+
+A run directory may come from elsewhere, and then its run.json may name anything. So the session folder must be the
+user's and have a file with the run's nonce, which the run wrote there. The processes must be the user's, be younger
+than the run, and run a program of Ray, vLLM or asyncrl, or be descendants of such a process. A file in /dev/shm must be
+`removable`, be younger than the run, and not be mapped by another process of the user.
 """
 
 import contextlib
 import fcntl
 import logging
+import math
 import os
+import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,8 +29,8 @@ import psutil
 from asyncrl import run_files
 from asyncrl.atomic_write import write_atomically
 from asyncrl.deployment.known_runs import as_it_is
-from asyncrl.deployment.run_dir import pretty
-from asyncrl.generation.shared_memory import SHARED_MEMORY, segments_of, sweep_shared_memory
+from asyncrl.deployment.run_dir import SESSION_MARK, pretty
+from asyncrl.generation.shared_memory import SHARED_MEMORY, boot_id, removable, segments_of, sweep_shared_memory
 from asyncrl.learner.record_lines import known_info
 from asyncrl.learner.records import RunInfo
 from asyncrl.views.quantities import moment
@@ -32,6 +39,12 @@ from asyncrl.views.report import write_report
 logger = logging.getLogger(__name__)
 
 EXIT_S = 10.0
+CLOCK_S = 2.0
+"""Tolerance of the comparison of start times: run.json has whole seconds, and a process's start time is rounded."""
+TITLES = ("ray::", "ray-", "VLLM::")
+"""Prefixes of the names that Ray and vLLM give their processes."""
+_PROGRAMS = re.compile(r"/ray/|\b(ray|vllm|asyncrl|multiprocessing)\.\w")
+"""A command of these packages: a program of Ray, a script in its folder, or a module after -m or -c."""
 RAY_DAEMONS = ("raylet", "gcs_server")
 ENGINE = "VLLM::"
 """Prefix of the names that vLLM gives its processes."""
@@ -63,21 +76,15 @@ NOTHING = Remains(processes=[], shared_memory=[])
 def remains_of(directory: Path) -> Remains:
     """Returns the processes and files that the run in `directory` left on this machine.
 
-    Returns none if the run's process lives, or if the run is of another host, where it may live.
+    Returns none if the run's process lives, or if the run is of another host, where it may live, or of another boot.
     """
     info = as_it_is(directory)
-    if info is None or info.state == "running" or info.host != socket.gethostname():
+    if info is None or info.state == "running" or (info.host, info.boot) != (socket.gethostname(), boot_id()):
         return NOTHING
     if info.state != "died" and psutil.pid_exists(info.pid):  # the run has ended, but may still end its own processes
         return NOTHING
-    processes = list(_processes_of(info))
-    mapped: set[str] = set(info.shared_memory)
-    for process in processes:
-        with contextlib.suppress(psutil.Error, OSError):
-            mapped |= set(segments_of([process]))
-    return Remains(
-        processes=processes, shared_memory=sorted(name for name in mapped if (SHARED_MEMORY / name).exists())
-    )
+    processes = _processes_of(info)
+    return Remains(processes=processes, shared_memory=sorted(_files_of(info, processes)))
 
 
 def clear(directory: Path) -> list[str]:
@@ -99,6 +106,11 @@ def clear(directory: Path) -> list[str]:
             sweep_shared_memory(remains.shared_memory)
         if info is not None and info != known_info(directory):
             lines.insert(0, f"run {directory.name} {info.exit_reason}")
+            if info.boot is None and boot_id() is not None:
+                lines.append(
+                    "run.json does not say in which boot of the machine the run started, so no process was ended and "
+                    "no file was removed; `asyncrl doctor` lists processes that were left"
+                )
             try:
                 write_atomically(directory / "run.json", pretty(info))
                 write_report(directory)
@@ -144,13 +156,75 @@ def _named(process: psutil.Process) -> str:
     return f"{process.name()} (pid {process.pid})"
 
 
-def _processes_of(info: RunInfo) -> Iterator[psutil.Process]:
-    if info.ray_session is None:
-        return
-    folder = info.ray_session.rstrip("/") + "/"
+def _processes_of(info: RunInfo) -> list[psutil.Process]:
+    """Returns the processes that may be ended as remains of a run: the module's docstring has the conditions."""
+    folder = _session_of(info)
+    if folder is None:
+        return []
+    of_session = []
     for process in _own_processes():
-        if process.pid != os.getpid() and any(output.startswith(folder) for output in _outputs(process)):
-            yield process
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            writes_there = any(output.startswith(f"{folder}/") for output in _outputs(process))
+            if writes_there and process.pid != os.getpid() and process.create_time() > _start_s(info) - CLOCK_S:
+                of_session.append(process)
+    own = set(filter(_is_of_a_run, of_session))
+    for process in list(own):
+        with contextlib.suppress(psutil.Error):
+            own.update(process.children(recursive=True))
+    return [process for process in of_session if process in own]
+
+
+def _session_of(info: RunInfo) -> str | None:
+    """Returns the real path of the session folder of the Ray that the run started; None if run.json names no folder of
+    this user with the mark of the run."""
+    if info.ray_session is None or not os.path.isabs(info.ray_session):
+        return None
+    try:
+        if os.lstat(info.ray_session).st_uid != os.getuid():
+            return None
+        mark = os.open(Path(info.ray_session) / SESSION_MARK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(mark, "rb") as file:
+            of_user = os.fstat(mark).st_uid == os.getuid()
+            marked = of_user and file.read(len(info.nonce) + 1) == info.nonce.encode()
+    except (OSError, ValueError):  # ValueError: a NUL in the path
+        return None
+    return os.path.realpath(info.ray_session) if marked and info.nonce else None
+
+
+def _is_of_a_run(process: psutil.Process) -> bool:
+    """Returns whether a process runs a program of Ray, vLLM or asyncrl."""
+    try:
+        command = " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+    return command.startswith(TITLES) or _PROGRAMS.search(command) is not None
+
+
+def _files_of(info: RunInfo, processes: Sequence[psutil.Process]) -> set[str]:
+    """Returns the names in /dev/shm that may be removed as remains of a run with these processes."""
+    named = {name for name in info.shared_memory if (path := removable(name)) and _is_younger(path, info)}
+    used: set[str] = set()
+    for process in _own_processes() if named else ():
+        with contextlib.suppress(psutil.Error, OSError):
+            used |= set() if process in processes else set(segments_of([process]))
+    mapped: set[str] = set()
+    for process in processes:
+        with contextlib.suppress(psutil.Error, OSError):
+            mapped |= set(segments_of([process]))
+    return {name for name in (named - used) | mapped if removable(name)}
+
+
+def _is_younger(path: Path, info: RunInfo) -> bool:
+    with contextlib.suppress(OSError):
+        return path.lstat().st_ctime > _start_s(info) - CLOCK_S
+    return False
+
+
+def _start_s(info: RunInfo) -> float:
+    """Returns the Unix time of the run's first start; infinity for a year that the system does not have."""
+    with contextlib.suppress(ValueError, OverflowError):
+        return datetime.fromisoformat(info.started).timestamp()
+    return math.inf
 
 
 def _own_processes() -> Iterator[psutil.Process]:

@@ -48,6 +48,7 @@ from asyncrl.deployment.record_file import RecordFile, append_whole
 from asyncrl.deployment.resuming import SAMPLES, Choice, Resumed, begin_incarnation, lost_folder, unfinished_run
 from asyncrl.deployment.run_lock import Taken, take
 from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.generation.shared_memory import boot_id
 from asyncrl.learner.audit_records import AUDIT, Began, Record, framed, records_path
 from asyncrl.learner.records import DATA, DataRecord, EvalRecord, Resumption, RunInfo, SampleRecord, StepRecord, Summary
 from asyncrl.shown_text import redacted
@@ -58,6 +59,8 @@ _json = msgspec.json.Encoder()
 State = Literal["finished", "stopped", "failed"]
 """State of a run that recorded its own end."""
 
+SESSION_MARK = "asyncrl-run"
+"""File with the run's nonce in the session folder of the Ray that the run started."""
 STOPPED_EARLY = "asked to end by a signal, before the first step"
 """Reason in run.json of a run that a signal ended during its start."""
 
@@ -107,6 +110,7 @@ class RunDir:
             host=socket.gethostname(),
             started=_now(),
             nonce=secrets.token_hex(8),
+            boot=boot_id(),
         )
         try:
             run = cls(path, taken=take(path, info, checkpoint=partial(choose, path, config)), info=info)
@@ -149,8 +153,11 @@ class RunDir:
     def started_ray(self, address: str, *, session: str | None = None) -> None:
         """Records the address of the run's Ray cluster in run.json.
 
-        `session` is the session folder of the cluster if the run started the cluster itself.
+        `session` is the session folder of the cluster if the run started the cluster itself. It gets a file with the
+        run's nonce: `remains_of` ends only the processes of a session with this file.
         """
+        if session is not None:
+            write_atomically(Path(session) / SESSION_MARK, self.nonce.encode())
         self._info = msgspec.structs.replace(self._info, ray_address=address, ray_session=session)
         self._write_info()
 

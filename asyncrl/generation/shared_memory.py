@@ -6,8 +6,10 @@ again after its process has ended. So a process is known by its node, its pid an
 
 import contextlib
 import os
+import re
 import shutil
 import socket
+import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -16,6 +18,9 @@ import psutil
 import xxhash
 
 SHARED_MEMORY = Path("/dev/shm")
+ADAPTERS = "asyncrl-lora-"
+"""Prefix of the folders with the adapters of an engine."""
+_NAMES = re.compile(rf"psm_[0-9a-f]{{8}}|asyncrl-weights-[0-9a-f]{{16}}|{ADAPTERS}[0-9a-f]{{32}}", re.ASCII)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -53,11 +58,19 @@ def node_id() -> str:
     not show its boot or its namespaces (some sandboxes) is known by its host name only.
     """
     parts = [socket.gethostname()]
-    with contextlib.suppress(OSError):
-        parts.append(_BOOT_ID.read_text().strip())
+    if boot := boot_id():
+        parts.append(boot)
     with contextlib.suppress(OSError):
         parts.append(os.readlink("/proc/self/ns/pid"))
     return " ".join(parts)
+
+
+def boot_id() -> str | None:
+    """Returns the name of this boot of the machine; None on a system that does not show it."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return None
 
 
 def staged_weights(run: str, *, cluster: str) -> str:
@@ -73,10 +86,26 @@ def segments_of(processes: Iterable[psutil.Process]) -> list[str]:
     return sorted(path.name for path in mapped if path.parent == SHARED_MEMORY and path.name.startswith("psm_"))
 
 
+def removable(name: str) -> Path | None:
+    """Returns the path of the segment or folder `name` in /dev/shm, if asyncrl may remove it; else None.
+
+    It must exist, be this user's, and have the name and the type of what Python's shared memory or asyncrl makes there.
+    Names come from messages, and from run.json, which may be of a run directory from elsewhere.
+    """
+    path = SHARED_MEMORY / name
+    try:
+        found = path.lstat() if _NAMES.fullmatch(name) else None
+    except OSError:
+        return None
+    if found is None or found.st_uid != os.getuid():
+        return None
+    is_kind = stat.S_ISDIR if name.startswith(ADAPTERS) else stat.S_ISREG
+    return path if is_kind(found.st_mode) else None
+
+
 def sweep_shared_memory(names: Iterable[str]) -> None:
-    """Removes segments and folders by name. Ignores names that no longer exist."""
-    for name in names:
-        path = SHARED_MEMORY / name
+    """Removes segments and folders by name. Ignores names that are not `removable`, such as those that are gone."""
+    for path in filter(None, map(removable, names)):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:

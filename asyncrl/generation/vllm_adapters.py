@@ -27,7 +27,7 @@ from asyncrl.common.version import Version
 from asyncrl.config.schema import Config, LoraSection
 from asyncrl.errors import WeightError
 from asyncrl.generation.interfaces import LoadTimes
-from asyncrl.generation.shared_memory import SHARED_MEMORY
+from asyncrl.generation.shared_memory import ADAPTERS, SHARED_MEMORY
 from asyncrl.weights.manifest import Manifest
 from asyncrl.weights.staging import StagedWeights
 from asyncrl.weights.tensor_views import view_of
@@ -82,7 +82,7 @@ class VLLMAdapters:
         self._make_request = make_request
         self._lora = lora
         self._base = base
-        self.folder = SHARED_MEMORY / f"asyncrl-lora-{uuid.uuid4().hex}"
+        self.folder = SHARED_MEMORY / f"{ADAPTERS}{uuid.uuid4().hex}"
         """The folder of the directories. It is in memory, and must be removed when the engine has ended."""
         self._loads = 0
         self._loaded: list[Adapter] = []

@@ -54,6 +54,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     `state` is `stopped` when the run was asked to end before its last step. It is `died` when the run's process ended
     without writing a final state; another process then wrote this state, and `finished` is the time of the last record.
+    `boot` is the id of the boot of `host` in which the process started, if the system shows it.
     `ray_session` is the folder of the Ray instance that the run started; None when the run used a running Ray.
     `shared_memory` lists the files in /dev/shm that the run's engines use. A killed engine leaves them there.
     `started` is the first start of the run, `resumed` has its restarts in order.
@@ -65,6 +66,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     started: str
     nonce: str
+    boot: str | None = None
     ray_address: str | None = None
     ray_session: str | None = None
     shared_memory: list[str] = []

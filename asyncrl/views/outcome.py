@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from asyncrl.config.named_code import named_code
 from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.learner.records import EvalRecord, HeldoutEnds, Summary
 from asyncrl.views.headline import by_reason
@@ -106,6 +107,7 @@ def lines_to_go_on(
         more = [
             "resume",
             str(config.run.dir / config.run.name),
+            *(["--trust"] if named_code(config) else []),
             f"learner.total_steps={2 * config.learner.total_steps}",
         ]
         return [f"train it further: {_command(more, pythonpath=pythonpath)}"]

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -23,6 +24,7 @@ from asyncrl.deployment import cluster, shared_actors
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.learner.aggregates import build_summary
 from asyncrl.learner.records import Summary
+from asyncrl.views.outcome import lines_to_go_on
 
 runner = CliRunner()
 
@@ -82,6 +84,24 @@ def test_the_last_lines_of_a_run_with_an_adapter_say_how_to_merge_it_and_how_to_
     assert f"  use it: asyncrl export {path} quick-model --merge" in lines
     assert lines[-1] == f"train it further: asyncrl resume {path} learner.total_steps=18"
     assert not any("vllm serve" in line for line in lines), "vLLM cannot serve an adapter without its model"
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"environment": {"reward": "mine:score"}},
+        {"environment": {"secrets": ["JUDGE_KEY"]}},
+        {"algorithm": {"loss": "mine:loss"}},
+        {"environment": {"mcp_servers": [{"command": ["tools"]}]}},
+    ],
+    ids=["reward", "secrets", "loss", "program"],
+)
+def test_the_command_that_trains_an_adapter_further_has_trust_if_resume_needs_it(
+    own: dict[str, Any], tmp_path: Path
+) -> None:
+    config = Config.model_validate({"model": {"lora": {}}, "learner": {"total_steps": 9}} | own)
+    [line] = lines_to_go_on(tmp_path, finished=True, config=config, again=["up"])
+    assert line == "train it further: asyncrl resume runs/quickstart --trust learner.total_steps=18"
 
 
 def test_the_last_lines_of_a_finished_run_say_how_to_continue_its_training_in_a_new_run(

@@ -18,7 +18,7 @@ from written_runs import write_run
 from asyncrl.cli.main import app
 from asyncrl.cli.options import running_address
 from asyncrl.complete_directory import COMPLETE
-from asyncrl.deployment import cluster
+from asyncrl.deployment import cluster, known_runs
 from asyncrl.deployment.known_runs import (
     address_of,
     as_it_is,
@@ -92,8 +92,9 @@ def test_a_run_that_has_ended_points_to_its_report(tmp_path: Path) -> None:
     assert as_it_is(path) == known_info(path)
 
 
-def test_a_run_that_lives_here_tells_its_ray_and_has_not_ended(tmp_path: Path) -> None:
+def test_a_run_that_lives_here_tells_its_ray_and_has_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     live = record(tmp_path, "live", ray_address="127.0.0.1:32839")
+    monkeypatch.setattr(known_runs, "own_address", lambda _, address: address)  # this machine is a node of the cluster
     (live / "report.html").touch()
     over = record(tmp_path, "over", ray_address="127.0.0.1:1", **ENDED)
     assert address_of(live) == "127.0.0.1:32839"
@@ -226,6 +227,7 @@ def test_an_option_and_the_environment_come_before_what_a_run_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     live = record(tmp_path, "live", ray_address="127.0.0.1:32839")
+    monkeypatch.setattr(known_runs, "own_address", lambda _, address: address)  # this machine is a node of the cluster
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert running_address(live, None) == "127.0.0.1:32839"
     assert running_address(tmp_path / "nowhere", None) == "auto"

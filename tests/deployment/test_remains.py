@@ -24,12 +24,13 @@ from asyncrl.cli.options import clear_previous
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.deployment.remains import COMMAND_CHARACTERS, clear, remains_of, stray_processes
+from asyncrl.deployment.run_dir import SESSION_MARK
 from asyncrl.learner.record_lines import known_info
 
 pytestmark = pytest.mark.slow
 
-WAITS = [sys.executable, "-c", "print(flush=True); import time; time.sleep(10_000)"]
-"""Command of a process that sleeps. It writes a line when it has started."""
+WAITS = [sys.executable, "-c", "print(flush=True); import time; time.sleep(10_000)", "ray.worker"]
+"""Command of a process that sleeps. It writes a line when it has started. Its last argument is of a Ray process."""
 
 
 class Killed:
@@ -42,6 +43,9 @@ class Killed:
         gone = subprocess.Popen([sys.executable, "-c", ""])
         gone.wait(60)
         self.write(pid=gone.pid, ray_session=str(self.session))
+        info = known_info(self.path)
+        assert info is not None
+        (self.session / SESSION_MARK).write_text(info.nonce)
         self.write(**changed)
         self.said = f"run killed died without recording a reason (process {gone.pid} is gone) after step 1 of "
 
@@ -85,8 +89,8 @@ def waiting(**streams: Any) -> Iterator[psutil.Popen]:
 @pytest.fixture
 def segment() -> Iterator[str]:
     memory = SharedMemory(create=True, size=16)
+    memory.close()  # a file that a process has mapped is not removed
     yield memory.name
-    memory.close()
     with contextlib.suppress(FileNotFoundError):  # the test removed it
         memory.unlink()
 
@@ -128,7 +132,7 @@ def test_its_end_is_written_down(killed: Killed) -> None:
 
 
 def test_files_in_dev_shm_that_run_json_names_are_removed(killed: Killed, segment: str) -> None:
-    killed.write(shared_memory=[segment, "psm_gone"])
+    killed.write(shared_memory=[segment, "psm_00000000"])
     assert str(remains_of(killed.path)) == f"/dev/shm/{segment}"
     assert clear(killed.path)[1:] == [f"ended and removed: /dev/shm/{segment}"]
     assert not Path("/dev/shm", segment).exists()

@@ -134,10 +134,10 @@ async def test_a_killed_engine_s_folder_is_removed_with_its_segments(
     adapters: VLLMAdapters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("asyncrl.generation.shared_memory.SHARED_MEMORY", tmp_path)
-    (tmp_path / "psm_1").touch()
+    (tmp_path / "psm_00000001").touch()
     await adapters.load(*publication(0))
     processes = EngineProcesses.of([], also=[adapters.folder.name])
-    await asyncio.to_thread(sweep_shared_memory, [*processes.shared_memory, "psm_1", "gone"])
+    await asyncio.to_thread(sweep_shared_memory, [*processes.shared_memory, "psm_00000001", "gone"])
     assert os.listdir(tmp_path) == []
 
 

@@ -92,7 +92,7 @@ def test_a_run_with_an_adapter_whose_ray_loses_its_head_starts_ray_again_and_goe
     assert f"{len(steps)} steps follow each other" in audit.output()
     assert f"{len(steps)} steps computed again" in audit.output()
 
-    refused = run_command("resume", str(run), "model.lora.alpha=16", **IMPORTS)
+    refused = run_command("resume", str(run), "--trust", "model.lora.alpha=16", **IMPORTS)
     assert refused.wait(120) == 2
     assert "model.lora.alpha" in refused.output()
 

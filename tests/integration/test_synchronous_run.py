@@ -179,7 +179,7 @@ def test_a_run_that_is_killed_again_and_again_trains_what_an_uninterrupted_run_t
     folders = {path.name for path in (run / "checkpoints").iterdir()}
     assert f"step-{len(trained(whole))}" in folders, "the end of the run waits for the save of its last step"
     assert all((run / "checkpoints" / name / COMPLETE).exists() for name in folders), folders
-    command = run_command("resume", str(run), "--at", f"step-{EARLY}", **IMPORTS)
+    command = run_command("resume", str(run), "--trust", "--at", f"step-{EARLY}", **IMPORTS)
 
     def has_trained(steps: int) -> bool:
         return len(records(run, "steps")) >= steps

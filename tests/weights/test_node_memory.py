@@ -18,7 +18,6 @@ import pytest
 
 from asyncrl.common.version import Version
 from asyncrl.errors import FetchFailed
-from asyncrl.generation.shared_memory import sweep_shared_memory
 from asyncrl.weights import node_memory, staging
 from asyncrl.weights.manifest import Bucket, Bytes, Manifest, Piece, Probe, TensorEntry, checksum
 from asyncrl.weights.node_memory import Block, BroadcastRoom, shared_block
@@ -178,7 +177,7 @@ async def test_replicas_meet_again_after_their_pointer_was_removed(pointer: Path
     first, second = Replica(pointer), Replica(pointer)
     await first.stage(0)
     first.staged.release()
-    sweep_shared_memory([str(pointer)])
+    await asyncio.to_thread(pointer.unlink)
     await second.stage(1)
     assert second.memory != first.memory
     second.staged.release()

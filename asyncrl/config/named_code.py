@@ -1,0 +1,55 @@
+"""Lists the code, the programs and the secrets that a configuration names. The configuration in a run directory may
+come from elsewhere, so commands that read it use none of them without the option --trust.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+
+from asyncrl.config.import_path import IMPORT_PATH
+from asyncrl.config.schema import Config
+
+_SECTIONS = ("data", "environment", "algorithm", "eval")
+_NAMING = ("command", "python", "secrets")
+"""Names of settings and of options of environments that are programs, or variables that code and servers get."""
+_CODE_OF_ENGINE = re.compile(r"\w\.[^\W\d]|/")
+"""A module, a file or a folder in `generator.engine_args`. vLLM imports some of them, as
+`compilation_config.backend`."""
+
+
+def named_code(config: Config, *, section: str = "") -> dict[str, str]:
+    """Returns the import paths, the programs and the secrets that the configuration names, by dotted key. `section`
+    limits them to one section."""
+    tree = config.model_dump(mode="json")
+    sections = [section] if section else _SECTIONS
+    found = {key: value for name in sections for key, value in _of(tree[name], key=name)}
+    of_engine = {} if section else dict(_texts(config.generator.engine_args, key="generator.engine_args"))
+    return found | {key: value for key, value in of_engine.items() if _CODE_OF_ENGINE.search(value)}
+
+
+def untrusted(config: Config, *, section: str = "") -> str:
+    """Returns the sentence that a command without --trust says of `named_code`; "" if the configuration names none."""
+    named = [f"{key} = {value}" for key, value in named_code(config, section=section).items()]
+    if not named:
+        return ""
+    return (
+        f"config.yaml of the run names code, programs or secrets, which would be used here: {', '.join(named)}; if you "
+        "trust it, pass --trust"
+    )
+
+
+def _of(value: object, *, key: str) -> Iterator[tuple[str, str]]:
+    for place, text in _texts(value, key=key):
+        if place.rpartition(".")[2] in _NAMING or IMPORT_PATH.fullmatch(text):
+            yield place, text
+
+
+def _texts(value: object, *, key: str) -> Iterator[tuple[str, str]]:
+    """Yields the texts at any depth of a setting, by dotted key. A list of `_NAMING` is one text."""
+    if isinstance(value, Mapping):
+        for name, below in value.items():
+            yield from _texts(below, key=f"{key}.{name}")
+    elif isinstance(value, list) and key.rpartition(".")[2] not in _NAMING:
+        for number, below in enumerate(value):
+            yield from _texts(below, key=f"{key}.{number}")
+    elif value and isinstance(value, str | list):
+        yield key, " ".join(map(str, value)) if isinstance(value, list) else value
