@@ -120,7 +120,7 @@ async def test_a_signal_while_a_library_is_imported_or_ray_starts_ends_the_start
             asked(stop.set)  # from another thread, while a call blocks the event loop: `stop` is not set yet
 
     monkeypatch.setattr(compose, "start_local", lambda config: "127.0.0.1:1")
-    monkeypatch.setattr(compose, "session_folder", lambda: "")
+    monkeypatch.setattr(compose, "session_folder", lambda: str(tmp_path))
     pools = Pools(monkeypatch, generators=None, learner=RunError("the learner was imported"))
     if during == "importing Ray":
         asked(stop.set)
