@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 
 from asyncrl.common.version import Version
 from asyncrl.data.turn_ends import REFUSALS
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, DataError
 from asyncrl.generation.conversations import Conversation, SessionSettings
 from asyncrl.generation.interfaces import Completion
 from asyncrl.generation.rendering import Renderer
@@ -113,6 +113,8 @@ def outcome(tokenizer: PreTrainedTokenizerFast, *, tools: bool) -> str:
         forks = played(tokenizer, tools=tools)
     except ConfigError as error:
         return f"refused: {str(error).partition(':')[2].strip()}"
+    except DataError as error:
+        return f"refused: {error}"
     except REFUSALS as error:
         return f"the template refuses it: {type(error).__name__}: {str(error).splitlines()[0]}"
     counts = Counter(forks)

@@ -182,8 +182,12 @@ def _try_template(config: Config) -> None:
     if files is None:
         return
     renderer = Renderer(load_tokenizer(str(files), chat=config.data.chat, chat_options=config.data.chat_options))
-    if any(part.environment.has_tools for part in all_configs(config).values()):
-        renderer.check_tools()
+    for name, part in all_configs(config).items():
+        if part.environment.has_tools:
+            system = [{"role": "system", "content": part.data.system_prompt}] if part.data.system_prompt else []
+            prompt = [*system, {"role": "user", "content": "a"}]
+            renderer.check_tools(prompt, model=config.model.path, key=key_of(name) + part.environment.tools_key)
+            return
 
 
 def _try_loss(config: Config) -> None:

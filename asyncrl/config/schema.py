@@ -296,6 +296,11 @@ class ScoringSection(Section):
         return bool(self.tools or self.mcp_servers)
 
     @property
+    def tools_key(self) -> str:
+        """The setting that names these tools, for messages."""
+        return "environment.tools" if self.tools else "environment.mcp_servers"
+
+    @property
     def branches(self) -> int:
         """The most branches of an episode (`max_branches`)."""
         if self.max_branches is not None:

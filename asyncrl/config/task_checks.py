@@ -173,7 +173,7 @@ def _agent(config: Config) -> str:
     if environment.agent is not None:
         return f"environment.agent = {environment.agent}"
     if environment.has_tools:
-        return f"environment.{'tools' if environment.tools else 'mcp_servers'}"
+        return environment.tools_key
     return f"environment.name = {environment.name}" if environment.plays_agents else ""
 
 
@@ -198,7 +198,7 @@ def _tools_violations(config: Config) -> Iterator[str]:
         )
     if not environment.has_tools:
         return
-    key = "environment.tools" if environment.tools else "environment.mcp_servers"
+    key = environment.tools_key
     if config.generator.tool_parser is None:
         yield (
             f"{key}: needs generator.tool_parser, the format in which the model writes calls of tools, such as hermes; "

@@ -9,7 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.data.tokenizer import DEFAULT_TEMPLATE, chosen_template
+from asyncrl.data.tokenizer import DEFAULT_TEMPLATE, Tools, chosen_template
+
+TOOL_TEMPLATE = "tool_use"
+"""Name of the template that transformers takes for conversations with tools, if there is one."""
 
 MOST_SPECIAL_TOKENS = 2
 """Special tokens that transformers may add to a prompt without a chat template although tokenizer.json does not: one at
@@ -19,10 +22,11 @@ the beginning and one at the end (`add_bos_token` and `add_eos_token`)."""
 class LightTokenizer:
     """Has the methods of a tokenizer that `encode_prompts` calls."""
 
-    def __init__(self, core: Any, *, template: Any, names: Mapping[str, Any]) -> None:
+    def __init__(self, core: Any, *, template: Any, names: Mapping[str, Any], tool_template: Any = None) -> None:
         self._core = core
         self._names = names
         self.chat_template = template
+        self._tool_template = tool_template or template
         self.added_at_most = 0 if template else max(MOST_SPECIAL_TOKENS, core.num_special_tokens_to_add(False))
         """Number of tokens that the real tokenizer may add to those that this one counts. A chat template has all of
         its special tokens."""
@@ -55,27 +59,31 @@ class LightTokenizer:
         """Returns the text of token ids, with special tokens."""
         return str(self._core.decode(list(ids), skip_special_tokens=False))
 
-    def apply_chat_template(self, conversations: Sequence[list[dict[str, str]]], **_: bool) -> list[list[int]]:
+    def apply_chat_template(
+        self, conversations: Sequence[list[dict[str, str]]], *, tools: Tools | None = None, **_: bool
+    ) -> list[list[int]]:
         """Returns the token ids of each conversation, up to the beginning of the model's answer."""
+        template = self._tool_template if tools else self.chat_template
         texts = [
-            self.chat_template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._names
-            )
+            template.render(messages=messages, tools=tools, documents=None, add_generation_prompt=True, **self._names)
             for messages in conversations
         ]
         return self(texts, add_special_tokens=False)["input_ids"]
 
 
-def light_tokenizer(path: Path, *, chat: str, chat_options: Mapping[str, Any] = {}) -> LightTokenizer | None:
-    """Loads the tokenizer of the model in the directory `path`. Returns None if only transformers can load it. Raises
-    ConfigError if it does not have the template `chat`."""
+def light_tokenizer(
+    path: Path, *, chat: str, chat_options: Mapping[str, Any] = {}, tools: Tools = ()
+) -> LightTokenizer | None:
+    """Loads the tokenizer of the model in the directory `path`. Returns None if only transformers can load it, or write
+    the `tools` with its template. Raises ConfigError if it does not have the template `chat`."""
     from tokenizers import Tokenizer
 
     if not (path / "tokenizer.json").is_file():
         return None
     settings = _settings(path)
     chosen = chosen_template(_templates(path, settings), chat=chat, options=chat_options)
-    source = chosen[DEFAULT_TEMPLATE] if isinstance(chosen, Mapping) else chosen  # prompts of datasets have no tools
+    named = chosen if isinstance(chosen, Mapping) else {}
+    source = chosen[DEFAULT_TEMPLATE] if isinstance(chosen, Mapping) else chosen
     core = Tokenizer.from_file(str(path / "tokenizer.json"))
     core.no_truncation()
     core.no_padding()
@@ -87,8 +95,10 @@ def light_tokenizer(path: Path, *, chat: str, chat_options: Mapping[str, Any] = 
     if source is None:
         return LightTokenizer(core, template=None, names=names)
     try:
-        tokenizer = LightTokenizer(core, template=_compiled(source), names=names)
-        tokenizer.apply_chat_template([[{"role": "user", "content": "x"}]])
+        with_tools = _compiled(named[TOOL_TEMPLATE]) if tools and TOOL_TEMPLATE in named else None
+        tokenizer = LightTokenizer(core, template=_compiled(source), names=names, tool_template=with_tools)
+        for given in ((), tools):
+            tokenizer.apply_chat_template([[{"role": "user", "content": "x"}]], tools=given or None)
     except Exception:  # only transformers can render a template that needs more than these names
         return None
     return tokenizer

@@ -10,6 +10,13 @@ from asyncrl.errors import ConfigError, DatasetError, RunError
 
 Input = str | Sequence[Message]
 """A prompt: a text, or the messages of a conversation."""
+Tools = Sequence[Mapping[str, Any]]
+"""Descriptions of tools, as OpenAI's chat interface has them."""
+EXAMPLE_TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}},
+}
+"""A tool that stands for others, whose descriptions are not known yet."""
 
 
 def load_tokenizer(model_path: str, *, chat: str = "auto", chat_options: Mapping[str, Any] = {}) -> Any:
@@ -92,17 +99,18 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return f"{len(vocabulary)}:{digest}"
 
 
-def encode_prompt(tokenizer: Any, prompt: Input) -> list[int]:
+def encode_prompt(tokenizer: Any, prompt: Input, *, tools: Tools = ()) -> list[int]:
     """Returns the token ids of a prompt, with the tokenizer's chat template if it has one."""
-    [ids] = encode_prompts(tokenizer, [prompt])
+    [ids] = encode_prompts(tokenizer, [prompt], tools=tools)
     return ids
 
 
-def encode_prompts(tokenizer: Any, prompts: Sequence[Input]) -> list[list[int]]:
+def encode_prompts(tokenizer: Any, prompts: Sequence[Input], *, tools: Tools = ()) -> list[list[int]]:
     """Runs `encode_prompt` for each prompt, in one call, which takes a fast tokenizer half the time.
 
-    With a chat template, a text becomes the message of a user. A token that begins sequences is left out at the
-    beginning of a text if template or tokenizer write it too. Raises DatasetError for messages without a template.
+    With a chat template, a text becomes the message of a user, and the template writes the `tools`. A token that begins
+    sequences is left out at the beginning of a text if template or tokenizer write it too. Raises DatasetError for
+    messages without a template.
     """
     if not prompts:
         return []
@@ -110,6 +118,7 @@ def encode_prompts(tokenizer: Any, prompts: Sequence[Input]) -> list[list[int]]:
     if getattr(tokenizer, "chat_template", None):
         ids: list[list[int]] = tokenizer.apply_chat_template(
             [asked(each) for each in prompts],
+            tools=list(tools) or None,
             add_generation_prompt=True,
             tokenize=True,
             return_dict=False,
@@ -122,6 +131,26 @@ def encode_prompts(tokenizer: Any, prompts: Sequence[Input]) -> list[list[int]]:
             "it; use a chat model, or a dataset whose `prompt` is a text, without data.system_prompt and data.few_shot"
         )
     return list(tokenizer(texts, add_special_tokens=True)["input_ids"])
+
+
+def check_tools_written(tokenizer: Any, prompt: Input, *, tools: Tools, model: str, key: str) -> None:
+    """Raises ConfigError if the chat template does not write the `tools` into this prompt. Templates that know no tools
+    ignore them without an error.
+
+    `model` is the path of the model, `key` the setting that names the tools. Raises the template's own error if the
+    template refuses the prompt.
+    """
+    if encode_prompt(tokenizer, prompt, tools=tools) == encode_prompt(tokenizer, prompt, tools=renamed(tools)):
+        raise ConfigError(
+            f"{key}: the chat template of model.path = {model} does not write the tools into the prompt, so the model "
+            "would never see them; use a model whose chat template has tools, or write a chat_template.jinja with "
+            "tools into a copy of the model's folder (docs/agents.md, chat templates and tools)"
+        )
+
+
+def renamed(tools: Tools) -> list[dict[str, Any]]:
+    """Returns the tools with other names. If a chat template writes the same for both, it ignores tools."""
+    return [{**tool, "function": {**tool["function"], "name": f"{tool['function']['name']}_2"}} for tool in tools]
 
 
 def with_one_start(tokenizer: Any, prompts: Sequence[str | Sequence[Mapping[str, Any]]]) -> Sequence[Any]:

@@ -244,6 +244,8 @@ class Gateway:
             raise session.refuse(exceeded.code, str(exceeded)) from exceeded
         except Refused:
             raise
+        except DataError as error:
+            raise Refused(400, error.reason, str(error)) from error
         except Exception as error:  # of the model's template or tokenizer, which may raise any error for such messages
             raise Refused(400, "bad_messages", f"the messages cannot be rendered: {describe_error(error)}") from error
         if idempotent and len(session.conversation.turns) > before:

@@ -5,9 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from asyncrl.data.tokenizer import with_one_start
+from asyncrl.data.conversation import asked
+from asyncrl.data.tokenizer import EXAMPLE_TOOL, Input, check_tools_written, renamed, with_one_start
 from asyncrl.data.turn_ends import CONTENTS, REFUSALS, common_prefix, common_suffix, engine_ends, template_end
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, DataError
 from asyncrl.generation.messages import Message, for_template, text_of
 
 CONTEXT = 8
@@ -41,23 +42,33 @@ class Renderer:
         self.ends: frozenset[int] = engine_ends(tokenizer) | {end}
         self._line = self.encoded("\n", first_token=False)
 
-    def check_tools(self) -> None:
-        """Raises ConfigError if the chat template refuses a conversation with the result of a tool."""
+    def check_tools(self, prompt: Input, *, model: str, key: str) -> None:
+        """Raises ConfigError if the chat template ignores tools, or refuses a conversation with the result of a tool.
+        `prompt` is an example, `model` the path of the model, `key` the setting that names the tools."""
         result = {"role": "tool", "name": "f", "tool_call_id": "call00000", "content": "1"}
-        tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
         called, _ = _turns([result], called=True)
         try:
-            self.first([*called, result], [tool])
-        except REFUSALS as error:
+            check_tools_written(self._tokenizer, prompt, tools=[EXAMPLE_TOOL], model=model, key=key)
+            self.first([*asked(prompt), *called[1:], result], [EXAMPLE_TOOL])
+        except (*REFUSALS, DataError) as error:
             raise ConfigError(
-                f"environment.tools: the model's chat template refuses the result of a tool ({error}); use a model "
+                f"{key}: the chat template of model.path = {model} refuses the result of a tool ({error}); use a model "
                 "whose template has tools"
             ) from error
 
     def first(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Returns the tokens of a conversation up to the place where the model answers."""
+        """Returns the tokens of a conversation up to the place where the model answers. Raises DataError if the chat
+        template does not write the tools into it."""
         [messages] = with_one_start(self._tokenizer, [messages])
-        return self._render(messages, tools=tools)
+        texts = (self._render(messages, tools=shown, tokenize=False) for shown in (tools, renamed(tools)) if shown)
+        if tools and next(texts) == next(texts):
+            raise DataError(
+                "the model's chat template does not write the tools of the call into the prompt, so the model would "
+                "never see them; use a model whose chat template has tools, or describe them in a message",
+                reason="tools_ignored",
+            )
+        ids: list[int] = self._render(messages, tools=tools)
+        return ids
 
     def rest(self, messages: Sequence[Message]) -> list[int] | None:
         """Returns the tokens that follow the end of the model's turn: what the template puts behind it, the `messages`,
@@ -111,13 +122,14 @@ class Renderer:
         return str(whole[len(start) :])
 
     def _render(
-        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), prompted: bool = True
-    ) -> list[int]:
-        def rendered(shown: Sequence[Message]) -> list[int]:
-            ids: list[int] = self._tokenizer.apply_chat_template(
-                list(shown), tools=list(tools) or None, add_generation_prompt=prompted, tokenize=True, return_dict=False
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), tokenize: bool = True
+    ) -> Any:
+        """Returns the tokens of a conversation, or its text."""
+
+        def rendered(shown: Sequence[Message]) -> Any:
+            return self._tokenizer.apply_chat_template(
+                list(shown), tools=list(tools) or None, add_generation_prompt=True, tokenize=tokenize, return_dict=False
             )
-            return ids
 
         try:
             return rendered(list(map(for_template, messages)))

@@ -117,6 +117,31 @@ def test_conversations_with_tools_still_have_a_template_of_their_own(folder: Pat
     assert tokenizer.apply_chat_template(asked, tools=[{"type": "function"}], tokenize=False) == "t7a"
 
 
+TOOL = {"type": "function", "function": {"name": "nine", "description": "<a> & b", "parameters": {"type": "object"}}}
+WITH_TOOLS = {
+    "as JSON": {"default": "{{ tools | tojson if tools }}{{ messages[0].content }}"},
+    "by name": {"default": "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{{ messages[0].content }}"},
+    "indented": {"default": "{% if tools is not none %}{{ tools | tojson(indent=2) }}{% endif %}"},
+    "a template of its own": {"default": "d", "tool_use": "t{{ tools[0].function.description }}"},
+}
+
+
+@pytest.mark.parametrize("kind", WITH_TOOLS)
+def test_tools_are_written_as_in_transformers(kind: str, folder: Path) -> None:
+    named(folder, WITH_TOOLS[kind], form="files")
+    light, real = light_tokenizer(folder, chat="auto", tools=[TOOL]), load_tokenizer(str(folder))
+    assert light is not None
+    for tools in ([TOOL], [TOOL, TOOL], []):
+        assert encode_prompts(light, PROMPTS, tools=tools) == encode_prompts(real, PROMPTS, tools=tools)
+    assert encode_prompts(light, PROMPTS, tools=[TOOL]) != encode_prompts(light, PROMPTS)
+
+
+def test_a_template_that_only_transformers_can_render_with_tools_is_left_to_it(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{% if tools %}{{ strftime_now('%Y') }}{% endif %}")
+    assert light_tokenizer(folder, chat="auto", tools=[TOOL]) is None
+    assert light_tokenizer(folder, chat="auto") is not None
+
+
 @pytest.mark.parametrize(
     ("templates", "chat", "words"),
     [

@@ -475,6 +475,21 @@ async def test_any_error_of_a_template_refuses_the_call(
     assert served.engine.asked == []
 
 
+@pytest.mark.parametrize("tools", [
+    [TOOL],
+    [TOOL, {**TOOL, "function": {**TOOL["function"], "name": "other"}}],
+    [{"type": "function", "function": {"name": "without_parameters"}}],
+], ids=["one", "two", "without parameters"])  # fmt: skip
+async def test_tools_that_the_template_does_not_write_refuse_the_call(
+    served: Served, tools: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = TOKENIZER.chat_template.replace("tools", "none")
+    monkeypatch.setattr(TOKENIZER, "chat_template", template)
+    assert refused(await served.post(json={"messages": HELLO, "tools": tools})) == (400, "tools_ignored")
+    assert served.engine.asked == []
+    assert await served.say(HELLO)
+
+
 async def test_the_openai_client_calls_tools(client: openai.AsyncOpenAI) -> None:
     answer = await client.chat.completions.create(model="", messages=HELLO, tools=[TOOL])  # type: ignore[call-overload]
     assert answer.choices[0].finish_reason == "tool_calls"

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_templates import outcome, tokenizer_of
+from chat_templates import TOOL, outcome, tokenizer_of
 
 from asyncrl.data.turn_ends import engine_ends, further_end, note_on_ends, template_end
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, DataError
 from asyncrl.generation.rendering import Renderer
 
 TOOLS = "{% if tools %}<|im_start|>tools {{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -127,5 +127,48 @@ def test_a_template_that_ends_its_last_answer_with_the_own_end_needs_no_further_
 ], ids=["tool", "undefined", "roles"])  # fmt: skip
 def test_tools_are_refused_before_the_start_if_the_template_refuses_them(refusal: str) -> None:
     with pytest.raises(ConfigError, match="refuses the result of a tool"):
-        Renderer(tokenizer_of(chatml(refusal + PLAIN))).check_tools()
-    Renderer(tokenizer_of(chatml(PLAIN))).check_tools()
+        Renderer(tokenizer_of(chatml(refusal + PLAIN))).check_tools("q", model="models/own", key="environment.tools")
+    Renderer(tokenizer_of(chatml(PLAIN))).check_tools("q", model="models/own", key="environment.tools")
+
+
+WITHOUT_TOOLS = {
+    "no mention": "{% for m in messages %}" + PLAIN + "{% endfor %}" + PROMPT,
+    "a sentence that is the same for all tools": "{% if tools %}You may call tools.{% endif %}{% for m in messages %}"
+    + PLAIN
+    + "{% endfor %}"
+    + PROMPT,
+    "the number of tools": "{% if tools %}{{ tools | length }}{% endif %}{% for m in messages %}"
+    + PLAIN
+    + "{% endfor %}"
+    + PROMPT,
+    "tools in the message of the system only": "{% for m in messages %}{% if m.role == 'system' and tools %}"
+    "{{ tools | tojson }}{% endif %}" + PLAIN + "{% endfor %}" + PROMPT,
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_TOOLS)
+def test_a_template_that_ignores_tools_is_refused_with_model_and_remedy(kind: str) -> None:
+    renderer = Renderer(tokenizer_of(WITHOUT_TOOLS[kind]))
+    with pytest.raises(ConfigError) as caught:
+        renderer.check_tools("q", model="models/own", key="environment.mcp_servers")
+    assert str(caught.value).startswith(
+        "environment.mcp_servers: the chat template of model.path = models/own does not write the tools into the prompt"
+    )
+    assert "chat_template.jinja" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", WITHOUT_TOOLS)
+def test_a_call_with_tools_that_the_template_ignores_is_an_error_of_the_call(kind: str) -> None:
+    renderer = Renderer(tokenizer_of(WITHOUT_TOOLS[kind]))
+    message = {"role": "user", "content": "q"}
+    assert renderer.first([message], [])
+    with pytest.raises(DataError, match="does not write the tools of the call into the prompt") as caught:
+        renderer.first([message], [TOOL])
+    assert caught.value.reason == "tools_ignored"
+
+
+def test_a_template_that_writes_tools_with_a_system_prompt_takes_them_with_one() -> None:
+    renderer = Renderer(tokenizer_of(WITHOUT_TOOLS["tools in the message of the system only"]))
+    conversation = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+    renderer.check_tools(conversation, model="models/own", key="environment.tools")
+    assert renderer.first(conversation, [TOOL])
