@@ -30,6 +30,7 @@ from asyncrl.deployment.ray_token import use_ray_token
 from asyncrl.errors import ConfigError, InfraError, RunError
 
 if TYPE_CHECKING:
+    from asyncrl.data.tokenizer import Tools
     from asyncrl.deployment.inputs import Prompts
 
 FIRST_PROMPTS = 1000
@@ -94,9 +95,11 @@ def prepare(config: Config, *, roles: Collection[Role] = tuple(Role)) -> "Prompt
         return None
     prompts = read_prompts(config)
     for name, part in part_configs(config).items():
-        _try_prompts(part, [task for task in (*prompts.train, *prompts.heldout) if task.part == name])
-    for name, tasks in prompts.sets.items():
-        _try_prompts(eval_configs(config)[f"{EVAL}{name}"], tasks)
+        tools = prompts.tools.get(name, ())
+        _try_prompts(part, [task for task in (*prompts.train, *prompts.heldout) if task.part == name], tools=tools)
+    for part_name, of_set in eval_configs(config).items():
+        tasks = prompts.sets[part_name.removeprefix(EVAL)]
+        _try_prompts(of_set, tasks, tools=prompts.tools.get(part_name, ()))
     return prompts
 
 
@@ -222,9 +225,11 @@ def _first_rows(config: Config) -> list[str]:
         if not _reads_own_rows(part):
             continue
         from asyncrl.environments.interfaces import check_enough, read_tasks, split_tasks
+        from asyncrl.environments.prompt_tools import described_tools
 
         tasks = read_tasks(part, first=FIRST_ROWS)
-        notes += [f"{key_of(name)}{note}" for note in _try_prompts(part, tasks)]
+        tools = described_tools(part.environment)
+        notes += [f"{key_of(name)}{note}" for note in _try_prompts(part, tasks, tools=tools)]
         if len(tasks) < FIRST_ROWS and not name.startswith(EVAL):
             train, _ = split_tasks(part, tasks)
             if not name:
@@ -259,9 +264,10 @@ def _long_answers(config: Config, tasks: Sequence[Task], *, prefix: str) -> list
     ]
 
 
-def _try_prompts(config: Config, tasks: Sequence[Task]) -> list[str]:
-    """Checks the lengths and control tokens of the first prompts, and that the model's vocabulary has the tokens of the
-    first prompt. Returns a note about control tokens that are kept, if there are any.
+def _try_prompts(config: Config, tasks: Sequence[Task], *, tools: "Tools") -> list[str]:
+    """Checks the control tokens of the first prompts, their lengths with the descriptions of the `tools`, and that the
+    model's vocabulary has the tokens of the first prompt. Returns a note about control tokens that are kept, if there
+    are any.
 
     Does nothing if the model's files are not on this machine, or if their tokenizer needs transformers, which takes
     seconds to import. Raises DatasetError (see `prompt_lengths.fitting`) unless `data.on_bad_row` is `skip`, and
@@ -276,12 +282,12 @@ def _try_prompts(config: Config, tasks: Sequence[Task]) -> list[str]:
     from asyncrl.environments.prompt_lengths import control_token_finding, fitting, without_control_tokens
     from asyncrl.policy.model_directory import read_model
 
-    tokenizer = light_tokenizer(path, chat=config.data.chat, chat_options=config.data.chat_options)
+    tokenizer = light_tokenizer(path, chat=config.data.chat, chat_options=config.data.chat_options, tools=tools)
     if tokenizer is None:
         return []
     first = tasks[:FIRST_PROMPTS]
     if config.data.on_bad_row == "refuse":
-        fitting(first, config=config, tokenizer=tokenizer)
+        fitting(first, config=config, tokenizer=tokenizer, tools=tools)
     found = with_control_tokens(first, tokenizer)
     if found and (config.data.control_tokens, config.data.on_bad_row) == ("refuse", "refuse"):
         without_control_tokens(first, config=config, tokenizer=tokenizer)

@@ -12,17 +12,19 @@ import typer
 
 from asyncrl.cli.options import ConfigFiles, Overrides, checked_config, print_warnings
 from asyncrl.cli.terminal import command_app, say
-from asyncrl.config.parts import part_configs, section_of
-from asyncrl.config.schema import Config
+from asyncrl.config.parts import key_of, part_configs, section_of
+from asyncrl.config.schema import Config, EnvironmentSection
 from asyncrl.data.conversation import asked
 from asyncrl.data.left_out import REASONS, LeftOut, counts
 from asyncrl.data.prompts import Task
 from asyncrl.data.rows import BadRow
 from asyncrl.data.turn_ends import template_end
 from asyncrl.demo.directory import is_tiny
+from asyncrl.environments.reward_function import subject
 from asyncrl.errors import ConfigError, DatasetError
 
 if TYPE_CHECKING:
+    from asyncrl.data.tokenizer import Tools
     from asyncrl.deployment.inputs import Prompts
 
 app = command_app(help="Look at the prompts of a configuration, without starting anything.")
@@ -59,9 +61,10 @@ def show(
     """Print prompts as the model gets them, token by token, with the model's chat template and special tokens.
 
     A line of tokens says what it is for: the model reads the prompt, and nothing of it is trained. Tokens that the
-    model samples are trained, with the end of its turn. The reference answer shows where they would stand. Tokens that
-    the chat template puts behind a turn are not sampled, and not trained. The first lines count the rows that are left
-    out, by reason. A dataset or an environment that is your own code is imported and called.
+    model samples are trained, with the end of its turn. The reference answer shows where they would stand, unless an
+    episode has several turns. Tokens that the chat template puts behind a turn are not sampled, and not trained. The
+    prompt has the descriptions of `environment.tools`. The first lines count the rows that are left out, by reason. A
+    dataset or an environment that is your own code is imported and called, and your own tools are imported.
     """
     config, warnings = checked_config(files, overrides, roles=())
     print_warnings(warnings)
@@ -80,17 +83,39 @@ def show(
         tokenizer = load_tokenizer(model, chat=config.data.chat, chat_options=config.data.chat_options)
     source = "mixture" if config.data.mixture else config.data.path or config.data.dataset
     if row is not None:
-        for line in use_lines(found, row, tokenizer):
+        for line in use_lines(found, row, tokenizer, config=config):
             say(line)
         return
     say(f"{source}: {len(found.train)} prompts for training, {len(found.heldout)} held out for evaluation")
     for line in left_out_lines(found.left_out):
         say(line)
     chosen = found.heldout if heldout else found.train
-    for task in [task for name in part_configs(config) for task in [t for t in chosen if t.part == name][:prompts]]:
-        say()
-        for line in described(task, tokenizer, tokens=tokens):
-            say(line)
+    for name, part in part_configs(config).items():
+        for note in episode_notes(part.environment):
+            say(f"{key_of(name)}{note}", label="note:")
+        for task in [task for task in chosen if task.part == name][:prompts]:
+            say()
+            for line in _described_in(part, task, tokenizer, found=found, tokens=tokens):
+                say(line)
+
+
+def episode_notes(section: EnvironmentSection) -> Iterator[str]:
+    """Yields what the model reads in an episode and the shown prompt lacks."""
+    if section.mcp_servers:
+        yield (
+            "environment.mcp_servers: the servers are not started here, so the prompts below lack the descriptions of "
+            "their tools, which the model reads in addition"
+        )
+    if section.plays_agents and not section.has_tools:
+        yield (
+            f"{subject(section)}: makes its own calls to the model, so the model may read other messages than the "
+            "prompts below"
+        )
+
+
+def _described_in(config: Config, task: Task, tokenizer: Any, *, found: "Prompts", tokens: bool) -> Iterator[str]:
+    tools = found.tools.get(task.part, ())
+    return described(task, tokenizer, tokens=tokens, tools=tools, turns=config.environment.plays_agents)
 
 
 def _fitting(read: "Prompts", *, config: Config, model: str) -> "Prompts":
@@ -146,13 +171,14 @@ def _type(value: object) -> str:
     return _TYPES.get(type(value), type(value).__name__)
 
 
-def use_lines(found: "Prompts", number: int, tokenizer: Any) -> Iterator[str]:
+def use_lines(found: "Prompts", number: int, tokenizer: Any, *, config: Config) -> Iterator[str]:
     """Yields lines that say what a run does with a row of each part, and show its prompt and the task of the reward."""
     uses = {"used for training": found.train, "held out for evaluation": found.heldout}
     for use, tasks in uses.items():
         for task in [task for task in tasks if task.row == number]:
             yield f"{section_of(task.part)}, row {number}: {use}"
-            yield from list(described(task, tokenizer, tokens=True))[1:]
+            of_part = part_configs(config)[task.part]
+            yield from list(_described_in(of_part, task, tokenizer, found=found, tokens=True))[1:]
             yield "  the reward gets:"
             for name in ("question", "answer"):
                 yield from (f"  {line}" for line in value_lines({name: getattr(task, name)}))
@@ -163,16 +189,21 @@ def use_lines(found: "Prompts", number: int, tokenizer: Any) -> Iterator[str]:
                 yield f"{section_of(part)}, row {number}: left out, {each.reason}: it {each.details}"
 
 
-def described(task: Task, tokenizer: Any, *, tokens: bool = False) -> Iterator[str]:
+def described(
+    task: Task, tokenizer: Any, *, tokens: bool = False, tools: "Tools" = (), turns: bool = False
+) -> Iterator[str]:
     """Yields lines that show a prompt and its reference answer token by token; with `tokens`, each token of the prompt
-    in a line with its id. A note names a control token in the task's own text."""
+    in a line with its id. The prompt describes the `tools`. A note names a control token in the task's own text. With
+    `turns`, an episode has several turns, so the reference answer is not what the model samples after the prompt."""
     from asyncrl.data.control_tokens import ControlTokens
     from asyncrl.data.tokenizer import encode_prompt, template_tokens
 
-    ids = encode_prompt(tokenizer, task.input)
+    ids = encode_prompt(tokenizer, task.input, tools=tools)
     added = template_tokens(tokenizer, task.input)
     where = f"{task.part}, row {task.row}" if task.part else f"row {task.row}"
-    yield f"{where}: {len(ids)} tokens" + (f", {added} of them from the chat template" if added else "")
+    describing = len(ids) - len(encode_prompt(tokenizer, task.input)) if tools else 0
+    shares = {"from the chat template": added, "describe tools": describing}
+    yield ", ".join([f"{where}: {len(ids)} tokens", *(f"{n} of them {share}" for share, n in shares.items() if n)])
     tokens_found = ControlTokens(tokenizer)
     if (control := tokens_found.first_in(task)) is not None:
         yield f"  note: its own text contains {control!r}, {tokens_found.description(control)}"
@@ -181,7 +212,7 @@ def described(task: Task, tokenizer: Any, *, tokens: bool = False) -> Iterator[s
         yield from (f"    {each:>7}  {_tokens(tokenizer, [each])}" for each in ids)
     else:
         yield f"  read, not trained:  {_tokens(tokenizer, ids)}"
-    if task.answer:
+    if task.answer and not turns:
         sampled, closing = answered(task, ids, tokenizer)
         yield f"  sampled, trained:   {_tokens(tokenizer, sampled)}"
         if closing:

@@ -185,7 +185,7 @@ def run_checks(config: Config, checks: Iterable[Callable[[Config], list[str] | N
         except (ConfigError, DatasetError) as error:
             problems.append(str(error))
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise ConfigError("\n".join(dict.fromkeys(problems)))  # two checks may find the same problem
     return warnings
 
 

@@ -205,12 +205,13 @@ MAX_SHOWN_CHARS = 300
 """Longest text of a prompt that is printed when a run starts."""
 
 
-def shown_prompt(tokenizer: Any, prompt: Input) -> str:
+def shown_prompt(tokenizer: Any, prompt: Input, *, tools: Tools = ()) -> str:
     """Returns one line that shows a prompt as the model gets it, and whether a chat template was applied."""
 
-    ids = encode_prompt(tokenizer, prompt)
+    ids = encode_prompt(tokenizer, prompt, tools=tools)
     text = repr(str(tokenizer.decode(ids, skip_special_tokens=False)))
     if len(text) > MAX_SHOWN_CHARS:
         text = f"{text[:MAX_SHOWN_CHARS]}…"
     how = "in the model's chat template" if getattr(tokenizer, "chat_template", None) else "without a chat template"
-    return f"first prompt, {how}, {len(ids)} tokens: {text}"
+    with_tools = f" with {len(tools)} tool{'' if len(tools) == 1 else 's'}" if tools else ""
+    return f"first prompt, {how}{with_tools}, {len(ids)} tokens: {text}"

@@ -4,30 +4,34 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncrl.common.tasks import cancelled
-from asyncrl.config.parts import EVAL, all_configs, eval_configs, part_configs, section_of
+from asyncrl.config.parts import EVAL, all_configs, eval_configs, key_of, part_configs, section_of
 from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.data.left_out import LeftOutRow, counts, joined
 from asyncrl.data.light_tokenizer import cached_files, light_tokenizer
 from asyncrl.data.prompts import Task
-from asyncrl.data.tokenizer import load_tokenizer
+from asyncrl.data.tokenizer import EXAMPLE_TOOL, check_tools_written, load_tokenizer
 from asyncrl.environments.interfaces import build_sets, build_tasks
 from asyncrl.environments.prompt_lengths import fitting, without_control_tokens
+from asyncrl.environments.prompt_tools import PromptTools, prompt_tools
 from asyncrl.errors import DatasetError
 from asyncrl.learner.records import DataRecord
 
 
 class Prompts(NamedTuple):
     """The tasks of a run: for training, held out for evaluation, and those of the named held-out sets (`eval.sets`).
-    `left_out` has the rows of their datasets that are none of these."""
+    `left_out` has the rows of their datasets that are none of these. `tools` has the descriptions of tools in the
+    prompts, by the name of the part (`prompt_tools`)."""
 
     train: Sequence[Task]
     heldout: Sequence[Task]
     sets: Mapping[str, Sequence[Task]] = {}
     left_out: Mapping[str, Sequence[LeftOutRow]] = {}
+    tools: Mapping[str, PromptTools] = {}
 
 
 def data_record(prompts: Prompts) -> DataRecord:
@@ -117,30 +121,59 @@ def read_prompts(config: Config) -> Prompts:
     left_out: dict[str, list[LeftOutRow]] = {}
     train, heldout = build_tasks(config, left_out=left_out)
     sets = build_sets(config, train=train, left_out=left_out)
-    return Prompts(train=train, heldout=heldout, sets=sets, left_out=left_out)
+    return Prompts(train=train, heldout=heldout, sets=sets, left_out=left_out, tools=prompt_tools(config))
 
 
 def fitting_prompts(prompts: Prompts, *, config: Config, model: str) -> Prompts:
-    """Returns the prompts that fit `data.max_prompt_tokens`. `model` is the path of a folder, or a name of the Hub."""
+    """Returns the prompts that fit `data.max_prompt_tokens`. `model` is the path of a folder, or a name of the Hub.
+    Raises ConfigError if the chat template ignores their tools."""
     if not any([prompts.train, prompts.heldout, *prompts.sets.values()]):
         return prompts
     chat, options = config.data.chat, config.data.chat_options
     exact = cache(partial(load_tokenizer, model, chat=chat, chat_options=options))
     files = Path(model) if os.path.isdir(model) else cached_files(model)
     # The real tokenizer needs transformers, whose import takes seconds in which other processes start.
-    light = None if files is None else light_tokenizer(files, chat=chat, chat_options=options)
+    tools = _shown_tools(prompts, config=config)
+    any_tools = list(chain.from_iterable(tools.values()))
+    light = None if files is None else light_tokenizer(files, chat=chat, chat_options=options, tools=any_tools)
+    if any_tools:
+        _check_tools(prompts, tools, config=config, tokenizer=light or exact())
     fit = partial(_usable, tokenizer=exact()) if light is None else partial(_usable, tokenizer=light, exact=exact)
     out: dict[str, list[LeftOutRow]] = {part: [] for part in all_configs(config)}
     configs = eval_configs(config)
     return Prompts(
-        train=_fitting_of_parts(prompts.train, config=config, fit=fit, left_out=out),
-        heldout=_fitting_of_parts(prompts.heldout, config=config, fit=fit, left_out=out),
+        train=_fitting_of_parts(prompts.train, config=config, fit=fit, left_out=out, tools=prompts.tools),
+        heldout=_fitting_of_parts(prompts.heldout, config=config, fit=fit, left_out=out, tools=prompts.tools),
         sets={
-            name: fit(tasks, config=configs[f"{EVAL}{name}"], left_out=out[f"{EVAL}{name}"])
+            name: fit(
+                tasks,
+                config=configs[f"{EVAL}{name}"],
+                left_out=out[f"{EVAL}{name}"],
+                tools=prompts.tools.get(f"{EVAL}{name}", ()),
+            )
             for name, tasks in prompts.sets.items()
         },
         left_out=joined(*prompts.left_out.items(), *out.items()),
+        tools=prompts.tools,
     )
+
+
+def _shown_tools(prompts: Prompts, *, config: Config) -> dict[str, Sequence[Mapping[str, Any]]]:
+    """Returns the tools of each part that has some. An example stands for those of MCP servers."""
+    parts = {name: part for name, part in all_configs(config).items() if part.environment.has_tools}
+    return {name: prompts.tools.get(name, (EXAMPLE_TOOL,)) for name in parts}
+
+
+def _check_tools(
+    prompts: Prompts, tools: Mapping[str, Sequence[Mapping[str, Any]]], *, config: Config, tokenizer: Any
+) -> None:
+    """Raises ConfigError if the chat template does not write the tools of a part into its first prompt."""
+    parts = all_configs(config)
+    everything = [*prompts.train, *prompts.heldout, *chain.from_iterable(prompts.sets.values())]
+    for name, of_part in tools.items():
+        key = f"{key_of(name)}{parts[name].environment.tools_key}"
+        for task in [task for task in everything if task.part == name][:1]:
+            check_tools_written(tokenizer, task.input, tools=of_part, model=config.model.path, key=key)
 
 
 def _usable(
@@ -150,9 +183,10 @@ def _usable(
     tokenizer: Any,
     left_out: list[LeftOutRow],
     exact: Callable[[], Any] | None = None,
+    tools: PromptTools = (),
 ) -> Sequence[Task]:
     plain = without_control_tokens(tasks, config=config, tokenizer=tokenizer, left_out=left_out)
-    return fitting(plain, config=config, tokenizer=tokenizer, exact=exact, left_out=left_out)
+    return fitting(plain, config=config, tokenizer=tokenizer, exact=exact, left_out=left_out, tools=tools)
 
 
 def _fitting_of_parts(
@@ -161,15 +195,22 @@ def _fitting_of_parts(
     config: Config,
     fit: Callable[..., Sequence[Task]],
     left_out: Mapping[str, list[LeftOutRow]],
+    tools: Mapping[str, PromptTools],
 ) -> Sequence[Task]:
     """Returns the tasks that fit, in their order. Each part of a mixture has its own `on_bad_row`."""
     parts = part_configs(config)
     if len(parts) == 1:
-        return fit(tasks, config=config, left_out=left_out[next(iter(parts))])
+        [name] = parts
+        return fit(tasks, config=config, left_out=left_out[name], tools=tools.get(name, ()))
     kept = {
         id(task)
         for name, part in parts.items()
-        for task in fit([t for t in tasks if t.part == name], config=part, left_out=left_out[name])
+        for task in fit(
+            [t for t in tasks if t.part == name],
+            config=part,
+            left_out=left_out[name],
+            tools=tools.get(name, ()),
+        )
     }
     return [task for task in tasks if id(task) in kept]
 

@@ -214,7 +214,7 @@ class LearnerDeployment:
         for section, by_reason in record.left_out.items():
             self._screen.report(f"{section}: left out {in_words(by_reason)}")
         for task in prompts.train[:1]:
-            self._screen.report(shown_prompt(tokenizer, task.input))
+            self._screen.report(shown_prompt(tokenizer, task.input, tools=prompts.tools.get(task.part, ())))
         drops = any(part.environment.special_tokens == "drop" for part in part_configs(config).values())
         for note in (note_on_ends(tokenizer), note_on_tags(tokenizer) if drops else None):
             if note is not None:

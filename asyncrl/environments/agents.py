@@ -80,11 +80,11 @@ class Demonstration(msgspec.Struct, frozen=True, kw_only=True):
     answer: str
 
 
-def as_reward(agent: Agent, *, named: str) -> RewardFunction:
+def as_reward(agent: Agent, *, named: str, tools: Sequence[dict[str, Any]] = ()) -> RewardFunction:
     """Returns an agent as an async reward function, whose completions are sessions as JSON texts.
 
-    An agent that is no coroutine function runs in a thread. `named` is the setting that names it. Raises ConfigError if
-    it cannot be called with a session and a task.
+    An agent that is no coroutine function runs in a thread. `named` is the setting that names it, `tools` are the
+    descriptions of its tools that are known. Raises ConfigError if it cannot be called with a session and a task.
     """
     try:
         inspect.signature(agent).bind("session", "task")
@@ -100,7 +100,7 @@ def as_reward(agent: Agent, *, named: str) -> RewardFunction:
             return await agent(session, task)
         return await asyncio.to_thread(agent, session, task)
 
-    return RewardFunction(function=episode, form=Form(asynchronous=True, agent=True))
+    return RewardFunction(function=episode, form=Form(asynchronous=True, agent=True, tools=tuple(tools)))
 
 
 async def _posted(url: str, key: str, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -143,7 +143,8 @@ def _with_tools(section: EnvironmentSection) -> RewardFunction:
         )
     from asyncrl.environments.tools import ToolAgent
 
-    made = as_reward(ToolAgent(section, scoring=scoring).run, named="environment.tools")
+    agent = ToolAgent(section, scoring=scoring)
+    made = as_reward(agent.run, named=section.tools_key, tools=agent.described)
     return replace(made, weights=scoring.weights)
 
 

@@ -12,7 +12,7 @@ from asyncrl.config.schema import Config
 from asyncrl.data.control_tokens import ControlTokens, with_control_tokens
 from asyncrl.data.left_out import LeftOutRow
 from asyncrl.data.prompts import Task
-from asyncrl.data.tokenizer import encode_prompts, template_tokens
+from asyncrl.data.tokenizer import Tools, encode_prompt, encode_prompts, template_tokens
 from asyncrl.errors import DatasetError
 
 logger = logging.getLogger(__name__)
@@ -26,9 +26,15 @@ def longest_prompt_tokens(config: Config) -> int:
     return min(config.data.max_prompt_tokens, config.model.max_length - 1)
 
 
-def counted(tokenizer: Any, task: Task, ids: Sequence[int]) -> str:
-    """Says in words how many tokens a prompt has, and how many of them the chat template adds."""
+def counted(tokenizer: Any, task: Task, ids: Sequence[int], *, tools: Tools = ()) -> str:
+    """Says in words how many tokens a prompt has, and how many of them the chat template and the tools add."""
     added = template_tokens(tokenizer, task.input)
+    if tools:
+        of_tools = len(ids) - len(encode_prompt(tokenizer, task.input))
+        return (
+            f"{len(ids)} tokens ({of_tools} of them describe the tools of environment.tools, and {added} are from the "
+            "model's chat template)"
+        )
     of_template = f" ({added} of them from the model's chat template, which data.chat: off leaves out)"
     return f"{len(ids)} tokens{of_template if added else ''}"
 
@@ -85,8 +91,10 @@ def fitting(
     tokenizer: Any,
     exact: Callable[[], Any] | None = None,
     left_out: list[LeftOutRow] | None = None,
+    tools: Tools = (),
 ) -> list[Task]:
-    """Returns the tasks whose prompts fit. Adds the others to `left_out`, and logs their number.
+    """Returns the tasks whose prompts fit, with the descriptions of the `tools`. Adds the others to `left_out`, and
+    logs their number.
 
     If `tokenizer` is a LightTokenizer, `exact` returns the model's real tokenizer. It is called for prompts that fit
     only if the real one adds no special tokens.
@@ -100,11 +108,12 @@ def fitting(
     first_misfit = ""
     for start in range(0, len(tasks), ENCODED_AT_ONCE):
         chunk = tasks[start : start + ENCODED_AT_ONCE]
-        encoded = encode_prompts(tokenizer, [task.input for task in chunk])
+        encoded = encode_prompts(tokenizer, [task.input for task in chunk], tools=tools)
         if exact is not None:
             added = tokenizer.added_at_most
             doubtful = [place for place, ids in enumerate(encoded) if not ids or len(ids) <= longest < len(ids) + added]
-            again = encode_prompts(exact(), [chunk[place].input for place in doubtful]) if doubtful else []
+            prompts = [chunk[place].input for place in doubtful]
+            again = encode_prompts(exact(), prompts, tools=tools) if doubtful else []
             for place, ids in zip(doubtful, again, strict=True):
                 encoded[place] = ids
         for task, ids in zip(chunk, encoded, strict=True):
@@ -115,7 +124,8 @@ def fitting(
                 LeftOutRow(task.row, "prompt_length", f"has {len(ids)} tokens, but must have 1 to {longest}")
             )
             if not first_misfit:
-                first_misfit = f"{_where(task)}: the prompt {task.prompt[:40]!r} has {counted(tokenizer, task, ids)}"
+                size = counted(tokenizer, task, ids, tools=tools)
+                first_misfit = f"{_where(task)}: the prompt {task.prompt[:40]!r} has {size}"
     if not misfits:
         return fit
     finding = (

@@ -25,11 +25,13 @@ _TAKEN = "(task, completion) for one completion, or (task, completions) for a wh
 
 class Form(msgspec.Struct, frozen=True, kw_only=True):
     """How a reward function is called: with a group or with one completion, and whether the result is awaited. `agent`:
-    it is an agent, which makes its own calls to the model."""
+    it is an agent, which makes its own calls to the model. `tools` are the descriptions of `environment.tools`, as the
+    model reads them."""
 
     batched: bool = False
     asynchronous: bool = False
     agent: bool = False
+    tools: tuple[dict[str, Any], ...] = ()
 
     def limit_s(self, timeout_s: float, completions: int) -> float:
         """Returns the limit of one call in seconds. A batched call gets `timeout_s` for each of its completions."""

@@ -52,6 +52,11 @@ class ToolAgent:
         self._servers = [_Server(each, secrets=secrets) for each in section.mcp_servers]
         self._listing: asyncio.Task[None] | None = None
 
+    @property
+    def described(self) -> Sequence[dict[str, Any]]:
+        """The descriptions of the tools for the model. Those of MCP servers are known from the first episode on."""
+        return self._specs
+
     async def run(self, session: Session, task: Task) -> object:
         """Answers one task, and returns its reward. The number of the model's answers has the limit
         `environment.max_turns`; the last one is scored, even if it calls tools."""

@@ -121,8 +121,13 @@ TOOL = {"type": "function", "function": {"name": "nine", "description": "<a> & b
 WITH_TOOLS = {
     "as JSON": {"default": "{{ tools | tojson if tools }}{{ messages[0].content }}"},
     "by name": {"default": "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{{ messages[0].content }}"},
-    "indented": {"default": "{% if tools is not none %}{{ tools | tojson(indent=2) }}{% endif %}"},
-    "a template of its own": {"default": "d", "tool_use": "t{{ tools[0].function.description }}"},
+    "indented": {
+        "default": "{% if tools is not none %}{{ tools | tojson(indent=2) }}{% endif %}{{ messages[0].content }}"
+    },
+    "a template of its own": {
+        "default": "d{{ messages[0].content }}",
+        "tool_use": "t{{ tools[0].function.description }}{{ messages[0].content }}",
+    },
 }
 
 

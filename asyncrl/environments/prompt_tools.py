@@ -1,0 +1,43 @@
+"""The tools whose descriptions are part of each prompt (`environment.tools`), known before anything starts."""
+
+import os
+import threading
+from typing import Any
+
+from asyncrl.config.parts import all_configs
+from asyncrl.config.schema import Config, EnvironmentSection
+from asyncrl.environments.scoring_process import ScoringProcess
+from asyncrl.environments.secrets import Secrets
+from asyncrl.errors import ConfigError, InfraError
+
+PromptTools = tuple[dict[str, Any], ...]
+"""Descriptions of tools, as OpenAI's chat interface has them."""
+
+
+def prompt_tools(config: Config) -> dict[str, PromptTools]:
+    """Returns the descriptions of the tools of each part that has some, by the part's name. Equal environments are
+    asked once. Raises the errors of `described_tools`."""
+    sections = {name: part.environment for name, part in all_configs(config).items() if part.environment.tools}
+    keys = {name: section.model_dump_json() for name, section in sections.items()}
+    found = {key: described_tools(section) for key, section in {keys[name]: sections[name] for name in keys}.items()}
+    return {name: found[key] for name, key in keys.items()}
+
+
+def described_tools(section: EnvironmentSection) -> PromptTools:
+    """Returns the descriptions of `environment.tools`. Those of MCP servers are not among them, because the servers
+    start with the first episode.
+
+    A scoring process makes the descriptions, because it may import the user's functions. Raises ConfigError for a
+    function that cannot be a tool, and if the process does not start.
+    """
+    if not section.tools:
+        return ()
+    secrets = Secrets({name: os.environ[name] for name in section.secrets if name in os.environ})
+    process = ScoringProcess(section, closing=threading.Event(), secrets=secrets, output=lambda line: None)
+    try:
+        process.start()
+        return process.form.tools
+    except InfraError as error:
+        raise ConfigError(f"{section.tools_key}: {error}") from error
+    finally:
+        process.discard()
