@@ -142,6 +142,7 @@ INTERNALS: tuple[Name | Text, ...] = (
     Name("vllm.v1.engine.parallel_sampling", "ParentRequest", "output_aggregator", _RUNNING),
     Name("vllm.logprobs", "FlatLogprobs", "token_ids logprobs", "reads log-probs and supports of sampled tokens"),
     Text("vllm.v1.engine", '("stop", "length", "abort", "error"', "tells whether a completion ended in order"),
+    Text("vllm.tool_parsers", "_TOOL_PARSERS_TO_REGISTER = {", "knows the names of tool parsers before a run starts"),
     Name("vllm.tool_parsers", "ToolParserManager", "get_tool_parser(name) list_registered", _TOOLS),
     Name(
         "vllm.tool_parsers", "ToolParser", "__init__(tokenizer,tools) extract_tool_calls(model_output,request)", _TOOLS

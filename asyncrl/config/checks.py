@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from asyncrl.config.engine_args import engine_args_violations
+from asyncrl.config.engine_args import engine_args_violations, tool_parser_violations
 from asyncrl.config.field_types import WATCHED_DEADLINE
 from asyncrl.config.gpu_shares import share_violations, share_warnings
 from asyncrl.config.import_path import BUILT_IN_NAMES, malformed
@@ -353,6 +353,7 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _audit,
     _generator,
     engine_args_violations,
+    tool_parser_violations,
     share_violations,
     eval_violations,
 )

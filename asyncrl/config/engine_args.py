@@ -5,6 +5,7 @@ would not hold. All others are passed on, and vLLM checks their values when it s
 """
 
 import ast
+import difflib
 import functools
 from collections.abc import Iterator
 
@@ -83,6 +84,9 @@ REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.
 """Maps each argument that is refused everywhere to the reason. Those of keys of the configuration are not in it."""
 
 
+_PARSERS = "_TOOL_PARSERS_TO_REGISTER"
+
+
 def engine_args_violations(config: Config) -> Iterator[str]:
     """Yields a line for each argument that is refused."""
     generator = config.generator
@@ -97,6 +101,26 @@ def engine_args_violations(config: Config) -> Iterator[str]:
         elif known and name not in known:
             hint = suggest(name, sorted(known)) or "; remove it"
             yield f"{_KEY}.{name}: vLLM has no engine argument of this name{hint}"
+
+
+def tool_parser_violations(config: Config) -> Iterator[str]:
+    """Yields a line if the installed vLLM has no tool parser `generator.tool_parser`, with the names that it has, the
+    most similar ones first."""
+    name, known = config.generator.tool_parser, tool_parser_names()
+    if name is None or not known or name in known:
+        return
+    closest_first = difflib.get_close_matches(name, sorted(known), n=len(known), cutoff=0.0)
+    yield f"generator.tool_parser = {name}: vLLM has no such tool parser; set one of {', '.join(closest_first)}"
+
+
+@functools.cache
+def tool_parser_names() -> frozenset[str]:
+    """Returns the names of the tool parsers of the installed vLLM, read from its source as in `engine_arg_names`."""
+    folder = installed()
+    lines = ast.parse(source(folder, "vllm.tool_parsers")).body if folder is not None else []
+    tables = [line.value for line in lines if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == _PARSERS]
+    keys = [key for table in tables if isinstance(table, ast.Dict) for key in table.keys]
+    return frozenset(str(key.value) for key in keys if isinstance(key, ast.Constant))
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from asyncrl.config.schema import EnvironmentSection
 from asyncrl.data.prompts import Task
-from asyncrl.environments.reward_function import RewardFunction, subject
+from asyncrl.environments.reward_function import RewardFunction, caller, subject
 from asyncrl.environments.reward_terms import TermFailed
 from asyncrl.environments.reward_values import Unusable, components, listed, number
 from asyncrl.environments.scoring_messages import (
@@ -167,7 +167,7 @@ class GroupScoring:
 
     def _failed(self, call: _Call, error: BaseException) -> list[Outcome]:
         """Returns the outcomes of a call that failed as a whole."""
-        who = self._subject
+        who = caller(self.section)
         if isinstance(error, TermFailed):
             who, error = error.who, error.cause
         if isinstance(error, MemoryError):

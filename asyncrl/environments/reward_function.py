@@ -67,6 +67,13 @@ def subject(section: EnvironmentSection) -> str:
     return f"environment.reward = {section.reward}"
 
 
+def caller(section: EnvironmentSection) -> str:
+    """Returns what a scoring process calls, for errors of a whole call: the reward code, or the episode of the tools,
+    in which the reward is the last step."""
+    tools = section.has_tools and section.agent is None
+    return f"the episode with {section.tools_key}" if tools else subject(section)
+
+
 def reward_function(function: Callable[..., Any], *, named: str) -> RewardFunction:
     """Returns `function` with its form. `named` is the setting that names it, `key = value`.
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from asyncrl.config.schema import EnvironmentSection
 from asyncrl.environments.group_scoring import CANCEL_GRACE_S
-from asyncrl.environments.reward_function import Form, subject
+from asyncrl.environments.reward_function import Form, caller, subject
 from asyncrl.environments.reward_values import Unusable, check_names
 from asyncrl.environments.scores import Score, Scores
 from asyncrl.environments.scoring_child import Died, Late, ScoringChild
@@ -231,7 +231,7 @@ class ScoringProcess:
         return [each for each in scores.of_group(number) if each in set(left)] if self.form.batched else [number]
 
     def _fail(self, scores: Scores, numbers: Sequence[int], reason: RewardFailure, what: str) -> None:
-        message = f"{subject(self.section)} {what}"
+        message = f"{caller(self.section)} {what}"
         scores.fail(numbers, Failure(reason=reason, message=message, of_call=len(numbers) > 1))
 
     def _deadline(self, groups: Sequence[Group], progress: Progress) -> Callable[[], float]:

@@ -24,7 +24,10 @@ from asyncrl.config.schema import EnvironmentSection, McpServer
 from asyncrl.data.conversation import asked
 from asyncrl.data.prompts import Task
 from asyncrl.environments.agents import Session
-from asyncrl.environments.reward_function import RewardFunction
+from asyncrl.environments.reward_function import RewardFunction, subject
+from asyncrl.environments.reward_terms import TermFailed
+from asyncrl.environments.reward_values import Unusable
+from asyncrl.environments.scoring_messages import RewardFailure
 from asyncrl.errors import ConfigError
 from asyncrl.user_code import describe_error
 
@@ -66,7 +69,10 @@ class ToolAgent:
         messages: list[dict[str, Any]] = [*asked(task.input)]
         text = ""
         for turns_left in reversed(range(self._section.max_turns)):
-            reply = await session.chat(messages, tools=self._specs)
+            try:
+                reply = await session.chat(messages, tools=self._specs)
+            except RuntimeError as refused:
+                raise Unusable(RewardFailure.RAISED, f"failed: {refused}") from refused
             text = reply.get("content") or ""
             calls = reply.get("tool_calls") or ()
             if not calls or not turns_left:
@@ -75,6 +81,14 @@ class ToolAgent:
         return await self._scored(task, text)
 
     async def _scored(self, task: Task, text: str) -> object:
+        try:
+            return await self._reward(task, text)
+        except TermFailed:
+            raise
+        except Exception as error:
+            raise TermFailed(subject(self._section), error) from error
+
+    async def _reward(self, task: Task, text: str) -> object:
         form, function = self._scoring.form, self._scoring.function
         given: Any = [text] if form.batched else text
         if form.asynchronous:

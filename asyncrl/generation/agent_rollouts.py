@@ -165,6 +165,7 @@ def _judged(score: Score, session: EndedSession, episode: Episode) -> Score:
         return DataError(f"the model answered no call of the agent ({why})", reason=reason)
     if isinstance(score, DataError):
         if session.limit:
-            return DataError(f"{score} ({session.limit})", reason=RewardFailure.LIMIT, completion=episode.text)
+            told = str(score) if session.limit in str(score) else f"{score} ({session.limit})"
+            return DataError(told, reason=RewardFailure.LIMIT, completion=episode.text)
         return DataError(str(score), reason=score.reason, completion=episode.text)
     return score

@@ -326,7 +326,7 @@ class Conversation:
         return self._exceeded(
             "context_length_exceeded",
             f"the conversation has {tokens} tokens, and model.max_length = {self._settings.max_length} leaves no room "
-            "for an answer",
+            "for an answer; raise model.max_length",
         )
 
     def _exceeded(self, code: str, message: str) -> "LimitExceeded":

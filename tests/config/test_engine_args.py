@@ -3,7 +3,7 @@
 import pytest
 
 from asyncrl.config.checks import check_config
-from asyncrl.config.engine_args import REFUSED, engine_arg_names
+from asyncrl.config.engine_args import REFUSED, engine_arg_names, tool_parser_names
 from asyncrl.config.load import is_own, load_config
 from asyncrl.errors import ConfigError
 
@@ -62,6 +62,31 @@ def test_every_refused_argument_exists() -> None:
 def test_names_are_read_from_both_classes_and_none_is_private() -> None:
     assert {"model", "kv_cache_dtype", "enable_log_requests"} <= engine_arg_names()
     assert not [name for name in engine_arg_names() if name.startswith("_")]
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("herms", "hermes"), ("llama3", "llama3_json"), ("Mistral", "mistral"), ("qwen3-coder", "qwen3_coder"), ("x", "")],
+)
+def test_an_unknown_tool_parser_is_refused_with_all_names_the_closest_first(name: str, nearest: str) -> None:
+    said = refusal(f"generator.tool_parser={name}")
+    assert f"generator.tool_parser = {name}: vLLM has no such tool parser; set one of {nearest}" in said
+    assert all(known in said for known in tool_parser_names())
+
+
+@needs_vllm
+def test_the_names_of_tool_parsers_are_those_that_vllm_registers() -> None:
+    from vllm.tool_parsers import ToolParserManager
+
+    assert tool_parser_names() == set(ToolParserManager.list_registered())
+    for name in ("hermes", "mistral", "pythonic"):
+        check_config(load_config([], [f"generator.tool_parser={name}"]))
+
+
+def test_without_vllm_on_this_machine_no_tool_parser_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.config.engine_args.tool_parser_names", frozenset)
+    check_config(load_config([], ["generator.tool_parser=mine"]))
 
 
 def test_without_vllm_on_this_machine_only_known_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

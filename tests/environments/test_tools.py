@@ -21,8 +21,10 @@ from asyncrl.config.schema import EnvironmentSection
 from asyncrl.data.prompts import Task
 from asyncrl.environments import tools
 from asyncrl.environments.agents import Session
+from asyncrl.environments.group_scoring import GroupScoring
 from asyncrl.environments.interfaces import build_reward
-from asyncrl.environments.reward_function import RewardFunction, reward_function
+from asyncrl.environments.reward_function import Form, RewardFunction, reward_function
+from asyncrl.environments.scoring_messages import Failure, Group, Reply, Request
 from asyncrl.environments.tools import ToolAgent
 from asyncrl.errors import ConfigError
 
@@ -159,6 +161,72 @@ async def test_the_tools_of_the_last_turn_are_not_called(monkeypatch: pytest.Mon
 async def test_rewards_of_all_forms_score_the_answer(function: Any) -> None:
     made = agent("search", scoring=reward_function(function, named="environment.reward"))
     assert (await played(made))[0] == 1.0
+
+
+class Refusing:
+    """A session whose calls the gateway refuses after `answered` of them."""
+
+    def __init__(self, why: str, *, answered: int = 0) -> None:
+        self._why, self._answered = why, answered
+        self._model = Model(("search", {"query": "a"}))
+
+    async def begin(self) -> None:
+        pass
+
+    async def chat(self, messages: Any, *, tools: Any) -> dict[str, Any]:
+        if not self._answered:
+            raise RuntimeError(f"the gateway refused a call: {self._why}")
+        self._answered -= 1
+        return await self._model.chat(messages, tools=tools)
+
+
+def broken_reward(task: Task, completion: str) -> float:
+    raise KeyError("label")
+
+
+async def broken_reward_awaited(task: Task, completion: str) -> float:
+    raise ZeroDivisionError
+
+
+def failure_of(made: ToolAgent, session: object, section: EnvironmentSection) -> str:
+    """Returns the message with which the sample of an episode fails."""
+    replies: list[Reply] = []
+
+    async def episode(task: Task, completion: str) -> object:
+        return await made.run(cast(Session, session), task)
+
+    reward = RewardFunction(function=episode, form=Form(asynchronous=True, agent=True))
+    GroupScoring(reward, section, send=replies.append).score(
+        Request(id=1, groups=(Group(task=TASK, completions=("",)),))
+    )
+    [failure] = [outcome for reply in replies for _, outcome in reply.outcomes]
+    assert isinstance(failure, Failure)
+    return failure.message
+
+
+@pytest.mark.parametrize("answered", [0, 1], ids=["the first call", "a later call"])
+@pytest.mark.parametrize("why", ["no room in model.max_length", "too many branches", "the tools are not written"])
+def test_a_refused_call_is_a_failure_of_the_episode_and_not_of_the_reward(why: str, answered: int) -> None:
+    made = agent("search", max_turns=4)
+    section = EnvironmentSection(tools=["tools_of_tests:search"], reward="exact_match", max_turns=4)
+    said = failure_of(made, Refusing(why, answered=answered), section)
+    assert said == f"the episode with environment.tools failed: the gateway refused a call: {why}"
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (broken_reward, "environment.reward = own:scored raised KeyError: 'label'"),
+        (broken_reward_awaited, "environment.reward = own:scored raised ZeroDivisionError"),
+        (lambda task, completions: 1 / 0, "environment.reward = own:scored raised ZeroDivisionError"),
+    ],
+    ids=["raises", "async", "group"],
+)
+def test_a_reward_that_fails_after_an_episode_is_named(function: Any, says: str) -> None:
+    scoring = reward_function(function, named="environment.reward")
+    section = EnvironmentSection(tools=["tools_of_tests:search"], reward="own:scored")
+    made = ToolAgent(section, scoring=scoring)
+    assert failure_of(made, Model(), section).startswith(says)
 
 
 @pytest.mark.parametrize(
