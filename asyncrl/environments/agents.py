@@ -69,6 +69,8 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Agent = Callable[[Session, Task], Any]
+_OF_REWARDS = {"completion", "completions", "prompts"}
+"""Names of parameters that only rewards have, of asyncrl and of TRL."""
 
 
 class Demonstration(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,11 +89,18 @@ def as_reward(agent: Agent, *, named: str, tools: Sequence[dict[str, Any]] = ())
     descriptions of its tools that are known. Raises ConfigError if it cannot be called with a session and a task.
     """
     try:
-        inspect.signature(agent).bind("session", "task")
-    except TypeError as error:
+        signature = inspect.signature(agent)
+        signature.bind("session", "task")
+    except (TypeError, ValueError) as error:
         raise ConfigError(
             f"{named} cannot be called with two arguments ({error}); an agent takes (session, task)"
         ) from None
+    parameters = [*signature.parameters]
+    if parameters[0] == "task" or _OF_REWARDS & {*parameters}:
+        raise ConfigError(
+            f"{named} has the parameters {signature}, but an agent takes (session, task); change them, or set "
+            "environment.reward instead if it is a reward"
+        )
 
     async def episode(task: Task, completion: str) -> object:
         session = msgspec.json.decode(completion, type=Session)

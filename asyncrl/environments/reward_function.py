@@ -92,6 +92,11 @@ def reward_function(function: Callable[..., Any], *, named: str) -> RewardFuncti
     key, _, path = named.partition(" = ")
     if _is_trl(parameters):
         raise ConfigError(_trl_message(key, path, signature, asynchronous=asynchronous))
+    if parameters and parameters[0].name == "session":
+        raise ConfigError(
+            f"{named} has the parameters {signature}, like an agent; a reward takes {_TAKEN}. Set environment.agent "
+            "instead if it is an agent"
+        )
     try:
         signature.bind("task", "completion")
     except TypeError as error:

@@ -11,9 +11,9 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, cast
+from typing import Any, cast, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.json_schema import GenerateJsonSchema
@@ -144,6 +144,9 @@ class _Untitled(GenerateJsonSchema):
 def _of_function(function: Callable[..., Any], path: str) -> tuple[dict[str, Any], Call]:
     """Returns the description of a function for the model, from its signature and docstring, and its call."""
     try:
+        name = function.__name__
+        for problem in _inexpressible(function):
+            raise TypeError(problem)
         adapter: TypeAdapter[Any] = TypeAdapter(cast(Any, function))
         schema = adapter.json_schema(schema_generator=_Untitled)
         described = inspect.getdoc(function)
@@ -161,7 +164,22 @@ def _of_function(function: Callable[..., Any], path: str) -> tuple[dict[str, Any
             return await adapter.validate_python(given)
         return await _in_thread(lambda: adapter.validate_python(given), named=path)
 
-    return _spec(function.__name__, described, schema), call
+    return _spec(name, described, schema), call
+
+
+def _inexpressible(function: Callable[..., Any]) -> Iterator[str]:
+    """Yields which parameters have no type, or a type that JSON cannot express."""
+    types = get_type_hints(function, include_extras=True)
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if name not in types:
+            yield f"its parameter {name} has no type, so the model would not know what to give"
+            continue
+        try:
+            TypeAdapter(types[name]).json_schema()
+        except Exception:  # pydantic has several errors for what it cannot describe
+            yield f"JSON cannot express the type of its parameter {name}, {inspect.formatannotation(types[name])}"
 
 
 _running: set[Future[object]] = set()

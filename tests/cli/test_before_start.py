@@ -46,6 +46,22 @@ def reward(task, completion):
     return 0.0
 
 
+def of_group(task, completions):
+    return [0.0 for _ in completions]
+
+
+def of_trl(prompts, completions=(), **columns):
+    return [0.0 for _ in completions]
+
+
+def swapped(task, session):
+    return 0.0
+
+
+async def agent(session, task):
+    return 0.0
+
+
 def loss(policy, rewards):
     return 0.0
 
@@ -97,6 +113,15 @@ def test_built_in_parts_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
         (f"environment.reward={OWN}:rewrd", "names 'rewrd', which before_start_tasks lacks; did you mean 'reward'?"),
         (f"environment.reward={OWN}:calls", "is a list, not a callable"),
         ("environment.reward=before_start_broken:f", "raised KeyError: 'JUDGE_API_KEY' (before_start_broken.py:3)"),
+        (
+            f"environment.agent={OWN}:reward",
+            "has the parameters (task, completion), but an agent takes (session, task)",
+        ),
+        (f"environment.agent={OWN}:of_group", "(task, completions), but an agent takes (session, task)"),
+        (f"environment.agent={OWN}:of_trl", "(prompts, completions=(), **columns), but an agent takes"),
+        (f"environment.agent={OWN}:swapped", "has the parameters (task, session), but an agent takes (session, task)"),
+        (f"environment.agent={OWN}:factory", "cannot be called with two arguments"),
+        (f"environment.reward={OWN}:agent", "has the parameters (session, task), like an agent; a reward takes"),
         (f"algorithm.loss={OWN}:los", "did you mean 'loss'?"),
         (f"algorithm.loss={OWN}:loss", "cannot be called as a loss: "),
         (

@@ -234,6 +234,13 @@ def test_a_reward_that_fails_after_an_episode_is_named(function: Any, says: str)
     [
         (["without_docstring"], "it needs a docstring"),
         (["of_objects"], "tools_of_tests:of_objects cannot be a tool"),
+        (["without_type"], "without_type cannot be a tool (its parameter query has no type"),
+        (["with_one_type"], "with_one_type cannot be a tool (its parameter limit has no type"),
+        (["Page.searched"], "Page.searched cannot be a tool (its parameter self has no type"),
+        (["of_a_class"], "JSON cannot express the type of its parameter page, tools_of_tests.Page"),
+        (["of_a_function"], "JSON cannot express the type of its parameter key, "),
+        (["of_threads"], "JSON cannot express the type of its parameter lock, "),
+        (["prepared"], "tools_of_tests:prepared cannot be a tool"),
         (
             ["search", "Other.search"],
             "two tools have the name search, the second one is of tools_of_tests:Other.search",

@@ -2,7 +2,10 @@
 
 import asyncio
 import sys
+import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated
 
 from pydantic import Field
@@ -42,6 +45,41 @@ def without_docstring(number: int) -> int:
 def of_objects(thing: object, /) -> str:
     """Takes a thing by its place."""
     return str(thing)
+
+
+def without_type(query) -> str:  # type: ignore[no-untyped-def]
+    """Finds pages."""
+    return str(query)
+
+
+def with_one_type(query: str, limit=3) -> str:  # type: ignore[no-untyped-def]
+    """Finds pages."""
+    return str(query * limit)
+
+
+class Page:
+    def searched(self, query: str) -> str:
+        """Needs an instance."""
+        return query
+
+
+def of_a_class(page: Page) -> str:
+    """Reads a page."""
+    return str(page)
+
+
+def of_a_function(key: Callable[[str], int]) -> int:
+    """Sorts."""
+    return key("a")
+
+
+def of_threads(name: str, lock: threading.Event | None = None) -> str:
+    """Waits for a lock."""
+    del lock
+    return name
+
+
+prepared = partial(search, limit=1)
 
 
 class Other:
