@@ -357,7 +357,8 @@ class DataSection(DatasetSection):
     control_tokens: Literal["keep", "refuse"] = "keep"
     """Prompts whose own text contains a control token of the tokenizer, such as `<|im_start|>` or `</s>`: the model
     reads the token, and not the text. `keep`: they are used, and the start names the first one. `refuse`: their rows
-    are bad rows (`on_bad_row`)."""
+    are bad rows (`on_bad_row`). The same holds for the results of tools: `keep` names the first one in the log, and
+    with `refuse` the model reads an error instead."""
     max_prompt_tokens: PositiveInt = 48
     """Maximum length of a prompt, tokens. A row with a longer or an empty prompt is a bad row."""
     epochs: PositiveInt | None = None

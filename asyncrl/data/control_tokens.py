@@ -62,6 +62,10 @@ class ControlTokens:
             return "which the model reads as a control token, and not as text"
         return f"and then {self._words[1]!r}, as the chat template writes them around a message"
 
+    def first_in_text(self, text: str) -> str | None:
+        """Returns the first control token in a text; None if there is none."""
+        return next(self._found(text), None)
+
     def first_in(self, task: Task) -> str | None:
         """Returns the first control token in the text or the messages of a task, or the words with which the template
         begins a message if those with which it ends one follow; None if there is neither."""

@@ -113,7 +113,7 @@ async def _with_agents(
     from asyncrl.generation.gateway_server import GatewayServer
     from asyncrl.generation.rendering import Renderer
 
-    renderer = Renderer(tokenizer)
+    renderer = Renderer(tokenizer, control_tokens=config.data.control_tokens)
     server = GatewayServer(config=config, renderer=renderer, sample=lambda asked: agents.sample(asked))
     agents = AgentRollouts(config=config, gateway=server, engine=engine, scorer=scorer, tokenizer=tokenizer)
     await server.start()

@@ -84,7 +84,8 @@ class GatewayActor(GatewayServer):
         log_to_stderr()
         self._replica = ray.get_actor(replica, namespace=config.run.name)
         tokenizer = load_tokenizer(model_path, chat=config.data.chat, chat_options=config.data.chat_options)
-        super().__init__(config=config, renderer=Renderer(tokenizer), sample=self._ask)
+        renderer = Renderer(tokenizer, control_tokens=config.data.control_tokens)
+        super().__init__(config=config, renderer=renderer, sample=self._ask)
 
     async def _ask(self, asked: Asked) -> Answered:
         timeout_s = self._config.generator.rollout_timeout_s

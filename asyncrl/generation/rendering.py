@@ -1,16 +1,22 @@
 """Turns the messages and texts of an agent's calls into tokens, with the model's chat template and tokenizer."""
 
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
+from asyncrl.data.control_tokens import ControlTokens
 from asyncrl.data.conversation import asked
 from asyncrl.data.tokenizer import EXAMPLE_TOOL, Input, check_tools_written, renamed, with_one_start
 from asyncrl.data.turn_ends import CONTENTS, REFUSALS, common_prefix, common_suffix, engine_ends, template_end
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.generation.messages import Message, for_template, text_of
 
+_log = logging.getLogger(__name__)
+
+REFUSED_RESULT = "error: the result contains a control token of the model, so it cannot be shown"
+"""What the model reads in place of the result of a tool with control tokens, with `data.control_tokens: refuse`."""
 CONTEXT = 8
 """Number of tokens before others with which these are decoded."""
 
@@ -22,9 +28,12 @@ class Renderer:
     `end` is the token with which the template ends a turn. The model samples it, or another one of `ends`.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        """Raises ConfigError if the tokenizer has no chat template, or if the template does not end the turns of the
-        model with a token of its own."""
+    def __init__(self, tokenizer: Any, *, control_tokens: Literal["keep", "refuse"] = "keep") -> None:
+        """`control_tokens` is `data.control_tokens`, which holds for the results of tools too.
+
+        Raises ConfigError if the tokenizer has no chat template, or if the template does not end the turns of the model
+        with a token of its own.
+        """
         self._tokenizer = tokenizer
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError(
@@ -40,6 +49,7 @@ class Renderer:
             )
         self.end: int = end
         self.ends: frozenset[int] = engine_ends(tokenizer) | {end}
+        self._control_tokens, self._keeps, self._noted = ControlTokens(tokenizer), control_tokens == "keep", False
         self._line = self.encoded("\n", first_token=False)
 
     def check_tools(self, prompt: Input, *, model: str, key: str) -> None:
@@ -132,9 +142,23 @@ class Renderer:
             )
 
         try:
-            return rendered(list(map(for_template, messages)))
+            return rendered([{**for_template(message), "content": self._content(message)} for message in messages])
         except TypeError:  # some templates join the arguments of calls as texts
-            return rendered([{**message, "content": text_of(message)} for message in messages])
+            return rendered([{**message, "content": self._content(message)} for message in messages])
+
+    def _content(self, message: Message) -> str:
+        """Returns the text of a message for the model. A result of a tool with control tokens is kept, with one note in
+        the log, or becomes an error."""
+        text = text_of(message)
+        token = self._control_tokens.first_in_text(text) if message["role"] == "tool" else None
+        if token is None:
+            return text
+        if not self._noted:
+            self._noted = True
+            done = "kept (data.control_tokens: keep)" if self._keeps else "an error for the model"
+            what = self._control_tokens.description(token)
+            _log.warning("the result of a tool contains %r, %s; such results are %s", token, what, done)
+        return text if self._keeps else REFUSED_RESULT
 
 
 def _turns(messages: Sequence[Message], *, called: bool) -> Iterator[list[Message]]:
