@@ -25,6 +25,11 @@ def describe_error(error: BaseException) -> str:
 
     The text shows no secret of the run, and at most `MAX_TEXT_CHARS` characters.
     """
+    return f"{type_and_text(error)}{_place(error)}"
+
+
+def type_and_text(error: BaseException) -> str:
+    """Returns `describe_error` without the place: for readers who must not see the user's files, such as the model."""
     try:
         text = str(error)
     except Exception:  # an exception's own __str__ may raise; its type and place can still be shown
@@ -33,7 +38,7 @@ def describe_error(error: BaseException) -> str:
     if len(text) > MAX_TEXT_CHARS:
         text = f"{text[:MAX_TEXT_CHARS]}…"
     text = text.encode("utf-8", "replace").decode()  # lone surrogates cannot be written to a file or sent
-    return f"{type(error).__name__}: {text}{_place(error)}"
+    return f"{type(error).__name__}: {text}"
 
 
 def _place(error: BaseException) -> str:

@@ -7,12 +7,16 @@ from asyncrl.errors import FailureClass, RolloutError
 MAX_FAILURE_CHARS = 1000
 """Maximum length of each text of a failure (message, prompt, completion). Longer texts are cut."""
 
+TOOL_FAILED = "tool_failed"
+"""The reason of failed calls of tools."""
+
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """The failure of one rollout. Texts have at most `MAX_FAILURE_CHARS` characters.
 
     `prompt` is empty if the failure does not belong to one prompt. `completion` is empty if it does not belong to one
-    completion.
+    completion. A failed call of a tool has the name of the `tool` and the type of its `error`; these are empty for
+    other failures.
     """
 
     failure_class: FailureClass
@@ -20,6 +24,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
     prompt: str = ""
     completion: str = ""
+    tool: str = ""
+    error: str = ""
 
     @classmethod
     def of(cls, error: RolloutError, *, prompt: str = "") -> "Failure":
@@ -34,13 +40,24 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """`<class>/<reason>`, from a bounded set."""
-        return f"{self.failure_class.value}/{self.reason}"
+        """`<class>/<reason>`, from a bounded set; with `/<tool>/<error>` for the failed call of a tool."""
+        of_tool = f"/{self.tool}/{self.error}" if self.tool else ""
+        return f"{self.failure_class.value}/{self.reason}{of_tool}"
 
     @property
     def of_reward(self) -> bool:
         """Whether the reward failed; otherwise the generation failed."""
         return self.reason.startswith("reward_")
+
+    @property
+    def subject(self) -> str:
+        """What failed, in words: the reason, or the tool."""
+        return f"tool {self.tool}" if self.tool else self.reason
+
+    @property
+    def of_tool(self) -> bool:
+        """Whether a call of a tool failed. The model read the error, and its episode went on."""
+        return self.reason == TOOL_FAILED
 
     @property
     def words(self) -> str:
@@ -70,18 +87,20 @@ class FailureCount(msgspec.Struct, frozen=True, kw_only=True):
     `rollouts` is the number of failed rollouts, with those of held-out evaluations. `groups` is the number of groups
     that ended with such a failure. The two differ because a group is tried again after an INFRA failure, and because
     rollouts of held-out evaluations belong to no group. `samples` is the number of completions whose reward failed, but
-    whose group was committed (`environment.on_error`).
+    whose group was committed (`environment.on_error`). `tool_calls` is the number of failed calls of a tool in such
+    groups.
     """
 
     rollouts: int = 0
     groups: int = 0
     samples: int = 0
+    tool_calls: int = 0
     first: Failure
 
     @property
     def failures(self) -> int:
-        """The number of failures: rollouts, and single completions."""
-        return self.rollouts + self.samples
+        """The number of failures: rollouts, single completions, and calls of tools."""
+        return self.rollouts + self.samples + self.tool_calls
 
 
 class FailureStreak(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,13 +1,17 @@
 """Counts failed rollouts and rewards, keeps the first failure of each kind, and detects when too many groups failed in
 a row.
 
-Memory is bounded, because the set of reasons is bounded and texts are cut (`Failure`). This module is pure.
+Memory is bounded, because the set of reasons is bounded and texts are cut (`Failure`). Agents name tools and the types
+of their errors. From `MAX_KINDS` kinds on, a new one counts under its reason only. This module is pure.
 """
 
 import msgspec
 
 from asyncrl.buffer.failure_records import Failure, FailureCount, FailureStreak
 from asyncrl.errors import FailureClass
+
+MAX_KINDS = 200
+"""The number of kinds of failures from which on new tools and types of errors are not told apart."""
 
 
 class FailureState(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +31,7 @@ class FailureLog:
 
     @property
     def total(self) -> int:
-        """The number of failures: rollouts, and single completions."""
+        """The number of failures: rollouts, single completions, and calls of tools."""
         return sum(count.failures for count in self._counts.values())
 
     @property
@@ -48,14 +52,19 @@ class FailureLog:
                 groups=(streak.groups if streak else 0) + 1, first=streak.first if streak else failure, last=failure
             )
 
-    def count(self, failure: Failure, *, rollouts: int = 0, groups: int = 0, samples: int = 0) -> None:
+    def count(
+        self, failure: Failure, *, rollouts: int = 0, groups: int = 0, samples: int = 0, tool_calls: int = 0
+    ) -> None:
         """Counts failures that do not change the streak: rollouts of a held-out evaluation, which belong to no group,
-        and completions whose reward failed in groups that were committed."""
+        and completions whose reward failed, and failed calls of tools, in groups that were committed."""
+        if failure.label not in self._counts and len(self._counts) >= MAX_KINDS:
+            failure = msgspec.structs.replace(failure, tool="", error="")
         known = self._counts.get(failure.label, FailureCount(first=failure))
         self._counts[failure.label] = FailureCount(
             rollouts=known.rollouts + rollouts,
             groups=known.groups + groups,
             samples=known.samples + samples,
+            tool_calls=known.tool_calls + tool_calls,
             first=known.first,
         )
 

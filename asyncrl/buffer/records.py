@@ -176,7 +176,8 @@ class GroupMeta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     `zero_variance: resample`. `part` is that of the group's task. `continued_tokens`
     is the number of completion tokens that the attempt took from the prefix of its ticket. `stored` is the last partial
     generation that the attempt has stored. `row_checksums` identify the rows for the audit
-    (`asyncrl.data.row_checksums`).
+    (`asyncrl.data.row_checksums`). `turns` has the calls of the model by each sample's agent; it is empty without
+    agents. `tool_calls` is the number of the model's tool calls, of which `failed_tool_calls` failed.
     """
 
     group: int
@@ -199,6 +200,9 @@ class GroupMeta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     stored: Prefix | None = None
     version_spans: tuple[tuple[VersionSpan, ...], ...] = ()
     row_checksums: tuple[int, ...] = ()
+    turns: tuple[int, ...] = ()
+    tool_calls: int = 0
+    failed_tool_calls: int = 0
 
     @property
     def key(self) -> str:

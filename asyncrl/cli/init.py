@@ -208,6 +208,7 @@ def _facts(
         longest_model=_positions(model),
         parameters=_parameters(model),
         gpus=len(gpus),
+        conversations=any(task.messages for task in tasks),
         gpu_gib=min((gpu.memory_mib / 1024 for gpu in gpus), default=0.0),
     )
 

@@ -60,5 +60,19 @@ def section_of(part: str) -> str:
 
 
 def environment_name(config: Config) -> str:
-    """Returns the name of the environment, or the names of the parts of a mixture."""
-    return "+".join(part_configs(config)) if config.data.mixture else config.environment.name
+    """Returns the name of what plays: the parts of a mixture, the agent's import path, `tools`, or the environment. A
+    reward of the user's own on a dataset of the user's own needs no environment; then it is `dataset`.
+
+    >>> environment_name(Config.model_validate({"environment": {"agent": "games:Chess.play"}}))
+    'games:Chess.play'
+    """
+    if config.data.mixture:
+        return "+".join(part_configs(config))
+    section = config.environment
+    if section.agent is not None:
+        return section.agent
+    if config.data.dataset == "environment":
+        return section.name
+    if section.has_tools:
+        return "tools"
+    return "dataset" if section.reward is not None or section.rewards else section.name

@@ -50,7 +50,8 @@ class Facts:
     `data` are the keys of the section `data` that say what is read. `completion_tokens` is the user's option
     --completion-tokens. `longest_model` is the model's maximum sequence length in tokens, `parameters` its number of
     parameters; both are None if the model's files do not give them. `gpu_gib` is the memory of a GPU. `numbers` is
-    None without GPUs, and if the model's shapes or the memory are not known.
+    None without GPUs, and if the model's shapes or the memory are not known. `conversations` is whether rows have
+    messages, which have no prompt template.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Facts:
     gpus: int
     gpu_gib: float = 0.0
     numbers: GpuNumbers | None = None
+    conversations: bool = False
 
 
 def starter_yaml(facts: Facts) -> str:

@@ -18,9 +18,9 @@ class FailureReports:
         self._parts.waiting.failures.ring()
 
     async def samples_failed(self, counts: Sequence[FailureCount]) -> None:
-        """Reports completions whose reward failed in groups that were committed."""
+        """Reports completions whose reward failed, and calls of tools that failed, in groups that were committed."""
         for count in counts:
-            self._parts.buffer.failures.count(count.first, samples=count.samples)
+            self._parts.buffer.failures.count(count.first, samples=count.samples, tool_calls=count.tool_calls)
         self._parts.waiting.failures.ring()
 
     async def more_than(self, known_failures: int, *, wait_s: float) -> tuple[FailureCount, ...]:

@@ -90,7 +90,8 @@ def check_there(directory: Path) -> None:
     close = difflib.get_close_matches(directory.name, names, n=1)
     shown = ", ".join(names[:_NAMES_SHOWN]) + (f" and {len(names) - _NAMES_SHOWN} more" if names[_NAMES_SHOWN:] else "")
     there_are = f"did you mean {close[0]}? Existing runs: {shown}" if close else f"existing runs: {shown or 'none'}"
-    raise RunError(f"there is no run {directory.name} in {folder}/; {there_are}")
+    elsewhere = f". If run.dir is another folder, give the path: FOLDER/{directory.name}" if folder == RUNS else ""
+    raise RunError(f"there is no run {directory.name} in {folder}/; {there_are}{elsewhere}")
 
 
 def existing_run(run: Path) -> Path:

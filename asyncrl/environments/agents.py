@@ -13,16 +13,25 @@ import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
 from asyncrl.data.prompts import Task
 from asyncrl.environments.reward_function import Form, RewardFunction
+from asyncrl.environments.scoring_messages import sendable
 from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
     import httpx
+
+
+class ToolFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """A failed call of a tool: the tool's name, the type of the error, and the message for the log."""
+
+    tool: Annotated[str, msgspec.Meta(max_length=100)]
+    error: Annotated[str, msgspec.Meta(max_length=100)]
+    message: str
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +71,14 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
         answer = await _posted(f"{self.base_url.removesuffix('/v1')}/inference/v1/generate", self.api_key, body)
         sampled: list[int] = answer["choices"][0]["token_ids"]
         return sampled
+
+    async def tool_failed(self, tool: str, *, error: str, message: str) -> None:
+        """Reports that a tool failed, for the log and the numbers of the run. The model does not read it.
+
+        `error` is the type of the error, such as `ValueError`, and `message` is what the log shows.
+        """
+        body = {"tool": sendable(tool)[:100], "error": sendable(error)[:100], "message": sendable(message)}
+        await _posted(f"{self.base_url.removesuffix('/v1')}/tool_failed", self.api_key, body)
 
     async def begin(self) -> None:
         """Makes the gateway forget the calls of an earlier attempt, whose process has died."""

@@ -23,13 +23,13 @@ from asyncrl.config.import_path import resolve
 from asyncrl.config.schema import EnvironmentSection, McpServer
 from asyncrl.data.conversation import asked
 from asyncrl.data.prompts import Task
-from asyncrl.environments.agents import Session
+from asyncrl.environments.agents import Session, ToolFailure
 from asyncrl.environments.reward_function import RewardFunction, subject
 from asyncrl.environments.reward_terms import TermFailed
 from asyncrl.environments.reward_values import Unusable
 from asyncrl.environments.scoring_messages import RewardFailure
 from asyncrl.errors import ConfigError
-from asyncrl.user_code import describe_error
+from asyncrl.user_code import describe_error, type_and_text
 
 HUNG_THREADS = 32
 """Calls of tools that may hang in a process at the same time."""
@@ -77,7 +77,10 @@ class ToolAgent:
             calls = reply.get("tool_calls") or ()
             if not calls or not turns_left:
                 break
-            messages += [reply, *await asyncio.gather(*map(self._result, calls))]
+            results = await asyncio.gather(*map(self._result, calls))
+            messages += [reply, *(message for message, _ in results)]
+            for failure in (failure for _, failure in results if failure is not None):
+                await session.tool_failed(failure.tool, error=failure.error, message=failure.message)
         return await self._scored(task, text)
 
     async def _scored(self, task: Task, text: str) -> object:
@@ -97,25 +100,33 @@ class ToolAgent:
             value = await asyncio.to_thread(function, task, given)
         return value[0] if form.batched else value
 
-    async def _result(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the message with the result of a call, or with what was wrong, which the model reads."""
+    async def _result(self, call: Mapping[str, Any]) -> tuple[dict[str, Any], ToolFailure | None]:
+        """Returns the message with the result of a call, or with what was wrong, which the model reads. Also returns
+        the failure of the tool, if it raised or was late. A call with wrong arguments is no failure of the tool."""
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         limit_s = self._section.tool_timeout_s
         tool = self._calls.get(name)
         if tool is None:
             known = ", ".join(self._calls)
-            return _told(call, f"error: there is no tool {name}; there are {known}")
+            return _told(call, f"error: there is no tool {name}; there are {known}"), None
+        failure = None
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(limit_s) as limit:
                 content = _as_text(await tool(json.loads(arguments)))
-        except TimeoutError:
-            content = f"error: {name} took longer than {limit_s:g} s"
-        except ValidationError as error:
-            wrong = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-            content = f"error: {'; '.join(wrong)}"
+        except _WrongArguments as error:
+            content = f"error: {error}"
+        except _ServerError as error:
+            content = f"error: {error}"
+            failure = ToolFailure(tool=name, error="MCP", message=f"its MCP server answered with the error: {error}")
         except (Exception, SystemExit) as error:  # the tool's own errors are answers to the model
-            content = f"error: {describe_error(error)}"
-        return _told(call, content)
+            raised = error.error if isinstance(error, _Raised) else error
+            if limit.expired():
+                content = f"error: {name} took longer than {limit_s:g} s"
+                message = f"it took longer than environment.tool_timeout_s = {limit_s:g} s"
+            else:
+                content, message = f"error: {type_and_text(raised)}", describe_error(raised)
+            failure = ToolFailure(tool=name, error=type(raised).__name__, message=message)
+        return _told(call, content), failure
 
     async def _list_servers(self) -> None:
         listed = await asyncio.gather(*(server.tools() for server in self._servers))
@@ -131,6 +142,22 @@ class ToolAgent:
             )
         self._specs.append(spec)
         self._calls[name] = call
+
+
+class _WrongArguments(Exception):
+    """The model called a tool with arguments that do not fit the tool's parameters."""
+
+
+class _ServerError(Exception):
+    """An MCP server answered a call with an error."""
+
+
+class _Raised(Exception):
+    """Carries an `error` that a tool raised in its thread and that a future of asyncio does not take."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
 
 
 class _Untitled(GenerateJsonSchema):
@@ -158,11 +185,20 @@ def _of_function(function: Callable[..., Any], path: str) -> tuple[dict[str, Any
             "parameters whose types JSON can express"
         ) from error
 
+    def called(given: ArgsKwargs) -> Any:
+        try:
+            return adapter.validate_python(given)
+        except ValidationError as error:
+            if error.title != adapter.validator.title:
+                raise  # the function itself validates something else
+            wrong = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+            raise _WrongArguments("; ".join(wrong)) from error
+
     async def call(arguments: Mapping[str, Any]) -> object:
         given = ArgsKwargs((), dict(arguments))
         if inspect.iscoroutinefunction(function):
-            return await adapter.validate_python(given)
-        return await _in_thread(lambda: adapter.validate_python(given), named=path)
+            return await called(given)
+        return await _in_thread(lambda: called(given), named=path)
 
     return _spec(name, described, schema), call
 
@@ -200,7 +236,7 @@ async def _in_thread(work: Callable[[], object], *, named: str) -> object:
         except BaseException as error:
             # A future of asyncio does not take StopIteration, and SystemExit would end the event loop.
             usual = isinstance(error, Exception) and not isinstance(error, StopIteration)
-            call.set_exception(error if usual else RuntimeError(describe_error(error)))
+            call.set_exception(error if usual else _Raised(error))
 
     threading.Thread(target=run, name=named, daemon=True).start()
     try:
@@ -266,7 +302,9 @@ class _Server:
                     serving.cancel()
                 raise
             text = "\n".join(part.text for part in result.content if part.type == "text")
-            return f"error: {text}" if result.is_error else text
+            if result.is_error:
+                raise _ServerError(text)
+            return text
 
         return call
 

@@ -26,7 +26,7 @@ from asyncrl.generation.vllm_tools import ToolParser
 
 
 class AgentActivity(TypedDict):
-    """The arguments of `GeneratorMetrics.agents` for a group: the calls of each sample, the tool calls
+    """What the agents of a group did, as `GeneratorMetrics.agents` takes it: the calls of each sample, the tool calls
     of the model, how long each took until the agent's next call (seconds), the forks by reason, and the tokens by
     origin."""
 
@@ -104,6 +104,7 @@ class AgentRollouts:
             scores=[_judged(*each) for each in zip(scores, ended, episodes, strict=True)],
             environment_s=max(0.0, time.monotonic() - began_s - waited_s),
             activity=_activity(ended, episodes),
+            tool_failures=tuple(failure for session in ended for failure in session.tool_failures),
             continued_tokens=group.continued_tokens,
         )
 

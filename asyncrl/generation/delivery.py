@@ -112,6 +112,8 @@ class Delivery:
             elif outcome is not CommitOutcome.DUPLICATE:
                 refused.append(group.meta.key)
         for failure in failures:
+            if failure.of_tool:
+                continue
             self.metrics.reward_failed(reason=failure.reason, samples=1)
         await report_failures(failures, self.coordinator)
         if refused:

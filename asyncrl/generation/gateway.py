@@ -22,8 +22,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from asyncrl.buffer.failure_records import cut_text
 from asyncrl.common.tasks import cancelled
-from asyncrl.environments.agents import Session
+from asyncrl.environments.agents import Session, ToolFailure
 from asyncrl.errors import DataError
 from asyncrl.generation.conversations import Conversation, LimitExceeded, SessionSettings, Turn
 from asyncrl.generation.episodes import Episode
@@ -45,6 +46,8 @@ from asyncrl.user_code import describe_error
 
 TOO_MANY = 429
 """The HTTP status of a call beyond `SessionSettings.calls_at_once`."""
+MAX_TOOL_FAILURES = 200
+"""The most failed calls of tools that are kept of a session."""
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,12 +74,14 @@ Sample = Callable[[Asked], Awaitable[Answered]]
 class EndedSession:
     """The result of a session: its episodes, the number of its calls and of the model's tool calls, the forks by
     reason, the message of the last call that exceeded a limit, and the error of an engine if one ended a call.
-    `tool_seconds` has the time from each answer with tool calls to the call that continues it."""
+    `tool_seconds` has the time from each answer with tool calls to the call that continues it. `tool_failures` are the
+    calls of tools that the agent reported as failed."""
 
     episodes: tuple[Episode, ...]
     calls: int
     tool_calls: int
     tool_seconds: tuple[float, ...]
+    tool_failures: tuple[ToolFailure, ...]
     forks: Counter[str]
     limit: str
     error: Exception | None
@@ -92,6 +97,7 @@ class _Session:
     keys: dict[str, Turn] = field(default_factory=dict)
     answered_s: dict[Turn, float] = field(default_factory=dict)
     tool_seconds: list[float] = field(default_factory=list)
+    tool_failures: list[ToolFailure] = field(default_factory=list)
     limit: str = ""
     begun: int = 0
     errors: dict[Turn, Exception] = field(default_factory=dict)
@@ -130,6 +136,7 @@ class Gateway:
                 self._route("v1/completions", partial(self._answered, TextCall)),
                 self._route("inference/v1/generate", partial(self._answered, TokenCall)),
                 self._route("begin", self._begin),
+                self._route("tool_failed", self._tool_failed),
             ]
         )
 
@@ -157,6 +164,7 @@ class Gateway:
             calls=session.conversation.calls,
             tool_calls=sum(len((turn.answer or {}).get("tool_calls", ())) for turn in turns),
             tool_seconds=tuple(session.tool_seconds),
+            tool_failures=tuple(session.tool_failures),
             forks=Counter(turn.fork.value for turn in turns if turn.fork is not None),
             limit=session.limit,
             error=next((error for error in session.errors.values() if not isinstance(error, DataError)), None),
@@ -199,9 +207,17 @@ class Gateway:
         await cancelled(*session.calls.values())
         session.conversation, session.limit = Conversation(self._renderer, session.settings), ""
         session.begun += 1
-        for kept in (session.keys, session.errors, session.answered_s, session.tool_seconds):
+        for kept in (session.keys, session.errors, session.answered_s, session.tool_seconds, session.tool_failures):
             kept.clear()
         return json_response({})
+
+    async def _tool_failed(self, session: _Session, request: Request) -> Response:
+        """Keeps a failed call of a tool."""
+        with session.calling():
+            failure = await read_call(request, ToolFailure)
+            if len(session.tool_failures) < MAX_TOOL_FAILURES:
+                session.tool_failures.append(msgspec.structs.replace(failure, message=cut_text(failure.message)))
+            return json_response({})
 
     async def _answered(self, kind: type[Call], session: _Session, request: Request) -> Response:
         """Answers a call of this kind."""

@@ -3,7 +3,7 @@ tokens in, tokens out."""
 
 import time
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -241,7 +241,10 @@ class TokenCall(msgspec.Struct, frozen=True, kw_only=True):
 Call = ChatCall | TextCall | TokenCall
 
 
-async def read_call(request: Request, kind: type[Call]) -> Call:
+_Body = TypeVar("_Body", bound=msgspec.Struct)
+
+
+async def read_call(request: Request, kind: type[_Body]) -> _Body:
     """Reads the body of a call. Raises Refused if it is too large, not complete, or not of this kind. The server ends
     the connection of a body that arrives too slowly (`gateway_connections.py`)."""
     parts, size = [], 0

@@ -1,16 +1,17 @@
 """Decides about groups in which the reward of some completions failed (`environment.on_error`), and reports these."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from asyncrl.algorithms.presets import compares_groups
-from asyncrl.buffer.failure_records import Failure, FailureCount
+from asyncrl.buffer.failure_records import TOOL_FAILED, Failure, FailureCount, cut_text
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.failures import FailureReports
+from asyncrl.environments.agents import ToolFailure
 from asyncrl.environments.scores import Score
 from asyncrl.environments.scoring_messages import Components
-from asyncrl.errors import DataError, RunError
+from asyncrl.errors import DataError, FailureClass, RunError
 
 logger = logging.getLogger(__name__)
 
@@ -66,16 +67,37 @@ def failures_of(scores: Sequence[Score], *, prompt: str) -> tuple[Failure, ...]:
     return tuple(Failure.of(score, prompt=prompt) for score in scores if isinstance(score, DataError))
 
 
+def failures_of_tools(failures: Iterable[ToolFailure], *, prompt: str) -> tuple[Failure, ...]:
+    """Returns the failed calls of tools of the agents of a prompt."""
+    return tuple(
+        Failure(
+            failure_class=FailureClass.DATA,
+            reason=TOOL_FAILED,
+            message=cut_text(failure.message),
+            prompt=cut_text(prompt),
+            tool=failure.tool,
+            error=failure.error,
+        )
+        for failure in failures
+    )
+
+
 async def report_failures(failures: Sequence[Failure], coordinator: CoordinatorClient) -> None:
-    """Reports failed completions of groups that were committed, with the first of each reason."""
+    """Reports failed completions and calls of tools of groups that were committed, with the first of each kind."""
     if not failures:
         return
     of_label: dict[str, list[Failure]] = {}
     for failure in failures:
         of_label.setdefault(failure.label, []).append(failure)
-    counts = [FailureCount(samples=len(each), first=each[0]) for each in of_label.values()]
-    logger.warning("completions without a reward: %s", ", ".join(f"{c.first.reason} {c.samples}" for c in counts))
+    counts = [
+        FailureCount(tool_calls=len(each), first=each[0])
+        if each[0].of_tool
+        else FailureCount(samples=len(each), first=each[0])
+        for each in of_label.values()
+    ]
+    words = ", ".join(f"{count.first.label} {count.failures}" for count in counts)
+    logger.warning("failures in groups that are trained: %s", words)
     try:
         await coordinator.call(FailureReports.samples_failed, counts)
     except (RunError, TimeoutError) as lost:
-        logger.warning("failed rewards did not reach the buffer: %s", lost)
+        logger.warning("failures did not reach the buffer: %s", lost)

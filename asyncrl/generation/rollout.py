@@ -28,6 +28,7 @@ from asyncrl.data.row_checksums import row_checksums
 from asyncrl.data.specs import BRANCH, SUPPORT
 from asyncrl.data.tokenizer import encode_prompt
 from asyncrl.data.turn_ends import generation_prompt
+from asyncrl.environments.agents import ToolFailure
 from asyncrl.environments.part_scorers import PartScorers
 from asyncrl.environments.prompt_lengths import counted, longest_prompt_tokens
 from asyncrl.environments.scores import Score
@@ -35,7 +36,14 @@ from asyncrl.errors import DataError
 from asyncrl.generation.episodes import Episode, episode_rows, single_turn
 from asyncrl.generation.interfaces import InferenceEngine, PartialCompletion, Sampled
 from asyncrl.generation.long_work import beside_loop
-from asyncrl.generation.reward_errors import components_of, failures_of, parts_of, rewards_of, total
+from asyncrl.generation.reward_errors import (
+    components_of,
+    failures_of,
+    failures_of_tools,
+    parts_of,
+    rewards_of,
+    total,
+)
 
 if TYPE_CHECKING:
     from asyncrl.generation.agent_rollouts import AgentActivity, AgentRollouts
@@ -62,7 +70,7 @@ class Played:
 
     `environment_s` is the time of the group in which its busiest sample did not wait for the engine, seconds.
     `continued_tokens` is the number of tokens that an earlier attempt sampled. `activity` is what the agents of the
-    group did, if it has any.
+    group did, if it has any. `tool_failures` are their failed calls of tools.
     """
 
     episodes: list[Episode]
@@ -70,12 +78,13 @@ class Played:
     environment_s: float
     continued_tokens: int = 0
     activity: "AgentActivity | None" = None
+    tool_failures: tuple[ToolFailure, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedGroup:
     """A scored group: metadata for the buffer, rows for the data plane, and the seconds that scoring took. `failures`
-    are those of completions whose reward failed. `activity` is what its agents did, if it has any."""
+    are those of completions whose reward failed, and of tools. `activity` is what its agents did, if it has any."""
 
     meta: GroupMeta
     rows: BatchedDataDict
@@ -221,6 +230,7 @@ def finished_group(ticket: Ticket, played: Played, *, config: Config, replica: s
     support_bytes = rows[SUPPORT].shape[2] * BYTES_PER_SUPPORT_TOKEN if SUPPORT in rows else 0
     branch_bytes = BYTES_PER_BRANCH_ID if BRANCH in rows else 0
     token_bytes = sum(episode.tokens for episode in episodes) * (BYTES_PER_TOKEN + support_bytes + branch_bytes)
+    activity = played.activity
     meta = GroupMeta(
         group=ticket.group,
         attempt=ticket.attempt,
@@ -240,6 +250,9 @@ def finished_group(ticket: Ticket, played: Played, *, config: Config, replica: s
         continued_tokens=played.continued_tokens,
         version_spans=spans,
         row_checksums=tuple(row_checksums(rows)),
+        turns=tuple(activity["turns"]) if activity else (),
+        tool_calls=activity["tool_calls"] if activity else 0,
+        failed_tool_calls=len(played.tool_failures),
     )
     if config.algorithm.zero_variance == "resample":
         meta = replace(meta, equal=_has_equal_rewards(meta, config))
@@ -247,8 +260,11 @@ def finished_group(ticket: Ticket, played: Played, *, config: Config, replica: s
         meta=meta,
         rows=rows,
         scoring_s=played.environment_s,
-        failures=failures_of(scores, prompt=ticket.task.prompt),
-        activity=played.activity,
+        failures=(
+            *failures_of(scores, prompt=ticket.task.prompt),
+            *failures_of_tools(played.tool_failures, prompt=ticket.task.prompt),
+        ),
+        activity=activity,
     )
 
 

@@ -223,6 +223,8 @@ def sample_record(
         trained_S &= versions_S >= step - leased.max_staleness_versions
     versions = versions_S.tolist()
     sampled = [version for version in versions if version != NO_VERSION]
+    answered = turns(versions)
+    last_S = rows["input_ids"][row, cut][-answered[-1][1] :] if answered and answered[-1][1] else []
     spans = tuple((version, len([*run])) for version, run in groupby(sampled))
     logprobs = {
         name: tuple(rows[name][row, cut].tolist()) for name in ("generation_logprobs", "prev_logprobs") if name in rows
@@ -242,7 +244,8 @@ def sample_record(
         components={name: values[sample] for name, values in leased.meta.components.items()},
         advantage=float(advantage),
         version_spans=spans,
-        turns=turns(versions) if leased.meta.read_tokens else (),
+        scored=texts.last_answer([int(token) for token in last_S], task.part),
+        turns=answered if leased.meta.read_tokens else (),
         forks=forks(rows[BRANCH][row, cut]) if BRANCH in rows else (),
         trained_spans=tuple((trained, len([*run])) for trained, run in groupby(trained_S.tolist())),
         staleness_versions=step - min(sampled, default=step),

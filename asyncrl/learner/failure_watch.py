@@ -1,4 +1,4 @@
-"""Shows failed rollouts and rewards on the learner's terminal and in its log during the run.
+"""Shows failed rollouts, rewards and tools on the learner's terminal and in its log during the run.
 
 The first failure of each class and reason is shown in full. After that, one line with counts follows every
 `COUNTS_EVERY_S` seconds if there were more failures since the last line. The call to the coordinator returns when there

@@ -33,7 +33,7 @@ def check_progress(status: RunStatus, *, waits: LeaseWait, config: Config, deliv
         )
     limit_s = config.run.stall_timeout_s
     if status.quiet_s > limit_s:
-        failures = status.failures
+        failures = [count for count in status.failures if not count.tool_calls]
         causes = f"; failures: {in_words(failures)}; the first cause: {failures[0].first.words}" if failures else ""
         raise StallError(
             f"no group was committed and no step was trained for {status.quiet_s:.0f} s (run.stall_timeout_s = "
@@ -45,6 +45,7 @@ def check_progress(status: RunStatus, *, waits: LeaseWait, config: Config, deliv
 
 def nothing_trained(failures: Sequence[FailureCount], *, config: Config) -> RunError:
     """Returns the error of a run whose prompts ran out before its first step."""
+    failures = [count for count in failures if not count.tool_calls]  # those of trained groups
     if failures:
         return RunError(
             f"no step was trained: the prompts ran out, and rollouts failed ({in_words(failures)}). "

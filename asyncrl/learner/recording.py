@@ -10,12 +10,12 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.buffer.ledger import Event, Fate
-from asyncrl.buffer.records import Lease
+from asyncrl.buffer.records import GroupMeta, Lease
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.replicas import mean_states
@@ -25,6 +25,7 @@ from asyncrl.learner.critic import critic_numbers
 from asyncrl.learner.failures import groups_by_reason
 from asyncrl.learner.records import RunTotals, StepRecord
 from asyncrl.learner.run_log import RunLog
+from asyncrl.metrics.numbers import AGENT_NUMBERS
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.ranks.report import StepReport
 
@@ -241,7 +242,22 @@ def _diagnostics(step: EndedStep) -> dict[str, float]:
         "length_ratio": _length_ratio(step.status),
         "cached_prompt_ratio": _cached_prompt_ratio(step.status),
         "filtered_groups": len(step.lease.filtered),
+        **agent_numbers([group.meta for group in step.lease.groups]),
     }
+
+
+def agent_numbers(metas: Sequence[GroupMeta]) -> dict[str, float]:
+    """Returns the means over the episodes of agents; empty if there are none."""
+    played = [meta for meta in metas if meta.turns]
+    episodes = sum(len(meta.turns) for meta in played)
+    if not episodes:
+        return {}
+    totals = (
+        sum(sum(meta.turns) for meta in played),
+        sum(meta.tool_calls for meta in played),
+        sum(meta.failed_tool_calls for meta in played),
+    )
+    return {name: total / episodes for name, total in zip(AGENT_NUMBERS, totals, strict=True)}
 
 
 def _mfu_ratio(step: EndedStep) -> float | None:

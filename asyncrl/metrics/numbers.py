@@ -69,6 +69,7 @@ LEARNS, HARMS, SOUND, CRITIC = "Does it learn?", "Does staleness do harm?", "Are
 
 SPREAD = Chart("Spread of rewards", "reward; share of groups", (0,))
 LENGTHS = Chart("Completion length", "tokens", (0,))
+EPISODES = Chart("Episodes of agents", "per episode", (0,))
 CUT = Chart("Truncated and failed completions", "share of samples", (0, 1))
 
 NO_GRADIENT = Panel(
@@ -115,6 +116,12 @@ MASKED = Panel(
     "Masked stale tokens",
     "Tokens of a step that are masked from the loss because they are older than staleness.max_versions, and samples "
     "without any other token. Only staleness.on_deadline: mask has such tokens.",
+)
+PLAYED = Panel(
+    SOUND,
+    "Episodes of agents",
+    "Mean number of turns, of calls of tools, and of failed calls of tools in an episode. Only agents and tools have "
+    "them.",
 )
 LEFT_OUT = Panel(
     SOUND,
@@ -215,6 +222,33 @@ NUMBERS: tuple[Number, ...] = (
         "reward",
         Line(CUT, "without a reward", "amber"),
         (LEFT_OUT, "without a reward"),
+    ),
+    Number(
+        "turns_mean",
+        "turns",
+        "Mean number of turns of an agent's episode: calls of the model.",
+        "agents",
+        Line(EPISODES, "turns"),
+        (PLAYED, "turns"),
+        gauge="episode_turns_mean",
+    ),
+    Number(
+        "tool_calls_mean",
+        "calls",
+        "Mean number of the model's tool calls in an agent's episode.",
+        "agents",
+        Line(EPISODES, "calls of tools", "gray"),
+        (PLAYED, "calls of tools"),
+        gauge="episode_tool_calls_mean",
+    ),
+    Number(
+        "failed_tool_calls_mean",
+        "calls",
+        "Mean number of calls in an agent's episode in which the tool raised an error or was late.",
+        "agents",
+        Line(EPISODES, "failed calls", "rose"),
+        (PLAYED, "failed calls"),
+        gauge="episode_failed_tool_calls_mean",
     ),
     Number(
         "ess_ratio",
@@ -480,6 +514,9 @@ TRACKERS = {
     number.name: number.tracker if "/" in number.tracker else f"{number.tracker}/{number.name}" for number in NUMBERS
 }
 """The names of recorded numbers in experiment trackers, by their names in steps.jsonl."""
+
+AGENT_NUMBERS = ("turns_mean", "tool_calls_mean", "failed_tool_calls_mean")
+"""The numbers about the episodes of agents, which other runs do not have."""
 
 GAUGES = {
     number.name: f"asyncrl_learner_{number.gauge or number.name}" for number in NUMBERS if number.gauge is not None

@@ -70,17 +70,17 @@ class RunFacts:
     """The facts about a run from which the headline is chosen. None and empty mappings mean that a fact is not known.
 
     `equal_rewards_ratio` is the share of groups whose rewards are all equal, over the last `equal_rewards_steps` steps.
-    `equal_above_zero_ratio` is the share of groups whose rewards are all equal and above 0. Both are None when the
-    algorithm has a gradient with equal rewards too. `groups` maps fates to numbers of groups. `failures` are those of
-    `groups_by_reason`. `failed_samples_ratio` is the share of samples that are left out because their reward
-    failed. `learner_shares` and `generator_shares` map states to shares of time. `room` is whether cores or GPUs are
-    free for another process.
+    It is None when the algorithm has a gradient with equal rewards too. `at_highest_reward` is the highest reward that
+    the run has seen, if the mean reward of these steps is about as high; else None. `groups` maps fates to numbers of
+    groups. `failures` are those of `groups_by_reason`. `failed_samples_ratio` is the share of samples that are left out
+    because their reward failed. `learner_shares` and `generator_shares` map states to shares of time. `room` is whether
+    cores or GPUs are free for another process.
     """
 
     steps_trained: int | None = None
     steps_skipped: int | None = None
     equal_rewards_ratio: float | None = None
-    equal_above_zero_ratio: float | None = None
+    at_highest_reward: float | None = None
     equal_rewards_steps: int = 1
     groups: Mapping[str, float] = field(default_factory=dict)
     failures: Mapping[str, int] = field(default_factory=dict)
@@ -263,12 +263,16 @@ def _warnings(facts: RunFacts) -> Iterator[tuple[Concern, str]]:
 def _no_gradient(facts: RunFacts, ratio: float) -> str:
     steps = "the last step" if facts.equal_rewards_steps == 1 else f"the last {facts.equal_rewards_steps} steps"
     fact = f"In {_percent(ratio)} of the groups of {steps} all rewards are equal"
-    if (facts.equal_above_zero_ratio or 0.0) > ratio / 2:
-        return f"{fact}, and most of these rewards are above 0, so there is little left to learn: use harder questions."
+    if facts.at_highest_reward is not None:
+        return (
+            f"{fact}, and most are {facts.at_highest_reward:.3g}, the highest reward that the run has seen. If a "
+            "reward cannot be higher, there is little left to learn: use harder questions. Otherwise use easier ones."
+        )
     gradient = "no gradient" if ratio > 0.995 else "hardly any gradient"  # from 0.995 on, the sentence says 100 %
     return (
-        f"{fact}, so there is {gradient}: use easier questions, a denser reward, or a larger learner.group_size. A "
-        "reward that looks for special tokens, such as <think>, needs environment.special_tokens: keep."
+        f"{fact}, so there is {gradient}: use easier questions (harder ones if the answers are right), a denser "
+        "reward, or a larger learner.group_size. A reward that looks for special tokens, such as <think>, needs "
+        "environment.special_tokens: keep."
     )
 
 

@@ -1,5 +1,6 @@
 """Collects the facts for a run's headline from its records, its configuration and its machine."""
 
+import math
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,8 @@ from asyncrl.views.headline import RunFacts
 
 RECENT_STEPS = 20
 """The live view covers this many last steps. In all views, the share of groups with equal rewards covers them too."""
+NEAR_HIGHEST = 0.1
+"""A mean reward that is below the highest one by at most this share of the range of rewards counts as the highest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +86,7 @@ def facts_of_steps(
         steps_trained=all_trained,
         steps_skipped=len(steps) - all_trained,
         equal_rewards_ratio=equal,
-        equal_above_zero_ratio=mean([record.diagnostics.get("all_right_ratio") for record in trained]),
+        at_highest_reward=_at_highest(steps, trained),
         equal_rewards_steps=len(trained),
         groups={fate: number - before.get(fate, 0) for fate, number in looked_at[-1].ledger_groups.items()},
         failures=failures,
@@ -95,6 +98,17 @@ def facts_of_steps(
         generator_shares=state_shares(looked_at, "generator_state_s"),
         room=setting.room,
     )
+
+
+def _at_highest(steps: Sequence[StepRecord], last: Sequence[StepRecord]) -> float | None:
+    """Returns the highest reward of `steps` if the mean reward of the `last` of them is within `NEAR_HIGHEST` of it.
+    Returns None for a run in which all rewards were equal: then no reward is known to be lower than others."""
+    highest = largest([record.reward_max for record in steps])
+    lowest = min((record.reward_min for record in steps if record.reward_min is not None), default=math.nan)
+    now = mean([record.reward_mean for record in last])
+    if highest is None or now is None or not highest > lowest:
+        return None
+    return highest if highest - now <= NEAR_HIGHEST * (highest - lowest) else None
 
 
 def with_status(facts: RunFacts, status: RunStatus, *, recent: bool) -> RunFacts:

@@ -166,6 +166,8 @@ def task_lines(sample: SampleRecord) -> Iterator[Text]:
     yield Text.assemble(("task        ", "dim"), place)
     for name, value in {"prompt": sample.prompt, "answer": sample.answer}.items():
         yield Text.assemble(("            ", "dim"), shown(f"{name}: {value!r}"))
+    if sample.scored is not None:
+        yield Text.assemble(("            ", "dim"), shown(f"scored: {sample.scored!r}"))
     for name, value in sample.metadata.items():
         yield Text.assemble(("            ", "dim"), shown(f"metadata.{name}: {value!r} ({type(value).__name__})"))
 

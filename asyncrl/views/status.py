@@ -14,6 +14,7 @@ from asyncrl.coordinator.status import RunStatus
 from asyncrl.learner.aggregates import ess_of_steps, heldout_ends, shares_of
 from asyncrl.learner.failures import in_words
 from asyncrl.learner.records import EvalRecord, StepRecord
+from asyncrl.metrics.numbers import AGENT_NUMBERS
 from asyncrl.views.headline import Bottleneck, Headline, bottleneck, failed_share, headline
 from asyncrl.views.run_facts import Setting, facts_of_steps, with_status
 
@@ -53,6 +54,7 @@ def status_lines(
     )
     lines += _failures(status)
     lines += _continued(status)
+    lines += _agents(steps)
     since = since_start(status, steps, setting=setting)
     if (found := since.headline) is not None:
         lines.append(f"{'warning' if found.warns else 'since the start'}: {found.sentence}")
@@ -159,7 +161,18 @@ def _failures(status: RunStatus) -> Iterator[str]:
         share = failed_share({fate.value: amount.groups for fate, amount in status.account.fates.items()})
         yield f"failures: {in_words(status.failures)}; {share:.0%} of the groups that ended failed"
     for count in status.failures:
-        yield f"first {count.first.reason}: {count.first.words}"
+        yield f"first {count.first.subject}: {count.first.words}"
+
+
+def _agents(steps: Sequence[StepRecord]) -> Iterator[str]:
+    """Yields a line about the agents' episodes of the last step, if it has any."""
+    last = steps[-1].diagnostics if steps else {}
+    turns, calls, failed = (last.get(name) for name in AGENT_NUMBERS)
+    if turns is not None:
+        yield (
+            f"an episode of an agent in the last step: {turns:.2f} turns, {calls or 0:.2f} calls of tools, of which "
+            f"{failed or 0:.2f} failed (means)"
+        )
 
 
 def _continued(status: RunStatus) -> Iterator[str]:

@@ -11,8 +11,12 @@ from asyncrl.cli import init, presence
 from asyncrl.cli.gpu_checks import Gpu, Gpus
 from asyncrl.cli.main import app
 from asyncrl.config.load import load_config
+from asyncrl.config.plain_yaml import parse_yaml
+from asyncrl.config.schema import Config
+from asyncrl.config.starter import starter_yaml
 from asyncrl.data.prompts import Task, split
-from asyncrl.environments.interfaces import build_tasks
+from asyncrl.demo.chat_tokenizer import build_chat_tokenizer
+from asyncrl.environments.interfaces import build_tasks, read_tasks
 
 pytestmark = pytest.mark.slow
 
@@ -235,6 +239,37 @@ def test_data_that_is_not_there_or_has_no_columns_is_refused(
     hub = runner.invoke(app, ["init", "models/small", "sums.jsonl", "--subset", "main"])
     assert hub.exit_code in (1, 2)
     assert not Path("run.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("rows", "templated"),
+    [
+        ([{"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}], False),
+        (
+            [{"messages": [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1="}], "answer": "2"}],
+            False,
+        ),
+        ([{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}], False),
+        (
+            [{"prompt": "1+1=", "answer": "2"}, {"messages": [{"role": "user", "content": "2+2="}], "answer": "4"}],
+            False,
+        ),
+        ([{"prompt": "1+1=", "answer": "2"}], True),
+    ],
+    ids=["messages", "system message", "prompts", "mixed", "texts"],
+)
+def test_rows_with_messages_get_no_prompt_template(
+    rows: list[dict[str, Any]], templated: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.data.tokenizer.load_tokenizer", lambda *_, **__: build_chat_tokenizer(max_length=512))
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    section = {"dataset": "jsonl", "path": str(path)}
+    tasks = read_tasks(Config.model_validate({"data": section}))
+    facts = init._facts(str(model), section, tasks, prompts=len(rows), reward="exact_match", completion=None)
+    text = starter_yaml(facts)
+    assert ("prompt_template" in text) is templated
+    Config.model_validate(parse_yaml(text, source="the file"))
 
 
 @pytest.mark.parametrize(

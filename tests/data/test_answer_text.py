@@ -111,3 +111,20 @@ def test_special_tokens_for_which_rewards_look_are_named_at_the_start() -> None:
     assert "<|/think|>, <|think|>, <|tool|>;" in note
     assert "<|im_end|>" not in note
     assert note_on_tags(tokenizer_of("<|im_start|>{{ messages[0].content }}<|im_end|>")) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "scored"),
+    [
+        ({"tools": ["shop:price"], "reward": "shop:reward"}, "why<|/think|>42"),
+        ({"mcp_servers": [{"url": "http://shop/mcp"}], "reward": "shop:reward"}, "why<|/think|>42"),
+        ({"agent": "shop:run"}, None),
+        ({"reward": "shop:reward"}, None),
+    ],
+    ids=["tools", "MCP", "agent", "one answer"],
+)
+def test_the_last_answer_of_an_episode_with_tools_is_what_was_scored(
+    environment: dict[str, object], scored: str | None
+) -> None:
+    config = Config.model_validate({"data": {"dataset": "shop:tasks"}, "environment": environment})
+    assert Texts.of(TOKENIZER, config).last_answer(ids("why<|/think|>42<|im_end|>"), "") == scored

@@ -182,20 +182,24 @@ def test_a_run_that_is_not_there_is_answered_with_those_that_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(RunError, match=r"^there is no run quik in runs/; existing runs: none$"):
+    elsewhere = r"\. If run\.dir is another folder, give the path: FOLDER/"
+    with pytest.raises(RunError, match=rf"^there is no run quik in runs/; existing runs: none{elsewhere}quik$"):
         check_there(named_run(Path("quik")))
     record(Path("runs"), "quick", **ENDED)
     record(Path("runs"), "other", **ENDED)
     check_there(named_run(Path("quick")))
     with pytest.raises(
-        RunError, match=r"^there is no run quik in runs/; did you mean quick\? Existing runs: other, quick$"
+        RunError,
+        match=rf"^there is no run quik in runs/; did you mean quick\? Existing runs: other, quick{elsewhere}quik$",
     ):
         check_there(named_run(Path("quik")))
-    with pytest.raises(RunError, match=r"^there is no run zzz in runs/; existing runs: other, quick$"):
+    with pytest.raises(RunError, match=rf"^there is no run zzz in runs/; existing runs: other, quick{elsewhere}zzz$"):
         check_there(named_run(Path("runs/zzz")))
     for number in range(20):
         record(Path("runs"), f"run-{number:02}", **ENDED)
-    with pytest.raises(RunError, match=r"run-09 and 10 more$"):
+    with pytest.raises(RunError, match=r"^there is no run zzz in mine/; existing runs: none$"):
+        check_there(named_run(Path("mine/zzz")))
+    with pytest.raises(RunError, match=r"run-09 and 10 more\. If run\.dir"):
         check_there(named_run(Path("zzz")))
 
 
@@ -209,7 +213,10 @@ def test_every_command_about_a_run_that_is_not_there_says_which_are(
     answer = CliRunner().invoke(app, [command, "quik"])
     assert answer.exit_code == 1
     [*before, error] = answer.stderr.splitlines()
-    assert error == "error: there is no run quik in runs/; did you mean quick? Existing runs: quick"
+    assert error == (
+        "error: there is no run quik in runs/; did you mean quick? Existing runs: quick. If run.dir is another folder, "
+        "give the path: FOLDER/quik"
+    )
     assert before == (["connecting to the run's Ray ..."] if command == "status" else [])
 
 

@@ -63,6 +63,23 @@ def test_each_part_has_its_own_dataset_template_and_held_out_share() -> None:
     assert environment_name(config()) == "words+sums"
 
 
+@pytest.mark.parametrize(
+    ("data", "environment", "name"),
+    [
+        ({}, {}, "reasoning_gym"),
+        ({}, {"tools": ["shop:price"], "reward": "shop:reward"}, "reasoning_gym"),
+        ({"dataset": "shop:tasks"}, {"tools": ["shop:price"], "reward": "shop:reward"}, "tools"),
+        ({"dataset": "shop:tasks"}, {"mcp_servers": [{"url": "http://shop/mcp"}], "reward": "shop:reward"}, "tools"),
+        ({"dataset": "shop:tasks"}, {"agent": "shop:Agent.play"}, "shop:Agent.play"),
+        ({}, {"agent": "shop:Agent.play"}, "shop:Agent.play"),
+        ({"dataset": "shop:tasks"}, {"reward": "shop:reward"}, "dataset"),
+        ({"dataset": "shop:tasks"}, {"name": "math"}, "math"),
+    ],
+)
+def test_metrics_name_what_plays(data: dict[str, object], environment: dict[str, object], name: str) -> None:
+    assert environment_name(Config.model_validate({"data": data, "environment": environment})) == name
+
+
 def test_a_prompt_that_one_part_holds_out_is_not_trained_in_another() -> None:
     again = SUMS | {"name": "again", "data": {"dataset": f"{HERE}:sums", "heldout_fraction": 0.0}}
     train, heldout = build_tasks(config(SUMS, again))

@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from datetime import date
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,6 +40,10 @@ class Model:
         self._calls = list(calls)
         self.tools: Sequence[Mapping[str, Any]] = ()
         self.messages: list[Mapping[str, Any]] = []
+        self.failures: list[tuple[str, str, str]] = []
+
+    async def tool_failed(self, tool: str, *, error: str, message: str) -> None:
+        self.failures.append((tool, error, message))
 
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]]
@@ -109,7 +114,68 @@ async def test_a_wrong_call_is_an_error_that_the_model_reads() -> None:
     assert unknown == "error: there is no tool lookup; there are search, slow, broken"
     assert wrong.startswith("error: query: Missing required argument; limit: Input should be a valid integer")
     assert late == "error: slow took longer than 0.2 s"
-    assert raised.startswith("error: KeyError: 'no luck'")
+    assert raised == "error: KeyError: 'no luck'"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("name", "arguments", "read", "error", "logged"),
+    [
+        ("broken", {}, "error: KeyError: 'no luck'", "KeyError", "tools_of_tests.py:"),
+        ("quits", {}, "error: SystemExit: 2", "SystemExit", "tools_of_tests.py:"),
+        ("misspelt", {"word": "x"}, "error: NameError: name 'wrod' is not defined", "NameError", "tools_of_tests.py:"),
+        ("gives_up", {}, "error: TimeoutError: the shop is closed", "TimeoutError", "tools_of_tests.py:"),
+        ("reads_a_number", {"text": "many"}, "error: ValidationError: 1 validation error", "ValidationError",
+         "tools_of_tests.py:"),
+        ("slow", {"seconds": 2}, "error: slow took longer than 0.2 s", "TimeoutError",
+         "environment.tool_timeout_s = 0.2 s"),
+    ],
+)  # fmt: skip
+async def test_the_model_reads_an_error_without_its_place_and_the_log_gets_the_place(
+    name: str, arguments: dict[str, Any], read: str, error: str, logged: str
+) -> None:
+    _, model = await played(agent(name, tool_timeout_s=0.2), (name, arguments))
+    assert model.read[0].startswith(read)
+    assert "tests.py" not in model.read[0]
+    [(tool, kind, message)] = model.failures
+    assert (tool, kind) == (name, error)
+    assert logged in message
+
+
+@pytest.mark.asyncio
+async def test_a_call_that_does_not_fit_the_tools_is_no_failure_of_a_tool() -> None:
+    calls: list[tuple[str, dict[str, Any]]] = [
+        ("lookup", {}), ("search", {"limit": 1}), ("search", {"query": ["x"]}), ("doubled", {"number": "many"}),
+        ("search", {"query": "x", "more": 1}),
+    ]  # fmt: skip
+    _, model = await played(agent("search", "doubled"), *calls)
+    assert len(model.read) == 5
+    assert all(text.startswith("error: ") for text in model.read)
+    assert model.failures == []
+
+
+@pytest.mark.asyncio
+async def test_the_agent_with_tools_of_the_docs_runs_and_reports_failures() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
+    [code] = [block.partition("```")[0] for block in page.split("```python\n") if block.startswith("# my_shop.py")]
+    made: dict[str, Any] = {}
+    exec(code, made)
+    model = Model(("price", {"item": "tea"}), ("price", {"item": "milk"}), ("price", {}))
+    assert await made["run"](cast(Session, model), TASK) == 1.0
+    assert model.read == ["3", "error: KeyError: 'milk'", "error: KeyError: 'item'"]
+    assert [(tool, error) for tool, error, _ in model.failures] == [("price", "KeyError")] * 2
+    assert made["TOOL"] in model.tools
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [(["a", "é"], '["a", "é"]'), ({"a": 1}, '{"a": 1}'), (None, "null"), (True, "true"), ("", ""), (2.5, "2.5"),
+     (date(2026, 1, 2), '"2026-01-02"')],
+    ids=["list", "dict", "None", "True", "empty", "number", "date"],
+)  # fmt: skip
+async def test_values_of_tools_are_written_as_the_docs_say(value: object, read: str) -> None:
+    assert tools._as_text(value) == read
 
 
 @pytest.mark.asyncio
@@ -126,7 +192,7 @@ async def test_a_tool_that_ends_the_program_is_an_error_and_many_that_hang_end_t
     made = agent("quits", "slow", tool_timeout_s=0.05)
     _, model = await played(made, ("quits", {}), ("slow", {"seconds": 0.3}))
     ended, late = model.read
-    assert ended.startswith("error: RuntimeError: SystemExit: 2")
+    assert ended == "error: SystemExit: 2"
     assert late == "error: slow took longer than 0.05 s"
     monkeypatch.setattr(tools, "HUNG_THREADS", 2)
     ends: list[int] = []
@@ -147,9 +213,9 @@ async def test_a_tool_that_ends_the_program_is_an_error_and_many_that_hang_end_t
 async def test_the_tools_of_the_last_turn_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[object] = []
 
-    async def recorded(self: ToolAgent, call: object) -> dict[str, Any]:
+    async def recorded(self: ToolAgent, call: object) -> tuple[dict[str, Any], None]:
         called.append(call)
-        return {"role": "tool", "content": ""}
+        return {"role": "tool", "content": ""}, None
 
     monkeypatch.setattr(ToolAgent, "_result", recorded)
     await played(agent("search", max_turns=2), *[("search", {"query": "x"})] * 5)
@@ -273,6 +339,7 @@ async def test_the_tools_of_an_mcp_server_are_called_and_a_server_that_died_is_s
     assert (kept, got, again) == ("kept a, a key", "1", "kept c, a key")
     assert missing.startswith("error: ")
     assert died.startswith("error: MCPError")
+    assert [(tool, error) for tool, error, _ in model.failures] == [("get", "MCP"), ("die", "MCPError")]
 
 
 @asynccontextmanager

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
 
 def search(query: str, limit: Annotated[int, Field(description="at most so many")] = 2) -> list[str]:
@@ -36,6 +36,21 @@ def broken() -> str:
 def quits() -> str:
     """Ends the program, as parsers of arguments do."""
     raise SystemExit(2)
+
+
+def misspelt(word: str) -> str:
+    """Has a typo."""
+    return wrod  # type: ignore[name-defined]  # noqa: F821
+
+
+async def gives_up() -> str:
+    """Has a time limit of its own."""
+    raise TimeoutError("the shop is closed")
+
+
+def reads_a_number(text: str) -> int:
+    """Reads a number with pydantic."""
+    return TypeAdapter(int).validate_python(text)
 
 
 def without_docstring(number: int) -> int:

@@ -10,6 +10,15 @@ from asyncrl.data.prompts import Task
 from asyncrl.environments.agents import Session
 
 
+async def clumsy(session: Session, task: Task) -> float:
+    """Asks as many times as the task says, and reports as many failed calls of tools."""
+    for number in range(task.metadata["turns"]):
+        await session.chat([{"role": "user", "content": f"{number}"}])
+    for number in range(task.metadata["failed"]):
+        await session.tool_failed("price", error=["KeyError", "NameError"][number % 2], message=f"no ({number})")
+    return 1.0
+
+
 async def polite(session: Session, task: Task) -> dict[str, float]:
     """Talks for as many turns as its task says. Its rewards are the turns and the length of the last answer."""
     messages: list[Any] = [{"role": "user", "content": task.question}]

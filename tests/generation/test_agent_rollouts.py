@@ -137,6 +137,18 @@ async def test_the_rows_of_a_conversation_are_what_the_engine_saw() -> None:
     assert setup.progress[-1] == (12, [6, 6])
 
 
+@pytest.mark.parametrize(("turns", "failed"), [(1, 0), (2, 1), (3, 5)])
+async def test_turns_and_failed_calls_of_tools_are_in_the_metadata_of_the_group(turns: int, failed: int) -> None:
+    async with playing("clumsy") as setup:
+        group = await setup.run(turns=turns, failed=failed)
+    assert group.meta.turns == (turns, turns)
+    assert (group.meta.tool_calls, group.meta.failed_tool_calls) == (0, 2 * failed)
+    labels = {failure.label for failure in group.failures}
+    assert labels == {f"data/tool_failed/price/{error}" for error in ("KeyError", "NameError")[:failed]}
+    assert len(group.failures) == 2 * failed
+    assert all(failure.prompt == "hello" for failure in group.failures)
+
+
 async def test_a_bad_sample_does_not_cost_the_others() -> None:
     expected = {
         "raise": RewardFailure.RAISED,

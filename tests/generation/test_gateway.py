@@ -19,7 +19,7 @@ from asyncrl.environments.agents import Session
 from asyncrl.errors import DataError, InfraError
 from asyncrl.generation import gateway_calls as module
 from asyncrl.generation.conversations import Conversation
-from asyncrl.generation.gateway import Answered, Asked, Gateway
+from asyncrl.generation.gateway import MAX_TOOL_FAILURES, Answered, Asked, Gateway
 from asyncrl.generation.gateway_server import GatewayServer
 from asyncrl.generation.interfaces import Completion
 from asyncrl.generation.prefixes import seed_of
@@ -123,6 +123,32 @@ async def test_the_tokens_of_two_turns_are_one_episode(served: Served) -> None:
     )
     assert [node.sampled for node in episode.nodes] == [False, True, False, True]
     assert (ended.calls, ended.forks, ended.error) == (2, {}, None)
+
+
+@pytest.mark.parametrize(
+    ("tool", "error", "message"),
+    [
+        ("price", "ValueError", "no (shop.py:3)"),
+        ("p" * 500, "E" * 500, "m" * 5000),
+        ("\ud800", "", "\ud800\n"),
+    ],
+    ids=["short", "long", "surrogates"],
+)
+async def test_failed_calls_of_tools_are_in_the_ended_session(
+    served: Served, monkeypatch: pytest.MonkeyPatch, tool: str, error: str, message: str
+) -> None:
+    monkeypatch.setattr("asyncrl.environments.agents._client", lambda: served.client)
+    await served.access.tool_failed(tool, error=error, message=message)
+    await served.access.begin()
+    for _ in range(MAX_TOOL_FAILURES + 1):
+        await served.access.tool_failed(tool, error=error, message=message)
+    failures = (await served.gateway.close(served.id)).tool_failures
+    assert len(failures) == MAX_TOOL_FAILURES, "an agent that began again is counted once, and memory is bounded"
+    [(name, kind, text)] = {(each.tool, each.error, each.message) for each in failures}
+    assert (name[:5], kind[:5], text[:5]) == (
+        tool[:5].replace("\ud800", "\\ud80"), error[:5], message[:5].replace("\ud800\n", "\\ud80")
+    )  # fmt: skip
+    assert (len(name) <= 100, len(kind) <= 100, len(text) <= 1001) == (True, True, True)
 
 
 async def test_the_runs_sampling_settings_apply_whatever_the_agent_asks_for(served: Served) -> None:

@@ -13,9 +13,10 @@ from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import Call, CoordinatorClient
 from asyncrl.data.prompts import Task
+from asyncrl.environments.agents import ToolFailure
 from asyncrl.environments.scores import Score
 from asyncrl.errors import DataError, RunError
-from asyncrl.generation.reward_errors import failures_of, report_failures, rewards_of
+from asyncrl.generation.reward_errors import failures_of, failures_of_tools, report_failures, rewards_of
 from asyncrl.generation.rollout import Attempt, Rollouts
 from asyncrl.weights.staging import StagedWeights
 
@@ -115,6 +116,17 @@ async def test_failed_completions_are_reported_by_reason_with_the_first_of_each(
         FailureCount(samples=2, first=Failure.of(RAISED, prompt="0+3=")),
         FailureCount(samples=1, first=Failure.of(LATE, prompt="0+3=")),
     ]
+    tools = [
+        ToolFailure(tool=tool, error=error, message=f"{error}: no (shop.py:{line})")
+        for line, (tool, error) in enumerate(
+            [("price", "KeyError"), ("price", "NameError"), ("stock", "KeyError"), ("price", "KeyError")]
+        )
+    ]
+    await report_failures((*failures, *failures_of_tools(tools, prompt="0+3=")), CoordinatorClient(send))
+    assert [(count.first.label, count.samples, count.tool_calls) for count in sent.pop().arguments[0]] == [
+        ("data/reward_raised", 2, 0), ("data/reward_timeout", 1, 0), ("data/tool_failed/price/KeyError", 0, 2),
+        ("data/tool_failed/price/NameError", 0, 1), ("data/tool_failed/stock/KeyError", 0, 1),
+    ]  # fmt: skip
     await report_failures([], CoordinatorClient(send))
     assert len(sent) == 1, "without failures there is no call"
 
@@ -125,7 +137,7 @@ async def test_a_report_that_does_not_arrive_does_not_end_the_replica(caplog: py
         raise RunError("no answer")
 
     await report_failures(failures_of([RAISED], prompt="p"), CoordinatorClient(lost))
-    assert "failed rewards did not reach the buffer: no answer" in caplog.text
+    assert "failures did not reach the buffer: no answer" in caplog.text
 
 
 @pytest.mark.asyncio

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.buffer.failure_records import Failure, FailureCount
+from asyncrl.buffer.failure_records import TOOL_FAILED, Failure, FailureCount
 from asyncrl.coordinator.client import Call, CoordinatorClient
 from asyncrl.errors import FailureClass, RunError
 from asyncrl.learner.failure_watch import COUNTS_EVERY_S, FailureWatch
@@ -135,6 +135,36 @@ def test_completions_that_failed_alone_are_shown_and_counted_like_rollouts(caplo
     )
     assert scene.kept[-1] == tuple(counts)
     assert groups_by_reason(counts) == {"engine": 40, "reward_timeout": 2}
+
+
+def of_tool(tool: str, error: str, calls: int) -> FailureCount:
+    failure = Failure(
+        failure_class=FailureClass.DATA,
+        reason=TOOL_FAILED,
+        message=f"{error}: no (shop.py:10)",
+        prompt="0+3=",
+        tool=tool,
+        error=error,
+    )
+    return FailureCount(tool_calls=calls, first=failure)
+
+
+def test_failed_calls_are_shown_once_for_each_tool_and_error_and_counted_by_tool(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    scene = Scene(caplog)
+    counts = [of_tool("price", "ValueError", 1), of_tool("price", "NameError", 1), of_tool("stock", "TimeoutError", 1)]
+    scene.watch.show(counts)
+    assert scene.shown() == [
+        "first failure of tool price: ValueError: no (shop.py:10)\n  prompt: '0+3='",
+        "first failure of tool price: NameError: no (shop.py:10)\n  prompt: '0+3='",
+        "first failure of tool stock: TimeoutError: no (shop.py:10)\n  prompt: '0+3='",
+    ]
+    scene.now_s += COUNTS_EVERY_S
+    counts = [of_tool("price", "ValueError", 60), of_tool("price", "NameError", 1), of_tool("stock", "TimeoutError", 1)]
+    scene.watch.show([*counts, counted("engine", 2)])
+    assert scene.shown()[-1] == "failures so far: tool_failed 62 calls (price 61, stock 1), engine 2"
+    assert groups_by_reason(counts) == {}, "their groups are trained"
 
 
 def test_groups_by_reason_leave_out_what_was_tried_again() -> None:

@@ -27,6 +27,7 @@ from asyncrl.learner.recording import EndedStep, StepRecorder
 from asyncrl.learner.records import StepRecord
 from asyncrl.learner.run_log import RunLog
 from asyncrl.metrics.catalogue import CATALOGUE, Kind, Role
+from asyncrl.metrics.numbers import AGENT_NUMBERS, GAUGES
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.views.live import LiveView
 from asyncrl.views.live_from_records import REWARDS, live_view
@@ -65,6 +66,7 @@ NOT_OF_A_STEP = {
     *("run_info", "stall_timeout_seconds", "weight_sync_timeout_seconds", "weight_lag_limit_versions"),
     "learner_reward_component_mean",  # only if rewards have components
     "learner_reward_part_mean",  # only with a mixture
+    *(f"learner_{GAUGES[name].removeprefix('asyncrl_learner_')}" for name in AGENT_NUMBERS),  # only with agents
     *("weight_parity_ratio", "weight_parity_nats", "rows_outstanding", "learner_heldout_reward_mean"),
     *("checkpoint_interval_versions", "checkpoint_policy_version", "checkpoint_last_success_timestamp_seconds"),
     *("heartbeat_timestamp_seconds", "deadline_seconds"),
@@ -88,6 +90,25 @@ async def an_ended_step() -> EndedStep:
     scene.loop._recorder.record = ended.append  # type: ignore[method-assign]
     await scene.run()
     return ended[1]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("turns", "calls", "failed", "means"),
+    [((2, 2, 5, 3), 6, 3, (3.0, 1.5, 0.75)), ((1, 1, 1, 1), 0, 0, (1.0, 0.0, 0.0)), ((), 0, 0, None)],
+)
+async def test_the_record_has_the_means_over_the_episodes_of_agents(
+    turns: tuple[int, ...], calls: int, failed: int, means: tuple[float, ...] | None
+) -> None:
+    step = await an_ended_step()
+    first, *others = step.lease.groups
+    meta = msgspec.structs.replace(first.meta, turns=turns, tool_calls=calls, failed_tool_calls=failed)
+    groups = (msgspec.structs.replace(first, meta=meta), *others)  # the other groups have no agent
+    step = dataclasses.replace(step, lease=msgspec.structs.replace(step.lease, groups=groups))
+    log = Scene().log
+    StepRecorder(log=log, metrics=LearnerMetrics(), elapsed_s=lambda: 1.0, state_seconds=dict).record(step)
+    found = {name: value for name, value in log.steps[-1].diagnostics.items() if name in AGENT_NUMBERS}
+    assert found == ({} if means is None else dict(zip(AGENT_NUMBERS, means, strict=True)))
 
 
 @pytest.mark.asyncio

@@ -18,7 +18,7 @@ from asyncrl.buffer.records import GroupMeta, Lease, LeasedGroup, VersionSpan
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
-from asyncrl.data.specs import BRANCH
+from asyncrl.data.specs import BRANCH, NO_VERSION
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import StalenessViolation
 from asyncrl.learner import stages
@@ -285,6 +285,36 @@ def test_a_sample_s_record_says_which_of_its_tokens_the_loss_includes() -> None:
     assert trained(group, 1) == ((False, 1), (True, 1), (False, 1))
     assert trained(group, 2) == ((False, 3),), "the whole sample is masked"
     assert trained(msgspec.structs.replace(group, extended=False), 0) == ((True, 3),)
+
+
+@pytest.mark.parametrize(
+    ("sampled", "turns", "scored"),
+    [
+        ([True, True, True], (), "[2, 3, 4]"),
+        ([True, False, True], ((0, 1), (1, 1)), "[4]"),
+        ([False, True, True], ((1, 2),), "[3, 4]"),
+        ([True, True, False], ((0, 2), (1, 0)), "[]"),
+    ],
+)
+def test_the_record_of_an_episode_with_tools_has_its_last_answer(
+    sampled: list[bool], turns: tuple[tuple[int, int], ...], scored: str
+) -> None:
+    count = sum(sampled)
+    group = extended(0, [1.0], spans=[[(2, count)]])
+    read = (3 - count,) if count < 3 else ()
+    group = msgspec.structs.replace(group, meta=msgspec.structs.replace(group.meta, read_tokens=read))
+    rows = BatchedDataDict(
+        input_ids=torch.arange(5).reshape(1, 5),
+        weight_versions=torch.tensor([[NO_VERSION] * 2 + [2 if each else NO_VERSION for each in sampled]]),
+        token_mask=torch.ones(1, 5),
+        sample_mask=torch.ones(1),
+        advantages=torch.zeros(1),
+    )
+    texts = dataclasses.replace(TEXTS, last_answer=lambda ids, part: str(ids))
+    task = Task(question="q", prompt="q", answer="a")
+    made = [sample_record(group, task, rows, step=3, row=0, sample=0, texts=each) for each in (texts, TEXTS)]
+    assert [sample.scored for sample in made] == [scored, None]
+    assert made[0].turns == turns
 
 
 def test_the_age_of_a_group_is_that_of_its_oldest_trained_token() -> None:

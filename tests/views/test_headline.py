@@ -181,7 +181,7 @@ FINE: dict[str, Any] = {
 SENTENCES = {
     Concern.NOTHING_TRAINED: "every step was skipped",
     Concern.NO_GRADIENT: "In 100 % of the groups of the last 20 steps all rewards are equal, so there is no gradient: "
-    "use easier questions, a denser reward, or a larger learner.group_size.",
+    "use easier questions (harder ones if the answers are right), a denser reward, or a larger learner.group_size.",
     Concern.FAILURES: "49 % of the groups failed and were not trained (reward_raised 20, reward_timeout 3): fix the "
     "reward.",
     Concern.PARITY: "differ by 6 times the accepted difference (weights.parity_tolerance_nats, in "
@@ -209,14 +209,15 @@ def test_where_little_is_known_there_is_no_headline() -> None:
     assert headline(RunFacts(learner_shares=WAITING_LEARNER)) is None, "the other side did not answer"
 
 
-def test_equal_rewards_above_zero_ask_for_harder_questions() -> None:
-    found = headline(RunFacts(equal_rewards_ratio=0.95, equal_above_zero_ratio=0.9))
+def test_equal_rewards_at_the_highest_one_ask_for_harder_questions() -> None:
+    found = headline(RunFacts(equal_rewards_ratio=0.95, at_highest_reward=1.1))
     assert found is not None
     assert found.sentence == (
-        "In 95 % of the groups of the last step all rewards are equal, and most of these rewards are above 0, so there "
-        "is little left to learn: use harder questions."
+        "In 95 % of the groups of the last step all rewards are equal, and most are 1.1, the highest reward that "
+        "the run has seen. If a reward cannot be higher, there is little left to learn: use harder questions. "
+        "Otherwise use easier ones."
     )
-    mostly = headline(RunFacts(equal_rewards_ratio=0.95, equal_above_zero_ratio=0.1))
+    mostly = headline(RunFacts(equal_rewards_ratio=0.95))
     assert mostly is not None
     assert "hardly any gradient" in mostly.sentence
 

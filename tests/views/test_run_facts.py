@@ -75,6 +75,28 @@ def test_a_live_view_is_of_the_last_steps_and_a_report_of_all() -> None:
     assert short.groups == steps[-1].ledger_groups, "with few steps, all groups since the start count"
 
 
+@pytest.mark.parametrize(
+    ("lowest", "highest", "now", "found"),
+    [
+        (0.0, 1.1, 0.1, None),  # right format, wrong answers
+        (0.0, 1.1, 1.08, 1.1),
+        (0.0, 1.0, 0.95, 1.0),
+        (0.0, 1.0, 0.0, None),
+        (-1.0, 0.0, -0.05, 0.0),
+        (-3.0, -1.0, -3.0, None),
+        (0.1, 0.1, 0.1, None),  # the run has seen one reward only
+        (None, None, None, None),
+    ],
+)
+def test_rewards_are_the_highest_if_their_mean_is_near_the_highest_of_the_run(
+    lowest: float | None, highest: float | None, now: float | None, found: float | None
+) -> None:
+    first = make_step(0, reward_min=lowest, reward_max=highest, reward_mean=lowest)
+    last = [make_step(step, reward_min=now, reward_max=now, reward_mean=now) for step in range(1, RECENT_STEPS + 1)]
+    facts = facts_of_steps([first, *last], setting=Setting(), failures={}, recent=True)
+    assert facts.at_highest_reward == found
+
+
 def test_the_share_of_samples_without_a_reward_is_that_of_the_last_trained_steps() -> None:
     shares = [make_step(step, diagnostics={"failed_samples_ratio": step / 4}) for step in range(3)]
     facts = facts_of_steps(shares, setting=Setting(), failures={}, recent=True)

@@ -142,7 +142,7 @@ def test_the_task_of_a_sample_is_shown_with_what_the_reward_got_and_the_rows_tha
     part: str, metadata: dict[str, Any], words: list[str], tmp_path: Path
 ) -> None:
     path = written(tmp_path)
-    sample = msgspec.structs.replace(SAMPLE, row=12, part=part, metadata=metadata)
+    sample = msgspec.structs.replace(SAMPLE, row=12, part=part, metadata=metadata, scored="so \x1b[2J4")
     (path / "samples" / "step-9.jsonl").write_bytes(msgspec.json.encode(sample) + b"\n")
     record = DataRecord(training=90, heldout=10, sets={"hard": 3}, left_out={"data": {"duplicate": 2, "blank": 1}})
     (path / "data.json").write_bytes(msgspec.json.encode(record))
@@ -151,7 +151,15 @@ def test_the_task_of_a_sample_is_shown_with_what_the_reward_got_and_the_rows_tha
     assert "left out" not in short
     result = CliRunner().invoke(app, ["samples", str(path), "--task"])
     assert result.exit_code == 0, result.output
-    for each in [*words, "90 prompts for training", "data: left out 1 blank, 2 duplicate", "data show -c", "'2+2='"]:
+    assert "scored" not in short
+    for each in [
+        "scored: 'so ",
+        *words,
+        "90 prompts for training",
+        "data: left out 1 blank, 2 duplicate",
+        "data show -c",
+        "'2+2='",
+    ]:
         assert each in result.output
     assert "\x1b" not in result.output
 

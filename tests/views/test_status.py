@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from made_up_run import make_status, make_step
 
-from asyncrl.buffer.failure_records import Failure, FailureCount
+from asyncrl.buffer.failure_records import TOOL_FAILED, Failure, FailureCount
 from asyncrl.buffer.ledger import Account, Amount, Event, Fate
 from asyncrl.buffer.records import LeaseWait
 from asyncrl.common.roles import Role, RunState
@@ -209,3 +209,39 @@ def test_stored_tokens_are_counted_if_there_are_any() -> None:
     account = msgspec.structs.replace(status.account, events=status.account.events | thrown_away)
     lines = status_lines(make_status(account=account))
     assert "tokens of attempts that began again or failed: 5 thrown away" in lines
+
+
+@pytest.mark.parametrize(
+    ("diagnostics", "line"),
+    [
+        ({"turns_mean": 3.2, "tool_calls_mean": 1.5, "failed_tool_calls_mean": 0.25}, "3.20 turns, 1.50 calls"),
+        ({"turns_mean": 1.0, "tool_calls_mean": 0.0, "failed_tool_calls_mean": 0.0}, "1.00 turns, 0.00 calls"),
+        ({}, None),
+    ],
+    ids=["tools", "one turn", "no agents"],
+)
+def test_the_episodes_of_agents_are_shown_if_there_are_any(
+    diagnostics: dict[str, float | None], line: str | None
+) -> None:
+    steps = [make_step(0), msgspec.structs.replace(make_step(1), diagnostics=diagnostics)]
+    found = [text for text in status_lines(make_status(), steps=steps) if "episode of an agent" in text]
+    assert [line in text for text in found if line] == [True] * (line is not None)
+    assert len(found) == (line is not None)
+
+
+def test_failed_calls_of_tools_are_counted_by_tool() -> None:
+    counts = tuple(
+        FailureCount(
+            tool_calls=calls,
+            first=Failure(
+                failure_class=FailureClass.DATA, reason=TOOL_FAILED, message=f"{error}: no", tool=tool, error=error
+            ),
+        )
+        for tool, error, calls in [("price", "KeyError", 20), ("price", "NameError", 1), ("stock", "KeyError", 3)]
+    )
+    lines = status_lines(make_status(failures=counts))
+    [line] = [line for line in lines if line.startswith("failures: ")]
+    assert line.startswith("failures: tool_failed 24 calls (price 21, stock 3); ")
+    assert [line for line in lines if line.startswith("first ")] == [
+        "first tool price: KeyError: no", "first tool price: NameError: no", "first tool stock: KeyError: no"
+    ]  # fmt: skip
