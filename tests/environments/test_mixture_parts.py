@@ -166,10 +166,10 @@ def test_prompts_that_do_not_fit_are_skipped_as_their_part_says(caplog: pytest.L
     run = config(WORDS | {"data": {**WORDS["data"], "on_bad_row": "skip"}}, SUMS)  # type: ignore[dict-item]
     tasks = build_tasks(run)[0]
 
-    def fit(tasks: list[Task], *, config: Config, left_out: list[LeftOutRow]) -> list[Task]:
+    def fit(tasks: list[Task], *, config: Config, left_out: list[LeftOutRow], tools: object) -> list[Task]:
         assert config.data.on_bad_row == ("skip" if tasks[0].part == "words" else "refuse")
         return tasks[1:]
 
-    kept = _fitting_of_parts(tasks, config=run, fit=fit, left_out={"words": [], "sums": []})
+    kept = _fitting_of_parts(tasks, config=run, fit=fit, left_out={"words": [], "sums": []}, tools={})
     assert len(kept) == len(tasks) - 2
     assert [task for task in tasks if task in kept] == list(kept), "in their order"

@@ -105,7 +105,8 @@ def test_no_end_of_a_process_of_reward_code_ends_an_engine(run_command: Run, tmp
     assert command.wait(500) == 0, command.output()[-4000:]
     run = tmp_path / "runs" / "ends"
     seen = Counter(Path(ends).read_text().split())
-    assert min(seen[kind] for kind in (*KINDS, "interpreter", "server", "mcp")) >= ENDS, seen
+    assert min(seen[kind] for kind in ({*KINDS, "interpreter", "server", "mcp"} - {"attacks"})) >= ENDS, seen
+    assert seen["attacks"], "a group with attacks takes longer, so there are fewer"
     assert "is lost" not in command.output(), "an engine was lost"
     steps = read_lines(run / "steps.jsonl", StepRecord)
     assert len(steps) == STEPS
