@@ -7,6 +7,9 @@ import gc
 import multiprocessing
 import os
 import re
+import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,3 +36,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     marks = re.search(r"^pytestmark = (.*)$", collection_path.read_text(), re.MULTILINE)
     return True if marks and any(f"mark.{name}" in marks[1] for name in left_out) else None
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_process_group_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A process group of torch that a file leaves would fail each later file of its pytest worker that makes one."""
+    yield
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized():
+        dist.destroy_process_group()
+        warnings.warn(f"{request.node.name} has left a process group", stacklevel=1)

@@ -111,12 +111,7 @@ def test_no_end_of_a_process_of_reward_code_ends_an_engine(run_command: Run, tmp
     steps = read_lines(run / "steps.jsonl", StepRecord)
     assert len(steps) == STEPS
     failures = msgspec.json.decode((run / "failures.json").read_bytes(), type=list[FailureCount])
-    assert {count.first.reason for count in failures} >= {
-        "reward_crashed",
-        "reward_timeout",
-        "reward_raised",
-        "reward_wrong_type",
-    }
+    assert {count.first.reason for count in failures} >= {"reward_crashed", "reward_timeout", "reward_raised"}
     assert any(step.diagnostics["failed_samples_ratio"] for step in steps)
     assert "base_url" not in command.output(), "an agent's failure shows its session"
     report = (run / "report.html").read_text()

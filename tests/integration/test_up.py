@@ -191,6 +191,7 @@ NO_DATA_WHEN_HEALTHY = {
     **{f"flow / {panel} / {query}": "there are no agents" for panel, query in OF_AGENTS},
     "learning / Reward by component / A": "the reward is one number",
     "learning / Reward by part / A": "there is no mixture",
+    **{f"learning / Episodes of agents / {query}": "there are no agents" for query in "ABC"},
     "learning / KL to the reference / A": "the objective does not use the reference",
     "learning / Memory of the learner's fullest GPU / A": "the ranks have no GPU",
     "AsyncrlWorkerOutOfMemory": "Ray creates this series when it ends the first worker",
