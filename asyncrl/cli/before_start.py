@@ -235,10 +235,28 @@ def _first_rows(config: Config) -> list[str]:
             if not name:
                 check_enough(config, train)
         notes += _long_answers(part, tasks, prefix=key_of(name))
+        notes += _unknown_fields(part, tasks, prefix=key_of(name))
         rows = f"the first {FIRST_ROWS} rows were" if len(tasks) >= FIRST_ROWS else "all rows were"
         notes.append(
             f"{key_of(name)}data.dataset = {part.data.dataset}: {rows} read; a run reads all of them before it starts"
         )
+    return notes
+
+
+def _unknown_fields(config: Config, tasks: Sequence[Task], *, prefix: str) -> list[str]:
+    """Returns a note for each name in braces in a judge's prompt that the first rows do not have."""
+    from asyncrl.environments.verifiers import JUDGE_FIELD, JUDGE_FIELDS
+
+    keys = {key for task in tasks for key in task.metadata}
+    notes = []
+    for term in config.environment.rewards:
+        names = dict.fromkeys(JUDGE_FIELD.findall(str(term.options.get("prompt", "")))) if term.fn == "judge" else ()
+        if unknown := [name for name in names if name not in keys and name not in JUDGE_FIELDS]:
+            fields = ", ".join(f"{{{name}}}" for name in unknown)
+            notes.append(
+                f"{prefix}environment.rewards.{term.name}.options.prompt: {fields} "
+                f"stays as it is, because no row has such a key; known are {', '.join([*JUDGE_FIELDS, *sorted(keys)])}"
+            )
     return notes
 
 

@@ -144,11 +144,13 @@ def row_lines(config: Config, number: int, *, named: str) -> Iterator[str]:
     from asyncrl.environments.interfaces import dataset_rows
 
     source, rows = dataset_rows(config)
-    row = [*islice(rows, number - 1, number)]
-    if not row:
-        raise ConfigError(f"--row {number}: {source} ({named}) has fewer rows")
+    row, count = None, 0
+    for count, row in enumerate(islice(rows, number), start=1):  # noqa: B007 - the last one is used
+        pass
+    if count < number:
+        raise ConfigError(f"--row {number}: {source} ({named}) has {count} rows")
     yield f"{source}, row {number}, as it was read:"
-    yield from value_lines(row[0])
+    yield from value_lines(row)
 
 
 def value_lines(value: object) -> Iterator[str]:

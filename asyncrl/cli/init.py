@@ -23,13 +23,15 @@ from asyncrl.data.column_names import NO_ANSWER, columns_for
 from asyncrl.data.hugging_face import FORMATS
 from asyncrl.data.prompts import Task
 from asyncrl.data.prompts import split as hold_out
-from asyncrl.data.rows import FIRST_ROWS
+from asyncrl.data.rows import FIRST_ROWS, OnBadRow
 from asyncrl.environments.interfaces import dataset_rows, read_tasks
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, DatasetError
 from asyncrl.policy.model_directory import read_model
 
 LOOKED_AT = 10_000
 """Number of prompts whose lengths are measured. This takes seconds and finds the longest prompt of most datasets."""
+FEW_HELDOUT = 20
+"""With fewer held-out questions than these, one of them moves the held-out reward by more than 0.05."""
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
@@ -69,6 +71,9 @@ def init(
             help="Maximum length of a completion, tokens; default: four times the longest answer.",
         ),
     ] = None,
+    on_bad_row: Annotated[
+        OnBadRow, typer.Option(metavar="refuse|skip", help="Whether rows that cannot be used are skipped.")
+    ] = "refuse",
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
     """Write a first configuration, whose numbers fit together and fit your model and your data.
@@ -86,6 +91,8 @@ def init(
         raise ConfigError(f"{output} exists already; name another file with --output, or add --force")
     _check_model(model)
     section = _section(data, subset=subset, split=split, prompt=prompt, answer=answer)
+    if on_bad_row == "skip":
+        section["on_bad_row"] = on_bad_row
     _write_starter(output, section, model=model, reward=reward, completion=completion_tokens, named=data)
 
 
@@ -94,7 +101,10 @@ def _write_starter(
 ) -> None:
     """Measures the data, writes and checks the configuration, and prints what the next commands are."""
     reading = Config.model_validate({"data": section})
-    tasks = read_tasks(reading)  # in the same way as a run
+    try:
+        tasks = read_tasks(reading)  # in the same way as a run
+    except DatasetError as error:  # names the setting of a file that is not written yet
+        raise DatasetError(str(error).replace("set data.on_bad_row: skip", "add --on-bad-row skip")) from error
     if not tasks:
         raise ConfigError(f"{named}: has no prompts; name a dataset with at least one")
     facts = _facts(model, section, tasks[:LOOKED_AT], prompts=len(tasks), reward=reward, completion=completion)
@@ -111,6 +121,11 @@ def _write_starter(
             "the run will have no held-out evaluation, because none of the prompts is held out: a hash of the prompt "
             f"selects about data.heldout_fraction = {reading.data.heldout_fraction} of them; add prompts, or raise "
             "data.heldout_fraction"
+        )
+    elif len(heldout) < FEW_HELDOUT:
+        warnings.append(
+            f"the held-out reward will be the mean of only {len(heldout)} questions, so it is coarse; add prompts, or "
+            "raise data.heldout_fraction"
         )
     print_warnings(warnings)
     say(f"look at the prompts: asyncrl data show -c {output}")

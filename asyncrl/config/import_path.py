@@ -48,6 +48,11 @@ def malformed(value: str, *, key: str) -> str | None:
     if IMPORT_PATH.fullmatch(value):
         module = value.partition(":")[0]
         return _of_python(value, key=key, module=module) if _is_standard(module) else None
+    if key == "environment.reward" and value in BUILT_IN_NAMES["environment.rewards"]:
+        return (
+            f"{key} = {value}: needs options, so it is an entry of environment.rewards instead: "
+            f"rewards: [{{name: {value}, fn: {value}, options: {{…}}}}] (docs/rewards.md)"
+        )
     known = f"one of {', '.join(names)}, or " if names else ""
     return f"{key} = {value}: must be {known}an import path like package.module:callable{suggest(value, names)}"
 

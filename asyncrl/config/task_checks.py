@@ -14,7 +14,7 @@ def task_violations(config: Config) -> Iterator[str]:
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"data.mixture: has {names.count(name)} parts with the name {name}; give each its own name"
     for name, part in all_configs(config).items():
-        for rule in (_data_violations, _rewards_violations, _agent_violations, _tools_violations):
+        for rule in (_data_violations, _rewards_violations, _judge_violations, _agent_violations, _tools_violations):
             yield from (f"{key_of(name)}{violation}" for violation in rule(part))
         if part.environment.score_timeout_s >= part.generator.rollout_timeout_s:
             yield (
@@ -175,6 +175,38 @@ def _agent(config: Config) -> str:
     if environment.has_tools:
         return environment.tools_key
     return f"environment.name = {environment.name}" if environment.plays_agents else ""
+
+
+def _judge_violations(config: Config) -> Iterator[str]:
+    environment = config.environment
+    for term in environment.rewards:
+        if term.fn != "judge":
+            continue
+        key, options = f"environment.rewards.{term.name}.options", term.options
+        url, url_variable = (str(options.get(name, "")) for name in ("url", "url_variable"))
+        if bool(url) == bool(url_variable):
+            yield (
+                f"{key}: has url = {url!r} and url_variable = {url_variable!r}; set one of them: the address of the "
+                "judge, or the environment variable that has it"
+            )
+        if url and not url.startswith(("http://", "https://")):
+            yield f"{key}.url = {url}: is no address; write http:// or https:// before it, as in http://host:8000/v1"
+        for name in ("key_variable", "url_variable"):
+            variable = options.get(name)
+            if variable and variable not in environment.secrets:
+                yield (
+                    f"{key}.{name} = {variable}: must be in environment.secrets, because reward code sees no other "
+                    "variables; add it there"
+                )
+        prompt = options.get("prompt")
+        if isinstance(prompt, str) and "{completion}" not in prompt:
+            yield f"{key}.prompt: has no {{completion}}, so the judge would not see the answer; write it there"
+        limit_s = options.get("time_limit_s")
+        if isinstance(limit_s, int | float) and limit_s >= environment.score_timeout_s:
+            yield (
+                f"{key}.time_limit_s = {limit_s:g}: must be below environment.score_timeout_s = "
+                f"{environment.score_timeout_s:g}, which ends the request before; lower it, or raise the other"
+            )
 
 
 def _agent_violations(config: Config) -> Iterator[str]:

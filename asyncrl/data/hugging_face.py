@@ -1,7 +1,9 @@
 """Rows of datasets that the library `datasets` reads: from the Hugging Face Hub, or from files."""
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,9 @@ FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "cs
 
 CSV_OPTIONS: Mapping[str, Any] = {"keep_default_na": False, "na_values": [""]}
 """Options with which only an empty cell of a CSV file is a missing value. `datasets` would also take `null` or `NA`."""
+
+_SEPARATORS = (";", "\t", "|")
+"""Separators of the cells of CSV files, beside the comma."""
 
 
 def hugging_face_rows(source: str, *, subset: str | None, split: str, options: Mapping[str, Any]) -> Iterable[Row]:
@@ -40,17 +45,33 @@ def hugging_face_rows(source: str, *, subset: str | None, split: str, options: M
         raise
     except Exception as error:  # the library raises errors of its own, of pyarrow, and of requests to the Hub
         which = f"data.path = {source}, data.subset = {subset}, data.split = {split}"
-        raise DatasetError(f"{which}: cannot be read ({_described(error)})") from error
+        raise DatasetError(f"{which}: cannot be read ({_described(error)}){_advice(error)}") from error
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    found: BaseException | None = error
+    while found is not None:
+        yield found
+        found = found.__cause__
 
 
 def _described(error: BaseException) -> str:
     """Returns the first line of an error and of its causes: `datasets` often names the reason only in a cause."""
-    lines = []
-    found: BaseException | None = error
-    while found is not None:
-        lines.append(f"{type(found).__name__}: {' '.join(str(found).strip().splitlines()[:1])}")
-        found = found.__cause__
-    return "; ".join(lines)
+    lines = [f"{type(each).__name__}: {' '.join(str(each).strip().splitlines()[:1])}" for each in _chain(error)]
+    return "; ".join(dict.fromkeys(lines))
+
+
+def _advice(error: BaseException) -> str:
+    """Returns what to change after an error, if that is known; otherwise ""."""
+    for each in _chain(error):
+        if isinstance(each, UnicodeDecodeError):
+            return "; the file is not UTF-8: set data.options: {encoding: latin-1}, or the encoding that it has"
+        if "Error tokenizing data" in str(each):
+            return (
+                "; look at the quotes and the number of cells of that line: a quote inside of a quoted cell is written "
+                "twice. If spaces follow the separators, set data.options: {skipinitialspace: true}"
+            )
+    return ""
 
 
 def _loaded(source: str, subset: str | None, *, split: str, options: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
@@ -73,8 +94,9 @@ def _loaded(source: str, subset: str | None, *, split: str, options: Mapping[str
 
 
 def _columns(config: Any, *, token: str | bool | None) -> Sequence[str]:
-    """Returns the names of the columns of CSV files. Raises DatasetError if the files have different columns, or if the
-    first row of a file has more cells than its header: pandas would take the first cells as names of the rows."""
+    """Returns the names of the columns of CSV files. Raises DatasetError if the files have different columns, if a
+    header has a name twice or another separator, or if the first row of a file has more cells than its header: pandas
+    would take the first cells as names of the rows."""
     import datasets
     import pandas
     from datasets.utils.file_utils import xpandas_read_csv
@@ -85,6 +107,7 @@ def _columns(config: Any, *, token: str | bool | None) -> Sequence[str]:
     for file in dict.fromkeys(chain.from_iterable((config.data_files or {}).values())):
         table = xpandas_read_csv(file, download_config=login, **head)
         found = list(map(str, table.columns))
+        _check_header(file, found, config=config, login=login)
         if config.index_col is None and len(table) and not isinstance(table.index, pandas.RangeIndex):
             raise DatasetError(
                 f"{file}: its first row has more cells than the {len(found)} columns of its header "
@@ -97,6 +120,24 @@ def _columns(config: Any, *, token: str | bool | None) -> Sequence[str]:
             )
         names = names or found
     return names
+
+
+def _check_header(file: str, found: Sequence[str], *, config: Any, login: Any) -> None:
+    """Raises DatasetError for a header with another separator than that of the configuration, or with a name twice."""
+    from datasets.utils.file_utils import xpandas_read_csv
+
+    other = next((mark for mark in _SEPARATORS if mark in found[0]), None)
+    if len(found) == 1 and other is not None and config.pd_read_csv_kwargs.get("sep", ",") == ",":
+        raise DatasetError(
+            f"{file}: its header is one column, {found[0]!r}; if {other!r} separates the columns, set "
+            f"data.options: {{delimiter: {json.dumps(other)}}}"
+        )
+    if config.header != "infer" or config.names is not None or config.column_names is not None:
+        return
+    plain = {**config.pd_read_csv_kwargs, "chunksize": None, "nrows": 1, "dtype": str, "header": None}
+    counts = Counter(map(str, xpandas_read_csv(file, download_config=login, **plain).iloc[0].dropna()))
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise DatasetError(f"{file}: its header has {', '.join(twice)} more than once; give each column its own name")
 
 
 def _saved(found: Any, *, split: str) -> Iterable[Mapping[str, Any]]:

@@ -151,15 +151,20 @@ def _with_tools(section: EnvironmentSection) -> RewardFunction:
 def _term(term: RewardTerm, section: EnvironmentSection) -> RewardFunction:
     key = f"environment.rewards.{term.name}"
     function = _named_reward(term.fn, key=f"{key}.fn")
-    if not term.options:
+    if not term.options and term.fn not in BUILT_IN_NAMES["environment.rewards"]:
         return reward_function(function, named=f"{key}.fn = {term.fn}")
     # below the time limit of the scoring process, so that the judge's own error is shown
     limit = {"time_limit_s": 0.9 * section.score_timeout_s} if term.fn == "judge" else {}
     made = partial(function, **limit | term.options)
+    signature = inspect.signature(function)
     try:
-        inspect.signature(function).bind_partial(None, None, **term.options)
+        signature.bind_partial(None, None, **term.options)  # a wrong name is a better error than a missing one
+        signature.bind(None, None, **term.options)
     except TypeError as error:
-        raise ConfigError(f"{key}.options: {term.fn} cannot take them ({error}); correct them") from None
+        names = list(signature.parameters)[2:]
+        raise ConfigError(
+            f"{key}.options: {term.fn} cannot take them ({error}); its options are {', '.join(names)}"
+        ) from None
     return reward_function(made, named=f"{key}.fn = {term.fn}")
 
 

@@ -28,7 +28,7 @@ _LONGEST_CHAIN = 10
 """Links of an exception's chain of causes that are searched."""
 _OF_A_CONNECTION = re.compile(r"(Connect|Connection|Connector|Transport|Proxy|SSL|URL|Timeout)\w*Error$|^gaierror$")
 _FOR_A_CONNECTION = re.compile(r"PROXY|SSL|CERT|CA_BUNDLE|URL|HOST|ENDPOINT|TOKEN|KEY|^HF_", re.IGNORECASE)
-_MOST_NAMES = 30
+_MOST_NAMES = 6
 _VARIABLE = re.compile(r"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b")
 
 
@@ -140,8 +140,8 @@ def _is_of_a_connection(error: BaseException) -> bool:
 
 
 def _withheld_hint(withheld: Collection[str]) -> str:
-    """Returns the names of the withheld variables, those first that connections often need."""
-    names = sorted(withheld, key=lambda name: (_FOR_A_CONNECTION.search(name) is None, name))
+    """Returns the names of the withheld variables that connections often need."""
+    names = sorted(filter(_FOR_A_CONNECTION.search, withheld))
     if not names:
         return ""
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""

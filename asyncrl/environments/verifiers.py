@@ -71,6 +71,10 @@ Answer of a student:
 
 Is the student's answer right? Think briefly. 0 is wrong, and 1 is right."""
 
+JUDGE_FIELDS = ("question", "answer", "completion")
+"""Names that a judge's prompt may have in braces, beside the keys of the task's metadata."""
+JUDGE_FIELD = re.compile(r"\{(\w+)\}")
+
 JUDGE_FORM = """\
 
 
@@ -120,23 +124,24 @@ async def judge(
     its answer.
 
     The request is `prompt`, followed by `JUDGE_FORM`, which asks for that line. `prompt` has the fields `{question}`,
-    `{answer}` and `{completion}`. `key_variable` names the environment variable with the key, and `url_variable` the
+    `{answer}` and `{completion}`, and one for each key of the task's metadata. Other texts in braces stay as they are.
+    `key_variable` names the environment variable with the key, and `url_variable` the
     one with the URL, if there is no `url`. `environment.secrets` must list them. A scoring process sends at most
     `most_per_s` requests a second. Requests that fail for a passing reason are repeated for `time_limit_s`
     seconds; `environment.rewards` sets it to 0.9 of `environment.score_timeout_s`, so that the error of the server is
     known when the scoring is ended.
 
     Raises ValueError if the answer has no score, if it was cut, or if there is not one URL, TimeoutError at the time
-    limit, and the errors of the package `openai`.
+    limit, and JudgeRefused.
     """
     if bool(url) == bool(url_variable):
         raise ValueError(
             f"the options of judge have url = {url!r} and url_variable = {url_variable!r}; set one of them"
         )
     client, throttle = _judge_client(url or os.environ[url_variable], key_variable, most_per_s)
-    fields = {"question": task.prompt, "answer": task.answer, "completion": completion}
+    fields = {**task.metadata, "question": task.prompt, "answer": task.answer, "completion": completion}
     # not str.format: a completion may contain braces, and a prompt may contain JSON
-    text = re.sub(r"\{(question|answer|completion)\}", lambda found: fields[found[1]], prompt) + JUDGE_FORM
+    text = JUDGE_FIELD.sub(lambda found: str(fields.get(found[1], found[0])), prompt) + JUDGE_FORM
     messages = [{"role": "user", "content": text}]
     request = {"model": model, "messages": messages, "max_tokens": max_tokens, "temperature": 0.0}
     reply = await _asked(client, throttle, request, time_limit_s=time_limit_s)
@@ -153,10 +158,10 @@ async def judge(
 async def _asked(client: Any, throttle: Any, request: Mapping[str, Any], *, time_limit_s: float) -> Any:
     """Sends a request until it succeeds, and returns the reply.
 
-    Raises TimeoutError after `time_limit_s` seconds, or before if the server asks for a longer pause. Raises the error
-    of a request that would fail again.
+    Raises TimeoutError after `time_limit_s` seconds, or before if the server asks for a longer pause. Raises
+    JudgeRefused for a request that would fail again.
     """
-    from openai import APIConnectionError, APIStatusError
+    from openai import APIConnectionError, APIStatusError, APITimeoutError
 
     loop, failed, pause_s = asyncio.get_running_loop(), None, 0.0
     end_s = loop.time() + time_limit_s
@@ -169,7 +174,7 @@ async def _asked(client: Any, throttle: Any, request: Mapping[str, Any], *, time
                 except (APIConnectionError, APIStatusError) as error:
                     status = error.status_code if isinstance(error, APIStatusError) else None
                     if status is not None and status not in _PASSING and status < 500:
-                        raise
+                        raise JudgeRefused(_refusal(status, str(error), client)) from None
                     failed = error
                     headers = error.response.headers if isinstance(error, APIStatusError) else {}
                 pause_s = retry_pause_s(headers, tries=tries, now_s=time.time())
@@ -181,10 +186,29 @@ async def _asked(client: Any, throttle: Any, request: Mapping[str, Any], *, time
     what = (
         "it did not answer" if failed is None else f"its last error was: {failed}; the pause after it is {pause_s:g} s"
     )
+    unreachable = isinstance(failed, APIConnectionError) and not isinstance(failed, APITimeoutError)
+    advice = (
+        "check that a server runs there, and that the option url is right"
+        if unreachable
+        else "raise environment.score_timeout_s (or the option time_limit_s of the judge) and "
+        "generator.rollout_timeout_s, or lower the option most_per_s"
+    )
     raise TimeoutError(
-        f"the judge gave no answer within {time_limit_s:g} s: {what}; raise environment.score_timeout_s (or the option "
-        "time_limit_s of the judge) and generator.rollout_timeout_s, or lower the option most_per_s"
+        f"the judge at {client.base_url} gave no answer within {time_limit_s:g} s: {what}; {advice}"
     ) from failed
+
+
+class JudgeRefused(ValueError):
+    """The server of a judge refuses a request, and would refuse it again."""
+
+
+def _refusal(status: int, error: str, client: Any) -> str:
+    checks = {
+        401: "check the key in the variable that the option key_variable names",
+        403: "check the key in the variable that the option key_variable names",
+        404: "check the options url, which usually ends with /v1, and model",
+    }
+    return f"the judge at {client.base_url} refuses the request: {error}; {checks.get(status, 'check its options')}"
 
 
 _PASSING = (408, 409, 429)

@@ -353,7 +353,8 @@ class Generator:
         if self._loading:
             self._states.set({"paused_for_weights": self._slots})
             return
-        waiting = min(busy, self._running.in_environment)
+        generating = min(busy, self._running.generating)
+        waiting = busy - generating + min(generating, self._running.in_environment)
         self._states.set(
             {
                 "generating": busy - waiting,

@@ -115,8 +115,9 @@ OTHER_WAITS = {
     "starved_of_prompts": (Bound.PROMPTS, "Generators have no prompts", "add prompts, or raise data.epochs"),
     "waiting_for_environment": (
         Bound.ENVIRONMENT,
-        "Generators wait for the agents' own code",
-        "make tools and environments faster, or raise generator.max_concurrent_groups and environment.score_workers",
+        "Generators wait for rewards, or for agents' own code",
+        "make rewards, tools and environments faster, or raise environment.score_workers (a judge: its most_per_s) and "
+        "generator.max_concurrent_groups",
     ),
 }
 

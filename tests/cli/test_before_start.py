@@ -165,6 +165,28 @@ def test_each_role_tries_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tried == ["_try_scoring", "_try_loss", "_try_advantage"]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "unknown"),
+    [
+        ("{question} {answer} {completion} {topic}", None),
+        ('{completion} {"score": 1} {a b} {}', None),
+        ("{completion} {reference}", "{reference} stays as it is"),
+        ("{completion} {Topic} {level}", "{Topic}, {level} stays as it is"),
+    ],
+)
+def test_names_in_a_judges_prompt_that_no_row_has_are_noted(prompt: str, unknown: str | None, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "topic": "sums"}\n' * 1)
+    options = {"model": "m", "url": "http://127.0.0.1:9/v1", "prompt": prompt}
+    rewards = json.dumps([{"name": "grade", "fn": "judge", "options": options}])
+    config = settings(
+        "data.dataset=jsonl", f"data.path={tmp_path / 'rows.jsonl'}", f"environment.rewards={rewards}",
+        "data.prompt_template='{question}'", "eval.prompts=0",
+    )  # fmt: skip
+    notes = [note for note in before_start._first_rows(config) if "options.prompt" in note]
+    assert len(notes) == (unknown is not None)
+    assert unknown is None or (unknown in notes[0] and "known are question, answer, completion, topic" in notes[0])
+
+
 def test_a_scoring_process_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     before = threading.active_count()
     [note] = look(settings(f"environment.reward={OWN}:reward", f"data.dataset={OWN}:good", *ROWS))

@@ -57,7 +57,8 @@ def test_the_file_that_it_writes_holds_what_it_measured(
     words = f"wrote run.yaml: 120 prompts of at most 8 tokens, {len(heldout)} of them held out for evaluation, "
     assert heldout
     assert words in result.stdout
-    assert "held-out" not in result.stderr
+    assert "no held-out evaluation" not in result.stderr
+    assert f"mean of only {len(heldout)} questions" in result.stderr
     assert "start it with: asyncrl up -c run.yaml" in result.stdout
     config = load_config([tmp_path / "run.yaml"], [])
     assert (config.run.name, config.model.path, str(config.data.path)) == ("sums", "models/small", "sums.jsonl")
@@ -191,6 +192,24 @@ def test_the_columns_of_a_csv_file_are_found_and_written(
     assert config.eval.every_steps > 0
     train, _ = build_tasks(config)
     assert {task.prompt: task.answer for task in train}["7+7="] == "14"
+
+
+def test_rows_that_cannot_be_used_are_skipped_if_that_is_asked_for(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"{n}+{n}=", "answer": str(2 * n) if n != 7 else None} for n in range(120)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    refused = runner.invoke(app, ["init", "models/small", "sums.jsonl"])
+    assert refused.exit_code == 1
+    assert "row 8" in refused.output
+    assert "add --on-bad-row skip" in refused.output
+    written = runner.invoke(app, ["init", "models/small", "sums.jsonl", "--on-bad-row", "skip"])
+    assert written.exit_code == 0, written.output
+    assert "mean of only" in written.output, "119 rows have few held-out ones"
+    config = load_config([tmp_path / "run.yaml"], [])
+    assert config.data.on_bad_row == "skip"
+    assert len(read_tasks(config)) == 119
 
 
 def test_columns_may_be_named_and_answers_may_be_left_out(

@@ -344,6 +344,35 @@ def test_a_misspelt_built_in_name_says_what_was_meant(key: str) -> None:
     assert f"did you mean '{name}'?" in lines[0]
 
 
+@pytest.mark.parametrize("name", ["judge", "regex", "length"])
+@pytest.mark.fault("F28")
+def test_a_reward_with_options_is_sent_to_the_list_of_rewards(name: str) -> None:
+    [violation] = _violations(f"environment.reward={name}")
+    assert f"rewards: [{{name: {name}, fn: {name}, options: {{…}}}}]" in violation
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ("{model: m}", "has url = '' and url_variable = ''; set one of them"),
+        ("{model: m, url: 'http://a/v1', url_variable: U}", "url_variable = U: must be in environment.secrets"),
+        ("{model: m, url: 'localhost:8000/v1'}", "url = localhost:8000/v1: is no address; write http://"),
+        ("{model: m, url: 'http://a/v1', key_variable: OTHER}", "key_variable = OTHER: must be in environment.secrets"),
+        ("{model: m, url: 'http://a/v1', prompt: Rate it}", "prompt: has no {completion}"),
+        ("{model: m, url: 'http://a/v1', prompt: '{question} {answer}'}", "prompt: has no {completion}"),
+        ("{model: m, url: 'http://a/v1', time_limit_s: 100}", "time_limit_s = 100: must be below environment.score_"),
+    ],
+)
+@pytest.mark.fault("F28")
+def test_options_with_which_a_judge_cannot_work_are_refused_before_a_start(options: str, problem: str) -> None:
+    lines = _violations(
+        f"environment.rewards=[{{name: grade, fn: judge, options: {options}}}]", "environment.secrets=[KEY]"
+    )
+    assert any(line.startswith("environment.rewards.grade.options") and problem in line for line in lines)
+    good = "{model: m, url: 'https://a/v1', key_variable: KEY, prompt: 'Rate {completion}', time_limit_s: 5}"
+    _warnings(f"environment.rewards=[{{name: grade, fn: judge, options: {good}}}]", "environment.secrets=[KEY]")
+
+
 @pytest.mark.parametrize("name", ["mine:", ":f", "mine:f()", "a b:c", "mine..x:f"])
 @pytest.mark.fault("F28")
 def test_a_malformed_import_path_is_refused(name: str) -> None:

@@ -102,6 +102,50 @@ def test_a_csv_file_with_more_cells_than_columns_is_refused_and_not_shifted(row:
         read_tasks(config(tmp_path / "rows.csv"))
 
 
+@pytest.mark.parametrize(
+    ("separator", "option"), [(";", '{delimiter: ";"}'), ("\t", '{delimiter: "\\t"}'), ("|", '{delimiter: "|"}')]
+)
+def test_another_separator_of_a_csv_file_is_named_with_its_option(separator: str, option: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(f"question{separator}solution\n1, 2 or 3{separator}1\n")
+    with pytest.raises(DatasetError) as refused:
+        read_tasks(config(path))
+    assert f"data.options: {option}" in str(refused.value)
+    assert [task.answer for task in read_tasks(config(path, options={"delimiter": separator}))] == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("header", "twice"), [("question,solution,solution", "solution"), ("question,solution,a,b,a,b,a", "a, b")]
+)
+def test_a_csv_header_with_a_name_twice_is_refused(header: str, twice: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(f"{header}\n{header}\n")
+    with pytest.raises(DatasetError, match=f"its header has {twice} more than once"):
+        read_tasks(config(path))
+    path.write_text("question,solution,solution.1\na,1,2\n")
+    assert [task.metadata for task in read_tasks(config(path))] == [{"solution.1": "2"}]
+
+
+@pytest.mark.parametrize(
+    ("content", "advice"),
+    [
+        ("question,solution\nö,1\n".encode("latin-1"), "data.options: {encoding: latin-1}"),
+        (b'question,solution\na,1\nb, "x, y"\n', "set data.options: {skipinitialspace: true}"),
+        (b'question,solution\na,"1\n', "look at the quotes"),
+        (b"question,solution\na,1\nb,2,3,4\n", "the number of cells of that line"),
+    ],
+)
+def test_a_csv_file_that_cannot_be_read_says_once_why_and_what_to_try(
+    content: bytes, advice: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_bytes(content)
+    with pytest.raises(DatasetError) as refused:
+        read_tasks(config(path))
+    assert advice in str(refused.value)
+    assert str(refused.value).count("Error tokenizing data") <= 1
+
+
 def test_csv_files_with_other_columns_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("question,solution\na,1\n")
     (tmp_path / "b.csv").write_text("solution,question\n2,b\n")

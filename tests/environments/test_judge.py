@@ -15,7 +15,7 @@ from asyncrl.data.prompts import Task
 from asyncrl.environments.scoring import Scorer
 from asyncrl.environments.scoring_messages import Components
 from asyncrl.environments.secrets import Secrets
-from asyncrl.environments.verifiers import JUDGE_FORM, judge, retry_pause_s
+from asyncrl.environments.verifiers import JUDGE_FORM, JudgeRefused, judge, retry_pause_s
 from asyncrl.errors import DataError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -106,13 +106,31 @@ def test_the_url_may_come_from_an_environment_variable(server: Server, monkeypat
             asked(server, **options)
 
 
-def test_an_answer_without_a_score_and_a_refused_request_are_errors_of_the_reward(server: Server) -> None:
+def test_the_other_keys_of_a_row_are_fields_of_the_prompt_and_json_is_not(server: Server) -> None:
+    task = Task(question="2+2=", prompt="2+2=", answer="4", metadata={"topic": "sums", "level": 3, "question": "no"})
+    prompt = '{topic} {level} {question} {score} {"score": 1} {completion}'
+    asyncio.run(judge(task, "5", prompt=prompt, url=url_of(server), model="m"))
+    [message] = server.seen[0]["messages"]
+    assert message["content"].startswith('sums 3 2+2= {score} {"score": 1} 5')
+
+
+def test_an_answer_without_a_score_is_an_error_of_the_reward(server: Server) -> None:
     server.answers = ["I cannot say: 17 of 20"]
     with pytest.raises(ValueError, match=r"has no score.*17 of 20"):
         asked(server)
-    server.answers = [401]
-    with pytest.raises(Exception, match="401"):
+
+
+@pytest.mark.parametrize(
+    ("status", "advice"),
+    [(401, "key_variable"), (403, "key_variable"), (404, "usually ends with /v1, and model"), (422, "its options")],
+)
+def test_a_refused_request_names_the_address_and_what_to_check(status: int, advice: str, server: Server) -> None:
+    server.answers = [status]
+    with pytest.raises(
+        JudgeRefused, match=rf"the judge at {url_of(server)}/ refuses the request: .*{status}.*{advice}"
+    ):
         asked(server)
+    assert len(server.seen) == 1
 
 
 def test_a_request_that_fails_for_a_passing_reason_is_repeated(server: Server) -> None:
@@ -144,7 +162,7 @@ def test_a_pause_beyond_the_time_limit_ends_the_tries_at_once(
 
 
 def test_a_server_that_cannot_be_reached_is_an_error_at_the_time_limit() -> None:
-    with pytest.raises(TimeoutError, match=r"within 3 s: its last error was: Connection error"):
+    with pytest.raises(TimeoutError, match=r"at http://127.0.0.1:9/v1/ gave .*: Connection error.*a server runs there"):
         asyncio.run(judge(TASK, "4", url="http://127.0.0.1:9/v1", model="m", time_limit_s=3.0))
 
 

@@ -163,5 +163,11 @@ def test_options_that_a_reward_does_not_take_are_refused_with_its_name() -> None
     rewards = [{"name": "format", "fn": "regex", "options": {"patern": "x"}}]
     with pytest.raises(ConfigError, match=r"environment\.rewards\.format\.options: regex cannot take them .*patern"):
         build_reward(EnvironmentSection.model_validate({"rewards": rewards}))
-    with pytest.raises(ConfigError, match=r"environment\.rewards\.format\.fn = regex has the parameters"):
-        build_reward(EnvironmentSection.model_validate({"rewards": [{"name": "format", "fn": "regex"}]}))
+    for fn, missing, options in (
+        ("regex", "pattern", "pattern, whole"),
+        ("length", "free_chars", "free_chars, buffer_chars"),
+        ("judge", "model", "model, url, url_variable, prompt, key_variable, max_tokens, most_per_s, time_limit_s"),
+    ):
+        lacking = {"rewards": [{"name": "format", "fn": fn}]}
+        with pytest.raises(ConfigError, match=rf"{fn} cannot take them \(missing .*'{missing}'\); .* {options}$"):
+            build_reward(EnvironmentSection.model_validate(lacking))

@@ -516,6 +516,32 @@ async def test_what_a_replica_took_until_its_engine_was_ready_is_its_start_and_n
 
 
 @pytest.mark.asyncio
+async def test_slots_of_groups_that_are_scored_wait_for_the_environment() -> None:
+    async with started_pool() as (pool, _):
+        generator, score, scored = pool.generators["a"], pool.scorer.score, asyncio.Event()
+
+        async def slow(task: Task, completions: Sequence[str]) -> list[Score]:
+            await scored.wait()
+            return await score(task, completions)
+
+        def shown(state: str) -> float:
+            return (
+                pool.metrics["a"].registry.get_sample_value("asyncrl_generator_state_seconds_total", {"state": state})
+                or 0.0
+            )
+
+        pool.scorer.score = slow  # type: ignore[method-assign]
+        await pool.publish(0)
+        await until(lambda: len(generator._running) > 0 and generator._running.generating == 0)
+        before = shown("generating"), shown("waiting_for_environment")
+        pool.clock.now_s += 8.0
+        part = min(generator._slots, len(generator._running)) / generator._slots
+        assert shown("generating") == before[0]
+        assert shown("waiting_for_environment") == pytest.approx(before[1] + 8.0 * part)
+        scored.set()
+
+
+@pytest.mark.asyncio
 async def test_while_weights_load_all_slots_are_paused_for_weights_and_no_longer() -> None:
     async with started_pool() as (pool, engine):
         generator, load = pool.generators["a"], engine.load

@@ -67,7 +67,7 @@ def test_slow_agents_are_named_when_slots_wait_for_them_more_than_for_the_engine
     slow = {"waiting_for_environment": 0.5, "generating": 0.4, "idle": 0.1}
     found = bottleneck({"waiting_for_groups": 0.9}, slow)
     assert found.bound is Bound.ENVIRONMENT
-    assert "agents' own code 50 % of the time: make tools and environments faster" in found.sentence
+    assert "agents' own code 50 % of the time: make rewards, tools and environments faster" in found.sentence
     fast = {"waiting_for_environment": 0.4, "generating": 0.5, "idle": 0.1}
     assert bottleneck({"waiting_for_groups": 0.9}, fast).bound is Bound.GENERATORS
     assert bottleneck({"optimizer": 1.0}, slow).bound is Bound.NOTHING
