@@ -220,14 +220,15 @@ class FailureClass(StrEnum):
 class RolloutError(AsyncRLError):
     """One rollout failed. `reason` is a short label from a bounded set, so that it can be the label of a metric.
     `completion` is the text of the completion that could not be scored. It is empty if the failure does not belong to
-    one completion."""
+    one completion. `error` is the type of the error that reward code raised, such as `ValueError`; empty for others."""
 
     failure_class: FailureClass
 
-    def __init__(self, message: str, *, reason: str, completion: str = "") -> None:
+    def __init__(self, message: str, *, reason: str, completion: str = "", error: str = "") -> None:
         super().__init__(message)
         self.reason = reason
         self.completion = completion
+        self.error = error
 
 
 class InfraError(RolloutError):

@@ -15,8 +15,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """The failure of one rollout. Texts have at most `MAX_FAILURE_CHARS` characters.
 
     `prompt` is empty if the failure does not belong to one prompt. `completion` is empty if it does not belong to one
-    completion. A failed call of a tool has the name of the `tool` and the type of its `error`; these are empty for
-    other failures.
+    completion. `tool` is the name of the tool whose call failed. `error` is the type of the error that a tool or a
+    reward raised. Both are empty for other failures.
     """
 
     failure_class: FailureClass
@@ -36,13 +36,13 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
             message=cut_text(str(error)),
             prompt=cut_text(prompt),
             completion=cut_text(error.completion),
+            error=error.error,
         )
 
     @property
     def label(self) -> str:
-        """`<class>/<reason>`, from a bounded set; with `/<tool>/<error>` for the failed call of a tool."""
-        of_tool = f"/{self.tool}/{self.error}" if self.tool else ""
-        return f"{self.failure_class.value}/{self.reason}{of_tool}"
+        """`<class>/<reason>`, from a bounded set, with `/<tool>` and `/<error>` if the failure has them."""
+        return "/".join(filter(None, (self.failure_class.value, self.reason, self.tool, self.error)))
 
     @property
     def of_reward(self) -> bool:
@@ -51,8 +51,10 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def subject(self) -> str:
-        """What failed, in words: the reason, or the tool."""
-        return f"tool {self.tool}" if self.tool else self.reason
+        """What failed, in words: the tool, or the reason with the type of the error."""
+        if self.tool:
+            return f"tool {self.tool}"
+        return f"{self.reason} ({self.error})" if self.error else self.reason
 
     @property
     def of_tool(self) -> bool:

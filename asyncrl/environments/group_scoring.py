@@ -16,6 +16,7 @@ from asyncrl.environments.reward_function import RewardFunction, caller, subject
 from asyncrl.environments.reward_terms import TermFailed
 from asyncrl.environments.reward_values import Unusable, components, listed, number
 from asyncrl.environments.scoring_messages import (
+    MAX_COMPONENT_NAME_CHARS,
     NO_COMPLETION,
     Failure,
     Group,
@@ -172,13 +173,14 @@ class GroupScoring:
             who, error = error.who, error.cause
         if isinstance(error, MemoryError):
             self._retire = _OUT_OF_MEMORY
+        raised = ""
         if isinstance(error, Unusable):
             reason, what = error.reason, str(error)
         else:
-            reason = RewardFailure.RAISED
+            reason, raised = RewardFailure.RAISED, sendable(type(error).__name__)[:MAX_COMPONENT_NAME_CHARS]
             what = f"raised {describe_error(error)}{self._hint(error)}"
         count = len(call.completions)
-        return [Failure(reason=reason, message=sendable(f"{who} {what}"), of_call=count > 1)] * count
+        return [Failure(reason=reason, message=sendable(f"{who} {what}"), of_call=count > 1, error=raised)] * count
 
     def _hint(self, error: BaseException) -> str:
         if isinstance(error, MemoryError):

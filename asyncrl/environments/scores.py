@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sequence
 from itertools import groupby, islice
 
+import msgspec
+
 from asyncrl.environments.scoring_messages import Components, Failure, Group, Outcome
 from asyncrl.errors import DataError
 
@@ -69,7 +71,7 @@ class Scores:
     def give_up(self) -> None:
         """Gives each completion without a score the last failure."""
         assert self._last is not None, "no completion has failed"
-        self.fail(self.left, Failure(reason=self._last.reason, message=self._last.message, of_call=True))
+        self.fail(self.left, msgspec.structs.replace(self._last, of_call=True))
 
     def results(self) -> list[list[Score]]:
         """Returns the scores of each group in the order of its completions. All scores must be known."""
@@ -82,4 +84,4 @@ class Scores:
             return outcome
         self._last = outcome
         completion = "" if outcome.of_call else self._completions[place]
-        return DataError(outcome.message, reason=outcome.reason, completion=completion)
+        return DataError(outcome.message, reason=outcome.reason, completion=completion, error=outcome.error)

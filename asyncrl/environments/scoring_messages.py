@@ -80,11 +80,13 @@ class Components(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Why a completion has no reward. If `of_call` is True, a call for several completions failed as a whole."""
+    """Why a completion has no reward. If `of_call` is True, a call for several completions failed as a whole. `error`
+    is the type of the error that the reward raised, if it raised one."""
 
     reason: RewardFailure
     message: _Text
     of_call: bool = False
+    error: _Name = ""
 
 
 Outcome = float | Components | Failure

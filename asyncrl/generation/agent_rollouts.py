@@ -168,5 +168,5 @@ def _judged(score: Score, session: EndedSession, episode: Episode) -> Score:
         if session.limit:
             told = str(score) if session.limit in str(score) else f"{score} ({session.limit})"
             return DataError(told, reason=RewardFailure.LIMIT, completion=episode.text)
-        return DataError(str(score), reason=score.reason, completion=episode.text)
+        return DataError(str(score), reason=score.reason, completion=episode.text, error=score.error)
     return score

@@ -40,7 +40,7 @@ def rewards_of(scores: Sequence[Score], *, config: Config) -> tuple[float | None
             raise first
         if len(scores) - len(errors) < fewest_rewards(config):
             few = f"; {len(errors)} of {len(scores)} completions of the group have no reward" if len(scores) > 1 else ""
-            raise DataError(f"{first}{few}", reason=first.reason, completion=first.completion)
+            raise DataError(f"{first}{few}", reason=first.reason, completion=first.completion, error=first.error)
     substitute = 0.0 if on_error == "zero" else None
     return tuple(substitute if isinstance(score, DataError) else total(score) for score in scores)
 

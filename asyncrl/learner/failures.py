@@ -16,32 +16,29 @@ def first_failure(count: FailureCount) -> str:
 
 
 def in_words(counts: Sequence[FailureCount]) -> str:
-    """Returns the number of failures by reason, the most frequent first: `tool_failed 65 calls (price 60, stock 5),
-    reward_raised 20 and 31 single completions, reward_timeout 3`. Single completions are those whose reward failed in
-    groups that were committed."""
-    totals: Counter[str] = Counter()
-    samples: Counter[str] = Counter()
-    tools: dict[str, Counter[str]] = {}
+    """Returns the number of failures by reason, the most frequent first, with the tools or the types of errors of which
+    they are: `tool_failed 65 calls (price 60, stock 5), reward_raised 20 rollouts and 31 single completions (ValueError
+    48, KeyError 3), reward_timeout 3 rollouts`. Single completions are those whose reward failed in groups that were
+    committed."""
+    of_reason: dict[str, list[FailureCount]] = {}
     for count in counts:
-        reason = count.first.reason
-        totals[reason] += count.failures
-        samples[reason] += count.samples
-        if count.tool_calls:
-            tools.setdefault(reason, Counter())[count.first.tool or "others"] += count.tool_calls
-    return ", ".join(
-        f"{reason} {_number(total, samples[reason], tools.get(reason, Counter()))}"
-        for reason, total in totals.most_common()
-    )
+        of_reason.setdefault(count.first.reason, []).append(count)
+    totals = Counter({reason: sum(each.failures for each in found) for reason, found in of_reason.items()})
+    return ", ".join(f"{reason} {_number(of_reason[reason])}" for reason, _ in totals.most_common())
 
 
-def _number(failures: int, samples: int, tools: Counter[str]) -> str:
-    calls = tools.total()
-    rollouts = failures - samples - calls
-    parts = [str(rollouts)] if rollouts else []
-    parts += [f"{samples} single completion{'s' * (samples > 1)}"] if samples else []
-    by_tool = ", ".join(f"{tool} {number}" for tool, number in tools.most_common())
-    parts += [f"{calls} call{'s' * (calls > 1)} ({by_tool})"] if calls else []
-    return " and ".join(parts)
+def _number(counts: Sequence[FailureCount]) -> str:
+    amounts = {
+        "rollout": sum(count.rollouts for count in counts),
+        "single completion": sum(count.samples for count in counts),
+        "call": sum(count.tool_calls for count in counts),
+    }
+    words = " and ".join(f"{number} {what}{'s' * (number > 1)}" for what, number in amounts.items() if number)
+    kinds: Counter[str] = Counter()
+    for count in counts:
+        kinds[count.first.tool or count.first.error or "others"] += count.failures
+    by_kind = ", ".join(f"{kind} {number}" for kind, number in kinds.most_common())
+    return words if set(kinds) == {"others"} else f"{words} ({by_kind})"
 
 
 def groups_by_reason(counts: Sequence[FailureCount]) -> dict[str, int]:

@@ -4,6 +4,7 @@ does not keep the others from being scored."""
 import asyncio
 import math
 import os
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -93,6 +94,8 @@ def test_an_unusable_reward_is_a_failure_of_its_completion_only_and_names_the_se
     assert (before, after) == (3.0, 2.0)
     assert isinstance(failure, Failure)
     assert (failure.reason, failure.of_call) == (reason, False)
+    raised = re.match(r"raised (\w+)", message)
+    assert failure.error == (raised[1] if raised else "")
     assert failure.message.startswith(f"environment.reward = tasks:judge {message}")
 
 

@@ -87,7 +87,8 @@ async def test_a_raising_or_lying_reward_fails_its_completion_and_the_process_go
             str(failure),
         )
         assert failure.completion == "raise"
-        assert pickle.loads(pickle.dumps(failure)).completion == "raise"
+        again = pickle.loads(pickle.dumps(failure))
+        assert (again.completion, again.error) == ("raise", "RuntimeError")
         assert (await failure_of(scorer, "nan")).reason == RewardFailure.NOT_FINITE
         assert (await failure_of(scorer, "string")).reason == RewardFailure.WRONG_TYPE
         assert await scorer.score(TASK, ["fork_and_return", "ab"]) == [1.0, 2.0]

@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.buffer.failure_records import TOOL_FAILED, Failure, FailureCount
 from asyncrl.coordinator.client import Call, CoordinatorClient
-from asyncrl.errors import FailureClass, RunError
+from asyncrl.errors import DataError, FailureClass, RunError
 from asyncrl.learner.failure_watch import COUNTS_EVERY_S, FailureWatch
 from asyncrl.learner.failures import groups_by_reason
 
@@ -79,7 +79,7 @@ def test_counts_are_shown_only_when_they_changed_and_only_now_and_then(caplog: p
     scene.now_s += 1
     several = [counted("reward_raised", 5), counted("reward_timeout", 7)]
     scene.watch.show(several)
-    assert scene.shown()[1:] == ["failures so far: reward_timeout 7, reward_raised 5"]
+    assert scene.shown()[1:] == ["failures so far: reward_timeout 7 rollouts, reward_raised 5 rollouts"]
     assert scene.kept[-1] == tuple(several)
     scene.now_s += COUNTS_EVERY_S
     kept = len(scene.kept)
@@ -95,7 +95,7 @@ async def test_the_end_shows_what_was_not_shown_yet(caplog: pytest.LogCaptureFix
     scene.shown()
     scene.answers = [(counted("reward_raised", 3),)] * 2
     await scene.watch.finish()
-    assert scene.shown() == ["failures so far: reward_raised 3"]
+    assert scene.shown() == ["failures so far: reward_raised 3 rollouts"]
     await scene.watch.finish()
     assert scene.shown() == []
     assert scene.kept[-1] == (counted("reward_raised", 3),)
@@ -131,10 +131,31 @@ def test_completions_that_failed_alone_are_shown_and_counted_like_rollouts(caplo
     counts = [counted("reward_raised", 0, samples=31), counted("reward_timeout", 2, samples=1), counted("engine", 40)]
     scene.watch.show(counts)
     assert scene.shown()[-1] == (
-        "failures so far: engine 40, reward_raised 31 single completions, reward_timeout 2 and 1 single completion"
+        "failures so far: engine 40 rollouts, reward_raised 31 single completions, reward_timeout 2 rollouts and 1 "
+        "single completion"
     )
     assert scene.kept[-1] == tuple(counts)
     assert groups_by_reason(counts) == {"engine": 40, "reward_timeout": 2}
+
+
+@pytest.mark.fault("F19")
+def test_errors_of_different_types_are_different_failures_of_a_reward(caplog: pytest.LogCaptureFixture) -> None:
+    def raised(error: str, *, rollouts: int, samples: int) -> FailureCount:
+        found = DataError(f"judge raised {error}", reason="reward_raised", error=error)
+        return FailureCount(rollouts=rollouts, samples=samples, first=Failure.of(found))
+
+    scene = Scene(caplog)
+    counts = [raised("ValueError", rollouts=2, samples=81), raised("TimeoutError", rollouts=0, samples=30)]
+    counts.append(raised("KeyError", rollouts=1, samples=0))
+    scene.watch.show(counts, at_once=True)
+    *firsts, total = scene.shown()
+    assert [line.partition(":")[0] for line in firsts] == [
+        f"first failure of reward_raised ({error})" for error in ("ValueError", "TimeoutError", "KeyError")
+    ]
+    assert total == (
+        "failures so far: reward_raised 3 rollouts and 111 single completions (ValueError 83, TimeoutError 30, "
+        "KeyError 1)"
+    )
 
 
 def of_tool(tool: str, error: str, calls: int) -> FailureCount:
@@ -163,7 +184,7 @@ def test_failed_calls_are_shown_once_for_each_tool_and_error_and_counted_by_tool
     scene.now_s += COUNTS_EVERY_S
     counts = [of_tool("price", "ValueError", 60), of_tool("price", "NameError", 1), of_tool("stock", "TimeoutError", 1)]
     scene.watch.show([*counts, counted("engine", 2)])
-    assert scene.shown()[-1] == "failures so far: tool_failed 62 calls (price 61, stock 1), engine 2"
+    assert scene.shown()[-1] == "failures so far: tool_failed 62 calls (price 61, stock 1), engine 2 rollouts"
     assert groups_by_reason(counts) == {}, "their groups are trained"
 
 

@@ -132,7 +132,7 @@ def test_failed_rollouts_are_counted_with_the_first_cause_and_warned_of_when_the
     account = Account(issued=Amount(80, 80, 60), fates=fates, events={})
     status = busy_status(failures=(FAILED,), account=account)
     lines = status_lines(status, steps=STEPS)
-    assert "failures: reward_raised 20; 25% of the groups that ended failed" in lines
+    assert "failures: reward_raised 20 rollouts; 25% of the groups that ended failed" in lines
     assert "first reward_raised: KeyError: 'KEY' (tasks.py:30) for prompt '0+3='" in lines
     (warning,) = [line for line in lines if line.startswith("warning: ")]
     assert "25 % of the groups failed and were not trained (reward_raised 20): fix the reward" in warning
