@@ -8,11 +8,11 @@ from rich.text import Text
 from asyncrl.cli.options import RecordedRun
 from asyncrl.deployment.known_runs import existing_run
 from asyncrl.views.console import ShownConsole
+from asyncrl.learner.record_lines import known_data
 from asyncrl.views.samples import (
     WORST_OF,
     ColorBy,
     data_in_words,
-    data_of,
     legend,
     samples_of,
     shown_sample,

@@ -69,9 +69,10 @@ def generation_prompt(tokenizer: Any) -> str:
         begun, ended = (_rendered(tokenizer, [_user("a")], prompted=prompted) for prompted in (True, False))
     except REFUSALS:
         return ""
-    if begun[: len(ended)] != ended:
+    shared = len(common_prefix(begun, ended))
+    if not control_ids(tokenizer).issuperset(ended[shared:]):  # some templates write `eos_token` without an answer
         return ""
-    return str(tokenizer.decode(begun[len(ended) :], skip_special_tokens=False))
+    return str(tokenizer.decode(begun[shared:], skip_special_tokens=False))
 
 
 def note_on_ends(tokenizer: Any) -> str | None:

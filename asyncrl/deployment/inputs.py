@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -11,10 +11,13 @@ from typing import Any, NamedTuple
 from asyncrl.common.tasks import cancelled
 from asyncrl.config.parts import EVAL, all_configs, eval_configs, key_of, part_configs, section_of
 from asyncrl.config.schema import HELDOUT, Config
-from asyncrl.data.left_out import LeftOutRow, counts, joined
+from asyncrl.data.answer_text import hidden_tags, note_on_begin, note_on_tags
+from asyncrl.data.left_out import LeftOutRow, counts, in_words, joined
 from asyncrl.data.light_tokenizer import cached_files, light_tokenizer
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import EXAMPLE_TOOL, check_tools_written, load_tokenizer
+from asyncrl.data.tokenizer import load_tokenizer, shown_prompt
+from asyncrl.data.turn_ends import note_on_ends
 from asyncrl.environments.interfaces import build_sets, build_tasks
 from asyncrl.environments.prompt_lengths import fitting, without_control_tokens
 from asyncrl.environments.prompt_tools import PromptTools, prompt_tools
@@ -34,14 +37,46 @@ class Prompts(NamedTuple):
     tools: Mapping[str, PromptTools] = {}
 
 
-def data_record(prompts: Prompts) -> DataRecord:
+def data_record(prompts: Prompts, *, hidden_tags: Sequence[str] = ()) -> DataRecord:
     """Returns the numbers of prompts, and of rows that are left out."""
     return DataRecord(
         training=len(prompts.train),
         heldout=len(prompts.heldout),
         sets={name: len(tasks) for name, tasks in prompts.sets.items()},
         left_out={section_of(part): by_reason for part, by_reason in counts(prompts.left_out).items()},
+        hidden_tags=tuple(hidden_tags),
     )
+
+
+def tags_of_rewards(config: Config, tokenizer: Any) -> tuple[str, ...]:
+    """Returns the tags that the text of an answer never has, if a reward of the run may look for tags."""
+    kinds = [part.environment.special_tokens for part in part_configs(config).values() if _may_read_tags(part)]
+    return tuple(dict.fromkeys(tag for kind in kinds for tag in hidden_tags(tokenizer, special_tokens=kind)))
+
+
+def lines_on_data(record: DataRecord, prompts: Prompts, *, config: Config, tokenizer: Any) -> Iterator[str]:
+    """Yields the lines of the start of a run about its data: rows that are left out, the first prompt, where answers
+    end, and tags that rewards do not read."""
+    for section, by_reason in record.left_out.items():
+        yield f"{section}: left out {in_words(by_reason)}"
+    for task in prompts.train[:1]:
+        yield shown_prompt(tokenizer, task.input, tools=prompts.tools.get(task.part, ()))
+    if (note := note_on_ends(tokenizer)) is not None:
+        yield note
+    read = [part.environment for part in part_configs(config).values() if _may_read_tags(part)]
+    drops = any(environment.special_tokens == "drop" for environment in read)
+    for note in (note_on_tags(tokenizer) if drops else None, note_on_begin(tokenizer) if read else None):
+        if note is not None:
+            yield note
+
+
+def _may_read_tags(config: Config) -> bool:
+    """Returns whether a reward is the user's own code or a regular expression."""
+    environment = config.environment
+    if environment.plays_agents:
+        return False
+    named = [term.fn for term in environment.rewards] or [environment.reward or environment.name]
+    return any(name == "regex" or is_import_path(name) for name in named)
 
 
 class Inputs:

@@ -15,18 +15,14 @@ from asyncrl.checkpoints.run import RunParts, read_snapshot
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.tasks import Stopped, running, unless_one_fails, unless_stopped
 from asyncrl.config.load import shared_config
-from asyncrl.config.parts import part_configs
 from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.coordinator.endpoints import Endpoints
 from asyncrl.coordinator.learner_calls import LearnerCalls
 from asyncrl.coordinator.registry import Registry
 from asyncrl.coordinator.snapshot import Restored
-from asyncrl.data.answer_text import note_on_tags
-from asyncrl.data.left_out import in_words
-from asyncrl.data.tokenizer import load_tokenizer, shown_prompt, tokenizer_fingerprint
-from asyncrl.data.turn_ends import note_on_ends
+from asyncrl.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from asyncrl.deployment.closing import LEAVE_S, short_grace
-from asyncrl.deployment.inputs import Prompts, data_record
+from asyncrl.deployment.inputs import Prompts, data_record, lines_on_data, tags_of_rewards
 from asyncrl.deployment.known_runs import has_checkpoint
 from asyncrl.deployment.learner_log import LearnerLog
 from asyncrl.deployment.provenance import processor, provenance
@@ -209,16 +205,11 @@ class LearnerDeployment:
         tokenizer = load_tokenizer(model_path, chat=config.data.chat, chat_options=config.data.chat_options)
         fingerprint = tokenizer_fingerprint(tokenizer)
         await handles.coordinator.call(Registry.handshake, who="the learner", fingerprint=fingerprint)
-        record = data_record(prompts)
+        record = data_record(prompts, hidden_tags=tags_of_rewards(config, tokenizer))
         self._run_dir.write_data(record)
-        for section, by_reason in record.left_out.items():
-            self._screen.report(f"{section}: left out {in_words(by_reason)}")
-        for task in prompts.train[:1]:
-            self._screen.report(shown_prompt(tokenizer, task.input, tools=prompts.tools.get(task.part, ())))
-        drops = any(part.environment.special_tokens == "drop" for part in part_configs(config).values())
-        for note in (note_on_ends(tokenizer), note_on_tags(tokenizer) if drops else None):
-            if note is not None:
-                self._screen.report(note)
+        self._display.hidden_tags = record.hidden_tags
+        for line in lines_on_data(record, prompts, config=config, tokenizer=tokenizer):
+            self._screen.report(line)
         self._display.enter("starting the learner's ranks")
         await unless_stopped(stop, asyncio.to_thread(policy.start))
         if critic is not None:

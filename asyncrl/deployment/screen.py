@@ -73,7 +73,7 @@ class LearnerDisplay:
     """`run` shows the records every `SHOW_EVERY_S` until it is cancelled.
 
     `cores` returns the number of cores of the run's machines. `phase` returns the learner's current activity in a few
-    words, `failures` the number of failed groups by reason.
+    words, `failures` the number of failed groups by reason. `hidden_tags` is that of the run's `DataRecord`.
     """
 
     config: Config
@@ -82,6 +82,7 @@ class LearnerDisplay:
     cores: Callable[[], int]
     phase: Callable[[], str] = lambda: "starting the buffer"
     failures: Callable[[], Mapping[str, int]] = dict
+    hidden_tags: tuple[str, ...] = ()
 
     def enter(self, phase: str) -> None:
         """Sets the phase and shows it at once, because the next call may block the event loop for long."""
@@ -96,7 +97,7 @@ class LearnerDisplay:
                 elapsed_s=self.screen.elapsed_s,
                 steps=self.log.steps,
                 evals=self.log.evals,
-                setting=setting_of(self.config, cores=self.cores()),
+                setting=setting_of(self.config, cores=self.cores(), hidden_tags=self.hidden_tags),
                 failures=self.failures(),
             )
         )

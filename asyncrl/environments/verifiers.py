@@ -45,11 +45,13 @@ def _parsed_answer(answer: str) -> tuple[Any, ...]:
     return tuple(parse(answer if delimited else f"${answer}$", parsing_timeout=None))
 
 
-def regex(task: Task, completion: str, *, pattern: str, whole: bool = False) -> float:
+def regex(task: Task, completion: str, *, pattern: str, whole: bool = False, generation_prompt: bool = False) -> float:
     """Returns 1.0 if the regular expression `pattern` matches somewhere in the completion, or with `whole` all of it.
-    The dot matches newlines too."""
+    The dot matches newlines too. With `generation_prompt`, the text begins with `task.generation_prompt`, for templates
+    that write `<think>` before an answer."""
     compiled = re.compile(pattern, re.DOTALL)
-    return float((compiled.fullmatch if whole else compiled.search)(completion) is not None)
+    text = task.generation_prompt + completion if generation_prompt else completion
+    return float((compiled.fullmatch if whole else compiled.search)(text) is not None)
 
 
 def length(task: Task, completion: str, *, free_chars: int, buffer_chars: int) -> float:

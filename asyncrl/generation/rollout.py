@@ -169,7 +169,7 @@ class Rollouts:
         )
         attempt.on_generated()
         top_k = self.config.generator.top_k if temperature > 0 else None
-        if self.config.environment.special_tokens == "keep":
+        if all_configs(self.config)[task.part].environment.special_tokens == "keep":
             completions = [
                 with_changes(each, text=self._answer_text(each.token_ids, special_tokens="keep"))
                 for each in completions

@@ -301,7 +301,8 @@ class VLLMEngine:
         # vLLM knows the text of its own request only, and a stop string may begin in the prefix. Its text of a request
         # with stop strings also begins with a space that `decode` leaves out for some tokenizers.
         sample = until_stop(sample, stops, decode) if stops else sample
-        text = before_stop(decode(sample.token_ids), stops)
+        ended = sample.token_ids[-1:] == self._further_ends  # this token need not be a special one
+        text = before_stop(decode(sample.token_ids[:-1] if ended else sample.token_ids), stops)
         return Completion(
             token_ids=sample.token_ids,
             logprobs=sample.logprobs,

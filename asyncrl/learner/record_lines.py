@@ -14,7 +14,7 @@ import msgspec
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import FileRefused, RunError
-from asyncrl.learner.records import RunInfo
+from asyncrl.learner.records import DATA, DataRecord, RunInfo
 from asyncrl.run_files import FILE_BYTES, RECORD_BYTES, UNREADABLE, opened, read
 
 Line = TypeVar("Line", bound=msgspec.Struct)
@@ -116,3 +116,11 @@ def known_info(run_dir: Path) -> RunInfo | None:
     with contextlib.suppress(RunError):
         return read_info(run_dir)
     return None
+
+
+def known_data(run_dir: Path) -> DataRecord | None:
+    """Returns `data.json` of a run directory; None if the run did not write it."""
+    try:
+        return msgspec.json.decode(read(run_dir / DATA), type=DataRecord)
+    except UNREADABLE:
+        return None

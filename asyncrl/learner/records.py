@@ -26,12 +26,15 @@ DATA = "data.json"
 class DataRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The prompts of a run: `data.json`. `training`, `heldout` and `sets` (by the names of `eval.sets`) are numbers of
     prompts. `left_out` has the numbers of rows that are none of these, by the section of their dataset, such as `data`
-    or `data.mixture.sums`, and by the reason (`asyncrl.data.left_out.REASONS`)."""
+    or `data.mixture.sums`, and by the reason (`asyncrl.data.left_out.REASONS`). `hidden_tags` are tags, such as
+    `<think>`, that the text of an answer never has, although a reward may look for them
+    (`asyncrl.data.answer_text`)."""
 
     training: int
     heldout: int
     sets: dict[str, int]
     left_out: dict[str, dict[str, int]]
+    hidden_tags: tuple[str, ...] = ()
 
 
 class Resumption(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,8 +1,8 @@
 """Chooses the headline of a run: one sentence with its most urgent problem and what to do about it.
 
-All views show the same headline. It is the first of these that applies: no step was trained, the rewards give no
-gradient, rollouts fail, log-probs disagree, the data is too far from the policy. If none applies, the headline says
-which side waits for the other (`bottleneck`).
+All views show the same headline. It is the first of these that applies: no step was trained, answers are cut, the
+rewards give no gradient, rollouts fail, log-probs disagree, the data is too far from the policy. If none applies, the
+headline says which side waits for the other (`bottleneck`).
 
 When one side waits, the other side limits the run. When both sides wait, the limit is between them: the staleness
 limit, the buffer's capacity, or the publication of weights. A setting of these is therefore recommended only when the
@@ -22,6 +22,8 @@ NEGLIGIBLE_SHARE = 0.05
 """A smaller share of a side's time is not worth a change of settings."""
 MOSTLY_EQUAL = 0.9
 """When a larger share of the groups has equal rewards, there is almost no gradient."""
+MOSTLY_CUT = 0.9
+"""When a larger share of the answers is cut at its length limit, the model probably does not end its answers."""
 MANY_FAILURES = 0.05
 """A larger share of failed groups causes a warning."""
 LOW_ESS = 0.3
@@ -45,6 +47,7 @@ class Concern(StrEnum):
     """The subject of a headline, the most urgent first."""
 
     NOTHING_TRAINED = "nothing_trained"
+    CUT = "cut"
     NO_GRADIENT = "no_gradient"
     FAILURES = "failures"
     PARITY = "parity"
@@ -73,7 +76,9 @@ class RunFacts:
     It is None when the algorithm has a gradient with equal rewards too. `at_highest_reward` is the highest reward that
     the run has seen, if the mean reward of these steps is about as high; else None. `groups` maps fates to numbers of
     groups. `failures` are those of `groups_by_reason`. `failed_samples_ratio` is the share of samples that are left out
-    because their reward failed. `learner_shares` and `generator_shares` map states to shares of time. `room` is whether
+    because their reward failed. `truncated_ratio` is the share of answers that were cut at their length limit, over the
+    same steps as `equal_rewards_ratio`, and `truncated_at_first` that of the first step. `hidden_tags` are tags that the
+    text of an answer never has. `learner_shares` and `generator_shares` map states to shares of time. `room` is whether
     cores or GPUs are free for another process.
     """
 
@@ -82,6 +87,9 @@ class RunFacts:
     equal_rewards_ratio: float | None = None
     at_highest_reward: float | None = None
     equal_rewards_steps: int = 1
+    truncated_ratio: float | None = None
+    truncated_at_first: float | None = None
+    hidden_tags: tuple[str, ...] = ()
     groups: Mapping[str, float] = field(default_factory=dict)
     failures: Mapping[str, int] = field(default_factory=dict)
     failed_samples_ratio: float | None = None
@@ -229,6 +237,8 @@ def _warnings(facts: RunFacts) -> Iterator[tuple[Concern, str]]:
             "No step was trained: every step was skipped, because a loss or a gradient was not finite. Lower "
             "learner.optimizer.learning_rate, and look at the learner's log for the first skipped step.",
         )
+    if (ratio := facts.truncated_ratio) is not None and ratio > MOSTLY_CUT:
+        yield Concern.CUT, _cut(facts, ratio)
     if (ratio := facts.equal_rewards_ratio) is not None and ratio > MOSTLY_EQUAL:
         yield Concern.NO_GRADIENT, _no_gradient(facts, ratio)
     if (share := failed_share(facts.groups)) > MANY_FAILURES:
@@ -270,11 +280,25 @@ def _no_gradient(facts: RunFacts, ratio: float) -> str:
             "reward cannot be higher, there is little left to learn: use harder questions. Otherwise use easier ones."
         )
     gradient = "no gradient" if ratio > 0.995 else "hardly any gradient"  # from 0.995 on, the sentence says 100 %
-    return (
-        f"{fact}, so there is {gradient}: use easier questions (harder ones if the answers are right), a denser "
-        "reward, or a larger learner.group_size. A reward that looks for special tokens, such as <think>, needs "
-        "environment.special_tokens: keep."
-    )
+    advice = "use easier questions (harder ones if the answers are right), a denser reward, or a larger learner.group_size."
+    if facts.hidden_tags:
+        advice += (
+            f" If the reward looks for {' or '.join(facts.hidden_tags)}: the text that it gets never has them; see "
+            "environment.special_tokens and task.generation_prompt."
+        )
+    return f"{fact}, so there is {gradient}: {advice}"
+
+
+def _cut(facts: RunFacts, ratio: float) -> str:
+    fact = f"{_percent(ratio)} of the answers are cut at their length limit"
+    longer = "raise generator.max_completion_tokens and model.max_length"
+    if (facts.truncated_at_first or 0.0) > MOSTLY_CUT:
+        return (
+            f"{fact}, since the first step: {longer}. If the answers go on after their end, the model does not end "
+            "them with a token at which engines stop: use the chat template with which it was trained, or "
+            "generator.stop."
+        )
+    return f"{fact}: {longer}, or penalise long answers (algorithm.overlong)."
 
 
 def _percent(share: float) -> str:

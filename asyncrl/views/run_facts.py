@@ -14,7 +14,7 @@ from asyncrl.coordinator.status import RunStatus
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.learner.aggregates import largest, mean, state_shares
 from asyncrl.learner.failures import groups_by_reason
-from asyncrl.learner.record_lines import read_config, read_info
+from asyncrl.learner.record_lines import known_data, read_config, read_info
 from asyncrl.learner.records import StepRecord
 from asyncrl.views.headline import RunFacts
 
@@ -29,21 +29,23 @@ class Setting:
     """Facts about a run that do not change.
 
     `equal_rewards_teach` is whether the algorithm has a gradient when all rewards of a group are equal. `room` is
-    whether a core is free for another process. The defaults are for a run whose configuration is not known: a group
-    baseline, on an unknown machine.
+    whether a core is free for another process. `hidden_tags` is that of the run's `DataRecord`. The defaults are for a
+    run whose configuration is not known: a group baseline, on an unknown machine.
     """
 
     equal_rewards_teach: bool = False
     room: bool | None = None
+    hidden_tags: tuple[str, ...] = ()
 
 
-def setting_of(config: Config, *, cores: int | None) -> Setting:
+def setting_of(config: Config, *, cores: int | None, hidden_tags: tuple[str, ...] = ()) -> Setting:
     """Returns the setting for a configuration. `cores` is the number of cores of the run's machine; None if unknown."""
     axes = resolve_advantage(advantage_of(config.algorithm))
     compares = config.critic is None and isinstance(axes, Outcome) and axes.baseline in GROUP_BASELINES
     return Setting(
         equal_rewards_teach=not compares,
         room=_room(config, cores=cores),
+        hidden_tags=hidden_tags,
     )
 
 
@@ -58,7 +60,10 @@ def setting_at(run_dir: Path) -> Setting:
     except (ConfigError, RunError):
         return Setting()
     here = config.ray.address is None and info.host == socket.gethostname()
-    return setting_of(config, cores=usable_cores() if here else None)
+    data = known_data(run_dir)
+    return setting_of(
+        config, cores=usable_cores() if here else None, hidden_tags=() if data is None else data.hidden_tags
+    )
 
 
 def usable_cores() -> int:
@@ -88,6 +93,9 @@ def facts_of_steps(
         equal_rewards_ratio=equal,
         at_highest_reward=_at_highest(steps, trained),
         equal_rewards_steps=len(trained),
+        hidden_tags=setting.hidden_tags,
+        truncated_ratio=mean([record.truncated_ratio for record in trained]),
+        truncated_at_first=steps[0].truncated_ratio,
         groups={fate: number - before.get(fate, 0) for fate, number in looked_at[-1].ledger_groups.items()},
         failures=failures,
         failed_samples_ratio=mean([record.diagnostics.get("failed_samples_ratio") for record in trained]),

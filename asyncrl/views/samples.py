@@ -8,15 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
-import msgspec
 from rich.text import Text
 
 from asyncrl.config.parts import section_of
 from asyncrl.data.left_out import in_words
 from asyncrl.errors import RunError
 from asyncrl.learner.record_lines import read_lines
-from asyncrl.learner.records import DATA, DataRecord, SampleRecord
-from asyncrl.run_files import UNREADABLE, names, read
+from asyncrl.learner.records import DataRecord, SampleRecord
+from asyncrl.run_files import names
 from asyncrl.shown_text import shown
 
 ColorBy = Literal["age", "difference", "mask"]
@@ -145,14 +144,6 @@ def differences(sample: SampleRecord) -> list[float] | None:
     return [ours - theirs for ours, theirs in zip(sample.generation_logprobs, sample.prev_logprobs, strict=True)]
 
 
-def data_of(folder: Path) -> DataRecord | None:
-    """Returns the numbers of prompts and of rows that are left out; None if the run did not record them."""
-    try:
-        return msgspec.json.decode(read(folder / DATA), type=DataRecord)
-    except UNREADABLE:
-        return None
-
-
 def data_in_words(data: DataRecord) -> Iterator[Text]:
     """Yields lines about the prompts of a run, and the rows that are left out."""
     yield Text(f"{data.training} prompts for training, {data.heldout} held out for evaluation")
@@ -184,6 +175,8 @@ def shown_sample(sample: SampleRecord, *, by: ColorBy) -> Iterator[Text]:
             yield Text.assemble((origin, "dim"), *tokens[place:end])
         yield Text.assemble(("completion  ", "dim"), *tokens[end : end + sampled])
         place = end + sampled
+    if sample.tokens and not sample.turns:
+        yield Text.assemble(("scored      ", "dim"), _plain(sample.completion))
     if sample.answer:
         yield Text.assemble(("answer      ", "dim"), _plain(sample.answer))
     yield Text.assemble(("tokens      ", "dim"), ages_in_words(sample))

@@ -12,6 +12,7 @@ from asyncrl.data.prompts import Task
 from asyncrl.environments.group_scoring import GroupScoring
 from asyncrl.environments.interfaces import build_reward
 from asyncrl.environments.scoring_messages import Components, Failure, Group, Outcome, Reply, Request, RewardFailure
+from asyncrl.environments.verifiers import regex
 from asyncrl.errors import ConfigError
 
 HERE = "test_reward_terms"
@@ -164,10 +165,25 @@ def test_options_that_a_reward_does_not_take_are_refused_with_its_name() -> None
     with pytest.raises(ConfigError, match=r"environment\.rewards\.format\.options: regex cannot take them .*patern"):
         build_reward(EnvironmentSection.model_validate({"rewards": rewards}))
     for fn, missing, options in (
-        ("regex", "pattern", "pattern, whole"),
+        ("regex", "pattern", "pattern, whole, generation_prompt"),
         ("length", "free_chars", "free_chars, buffer_chars"),
         ("judge", "model", "model, url, url_variable, prompt, key_variable, max_tokens, most_per_s, time_limit_s"),
     ):
         lacking = {"rewards": [{"name": "format", "fn": fn}]}
         with pytest.raises(ConfigError, match=rf"{fn} cannot take them \(missing .*'{missing}'\); .* {options}$"):
             build_reward(EnvironmentSection.model_validate(lacking))
+
+
+@pytest.mark.parametrize(
+    ("end", "completion", "matches"),
+    [
+        ("<|im_start|>assistant\n<think>\n", "12 </think> 7", True),
+        ("<|assistant|><think>", "</think>", True),
+        ("<|im_start|>assistant\n", "12 </think> 7", False),
+        ("", "<think>12</think> 7", True),
+    ],
+)
+def test_a_regex_may_begin_with_the_generation_prompt(end: str, completion: str, matches: bool) -> None:
+    task = Task(question="q", answer="7", generation_prompt=end)
+    assert regex(task, completion, pattern="<think>.*</think>", generation_prompt=True) == float(matches)
+    assert regex(task, completion, pattern="<think>.*</think>") == float("<think>" in completion)

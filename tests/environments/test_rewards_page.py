@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from asyncrl.config.load import load_config
@@ -46,6 +47,18 @@ async def test_each_example_scores_a_group(tasks: None, name: str, rewards: list
         assert await scorer.score(TASK, COMPLETIONS) == rewards
     finally:
         await scorer.close()
+
+
+@pytest.mark.parametrize("begin", ["<think>\n", "", "Let me see: "])
+@pytest.mark.asyncio
+async def test_the_reward_on_thoughts_reads_the_generation_prompt(tasks: None, begin: str) -> None:
+    scorer = Scorer(EnvironmentSection(reward="rewards_page:thinks"))
+    task = msgspec.structs.replace(TASK, generation_prompt=f"<|im_start|>assistant\n{begin}")
+    try:
+        scores = await scorer.score(task, ["3 + 4</think> 7", "<think>3 + 4</think>7", "7", "3 + 4</think> 8"])
+    finally:
+        await scorer.close()
+    assert scores == [float("<think>" in begin), 1.0, 0.0, 0.0]
 
 
 @pytest.mark.asyncio

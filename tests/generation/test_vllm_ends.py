@@ -127,3 +127,16 @@ async def test_the_text_does_not_depend_on_stop_strings(stop: tuple[str, ...]) -
         [7], n=1, seed=None, temperature=1.0, max_tokens=2, stop=stop
     )
     assert found.text == "ab"
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("_without_vllm")
+@pytest.mark.parametrize(("end", "decoded"), [(None, [40, 41]), (41, [40]), (40, [40, 41])])
+async def test_the_text_does_not_have_the_end_of_the_chat_template(end: int | None, decoded: list[int]) -> None:
+    """This token need not be a special one, which decoding would leave out."""
+    llm = EndedLLM("stop")
+    seen: list[list[int]] = []
+    llm.tokenizer = SimpleNamespace(decode=lambda token_ids, **_: seen.append(list(token_ids)) or "ab")
+    engine = VLLMEngine(llm, config=Config(), processes=[], further_end=end)
+    await engine.generate([7], n=1, seed=None, temperature=1.0, max_tokens=2)
+    assert seen == [decoded]

@@ -165,6 +165,7 @@ TROUBLE: dict[Concern, dict[str, Any]] = {
         "groups": {"trained": 24, "failed": 23, "reserved": 400},
         "failures": {"reward_raised": 20, "reward_timeout": 3},
     },
+    Concern.CUT: {"truncated_ratio": 0.97, "truncated_at_first": 1.0},
     Concern.PARITY: {"parity_ratio": 6.0, "parity_nats": 0.3},
     Concern.STALE_DATA: {"ess_ratio": 0.21},
     Concern.BOTTLENECK: {"learner_shares": WAITING_LEARNER, "generator_shares": HELD_BACK_GENERATORS},
@@ -173,6 +174,7 @@ FINE: dict[str, Any] = {
     "steps_trained": 3,
     "steps_skipped": 1,
     "equal_rewards_ratio": 0.9,
+    "truncated_ratio": 0.9,
     "groups": {"trained": 95, "failed": 5},
     "parity_ratio": 1.0,
     "parity_nats": 0.05,
@@ -184,6 +186,8 @@ SENTENCES = {
     "use easier questions (harder ones if the answers are right), a denser reward, or a larger learner.group_size.",
     Concern.FAILURES: "49 % of the groups failed and were not trained (reward_raised 20, reward_timeout 3): fix the "
     "reward.",
+    Concern.CUT: "97 % of the answers are cut at their length limit, since the first step: raise "
+    "generator.max_completion_tokens and model.max_length. If the answers go on after their end, the model does not",
     Concern.PARITY: "differ by 6 times the accepted difference (weights.parity_tolerance_nats, in "
     "bfloat16 weights.parity_factor), and by up to 0.3 nats",
     Concern.STALE_DATA: "The effective sample size is 21 %",
@@ -220,6 +224,23 @@ def test_equal_rewards_at_the_highest_one_ask_for_harder_questions() -> None:
     mostly = headline(RunFacts(equal_rewards_ratio=0.95))
     assert mostly is not None
     assert "hardly any gradient" in mostly.sentence
+
+
+@pytest.mark.parametrize("first", [None, 0.0, 0.9])
+def test_answers_that_became_long_later_are_not_blamed_on_their_ends(first: float | None) -> None:
+    found = headline(RunFacts(truncated_ratio=0.95, truncated_at_first=first))
+    assert found is not None
+    assert found.sentence.endswith("or penalise long answers (algorithm.overlong).")
+
+
+@pytest.mark.parametrize("tags", [("<think>",), ("[THINK]",), ("<answer>", "<think>")])
+def test_equal_rewards_name_the_tags_that_rewards_do_not_read(tags: tuple[str, ...]) -> None:
+    found = headline(RunFacts(equal_rewards_ratio=1.0, hidden_tags=tags))
+    assert found is not None
+    assert f"If the reward looks for {' or '.join(tags)}: the text that it gets never has them" in found.sentence
+    right = headline(RunFacts(equal_rewards_ratio=1.0, at_highest_reward=1.0, hidden_tags=tags))
+    assert right is not None
+    assert tags[0] not in right.sentence
 
 
 def test_rewards_that_fail_for_many_samples_of_trained_groups_are_the_headline_too() -> None:

@@ -5,11 +5,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from made_up_run import make_step
 from written_runs import write_run
 
 from asyncrl.config.schema import Config
+from asyncrl.learner.records import DataRecord
 from asyncrl.views.run_facts import RECENT_STEPS, Setting, facts_of_steps, setting_at, setting_of, usable_cores
 
 
@@ -104,6 +106,12 @@ def test_the_share_of_samples_without_a_reward_is_that_of_the_last_trained_steps
     assert facts_of_steps([make_step(0)], setting=Setting(), failures={}, recent=True).failed_samples_ratio is None
 
 
+def test_the_share_of_cut_answers_is_that_of_the_last_steps_beside_that_of_the_first() -> None:
+    steps = [make_step(step, truncated_ratio=ratio) for step, ratio in enumerate([1.0, *[0.5] * RECENT_STEPS])]
+    facts = facts_of_steps(steps, setting=Setting(hidden_tags=("<a>",)), failures={}, recent=True)
+    assert (facts.truncated_ratio, facts.truncated_at_first, facts.hidden_tags) == (0.5, 1.0, ("<a>",))
+
+
 def test_equal_rewards_are_unknown_where_they_teach_and_skipped_steps_are_left_out() -> None:
     steps = [make_step(0), make_step(1, trained=False, zero_variance_ratio=1.0)]
     facts = facts_of_steps(steps, setting=Setting(), failures={}, recent=True)
@@ -116,6 +124,10 @@ def test_the_setting_of_a_run_here_knows_its_cores_and_that_of_a_strange_folder_
     assert setting_at(tmp_path) == Setting()
     run = write_run(tmp_path, [make_step(0)])
     assert setting_at(run).room is (usable_cores() > 2)
+    assert setting_at(run).hidden_tags == ()
+    record = DataRecord(training=1, heldout=0, sets={}, left_out={}, hidden_tags=("<think>",))
+    (run / "data.json").write_bytes(msgspec.json.encode(record))
+    assert setting_at(run).hidden_tags == ("<think>",)
     info = run / "run.json"
     info.write_text(info.read_text().replace('"host": "', '"host": "not-'))
     assert setting_at(run).room is None

@@ -43,10 +43,11 @@ def colors(text: Text) -> list[str]:
 
 
 def test_a_sample_is_shown_with_its_rewards_its_prompt_and_the_versions_of_its_tokens() -> None:
-    head, prompt, completion, answer, tokens = (line.plain for line in lines(SAMPLE))
+    head, prompt, completion, scored, answer, tokens = (line.plain for line in lines(SAMPLE))
     assert head == "step 7, group 3, reward 0.75, right 1, style none, advantage -0.5, truncated"
     assert prompt.endswith("<user>2+2=<bot>")
     assert completion.endswith("four<end>")
+    assert scored.split() == ["scored", "four"]
     assert answer.endswith("4")
     assert tokens.endswith("1 of version 5 (age 2), 3 of version 7 (age 0)")
     without = msgspec.structs.replace(SAMPLE, reward=None, components={}, advantage=None, truncated=False, answer="")
@@ -151,7 +152,7 @@ def test_the_task_of_a_sample_is_shown_with_what_the_reward_got_and_the_rows_tha
     assert "left out" not in short
     result = CliRunner().invoke(app, ["samples", str(path), "--task"])
     assert result.exit_code == 0, result.output
-    assert "scored" not in short
+    assert "scored:" not in short
     for each in [
         "scored: 'so ",
         *words,
