@@ -16,7 +16,7 @@ import sys
 import tempfile
 import zipfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,15 @@ CONTROL = re.compile(
 )
 ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|END_OF_TURN_TOKEN|>", "</s>")
 ENDS += ("<｜end▁of▁sentence｜>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "<|user|>")
+MORE_ENDS = {
+    "glm4moe": ("<|endoftext|>", "<|user|>", "<|observation|>"),
+    **dict.fromkeys(
+        ("diffusion_gemma", "gemma4", "gemma4_v2", "gemma4_v3", "gemma4_v4", "gemma4_v5"),
+        ("<eos>", "<turn|>", "<|tool_response>"),
+    ),
+    "gptoss": ("<|return|>", "<|endoftext|>", "<|call|>"),
+}
+"""Ends in the generation_config.json of models that have more than one."""
 SETTINGS = SessionSettings(
     seed=None, child=0, temperature=1.0, max_calls=100, max_branches=100, max_length=10**6, answer_tokens=64
 )
@@ -58,24 +67,30 @@ def templates() -> Iterator[tuple[str, str]]:
                     yield Path(name).stem, archive.read(name).decode()
 
 
-def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
+def tokenizer_of(template: str, *, folder: Path | None = None, ends: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     """Returns a byte-level tokenizer with the control tokens of the template. Its `eos_token` is the first of `ENDS` in
-    the template."""
+    the template. With `ends`, it is in a folder with a generation_config.json that names them."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     end = next((each for each in ENDS if each in template), "<|endoftext|>")
-    control = sorted({*CONTROL.findall(template), end, "<s>"})
+    control = sorted({*CONTROL.findall(template), end, "<s>", *ends})
     core.add_special_tokens([AddedToken(each, special=True) for each in control])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=end, bos_token="<s>")
     tokenizer.chat_template = template
+    if folder is not None and ends:
+        found = {"eos_token_id": tokenizer.convert_tokens_to_ids(list(ends))}
+        (folder / "generation_config.json").write_text(json.dumps(found))
+        tokenizer.name_or_path = str(folder)
     return tokenizer
 
 
 def played(tokenizer: PreTrainedTokenizerFast, *, tools: bool) -> list[str]:
     """Plays a conversation. Returns why calls began a branch, one text for each. Raises the errors of the template."""
     renderer = Renderer(tokenizer)
+    if tools:
+        renderer.check_tools("q", model="models/own", key="environment.tools")
     conversation = Conversation(renderer, SETTINGS)
     shown = (TOOL,) if tools else ()
     history: list[Mapping[str, Any]] = [{"role": "user", "content": "What is it?"}]
@@ -83,7 +98,7 @@ def played(tokenizer: PreTrainedTokenizerFast, *, tools: bool) -> list[str]:
     for number in range(5):
         turn = conversation.call(history, tools=shown)
         if turn.fork is not None:
-            forks.append(str(turn.fork))
+            forks.append(f"{turn.fork} ({turn.why})" if turn.why else str(turn.fork))
         answer = {"role": "assistant", "content": f"Answer {number}."}
         text = str(answer["content"])
         if tools and number in (0, 1, 3):
@@ -94,15 +109,25 @@ def played(tokenizer: PreTrainedTokenizerFast, *, tools: bool) -> list[str]:
                 "tool_calls": [{"id": f"call0000{number}", "type": "function", "function": call}],
             }
             text = f"call {number}"
-        ids = [*renderer.encoded(text, first_token=False), renderer.end]
+        end = renderer.end_of(called="tool_calls" in answer)
+        ids = [*renderer.encoded(text, first_token=False), end]
         got = Completion(
             token_ids=ids, logprobs=[-1.0] * len(ids), versions=[Version(1, 0)] * len(ids), text=text, truncated=False
         )
+        read = tokenizer.decode(turn.token_ids)
+        lost = [str(message["content"]) for message in history if (message["content"] or "") not in read]
+        if lost:
+            forks.append(f"the model does not read {lost[0]!r}")
         conversation.answered(turn, got, answer)
         turn.delivered = True
         follow: dict[str, Any] = {"role": "user", "content": f"And {number}?"}
         if "tool_calls" in answer:
-            follow = {"role": "tool", "name": "lookup", "content": f"{number}", "tool_call_id": f"call0000{number}"}
+            follow = {
+                "role": "tool",
+                "name": "lookup",
+                "content": f"Result {number}.",
+                "tool_call_id": f"call0000{number}",
+            }
         history = [*history, answer, follow]
     return forks
 
@@ -125,12 +150,13 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print("| template | end of a turn | without tools | with tools |\n|---|---|---|---|")
     for name, template in templates():
-        tokenizer = tokenizer_of(template)
-        words = [outcome(tokenizer, tools=tools) for tools in (False, True)]
-        try:
-            end = tokenizer.decode([Renderer(tokenizer).end])
-        except ConfigError:
-            end = ""
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer = tokenizer_of(template, folder=Path(folder), ends=MORE_ENDS.get(name, ()))
+            words = [outcome(tokenizer, tools=tools) for tools in (False, True)]
+            try:
+                end = tokenizer.decode([Renderer(tokenizer).end])
+            except ConfigError:
+                end = ""
         print(f"| {name} | `{end}` | {words[0]} | {words[1]} |", flush=True)
 
 

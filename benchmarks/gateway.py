@@ -139,9 +139,9 @@ class TimedRenderer(Renderer):
 
     seconds = 0.0
 
-    def rest(self, messages: Sequence[Message]) -> list[int] | None:
+    def rest(self, messages: Sequence[Message], **of_call: Any) -> list[int] | str:
         begun_s = time.perf_counter()
-        rest = super().rest(messages)
+        rest = super().rest(messages, **of_call)
         self.seconds = time.perf_counter() - begun_s
         return rest
 

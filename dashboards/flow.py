@@ -29,7 +29,7 @@ ROWS = {
             "Share of the generator slots' time by state. blocked_on_staleness is large: add learner ranks, or raise "
             "staleness.max_versions if the learner waits too. blocked_on_capacity is large and the learner waits: "
             "raise buffer.capacity_groups. starved_of_prompts is large: add data, or raise data.epochs. "
-            "waiting_for_environment is large: make the agents' tools faster, or run more groups at once.",
+            "waiting_for_environment is large: make rewards and tools faster, or run more groups at once.",
             Query(state_shares("asyncrl_generator_state_seconds_total", REPLICA), "{{state}}"),
             unit="percentunit",
             span=6,

@@ -144,13 +144,11 @@ def row_lines(config: Config, number: int, *, named: str) -> Iterator[str]:
     from asyncrl.environments.interfaces import dataset_rows
 
     source, rows = dataset_rows(config)
-    row, count = None, 0
-    for count, row in enumerate(islice(rows, number), start=1):  # noqa: B007 - the last one is used
-        pass
-    if count < number:
-        raise ConfigError(f"--row {number}: {source} ({named}) has {count} rows")
+    first = list(islice(rows, number))
+    if len(first) < number:
+        raise ConfigError(f"--row {number}: {source} ({named}) has {len(first)} rows")
     yield f"{source}, row {number}, as it was read:"
-    yield from value_lines(row)
+    yield from value_lines(first[-1])
 
 
 def value_lines(value: object) -> Iterator[str]:

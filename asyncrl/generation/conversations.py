@@ -51,8 +51,9 @@ class Turn:
     """A call of an agent: a place in the tree where the model answers, or has answered.
 
     `history` are the call's messages in canonical form, `node` the tokens that the call added, and `length` the number
-    of all tokens of its prompt. `reply` is set when the model has answered; `answer` is the message for the agent,
-    which has got it if it is `delivered`, and `then` are the turns that continue it.
+    of all tokens of its prompt. `why` says what the chat template does, with `Fork.TEMPLATE`. `reply` is set when the
+    model has answered; `answer` is the message for the agent, which has got it if it is `delivered`, and `then` are the
+    turns that continue it.
 
     A call with a text has the digest of this text in `asked`, the text itself in `text` until it is answered, and then
     the digest of the text with the answer in `said`. Its answer ends before a stop string; `tail` is the text of its
@@ -65,6 +66,7 @@ class Turn:
     node: Node
     length: int
     fork: Fork | None
+    why: str = ""
     asked: "Digest | None" = None
     text: str | None = None
     said: "Digest | None" = None
@@ -174,12 +176,14 @@ class Conversation:
 
         fork = self._why(parent, differs)
         if parent is not None:
-            added = self._after(parent, messages[len(parent.replied) :])
-            if added is not None:
+            added = self._after(parent, messages[len(parent.replied) :], tools)
+            if isinstance(added, Node):
                 return self._added(parent, added, history, shown, fork)
-            fork = Fork.TEMPLATE
+            fork, why = Fork.TEMPLATE, added
+        else:
+            why = ""
         node = Node(origin=Origin.ENVIRONMENT, token_ids=self._renderer.first(messages, tools))
-        return self._added(None, node, history, shown, fork)
+        return self._added(None, node, history, shown, fork, why=why)
 
     def call_with_tokens(self, token_ids: Sequence[int], *, retry: bool = False) -> Turn:
         """Returns the turn of a call whose agent renders the messages itself. It continues the longest earlier sequence
@@ -282,16 +286,23 @@ class Conversation:
                 nodes=tuple(nodes), text=str((leaf.answer or {}).get("content") or ""), truncated=leaf.truncated
             )
 
-    def _after(self, parent: Turn, messages: Sequence[Message]) -> Node | None:
-        """Returns the tokens that `messages` add after the answer of `parent`."""
-        rest = self._renderer.rest(messages)
-        if rest is None:
-            return None
+    def _after(self, parent: Turn, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Node | str:
+        """Returns the tokens that `messages` add after the answer of `parent`, or why they cannot be added."""
         assert parent.reply is not None, "only an answered turn is continued"
-        ended = parent.reply.token_ids[-1:] and parent.reply.token_ids[-1] in self._renderer.ends
-        return Node(origin=Origin.TEMPLATE, token_ids=rest if ended else [self._renderer.end, *rest])
+        last = parent.reply.token_ids[-1] if parent.reply.token_ids else None
+        rest = self._renderer.rest(messages, last=last, tools=tools)
+        return rest if isinstance(rest, str) else Node(origin=Origin.TEMPLATE, token_ids=rest)
 
-    def _added(self, parent: Turn | None, node: Node, history: tuple[str, ...], tools: str, fork: Fork | None) -> Turn:
+    def _added(
+        self,
+        parent: Turn | None,
+        node: Node,
+        history: tuple[str, ...],
+        tools: str,
+        fork: Fork | None,
+        *,
+        why: str = "",
+    ) -> Turn:
         length = len(node.token_ids) + (parent.whole_length if parent is not None else 0)
         if length >= self._settings.max_length:
             raise self._too_long(f"{length}")
@@ -299,14 +310,14 @@ class Conversation:
         if begins and self._branches == self._settings.max_branches:
             raise self._exceeded(
                 "max_branches",
-                f"the call does not continue the conversation ({fork}), and the episode has {self._branches} branches "
-                "already, the limit environment.max_branches",
+                f"the call does not continue the conversation ({fork}{f': {why}' if why else ''}), and the episode has "
+                f"{self._branches} branches already, the limit environment.max_branches",
             )
         self._branches += begins
         if parent is not None and history:
             # Texts that are equal are kept once, or the memory of a conversation would grow with its turns squared.
             history, tools = (*parent.replied, *history[len(parent.replied) :]), parent.tools
-        turn = Turn(history=history, tools=tools, parent=parent, node=node, length=length, fork=fork)
+        turn = Turn(history=history, tools=tools, parent=parent, node=node, length=length, fork=fork, why=why)
         self.turns.append(turn)
         if parent is not None:
             parent.then.append(turn)

@@ -3,15 +3,24 @@
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from asyncrl.data.control_tokens import ControlTokens
 from asyncrl.data.conversation import asked
 from asyncrl.data.tokenizer import EXAMPLE_TOOL, Input, check_tools_written, renamed, with_one_start
-from asyncrl.data.turn_ends import CONTENTS, REFUSALS, common_prefix, common_suffix, engine_ends, template_end
+from asyncrl.data.turn_ends import (
+    CONTENTS,
+    REFUSALS,
+    behind_turn,
+    common_prefix,
+    common_suffix,
+    control_ids,
+    engine_ends,
+    template_end,
+)
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.generation.messages import Message, for_template, text_of
+from asyncrl.generation.messages import Message, compact, for_template, text_of
 
 _log = logging.getLogger(__name__)
 
@@ -19,6 +28,7 @@ REFUSED_RESULT = "error: the result contains a control token of the model, so it
 """What the model reads in place of the result of a tool with control tokens, with `data.control_tokens: refuse`."""
 CONTEXT = 8
 """Number of tokens before others with which these are decoded."""
+_ASKED: tuple[Message, ...] = ({"role": "user", "content": "a"},)
 
 
 class Renderer:
@@ -51,65 +61,131 @@ class Renderer:
         self.ends: frozenset[int] = engine_ends(tokenizer) | {end}
         self._control_tokens, self._keeps, self._noted = ControlTokens(tokenizer), control_tokens == "keep", False
         self._line = self.encoded("\n", first_token=False)
+        self._written: set[str] = set()
+        self._moved: dict[str, bool] = {}
+        self._closings: dict[tuple[str, bool], list[int] | str] = {}
+
+    def end_of(self, *, called: bool) -> int:
+        """Returns the token with which the template ends a turn, or one that calls a tool."""
+        try:
+            closing = self._closing("tool" if called else "user", called=called)
+        except REFUSALS:
+            return self.end
+        return self.end if isinstance(closing, str) else closing[-1]
 
     def check_tools(self, prompt: Input, *, model: str, key: str) -> None:
-        """Raises ConfigError if the chat template ignores tools, or refuses a conversation with the result of a tool.
-        `prompt` is an example, `model` the path of the model, `key` the setting that names the tools."""
-        result = {"role": "tool", "name": "f", "tool_call_id": "call00000", "content": "1"}
-        called, _ = _turns([result], called=True)
-        try:
-            check_tools_written(self._tokenizer, prompt, tools=[EXAMPLE_TOOL], model=model, key=key)
-            self.first([*asked(prompt), *called[1:], result], [EXAMPLE_TOOL])
-        except (*REFUSALS, DataError) as error:
+        """Raises ConfigError if the chat template ignores tools, refuses a conversation with the result of a tool, or
+        leaves the result out. `prompt` is an example, `model` the path of the model, `key` the setting that names the
+        tools."""
+        found = []
+        for text in CONTENTS:
+            result = _message("tool", text)
+            called, _ = _turns([result], called=True)
+            try:
+                check_tools_written(self._tokenizer, prompt, tools=[EXAMPLE_TOOL], model=model, key=key)
+                found.append(self.first([*asked(prompt), *called[1:], result], [EXAMPLE_TOOL]))
+            except (*REFUSALS, DataError) as error:
+                raise ConfigError(
+                    f"{key}: the chat template of model.path = {model} refuses the result of a tool ({error}); use a "
+                    "model whose template has tools"
+                ) from error
+        if found[0] == found[1]:
             raise ConfigError(
-                f"{key}: the chat template of model.path = {model} refuses the result of a tool ({error}); use a model "
-                "whose template has tools"
-            ) from error
+                f"{key}: the chat template of model.path = {model} leaves out the results of tools; use a model whose "
+                "template has tools"
+            )
 
     def first(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
         """Returns the tokens of a conversation up to the place where the model answers. Raises DataError if the chat
         template does not write the tools into it."""
         [messages] = with_one_start(self._tokenizer, [messages])
-        texts = (self._render(messages, tools=shown, tokenize=False) for shown in (tools, renamed(tools)) if shown)
-        if tools and next(texts) == next(texts):
-            raise DataError(
-                "the model's chat template does not write the tools of the call into the prompt, so the model would "
-                "never see them; use a model whose chat template has tools, or describe them in a message",
-                reason="tools_ignored",
-            )
+        if tools and (shown := compact(list(tools))) not in self._written:
+            one, other = (self._render(messages, tools=each, tokenize=False) for each in (tools, renamed(tools)))
+            if one == other:
+                raise DataError(
+                    "the model's chat template does not write the tools of the call into the prompt, so the model would "
+                    "never see them; use a model whose chat template has tools, or describe them in a message",
+                    reason="tools_ignored",
+                )
+            self._written.add(shown)
         ids: list[int] = self._render(messages, tools=tools)
         return ids
 
-    def rest(self, messages: Sequence[Message]) -> list[int] | None:
-        """Returns the tokens that follow the end of the model's turn: what the template puts behind it, the `messages`,
-        and the beginning of the next answer. None if they depend on the turns before, or if the template refuses the
-        messages after any turn."""
-        for called in (False, True):  # some templates refuse the result of a tool that was not called
+    def rest(
+        self, messages: Sequence[Message], *, last: int | None, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int] | str:
+        """Returns the tokens that follow the model's turn, whose last token is `last`: its end if it was cut, what the
+        template puts behind it, the `messages`, and the beginning of the next answer.
+
+        Returns the reason instead if they depend on the turns before, if the template refuses the messages after any
+        turn, or if it writes the turns before in another way when messages follow. `tools` are those of the call.
+        """
+        if self._moves(tools):
+            return "the chat template writes earlier messages or the tools in another place when messages follow"
+        reason, role = "", str(messages[0]["role"]) if messages else "user"
+        # Some templates refuse the result of a tool that was not called, and others leave it out.
+        for called in (True, False) if role == "tool" else (False,):
             try:
                 behind = common_suffix(*(self._render([*turn, *messages]) for turn in _turns(messages, called=called)))
-            except REFUSALS:
+                closing = self._closing(role, called=called)
+            except REFUSALS as error:
+                reason = reason or f"the chat template refuses the messages ({error})"
                 continue
-            closing = self._closings[called]
-            if closing and behind[: len(closing)] == closing:
-                return behind[len(closing) :]
-        return None
+            if not isinstance(closing, str) and behind[: len(closing)] == closing:
+                ended = last == closing[-1] or (last in self.ends and not self._end_begins_message)
+                return behind[len(closing) - (not ended) :]
+            changes = "the chat template writes the end of an answer in another way before these messages"
+            reason = reason or (closing if isinstance(closing, str) else changes)
+        return reason
 
     @cached_property
-    def _closings(self) -> tuple[list[int], list[int]]:
-        """What the template writes behind the text of a turn that a message follows, up to `end`: of a turn with a
-        text, and of one that calls a tool. Empty if it writes no `end` before the message."""
-        return self._closing(called=False), self._closing(called=True)
+    def _end_begins_message(self) -> bool:
+        """Whether the token that ends a turn is the beginning of the next message, such as `<|user|>`: the template
+        does not write it behind the last turn. Then no other end can stand in its place."""
+        return self.ends.isdisjoint(behind_turn(partial(self._render, prompted=False), []))
 
-    def _closing(self, *, called: bool) -> list[int]:
-        try:
+    def _moves(self, tools: Sequence[Mapping[str, Any]]) -> bool:
+        """Returns whether the template writes what is before the model's turn in another way when messages follow the
+        turn. What it writes at the beginning of the turn may differ, such as an empty thought in the last turn."""
+        shown = compact(list(tools))
+        if shown not in self._moved:
+            try:
+                asked = self._render(_ASKED, tools=tools)
+                before = common_prefix(
+                    *(self._render([*turn, *_ASKED], tools=tools) for turn in _turns([], called=False))
+                )
+            except REFUSALS:
+                self._moved[shown] = False  # it is refused with its reason when it is rendered
+            else:
+                shared = len(common_prefix(asked, before))
+                self._moved[shown] = bool(
+                    control_ids(self._tokenizer).intersection(asked[shared:]).intersection(before[shared:])
+                )
+        return self._moved[shown]
+
+    def _closing(self, role: str, *, called: bool) -> list[int] | str:
+        """Returns what the template writes behind the text of a turn that a message of this role follows, up to the
+        first of `ends`. With `called`, the turn calls a tool. Returns the reason if it writes none of them before the
+        text of the message, or if it leaves this text out. Raises the errors of the template."""
+        if (role, called) not in self._closings:
             one, other = (
                 common_suffix(*(self._render([*turn, message]) for turn in _turns([message], called=called)))
-                for message in ({"role": "tool" if called else "user", "content": text} for text in CONTENTS)
+                for message in (_message(role, text) for text in CONTENTS)
             )
-        except REFUSALS:
-            return []
-        shared = common_prefix(one, other)
-        return shared[: shared.index(self.end) + 1] if self.end in shared else []
+            shared = common_prefix(one, other)
+            place = next((place for place, token in enumerate(shared) if token in self.ends), None)
+            ends = ", ".join(sorted(repr(self._tokenizer.decode([end])) for end in self.ends))
+            if one == other:
+                found: list[int] | str = f"the chat template leaves out messages of the role {role}"
+            elif place is None:
+                found = (
+                    f"the chat template ends an answer {'that calls a tool ' if called else ''}before a message of the "
+                    f"role {role} with none of the tokens at which engines stop, {ends}"
+                )
+            else:
+                found = shared[: place + 1]
+            self._closings[role, called] = found
+        return self._closings[role, called]
 
     def encoded(self, text: str, *, first_token: bool) -> list[int]:
         """Returns the tokens of a text. With `first_token`, the tokenizer may put a token before it."""
@@ -132,13 +208,22 @@ class Renderer:
         return str(whole[len(start) :])
 
     def _render(
-        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), tokenize: bool = True
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        prompted: bool = True,
+        tokenize: bool = True,
     ) -> Any:
-        """Returns the tokens of a conversation, or its text."""
+        """Returns the tokens of a conversation, or its text. With `prompted`, the next answer begins at its end."""
 
         def rendered(shown: Sequence[Message]) -> Any:
             return self._tokenizer.apply_chat_template(
-                list(shown), tools=list(tools) or None, add_generation_prompt=True, tokenize=tokenize, return_dict=False
+                list(shown),
+                tools=list(tools) or None,
+                add_generation_prompt=prompted,
+                tokenize=tokenize,
+                return_dict=False,
             )
 
         try:
@@ -159,6 +244,12 @@ class Renderer:
             what = self._control_tokens.description(token)
             _log.warning("the result of a tool contains %r, %s; such results are %s", token, what, done)
         return text if self._keeps else REFUSED_RESULT
+
+
+def _message(role: str, text: str) -> dict[str, Any]:
+    """Returns a message, which with the role tool is the result of a call of `_turns`."""
+    of_tool = {"name": "f", "tool_call_id": "call00000"} if role == "tool" else {}
+    return {"role": role, "content": text, **of_tool}
 
 
 def _turns(messages: Sequence[Message], *, called: bool) -> Iterator[list[Message]]:

@@ -68,11 +68,113 @@ def test_a_conversation_of_five_turns_stays_one_branch(kind: str, tools: bool) -
 def test_what_follows_a_turn_is_what_the_template_writes_behind_an_earlier_turn(kind: str) -> None:
     tokenizer = tokenizer_of(TEMPLATES[kind])
     renderer = Renderer(tokenizer)
-    rest = renderer.rest([{"role": "user", "content": "And?"}])
-    assert rest is not None
+    rest = renderer.rest([{"role": "user", "content": "And?"}], last=renderer.end)
+    assert isinstance(rest, list)
     whole = renderer.first([{"role": "user", "content": "a"}, {"role": "assistant", "content": "xyz"},
                             {"role": "user", "content": "And?"}], [])  # fmt: skip
     assert tokenizer.decode(whole).endswith("xyz<|im_end|>" + tokenizer.decode(rest))
+
+
+MOVED = {
+    "tools before the last question": (
+        "{% for m in messages %}{% if tools and m.role == 'user' and loop.index0 == (messages | map(attribute='role') "
+        "| list | length - 1 - (messages | map(attribute='role') | list)[::-1].index('user')) %}"
+        "<|tools|>{{ tools | tojson }}{% endif %}" + PLAIN + "{% endfor %}" + PROMPT
+    ),
+    "a rule in the last question": chatml(
+        "<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% if m.role == 'user' and loop.last %} Think.{% endif %}"
+        + CALLS
+        + "<|im_end|>\n"
+    ),
+    "the number of messages at the beginning": "<|im_start|>{{ messages | length }}<|im_end|>" + chatml(PLAIN),
+}
+
+
+@pytest.mark.parametrize("kind", MOVED)
+def test_a_template_that_writes_earlier_messages_in_another_way_begins_a_branch_that_says_so(kind: str) -> None:
+    words = outcome(tokenizer_of(MOVED[kind]), tools=True)
+    reason = "the chat template writes earlier messages or the tools in another place when messages follow"
+    assert words == f"template ({reason}) in 4 calls"
+    if kind.startswith("tools"):
+        assert outcome(tokenizer_of(MOVED[kind]), tools=False) == "one branch"
+
+
+HEADERS = TOOLS + "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content or '' }}" + CALLS + "{% endfor %}"
+HEADERS += "{% if add_generation_prompt %}<|assistant|>\n{% endif %}{# <|user|> <|tool|> <|endoftext|> #}"
+
+
+def test_a_template_that_ends_a_call_with_no_end_of_the_engine_begins_a_branch_that_says_so() -> None:
+    words = outcome(tokenizer_of(HEADERS), tools=True)
+    assert words.startswith("template (the chat template ends an answer that calls a tool before a message of the role")
+    assert words.endswith("engines stop, '<|endoftext|>', '<|user|>') in 3 calls")
+
+
+LOST = {
+    "all results": "{% if m.role != 'tool' %}" + PLAIN + "{% endif %}",
+    "their texts": "{% if m.role == 'tool' %}<|im_start|>result<|im_end|>\n{% else %}" + PLAIN + "{% endif %}",
+    "all but roles that it knows": "{% if m.role in ('system', 'user', 'assistant') %}" + PLAIN + "{% endif %}",
+}
+
+
+@pytest.mark.parametrize("kind", LOST)
+def test_a_template_that_leaves_out_results_of_tools_is_refused_before_the_start(kind: str) -> None:
+    """Otherwise the model would never read them."""
+    renderer = Renderer(tokenizer_of(chatml(LOST[kind])))
+    with pytest.raises(ConfigError, match="leaves out the results of tools"):
+        renderer.check_tools("q", model="models/own", key="environment.tools")
+    rest = renderer.rest([{"role": "tool", "content": "42", "tool_call_id": "call00000"}], last=renderer.end)
+    assert rest == "the chat template leaves out messages of the role tool"
+
+
+WRITTEN_WITH_CALLS = {
+    "calls and their results together": (
+        "{% if m.role != 'tool' %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}" + CALLS + "{% if m.tool_calls %}"
+        "<|call|>{% for r in messages[loop.index0 + 1:] if r.role == 'tool' %}<r>{{ r.content }}</r>{% endfor %}"
+        "{% endif %}<|im_end|>\n{% endif %}"
+    ),
+    "results by the name of the call": (
+        "{% if m.role == 'tool' %}{% for c in messages[loop.index0 - 1].tool_calls or [] %}"
+        "<|im_start|>{{ c.function.name }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% else %}" + PLAIN + "{% endif %}"
+    ),
+    "results in their own turn": PLAIN,
+}
+
+
+@pytest.mark.parametrize("kind", WRITTEN_WITH_CALLS)
+def test_the_results_of_tools_are_read_by_the_model(kind: str, tmp_path: Path) -> None:
+    """Gemma 4's template writes the results of tools only behind the calls to which they belong."""
+    ends = ("<|im_end|>", "<|call|>")
+    renderer = Renderer(tokenizer := tokenizer_of(chatml(WRITTEN_WITH_CALLS[kind]), folder=tmp_path, ends=ends))
+    renderer.check_tools("q", model="models/own", key="environment.tools")
+    follow = {"role": "tool", "content": "forty-two", "tool_call_id": "call00000"}
+    rest = renderer.rest([follow], last=renderer.end_of(called=True))
+    assert isinstance(rest, list)
+    assert tokenizer.decode(rest).count("forty-two") == 1
+
+
+@pytest.mark.parametrize(
+    ("called", "ended", "expected"),
+    [
+        (False, "<|user|>", "\nAnd?<|assistant|>\n"),
+        (False, "<|endoftext|>", "<|user|>\nAnd?<|assistant|>\n"),
+        (False, "", "<|user|>\nAnd?<|assistant|>\n"),
+        (True, "<|tool|>", "\nAnd?<|assistant|>\n"),
+        (True, "<|user|>", "<|tool|>\nAnd?<|assistant|>\n"),
+        (True, "", "<|tool|>\nAnd?<|assistant|>\n"),
+    ],
+)
+def test_the_beginning_of_the_next_message_ends_a_turn_and_is_written_if_the_model_did_not(
+    tmp_path: Path, called: bool, ended: str, expected: str
+) -> None:
+    """As in the templates of GLM's models."""
+    ends = ("<|endoftext|>", "<|user|>", "<|tool|>")
+    tokenizer = tokenizer_of(HEADERS, folder=tmp_path, ends=ends)
+    assert outcome(tokenizer, tools=called) == "one branch"
+    follow = {"role": "tool" if called else "user", "content": "And?", "tool_call_id": "call00000"}
+    last = tokenizer.convert_tokens_to_ids(ended) if ended else None
+    rest = Renderer(tokenizer).rest([follow], last=last)
+    assert isinstance(rest, list)
+    assert tokenizer.decode(rest) == expected
 
 
 @pytest.mark.parametrize("turn", [
@@ -142,16 +244,16 @@ def test_control_tokens_in_results_of_tools_follow_the_policy_for_prompts(
     keeping, refusing = Renderer(tokenizer), Renderer(tokenizer, control_tokens="refuse")
     result = {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": text}] if in_parts else text}
     for _ in range(2):
-        kept = keeping.rest([result])
-    assert kept is not None
+        kept = keeping.rest([result], last=keeping.end)
+    assert isinstance(kept, list)
     assert text in tokenizer.decode(kept)
     assert len(caplog.messages) == 1
     assert "the result of a tool contains '<|im_" in caplog.text
-    refused = refusing.rest([result])
-    assert refused == keeping.rest([{**result, "content": REFUSED_RESULT}])
+    refused = refusing.rest([result], last=refusing.end)
+    assert refused == keeping.rest([{**result, "content": REFUSED_RESULT}], last=keeping.end)
     plain, user = {**result, "content": "plain"}, {"role": "user", "content": text}
-    assert refusing.rest([plain]) == keeping.rest([plain])
-    assert refusing.rest([user]) == keeping.rest([user])
+    assert refusing.rest([plain], last=refusing.end) == keeping.rest([plain], last=keeping.end)
+    assert refusing.rest([user], last=refusing.end) == keeping.rest([user], last=keeping.end)
 
 
 WITHOUT_TOOLS = {

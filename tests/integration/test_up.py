@@ -298,7 +298,7 @@ def test_a_reward_that_always_raises_ends_the_run_with_its_cause(
     )  # fmt: skip
     assert command.wait(600) == 1
     output, run = command.output(), tmp_path / "test"
-    first, end = output.index("first failure of reward_raised: "), output.index("error: your reward failed")
+    first, end = output.index("first failure of reward_raised ("), output.index("error: your reward failed")
     assert first < end
     for part in (output[first:end], output[end:], html.unescape((run / "report.html").read_text())):
         assert "KeyError: 'JUDGE_API_KEY'" in part
