@@ -7,8 +7,8 @@ from rich.text import Text
 
 from asyncrl.cli.options import RecordedRun
 from asyncrl.deployment.known_runs import existing_run
-from asyncrl.views.console import ShownConsole
 from asyncrl.learner.record_lines import known_data
+from asyncrl.views.console import ShownConsole
 from asyncrl.views.samples import (
     WORST_OF,
     ColorBy,
@@ -56,7 +56,7 @@ def samples(
     folder = existing_run(run)
     samples = samples_of(folder, step=step, worst=worst)[:most]
     console = ShownConsole(soft_wrap=True)
-    if task and (data := data_of(folder)) is not None:
+    if task and (data := known_data(folder)) is not None:
         for line in data_in_words(data):
             console.print(line)
         command = f"asyncrl data show -c {folder / 'config.yaml'} --row N"

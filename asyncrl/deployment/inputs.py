@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncrl.common.tasks import cancelled
+from asyncrl.config.import_path import is_import_path
 from asyncrl.config.parts import EVAL, all_configs, eval_configs, key_of, part_configs, section_of
 from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.data.answer_text import hidden_tags, note_on_begin, note_on_tags
 from asyncrl.data.left_out import LeftOutRow, counts, in_words, joined
 from asyncrl.data.light_tokenizer import cached_files, light_tokenizer
 from asyncrl.data.prompts import Task
-from asyncrl.data.tokenizer import EXAMPLE_TOOL, check_tools_written, load_tokenizer
-from asyncrl.data.tokenizer import load_tokenizer, shown_prompt
+from asyncrl.data.tokenizer import EXAMPLE_TOOL, check_tools_written, load_tokenizer, shown_prompt
 from asyncrl.data.turn_ends import note_on_ends
 from asyncrl.environments.interfaces import build_sets, build_tasks
 from asyncrl.environments.prompt_lengths import fitting, without_control_tokens

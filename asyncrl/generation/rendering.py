@@ -103,8 +103,8 @@ class Renderer:
             one, other = (self._render(messages, tools=each, tokenize=False) for each in (tools, renamed(tools)))
             if one == other:
                 raise DataError(
-                    "the model's chat template does not write the tools of the call into the prompt, so the model would "
-                    "never see them; use a model whose chat template has tools, or describe them in a message",
+                    "the model's chat template does not write the tools of the call into the prompt, so the model "
+                    "would never see them; use a model whose chat template has tools, or describe them in a message",
                     reason="tools_ignored",
                 )
             self._written.add(shown)

@@ -77,9 +77,9 @@ class RunFacts:
     the run has seen, if the mean reward of these steps is about as high; else None. `groups` maps fates to numbers of
     groups. `failures` are those of `groups_by_reason`. `failed_samples_ratio` is the share of samples that are left out
     because their reward failed. `truncated_ratio` is the share of answers that were cut at their length limit, over the
-    same steps as `equal_rewards_ratio`, and `truncated_at_first` that of the first step. `hidden_tags` are tags that the
-    text of an answer never has. `learner_shares` and `generator_shares` map states to shares of time. `room` is whether
-    cores or GPUs are free for another process.
+    same steps as `equal_rewards_ratio`, and `truncated_at_first` that of the first step. `hidden_tags` are tags that
+    the text of an answer never has. `learner_shares` and `generator_shares` map states to shares of time. `room` is
+    whether cores or GPUs are free for another process.
     """
 
     steps_trained: int | None = None
@@ -280,7 +280,9 @@ def _no_gradient(facts: RunFacts, ratio: float) -> str:
             "reward cannot be higher, there is little left to learn: use harder questions. Otherwise use easier ones."
         )
     gradient = "no gradient" if ratio > 0.995 else "hardly any gradient"  # from 0.995 on, the sentence says 100 %
-    advice = "use easier questions (harder ones if the answers are right), a denser reward, or a larger learner.group_size."
+    advice = (
+        "use easier questions (harder ones if the answers are right), a denser reward, or a larger learner.group_size."
+    )
     if facts.hidden_tags:
         advice += (
             f" If the reward looks for {' or '.join(facts.hidden_tags)}: the text that it gets never has them; see "

@@ -129,6 +129,8 @@ def test_the_last_answer_of_an_episode_with_tools_is_what_was_scored(
 ) -> None:
     config = Config.model_validate({"data": {"dataset": "shop:tasks"}, "environment": environment})
     assert Texts.of(TOKENIZER, config).last_answer(ids("why<|/think|>42<|im_end|>"), "") == scored
+
+
 @pytest.mark.parametrize("part", ["eval/hard", "eval/other", "sums"])
 def test_a_task_of_a_held_out_set_or_a_part_is_scored_too(part: str) -> None:
     """A held-out set is no part of the mixture."""
