@@ -106,7 +106,7 @@ HEADERS += "{% if add_generation_prompt %}<|assistant|>\n{% endif %}{# <|user|> 
 def test_a_template_that_ends_a_call_with_no_end_of_the_engine_begins_a_branch_that_says_so() -> None:
     words = outcome(tokenizer_of(HEADERS), tools=True)
     assert words.startswith("template (the chat template ends an answer that calls a tool before a message of the role")
-    assert words.endswith("engines stop, '<|endoftext|>', '<|user|>') in 3 calls")
+    assert words.endswith("engines stop, '<|im_end|>', '<|user|>') in 3 calls")
 
 
 LOST = {
