@@ -4,13 +4,19 @@
     make constraints ARGS="--upgrade"        # takes the newest versions
 
 uv computes both files from `pyproject.toml` on any machine, for Linux on x86-64 and ARM64, and for each version of
-Python that asyncrl supports. A lock file of uv is not committed, because it has the addresses of all files.
+Python that asyncrl supports. Before a file is written, it is tried: uv must find an installation within it for each
+Python and processor. A digest of what was tried stands in the file, so that a test knows it without trying again. A lock
+file of uv is not committed, because it has the addresses of all files.
 """
 
 import argparse
+import hashlib
+import json
 import re
 import subprocess
 import sys
+import tempfile
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -20,7 +26,12 @@ BELOW = "python_full_version < '3.14'"
 """A condition of `tool.uv.environments` in pyproject.toml."""
 HEADER = """\
 # The versions of all packages that an installation with the extra `{extra}` takes. `make constraints` writes this file.
+# Tried with pyproject.toml: {digest}
 """
+PYTHONS = ("3.11", "3.12", "3.13")
+PROCESSORS = {"cpu": ("x86_64", "aarch64"), "gpu": ("x86_64",)}
+PINNED_BY_OTHERS = {"intel-cmplr-lib-ur"}
+"""intel-openmp requires an exact version. Its wheel for Windows does not, and uv reads the metadata of one wheel."""
 
 
 def constraints(extra: str, *, kept: Path, upgrade: bool = False) -> str:
@@ -32,7 +43,43 @@ def constraints(extra: str, *, kept: Path, upgrade: bool = False) -> str:
     command = ["uv", "pip", "compile", "pyproject.toml", *SETTINGS, *extras, "--output-file", str(kept)]
     subprocess.run([sys.executable, "-m", *command, *["--upgrade"] * upgrade], cwd=ROOT, check=True)
     lines = (shortened(line) for line in kept.read_text().splitlines() if not line.startswith("#"))
-    return HEADER.format(extra=extra) + "".join(f"{line}\n" for line in lines)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def digest(extra: str, versions: str) -> str:
+    """Returns a digest of the versions together with the parts of pyproject.toml that decide about an installation."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    parts = [project["project"][key] for key in ("requires-python", "dependencies", "optional-dependencies")]
+    tried = json.dumps([parts, project["tool"]["uv"], PYTHONS, PROCESSORS[extra], versions], sort_keys=True)
+    return hashlib.sha256(tried.encode()).hexdigest()[:32]
+
+
+def written(extra: str) -> tuple[str, str]:
+    """Returns the digest in the file of `extra`, and its versions."""
+    lines = FILES[extra].read_text().splitlines(keepends=True)
+    [tried] = [line.rpartition(" ")[2].strip() for line in lines if line.startswith("# Tried")]
+    return tried, "".join(line for line in lines if not line.startswith("#"))
+
+
+def try_installations(extra: str, versions: str) -> None:
+    """Finds an installation for each Python and processor. This reads only metadata of packages.
+
+    Raises subprocess.CalledProcessError if there is none, and ValueError if it has a package without a version in
+    `versions`.
+    """
+    known = {line.partition("==")[0] for line in versions.splitlines()} | PINNED_BY_OTHERS
+    with tempfile.TemporaryDirectory() as folder:
+        (file := Path(folder) / "constraints.txt").write_text(versions)
+        for python in PYTHONS:
+            for processor in PROCESSORS[extra]:
+                found = Path(folder) / f"{python}-{processor}.txt"
+                command = ["uv", "pip", "compile", "pyproject.toml", "--extra", extra, "--extra", "dev", "--quiet"]
+                command += ["--constraint", str(file), "--python-version", python, "--no-header", "--no-annotate"]
+                command += ["--python-platform", f"{processor}-manylinux_2_28", "--output-file", str(found)]
+                subprocess.run([sys.executable, "-m", *command], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+                names = {line.partition("==")[0] for line in found.read_text().splitlines() if "==" in line}
+                if missing := sorted(names - known):
+                    raise ValueError(f"Python {python} on {processor}: no version of {', '.join(missing)}")
 
 
 def shortened(line: str) -> str:
@@ -57,7 +104,9 @@ def main() -> None:
     parser.add_argument("--upgrade", action="store_true", help="take the newest versions")
     upgrade: bool = parser.parse_args().upgrade
     for extra, path in FILES.items():
-        path.write_text(constraints(extra, kept=path, upgrade=upgrade))
+        versions = constraints(extra, kept=path, upgrade=upgrade)
+        try_installations(extra, versions)
+        path.write_text(HEADER.format(extra=extra, digest=digest(extra, versions)) + versions)
 
 
 if __name__ == "__main__":
