@@ -28,7 +28,7 @@ from asyncrl.config.schema import Config
 from asyncrl.data_plane.calls import finished, has_process, room
 from asyncrl.deployment.local_clusters import cluster_of, own_clusters, started_for
 from asyncrl.deployment.ray_token import require_token
-from asyncrl.deployment.temporary_folders import ray_folder, temporary_folder_problems
+from asyncrl.deployment.temporary_folders import close_to_others, ray_folder, temporary_folder_problems
 from asyncrl.errors import PlacementError, RunError
 
 logger = logging.getLogger(__name__)
@@ -84,6 +84,7 @@ def start_local(config: Config, *, generators: int = 1, command: str = "up") -> 
         )
     address = str(context.address_info["address"])
     check_own_address(address)
+    close_to_others(Path(session_folder()))
     return address
 
 

@@ -26,7 +26,7 @@ from asyncrl.deployment.ray_token import use_ray_token
 use_ray_token(own=True)
 import contextlib, json, logging, os, sys, psutil, ray
 from asyncrl.config.schema import Config
-from asyncrl.deployment.cluster import start_local
+from asyncrl.deployment.cluster import session_folder, start_local
 address = start_local(Config.model_validate({"run": {"name": "own-ray"}}))
 niceness = [os.nice(0), ray.get(ray.remote(num_cpus=0)(lambda: os.nice(0)).remote(), timeout=240)]
 listening, commands = [], []
@@ -38,7 +38,8 @@ for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
             for connection in process.net_connections("inet")
             if connection.status == psutil.CONN_LISTEN
         ]
-print(json.dumps({"address": address, "listening": listening, "niceness": niceness, "commands": commands}), flush=True)
+print(json.dumps({"address": address, "listening": listening, "niceness": niceness, "commands": commands,
+                  "mode": os.stat(session_folder()).st_mode & 0o777}), flush=True)
 sys.stdin.read()
 """
 README = REPOSITORY / "README.md"
@@ -107,6 +108,11 @@ def test_nothing_of_it_listens_beyond_this_machine(own_ray: tuple[dict[str, Any]
     assert len(said["listening"]) > 4, "the list must include Ray's daemons"
     beyond = [each for each in said["listening"] if each[1].removeprefix("::ffff:") != "127.0.0.1"]
     assert beyond == []
+
+
+def test_other_users_cannot_enter_its_folder(own_ray: tuple[dict[str, Any], Path]) -> None:
+    said, _ = own_ray
+    assert said["mode"] == 0o700
 
 
 def test_nobody_is_told_how_to_open_it(own_ray: tuple[dict[str, Any], Path]) -> None:
