@@ -275,7 +275,8 @@ def warn_of_open_cluster(address: str) -> None:
     if os.environ.get("RAY_AUTH_MODE") != "token":
         logger.warning(
             "the Ray cluster at %s requires no token, so every process that can connect to it can run code on it. "
-            "Create a token (`ray get-auth-token --generate`), then start the cluster again",
+            "Create a token that only you can read (`umask 077 && ray get-auth-token --generate`), then start the "
+            "cluster again",
             address,
         )
 
