@@ -169,6 +169,24 @@ def test_a_configuration_that_cannot_run_is_refused_before_anything_is_made(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("host", ["10.0.0.7", "node", "gpu-3.example"])
+def test_metrics_that_other_machines_can_reach_are_refused(
+    host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"metrics\.host = .*other machines can reach it"):
+        asyncrl.run("quickstart", {"metrics.host": host})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["api_key", "password", "access_token"])
+def test_a_config_with_a_secret_is_refused_and_the_error_does_not_show_it(name: str) -> None:
+    config = asyncrl.Config.model_validate({"environment": {"options": {name: "hunter2"}}})
+    with pytest.raises(ConfigError, match=rf"environment\.options\.{name} .*looks like a secret") as caught:
+        asyncrl.run(config)
+    assert "hunter2" not in str(caught.value)
+
+
 def test_records_reach_the_callbacks_of_the_run_directory_after_they_were_written(run_dir: RunDir) -> None:
     seen: list[tuple[Any, int]] = []
     run_dir.on_eval = lambda record: seen.append(

@@ -10,8 +10,8 @@ def down(run: RunningRun, address: RunningAddress = None) -> None:
 
     The run's deployments are told that it has ended, and close. Then its shared actors end. If a run was killed, its
     remaining processes are ended, its files are removed from /dev/shm, and run.json and the report record how it ended.
-    A run that ended by itself needs no `down`. A run that is being restarted at this moment may go on: call `down`
-    again.
+    Only processes and files on this machine, and since its last boot, are ended and removed. A run that ended by itself
+    needs no `down`. A run that is being restarted at this moment may go on: call `down` again.
     """
     from asyncrl.deployment.known_runs import as_it_is, check_there, named_run, own_address
     from asyncrl.deployment.ray_token import use_ray_token

@@ -174,7 +174,12 @@ def _parse_override(override: str) -> dict[str, object]:
         raise ConfigError(f"{override!r} is not an override; write section.key=value, e.g. staleness.max_versions=2")
     quoted = shlex.quote(json.dumps(text, ensure_ascii=False))
     fix = f"; the value is read as YAML, and text like this needs quotes: {key}={quoted}"
-    return _nested({key: parse_yaml(text, source=f"override {override!r}", fix=fix)})
+    try:
+        return _nested({key: parse_yaml(text, source=f"override {override!r}", fix=fix)})
+    except ConfigError:
+        if secrets := list(secret_values(_nested({key: text}))):  # the error shows the text
+            raise ConfigError(secret_message(secrets[0], origin=f" ({ON_COMMAND_LINE})")) from None
+        raise
 
 
 def _source(number: int, layer: Layer) -> tuple[str, Callable[[], dict[str, object]]]:

@@ -47,8 +47,8 @@ _NO_SECRET_NAME = re.compile(r"(?:first|second|single|two|multi|one|each|per|low
 _SECRET_PARAMETER = re.compile(r"^(?:sig|signature|token|key|auth|apikey|jwt)$|(?:_signature|_credential|_token)$")
 """Further names of secrets in the query of a URL."""
 _QUERY = re.compile(r"[?&;#]([\w.%-]+)=([^&;#\s]+)")
-_ARGUMENT = re.compile(r"(?:^|\s|--?)([A-Za-z][\w-]*)=(\S+)")
-"""An option of a command, or a part of a connection string."""
+_ARGUMENT = re.compile(r"(?:^|\s|--?)([A-Za-z][\w-]*)=(\S+)|(?:^|\s)--?([A-Za-z][\w-]*)\s+([^\s-]\S*)")
+"""An option of a command (`--api-key=VALUE`, `--api-key VALUE`), or a part of a connection string."""
 _AMBIGUOUS_KEY = re.compile(r"(?:^|_)(?:token|key)s?$")
 _RANDOM = re.compile(r"(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9]{16,}")
 """A run of letters and digits that is too long for a word."""
@@ -109,7 +109,8 @@ def _given(text: str) -> Iterator[tuple[str, str, bool]]:
     """Yields the names and values that are written in a text, and whether they are in the query of a URL."""
     if "://" in text:
         yield from ((_words(name), unquote(value), True) for name, value in _QUERY.findall(text))
-    yield from ((_words(name), value.strip("'\""), False) for name, value in _ARGUMENT.findall(text))
+    for name, value, option, argument in _ARGUMENT.findall(text):
+        yield _words(name or option), (value or argument).strip("'\""), False
 
 
 def _is_harmful(name: str, value: str, in_query: bool) -> bool:

@@ -28,7 +28,7 @@ from asyncrl.config.schema import Config
 from asyncrl.data_plane.calls import finished, has_process, room
 from asyncrl.deployment.local_clusters import cluster_of, own_clusters, started_for
 from asyncrl.deployment.ray_token import require_token
-from asyncrl.deployment.temporary_folders import ray_folder, temporary_folder_problems
+from asyncrl.deployment.temporary_folders import close_to_others, ray_folder, temporary_folder_problems
 from asyncrl.errors import PlacementError, RunError
 
 logger = logging.getLogger(__name__)
@@ -84,6 +84,7 @@ def start_local(config: Config, *, generators: int = 1, command: str = "up") -> 
         )
     address = str(context.address_info["address"])
     check_own_address(address)
+    close_to_others(Path(session_folder()))
     return address
 
 
@@ -274,7 +275,8 @@ def warn_of_open_cluster(address: str) -> None:
     if os.environ.get("RAY_AUTH_MODE") != "token":
         logger.warning(
             "the Ray cluster at %s requires no token, so every process that can connect to it can run code on it. "
-            "Create a token (`ray get-auth-token --generate`), then start the cluster again",
+            "Create a token that only you can read (`umask 077 && ray get-auth-token --generate`), then start the "
+            "cluster again",
             address,
         )
 

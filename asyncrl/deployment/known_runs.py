@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from asyncrl import run_files
 from asyncrl.checkpoints.directory import CHECKPOINTS, HF, complete_steps, folder_of, folders
 from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.schema import HELDOUT, Config
@@ -196,8 +197,10 @@ def _trained(directory: Path) -> str:
 
 def _last_sign_of_life(directory: Path, info: RunInfo) -> str:
     """Returns the time (ISO 8601) at which the run last wrote to its directory."""
-    written = [directory / "run.json", directory / "steps.jsonl", *(directory / "logs").glob("*.log")]
+    logs, written = directory / "logs", [directory / "run.json", directory / "steps.jsonl"]
+    with contextlib.suppress(OSError):  # links are not followed: the directory may come from elsewhere
+        written += [logs / name for name in run_files.names(logs, inside=directory)]
     with contextlib.suppress(OSError):
-        newest_s = max(path.stat().st_mtime for path in written if path.exists())
+        newest_s = max(path.lstat().st_mtime for path in written if path.exists())
         return datetime.fromtimestamp(newest_s, UTC).isoformat(timespec="seconds")
     return info.started

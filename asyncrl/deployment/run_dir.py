@@ -47,7 +47,7 @@ from asyncrl.deployment.provenance import provenance
 from asyncrl.deployment.record_file import RecordFile, append_whole
 from asyncrl.deployment.resuming import SAMPLES, Choice, Resumed, begin_incarnation, lost_folder, unfinished_run
 from asyncrl.deployment.run_lock import Taken, take
-from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.errors import CheckpointError, ConfigError, FileRefused
 from asyncrl.generation.shared_memory import boot_id
 from asyncrl.learner.audit_records import AUDIT, Began, Record, framed, records_path
 from asyncrl.learner.records import DATA, DataRecord, EvalRecord, Resumption, RunInfo, SampleRecord, StepRecord, Summary
@@ -99,8 +99,8 @@ class RunDir:
         """Takes the directory of `config.run` for this process. If it has the records of a run, `choose` chooses the
         checkpoint from which that run continues.
 
-        Raises RunLocked if another process holds the directory, ConfigError if it cannot be created, and the errors of
-        `choose`.
+        Raises RunLocked if another process holds the directory, ConfigError if it cannot be created, FileRefused if it
+        contains a link, and the errors of `choose`.
         """
         path = config.run.dir / config.run.name
         info = RunInfo(
@@ -121,6 +121,8 @@ class RunDir:
             except BaseException:
                 run._lock.close()
                 raise
+        except FileRefused:  # it names the entry, and is an OSError too
+            raise
         except OSError as error:
             raise ConfigError(
                 f"run.dir: cannot write the run's directory {path} ({error.strerror}); set it to a writable folder"

@@ -3,11 +3,14 @@
 Ray and vLLM make Unix sockets there, and Linux limits the path of a socket to 107 bytes (unix(7)).
 """
 
+import logging
 import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 LONGEST_SOCKET = 107
 """Longest path of a socket, bytes."""
@@ -37,6 +40,23 @@ def ray_folder() -> tuple[Path, str]:
         if variable in os.environ:
             return Path(os.environ[variable]), variable
     return Path("/tmp"), ""
+
+
+def close_to_others(folder: Path) -> None:
+    """Takes the rights of all other users on the session folder of a Ray that this process started.
+
+    Ray lets every user of the machine write there (mode 0777), and the logs of its workers may quote prompts. A folder
+    in which no mode can be set is left as it is, with a warning.
+    """
+    try:
+        folder.chmod(0o700)
+    except OSError as error:
+        logger.warning(
+            "other users of this machine can read and change Ray's files in %s (%s); set RAY_TMPDIR to a folder that "
+            "only you can enter",
+            folder,
+            error.strerror,
+        )
 
 
 def temporary_folder_problems(*, ray: bool = True, vllm: bool = True) -> list[FolderProblem]:

@@ -150,7 +150,8 @@ class VLLMAdapters:
     def _write(self, path: Path, manifest: Manifest, staged: StagedWeights) -> None:
         from asyncrl.policy.adapter import write_adapter  # imports peft, which other engines do not need
 
-        path.mkdir(parents=True)
+        self.folder.mkdir(mode=0o700, exist_ok=True)  # every user of the machine can enter /dev/shm
+        path.mkdir()
         flat = torch.from_numpy(staged.flat)
         tensors = {entry.name: view_of(entry, flat) for entry in manifest.tensors}
         write_adapter(path, tensors, self._lora, base=self._base)

@@ -39,8 +39,9 @@ class Device:
 CPU = Device(kind="cpu")
 
 
-def engine_environment(config: Config, given: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment variables to set before vLLM or torch is imported. `given` are those of the process.
+def engine_environment(config: Config, given: Mapping[str, str], *, loopback: str | None = None) -> dict[str, str]:
+    """Returns the environment variables to set before vLLM or torch is imported. `given` are those of the process, and
+    `loopback` is the network interface that only this machine can reach, if it is known.
 
     A variable that the user has set keeps its value, except those on whose value asyncrl relies. An empty value counts
     as not set.
@@ -53,6 +54,10 @@ def engine_environment(config: Config, given: Mapping[str, str]) -> dict[str, st
     preferred = {"VLLM_LOGGING_LEVEL": "WARNING", "TOKENIZERS_PARALLELISM": "false"}
     if Path(config.model.path).is_dir():
         preferred["HF_HUB_OFFLINE"] = "1"
+    if loopback is not None:
+        # The processes of an engine are on one machine. gloo would listen at the address of the host's name, which
+        # other machines can often reach.
+        preferred["GLOO_SOCKET_IFNAME"] = loopback
     if config.generator.gpus == 0:
         required |= {
             "OMP_NUM_THREADS": "1",  # Ray sets it in its workers too, so a value here need not be the user's

@@ -46,7 +46,8 @@ STORED_PROGRESS_EVERY_S = 0.01
 
 def prepare_environment(config: Config) -> None:
     """Sets environment variables that vLLM and torch read on import. Call it before the first import of either."""
-    os.environ.update(engine_environment(config, os.environ))
+    of_loopback = (name for name, found in psutil.net_if_addrs().items() for at in found if at.address == "127.0.0.1")
+    os.environ.update(engine_environment(config, os.environ, loopback=next(of_loopback, None)))
 
 
 def device_of(config: Config) -> Device:

@@ -56,6 +56,10 @@ SECRETS = [
     *(("environment.options.url", f"https://judge.example/v1?{query}") for query in QUERIES),
     *(("environment.options.url", url) for url in URLS),
     ("environment.options.command.0", "serve --api-key=hunter2"),
+    ("environment.options.run", "serve --api-key hunter2 --port 8000"),
+    ("environment.options.run", "--password hunter2"),
+    ("environment.options.run", "serve -v --client-secret 'hunter2'"),
+    ("environment.options.run", "serve --port 8000 --hf-token\thunter2"),
     ("environment.options.dsn", "host=db user=me password=hunter2"),
     ("environment.options.header", "Bearer hunter2"),
     ("data.options.access_token", "hunter2"),
@@ -93,6 +97,7 @@ HARMLESS = {
     "judge": "https://judge.example/v1?api_key=$JUDGE_KEY",
     "database": "host=db user=me password=$DB_PASSWORD",
     "command": ["serve", "--api-key", "$KEY", "--port", "8000", "--tokenizer=models/a"],
+    "run": "serve --api-key $KEY --password /run/secrets/a --max-tokens 512 --secret --port 8000",
     "prompt": "Answer with answer=5, token by token. The secret of the number is its key.",
     "header": "Bearer $JUDGE_KEY",
     "bearer": "Bearer of news",
@@ -164,6 +169,23 @@ def test_all_secrets_are_named_with_where_they_were_set(tmp_path: Path) -> None:
     first, second = str(caught.value).splitlines()
     assert first.startswith(f"environment.options.api_key (in {file}): ")
     assert second.startswith("data.options.password (on the command line): ")
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("environment.options.api_key", "*hunter2"),
+        ("environment.options.judge.password", "[hunter2"),
+        ("data.options.token", f"a: b: {RANDOM}"),
+        ("environment.options.note", f"@hf_{RANDOM}"),
+    ],
+)
+def test_a_secret_on_the_command_line_that_is_no_yaml_is_not_shown(key: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config([], [f"{key}={text}"])
+    assert str(caught.value).startswith(f"{key} (on the command line): looks like a secret")
+    assert "hunter2" not in str(caught.value)
+    assert RANDOM not in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [f"hf_{RANDOM}", "my password", "sk-1", ["hunter 2"], {"KEY": "hunter2"}])

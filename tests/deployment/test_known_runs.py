@@ -57,6 +57,21 @@ def gone_pid() -> int:
     return gone.pid
 
 
+@pytest.mark.parametrize("name", ["logs/learner-0.log", "logs/generator-3.log", "logs", "steps.jsonl"])
+def test_the_time_of_death_is_not_that_of_a_file_outside_of_the_directory(name: str, tmp_path: Path) -> None:
+    run, outside = record(tmp_path, "dead", pid=gone_pid()), tmp_path / "outside"
+    (run / name).parent.mkdir(exist_ok=True)
+    outside.mkdir()
+    (outside / "learner-0.log").write_text("later")
+    os.utime(outside / "learner-0.log", (2_000_000_000, 2_000_000_000))
+    target = outside if name == "logs" else outside / "learner-0.log"
+    (run / name).symlink_to(target)
+    info = as_it_is(run)
+    assert info is not None
+    assert info.finished is not None
+    assert not info.finished.startswith("2033")
+
+
 def test_a_run_lives_while_its_process_on_this_host_does(tmp_path: Path) -> None:
     record(tmp_path, "live")
     record(tmp_path, "dead", pid=gone_pid())

@@ -20,7 +20,7 @@ from asyncrl.config.schema import Config
 from asyncrl.deployment import run_lock
 from asyncrl.deployment.provenance import provenance
 from asyncrl.deployment.run_dir import SESSION_MARK, RunDir
-from asyncrl.errors import CheckpointError, ConfigError, RunLocked
+from asyncrl.errors import CheckpointError, ConfigError, FileRefused, RunLocked
 from asyncrl.learner.audit_records import Began, Machine
 from asyncrl.learner.record_lines import read_lines
 from asyncrl.learner.records import EvalRecord, SampleRecord, StepRecord
@@ -54,6 +54,31 @@ def test_a_new_run_has_its_layout_and_says_who_it_is(tmp_path: Path) -> None:
     assert (info["state"], info["exit_reason"]) == ("finished", "done")
     assert info["finished"]
     assert info["ray_address"] == "127.0.0.1:6379"
+
+
+@pytest.mark.parametrize(
+    ("name", "refused"),
+    [
+        ("notes.txt", True),
+        ("samples/step-0.jsonl", True),
+        ("checkpoints", True),
+        ("wandb", True),
+        ("tensorboard/wandb/latest-run", True),
+        ("wandb/latest-run", False),
+        ("wandb/run-1/logs/debug.log", False),
+    ],
+)
+def test_a_run_does_not_start_beside_a_link_unless_wandb_made_it(name: str, refused: bool, tmp_path: Path) -> None:
+    link, outside = tmp_path / "quick" / name, tmp_path / "outside"
+    outside.mkdir()
+    link.parent.mkdir(parents=True)
+    link.symlink_to(outside)
+    if refused:
+        with pytest.raises(FileRefused, match=rf"quick/{name} is a symbolic link"):
+            RunDir.create(config_in(tmp_path))
+    else:
+        RunDir.create(config_in(tmp_path)).close(state="finished", reason="done")
+    assert list(outside.iterdir()) == []
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o002, 0o000, 0o077])

@@ -328,6 +328,7 @@ async def test_the_tools_of_an_mcp_server_are_called_and_a_server_that_died_is_s
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TOOL_KEY", "a key")
+    monkeypatch.setenv("OTHER_KEY", ", and one that it must not have")
     made = agent("search", mcp_servers=[{"command": SERVER}], secrets=["TOOL_KEY"], tool_timeout_s=30)
     _, model = await played(
         made, ("put", {"key": "a", "value": "1"}), ("get", {"key": "a"}), ("get", {"key": "b"}), ("die", {}),

@@ -117,7 +117,7 @@ def serve(port: str = "") -> None:
     def put(key: str, value: str) -> str:
         """Keeps a value."""
         kept[key] = value
-        return f"kept {key}, {os.environ.get('TOOL_KEY', 'no key')}"
+        return f"kept {key}, {os.environ.get('TOOL_KEY', 'no key')}{os.environ.get('OTHER_KEY', '')}"
 
     @server.tool()
     def get(key: str) -> str:

@@ -35,6 +35,7 @@ class Engine:
             raise ValueError(self.refused)
         path = Path(request.lora_path)
         assert {*os.listdir(path)} == {"adapter_config.json", "adapter_model.safetensors"}
+        assert path.parent.stat().st_mode & 0o777 == 0o700, "other users can read the weights"
         assert path not in self.loaded.values(), "a directory was written again"
         self.loaded[request.lora_int_id] = path
         return True

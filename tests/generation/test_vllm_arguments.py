@@ -1,9 +1,11 @@
 """An engine starts with the arguments and the environment that follow from the configuration and the device, and then
 with those of the user."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from asyncrl.config.checks import check_config
@@ -17,6 +19,7 @@ from asyncrl.generation.vllm_arguments import (
     engine_environment,
     served_batched_tokens,
 )
+from asyncrl.generation.vllm_engine import prepare_environment
 
 H100 = Device(kind="gpu", memory_gib=79.6, name="NVIDIA H100 80GB HBM3")
 A10G = Device(kind="gpu", memory_gib=22.5, name="NVIDIA A10G")
@@ -39,8 +42,10 @@ def arguments(device: Device, *overrides: str) -> dict[str, object]:
     return engine_arguments(config, device=device, model_path="m", name="a", load_weights=True, sleep_mode=False)
 
 
-def environment(device: Device, *overrides: str, given: dict[str, str] | None = None) -> dict[str, str]:
-    return engine_environment(load_config([], [*place(device), *overrides]), given or {})
+def environment(
+    device: Device, *overrides: str, given: dict[str, str] | None = None, loopback: str | None = None
+) -> dict[str, str]:
+    return engine_environment(load_config([], [*place(device), *overrides]), given or {}, loopback=loopback)
 
 
 # -- arguments -------------------------------------------------------------------------------------------------------
@@ -166,6 +171,21 @@ def test_a_variable_of_the_user_wins_unless_asyncrl_relies_on_its_value(device: 
     assert always.items() <= ours.items()
     assert ours.keys() - always.keys() >= {"VLLM_LOGGING_LEVEL", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM"}
     assert not always.keys() & {"TRITON_F32_DEFAULT", "VLLM_USE_FLASHINFER_SAMPLER"}
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=NAMES)
+@pytest.mark.parametrize("loopback", ["lo", "lo0", "dummy"])
+def test_the_processes_of_an_engine_meet_where_no_other_machine_reaches_them(device: Device, loopback: str) -> None:
+    assert environment(device, loopback=loopback)["GLOO_SOCKET_IFNAME"] == loopback
+    given = {"GLOO_SOCKET_IFNAME": "eth1"}
+    assert "GLOO_SOCKET_IFNAME" not in environment(device, loopback=loopback, given=given)
+    assert "GLOO_SOCKET_IFNAME" not in environment(device)
+
+
+def test_the_interface_of_the_loopback_address_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.environ", {})
+    prepare_environment(load_config([]))
+    assert "127.0.0.1" in {at.address for at in psutil.net_if_addrs()[os.environ["GLOO_SOCKET_IFNAME"]]}
 
 
 def test_an_empty_variable_counts_as_not_set() -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -26,7 +27,7 @@ from asyncrl.deployment.ray_token import use_ray_token
 use_ray_token(own=True)
 import contextlib, json, logging, os, sys, psutil, ray
 from asyncrl.config.schema import Config
-from asyncrl.deployment.cluster import start_local
+from asyncrl.deployment.cluster import session_folder, start_local
 address = start_local(Config.model_validate({"run": {"name": "own-ray"}}))
 niceness = [os.nice(0), ray.get(ray.remote(num_cpus=0)(lambda: os.nice(0)).remote(), timeout=240)]
 listening, commands = [], []
@@ -38,7 +39,8 @@ for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
             for connection in process.net_connections("inet")
             if connection.status == psutil.CONN_LISTEN
         ]
-print(json.dumps({"address": address, "listening": listening, "niceness": niceness, "commands": commands}), flush=True)
+print(json.dumps({"address": address, "listening": listening, "niceness": niceness, "commands": commands,
+                  "mode": os.stat(session_folder()).st_mode & 0o777}), flush=True)
 sys.stdin.read()
 """
 README = REPOSITORY / "README.md"
@@ -107,6 +109,11 @@ def test_nothing_of_it_listens_beyond_this_machine(own_ray: tuple[dict[str, Any]
     assert len(said["listening"]) > 4, "the list must include Ray's daemons"
     beyond = [each for each in said["listening"] if each[1].removeprefix("::ffff:") != "127.0.0.1"]
     assert beyond == []
+
+
+def test_other_users_cannot_enter_its_folder(own_ray: tuple[dict[str, Any], Path]) -> None:
+    said, _ = own_ray
+    assert said["mode"] == 0o700
 
 
 def test_nobody_is_told_how_to_open_it(own_ray: tuple[dict[str, Any], Path]) -> None:
@@ -185,6 +192,26 @@ def test_the_readmes_head_listens_on_this_machine_alone_is_joined_and_ends_when_
             head.kill()
 
 
+RENAMED = "import os, socket, sys; socket.sethostname(sys.argv[1]); os.execv(sys.argv[2], sys.argv[2:])"
+
+
+def where_the_hosts_name_is_public(command: list[str]) -> list[str]:
+    """Returns a command that runs `command` on a host whose name is an address that other machines can reach, as in
+    many clouds. Libraries that listen at the address of the name are then found. Returns `command` if this process may
+    not change the name, or has no such address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            return command
+        renamed = ["unshare", "--map-root-user", "--uts", sys.executable, "-c", RENAMED, probe.getsockname()[0]]
+    try:
+        subprocess.run([*renamed, sys.executable, "-c", ""], check=True, capture_output=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return command
+    return [*renamed, *command]
+
+
 PAGE = {
     "a step": (0, r"^loss -?\d.*, effective sample size [01]\.\d+$"),
     "GRPO": (1, r"^step 2: reward [01]\.\d+, losses -?\d+\.\d+, -?\d+\.\d+$"),
@@ -207,8 +234,9 @@ def test_an_example_of_own_loops_runs_as_it_is_and_on_this_machine_alone(
     page.write_text(code)
     with output.open("w") as file:
         loop = psutil.Popen(
-            [sys.executable, str(page)], cwd=tmp_path, env=environment(tmp_path), stdout=file, stderr=subprocess.STDOUT
-        )
+            where_the_hosts_name_is_public([sys.executable, str(page)]),
+            cwd=tmp_path, env=environment(tmp_path), stdout=file, stderr=subprocess.STDOUT,
+        )  # fmt: skip
     deadline_s = time.monotonic() + 800
     try:
         while loop.poll() is None:
