@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import psutil
 import ray
+from ray._common.utils import get_ray_address_file
 from ray._private import ray_constants, services
 from ray._private.node import Node
 from ray.exceptions import RayError
@@ -30,6 +31,7 @@ from asyncrl.deployment.local_clusters import cluster_of, own_clusters, started_
 from asyncrl.deployment.ray_token import require_token
 from asyncrl.deployment.temporary_folders import ray_folder, temporary_folder_problems
 from asyncrl.errors import PlacementError, RunError
+from asyncrl.run_files import opened
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,8 @@ _OF_ANOTHER_CLUSTER = ("RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_RUNTIME_ENV_HOOK", "R
 local cluster must not get them: its workers are in the same environment as this process, and the files and the store
 that the variables name belong to the other cluster."""
 _RAY_PACKAGE = os.path.dirname(ray.__file__)
+_LONGEST_ADDRESS = 300
+"""Bytes that are read of the file with the address of the last `ray start`."""
 PROBE_TIMEOUT_S = 5.0
 """Deadline of the connection that tests whether a process listens at an address, seconds."""
 
@@ -197,8 +201,8 @@ def join(address: str, *, namespace: str, folder: Path = Path("runs")) -> None:
     """Joins a running cluster.
 
     `namespace` is the name of the run, `folder` the folder of its directory. `auto` is the cluster of RAY_ADDRESS, else
-    the one of the run on this machine. Raises RunError, which says how to start one, if no cluster answers, and if
-    `auto` may be several clusters.
+    the one that this user has started on this machine, for the run if there are several. Raises RunError, which says
+    how to start one, if no cluster answers, and if `auto` may be several clusters.
 
     If no process listens at the address, `ray.init` tries for minutes and ignores signals. So this function first opens
     a connection itself, which fails at once.
@@ -229,17 +233,37 @@ def join(address: str, *, namespace: str, folder: Path = Path("runs")) -> None:
 
 def _found(run: str, *, folder: str) -> str:
     """Returns the address that `auto` means for a run. Raises ConnectionError without a cluster, and RunError with
-    several."""
+    several.
+
+    Ray would also take a cluster of another user of the machine, which would get this user's token: it looks at the
+    processes of all users, and at a file in a folder in which all users may write.
+    """
+    if os.environ.get("RAY_ADDRESS", "auto") not in ("", "auto"):
+        return str(services.get_ray_address_from_environment("auto", None))
     clusters = own_clusters()
-    if os.environ.get("RAY_ADDRESS", "auto") in ("", "auto"):
-        if (cluster := cluster_of(run, clusters, folder=folder)) is not None:
-            if cluster.run not in ("", run):
-                logger.warning("no Ray was started for run %s; it joins %s", run, cluster)
-            return cluster.address
-        if clusters:
-            raise ConnectionError("the only ones on this machine are of `asyncrl up`, and each is for its own run")
-    # The cluster of RAY_ADDRESS, of another user, or of another container.
-    return str(services.get_ray_address_from_environment("auto", None))
+    if (cluster := cluster_of(run, clusters, folder=folder)) is not None:
+        if cluster.run not in ("", run):
+            logger.warning("no Ray was started for run %s; it joins %s", run, cluster)
+        return cluster.address
+    if clusters:
+        raise ConnectionError("the only ones on this machine are of `asyncrl up`, and each is for its own run")
+    if (address := _noted_address(Path(get_ray_address_file(None)))) is not None:
+        return address
+    raise ConnectionError(
+        "you have started none on this machine. The cluster of another user would get your token; name it with "
+        "RAY_ADDRESS or --address"
+    )
+
+
+def _noted_address(file: Path) -> str | None:
+    """Returns the address that `ray start` wrote to `file`, as in another container. None if there is no such file, or
+    if neither this user nor root has written it."""
+    try:
+        with opened(file) as noted:
+            mine = os.fstat(noted.fileno()).st_uid in (os.getuid(), 0)
+            return noted.read(_LONGEST_ADDRESS).decode().strip() or None if mine else None
+    except (OSError, ValueError):
+        return None
 
 
 def _knock(address: str) -> None:
