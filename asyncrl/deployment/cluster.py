@@ -27,11 +27,10 @@ from ray.exceptions import RayError
 
 from asyncrl.config.schema import Config
 from asyncrl.data_plane.calls import finished, has_process, room
-from asyncrl.deployment.local_clusters import cluster_of, own_clusters, started_for
+from asyncrl.deployment.local_clusters import cluster_of, noted_address, own_clusters, started_for
 from asyncrl.deployment.ray_token import require_token
 from asyncrl.deployment.temporary_folders import ray_folder, temporary_folder_problems
 from asyncrl.errors import PlacementError, RunError
-from asyncrl.run_files import opened
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +49,6 @@ _OF_ANOTHER_CLUSTER = ("RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_RUNTIME_ENV_HOOK", "R
 local cluster must not get them: its workers are in the same environment as this process, and the files and the store
 that the variables name belong to the other cluster."""
 _RAY_PACKAGE = os.path.dirname(ray.__file__)
-_LONGEST_ADDRESS = 300
-"""Bytes that are read of the file with the address of the last `ray start`."""
 PROBE_TIMEOUT_S = 5.0
 """Deadline of the connection that tests whether a process listens at an address, seconds."""
 
@@ -247,23 +244,12 @@ def _found(run: str, *, folder: str) -> str:
         return cluster.address
     if clusters:
         raise ConnectionError("the only ones on this machine are of `asyncrl up`, and each is for its own run")
-    if (address := _noted_address(Path(get_ray_address_file(None)))) is not None:
+    if (address := noted_address(Path(get_ray_address_file(None)))) is not None:
         return address
     raise ConnectionError(
         "you have started none on this machine. The cluster of another user would get your token; name it with "
         "RAY_ADDRESS or --address"
     )
-
-
-def _noted_address(file: Path) -> str | None:
-    """Returns the address that `ray start` wrote to `file`, as in another container. None if there is no such file, or
-    if neither this user nor root has written it."""
-    try:
-        with opened(file) as noted:
-            mine = os.fstat(noted.fileno()).st_uid in (os.getuid(), 0)
-            return noted.read(_LONGEST_ADDRESS).decode().strip() or None if mine else None
-    except (OSError, ValueError):
-        return None
 
 
 def _knock(address: str) -> None:
