@@ -6,9 +6,9 @@ processes (vLLM's engine) write their output there. Environment variables cannot
 and vLLM overwrite the environment of a process when they set its name. A file in /dev/shm belongs to the run if
 run.json names it, or if a process of the run has mapped it.
 
-A run directory may come from elsewhere, and then its run.json may name anything. It may also be a copy of the directory
-of a run that lives, in which no process holds the lock. So the session folder must be the user's and have a file with
-the run's nonce and the id of the run's directory, which the run wrote there. The processes must be the user's, be younger
+A run directory may come from elsewhere, and then its run.json may name anything. It may be a copy of the directory of a
+run that lives: no process holds the lock of the copy. So the session folder must be the user's and have a file with the
+run's nonce and the id of the run's directory, which the run wrote there. The processes must be the user's, be younger
 than the run, and run a program of Ray, vLLM or asyncrl, or be descendants of such a process. A file in /dev/shm must be
 `removable`, be younger than the run, and not be mapped by another process of the user.
 """
@@ -117,8 +117,8 @@ def clear(directory: Path) -> list[str]:
                 )
             elif _is_copy(directory, info):
                 lines.append(
-                    f"{directory} is a copy of the directory of the run, which may live, so no process was ended and no "
-                    "file was removed; run `asyncrl down` for the directory in which the run started"
+                    f"{directory} is a copy of the directory of the run, which may live, so no process was ended and "
+                    "no file was removed; run `asyncrl down` for the directory in which the run started"
                 )
             try:
                 write_atomically(directory / "run.json", pretty(info))
