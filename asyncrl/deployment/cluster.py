@@ -246,10 +246,8 @@ def _found(run: str, *, folder: str) -> str:
         raise ConnectionError("the only ones on this machine are of `asyncrl up`, and each is for its own run")
     if (address := noted_address(Path(get_ray_address_file(None)))) is not None:
         return address
-    raise ConnectionError(
-        "you have started none on this machine. The cluster of another user would get your token; name it with "
-        "RAY_ADDRESS or --address"
-    )
+    advice = "The cluster of another user would get your token; name it with RAY_ADDRESS or --address"
+    raise ConnectionError(f"you have started none on this machine. {advice}")
 
 
 def _knock(address: str) -> None:
