@@ -12,8 +12,10 @@ from collections.abc import Callable
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Control characters, without tab and newline. U+009B alone begins an escape sequence too."""
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+"""Control characters, without tab and newline. U+009B alone begins an escape sequence too. U+2028 and U+2029 separate
+lines. The others change the direction of the text after them, which then shows words in another order (Boucher and
+Anderson 2021, "Trojan Source")."""
 
 _redact: Callable[[str], str] = str
 

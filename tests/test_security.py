@@ -26,6 +26,8 @@ _FORBIDDEN_NAMES = frozenset(
 _FORBIDDEN_TEXTS = frozenset({"0.0.0.0", "VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_INSECURE_SERIALIZATION"})
 _EVERY_ADDRESS = re.compile(r"\w+://(0\.0\.0\.0|\[::\]|\*)(:|$)|0\.0\.0\.0:|\[::\]:")
 _FORBIDDEN_SWITCHES = frozenset({"trust_remote_code", "shell", "allow_pickle"})
+# Methods of transformers that ask on the terminal whether they may run code of a model, unless the argument is given.
+_LOADERS = frozenset({"from_pretrained", "from_config"})
 _LISTENERS = frozenset({"bind", "create_server", "HTTPServer", "ThreadingHTTPServer", "TCPServer"})
 
 
@@ -33,6 +35,9 @@ def violations(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yields (line, description) of everything in `tree` that the package may not contain."""
     origins = _imported_names(tree)
     safe_loads = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call) and _loads_weights_only(node)}
+    without_code = {
+        id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call) and _runs_no_code(node, origins)
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
             name = _dotted(node, origins)
@@ -46,6 +51,8 @@ def violations(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, repr(node.value)
         elif isinstance(node, ast.Call) and _listens_to_everyone(node):
             yield node.lineno, "a listener at every address"
+        if isinstance(node, ast.Attribute) and node.attr in _LOADERS and id(node) not in without_code:
+            yield node.lineno, f"{node.attr} without trust_remote_code=False"
         for name, value in _settings(node):
             if name in _FORBIDDEN_SWITCHES and not (isinstance(value, ast.Constant) and value.value is False):
                 yield value.lineno, f"{name} that is not False"
@@ -76,6 +83,13 @@ def _loads_weights_only(call: ast.Call) -> bool:
     return any(
         keyword.arg == "weights_only" and isinstance(keyword.value, ast.Constant) and keyword.value.value is True
         for keyword in call.keywords
+    )
+
+
+def _runs_no_code(call: ast.Call, origins: dict[str, str]) -> bool:
+    """Returns whether a call that may load a model does not ask for code of the model. peft loads none."""
+    return _dotted(call.func, origins).startswith("peft.") or any(
+        name == "trust_remote_code" for keyword in call.keywords for name, _ in _settings(keyword)
     )
 
 
@@ -155,6 +169,9 @@ def test_the_package_runs_no_foreign_code_and_listens_to_nobody_by_default() -> 
         "import subprocess\nsubprocess.run(t, shell=True)",
         "import subprocess\nsubprocess.run(t, shell=flag)",
         "Model.from_pretrained(path, trust_remote_code=True)",
+        "Model.from_pretrained(path)",
+        "AutoModel.from_config(config, dtype=dtype)",
+        "build = AutoModel.from_config",
         "options = {'trust_remote_code': True}",
         "def load(path, trust_remote_code=True): ...",
         "def load(path, *, trust_remote_code=True): ...",
@@ -187,6 +204,7 @@ def test_forbidden_snippets_are_found(snippet: str) -> None:
         "class Config:\n    eval: EvalSection = EvalSection()",
         "import ast\nast.literal_eval(t)",
         "Model.from_pretrained(path, trust_remote_code=False)",
+        "from peft import PeftModel\nPeftModel.from_pretrained(model, path)",
         "import subprocess\nsubprocess.run([program, argument], shell=False)",
         "host = '127.0.0.1'",
         '"""Never bind 0.0.0.0, never pickle.loads."""',

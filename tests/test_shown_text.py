@@ -25,7 +25,7 @@ from asyncrl.user_code import describe_error
 logger = logging.getLogger(__name__)
 PACKAGE = Path(shown_text.__file__).parent
 QUICKSTART = PACKAGE.parent / "configs" / "quickstart.yaml"
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 KEY = "sk-0123456789"
 HOSTILE = f"\x1b]0;title\x07 \x1b[2J \x9b31m \r overwritten {KEY}"
 """Text that would set the title of a terminal, clear it, colour it, and overwrite a line."""
@@ -48,6 +48,16 @@ def assert_harmless(text: str) -> None:
 def test_only_tabs_and_newlines_are_left_of_control_characters(text: str) -> None:
     assert not CONTROL.search(escaped(text))
     assert escaped("\t\n") == "\t\n"
+
+
+@pytest.mark.parametrize("code", [*range(0x2028, 0x202F), *range(0x2066, 0x206A)])
+def test_text_cannot_change_the_direction_of_the_text_after_it(code: int) -> None:
+    assert escaped(f"a{chr(code)}b") == f"a\\u{code:04x}b"
+
+
+@pytest.mark.parametrize("text", ["שלום", "مرحبا\u200f", "क्‍ष", "👩‍👩‍👧", "a\u00adb", "à la carte"])
+def test_text_of_any_language_stays(text: str) -> None:
+    assert escaped(text) == text
 
 
 @given(st.text())

@@ -92,7 +92,7 @@ def verified(path: Path) -> RunManifest:
     """Returns the manifest of the checkpoint at `path` after all of its files were compared with it.
 
     Raises CheckpointIncomplete if its save did not end, and CheckpointDamaged, which names the file, if a file differs
-    from the manifest or the manifest cannot be read.
+    from the manifest, if the manifest cannot be read, or if it does not list a file of tensors that would be loaded.
     """
     complete_directory.complete(path)
     try:
@@ -103,6 +103,12 @@ def verified(path: Path) -> RunManifest:
         raise CheckpointDamaged(
             f"{path / MANIFEST} has format {manifest.schema}, but this version of asyncrl reads format {SCHEMA}"
         )
+    for name in sizes_below(path):
+        if name.endswith(".safetensors") and name not in manifest.files and not name.startswith(f"{HF}/"):
+            raise CheckpointDamaged(
+                f"{path / name} is not in {MANIFEST}, so asyncrl has not written it: remove it, or load an earlier "
+                "checkpoint"
+            )
     for name, expected in manifest.files.items():
         if not name.isprintable():
             raise CheckpointDamaged(f"{path / MANIFEST} lists {name!a}, and no file of a checkpoint has such a name")

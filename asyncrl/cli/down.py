@@ -25,11 +25,13 @@ def down(run: RunningRun, address: RunningAddress = None) -> None:
     if named is not None or not ray_is_gone:
         use_ray_token()
         from asyncrl.deployment.cluster import join
-        from asyncrl.deployment.shared_actors import end_run
+        from asyncrl.deployment.shared_actors import check_directory, end_run
 
         try:
             where = named or own_address(directory, (info and info.ray_address) or "auto")
             join(where, namespace=directory.name, folder=directory.parent)
+            if named is None and info is not None:
+                check_directory(directory, info.nonce)
             if ended := end_run(directory.name):
                 lines.append(f"ended {', '.join(ended)}")
         except ClusterElsewhere as error:

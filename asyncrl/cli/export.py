@@ -2,11 +2,13 @@
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from asyncrl.checkpoints.directory import HF
 from asyncrl.cli.options import RecordedRun, at_option
 from asyncrl.cli.presence import model_directory
 from asyncrl.cli.terminal import say
@@ -15,7 +17,7 @@ from asyncrl.deployment.known_runs import best_checkpoint, existing_run
 from asyncrl.deployment.resuming import found_checkpoint, step_of
 from asyncrl.errors import ConfigError
 from asyncrl.learner.record_lines import read_config
-from asyncrl.run_files import check_plain
+from asyncrl.run_files import opened
 
 BEST = "best"
 """Name for --at of the checkpoint with the highest held-out reward."""
@@ -50,7 +52,7 @@ def export(
     """
     directory = existing_run(run)
     config = read_config(directory)
-    checkpoint, _ = found_checkpoint(directory, _step(directory, at, name=config.checkpoint.best_eval))
+    checkpoint, manifest = found_checkpoint(directory, _step(directory, at, name=config.checkpoint.best_eval))
     if config.model.lora is not None:
         _export_adapter(config, checkpoint, folder, merge=merge)
     elif merge:
@@ -58,7 +60,7 @@ def export(
             f"--merge: the run in {directory} has no adapter, but has trained whole weights; leave it out"
         )
     else:
-        _copy_weights(checkpoint, folder)
+        _copy_weights(checkpoint, folder, of_hf=[name for name in manifest.files if name.startswith(f"{HF}/")])
     say(str(folder))
 
 
@@ -113,8 +115,8 @@ def _export_adapter(config: Config, checkpoint: Path, folder: Path, *, merge: bo
             discard(adapter)
 
 
-def _copy_weights(checkpoint: Path, folder: Path) -> None:
-    from asyncrl.checkpoints.directory import HF
+def _copy_weights(checkpoint: Path, folder: Path, *, of_hf: Sequence[str]) -> None:
+    """Copies the files `of_hf`, which are those that the manifest lists and that were compared with it."""
     from asyncrl.complete_directory import COMPLETE, finish, prepare, publish, unfinished
 
     if not (checkpoint / HF).is_dir():
@@ -122,8 +124,11 @@ def _copy_weights(checkpoint: Path, folder: Path) -> None:
             f"{checkpoint} has no folder {HF}/, because checkpoint.hf is false; export the checkpoint at the end of "
             "the run, which has it"
         )
-    check_plain(checkpoint / HF)
     prepare(folder)
-    shutil.copytree(checkpoint / HF, unfinished(folder), dirs_exist_ok=True, ignore=shutil.ignore_patterns(COMPLETE))
+    for name in of_hf:
+        if (to := unfinished(folder) / Path(name).relative_to(HF)).name != COMPLETE:
+            to.parent.mkdir(parents=True, exist_ok=True)
+            with opened(checkpoint / name, inside=checkpoint) as file, to.open("wb") as copy:
+                shutil.copyfileobj(file, copy)
     finish(folder, save_id=checkpoint.name)
     publish(folder)

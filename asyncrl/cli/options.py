@@ -103,7 +103,7 @@ Trust = Annotated[
     bool,
     typer.Option(
         "--trust",
-        help="Use the code, programs, secrets and cluster that the configuration in the run's directory names.",
+        help="Use the code, programs, servers, secrets and cluster that the configuration of the run names.",
     ),
 ]
 

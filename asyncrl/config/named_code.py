@@ -1,5 +1,5 @@
-"""Lists the code, the programs and the secrets that a configuration names. The configuration in a run directory may
-come from elsewhere, so commands that read it use none of them without the option --trust.
+"""Lists the code, the programs, the servers and the secrets that a configuration names. The configuration in a run
+directory may come from elsewhere, so commands that read it use none of them without the option --trust.
 """
 
 import re
@@ -9,16 +9,17 @@ from asyncrl.config.import_path import IMPORT_PATH
 from asyncrl.config.schema import Config
 
 _SECTIONS = ("data", "environment", "algorithm", "eval")
-_NAMING = ("command", "python", "secrets")
-"""Names of settings and of options of environments that are programs, or variables that code and servers get."""
+_NAMING = ("command", "python", "secrets", "url")
+"""Names of settings and of options of environments that are programs, variables that code and servers get, or servers,
+which get the prompts and the completions. The prompts may be any file of this user that `data.path` names."""
 _CODE_OF_ENGINE = re.compile(r"\w\.[^\W\d]|/")
 """A module, a file or a folder in `generator.engine_args`. vLLM imports some of them, as
 `compilation_config.backend`."""
 
 
 def named_code(config: Config, *, section: str = "") -> dict[str, str]:
-    """Returns the import paths, the programs and the secrets that the configuration names, by dotted key. `section`
-    limits them to one section."""
+    """Returns the import paths, the programs, the servers and the secrets that the configuration names, by dotted key.
+    `section` limits them to one section."""
     tree = config.model_dump(mode="json")
     sections = [section] if section else _SECTIONS
     found = {key: value for name in sections for key, value in _of(tree[name], key=name)}
@@ -32,8 +33,8 @@ def untrusted(config: Config, *, section: str = "") -> str:
     if not named:
         return ""
     return (
-        f"config.yaml of the run names code, programs or secrets, which would be used here: {', '.join(named)}; if you "
-        "trust it, pass --trust"
+        "config.yaml of the run names code, programs, servers or secrets, which would be used here: "
+        f"{', '.join(named)}; if you trust it, pass --trust"
     )
 
 

@@ -138,6 +138,10 @@ class Registry:
         member = self._members.get(self.learner.id) if self.learner is not None else None
         return member is not None and self._clock() - member[1] <= self._timeout_s
 
+    def run_nonce(self) -> str:
+        """Returns the nonce in run.json of the run, "" before its first learner attaches."""
+        return "" if self.learner is None else self.learner.nonce
+
     def live(self) -> list[Deployment]:
         """Returns the deployments that sent a heartbeat within the timeout."""
         return self._heard_within(self._timeout_s)

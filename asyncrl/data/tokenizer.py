@@ -26,7 +26,7 @@ def load_tokenizer(model_path: str, *, chat: str = "auto", chat_options: Mapping
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_path)
+        tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise RunError(
             f"model.path = {model_path}: cannot load a tokenizer ({str(error).splitlines()[0]}); set model.path to a "

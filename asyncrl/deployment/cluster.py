@@ -20,13 +20,14 @@ from typing import Any, TypeVar
 
 import psutil
 import ray
+from ray._common.utils import get_ray_address_file
 from ray._private import ray_constants, services
 from ray._private.node import Node
 from ray.exceptions import RayError
 
 from asyncrl.config.schema import Config
 from asyncrl.data_plane.calls import finished, has_process, room
-from asyncrl.deployment.local_clusters import cluster_of, own_clusters, started_for
+from asyncrl.deployment.local_clusters import cluster_of, noted_address, own_clusters, started_for
 from asyncrl.deployment.ray_token import require_token
 from asyncrl.deployment.temporary_folders import close_to_others, ray_folder, temporary_folder_problems
 from asyncrl.errors import PlacementError, RunError
@@ -198,8 +199,8 @@ def join(address: str, *, namespace: str, folder: Path = Path("runs")) -> None:
     """Joins a running cluster.
 
     `namespace` is the name of the run, `folder` the folder of its directory. `auto` is the cluster of RAY_ADDRESS, else
-    the one of the run on this machine. Raises RunError, which says how to start one, if no cluster answers, and if
-    `auto` may be several clusters.
+    the one that this user has started on this machine, for the run if there are several. Raises RunError, which says
+    how to start one, if no cluster answers, and if `auto` may be several clusters.
 
     If no process listens at the address, `ray.init` tries for minutes and ignores signals. So this function first opens
     a connection itself, which fails at once.
@@ -230,17 +231,24 @@ def join(address: str, *, namespace: str, folder: Path = Path("runs")) -> None:
 
 def _found(run: str, *, folder: str) -> str:
     """Returns the address that `auto` means for a run. Raises ConnectionError without a cluster, and RunError with
-    several."""
+    several.
+
+    Ray would also take a cluster of another user of the machine, which would get this user's token: it looks at the
+    processes of all users, and at a file in a folder in which all users may write.
+    """
+    if os.environ.get("RAY_ADDRESS", "auto") not in ("", "auto"):
+        return str(services.get_ray_address_from_environment("auto", None))
     clusters = own_clusters()
-    if os.environ.get("RAY_ADDRESS", "auto") in ("", "auto"):
-        if (cluster := cluster_of(run, clusters, folder=folder)) is not None:
-            if cluster.run not in ("", run):
-                logger.warning("no Ray was started for run %s; it joins %s", run, cluster)
-            return cluster.address
-        if clusters:
-            raise ConnectionError("the only ones on this machine are of `asyncrl up`, and each is for its own run")
-    # The cluster of RAY_ADDRESS, of another user, or of another container.
-    return str(services.get_ray_address_from_environment("auto", None))
+    if (cluster := cluster_of(run, clusters, folder=folder)) is not None:
+        if cluster.run not in ("", run):
+            logger.warning("no Ray was started for run %s; it joins %s", run, cluster)
+        return cluster.address
+    if clusters:
+        raise ConnectionError("the only ones on this machine are of `asyncrl up`, and each is for its own run")
+    if (address := noted_address(Path(get_ray_address_file(None)))) is not None:
+        return address
+    advice = "The cluster of another user would get your token; name it with RAY_ADDRESS or --address"
+    raise ConnectionError(f"you have started none on this machine. {advice}")
 
 
 def _knock(address: str) -> None:

@@ -15,10 +15,13 @@ from pathlib import Path
 import psutil
 
 from asyncrl.errors import RunError
+from asyncrl.run_files import opened
 
 STARTED_FOR = "ASYNCRL_RAY_OF"
 """Variable in the environment of a cluster that asyncrl started: the command and the directory of the run."""
 HEAD = "head"
+_LONGEST_ADDRESS = 300
+"""Bytes that are read of the file with the address of the last `ray start`."""
 _GCS_ADDRESS = re.compile(r"--gcs-address=(\S+)")
 
 
@@ -70,6 +73,17 @@ def own_clusters() -> list[LocalCluster]:
                 cluster = LocalCluster(address=address[1], pid=process.pid, command=command, run=run, folder=folder)
                 found.setdefault(cluster.address, cluster)
     return list(found.values())
+
+
+def noted_address(file: Path) -> str | None:
+    """Returns the address that `ray start` wrote to `file`, as in another container. None if there is no such file, or
+    if neither this user nor root has written it."""
+    try:
+        with opened(file) as noted:
+            mine = os.fstat(noted.fileno()).st_uid in (os.getuid(), 0)
+            return noted.read(_LONGEST_ADDRESS).decode().strip() or None if mine else None
+    except (OSError, ValueError):
+        return None
 
 
 def cluster_of(run: str, clusters: Sequence[LocalCluster], *, folder: str) -> LocalCluster | None:

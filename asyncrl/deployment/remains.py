@@ -6,8 +6,9 @@ processes (vLLM's engine) write their output there. Environment variables cannot
 and vLLM overwrite the environment of a process when they set its name. A file in /dev/shm belongs to the run if
 run.json names it, or if a process of the run has mapped it.
 
-A run directory may come from elsewhere, and then its run.json may name anything. So the session folder must be the
-user's and have a file with the run's nonce, which the run wrote there. The processes must be the user's, be younger
+A run directory may come from elsewhere, and then its run.json may name anything. It may be a copy of the directory of a
+run that lives: no process holds the lock of the copy. So the session folder must be the user's and have a file with the
+run's nonce and the id of the run's directory, which the run wrote there. The processes must be the user's, be younger
 than the run, and run a program of Ray, vLLM or asyncrl, or be descendants of such a process. A file in /dev/shm must be
 `removable`, be younger than the run, and not be mapped by another process of the user.
 """
@@ -29,7 +30,7 @@ import psutil
 from asyncrl import run_files
 from asyncrl.atomic_write import write_atomically
 from asyncrl.deployment.known_runs import as_it_is
-from asyncrl.deployment.run_dir import SESSION_MARK, pretty
+from asyncrl.deployment.run_dir import SESSION_MARK, directory_id, pretty, session_mark
 from asyncrl.generation.shared_memory import SHARED_MEMORY, boot_id, removable, segments_of, sweep_shared_memory
 from asyncrl.learner.record_lines import known_info
 from asyncrl.learner.records import RunInfo
@@ -76,14 +77,17 @@ NOTHING = Remains(processes=[], shared_memory=[])
 def remains_of(directory: Path) -> Remains:
     """Returns the processes and files that the run in `directory` left on this machine.
 
-    Returns none if the run's process lives, or if the run is of another host, where it may live, or of another boot.
+    Returns none if the run's process lives, or if the run is of another host, where it may live, of another boot, or of
+    another directory, of which this one is a copy.
     """
     info = as_it_is(directory)
     if info is None or info.state == "running" or (info.host, info.boot) != (socket.gethostname(), boot_id()):
         return NOTHING
     if info.state != "died" and psutil.pid_exists(info.pid):  # the run has ended, but may still end its own processes
         return NOTHING
-    processes = _processes_of(info)
+    if _is_copy(directory, info):
+        return NOTHING
+    processes = _processes_of(directory, info)
     return Remains(processes=processes, shared_memory=sorted(_files_of(info, processes)))
 
 
@@ -111,12 +115,22 @@ def clear(directory: Path) -> list[str]:
                     "run.json does not say in which boot of the machine the run started, so no process was ended and "
                     "no file was removed; `asyncrl doctor` lists processes that were left"
                 )
+            elif _is_copy(directory, info):
+                lines.append(
+                    f"{directory} is a copy of the directory of the run, which may live, so no process was ended and "
+                    "no file was removed; run `asyncrl down` for the directory in which the run started"
+                )
             try:
                 write_atomically(directory / "run.json", pretty(info))
                 write_report(directory)
             except Exception as error:  # an unreadable record must not prevent the cleanup
                 logger.warning("%s does not record how the run ended: %s", directory, error)
         return lines
+
+
+def _is_copy(directory: Path, info: RunInfo) -> bool:
+    """Returns whether the run started in another directory. Its process may hold the lock there."""
+    return info.directory is not None and info.directory != directory_id(directory)
 
 
 def stray_processes() -> tuple[list[str], list[str]]:
@@ -156,9 +170,9 @@ def _named(process: psutil.Process) -> str:
     return f"{process.name()} (pid {process.pid})"
 
 
-def _processes_of(info: RunInfo) -> list[psutil.Process]:
+def _processes_of(directory: Path, info: RunInfo) -> list[psutil.Process]:
     """Returns the processes that may be ended as remains of a run: the module's docstring has the conditions."""
-    folder = _session_of(info)
+    folder = _session_of(directory, info)
     if folder is None:
         return []
     of_session = []
@@ -174,7 +188,7 @@ def _processes_of(info: RunInfo) -> list[psutil.Process]:
     return [process for process in of_session if process in own]
 
 
-def _session_of(info: RunInfo) -> str | None:
+def _session_of(directory: Path, info: RunInfo) -> str | None:
     """Returns the real path of the session folder of the Ray that the run started; None if run.json names no folder of
     this user with the mark of the run."""
     if info.ray_session is None or not os.path.isabs(info.ray_session):
@@ -185,7 +199,8 @@ def _session_of(info: RunInfo) -> str | None:
         mark = os.open(Path(info.ray_session) / SESSION_MARK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(mark, "rb") as file:
             of_user = os.fstat(mark).st_uid == os.getuid()
-            marked = of_user and file.read(len(info.nonce) + 1) == info.nonce.encode()
+            mine = session_mark(info.nonce, directory)
+            marked = of_user and file.read(len(mine) + 1) == mine
     except (OSError, ValueError):  # ValueError: a NUL in the path
         return None
     return os.path.realpath(info.ray_session) if marked and info.nonce else None

@@ -60,7 +60,7 @@ State = Literal["finished", "stopped", "failed"]
 """State of a run that recorded its own end."""
 
 SESSION_MARK = "asyncrl-run"
-"""File with the run's nonce in the session folder of the Ray that the run started."""
+"""File with `session_mark` in the session folder of the Ray that the run started."""
 STOPPED_EARLY = "asked to end by a signal, before the first step"
 """Reason in run.json of a run that a signal ended during its start."""
 
@@ -156,10 +156,10 @@ class RunDir:
         """Records the address of the run's Ray cluster in run.json.
 
         `session` is the session folder of the cluster if the run started the cluster itself. It gets a file with the
-        run's nonce: `remains_of` ends only the processes of a session with this file.
+        run's mark: `remains_of` ends only the processes of a session with this file.
         """
         if session is not None:
-            write_atomically(Path(session) / SESSION_MARK, self.nonce.encode())
+            write_atomically(Path(session) / SESSION_MARK, session_mark(self.nonce, self.path))
         self._info = msgspec.structs.replace(self._info, ray_address=address, ray_session=session)
         self._write_info()
 
@@ -296,6 +296,7 @@ class RunDir:
             shutil.rmtree(self.path / AUDIT, ignore_errors=True)
         for left in (self.path / "report.html", self.path / "summary.json", self.failures_path, self.targets_path):
             left.unlink(missing_ok=True)
+        self._info = msgspec.structs.replace(self._info, directory=directory_id(self.path))
         comments = "".join(f"# {key}: {value}\n" for key, value in provenance().items())
         write_atomically(self.path / "config.yaml", (comments + dump_config(config)).encode())
         self._write_info()
@@ -343,6 +344,17 @@ def reward_log_path(config: Config) -> Path:
     It is absolute because replicas run in another working directory than the command.
     """
     return (config.run.dir / config.run.name / "logs" / "reward.log").absolute()
+
+
+def directory_id(directory: Path) -> str:
+    """Returns a text that the directory has and no copy of it: it stays when the directory is renamed."""
+    found = directory.stat()
+    return f"{found.st_dev}:{found.st_ino}"
+
+
+def session_mark(nonce: str, directory: Path) -> bytes:
+    """Returns the mark of the run with this nonce in this directory. A copy of the directory has another one."""
+    return f"{nonce} {directory_id(directory)}".encode()
 
 
 def pretty(record: msgspec.Struct | Sequence[msgspec.Struct]) -> bytes:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -248,6 +249,19 @@ async def keep_attached(
                     "buffer.heartbeat_timeout_s, and another learner has taken over; this learner ends"
                 )
         await asyncio.sleep(every_s)
+
+
+def check_directory(directory: Path, nonce: str) -> None:
+    """Raises RunError if the joined cluster has a run with the name of `directory`, but with another nonce than
+    `nonce`, which run.json there has. The directory may come from elsewhere, with the name of a run of this user."""
+    found = nonce
+    with contextlib.suppress(RunError, TimeoutError):  # there is no such run, or its buffer is dead already
+        found = asyncio.run(find_run(directory.name).call(Registry.run_nonce)) or nonce
+    if found != nonce:
+        raise RunError(
+            f"the run {directory.name} on this cluster is not the one of {directory}: its nonce is {found!r}, and "
+            f"run.json there has {nonce!r}; give the directory of the run, or name its cluster with --address"
+        )
 
 
 def end_run(name: str) -> list[str]:

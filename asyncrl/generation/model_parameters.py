@@ -27,9 +27,12 @@ def model_without_weights(model_path: str, *, lora: LoraSection | None = None) -
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    build: Any = AutoModelForCausalLM.from_config
+    # Without the argument, transformers asks on the terminal whether it may run code that comes with the model.
+    auto: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        model: PreTrainedModel = build(AutoConfig.from_pretrained(model_path))
+        model: PreTrainedModel = auto.from_config(
+            AutoConfig.from_pretrained(model_path, trust_remote_code=False), trust_remote_code=False
+        )
         if lora is not None:
             from asyncrl.policy.adapter import with_adapter
 

@@ -58,6 +58,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     `state` is `stopped` when the run was asked to end before its last step. It is `died` when the run's process ended
     without writing a final state; another process then wrote this state, and `finished` is the time of the last record.
     `boot` is the id of the boot of `host` in which the process started, if the system shows it.
+    `directory` is the id of the run's directory on `host` (`directory_id`), which a copy does not have.
     `ray_session` is the folder of the Ray instance that the run started; None when the run used a running Ray.
     `shared_memory` lists the files in /dev/shm that the run's engines use. A killed engine leaves them there.
     `started` is the first start of the run, `resumed` has its restarts in order.
@@ -70,6 +71,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     started: str
     nonce: str
     boot: str | None = None
+    directory: str | None = None
     ray_address: str | None = None
     ray_session: str | None = None
     shared_memory: list[str] = []

@@ -40,7 +40,7 @@ def convert_adapter(
     weights = {name: saved.read(name, dtype=dtype) for name in names}
     try:
         write_adapter(unfinished, weights, lora, base=base)
-        AutoTokenizer.from_pretrained(tokenizer_path).save_pretrained(unfinished)
+        AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=False).save_pretrained(unfinished)
         _finish(path)
     except Exception as error:
         shutil.rmtree(unfinished, ignore_errors=True)  # frees its space: a full disk may be the cause
@@ -52,12 +52,12 @@ def merge_adapter(adapter: Path, path: Path, *, base: str, dtype: torch.dtype) -
     directory at `path`. It computes the sums in float32, in the memory of this process."""
     complete_directory.prepare(path)
     unfinished = complete_directory.unfinished(path)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, trust_remote_code=False)
     merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().to(dtype)
     merged.save_pretrained(unfinished)
     for weights in unfinished.glob("*.safetensors"):
         weights.chmod((unfinished / "config.json").stat().st_mode)  # it would be readable only for the owner
-    AutoTokenizer.from_pretrained(base).save_pretrained(unfinished)
+    AutoTokenizer.from_pretrained(base, trust_remote_code=False).save_pretrained(unfinished)
     _finish(path)
 
 

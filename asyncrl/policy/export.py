@@ -91,4 +91,4 @@ def _write_rest(model: PreTrainedModel, *, tokenizer_path: str, path: Path, dtyp
     config.save_pretrained(path)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(path)
-    AutoTokenizer.from_pretrained(tokenizer_path).save_pretrained(path)
+    AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=False).save_pretrained(path)

@@ -87,7 +87,10 @@ class PolicyWorker(RankWorker[LossFunction]):
         # Frozen weights need no more precision than the passes compute in.
         dtype = torch.float32 if lora is None else compute_dtype(self._config)
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            model_path, dtype=dtype, attn_implementation=ATTENTION if self._packed else "sdpa"
+            model_path,
+            dtype=dtype,
+            attn_implementation=ATTENTION if self._packed else "sdpa",
+            trust_remote_code=False,
         )
         if lora is None:
             return model

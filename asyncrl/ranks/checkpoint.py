@@ -226,7 +226,7 @@ def save_tokenizer(model_path: str, path: Path, *, group: dist.ProcessGroup) -> 
 
     def save() -> None:
         path.mkdir(parents=True, exist_ok=True)
-        AutoTokenizer.from_pretrained(model_path).save_pretrained(path)
+        AutoTokenizer.from_pretrained(model_path, trust_remote_code=False).save_pretrained(path)
 
     on_first_rank(save, group=group)
 

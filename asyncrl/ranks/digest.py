@@ -7,6 +7,7 @@ who makes weights for a given digest.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,9 @@ from asyncrl.ranks.gather import own_rows, reshard, trained_state
 _MODULUS = 2**64
 _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 """Odd constants of the generator splitmix64 (Steele, Lea and Flood 2014)."""
+
+_AT_ONCE = 2**20
+"""Elements of a vector that are mixed at once. Each needs 32 bytes meanwhile."""
 
 
 @torch.no_grad()
@@ -62,8 +66,15 @@ def _vector_digest(values: torch.Tensor, *, seed: int) -> int:
     The summand of an element is a mix of its bits and its place (the finalizer of splitmix64).
     """
     kind = {2: np.uint16, 4: np.uint32, 8: np.uint64}[values.element_size()]
-    bits = values.reshape(-1).view(torch.uint8).numpy().view(kind).astype(np.uint64)
-    mixed = bits ^ (np.arange(len(bits), dtype=np.uint64) + np.uint64(seed % _MODULUS)) * np.uint64(_FACTORS[0])
+    bits = values.reshape(-1).view(torch.uint8).numpy().view(kind)
+    return combined(
+        _elements_digest(bits[at : at + _AT_ONCE], seed=(seed + at) % _MODULUS) for at in range(0, len(bits), _AT_ONCE)
+    )
+
+
+def _elements_digest(bits: np.ndarray[Any, Any], *, seed: int) -> int:
+    mixed = bits.astype(np.uint64)
+    mixed ^= (np.arange(len(bits), dtype=np.uint64) + np.uint64(seed)) * np.uint64(_FACTORS[0])
     for factor in _FACTORS:
         mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(factor)
     return int(mixed.sum(dtype=np.uint64))

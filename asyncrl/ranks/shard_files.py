@@ -8,6 +8,7 @@ because loading it unpickles data.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
 from asyncrl.atomic_write import sync
+from asyncrl.errors import CheckpointDamaged
 from asyncrl.ranks.collectives import gather_objects
 
 STATE = "state"
@@ -110,10 +112,18 @@ class SavedTensors:
 
     def read(self, name: str, *, dtype: torch.dtype) -> torch.Tensor:
         """Returns a tensor in the precision `dtype`, put together from the parts of all ranks. The parts stay on the
-        disk: safetensors maps their files."""
+        disk: safetensors maps their files. Raises CheckpointDamaged if the parts have other places than those that
+        ranks write, e.g. with gaps between them."""
         parts = [(file.get_tensor(name), offsets) for file, offsets in self._parts[name]]
         ends = [[at + length for at, length in zip(offsets, part.shape, strict=True)] for part, offsets in parts]
-        whole = torch.empty([max(lengths) for lengths in zip(*ends, strict=True)], dtype=dtype)
+        shape = [max(lengths) for lengths in zip(*ends, strict=True)]
+        starts = [at for _, offsets in parts for at in offsets]
+        if min(starts, default=0) < 0 or math.prod(shape) != sum(part.numel() for part, _ in parts):
+            raise CheckpointDamaged(
+                f"the files of {name} have parts at {[offsets for _, offsets in parts]} with the shapes "
+                f"{[list(part.shape) for part, _ in parts]}, which do not make one tensor; export another checkpoint"
+            )
+        whole = torch.zeros(shape, dtype=dtype)  # no memory of this process is exported if parts overlap
         for part, offsets in parts:
             whole[tuple(slice(at, at + length) for at, length in zip(offsets, part.shape, strict=True))] = part
         return whole

@@ -45,7 +45,9 @@ class ValueModel(torch.nn.Module):
 def load_value_model(path: str, *, packed: bool) -> ValueModel:
     """Loads the backbone of the checkpoint at `path` in float32, and adds a new head."""
     attention = ATTENTION if packed else "sdpa"
-    return ValueModel(AutoModel.from_pretrained(path, dtype=torch.float32, attn_implementation=attention))
+    return ValueModel(
+        AutoModel.from_pretrained(path, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False)
+    )
 
 
 def model_values(model: torch.nn.Module, rows: ModelRows) -> torch.Tensor:

@@ -130,9 +130,16 @@ def _pointed(text: bytes, nbytes: int, *, held: Block | None) -> Block | None:
 
 @contextlib.contextmanager
 def pointer_held(pointer: Path) -> Iterator[int]:
-    """Opens the pointer, and holds it alone."""
-    fd = os.open(pointer, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    """Opens the pointer, and holds it alone. All users may create files in /dev/shm: raises PermissionError for one of
+    another user."""
+    fd = os.open(pointer, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
+        if os.fstat(fd).st_uid != os.getuid():
+            raise PermissionError(
+                errno.EACCES,
+                "another user has made it, who would choose the weights that this run samples",
+                str(pointer),
+            )
         deadline_s = time.monotonic() + POINTER_S
         while not try_lock(fd, alone=True):
             if time.monotonic() > deadline_s:

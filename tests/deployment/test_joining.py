@@ -19,12 +19,12 @@ from asyncrl.errors import RunError
 
 
 @pytest.fixture(autouse=True)
-def no_cluster_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(*_: object) -> str:
-        raise ConnectionError("Could not find any running Ray instance")
-
-    monkeypatch.setattr(cluster.services, "get_ray_address_from_environment", none)
+def noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file to which `ray start` writes the address of its cluster. It does not exist, and no cluster runs."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cluster, "get_ray_address_file", lambda _: str(tmp_path / "ray_current_cluster"))
     monkeypatch.setattr(cluster, "own_clusters", list)
+    return tmp_path / "ray_current_cluster"
 
 
 @pytest.fixture
@@ -53,26 +53,60 @@ def test_where_nobody_listens_ray_is_not_even_asked(asked: list[str], port: int)
     assert asked == []
 
 
-def test_what_ray_takes_for_auto_may_have_died(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster.services, "get_ray_address_from_environment", lambda *_: "127.0.0.1:1")
+def test_the_cluster_of_the_last_ray_start_may_have_died(asked: list[str], noted: Path) -> None:
+    noted.write_text("127.0.0.1:1\n")
     with pytest.raises(RunError, match="no Ray cluster answers"):
         cluster.join("auto", namespace="run")
     assert asked == []
 
 
 def test_without_a_cluster_auto_is_refused_at_once(asked: list[str]) -> None:
-    with pytest.raises(RunError, match=r"no Ray cluster answers at ray\.address = 'auto' \(Could not find any"):
+    with pytest.raises(RunError, match=r"no Ray cluster answers at ray\.address = 'auto' \(you have started none"):
         cluster.join("auto", namespace="run")
     assert asked == []
 
 
-def test_the_cluster_of_another_user_or_container_is_rays_to_find(
+def test_auto_is_the_cluster_of_this_users_last_ray_start(asked: list[str], port: int, noted: Path) -> None:
+    """It may run in another container, which has the same folder for temporary files."""
+    noted.write_text(f"127.0.0.1:{port}\n")
+    cluster.join("auto", namespace="run")
+    assert asked == [f"127.0.0.1:{port}"]
+
+
+@pytest.mark.parametrize("kind", ["of another user", "link", "pipe", "folder", "empty", "not UTF-8"])
+def test_an_address_that_another_user_could_have_written_gets_no_token(
+    kind: str, asked: list[str], port: int, noted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All users may write in Ray's folder, also `ray_current_cluster`, and Ray itself joins what is written there."""
+    address = f"127.0.0.1:{port}"
+    match kind:
+        case "of another user":
+            noted.write_text(address)
+            os.chown(noted, 65534, -1) if os.getuid() == 0 else monkeypatch.setattr("os.getuid", lambda: 1 + 10**6)
+        case "link":
+            noted.with_name("mine").write_text(address)
+            noted.symlink_to("mine")
+        case "pipe":
+            os.mkfifo(noted)
+        case "folder":
+            noted.mkdir()
+        case "empty":
+            noted.touch()
+        case "not UTF-8":
+            noted.write_bytes(b"\xff" + address.encode())
+    with pytest.raises(RunError, match=r"RAY_ADDRESS or --address"):
+        cluster.join("auto", namespace="run")
+    assert asked == []
+
+
+def test_a_process_of_another_user_that_looks_like_ray_gets_no_token(
     asked: list[str], port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    address = f"127.0.0.1:{port}"
-    monkeypatch.setattr(cluster.services, "get_ray_address_from_environment", lambda *_: address)
-    cluster.join("auto", namespace="run")
-    assert asked == [address]
+    addresses = {f"127.0.0.1:{port}"}
+    monkeypatch.setattr(cluster.services, "find_gcs_addresses", lambda: addresses)
+    with pytest.raises(RunError, match=r"RAY_ADDRESS or --address"):
+        cluster.join("auto", namespace="run")
+    assert asked == []
 
 
 HERE = str(Path("runs").resolve())
@@ -119,7 +153,6 @@ def test_ray_address_is_stronger_than_what_runs_here(
 ) -> None:
     monkeypatch.setattr(cluster, "own_clusters", lambda: heads("b", "c", "run", port=1))
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
-    monkeypatch.setattr(cluster.services, "get_ray_address_from_environment", lambda *_: os.environ["RAY_ADDRESS"])
     cluster.join("auto", namespace="run")
     assert asked == [f"127.0.0.1:{port}"]
 

@@ -24,7 +24,7 @@ from asyncrl.cli.options import clear_previous
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.deployment.remains import COMMAND_CHARACTERS, clear, remains_of, stray_processes
-from asyncrl.deployment.run_dir import SESSION_MARK
+from asyncrl.deployment.run_dir import SESSION_MARK, session_mark
 from asyncrl.learner.record_lines import known_info
 
 pytestmark = pytest.mark.slow
@@ -45,7 +45,7 @@ class Killed:
         self.write(pid=gone.pid, ray_session=str(self.session))
         info = known_info(self.path)
         assert info is not None
-        (self.session / SESSION_MARK).write_text(info.nonce)
+        (self.session / SESSION_MARK).write_bytes(session_mark(info.nonce, self.path))
         self.write(**changed)
         self.said = f"run killed died without recording a reason (process {gone.pid} is gone) after step 1 of "
 

@@ -19,7 +19,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.deployment import run_lock
 from asyncrl.deployment.provenance import provenance
-from asyncrl.deployment.run_dir import SESSION_MARK, RunDir
+from asyncrl.deployment.run_dir import SESSION_MARK, RunDir, session_mark
 from asyncrl.errors import CheckpointError, ConfigError, FileRefused, RunLocked
 from asyncrl.learner.audit_records import Began, Machine
 from asyncrl.learner.record_lines import read_lines
@@ -151,7 +151,7 @@ def test_ctrl_c_before_the_run_takes_signals_is_no_failure(tmp_path: Path) -> No
 def test_what_its_engines_use_of_dev_shm_is_in_run_json(tmp_path: Path) -> None:
     with RunDir.create(config_in(tmp_path)) as run:
         run.started_ray("127.0.0.1:6379", session=str(tmp_path))
-        assert (tmp_path / SESSION_MARK).read_text() == run.nonce
+        assert (tmp_path / SESSION_MARK).read_bytes() == session_mark(run.nonce, run.path)
         run.uses_shared_memory(["psm_b"])
         run.uses_shared_memory(["psm_a", "psm_b"])
         info = run_json(run.path)

@@ -1,6 +1,7 @@
 """The digest of weights: equal for every cut between rows, and different after any change of one element."""
 
 import multiprocessing
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from torch.distributed import FileStore, init_process_group
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from asyncrl.ranks import digest
 from asyncrl.ranks.digest import combined, model_digest, tensor_digest
 
 SHAPES = {"matrix": (7, 5), "vector": (7,), "cube": (3, 2, 2), "scalar": ()}
@@ -30,18 +32,41 @@ def test_parts_of_a_tensor_add_up_wherever_it_is_cut(dtype: torch.dtype) -> None
             assert combined(parts) == whole
 
 
+@pytest.mark.parametrize("elements", [1, 2, 3, 7, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_digest_of_a_vector_does_not_depend_on_how_much_is_mixed_at_once(
+    elements: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vector = weights(dtype)["vector"]
+    whole = tensor_digest("v", vector, start=2**63)
+    monkeypatch.setattr(digest, "_AT_ONCE", elements)
+    assert tensor_digest("v", vector, start=2**63) == whole
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_digest_of_a_long_vector_needs_little_memory(dtype: torch.dtype) -> None:
+    """A file of a run directory from elsewhere may have any length, and take no place on the disk."""
+    vector = torch.zeros(2**24, dtype=dtype)
+    tracemalloc.start()
+    try:
+        tensor_digest("v", vector)
+        assert tracemalloc.get_traced_memory()[1] < 64 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_one_bit_another_place_or_another_name_change_the_digest(name: str) -> None:
     tensor = weights()[name]
-    digest = tensor_digest(name, tensor)
+    unchanged = tensor_digest(name, tensor)
     for place in range(tensor.numel()):
         flipped = tensor.clone()
         flipped.view(-1).view(torch.int32)[place] ^= 1
-        assert tensor_digest(name, flipped) != digest
-    assert tensor_digest("other", tensor) != digest
+        assert tensor_digest(name, flipped) != unchanged
+    assert tensor_digest("other", tensor) != unchanged
     if tensor.ndim:
-        assert tensor_digest(name, tensor.flip(0)) != digest
-        assert tensor_digest(name, tensor, start=1) != digest
+        assert tensor_digest(name, tensor.flip(0)) != unchanged
+        assert tensor_digest(name, tensor, start=1) != unchanged
 
 
 class Weights(torch.nn.Module):

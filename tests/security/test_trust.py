@@ -19,6 +19,7 @@ from asyncrl.config.named_code import named_code
 from asyncrl.config.schema import Config
 
 MODULE = "sent_with_the_run"
+URL = "http://server.of.the.sender/"
 CODE: dict[str, dict[str, Any]] = {
     "algorithm.loss": {"algorithm": {"loss": f"{MODULE}:f"}},
     "algorithm.advantage": {"algorithm": {"advantage": f"{MODULE}:f"}},
@@ -41,6 +42,20 @@ CODE: dict[str, dict[str, Any]] = {
     },
     "generator.engine_args.additional_config.files.0": {
         "generator": {"engine_args": {"additional_config": {"files": ["sent/ran.py"]}}}
+    },
+    "environment.mcp_servers.0.url": {"environment": {"mcp_servers": [{"url": URL}]}},
+    "environment.options.url": {"environment": {"name": "openenv", "options": {"url": URL}}},
+    "environment.rewards.0.options.url": {
+        "environment": {"rewards": [{"name": "a", "fn": "judge", "options": {"model": "m", "url": URL}}]}
+    },
+    "eval.sets.hard.environment.rewards.0.options.url": {
+        "eval": {
+            "sets": {
+                "hard": {
+                    "environment": {"rewards": [{"name": "a", "fn": "judge", "options": {"model": "m", "url": URL}}]}
+                }
+            }
+        }
     },
     "environment.mcp_servers.0.command": {"environment": {"mcp_servers": [{"command": ["touch", "ran"]}]}},
 }
@@ -76,7 +91,9 @@ def ran(here: Path) -> bool:
 def test_code_is_found_under_every_key(key: str) -> None:
     [(found, value)] = named_code(Config.model_validate(CODE[key])).items()
     assert found == key
-    assert value in (f"{MODULE}:f", "touch ran", "./ran", "KEY", f"{MODULE}.f", "sent/ran.py") or "backend" in value
+    assert (
+        value in (URL, f"{MODULE}:f", "touch ran", "./ran", "KEY", f"{MODULE}.f", "sent/ran.py") or "backend" in value
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,11 +102,10 @@ def test_code_is_found_under_every_key(key: str) -> None:
         {},
         {"data": {"path": "s3://bucket/rows.jsonl", "prompt_template": "Question: {prompt}\nAnswer:"}},
         {"environment": {"name": "math", "reward": "math_verify"}},
-        {"environment": {"mcp_servers": [{"url": "http://127.0.0.1:8000/mcp"}]}},
         {"algorithm": {"loss": "grpo", "advantage": {"name": "group_norm", "eps": 1e-4}}},
         {"generator": {"engine_args": {"max_num_batched_tokens": 16384, "kv_cache_dtype": "fp8", "swap_space": "0.5"}}},
     ],
-    ids=["defaults", "data", "built-in", "url", "algorithm", "engine"],
+    ids=["defaults", "data", "built-in", "algorithm", "engine"],
 )
 def test_settings_of_built_in_parts_are_no_code(changed: dict[str, Any]) -> None:
     assert named_code(Config.model_validate(changed)) == {}
@@ -158,7 +174,9 @@ def test_a_run_with_code_is_resumed_with_trust_only(key: str, here: Path, run: P
     sent(run, CODE[key])
     answer = CliRunner().invoke(app, ["resume", str(run)])
     assert answer.exit_code == 2, answer.output
-    assert f"names code, programs or secrets, which would be used here: {key} = " in " ".join(answer.stderr.split())
+    assert f"names code, programs, servers or secrets, which would be used here: {key} = " in " ".join(
+        answer.stderr.split()
+    )
     assert not begun
     assert CliRunner().invoke(app, ["resume", str(run), "--trust"]).exit_code == 0
     assert begun

@@ -1,6 +1,8 @@
 """`down`, `clear` and a start end processes of the run only, whatever run.json names."""
 
+import fcntl
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -8,10 +10,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from run_from_elsewhere import WAITS, rewrite, run_of, waiting
+from run_from_elsewhere import WAITS, gone_pid, rewrite, run_of, waiting
 
 from asyncrl.deployment.remains import clear, remains_of
-from asyncrl.deployment.run_dir import SESSION_MARK
+from asyncrl.deployment.run_dir import SESSION_MARK, directory_id, session_mark
 from asyncrl.learner.record_lines import known_info
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -33,7 +35,7 @@ def run(tmp_path: Path, session: Path) -> Path:
     path = run_of(tmp_path, ray_session=str(session))
     info = known_info(path)
     assert info is not None
-    (session / SESSION_MARK).write_text(info.nonce)
+    (session / SESSION_MARK).write_bytes(session_mark(info.nonce, path))
     return path
 
 
@@ -96,6 +98,39 @@ def test_a_session_folder_needs_the_nonce_of_the_run_in_a_file(
             mark.mkdir()
     assert pids(run) == []
     assert worker.poll() is None
+
+
+COPIES = ("a copy", "a copy of its fields", "a copy that names a gone process", "a copy that claims the id")
+
+
+@pytest.mark.parametrize("kind", COPIES)
+def test_a_copy_of_the_directory_of_a_run_that_lives_has_none_of_its_processes(
+    kind: str, run: Path, session: Path, worker: psutil.Popen, tmp_path: Path
+) -> None:
+    rewrite(run, pid=os.getpid())
+    copy = tmp_path / "copies" / run.name
+    with (run / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if kind == "a copy of its fields":
+            copy.mkdir(parents=True)
+            for name in ("run.json", "config.yaml"):
+                shutil.copy(run / name, copy)
+            (copy / "lock").touch()
+        else:
+            shutil.copytree(run, copy)
+        if kind == "a copy that names a gone process":
+            rewrite(copy, pid=gone_pid())
+        if kind == "a copy that claims the id":
+            rewrite(copy, pid=gone_pid(), directory=directory_id(copy))
+        assert pids(copy) == []
+        lines = clear(copy)
+    assert worker.poll() is None
+    assert any("is a copy of the directory" in line for line in lines) is (kind == COPIES[2])
+
+
+def test_a_renamed_directory_is_still_that_of_the_run(run: Path, worker: psutil.Popen) -> None:
+    run = run.rename(run.with_name("renamed"))
+    assert pids(run) == [worker.pid]
 
 
 @pytest.mark.parametrize("owner", ["session", "mark"])

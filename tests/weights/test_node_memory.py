@@ -284,6 +284,18 @@ def test_a_pointer_that_leads_nowhere_is_replaced(pointer: Path, text: str) -> N
     assert shared_block(pointer, 200, held=None).address.token != block.address.token, "another size"
 
 
+@pytest.mark.parametrize("text", ["", "address", "no address"])
+def test_a_pointer_of_another_user_is_not_used(pointer: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = Block(100)
+    written = " ".join(map(str, theirs.address)) if text == "address" else text
+    pointer.write_text(written)
+    own = os.getuid()
+    monkeypatch.setattr("os.getuid", lambda: own + 1)
+    with pytest.raises(PermissionError, match="another user has made it"):
+        shared_block(pointer, 100, held=None)
+    assert pointer.read_text() == written
+
+
 def test_a_later_file_with_the_path_of_a_block_is_not_taken_for_it(pointer: Path) -> None:
     block, later = Block(100), Block(100)
     pointer.write_text(" ".join((later.address.path, block.address.token, "100")))

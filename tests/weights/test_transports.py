@@ -286,6 +286,28 @@ async def test_files_of_the_versions_that_are_named_are_deleted_and_no_other_fil
     sending.transport.delete(lambda version: True)
 
 
+@pytest.mark.parametrize(
+    "name", ["1.5/python", "1.5/a.safetensors", "1.5/lib/0-{hash}.safetensors", "1.5/x0-{hash}.safetensors", "1.5"]
+)
+def test_a_folder_of_another_program_that_looks_like_a_version_stays(name: str, tmp_path: Path) -> None:
+    """`weights.folder` may be wrong, or come with a run directory from elsewhere."""
+    path = tmp_path / name.format(hash="0" * 32)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("mine")
+    FilesystemTransport(tmp_path).delete(lambda version: True)
+    assert path.read_text() == "mine"
+
+
+def test_a_version_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    own = tmp_path / "elsewhere" / f"0-{'0' * 32}.safetensors"
+    own.parent.mkdir()
+    own.touch()
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "1.5").symlink_to(own.parent)
+    FilesystemTransport(tmp_path / "weights").delete(lambda version: True)
+    assert own.exists()
+
+
 @pytest.mark.asyncio
 async def test_a_disk_that_does_not_answer_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sending = Sending(FilesystemTransport(tmp_path), shared=False)

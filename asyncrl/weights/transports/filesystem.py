@@ -6,7 +6,7 @@ bucket's checksum. The learner deletes the files of a version that the weight st
 
 import asyncio
 import contextlib
-import shutil
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,12 @@ from safetensors.numpy import save_file
 
 from asyncrl.common.version import Version
 from asyncrl.errors import FetchFailed, ManifestVoid
+from asyncrl.run_files import names
 from asyncrl.weights.manifest import Bytes
 from asyncrl.weights.transports.interfaces import Shipment, StoresBytes
 
 _BYTES = "bytes"
+_OWN_NAME = re.compile(r"\d+-[0-9a-f]{32}\.(?:safetensors|unfinished)", re.ASCII)
 _READABLE = 0o644  # safetensors makes its files readable only for their owner
 
 
@@ -60,9 +62,19 @@ class FilesystemTransport(StoresBytes):
         for folder in self._folder.glob("*.*"):
             with contextlib.suppress(ValueError):
                 if which(Version.parse(folder.name)):
-                    shutil.rmtree(folder, ignore_errors=True)
+                    _remove(folder)
         with contextlib.suppress(OSError):  # it has other versions, or does not exist
             self._folder.rmdir()
+
+
+def _remove(folder: Path) -> None:
+    """Removes the files that a transport writes, and the folder if it has no others: `weights.folder` may be a folder
+    with files of another program, whose names look like versions (`3.11`)."""
+    with contextlib.suppress(OSError):
+        for name in names(folder, inside=folder.parent):
+            if _OWN_NAME.fullmatch(name):
+                (folder / name).unlink()
+        folder.rmdir()
 
 
 def _read(path: Path) -> Bytes:

@@ -1,0 +1,103 @@
+"""`down` and `scale` change the run of the directory that they are given, and no other run of the same name.
+
+A run directory from elsewhere may be called `quickstart`, as a run of this user that lives.
+"""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from run_from_elsewhere import rewrite, run_of
+from typer.testing import CliRunner
+
+from asyncrl.cli.main import app
+from asyncrl.common.roles import Role
+from asyncrl.coordinator.registry import Deployment, Registry
+from asyncrl.deployment import shared_actors
+from asyncrl.errors import RunError
+from asyncrl.learner.record_lines import known_info
+
+HERE: dict[str, dict[str, Any]] = {
+    "running elsewhere": {"host": "another.host"},
+    "finished": {"state": "finished", "finished": "2026-11-20T16:50:00+00:00"},
+    "died": {"state": "died", "finished": "2026-11-20T16:50:00+00:00"},
+    "gone": {},
+    "without a nonce": {"nonce": ""},
+}
+
+
+@pytest.fixture
+def changed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was done to the run of this name that lives on the joined cluster."""
+    done: list[str] = []
+
+    def end_run(name: str) -> list[str]:
+        done.append(f"ended {name}")
+        return [name]
+
+    async def call(method: Any, *_: object, **__: object) -> object:
+        if method is Registry.run_nonce:
+            return "of-the-user"
+        done.append(method.__name__)
+        return {}
+
+    monkeypatch.setattr("asyncrl.deployment.cluster.join", lambda *_, **__: None)
+    monkeypatch.setattr("asyncrl.deployment.ray_token.use_ray_token", lambda: None)
+    monkeypatch.setattr(shared_actors, "end_run", end_run)
+    monkeypatch.setattr(shared_actors, "find_run", lambda _: SimpleNamespace(call=call))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return done
+
+
+COMMANDS = (["down", "{run}"], ["scale", "{run}", "generators=0", "--no-wait"])
+
+
+@pytest.mark.parametrize("kind", HERE)
+@pytest.mark.parametrize("command", COMMANDS, ids=["down", "scale"])
+def test_another_run_with_the_name_of_the_directory_is_left_alone(
+    command: list[str], kind: str, tmp_path: Path, changed: list[str]
+) -> None:
+    run = run_of(tmp_path, **HERE[kind])
+    result = CliRunner().invoke(app, [word.format(run=run) for word in command])
+    assert changed == [], result.output
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=["down", "scale"])
+def test_the_run_of_the_directory_is_changed(command: list[str], tmp_path: Path, changed: list[str]) -> None:
+    run = run_of(tmp_path, nonce="of-the-user", host="another.host")
+    assert CliRunner().invoke(app, [word.format(run=run) for word in command]).exit_code == 0
+    assert len(changed) == 1
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=["down", "scale"])
+def test_a_run_without_a_directory_here_is_changed(
+    command: list[str], tmp_path: Path, changed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The directory may be on another machine."""
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(app, [word.format(run="quickstart") for word in command]).exit_code == 0
+    assert len(changed) == 1
+
+
+def test_a_named_cluster_is_that_of_the_run(tmp_path: Path, changed: list[str]) -> None:
+    run = run_of(tmp_path, host="another.host")
+    assert CliRunner().invoke(app, ["down", str(run), "--address", "10.0.0.9:6379"]).exit_code == 0
+    assert changed == ["ended sent"]
+
+
+def test_the_error_has_both_runs(tmp_path: Path, changed: list[str]) -> None:
+    run = run_of(tmp_path)
+    rewrite(run, nonce="sent-by-mail")
+    info = known_info(run)
+    assert info is not None
+    with pytest.raises(RunError, match=r"nonce is 'of-the-user', and run\.json there has 'sent-by-mail'; give the"):
+        shared_actors.check_directory(run, info.nonce)
+
+
+def test_a_run_has_the_nonce_of_its_last_learner() -> None:
+    registry = Registry(shared={}, timeout_s=10.0, clock=lambda: 0.0)
+    assert registry.run_nonce() == ""
+    registry.attach(Deployment(id="a", role=Role.LEARNER, host="h", pid=1, nonce="n"), shared={})
+    registry.detach("a")
+    assert registry.run_nonce() == "n"
