@@ -102,7 +102,9 @@ def test_a_directory_without_a_configuration_is_no_run(started: Started, tmp_pat
     assert "runs/other is not the directory of a run: it has no config.yaml" in result.stderr
 
 
-@pytest.mark.parametrize("there", [(), ("steps.jsonl",), ("checkpoints/step-2/COMPLETE",), ("lineage.json", "evals.jsonl")])
+@pytest.mark.parametrize(
+    "there", [(), ("steps.jsonl",), ("checkpoints/step-2/COMPLETE",), ("lineage.json", "evals.jsonl")]
+)
 @pytest.mark.parametrize("at", [(), ("--at", "step-2")])
 def test_a_directory_without_the_record_of_its_run_is_refused_and_no_new_run_begins(
     there: Sequence[str], at: Sequence[str], started: Started, tmp_path: Path
