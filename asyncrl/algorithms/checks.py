@@ -38,6 +38,11 @@ from asyncrl.config.schema import AlgorithmSection, Config
 from asyncrl.errors import ConfigError
 
 NEEDS_CRITIC = tuple(CRITIC_BASED)
+_SHARES = {
+    "informative_share": "the share of samples whose group has unequal rewards",
+    "nonzero_share": "the share of rewards that are not 0",
+}
+"""Divisors of advantages that make up for groups without an advantage."""
 TOKEN_NOISE_NATS = 0.05
 """Assumed standard deviation, in nats, of a token's log ρ in a healthy asynchronous run. The prediction of the
 effective share of samples uses it."""
@@ -181,11 +186,11 @@ def _outcome(config: Config, advantage: Outcome) -> Iterator[str]:
             f"algorithm.overlong = penalise: it lowers a reward by up to 1, so that a reward may become negative, but "
             f"{named} needs rewards of at least 0; set algorithm.overlong to mask or keep"
         )
-    if advantage.scale == "informative_share" and config.algorithm.zero_variance == "mask":
+    if advantage.scale in _SHARES and config.algorithm.zero_variance == "mask":
         yield (
-            f"algorithm.zero_variance = mask: {named} already divides by the share of samples whose group has unequal "
-            "rewards, and mask takes the other groups out of the denominator of the loss too, so advantages would be "
-            "scaled twice; set algorithm.zero_variance to keep or resample"
+            f"algorithm.zero_variance = mask: {named} already divides by {_SHARES[advantage.scale]}, and mask takes "
+            "groups of equal rewards out of the denominator of the loss too, so advantages would be scaled twice; set "
+            "algorithm.zero_variance to keep or resample"
         )
     if advantage.compares_a_group and group_size < 2:
         yield (

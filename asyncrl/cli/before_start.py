@@ -123,7 +123,7 @@ def _trials(config: Config, roles: Collection[Role]) -> list[Callable[[Config], 
 
 def _calls(config: Config) -> list[Callable[[Config], None]]:
     """Returns the calls of the user's rewards on a row, and of the user's loss and advantages on a small batch."""
-    calls: list[Callable[[Config], None]] = [partial(_call_reward, part) for part in all_configs(config).values()]
+    calls: list[Callable[[Config], None]] = [partial(_call_reward, *each) for each in all_configs(config).items()]
     if is_own_loss(config.algorithm):
         calls.append(_call_loss)
     if isinstance(resolve_advantage(advantage_of(config.algorithm)), OwnEstimator):
@@ -131,18 +131,21 @@ def _calls(config: Config) -> list[Callable[[Config], None]]:
     return calls
 
 
-def _call_reward(part: Config, _: Config) -> None:
+def _call_reward(name: str, part: Config, _: Config) -> None:
     environment = part.environment
     named = [environment.reward, environment.name, *(term.fn for term in environment.rewards)]
-    if not any(is_import_path(name) for name in named if name) or (
+    if not any(is_import_path(each) for each in named if each) or (
         part.data.dataset == "hf" and not _reads_own_rows(part)  # it may ask the Hub
     ):
         return
-    from asyncrl.cli.code_trials import call_reward, calls_own_reward  # imports torch
+    from asyncrl.cli.code_trials import call_reward, own_rewards  # imports torch
     from asyncrl.environments.interfaces import read_tasks
 
-    if calls_own_reward(environment) and (tasks := read_tasks(part, first=1)):
-        call_reward(environment, tasks[0])
+    if (own := own_rewards(environment)) is not None and (tasks := read_tasks(part, first=1)):
+        try:
+            call_reward(own, tasks[0])
+        except ConfigError as error:
+            raise ConfigError(f"{key_of(name)}{error}") from error
 
 
 def _call_loss(config: Config) -> None:

@@ -33,13 +33,18 @@ _TOKENS, _VOCABULARY = 6, 11
 """Width of a row and size of the vocabulary in the small batch."""
 
 
-def calls_own_reward(section: EnvironmentSection) -> bool:
-    """Returns whether all rewards of the section are functions of the user, and no agent calls the model. The judge and
-    other built-in rewards are not called: they may send requests."""
-    if section.agent is not None or section.tools or section.mcp_servers:
-        return False
-    named = [term.fn for term in section.rewards] or [section.reward or section.name]
-    return all(is_import_path(name) and not name.startswith("asyncrl.") for name in named)
+def own_rewards(section: EnvironmentSection) -> EnvironmentSection | None:
+    """Returns the section with the rewards that are functions of the user, and without tools; None if there is none, or
+    if an agent returns the reward. The judge and other built-in rewards are not called: they may send requests."""
+    own = [term for term in section.rewards if _is_own(term.fn)]
+    named = section.reward or section.name
+    if section.agent is not None or not (own if section.rewards else _is_own(named)):
+        return None
+    return section.model_copy(update={"rewards": own, "tools": [], "mcp_servers": []})
+
+
+def _is_own(name: str) -> bool:
+    return is_import_path(name) and not name.startswith("asyncrl.")
 
 
 def call_reward(section: EnvironmentSection, task: Task) -> None:

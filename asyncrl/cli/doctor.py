@@ -19,6 +19,7 @@ import typer
 from asyncrl.cli.findings import Finding, Level, Probe, fail, ok, run_probe, warn
 from asyncrl.cli.gpu_checks import TORCH_CODE, TorchBuild, examine_gpus, query_gpus
 from asyncrl.cli.options import ConfigFiles, Overrides, print_warnings, run_checks
+from asyncrl.cli.presence import check_planned_family
 from asyncrl.cli.terminal import say
 from asyncrl.config.checks import check_config
 from asyncrl.config.load import load_config
@@ -26,6 +27,7 @@ from asyncrl.deployment.known_runs import RUNS, dead_runs, live_runs
 from asyncrl.deployment.provenance import installed_version
 from asyncrl.deployment.remains import remains_of, stray_processes
 from asyncrl.deployment.temporary_folders import FolderProblem, ray_folder, temporary_folder_problems
+from asyncrl.errors import ConfigError
 
 MIN_PYTHON = (3, 11)
 MAX_PYTHON = (3, 13)
@@ -267,11 +269,16 @@ def doctor(
     if plan:
         # The machine may lack the model's weights, the data and the GPUs. Only the model's config.json is needed.
         config = load_config(files, overrides)
-        print_warnings(run_checks(config, [check_config]))
+        print_warnings(run_checks(config, [check_config, check_planned_family]))
         from asyncrl.cli.plan import show_plan  # imports torch and transformers, which takes seconds
 
         show_plan(config, node_gib=node_gib, gpu_gib=gpu_gib, gpus_per_node=gpus_per_node)
         return
+    if files or overrides:
+        raise ConfigError(
+            "-c and overrides: `asyncrl doctor` checks the machine and reads no configuration; add --plan to "
+            "see what a configuration needs, or check it with `asyncrl config check`"
+        )
     worst = Level.OK
     for finding in examine(timeout_s=timeout_s):
         say(f" {finding.what}", label=f"{finding.level:<4}", color=_COLOURS[finding.level])

@@ -15,7 +15,7 @@ from asyncrl.cli.gpu_checks import Gpu, Gpus, query_gpus
 from asyncrl.cli.options import checked_config, print_warnings
 from asyncrl.cli.presence import check_model
 from asyncrl.cli.terminal import say
-from asyncrl.config.import_path import is_import_path
+from asyncrl.config.import_path import REWARDS_WITH_OPTIONS, is_import_path, reward_term
 from asyncrl.config.plain_yaml import parse_yaml
 from asyncrl.config.schema import Config
 from asyncrl.config.starter import Facts, starter_yaml
@@ -89,6 +89,12 @@ def init(
     """
     if output.exists() and not force:
         raise ConfigError(f"{output} exists already; name another file with --output, or add --force")
+    if reward in REWARDS_WITH_OPTIONS:
+        raise ConfigError(
+            f"--reward {reward}: needs options that this command cannot measure; leave --reward out, and write "
+            f"`{reward_term(reward)}` in the place of `reward` into {output}, with your own options (docs/rewards.md"
+            f"{'; asyncrl recipes copy judge writes an example' if reward == 'judge' else ''})"
+        )
     _check_model(model)
     section = _section(data, subset=subset, split=split, prompt=prompt, answer=answer)
     if on_bad_row == "skip":

@@ -177,6 +177,21 @@ def _model(config: Config, roles: Collection[Role], origins: Mapping[KeyPath, st
     return [*model_problems(found, config), *problems], [*warnings, *unknown]
 
 
+def check_planned_family(config: Config) -> list[str]:
+    """Returns the warnings about the family of the model, if its config.json is on this machine. Raises ConfigError if
+    it cannot be trained or served; the other files may be absent."""
+    files = model_files(config)
+    if files is None:
+        return []
+    try:
+        problems, warnings = family_problems(read_json(files / "config.json"), config)
+    except (OSError, ValueError):
+        return []  # the plan reads the file too, and its error says why it cannot
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return warnings
+
+
 def _incomplete(path: Path, config: Config, roles: Collection[Role]) -> str | None:
     """Returns why `path` is not the directory of a whole model; None if it is one."""
     if not path.is_dir():

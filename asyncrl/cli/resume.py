@@ -13,8 +13,8 @@ from asyncrl.config.named_code import untrusted
 from asyncrl.config.schema import Config
 from asyncrl.deployment.known_runs import existing_run, own_address
 from asyncrl.deployment.resuming import chosen_checkpoint, step_of
-from asyncrl.errors import ConfigError
-from asyncrl.learner.record_lines import saved_config
+from asyncrl.errors import ConfigError, RunError
+from asyncrl.learner.record_lines import read_info, saved_config
 
 At = Annotated[
     str | None,
@@ -44,6 +44,7 @@ def resume(
     directory = existing_run(run)
     directory = directory if directory.name else directory.resolve()
     saved = saved_config(directory)
+    check_recorded(directory, saved)
     # The directory may have been moved since the run wrote its configuration.
     here = {"run": {"dir": str(directory.parent), "name": directory.name}}
     if not trust:
@@ -59,6 +60,16 @@ def resume(
     # A restart after a process that had gone back goes on from the newest checkpoint, which may be one of this command.
     choose = partial(chosen_checkpoint, step=None if begun_before() else step)
     run_here(config, prompts, again=command, choose=choose)
+
+
+def check_recorded(directory: Path, saved: Path) -> None:
+    """Raises RunError if there is no `run.json`, from which a run is resumed: a new run would begin in its place."""
+    if not (directory / "run.json").exists():
+        raise RunError(
+            f"{directory} has a configuration and no run.json, so no run was recorded there that could be resumed; put "
+            f"run.json back, or begin a new run with asyncrl up -c {saved}"
+        )
+    read_info(directory)  # its error says why the file cannot be read
 
 
 def check_trusted(directory: Path, config: Config) -> None:

@@ -30,6 +30,13 @@ BUILT_IN_NAMES: Mapping[str, Sequence[str]] = {
 }
 """Built-in names that a key accepts instead of an import path."""
 
+REWARDS_WITH_OPTIONS: Mapping[str, str] = {
+    "regex": '{pattern: "[0-9]+", whole: true}',
+    "length": "{free_chars: 1500, buffer_chars: 1000}",
+    "judge": '{url: "http://HOST:8000/v1", model: NAME}',
+}
+"""Built-in rewards that cannot be called without options, with examples of these."""
+
 IMPORT_PATH = re.compile(r"[^\W\d][\w-]*(\.[^\W\d][\w-]*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 """A module's file name may have a hyphen: importlib finds it."""
 
@@ -48,13 +55,18 @@ def malformed(value: str, *, key: str) -> str | None:
     if IMPORT_PATH.fullmatch(value):
         module = value.partition(":")[0]
         return _of_python(value, key=key, module=module) if _is_standard(module) else None
-    if key == "environment.reward" and value in BUILT_IN_NAMES["environment.rewards"]:
+    if key == "environment.reward" and value in REWARDS_WITH_OPTIONS:
         return (
             f"{key} = {value}: needs options, so it is an entry of environment.rewards instead: "
-            f"rewards: [{{name: {value}, fn: {value}, options: {{…}}}}] (docs/rewards.md)"
+            f"{reward_term(value)} (docs/rewards.md)"
         )
     known = f"one of {', '.join(names)}, or " if names else ""
     return f"{key} = {value}: must be {known}an import path like package.module:callable{suggest(value, names)}"
+
+
+def reward_term(name: str) -> str:
+    """Returns an example of `environment.rewards` with the built-in reward `name`, as YAML."""
+    return f"rewards: [{{name: {name}, fn: {name}, options: {REWARDS_WITH_OPTIONS[name]}}}]"
 
 
 def resolve(value: str, *, key: str) -> Callable[..., Any]:

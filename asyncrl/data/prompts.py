@@ -174,11 +174,12 @@ def in_conversation(
 
 def without_repeated(tasks: Sequence[Task]) -> tuple[list[Task], list[LeftOutRow]]:
     """Returns the tasks without those whose finished prompt, answer and metadata are equal to an earlier task's, and
-    the rows of the latter."""
+    the rows of the latter. A text and a single message of the user with this text are the same prompt."""
     first_rows: dict[bytes, int] = {}
     kept, repeated = [], []
     for task in tasks:
-        digest = xxhash.xxh3_128_digest(_whole(task))
+        same_form = msgspec.structs.replace(task, messages=tuple(asked(task.input)))
+        digest = xxhash.xxh3_128_digest(_whole(same_form))
         if digest not in first_rows:
             first_rows[digest] = task.row
             kept.append(task)
@@ -188,9 +189,16 @@ def without_repeated(tasks: Sequence[Task]) -> tuple[list[Task], list[LeftOutRow
 
 
 def asked_in(task: Task, template: str) -> tuple[str, ...]:
-    """Returns the question of a task, and its other fields that `data.prompt_template` uses."""
+    """Returns the question of a task, and its other fields that `data.prompt_template` uses, without the white space
+    around them (see `compared`)."""
     names = {*_names_in(template)} - {"question"}
-    return (task.question, *(str(task.metadata.get(name)) for name in sorted(names)))
+    return (task.question.strip(), *(str(task.metadata.get(name)).strip() for name in sorted(names)))
+
+
+def compared(task: Task) -> str:
+    """Returns the text by which a prompt that is held out is found among training prompts. Many chat templates remove
+    the white space around a message, so prompts that differ in nothing else are one for the model."""
+    return "\n".join(f"{message['role']}: {message['content'].strip()}" for message in asked(task.input))
 
 
 def split(
@@ -209,8 +217,8 @@ def split(
         key = "\0".join(asked_in(task, template))
         side = heldout if xxhash.xxh3_64_intdigest(key.encode()) < threshold else train
         side.append(task)
-    kept_back = {task.prompt for task in heldout}
-    return [task for task in train if task.prompt not in kept_back], heldout
+    kept_back = {compared(task) for task in heldout}
+    return [task for task in train if compared(task) not in kept_back], heldout
 
 
 def mixture_pattern(weights: Sequence[int]) -> list[int]:

@@ -25,6 +25,7 @@ from asyncrl.data.prompts import (
     Task,
     apply_template,
     asked_in,
+    compared,
     in_conversation,
     interleaved,
     split,
@@ -198,11 +199,11 @@ def build_tasks(
         heldout.append([msgspec.structs.replace(task, part=name) for task in kept_back] if name else kept_back)
     mixed = interleaved(heldout, [part.weight for part in config.data.mixture] or [1])
     if len(parts) > 1:
-        unseen = {task.prompt for task in mixed}
+        unseen = {compared(task) for task in mixed}
         for task in train:
-            if task.prompt in unseen:
+            if compared(task) in unseen:
                 out[task.part].append(_held_out(task))
-        kept = [task for task in train if task.prompt not in unseen]
+        kept = [task for task in train if compared(task) not in unseen]
         _log_held_out(len(train) - len(kept), source="data.mixture")
         train = kept
     check_enough(config, train)
@@ -221,13 +222,13 @@ def build_sets(
     nothing is left.
     """
     templates = {name: part.data.prompt_template for name, part in part_configs(config).items()}
-    seen = {asked_in(task, templates[task.part]) for task in train} | {(task.prompt,) for task in train}
+    seen = {asked_in(task, templates[task.part]) for task in train} | {(compared(task),) for task in train}
     sets = {}
     for part, of_set in eval_configs(config).items():
         out: list[LeftOutRow] = []
         name, template = part.removeprefix(EVAL), of_set.data.prompt_template
         read = read_tasks(of_set, left_out=out)
-        unseen = [task for task in read if not {asked_in(task, template), (task.prompt,)} & seen]
+        unseen = [task for task in read if not {asked_in(task, template), (compared(task),)} & seen]
         kept = [msgspec.structs.replace(task, part=part) for task in unseen]
         if not kept:
             raise DatasetError(

@@ -232,6 +232,7 @@ def _part_groups(step: EndedStep) -> dict[str, int]:
 
 def _diagnostics(step: EndedStep) -> dict[str, float]:
     """Returns the record's `diagnostics`: the numbers whose names depend on the objective, the critic and the loss."""
+    totals = step.status.totals
     return {
         **step.report.diagnostics,
         **step.report.loss_metrics,
@@ -239,6 +240,7 @@ def _diagnostics(step: EndedStep) -> dict[str, float]:
         **({} if step.parity_ratio is None else {"parity_ratio": step.parity_ratio}),
         "parity_mean_nats": step.report.on_policy_parity_mean_nats if step.report.on_policy_tokens else math.nan,
         "parity_tokens": step.report.on_policy_tokens,
+        "parity_probe_nats": totals.parity_max_nats if totals.replicas else math.nan,
         "length_ratio": _length_ratio(step.status),
         "cached_prompt_ratio": _cached_prompt_ratio(step.status),
         "filtered_groups": len(step.lease.filtered),

@@ -446,6 +446,14 @@ NUMBERS: tuple[Number, ...] = (
         gauge=None,
     ),
     Number(
+        "parity_probe_nats",
+        "nats",
+        "Largest difference between the engine's and the learner's log-prob of a token in the probes of all weight "
+        "updates so far. A probe is compared in steps without on-policy tokens too.",
+        "staleness",
+        gauge=None,
+    ),
+    Number(
         "parity_ratio",
         "ratio",
         "How much the log-probs of engine and learner differ, as a share of what `weights.parity_*` accept. Above 1 "

@@ -43,6 +43,10 @@ class Family:
     """Whether head and embeddings are one matrix if `tie_word_embeddings` is not in config.json."""
 
 
+_QUANTIZED = ("quantization_config", "compression_config")
+"""Keys of config.json for quantized weights. The package compressed-tensors wrote the second one in its first versions.
+"""
+
 _OWN_ATTENTION = "its attention is its own and cannot keep packed rows apart"
 _MIXERS = "it has layers other than attention, which mix the tokens of packed rows"
 _NO_SDPA = (
@@ -140,14 +144,15 @@ def is_tied(model: Json) -> bool:
 
 def _learner_problems(model: Json, config: Config) -> Iterator[str]:
     name, family, packed = _name(model), _family(model), config.learner.batching == "packed"
-    if model.get("quantization_config"):
+    outer = str(model.get("model_type"))
+    if key := next((key for key in _QUANTIZED if any(section.get(key) for section in _sections(model))), None):
         yield (
-            "its weights are quantized (quantization_config in config.json), and the learner trains plain weights; "
+            f"its weights are quantized ({key} in config.json), and the learner trains plain weights; "
             "name the release of this model in bfloat16"
         )
-    if model.get("auto_map") and name not in FAMILIES and not _in_transformers(name):
+    if model.get("auto_map") and outer not in FAMILIES and not _in_transformers(outer):
         yield (
-            f"transformers has no model_type {name!r}, and asyncrl does not run code that comes with a model "
+            f"transformers has no model_type {outer!r}, and asyncrl does not run code that comes with a model "
             "(auto_map in config.json); choose a model of a family that transformers has"
         )
     if family.learner:
@@ -211,10 +216,10 @@ def _engine_problems(model: Json, config: Config) -> Iterator[str]:
 
 
 def _unknown(model: Json) -> list[str]:
-    name = _name(model)
-    if name not in FAMILIES and model.get("model_type"):
+    name, outer = _name(model), model.get("model_type")
+    if outer not in FAMILIES and outer:
         return [
-            f"models of the family {name} were never compared in asyncrl; the checks at the start of the ranks and of "
+            f"models of the family {outer} were never compared in asyncrl; the checks at the start of the ranks and of "
             "the replicas decide whether their log-probs are right"
         ]
     kinds = _value(model, "layer_types")
@@ -271,7 +276,9 @@ def _family(model: Json) -> Family:
 
 
 def _name(model: Json) -> str:
-    return str(model.get("model_type"))
+    """Returns the family: that of `text_config` if only this one has a row, as in a wrapper of a known text model."""
+    names = [str(section.get("model_type")) for section in _sections(model)]
+    return next((name for name in names if name in FAMILIES), names[0])
 
 
 def _sections(model: Json) -> tuple[Json, ...]:

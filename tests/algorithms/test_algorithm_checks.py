@@ -219,7 +219,14 @@ def test_what_a_run_does_not_have_is_refused_with_the_reason() -> None:
 
 @pytest.mark.parametrize(
     "advantage",
-    ["gpg", "{name: gpg, single: raw}", "{name: group_mean, scale: informative_share}"],
+    [
+        "gpg",
+        "{name: gpg, single: raw}",
+        "{name: group_mean, scale: informative_share}",
+        "{name: gpg, scale: nonzero_share}",
+        "{name: leave_one_out, scale: nonzero_share}",
+        "{name: group_mean, scale: nonzero_share}",
+    ],
 )
 @pytest.mark.fault("F28")
 def test_groups_of_equal_rewards_do_not_scale_advantages_twice(advantage: str) -> None:

@@ -37,6 +37,11 @@ def of_metadata(task, completions):
     return [task.metadata["levle"] for _ in completions]  # raises: levle
 
 
+def double(number: int) -> int:
+    '''Doubles a number.'''
+    return 2 * number
+
+
 def a_text(task, completion):
     return "right"
 
@@ -181,6 +186,43 @@ def test_code_that_fails_is_refused_with_the_errors_line(override: str) -> None:
     [line] = [line for line in output.splitlines() if line.startswith("error:")]
     for part in BAD[override]:
         assert part in line
+
+
+BESIDE_OTHERS: dict[str, tuple[list[str], str]] = {
+    "a built-in reward": (
+        ["environment.rewards=[{{name: a, fn: exact_match}}, {{name: b, fn: '{}:misspelled'}}]"],
+        "environment.rewards: b raised AttributeError",
+    ),
+    "a judge": (
+        [
+            "environment.rewards=[{{name: a, fn: judge, options: {{url: 'http://127.0.0.1:9/v1', model: m}}}}, "
+            "{{name: b, fn: '{}:misspelled'}}]"
+        ],
+        "environment.rewards: b raised AttributeError",
+    ),
+    "tools": (
+        [
+            "environment.reward={0}:misspelled",
+            "environment.tools=['{0}:double']",
+            "generator.tool_parser=hermes",
+            "model.tiny.chat=true",
+        ],
+        "environment.reward = {}:misspelled raised AttributeError",
+    ),
+    "a held-out set": (
+        ["environment.reward=exact_match", "eval.sets={{hard: {{environment: {{reward: '{}:misspelled'}}}}}}"],
+        "error: eval.sets.hard: environment.reward = {}:misspelled raised AttributeError",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BESIDE_OTHERS)
+def test_an_own_reward_is_called_beside_other_settings_too(kind: str) -> None:
+    overrides, words = BESIDE_OTHERS[kind]
+    code, output = check(*(override.format(OWN) for override in overrides))
+    assert code == 2, output
+    assert words.format(OWN) in output
+    assert line_of("anwser") in output
 
 
 def test_all_failures_are_shown_at_once() -> None:

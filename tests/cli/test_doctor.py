@@ -1,6 +1,8 @@
 """`asyncrl doctor`: each fact gets the right level and a fix, and the exit code shows a failure."""
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -115,6 +117,33 @@ def test_the_exit_code_is_1_when_anything_failed(
     result = runner.invoke(app, ["doctor"])
     assert result.exit_code == exit_code
     assert result.stdout.splitlines()[::2] == [f"{level:<4}  it is {level}" for level in levels]
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ({"model_type": "stablelm"}, "set learner.batching to dynamic"),
+        ({"model_type": "mixtral"}, "cannot be served"),
+        ({"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}, "name the release of this model in"),
+        ({"model_type": "zebra_vl", "text_config": {"model_type": "bloom"}}, "family bloom cannot be trained"),
+    ],
+    ids=["packed", "engine", "quantized", "wrapper"],
+)
+def test_a_plan_of_a_model_that_is_refused_says_so(model: dict[str, object], says: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    result = runner.invoke(app, ["doctor", "--plan", f"model.path={tmp_path}"])
+    assert result.exit_code == 2, result.output
+    assert f"model.path = {tmp_path}: " in result.stderr
+    assert says in result.stderr
+
+
+@pytest.mark.parametrize(
+    "given", [["-c", "quickstart"], ["learner.ranks=2"], ["-c", "nowhere.yaml", "model.path=some"]]
+)
+def test_a_configuration_without_plan_is_not_ignored(given: list[str]) -> None:
+    result = runner.invoke(app, ["doctor", *given])
+    assert result.exit_code == 2
+    assert "`asyncrl doctor` checks the machine and reads no configuration; add --plan" in result.stderr
 
 
 @pytest.mark.integration

@@ -1,6 +1,7 @@
 """`asyncrl init` measures prompts with the model's tokenizer and writes a configuration that can run."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,14 @@ from typer.testing import CliRunner
 from asyncrl.cli import init, presence
 from asyncrl.cli.gpu_checks import Gpu, Gpus
 from asyncrl.cli.main import app
+from asyncrl.cli.options import checked_config
 from asyncrl.config.load import load_config
 from asyncrl.config.plain_yaml import parse_yaml
 from asyncrl.config.schema import Config
 from asyncrl.config.starter import starter_yaml
 from asyncrl.data.prompts import Task, split
 from asyncrl.demo.chat_tokenizer import build_chat_tokenizer
-from asyncrl.environments.interfaces import build_tasks, read_tasks
+from asyncrl.environments.interfaces import build_reward, build_tasks, read_tasks
 
 pytestmark = pytest.mark.slow
 
@@ -155,6 +157,24 @@ def test_a_configuration_that_cannot_run_is_refused_and_no_file_is_left(
     Path("run.yaml").write_text("mine")
     assert runner.invoke(app, [*arguments, "--force"]).exit_code == 2
     assert Path("run.yaml").read_text() == "mine"
+
+
+@pytest.mark.parametrize("reward", ["judge", "regex", "length"])
+def test_a_reward_that_needs_options_is_refused_with_lines_that_can_be_used(
+    reward: str, model: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused = runner.invoke(app, ["init", "models/small", "sums.jsonl", "--reward", reward, "-o", "mine.yaml"])
+    assert refused.exit_code == 2
+    found = re.search(rf"--reward {reward}: needs options .* leave --reward out, and write `(.*?)`", refused.stderr)
+    assert found is not None
+    assert not Path("mine.yaml").exists()
+    assert runner.invoke(app, ["init", "models/small", "sums.jsonl", "-o", "mine.yaml"]).exit_code == 0
+    written = Path("mine.yaml").read_text()
+    Path("mine.yaml").write_text(re.sub(r"reward: exact_match.*", lambda _: found[1], written))
+    section = checked_config([Path("mine.yaml")], [])[0].environment
+    assert [(term.name, term.fn) for term in section.rewards] == [(reward, reward)]
+    build_reward(section)  # raises ConfigError for options that the reward does not take
 
 
 def test_a_model_as_short_as_the_quickstarts_is_enough_for_short_answers(

@@ -102,6 +102,35 @@ def test_a_directory_without_a_configuration_is_no_run(started: Started, tmp_pat
     assert "runs/other is not the directory of a run: it has no config.yaml" in result.stderr
 
 
+@pytest.mark.parametrize(
+    "there", [(), ("steps.jsonl",), ("checkpoints/step-2/COMPLETE",), ("lineage.json", "evals.jsonl")]
+)
+@pytest.mark.parametrize("at", [(), ("--at", "step-2")])
+def test_a_directory_without_the_record_of_its_run_is_refused_and_no_new_run_begins(
+    there: Sequence[str], at: Sequence[str], started: Started, tmp_path: Path
+) -> None:
+    (tmp_path / "runs" / "quick" / "run.json").unlink()
+    for name in there:
+        (file := tmp_path / "runs" / "quick" / name).parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("")
+    result = runner.invoke(app, ["resume", "quick", *at])
+    assert result.exit_code == 1
+    assert "runs/quick has a configuration and no run.json" in result.stderr
+    assert "asyncrl up -c runs/quick/config.yaml" in result.stderr
+    assert started.again == ()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"name": 7}'])
+def test_a_record_of_a_run_that_cannot_be_read_is_refused_before_anything_is_started(
+    text: str, started: Started, tmp_path: Path
+) -> None:
+    (tmp_path / "runs" / "quick" / "run.json").write_text(text)
+    result = runner.invoke(app, ["resume", "quick", "--at", "step-2"])
+    assert result.exit_code == 1
+    assert "cannot read runs/quick/run.json" in result.stderr
+    assert started.again == ()
+
+
 def test_the_help_teaches_going_back_and_training_further() -> None:
     text = runner.invoke(app, ["resume", "--help"]).stdout
     assert "asyncrl resume quickstart --at step-100" in text

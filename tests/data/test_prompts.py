@@ -5,6 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.data.conversation import as_text
+from asyncrl.data.left_out import LeftOutRow
 from asyncrl.data.prompts import (
     PromptCursor,
     PromptSource,
@@ -14,6 +16,7 @@ from asyncrl.data.prompts import (
     in_conversation,
     prompt_data,
     split,
+    without_repeated,
 )
 from asyncrl.errors import ConfigError, DatasetError, RunMismatch
 
@@ -71,6 +74,40 @@ def test_a_prompt_that_is_held_out_for_one_question_is_not_issued_for_another() 
     assert train
     assert heldout
     assert not {task.prompt for task in train} & {task.prompt for task in heldout}
+
+
+WHITE_SPACE = {
+    "a newline at the end": lambda text: f"{text}\n",
+    "spaces before it": lambda text: f"  {text}",
+    "a tab and a no-break space": lambda text: f"\t{text}\u00a0",
+}
+
+
+@pytest.mark.parametrize("kind", WHITE_SPACE)
+@pytest.mark.parametrize("messages", [False, True], ids=["text", "messages"])
+def test_a_held_out_prompt_is_not_trained_with_white_space_around_it(kind: str, messages: bool) -> None:
+    plain = [Task(question=f"q{i}", prompt=f"q{i}", answer="") for i in range(200)]
+    other = []
+    for task in plain:
+        text = WHITE_SPACE[kind](task.prompt)
+        said = ({"role": "user", "content": text},) if messages else ()
+        other.append(Task(question=text, prompt=text, messages=said, answer=""))
+    train, heldout = split([*plain, *other], 0.2)
+    assert len(heldout) > 40
+    assert not {task.prompt.strip() for task in train} & {task.prompt.strip() for task in heldout}
+    assert len(train) + len(heldout) == 400, "both are on one side"
+
+
+@pytest.mark.parametrize("content", ["2+2=", "a\nb", " x ", "user: y"])
+def test_a_text_and_a_message_with_it_are_one_prompt(content: str) -> None:
+    text = Task(question=content, prompt=content, answer="4", row=1)
+    message = Task(
+        question=content, prompt=content, messages=({"role": "user", "content": content},), answer="4", row=2
+    )
+    assert without_repeated([text, message]) == ([text], [LeftOutRow(2, "duplicate", "is equal to row 1")])
+    system = ({"role": "system", "content": "s"}, *message.messages)
+    other = msgspec.structs.replace(message, messages=system, prompt=as_text(system))
+    assert without_repeated([text, other]) == ([text, other], [])
 
 
 def test_split_keeps_the_order() -> None:

@@ -725,7 +725,9 @@ async def test_a_run_whose_prompts_all_failed_ends_with_the_first_cause(
 
     with RunDir.create(config) as run:
         deployment = deployment_without_ray(run, config, monkeypatch, train=nothing_left, failures=failures)
-        with pytest.raises(RunError, match=r"rollouts failed \(reward_raised 7 rollouts\).*KeyError: 'KEY' \(tasks\.py:30\)"):
+        with pytest.raises(
+            RunError, match=r"rollouts failed \(reward_raised 7 rollouts\).*KeyError: 'KEY' \(tasks\.py:30\)"
+        ):
             await deployment.run(asyncio.Event())
         assert "reward_raised" in run.failures_path.read_text()
 

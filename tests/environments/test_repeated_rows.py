@@ -55,6 +55,29 @@ def test_held_out_and_training_rows_share_no_prompt(template: str, caplog: pytes
     assert (f"left out {left_out} training rows whose prompt is held out" in caplog.text) == (left_out > 0)
 
 
+def spaced(first: int, count: int, space: str) -> Iterator[dict[str, Any]]:
+    for number in range(first, first + count):
+        yield {"prompt": f"{space}q{number}", "answer": ""}
+
+
+@pytest.mark.parametrize("space", ["\n", " ", "\t\u3000"])
+def test_parts_and_held_out_sets_share_no_prompt_that_differs_in_white_space_around_it(space: str) -> None:
+    def data(**options: Any) -> dict[str, Any]:
+        return {"dataset": f"{HERE}:spaced", "options": options}
+
+    parts = [
+        {"name": "a", "data": data(first=0, count=100, space="") | {"heldout_fraction": 0.3}},
+        {"name": "b", "data": data(first=50, count=200, space=space) | {"heldout_fraction": 0}},
+    ]
+    more = {"data": data(first=200, count=100, space=""), "prompts": 4}
+    config = Config.model_validate({"data": {"mixture": parts}, "eval": {"sets": {"more": more}}})
+    train, heldout = build_tasks(config)
+    trained = {task.prompt.strip() for task in train}
+    assert len(heldout) > 20
+    assert not trained & {task.prompt.strip() for task in heldout}
+    assert [task.prompt for task in build_sets(config, train=train)["more"]] == [f"q{n}" for n in range(250, 300)]
+
+
 GAPS = {
     "csv": "prompt,answer,unit\na,1,m\nb,2,\nc,3,s\nd,4,\n",
     "jsonl": "\n".join(

@@ -213,6 +213,30 @@ def test_ends_are_those_of_the_generation_config_and_of_the_template(tmp_path: P
     assert Renderer(tokenizer).ends == {turn, text}
 
 
+BASE_MODELS = {
+    "Llama 3": ("<|head|>{{ m.role }}<|ended|>\n\n{{ m.content }}<|eot|>", "<|head|>assistant<|ended|>\n\n", "<|eot|>"),
+    "Gemma": ("<turn>{{ m.role }}\n{{ m.content | trim }}<|end_of_turn|>\n", "<turn>model\n", "<|end_of_turn|>"),
+    "Phi": ("<|{{ m.role }}|>\n{{ m.content }}<|end|>\n", "<|assistant|>\n", "<|end|>"),
+    "the end before a newline": ("{{ m.role }}: {{ m.content }}<|stop|>\n\n", "assistant: ", "<|stop|>"),
+}
+
+
+@pytest.mark.parametrize("kind", BASE_MODELS)
+def test_a_base_model_with_a_chat_template_ends_its_answers_at_the_end_of_the_template(kind: str) -> None:
+    turn, prompt, end = BASE_MODELS[kind]
+    tokenizer = tokenizer_of(
+        f"{{% for m in messages %}}{turn}{{% endfor %}}{{% if add_generation_prompt %}}{prompt}{{% endif %}}"
+        "{# <|the_end|> #}"
+    )
+    tokenizer.eos_token = "<|the_end|>"
+    assert tokenizer.decode([further_end(tokenizer)]) == end
+    note = note_on_ends(tokenizer)
+    assert note is not None
+    assert f"ends an answer with {end!r}, and the model's own end is '<|the_end|>'" in note
+    tokenizer.eos_token = end
+    assert note_on_ends(tokenizer) is None
+
+
 def test_a_template_that_ends_its_last_answer_with_the_own_end_needs_no_further_one() -> None:
     """As that of gpt-oss: earlier turns end with `<|im_end|>`, which also ends a thought before an answer."""
     tokenizer = tokenizer_of(chatml("<|im_start|>{{ m.role }}\n{{ m.content or '' }}"

@@ -41,5 +41,7 @@ def test_a_last_cause_that_is_another_one_is_named_too() -> None:
 def test_a_run_that_stands_still_names_the_failures_that_came_before() -> None:
     count = FailureCount(rollouts=7, groups=0, first=failed("took longer than 120 s", reason="rollout_timeout"))
     status = make_status(failures=(count,), quiet_s=10_000.0)
-    with pytest.raises(StallError, match=r"; failures: rollout_timeout 7 rollouts; the first cause: took longer than 120 s"):
+    with pytest.raises(
+        StallError, match=r"; failures: rollout_timeout 7 rollouts; the first cause: took longer than 120 s"
+    ):
         check_progress(status, waits=LeaseWait.NOT_ENOUGH_READY, config=CONFIG)

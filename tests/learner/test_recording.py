@@ -200,6 +200,27 @@ async def test_a_step_without_an_on_policy_token_has_no_parity() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("compared", [0, 1, 7])
+@pytest.mark.parametrize(("replicas", "probe"), [(1, 3e-5), (3, 0.25), (2, 0.0)])
+async def test_the_largest_difference_of_the_probes_is_recorded_whether_tokens_were_compared_or_not(
+    replicas: int, probe: float, compared: int
+) -> None:
+    scene = Scene()
+    step = await an_ended_step()
+    totals = msgspec.structs.replace(step.status.totals, replicas=replicas, parity_max_nats=probe)
+    ended = dataclasses.replace(
+        step,
+        status=msgspec.structs.replace(step.status, totals=totals),
+        report=dataclasses.replace(step.report, on_policy_tokens=compared, on_policy_parity_max_nats=1e-6),
+    )
+    recorder = StepRecorder(log=scene.log, metrics=scene.metrics, elapsed_s=lambda: 1.0, state_seconds=dict)
+    recorder.record(ended)
+    record = scene.log.steps[-1]
+    assert (record.diagnostics["parity_probe_nats"], record.diagnostics["parity_tokens"]) == (probe, compared)
+    assert record.parity_nats == (1e-6 if compared else None)
+
+
+@pytest.mark.asyncio
 async def test_the_share_of_cached_prompt_tokens_is_recorded() -> None:
     step = await an_ended_step()
     totals = msgspec.structs.replace(step.status.totals, prompt_tokens=64, cached_prompt_tokens=40)

@@ -1,6 +1,7 @@
 """A config.json alone tells which models may not be trained or served, before anything starts."""
 
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -70,13 +71,43 @@ def test_what_engines_cannot_serve_is_refused_where_they_run(model_type: str, on
         {"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}},
         {"model_type": "zebra", "quantization_config": {"quant_method": "gptq", "bits": 4}},
         {"model_type": "llama", "quantization_config": {"quant_method": "mxfp4"}},
+        {"model_type": "zebra", "text_config": {"model_type": "llama", "quantization_config": {"bits": 8}}},
+        {"model_type": "mistral", "compression_config": {"format": "int-quantized"}},
+        {"model_type": "zebra", "text_config": {"compression_config": {"format": "pack-quantized"}}},
     ],
 )
 def test_quantized_weights_are_refused(model: dict[str, Any]) -> None:
     [problem], _ = found(model)
-    assert "quantization_config in config.json" in problem
+    assert re.search("its weights are quantized [(](quantization|compression)_config in config.json", problem)
     assert "in bfloat16" in problem
-    assert found({**model, "quantization_config": None})[0] == []
+    plain = {key: None if key.endswith("ion_config") else value for key, value in model.items()}
+    assert found(plain | {"text_config": None})[0] == []
+
+
+@pytest.mark.parametrize("inner", ["stablelm", "nemotron", "lfm2", "gpt_oss", "bloom", "falcon_h1"])
+@pytest.mark.parametrize("outer", ["zebra_vl", "llava", None])
+def test_a_wrapper_of_a_text_model_that_is_refused_is_refused_by_the_family_inside(
+    inner: str, outer: str | None
+) -> None:
+    model = {"model_type": outer, "text_config": {"model_type": inner}}
+    problems, _ = found(model, gpus=1.0)
+    assert problems == found({"model_type": inner}, gpus=1.0)[0]
+    assert len(problems) == 1
+
+
+@pytest.mark.parametrize("inner", ["llama", "qwen3", "zebra"])
+def test_a_wrapper_that_was_never_compared_is_a_warning_although_its_text_model_was(inner: str) -> None:
+    problems, [warning] = found({"model_type": "zebra_vl", "text_config": {"model_type": inner}})
+    assert problems == []
+    assert "models of the family zebra_vl were never compared" in warning
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inner", ["llama", "qwen3", "gemma"])
+def test_code_that_comes_with_a_wrapper_is_refused_although_its_text_model_is_known(inner: str) -> None:
+    model = {"model_type": "zebra_vl", "auto_map": {"AutoModel": "a.B"}, "text_config": {"model_type": inner}}
+    [problem] = found(model)[0]
+    assert "transformers has no model_type 'zebra_vl'" in problem
 
 
 @pytest.mark.slow
