@@ -5,8 +5,8 @@
 
 uv computes both files from `pyproject.toml` on any machine, for Linux on x86-64 and ARM64, and for each version of
 Python that asyncrl supports. Before a file is written, it is tried: uv must find an installation within it for each
-Python and processor. A digest of what was tried stands in the file, so that a test knows it without trying again. A lock
-file of uv is not committed, because it has the addresses of all files.
+Python and processor. A digest of what was tried stands in the file, so that a test knows it without trying again. A
+lock file of uv is not committed, because it has the addresses of all files.
 """
 
 import argparse

@@ -348,7 +348,8 @@ def test_a_misspelt_built_in_name_says_what_was_meant(key: str) -> None:
 @pytest.mark.fault("F28")
 def test_a_reward_with_options_is_sent_to_the_list_of_rewards(name: str) -> None:
     [violation] = _violations(f"environment.reward={name}")
-    assert f"rewards: [{{name: {name}, fn: {name}, options: {{…}}}}]" in violation
+    assert f"rewards: [{{name: {name}, fn: {name}, options: {{" in violation
+    assert "…" not in violation, "the options are an example that can be pasted"
 
 
 @pytest.mark.parametrize(
