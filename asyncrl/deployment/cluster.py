@@ -85,7 +85,7 @@ def start_local(config: Config, *, generators: int = 1, command: str = "up") -> 
         )
     address = str(context.address_info["address"])
     check_own_address(address)
-    close_to_others(Path(session_folder()))
+    close_to_others(Path(context.address_info["session_dir"]))
     return address
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ def ray_takes_sigterm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def init(**_: Any) -> Any:
         signal.signal(signal.SIGTERM, ends_everything)
-        return SimpleNamespace(address_info={"address": "127.0.0.1:1"})
+        return SimpleNamespace(address_info={"address": "127.0.0.1:1", "session_dir": tempfile.mkdtemp()})
 
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(cluster.ray, "init", init)
@@ -69,7 +70,7 @@ def test_what_ray_starts_is_in_a_session_of_its_own_and_nothing_else_is(monkeypa
 
     def init(**_: Any) -> Any:
         start()
-        return SimpleNamespace(address_info={"address": "127.0.0.1:1"})
+        return SimpleNamespace(address_info={"address": "127.0.0.1:1", "session_dir": tempfile.mkdtemp()})
 
     monkeypatch.setattr(cluster.ray, "init", init)
     cluster.start_local(Config())
@@ -88,7 +89,7 @@ def test_a_ray_that_does_not_start_in_time_is_ended_and_started_again(monkeypatc
         others.append(subprocess.Popen(waiting, stdin=subprocess.PIPE))  # as another thread of a notebook may do
         if len(daemons) < late_starts + 1:
             raise Exception("The current node timed out during startup. This could happen because some of the raylet")
-        return SimpleNamespace(address_info={"address": "127.0.0.1:1"})
+        return SimpleNamespace(address_info={"address": "127.0.0.1:1", "session_dir": tempfile.mkdtemp()})
 
     monkeypatch.setattr(cluster.ray, "init", late)
     late_starts = 2

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +39,7 @@ def runtime_envs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def init(**options: Any) -> Any:
         inherited = os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR")
         found.append(json.loads(inherited) if inherited else worker._maybe_modify_runtime_env(None, False))
-        return SimpleNamespace(address_info={"address": "127.0.0.1:1"})
+        return SimpleNamespace(address_info={"address": "127.0.0.1:1", "session_dir": tempfile.mkdtemp()})
 
     monkeypatch.setattr(cluster.ray, "init", init)
     monkeypatch.setattr(cluster, "_knock", lambda address: None)
