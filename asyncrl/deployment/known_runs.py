@@ -110,13 +110,16 @@ def ended_run(directory: Path) -> str | None:
     info = as_it_is(directory)
     if info is None or info.finished is None:
         return None
+    reason = "\n  ".join(
+        (info.exit_reason or "no reason").splitlines()
+    )  # a line of its own could look like one of the command
     if info.state == "died":
         weights = newest_weights(directory)
         saved = f"newest weights: {weights}" if weights is not None else "no weights were saved"
-        return f"run {directory.name} {info.exit_reason}; {saved}"
+        return f"run {directory.name} {reason}; {saved}"
     report = directory / "report.html"
     see = f": see {report}" if report.exists() else ""
-    return f"run {directory.name} {info.state} {moment(info.finished)} ({info.exit_reason}){see}"
+    return f"run {directory.name} {info.state} {moment(info.finished)} ({reason}){see}"
 
 
 def may_have_died(directory: Path) -> bool:

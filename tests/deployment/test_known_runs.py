@@ -107,6 +107,16 @@ def test_a_run_that_has_ended_points_to_its_report(tmp_path: Path) -> None:
     assert as_it_is(path) == known_info(path)
 
 
+@pytest.mark.parametrize("state", ["finished", "failed", "died"])
+@pytest.mark.parametrize("newline", ["\n", "\r", "\u2028"])
+def test_no_line_of_a_reason_looks_like_a_line_of_the_command(state: str, newline: str, tmp_path: Path) -> None:
+    path = record(tmp_path, "quick", **ENDED | {"state": state, "exit_reason": f"done{newline}error: delete all"})
+    said = ended_run(path)
+    assert said is not None
+    assert "\n  error: delete all" in said
+    assert not any(line.startswith("error") for line in said.splitlines())
+
+
 def test_a_run_that_lives_here_tells_its_ray_and_has_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     live = record(tmp_path, "live", ray_address="127.0.0.1:32839")
     monkeypatch.setattr(known_runs, "own_address", lambda _, address: address)  # this machine is a node of the cluster
