@@ -110,9 +110,8 @@ def ended_run(directory: Path) -> str | None:
     info = as_it_is(directory)
     if info is None or info.finished is None:
         return None
-    reason = "\n  ".join(
-        (info.exit_reason or "no reason").splitlines()
-    )  # a line of its own could look like one of the command
+    # Indented, because a line of a received reason could look like a line of the command.
+    reason = "\n  ".join((info.exit_reason or "no reason").splitlines())
     if info.state == "died":
         weights = newest_weights(directory)
         saved = f"newest weights: {weights}" if weights is not None else "no weights were saved"
