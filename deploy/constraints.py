@@ -13,6 +13,7 @@ import argparse
 import hashlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -104,7 +105,9 @@ def main() -> None:
     parser.add_argument("--upgrade", action="store_true", help="take the newest versions")
     upgrade: bool = parser.parse_args().upgrade
     for extra, path in FILES.items():
-        versions = constraints(extra, kept=path, upgrade=upgrade)
+        with tempfile.TemporaryDirectory() as folder:  # uv writes into the file from which it takes versions
+            kept = Path(shutil.copy(path, folder))
+            versions = constraints(extra, kept=kept, upgrade=upgrade)
         try_installations(extra, versions)
         path.write_text(HEADER.format(extra=extra, digest=digest(extra, versions)) + versions)
 

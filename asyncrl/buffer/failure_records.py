@@ -51,7 +51,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def subject(self) -> str:
-        """What failed, in words: the tool, or the reason with the type of the error."""
+        """Names the tool that failed, or the reason with the type of the error."""
         if self.tool:
             return f"tool {self.tool}"
         return f"{self.reason} ({self.error})" if self.error else self.reason

@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -144,11 +145,12 @@ def row_lines(config: Config, number: int, *, named: str) -> Iterator[str]:
     from asyncrl.environments.interfaces import dataset_rows
 
     source, rows = dataset_rows(config)
-    first = list(islice(rows, number))
-    if len(first) < number:
-        raise ConfigError(f"--row {number}: {source} ({named}) has {len(first)} rows")
+    last = deque(enumerate(islice(rows, number), start=1), maxlen=1)
+    count, row = last[0] if last else (0, None)
+    if count < number:
+        raise ConfigError(f"--row {number}: {source} ({named}) has {count} rows")
     yield f"{source}, row {number}, as it was read:"
-    yield from value_lines(first[-1])
+    yield from value_lines(row)
 
 
 def value_lines(value: object) -> Iterator[str]:

@@ -73,7 +73,7 @@ class LearnerDisplay:
     """`run` shows the records every `SHOW_EVERY_S` until it is cancelled.
 
     `cores` returns the number of cores of the run's machines. `phase` returns the learner's current activity in a few
-    words, `failures` the number of failed groups by reason. `hidden_tags` is that of the run's `DataRecord`.
+    words, `failures` the number of failed groups by reason. `hidden_tags` are tags that answers never have.
     """
 
     config: Config

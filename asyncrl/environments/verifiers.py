@@ -127,11 +127,10 @@ async def judge(
 
     The request is `prompt`, followed by `JUDGE_FORM`, which asks for that line. `prompt` has the fields `{question}`,
     `{answer}` and `{completion}`, and one for each key of the task's metadata. Other texts in braces stay as they are.
-    `key_variable` names the environment variable with the key, and `url_variable` the
-    one with the URL, if there is no `url`. `environment.secrets` must list them. A scoring process sends at most
-    `most_per_s` requests a second. Requests that fail for a passing reason are repeated for `time_limit_s`
-    seconds; `environment.rewards` sets it to 0.9 of `environment.score_timeout_s`, so that the error of the server is
-    known when the scoring is ended.
+    `key_variable` names the environment variable with the key, and `url_variable` the one with the URL, if there is no
+    `url`. `environment.secrets` must list them. A scoring process sends at most `most_per_s` requests a second.
+    Requests that fail for a passing reason are repeated for `time_limit_s` seconds; `environment.rewards` sets it to
+    0.9 of `environment.score_timeout_s`, so that the error of the server is known when the scoring is ended.
 
     Raises ValueError if the answer has no score, if it was cut, or if there is not one URL, TimeoutError at the time
     limit, and JudgeRefused.

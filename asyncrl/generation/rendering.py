@@ -77,19 +77,17 @@ class Renderer:
         """Raises ConfigError if the chat template ignores tools, refuses a conversation with the result of a tool, or
         leaves the result out. `prompt` is an example, `model` the path of the model, `key` the setting that names the
         tools."""
-        found = []
-        for text in CONTENTS:
-            result = _message("tool", text)
-            called, _ = _turns([result], called=True)
-            try:
-                check_tools_written(self._tokenizer, prompt, tools=[EXAMPLE_TOOL], model=model, key=key)
-                found.append(self.first([*asked(prompt), *called[1:], result], [EXAMPLE_TOOL]))
-            except (*REFUSALS, DataError) as error:
-                raise ConfigError(
-                    f"{key}: the chat template of model.path = {model} refuses the result of a tool ({error}); use a "
-                    "model whose template has tools"
-                ) from error
-        if found[0] == found[1]:
+        results = [_message("tool", text) for text in CONTENTS]
+        called, _ = _turns(results[:1], called=True)
+        try:
+            check_tools_written(self._tokenizer, prompt, tools=[EXAMPLE_TOOL], model=model, key=key)
+            one, other = (self.first([*asked(prompt), *called[1:], result], [EXAMPLE_TOOL]) for result in results)
+        except (*REFUSALS, DataError) as error:
+            raise ConfigError(
+                f"{key}: the chat template of model.path = {model} refuses the result of a tool ({error}); use a model "
+                "whose template has tools"
+            ) from error
+        if one == other:
             raise ConfigError(
                 f"{key}: the chat template of model.path = {model} leaves out the results of tools; use a model whose "
                 "template has tools"

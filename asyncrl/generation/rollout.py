@@ -169,7 +169,8 @@ class Rollouts:
         )
         attempt.on_generated()
         top_k = self.config.generator.top_k if temperature > 0 else None
-        if all_configs(self.config)[task.part].environment.special_tokens == "keep":
+        environment = all_configs(self.config)[task.part].environment
+        if environment.special_tokens == "keep":
             completions = [
                 with_changes(each, text=self._answer_text(each.token_ids, special_tokens="keep"))
                 for each in completions
@@ -179,7 +180,6 @@ class Rollouts:
         try:
             scores = await self.scorer.score(task, [episode.text for episode in episodes])
         except asyncio.CancelledError as cancelled:  # the generator cancels a rollout that takes too long
-            environment = all_configs(self.config)[task.part].environment
             cancelled.add_note(
                 f"its scoring had not finished after {self.clock() - scored_from_s:.1f} s. Raise "
                 f"generator.rollout_timeout_s or environment.score_workers = {environment.score_workers}, or make the "

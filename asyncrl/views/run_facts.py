@@ -29,7 +29,7 @@ class Setting:
     """Facts about a run that do not change.
 
     `equal_rewards_teach` is whether the algorithm has a gradient when all rewards of a group are equal. `room` is
-    whether a core is free for another process. `hidden_tags` is that of the run's `DataRecord`. The defaults are for a
+    whether a core is free for another process. `hidden_tags` are tags that answers never have. The defaults are for a
     run whose configuration is not known: a group baseline, on an unknown machine.
     """
 

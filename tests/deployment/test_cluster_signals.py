@@ -5,8 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def ray_takes_sigterm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def ray_takes_sigterm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Replaces `ray.init` by a function that takes the SIGTERM handler, as the real one does."""
 
     def ends_everything(number: int, frame: Any) -> None:
@@ -28,7 +28,7 @@ def ray_takes_sigterm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def init(**_: Any) -> Any:
         signal.signal(signal.SIGTERM, ends_everything)
-        return SimpleNamespace(address_info={"address": "127.0.0.1:1", "session_dir": tempfile.mkdtemp()})
+        return SimpleNamespace(address_info={"address": "127.0.0.1:1", "session_dir": tmp_path})
 
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(cluster.ray, "init", init)
@@ -59,7 +59,9 @@ async def test_sigterm_asks_for_a_clean_end_after_ray_was_started(start: Callabl
 
 
 @pytest.mark.fault("F29")
-def test_what_ray_starts_is_in_a_session_of_its_own_and_nothing_else_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ray_starts_is_in_a_session_of_its_own_and_nothing_else_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     sessions: list[bool] = []
 
     def start() -> None:
@@ -70,7 +72,7 @@ def test_what_ray_starts_is_in_a_session_of_its_own_and_nothing_else_is(monkeypa
 
     def init(**_: Any) -> Any:
         start()
-        return SimpleNamespace(address_info={"address": "127.0.0.1:1", "session_dir": tempfile.mkdtemp()})
+        return SimpleNamespace(address_info={"address": "127.0.0.1:1", "session_dir": tmp_path})
 
     monkeypatch.setattr(cluster.ray, "init", init)
     cluster.start_local(Config())
@@ -78,7 +80,9 @@ def test_what_ray_starts_is_in_a_session_of_its_own_and_nothing_else_is(monkeypa
     assert sessions == [True, False]
 
 
-def test_a_ray_that_does_not_start_in_time_is_ended_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ray_that_does_not_start_in_time_is_ended_and_started_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     daemons: list[subprocess.Popen[bytes]] = []
     others: list[subprocess.Popen[bytes]] = []
     program = os.path.join(os.path.dirname(cluster.ray.__file__), "core", "raylet")
@@ -89,7 +93,7 @@ def test_a_ray_that_does_not_start_in_time_is_ended_and_started_again(monkeypatc
         others.append(subprocess.Popen(waiting, stdin=subprocess.PIPE))  # as another thread of a notebook may do
         if len(daemons) < late_starts + 1:
             raise Exception("The current node timed out during startup. This could happen because some of the raylet")
-        return SimpleNamespace(address_info={"address": "127.0.0.1:1", "session_dir": tempfile.mkdtemp()})
+        return SimpleNamespace(address_info={"address": "127.0.0.1:1", "session_dir": tmp_path})
 
     monkeypatch.setattr(cluster.ray, "init", late)
     late_starts = 2

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,14 +31,14 @@ UV_RUN = {
 
 
 @pytest.fixture
-def runtime_envs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def runtime_envs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     """Returns the list of the runtime environments that Ray would give its workers, one for each `ray.init`."""
     found: list[Any] = []
 
     def init(**options: Any) -> Any:
         inherited = os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR")
         found.append(json.loads(inherited) if inherited else worker._maybe_modify_runtime_env(None, False))
-        return SimpleNamespace(address_info={"address": "127.0.0.1:1", "session_dir": tempfile.mkdtemp()})
+        return SimpleNamespace(address_info={"address": "127.0.0.1:1", "session_dir": tmp_path})
 
     monkeypatch.setattr(cluster.ray, "init", init)
     monkeypatch.setattr(cluster, "_knock", lambda address: None)
