@@ -10,6 +10,9 @@ STAMP := .venv/.installed-$(EXTRA)-dev
 SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist=loadfile
 
+# Containers often set this variable. Each process would then compile all of asyncrl and of the tests again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test unit check docs constraints mutations processors bench
 
 train: $(TO_TRAIN)

@@ -55,6 +55,9 @@ HAS_PACKAGES = """
 import importlib.util, sys
 sys.exit(not all(map(importlib.util.find_spec, ("torch", "vllm"))))
 """
+COMPILED = "--compile-bytecode"
+"""uv's option for the bytecode of what it installs now. Otherwise each process of the first run would compile what it
+imports, which takes minutes, and each process of every run where Python may not write bytecode."""
 LEFT_OUT = "{} ; python_version < '3'"
 """An override with which uv does not install a package."""
 
@@ -307,7 +310,7 @@ def torch_for_cpus(environment, machine):
     versions = pinned("cpu")
     torch, torchvision = (f"{name}=={versions[name]}" for name in ("torch", "torchvision"))
     # The overrides in pyproject.toml would allow any build.
-    into = ("install", "--no-config", "--python", environment.python)
+    into = ("install", "--no-config", "--python", environment.python, COMPILED)
     if not environment.uv_can("--no-config", "--no-deps", f"{torch}+cpu"):
         print("torch: the build for CPUs, from where pip is configured to find it", flush=True)
         both = not environment.uv_can("--no-config", "--no-deps", f"{torchvision}+cpu")
@@ -356,8 +359,7 @@ def install(environment, machine, extra, also, editable):
         environment.uv(
             "install",
             *["--python", environment.python],
-            # Otherwise each process of the first run would compile what it imports, which takes minutes.
-            "--compile-bytecode",
+            COMPILED,
             *["--constraint", f"constraints-{extra}.txt"],
             *[word for option, file in files.items() for word in (option, str(file))],
             *[*["--editable"] * editable, source],

@@ -153,19 +153,23 @@ TORCHVISION = f"torchvision=={VERSIONS['torchvision']}"
 def test_torch_comes_from_pip_s_sources_if_they_have_its_build_for_cpus() -> None:
     sources = Sources(pip=["torch", "torchvision"])
     assert install.torch_for_cpus(sources, GOOD) == []
-    assert sources.made == [f"install --no-config --python python --no-deps {TORCH}+cpu {TORCHVISION}+cpu"]
+    assert sources.made == [
+        f"install --no-config --python python --compile-bytecode --no-deps {TORCH}+cpu {TORCHVISION}+cpu"
+    ]
 
 
 def test_torchvision_of_another_build_is_left_out() -> None:
     sources = Sources(pip=["torch"])
     assert install.torch_for_cpus(sources, GOOD) == ["torchvision ; python_version < '3'"]
-    assert sources.made == [f"install --no-config --python python --no-deps {TORCH}+cpu"]
+    assert sources.made == [f"install --no-config --python python --compile-bytecode --no-deps {TORCH}+cpu"]
 
 
 def test_torch_comes_from_pytorch_s_index_if_pip_s_sources_have_only_the_build_for_cuda() -> None:
     sources = Sources(pytorch=True)
     assert install.torch_for_cpus(sources, GOOD) == []
-    assert sources.made == [f"install --no-config --python python --torch-backend cpu {TORCH} {TORCHVISION}"]
+    assert sources.made == [
+        f"install --no-config --python python --compile-bytecode --torch-backend cpu {TORCH} {TORCHVISION}"
+    ]
 
 
 def test_without_any_build_for_cpus_the_one_for_cuda_is_taken_if_there_is_room(
