@@ -24,9 +24,10 @@ ONE_LINE = {"COLUMNS": "500"}
 
 
 def expect_advice(command: Command, run: Path, *, bound: Bound, advice: str, steps: int = 1) -> None:
-    """Repeats `top`, `status` and `status --json` until each has named the setting for this bound. Then waits until the
-    run has `steps` steps. The run must go on until then."""
+    """Waits until the records show this bound, which costs little. Then repeats `top`, `status` and `status --json` until
+    each has named the setting for it, and waits until the run has `steps` steps. The run must go on until then."""
     command.wait_for((run / "steps.jsonl").exists, timeout_s=HEARD_S, what="a first step")
+    command.wait_for(lambda: recorded(run).bound is bound, timeout_s=HEARD_S, what=f"{bound} in the records")
     address = json.loads((run / "run.json").read_bytes())["ray_address"]
     status = ["status", run.name, "--address", address]
     top = ["top", str(run), "--once", "--every", "1"]
@@ -64,11 +65,16 @@ def said_by(*arguments: str) -> str:
     return answer.stdout.strip() if answer.returncode == 0 else ""
 
 
-def reported(run: Path) -> Bottleneck:
-    """Returns what limited the run according to its records, and checks that its report says the same."""
+def recorded(run: Path) -> Bottleneck:
+    """Returns what limits the run according to its records so far."""
     steps = read_lines(run / "steps.jsonl", StepRecord)
     shares = (state_shares(steps, "learner_state_s"), state_shares(steps, "generator_state_s"))
-    found = bottleneck(*shares, room=setting_at(run).room)
+    return bottleneck(*shares, room=setting_at(run).room)
+
+
+def reported(run: Path) -> Bottleneck:
+    """Returns what limited the run according to its records, and checks that its report says the same."""
+    found = recorded(run)
     assert read_run(run).headline == Headline(concern=Concern.BOTTLENECK, sentence=found.sentence)
     assert found.sentence in html.unescape((run / "report.html").read_text())
     return found
