@@ -75,7 +75,7 @@ def test_it_is_not_merged_into_a_model_without_its_layers(
     exported: tuple[Path, Path, torch.Tensor], tmp_path: Path
 ) -> None:
     base, adapter, _ = exported
-    config = Qwen3Config.from_pretrained(base, num_hidden_layers=1, layer_types=None)
+    config = Qwen3Config.from_pretrained(base, num_hidden_layers=1, layer_types=["full_attention"])
     Qwen3ForCausalLM(config).save_pretrained(tmp_path / "other")
     with pytest.raises(CheckpointError, match=r"has no layer for .* tensors of the adapter, such as"):
         merge_adapter(adapter, tmp_path / "whole", base=str(tmp_path / "other"), dtype=torch.float32)
