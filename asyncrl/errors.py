@@ -9,6 +9,7 @@ AsyncRLError
 │   ├── RunLocked              another process holds the run's directory or name (F35)
 │   ├── FileRefused            an entry of a run directory is not a file that a run writes
 │   ├── ClusterElsewhere       a run directory names a Ray cluster of which this machine is not a node
+│   ├── AnotherRun             the run on a cluster has the name of a run directory, and is not its run
 │   ├── RunMismatch            a deployment tries to join a run with another shared configuration or other prompts
 │   ├── HandshakeError         the pools disagree on tokenizer, vocabulary or log-probs (F25)
 │   ├── GeneratorPoolExhausted fewer live replicas than `generator.min_replicas`
@@ -93,6 +94,10 @@ class FileRefused(RunError, OSError):
 
 class ClusterElsewhere(RunError):
     """A run directory names a Ray cluster of which this machine is not a node. The user's token was not sent there."""
+
+
+class AnotherRun(RunError):
+    """The run on a Ray cluster has the name of a run directory, but another nonce than run.json there."""
 
 
 class LearnerNotRestored(RunError):

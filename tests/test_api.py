@@ -174,7 +174,7 @@ def test_metrics_that_other_machines_can_reach_are_refused(
     host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"metrics\.host = .*other machines can reach it"):
+    with pytest.raises(ConfigError, match=r"metrics\.host = .*other machines can reach it.*use `asyncrl up` instead"):
         asyncrl.run("quickstart", {"metrics.host": host})
     assert not list(tmp_path.iterdir())
 

@@ -10,13 +10,14 @@ import typer
 
 from asyncrl.checkpoints.directory import HF
 from asyncrl.cli.options import RecordedRun, at_option
-from asyncrl.cli.presence import model_directory
+from asyncrl.cli.presence import model_directory, model_files
 from asyncrl.cli.terminal import say
 from asyncrl.config.schema import Config
 from asyncrl.deployment.known_runs import best_checkpoint, existing_run
 from asyncrl.deployment.resuming import found_checkpoint, step_of
 from asyncrl.errors import ConfigError
 from asyncrl.learner.record_lines import read_config
+from asyncrl.policy.model_directory import counts_problem
 from asyncrl.run_files import opened
 
 BEST = "best"
@@ -83,7 +84,6 @@ def _export_adapter(config: Config, checkpoint: Path, folder: Path, *, merge: bo
 
     from asyncrl.checkpoints.run import POLICY, parts_of
     from asyncrl.complete_directory import discard
-    from asyncrl.generation.model_parameters import expected_parameters
     from asyncrl.policy.adapter_export import convert_adapter, merge_adapter
 
     lora, model = config.model.lora, config.model
@@ -94,13 +94,13 @@ def _export_adapter(config: Config, checkpoint: Path, folder: Path, *, merge: bo
             f"model.path = {model.path}: the adapter belongs to this model, which is not there; put it back, or run "
             "the command in the directory in which the run was started"
         )
+    if (files := model_files(config)) is not None and (problem := counts_problem(files)) is not None:
+        raise ConfigError(f"model.path = {model.path}: {problem}")
     base = os.path.abspath(model.path) if os.path.isdir(model.path) else model.path
-    names = list(expected_parameters(base, dtype=model.dtype, lora=lora))
     adapter = folder.with_name(f"{folder.name}.adapter") if merge else folder
     dtype: torch.dtype = getattr(torch, model.dtype)
     weights, _ = parts_of(checkpoint / POLICY)
     convert_adapter(
-        names,
         lora,
         weights_path=weights,
         base=base,

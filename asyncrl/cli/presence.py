@@ -22,7 +22,14 @@ from asyncrl.deployment.temporary_folders import temporary_folder_problems
 from asyncrl.environments.reasoning_gym_tasks import task_names
 from asyncrl.errors import ConfigError
 from asyncrl.policy.families import family_problems, is_tied
-from asyncrl.policy.model_directory import missing_parts, model_problems, read_json, read_model, second_head
+from asyncrl.policy.model_directory import (
+    counts_problem,
+    missing_parts,
+    model_problems,
+    read_json,
+    read_model,
+    second_head,
+)
 
 _TASK = "environment.options.task"
 _NVIDIA = "nvidia[0-9]*"
@@ -157,6 +164,8 @@ def _model(config: Config, roles: Collection[Role], origins: Mapping[KeyPath, st
         return [], []
     try:
         found, described = read_model(files), read_json(files / "config.json")
+        if (problem := counts_problem(files)) is not None:
+            return [f"{named}: {problem}"], []
     except (OSError, ValueError) as error:  # the errors of msgspec and json are ValueErrors
         return [f"{named}: its config.json or tokenizer.json cannot be read ({error}); name another directory"], []
     warnings = []

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from asyncrl.cli.options import RunningAddress, RunningRun, named_address
+from asyncrl.cli.options import RunningAddress, RunningRun
 from asyncrl.cli.status import connecting, joined_run, onlooking
 from asyncrl.cli.terminal import say
 from asyncrl.errors import ConfigError, RunError
@@ -37,17 +37,12 @@ def scale(
     is restarted begins with the number in its configuration again.
     """
     from asyncrl.deployment.known_runs import named_run
-    from asyncrl.learner.record_lines import known_info
 
     replicas = _replicas(size)
     directory = named_run(run)
     say(f"{connecting(directory, address)} ...", err=True)
     client = joined_run(directory, address)
     from asyncrl.coordinator.registry import Registry
-    from asyncrl.deployment.shared_actors import check_directory
-
-    if named_address(address) is None and (info := known_info(directory)) is not None:
-        check_directory(directory, info.nonce)
 
     wanted = asyncio.run(client.call(Registry.scale, replicas))
     for deployment, count in wanted.items():

@@ -26,7 +26,7 @@ from asyncrl.cli.options import (
 )
 from asyncrl.cli.terminal import say, sigterm_exits
 from asyncrl.deployment.known_runs import as_it_is, check_there, ended_run, existing_run, named_run
-from asyncrl.errors import RunEnded, RunError
+from asyncrl.errors import AnotherRun, RunEnded, RunError
 
 if TYPE_CHECKING:
     from asyncrl.coordinator.client import CoordinatorClient
@@ -37,14 +37,20 @@ WATCH_EVERY_S = 2.0
 
 
 def joined_run(directory: Path, address: str | None) -> "CoordinatorClient":
-    """Joins the cluster of a run. Returns a client of the run's coordinator."""
+    """Joins the cluster of a run, and returns a client of the run's coordinator.
+
+    Raises AnotherRun if the run on the cluster is not the one of `directory`, unless the user has named the cluster.
+    """
     from asyncrl.deployment.ray_token import use_ray_token
 
     use_ray_token()
     from asyncrl.deployment.cluster import join
-    from asyncrl.deployment.shared_actors import find_run
+    from asyncrl.deployment.shared_actors import check_directory, find_run
+    from asyncrl.learner.record_lines import known_info
 
     join(running_address(directory, address), namespace=directory.name, folder=directory.parent)
+    if named_address(address) is None and (info := known_info(directory)) is not None:
+        check_directory(directory, info.nonce)
     return find_run(directory.name)
 
 
@@ -98,15 +104,15 @@ def status(
     if ended is not None and (remains := remains_of(directory)):
         ended += f"\nit left {remains}; run `asyncrl down {run}` to end and remove these"
     if ended is not None and named_address(address) is None:
-        if json:
-            say(msgspec.json.encode(as_it_is(directory)).decode())
-            return
-        say(ended)
-        print_headline(directory)
+        _say_records(directory, ended, json=json)
         return
     say(f"{connecting(directory, address)} ...", err=True)
     try:
         found, now = _status_of(directory, address)(), datetime.now(UTC)
+    except AnotherRun as error:
+        _say_records(directory, f"run {directory.name} has not recorded its end in {directory}", json=json)
+        print_warnings([str(error)])
+        return
     except RunError as error:
         if named_address(address) is None:
             check_there(directory)
@@ -123,6 +129,17 @@ def status(
         say((msgspec.json.format(encoded, indent=2) if sys.stdout.isatty() else encoded).decode())
     else:
         say("\n".join(status_lines(found, steps=steps, evals=evals, setting=setting, now=now)))
+
+
+def _say_records(directory: Path, state: str, *, json: bool) -> None:
+    """Prints the state of a run as its records have it: run.json with `json`, else `state` and the headline."""
+    import msgspec.json
+
+    if json:
+        say(msgspec.json.encode(as_it_is(directory)).decode())
+        return
+    say(state)
+    print_headline(directory)
 
 
 @onlooking()

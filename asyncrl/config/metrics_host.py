@@ -14,6 +14,8 @@ from asyncrl.errors import ConfigError
 NODE = "node"
 """Value of `metrics.host` for the Ray address of each process, by which other nodes of the cluster reach it."""
 
+_ALLOWED = "--allow-public to the command (asyncrl.run has no such option: use `asyncrl up` instead)"
+
 _HOST = re.compile(r"[\w.:%-]+")
 """Characters of addresses and names. `socket.inet_aton` ignores a blank and everything after it: `127.0.0.1 x`."""
 
@@ -30,14 +32,14 @@ def check_metrics_host(config: Config, *, allow_public: bool) -> None:
     elif host in ("", "*") or (address is not None and address.is_unspecified):
         problem = (
             "would answer to every network, and is not an address that Prometheus can scrape; set it to 127.0.0.1, or "
-            f"with --allow-public to an address of one network, or to {NODE} for the Ray address of each process"
+            f"add {_ALLOWED}, and set it to an address of one network, or to {NODE} for the Ray address of each process"
         )
     elif allow_public or host == "localhost" or (address is not None and address.is_loopback):
         return
     else:
         problem = (
-            "other machines can reach it, and the endpoints have no password; add --allow-public if that network may "
-            "read the metrics, or set it to 127.0.0.1"
+            f"other machines can reach it, and the endpoints have no password; set it to 127.0.0.1, or add {_ALLOWED} "
+            "if that network may read the metrics"
         )
     raise ConfigError(f"metrics.host = {host!r}: {problem}")
 

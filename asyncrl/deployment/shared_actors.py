@@ -36,7 +36,7 @@ from asyncrl.data_plane.interfaces import DataPlaneClient
 from asyncrl.data_plane.partition_actor import PARTITIONS
 from asyncrl.data_plane.row_store import STORE_PREFIX
 from asyncrl.deployment.cluster import placed
-from asyncrl.errors import ActorGone, Fenced, RunEnded, RunError, RunLocked
+from asyncrl.errors import ActorGone, AnotherRun, Fenced, RunEnded, RunError, RunLocked
 from asyncrl.weights.store import WeightClient, WeightStore
 
 logger = logging.getLogger(__name__)
@@ -252,13 +252,13 @@ async def keep_attached(
 
 
 def check_directory(directory: Path, nonce: str) -> None:
-    """Raises RunError if the joined cluster has a run with the name of `directory`, but with another nonce than
+    """Raises AnotherRun if the joined cluster has a run with the name of `directory`, but with another nonce than
     `nonce`, which run.json there has. The directory may come from elsewhere, with the name of a run of this user."""
     found = nonce
     with contextlib.suppress(RunError, TimeoutError):  # there is no such run, or its buffer is dead already
         found = asyncio.run(find_run(directory.name).call(Registry.run_nonce)) or nonce
     if found != nonce:
-        raise RunError(
+        raise AnotherRun(
             f"the run {directory.name} on this cluster is not the one of {directory}: its nonce is {found!r}, and "
             f"run.json there has {nonce!r}; give the directory of the run, or name its cluster with --address"
         )

@@ -59,6 +59,15 @@ def adapter_off(model: torch.nn.Module) -> Iterator[None]:
             layer.set_scale(_ADAPTER, 1.0)
 
 
+def is_of_adapter(name: str) -> bool:
+    """Returns whether this is the name of an adapter's parameter.
+
+    >>> is_of_adapter("model.layers.0.self_attn.q_proj.lora_A.default.weight")
+    True
+    """
+    return ".lora_" in name
+
+
 def module_of(name: str) -> str:
     """Returns the last part of the name of the layer to which an adapter's parameter belongs.
 

@@ -18,10 +18,10 @@ import ray
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.errors import CollectiveError
+from asyncrl.errors import CollectiveError, ConfigError
 from asyncrl.policy.families import check_family
 from asyncrl.policy.interfaces import ColocatablePolicyInterface
-from asyncrl.policy.model_directory import read_json
+from asyncrl.policy.model_directory import counts_problem, read_json
 from asyncrl.policy.worker import PolicyWorker
 from asyncrl.ranks.driver import RankDriver, ignore_arguments
 from asyncrl.ranks.timer import Timer
@@ -47,6 +47,8 @@ class Policy(RankDriver[PolicyWorker], ColocatablePolicyInterface):
         path = model_path or config.model.path
         file = Path(path) / "config.json"
         if file.is_file():
+            if (problem := counts_problem(file.parent)) is not None:
+                raise ConfigError(f"model.path = {path}: {problem}")
             check_family(read_json(file), config, path=path)
 
     def get_logprobs(self, data: BatchedDataDict, timer: Timer | None = None) -> BatchedDataDict:

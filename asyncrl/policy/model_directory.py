@@ -5,6 +5,8 @@ such as how far scaled positions reach, are left to the engine.
 """
 
 import json
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,10 @@ _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _HEADS = ("lm_head.weight", "embed_out.weight")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+MOST_COUNTED = 256
+"""Number of layers that a config.json may have whatever its weights are. The largest published models have 126."""
+_COUNT = re.compile(r"(layers?|blocks?|depth|labels|dense_replace)$")
+"""Ends of the keys of config.json for which transformers makes a list or modules of that length."""
 _CHUNK_BYTES = 2**24
 _LONGEST_HEADER = 100_000_000
 """Bytes of the longest header that safetensors accepts."""
@@ -72,6 +78,37 @@ class ModelFiles:
     added: tuple[str, ...]
     """Tokens that were added to the tokenizer beyond the model's vocabulary. Some published models have such a token
     and never use it: https://github.com/huggingface/transformers/issues/37011"""
+
+
+def counts_problem(path: Path) -> str | None:
+    """Returns why a count in config.json of the model at `path` is refused; None if all fit.
+
+    Libraries make as many modules or names as config.json says, before they look at the weights: 20,000 layers take
+    many minutes, and 10^12 layers take all memory. But each layer has a tensor in the files. Raises OSError or
+    ValueError for a config.json that cannot be read.
+    """
+    most, name = max(_counts(read_json(path / "config.json")), default=(0, ""))
+    if most <= MOST_COUNTED:
+        return None
+    try:
+        tensors = len(_stored_tensors(path))
+    except (OSError, ValueError, KeyError, TypeError):
+        tensors = 0
+    if most <= tensors:
+        return None
+    return (
+        f"{name} in its config.json is {most}, and its weights (*.safetensors) have {tensors} tensors; a number above "
+        f"{MOST_COUNTED} must not be larger than that: correct config.json, or name another directory"
+    )
+
+
+def _counts(section: dict[str, Any]) -> Iterator[tuple[int, str]]:
+    """Yields the counts in config.json with their keys, also those of the sections in it."""
+    for key, value in section.items():
+        if isinstance(value, dict):
+            yield from _counts(value)
+        elif isinstance(value, int) and _COUNT.search(key):
+            yield value, key
 
 
 def read_model(path: Path) -> ModelFiles:

@@ -233,7 +233,6 @@ class PolicyWorker(RankWorker[LossFunction]):
 
             export = partial(
                 convert_adapter,
-                [spec.name for spec in self._specs],
                 self._lora,
                 weights_path=weights_path,
                 base=self._model_name,

@@ -9,7 +9,7 @@ because loading it unpickles data.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,9 @@ class SavedTensors:
 
     def __contains__(self, name: str) -> bool:
         return name in self._parts
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
 
     def read(self, name: str, *, dtype: torch.dtype) -> torch.Tensor:
         """Returns a tensor in the precision `dtype`, put together from the parts of all ranks. The parts stay on the

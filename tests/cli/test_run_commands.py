@@ -19,10 +19,12 @@ from asyncrl.cli.options import again, print_outcome, print_previous, weights_na
 from asyncrl.cli.status import status
 from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.schema import Config, LoraSection
+from asyncrl.coordinator.registry import Registry
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.deployment import cluster, shared_actors
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.learner.aggregates import build_summary
+from asyncrl.learner.record_lines import read_info
 from asyncrl.learner.records import Summary
 from asyncrl.views.outcome import lines_to_go_on
 
@@ -241,8 +243,8 @@ def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunStatus]
     report = msgspec.structs.replace(make_status().reports["generator-a"], state_seconds={"generating": 8.0})
     targets = {"learner": "127.0.0.1:9400"}
 
-    async def answer(_: object) -> RunStatus:
-        return found
+    async def answer(method: object) -> RunStatus | str:
+        return read_info(run.path).nonce if method is Registry.run_nonce else found
 
     # The command sets this variable in this process. monkeypatch removes it after the test.
     monkeypatch.setenv("RAY_AUTH_MODE", "token")

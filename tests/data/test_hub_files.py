@@ -160,10 +160,12 @@ folder, out = model_folder("own/tiny", weights=False), Path(sys.argv[1])
 (out / "model").mkdir()
 model = SimpleNamespace(config=AutoConfig.from_pretrained(folder), generation_config=GenerationConfig())
 export._write_rest(model, tokenizer_path=folder, path=out / "model", dtype=torch.float32)
-adapter_export.SavedTensors = lambda path: SimpleNamespace(read=lambda name, dtype: torch.ones(2, 2, dtype=dtype))
-name = "model.layers.0.mlp.up_proj.lora_A.default.weight"
+class Saved(dict):
+    def read(self, name, dtype):
+        return torch.ones(2, 2, dtype=dtype)
+adapter_export.SavedTensors = lambda path: Saved({"model.layers.0.mlp.up_proj.lora_A.default.weight": None})
 adapter_export.convert_adapter(
-    [name], LoraSection(rank=2), weights_path=out, base="own/tiny", tokenizer_path=folder, path=out / "adapter",
+    LoraSection(rank=2), weights_path=out, base="own/tiny", tokenizer_path=folder, path=out / "adapter",
     dtype=torch.float32,
 )
 """

@@ -1,4 +1,5 @@
-"""`down` and `scale` change the run of the directory that they are given, and no other run of the same name.
+"""`down` and `scale` change the run of the directory that they are given, and no other run of the same name. `status`
+and `top` show no other run as the run of the directory.
 
 A run directory from elsewhere may be called `quickstart`, as a run of this user that lives.
 """
@@ -7,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from run_from_elsewhere import rewrite, run_of
 from typer.testing import CliRunner
@@ -15,8 +17,9 @@ from asyncrl.cli.main import app
 from asyncrl.common.roles import Role
 from asyncrl.coordinator.registry import Deployment, Registry
 from asyncrl.deployment import shared_actors
-from asyncrl.errors import RunError
+from asyncrl.errors import AnotherRun
 from asyncrl.learner.record_lines import known_info
+from asyncrl.learner.records import RunInfo
 
 HERE: dict[str, dict[str, Any]] = {
     "running elsewhere": {"host": "another.host"},
@@ -80,6 +83,41 @@ def test_a_run_without_a_directory_here_is_changed(
     assert len(changed) == 1
 
 
+@pytest.mark.parametrize("json", [False, True], ids=["text", "json"])
+@pytest.mark.parametrize("kind", ["running elsewhere", "without a nonce"])
+def test_status_shows_the_records_of_the_directory_and_names_the_other_run(
+    kind: str, json: bool, tmp_path: Path, changed: list[str]
+) -> None:
+    run = run_of(tmp_path, **(HERE[kind] | {"host": "another.host"}))
+    result = CliRunner().invoke(app, ["status", str(run), *(["--json"] if json else [])])
+    assert result.exit_code == 0, result.output
+    assert changed == [], "the other run was asked for its status"
+    assert f"the run sent on this cluster is not the one of {run}" in result.stderr
+    if json:
+        assert msgspec.json.decode(result.stdout, type=RunInfo).host == "another.host"
+    else:
+        assert result.stdout.startswith(f"run sent has not recorded its end in {run}")
+
+
+def test_top_shows_the_records_of_the_directory_and_names_the_other_run(tmp_path: Path, changed: list[str]) -> None:
+    run = run_of(tmp_path, host="another.host")
+    result = CliRunner().invoke(app, ["top", str(run), "--once"])
+    assert result.exit_code == 0, result.output
+    assert changed == [], "the other run was asked for its status"
+    assert f"the run sent on this cluster is not the one of {run}" in result.stderr
+    assert "the view shows only the records" in result.stderr
+    assert "the buffer does not answer" in result.stdout
+
+
+@pytest.mark.parametrize("command", [["status"], ["top", "--once"]], ids=["status", "top"])
+def test_the_run_of_the_directory_is_asked_for_its_status(
+    command: list[str], tmp_path: Path, changed: list[str]
+) -> None:
+    run = run_of(tmp_path, nonce="of-the-user", host="another.host")
+    CliRunner().invoke(app, [*command, str(run)])
+    assert set(changed) == {"status"}
+
+
 def test_a_named_cluster_is_that_of_the_run(tmp_path: Path, changed: list[str]) -> None:
     run = run_of(tmp_path, host="another.host")
     assert CliRunner().invoke(app, ["down", str(run), "--address", "10.0.0.9:6379"]).exit_code == 0
@@ -91,7 +129,7 @@ def test_the_error_has_both_runs(tmp_path: Path, changed: list[str]) -> None:
     rewrite(run, nonce="sent-by-mail")
     info = known_info(run)
     assert info is not None
-    with pytest.raises(RunError, match=r"nonce is 'of-the-user', and run\.json there has 'sent-by-mail'; give the"):
+    with pytest.raises(AnotherRun, match=r"nonce is 'of-the-user', and run\.json there has 'sent-by-mail'; give the"):
         shared_actors.check_directory(run, info.nonce)
 
 
