@@ -128,7 +128,7 @@ def _card(folder: Path) -> Mapping[str | None, Mapping[str, Any]]:
 
     file = folder / "README.md"
     data = DatasetCard.load(file).data if file.is_file() else DatasetCardData()
-    return MetadataConfigs.from_dataset_card_data(data)
+    return MetadataConfigs.from_dataset_card_data(data)  # type: ignore[no-any-return]
 
 
 def _snapshot(source: str, revision: str | None) -> Path | None:
