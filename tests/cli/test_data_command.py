@@ -108,8 +108,9 @@ def test_a_tiny_model_keeps_its_weights_when_its_prompts_are_shown_with_other_le
 def test_the_prompts_of_a_tiny_chat_model_that_is_not_built_are_shown_with_their_answers(
     more: list[str], tmp_path: Path
 ) -> None:
-    recipe, path = QUICKSTART.with_name("tiny_chat.yaml"), f"model.path={tmp_path / 'tiny'}"
-    shown = CliRunner().invoke(app, ["data", "show", "-c", str(recipe), path, f"run.dir={tmp_path / 'runs'}", *more])
+    recipe = QUICKSTART.with_name("tiny_chat.yaml")
+    sets = [f"model.path={tmp_path / 'tiny'}", "model.tiny={chat: true}", f"run.dir={tmp_path / 'runs'}"]
+    shown = CliRunner().invoke(app, ["data", "show", "-c", str(recipe), *sets, *more])
     assert shown.exit_code == 0, shown.output
     assert "[<|im_end|>]" in shown.output.partition("sampled, trained:")[2].splitlines()[0]
     assert not (tmp_path / "tiny").exists()
