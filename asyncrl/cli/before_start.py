@@ -43,11 +43,12 @@ def look(config: Config) -> list[str]:
     """Makes the trials of `asyncrl config check`: reads the first rows of the user's dataset, and tries and calls the
     user's code.
 
-    Returns notes about the rows that were read. Raises ConfigError with one line for each problem. Sends no request to
-    the Hugging Face Hub.
+    Returns notes about the rows that were read, and about where answers end. Raises ConfigError with one line for each
+    problem. Sends no request to the Hugging Face Hub.
     """
     notes = run_checks(config, [*_trials(config, tuple(Role)), _first_rows])
     run_checks(config, _calls(config))
+    notes += _ends(config)
     if model_directory(config) is None:
         notes.append(
             f"model.path = {config.model.path}: a model of the Hugging Face Hub; this check sends no request to the "
@@ -194,6 +195,23 @@ def _try_template(config: Config) -> None:
             prompt = [*system, {"role": "user", "content": "a"}]
             renderer.check_tools(prompt, model=config.model.path, key=key_of(name) + part.environment.tools_key)
             return
+
+
+def _ends(config: Config) -> list[str]:
+    """Returns the note of the start about an end of the chat template that is not the model's own, if there is one and
+    the model's files are here."""
+    path, chat, options = model_files(config), config.data.chat, config.data.chat_options
+    if path is None or chat == "off":
+        return []
+    from asyncrl.data.light_tokenizer import light_tokenizer
+    from asyncrl.data.tokenizer import load_tokenizer
+    from asyncrl.data.turn_ends import note_on_ends
+
+    tokenizer = light_tokenizer(path, chat=chat, chat_options=options)
+    if tokenizer is None or tokenizer.eos_token_id is None:  # transformers may know it from the model's type
+        tokenizer = load_tokenizer(str(path), chat=chat, chat_options=options)
+    note = note_on_ends(tokenizer)
+    return [] if note is None else [note]
 
 
 def _try_loss(config: Config) -> None:

@@ -82,22 +82,22 @@ def show(
         model = _model(config, Path(folder))
         found = _fitting(read, config=config, model=model)
         tokenizer = load_tokenizer(model, chat=config.data.chat, chat_options=config.data.chat_options)
-    source = "mixture" if config.data.mixture else config.data.path or config.data.dataset
-    if row is not None:
-        for line in use_lines(found, row, tokenizer, config=config):
-            say(line)
-        return
-    say(f"{source}: {len(found.train)} prompts for training, {len(found.heldout)} held out for evaluation")
-    for line in left_out_lines(found.left_out):
-        say(line)
-    chosen = found.heldout if heldout else found.train
-    for name, part in part_configs(config).items():
-        for note in episode_notes(part.environment):
-            say(f"{key_of(name)}{note}", label="note:")
-        for task in [task for task in chosen if task.part == name][:prompts]:
-            say()
-            for line in _described_in(part, task, tokenizer, found=found, tokens=tokens):
+        source = "mixture" if config.data.mixture else config.data.path or config.data.dataset
+        if row is not None:
+            for line in use_lines(found, row, tokenizer, config=config):
                 say(line)
+            return
+        say(f"{source}: {len(found.train)} prompts for training, {len(found.heldout)} held out for evaluation")
+        for line in left_out_lines(found.left_out):
+            say(line)
+        chosen = found.heldout if heldout else found.train
+        for name, part in part_configs(config).items():
+            for note in episode_notes(part.environment):
+                say(f"{key_of(name)}{note}", label="note:")
+            for task in [task for task in chosen if task.part == name][:prompts]:
+                say()
+                for line in _described_in(part, task, tokenizer, found=found, tokens=tokens):
+                    say(line)
 
 
 def episode_notes(section: EnvironmentSection) -> Iterator[str]:

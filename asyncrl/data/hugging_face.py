@@ -74,23 +74,89 @@ def _advice(error: BaseException) -> str:
     return ""
 
 
-def _loaded(source: str, subset: str | None, *, split: str, options: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
-    """Runs `datasets.load_dataset`. Each cell of a CSV file is a text, unless `options` has `features`.
+def _loaded(source: str, subset: str | None, *, split: str, options: Mapping[str, Any]) -> Iterable[Row]:
+    """Runs `datasets.load_dataset`. Unless `options` has `features`, each cell of a CSV file is a text, and JSON files
+    are only found and downloaded by `datasets`.
 
-    Without this, pandas infers the types of CSV columns from blocks of 10,000 rows: `007` becomes 7 in some blocks.
+    Without this, pandas infers the types of CSV columns from blocks of 10,000 rows: `007` becomes 7 in some blocks. The
+    module `json_files` says what `datasets` does to the values of JSON files.
     """
     import datasets
     from datasets.packaged_modules.csv.csv import CsvConfig
+    from datasets.packaged_modules.json.json import JsonConfig
 
     known = inspect.signature(datasets.load_dataset_builder).parameters
     only_loading = set(inspect.signature(datasets.load_dataset).parameters) - set(known)
     of_builder = {name: value for name, value in options.items() if name not in only_loading}
-    builder = datasets.load_dataset_builder(source, subset, **of_builder)
+    builder = _builder(source, subset, options=of_builder)
+    if isinstance(builder.config, JsonConfig) and builder.config.features is None:
+        of_json = {name: getattr(builder.config, name) for name in JSON_OPTIONS}
+        return json_file_rows(_downloaded(builder.config.data_files, options=options), split=split, options=of_json)
     if isinstance(builder.config, CsvConfig) and builder.config.features is None:
         names = _columns(builder.config, token=options.get("token"))
         texts = datasets.Features({name: datasets.Value("string") for name in names})
         options = {**CSV_OPTIONS, **options, "features": texts}
     return datasets.load_dataset(source, subset, split=split, **options)  # type: ignore[no-any-return]
+
+
+def _builder(source: str, subset: str | None, *, options: Mapping[str, Any]) -> Any:
+    """Returns the builder of a dataset. If the Hub does not answer, it reads files that were downloaded before: the
+    rows that `datasets` keeps of JSON files have other types."""
+    import datasets
+    from datasets.packaged_modules.cache.cache import Cache
+
+    builder = None
+    try:
+        builder = datasets.load_dataset_builder(source, subset, **options)
+        if not isinstance(builder, Cache) or builder.info.builder_name != "json":
+            return builder
+    except Exception:
+        if _snapshot(source, options.get("revision")) is None:
+            raise
+    if (folder := _snapshot(source, options.get("revision"))) is None:
+        return builder
+    # Otherwise, `datasets` also looks for the files of the first subset, which may not have been downloaded.
+    own = _card(folder).get(subset, {}) if options.keys().isdisjoint(("data_files", "data_dir")) else {}
+    where = {name: own[name] for name in ("data_files", "data_dir") if name in own}
+    return datasets.load_dataset_builder(str(folder), subset, **{**options, **where, "revision": None})
+
+
+def _card(folder: Path) -> Mapping[str | None, Mapping[str, Any]]:
+    """Returns the settings of each subset in the card of a dataset, README.md; empty without a card or settings."""
+    from datasets.utils.metadata import MetadataConfigs
+    from huggingface_hub import DatasetCard, DatasetCardData
+
+    file = folder / "README.md"
+    data = DatasetCard.load(file).data if file.is_file() else DatasetCardData()
+    return MetadataConfigs.from_dataset_card_data(data)  # type: ignore[no-any-return]
+
+
+def _snapshot(source: str, revision: str | None) -> Path | None:
+    """Returns the folder with the files of a dataset of the Hub in the cache of this machine; None if there is none."""
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    try:
+        repositories = scan_cache_dir().repos
+    except CacheNotFound:
+        return None
+    for repository in repositories:
+        if (repository.repo_type, repository.repo_id) == ("dataset", source):
+            for found in repository.revisions:
+                if (revision or "main") in (*found.refs, found.commit_hash):
+                    return found.snapshot_path
+    return None
+
+
+def _downloaded(files: Mapping[str, Sequence[str]], *, options: Mapping[str, Any]) -> dict[str, list[Path]]:
+    """Downloads the files of each split, and unpacks them if they are packed."""
+    import datasets
+
+    login = datasets.DownloadConfig(token=options.get("token"), cache_dir=options.get("cache_dir"))
+    manager = datasets.DownloadManager(download_config=login)
+    return {
+        str(split): [Path(each) for each in manager.iter_files(manager.download_and_extract(list(names)))]
+        for split, names in files.items()
+    }
 
 
 def _columns(config: Any, *, token: str | bool | None) -> Sequence[str]:
@@ -163,9 +229,9 @@ def _of_files(path: Path, *, split: str, options: Mapping[str, Any]) -> Iterable
             f"{found}"
         )
     known = FORMATS[files[0].suffix]
-    if known == "json" and options.keys() <= JSON_OPTIONS:
-        return json_file_rows(files, split=split, options=options)
     names = [str(each) for each in files]
     # Files have no splits, so all of them are the one that was named; its part may be taken (`train[:1000]`).
     plain = split.partition("[")[0]
+    if known == "json" and options.keys() <= JSON_OPTIONS:
+        return json_file_rows({plain: files}, split=split, options=options)
     return _loaded(known, None, split=split, options={**options, "data_files": {plain: names}})

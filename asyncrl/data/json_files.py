@@ -20,19 +20,22 @@ JSON_OPTIONS = frozenset({"field", "encoding", "encoding_errors"})
 """The options of `datasets` for JSON files that this module obeys."""
 
 
-def json_file_rows(files: Sequence[Path], *, split: str, options: Mapping[str, Any]) -> Iterable[Row]:
-    """Returns the rows of files with a list of objects, or with one object a line. `split` may take a part of them
-    (`train[:1000]`). A line that is not JSON is a BadRow, and blank lines are not rows. Raises DatasetError, also while
-    the rows are read, for a file that is not JSON, or not in its encoding."""
-    rows = chain.from_iterable(_rows_of(file, **options) for file in files)
-    name, sliced, _ = split.partition("[")
-    if not sliced:
-        return rows
+def json_file_rows(files: Mapping[str, Sequence[Path]], *, split: str, options: Mapping[str, Any]) -> Iterable[Row]:
+    """Returns the rows of files with a list of objects, or with one object a line. `files` has those of each split.
+    `split` is one of these, or takes parts of some (`train[:1000]+test`).
+
+    A line that is not JSON is a BadRow, and blank lines are not rows. Raises ValueError for an unknown split, and
+    DatasetError, also while the rows are read, for a file that is not JSON, or not in its encoding.
+    """
+    rows = {name: chain.from_iterable(_rows_of(file, **options) for file in named) for name, named in files.items()}
+    if split in rows:
+        return rows[split]
     from datasets import ReadInstruction
 
-    found = list(rows)
-    parts = ReadInstruction.from_spec(split).to_absolute({name: len(found)})
-    return [row for part in parts for row in found[part.from_ : part.to]]
+    found = {name: list(of_split) for name, of_split in rows.items()}
+    parts = ReadInstruction.from_spec("+".join(found) if split == "all" else split)
+    lengths = {name: len(of_split) for name, of_split in found.items()}
+    return [row for part in parts.to_absolute(lengths) for row in found[part.splitname][part.from_ : part.to]]
 
 
 def _rows_of(

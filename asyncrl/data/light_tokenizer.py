@@ -1,7 +1,8 @@
 """A tokenizer from a model's files without transformers, whose import loads torch and takes seconds.
 
-It serves to measure prompts while a run starts. It adds no special tokens of its own, so it never counts more tokens
-than the model's real tokenizer, which decides where this matters.
+It serves to measure prompts while a run starts, and to find the ends of turns in `asyncrl config check`. It adds no
+special tokens of its own, so it never counts more tokens than the model's real tokenizer, which decides where this
+matters.
 """
 
 import json
@@ -20,11 +21,17 @@ the beginning and one at the end (`add_bos_token` and `add_eos_token`)."""
 
 
 class LightTokenizer:
-    """Has the methods of a tokenizer that `encode_prompts` calls."""
+    """Has the methods of a tokenizer that `encode_prompts` and `turn_ends` call."""
 
-    def __init__(self, core: Any, *, template: Any, names: Mapping[str, Any], tool_template: Any = None) -> None:
+    all_special_ids: Sequence[int] = ()
+    """Is empty: `added_tokens_decoder` has them."""
+
+    def __init__(
+        self, core: Any, *, path: Path, template: Any, names: Mapping[str, Any], tool_template: Any = None
+    ) -> None:
         self._core = core
         self._names = names
+        self.name_or_path = str(path)
         self.chat_template = template
         self._tool_template = tool_template or template
         self.added_at_most = 0 if template else max(MOST_SPECIAL_TOKENS, core.num_special_tokens_to_add(False))
@@ -51,6 +58,12 @@ class LightTokenizer:
         """The id of `bos_token`."""
         return None if self.bos_token is None else self._core.token_to_id(self.bos_token)
 
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id of the token that ends a sequence; None if the model's files do not name it."""
+        token = self._names.get("eos_token")
+        return None if token is None else self._core.token_to_id(token)
+
     def text_of(self, token: int) -> str:
         """Returns the text of an id of the vocabulary."""
         return str(self._core.id_to_token(token))
@@ -60,15 +73,29 @@ class LightTokenizer:
         return str(self._core.decode(list(ids), skip_special_tokens=False))
 
     def apply_chat_template(
-        self, conversations: Sequence[list[dict[str, str]]], *, tools: Tools | None = None, **_: bool
-    ) -> list[list[int]]:
-        """Returns the token ids of each conversation, up to the beginning of the model's answer."""
+        self,
+        conversation: Sequence[Any],
+        *,
+        tools: Tools | None = None,
+        add_generation_prompt: bool = True,
+        **_: bool,
+    ) -> Any:
+        """Returns the token ids of a list of messages, or of each of several ones, with the beginning of the model's
+        answer if `add_generation_prompt` is true."""
         template = self._tool_template if tools else self.chat_template
+        several = not isinstance(conversation[0], Mapping)
         texts = [
-            template.render(messages=messages, tools=tools, documents=None, add_generation_prompt=True, **self._names)
-            for messages in conversations
+            template.render(
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._names,
+            )
+            for messages in (conversation if several else [conversation])
         ]
-        return self(texts, add_special_tokens=False)["input_ids"]
+        ids = self(texts, add_special_tokens=False)["input_ids"]
+        return ids if several else ids[0]
 
 
 def light_tokenizer(
@@ -93,10 +120,10 @@ def light_tokenizer(
         if key.endswith("_token") and isinstance(value, str | Mapping)
     }
     if source is None:
-        return LightTokenizer(core, template=None, names=names)
+        return LightTokenizer(core, path=path, template=None, names=names)
     try:
         with_tools = _compiled(named[TOOL_TEMPLATE]) if tools and TOOL_TEMPLATE in named else None
-        tokenizer = LightTokenizer(core, template=_compiled(source), names=names, tool_template=with_tools)
+        tokenizer = LightTokenizer(core, path=path, template=_compiled(source), names=names, tool_template=with_tools)
         for given in ((), tools):
             tokenizer.apply_chat_template([[{"role": "user", "content": "x"}]], tools=given or None)
     except Exception:  # only transformers can render a template that needs more than these names

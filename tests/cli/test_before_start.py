@@ -213,13 +213,36 @@ def test_a_small_file_is_read_as_a_whole(tmp_path: Path) -> None:
     assert note == "data.dataset = jsonl: all rows were read; a run reads all of them before it starts"
 
 
-def model_in(folder: Path, *, template: str = "", vocabulary: int = 98) -> Path:
+def model_in(folder: Path, *, template: str = "", vocabulary: int = 98, added: Sequence[str] = ()) -> Path:
     tokenizer = build_tokenizer(max_length=16)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*added]})
     tokenizer.chat_template = template or None
     tokenizer.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({"vocab_size": vocabulary}))
     (folder / "model.safetensors").touch()
     return folder
+
+
+@pytest.mark.parametrize("only_transformers", [False, True], ids=["", "only transformers renders it"])
+@pytest.mark.parametrize(
+    ("turn", "end"),
+    [
+        ("[{{ m.role }}]{{ m.content }}<|im_end|>", "<|im_end|>"),
+        ("{{ m.role }}: {{ m.content }}<|eot|>", "<|eot|>"),
+        ("<turn>{{ m.role }} {{ m.content }}</turn>", "</turn>"),
+    ],
+)
+def test_check_names_the_end_of_a_base_models_template(
+    turn: str, end: str, only_transformers: bool, tmp_path: Path
+) -> None:
+    template = f"{{% for m in messages %}}{turn}{{% endfor %}}" + "{{ strftime_now('') }}" * only_transformers
+    model = model_in(tmp_path / "model", template=template, added=["<turn>", end])
+    overrides = ("model.tiny=null", f"model.path={model}")
+    [note] = look(settings(*overrides))
+    assert note.startswith(f"the chat template ends an answer with {end!r}, and the model's own end is '<eos>'")
+    assert look(settings(*overrides, "data.chat=off")) == []
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 99]}))
+    assert look(settings(*overrides)) == []
 
 
 def rows_of(tmp_path: Path, *prompts: str) -> Sequence[str]:

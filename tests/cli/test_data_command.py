@@ -104,6 +104,18 @@ def test_a_tiny_model_keeps_its_weights_when_its_prompts_are_shown_with_other_le
     assert {file.name: file.read_bytes() for file in (tmp_path / "tiny").iterdir()} == before
 
 
+@pytest.mark.parametrize("more", [[], ["--heldout"], ["--row", "2"]], ids=["training", "heldout", "row"])
+def test_the_prompts_of_a_tiny_chat_model_that_is_not_built_are_shown_with_their_answers(
+    more: list[str], tmp_path: Path
+) -> None:
+    recipe = QUICKSTART.with_name("tiny_chat.yaml")
+    sets = [f"model.path={tmp_path / 'tiny'}", "model.tiny={chat: true}", f"run.dir={tmp_path / 'runs'}"]
+    shown = CliRunner().invoke(app, ["data", "show", "-c", str(recipe), *sets, *more])
+    assert shown.exit_code == 0, shown.output
+    assert "[<|im_end|>]" in shown.output.partition("sampled, trained:")[2].splitlines()[0]
+    assert not (tmp_path / "tiny").exists()
+
+
 ROWS = {
     "csv": "question,answer,level\n1+1=,02,3\n2+2=,4,\n1+1=,02,3\n3+3=<eos>,6,1\n,7,1\n" + "9" * 70 + ",1,1\n",
     "jsonl": "\n".join(

@@ -9,6 +9,7 @@ import pytest
 
 from asyncrl.data.light_tokenizer import light_tokenizer
 from asyncrl.data.tokenizer import encode_prompts, load_tokenizer
+from asyncrl.data.turn_ends import engine_ends, template_end
 from asyncrl.demo.tiny_model import build_tokenizer
 from asyncrl.errors import ConfigError
 
@@ -33,6 +34,19 @@ def test_prompts_have_the_same_ids_as_in_transformers(chat: str, folder: Path) -
     expected = encode_prompts(load_tokenizer(str(folder), chat=chat), PROMPTS)
     assert encode_prompts(light, PROMPTS) == expected
     assert (len(expected[0]) == len(PROMPTS[0])) is (chat == "off")
+
+
+@pytest.mark.parametrize("prompted", [True, False])
+def test_a_conversation_has_the_same_ids_and_ends_as_in_transformers(prompted: bool, folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(
+        TEMPLATE.replace("<bot>", "{% if add_generation_prompt %}<bot>{% endif %}")
+    )
+    light, exact = light_tokenizer(folder, chat="auto"), load_tokenizer(str(folder))
+    assert light is not None
+    turns = [{"role": role, "content": f"{role}s text"} for role in ("system", "user", "assistant", "user")]
+    expected = exact.apply_chat_template(turns, add_generation_prompt=prompted, tokenize=True, return_dict=False)
+    assert light.apply_chat_template(turns, add_generation_prompt=prompted) == expected
+    assert (engine_ends(light), template_end(light)) == (engine_ends(exact), template_end(exact))
 
 
 def test_a_template_in_the_tokenizers_settings_is_read_as_well(folder: Path) -> None:

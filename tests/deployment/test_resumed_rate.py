@@ -72,8 +72,17 @@ def test_the_rates_of_a_run_of_a_hundred_steps_that_gets_a_hundred_more() -> Non
         (50, {"learner.optimizer.schedule": "constant"}, {"learner.total_steps": 400}),
         (5, {"learner.optimizer.warmup_steps": 10}, {"learner.total_steps": 400}),
         (50, {}, {"learner.optimizer.weight_decay": 0.1, "staleness.max_versions": 4}),
+        (
+            100,
+            {"learner.optimizer.learning_rate": 1.0},
+            {
+                "learner.total_steps": 400,
+                "learner.optimizer.learning_rate": 0.1,
+                "learner.optimizer.schedule": "constant",
+            },
+        ),
     ],
-    ids=["nothing", "constant", "in the warm-up", "other settings"],
+    ids=["nothing", "constant", "in the warm-up", "other settings", "the last rate stays"],
 )
 def test_a_rate_that_does_not_jump_has_no_line(step: int, before: dict[str, Any], now: dict[str, Any]) -> None:
     assert lines(step, {"learner.total_steps": 100, **before}, now) == []

@@ -16,6 +16,7 @@ from asyncrl.errors import ConfigError
 pytestmark = pytest.mark.integration
 
 PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"
+RECIPES = Path(__file__).parents[2] / "configs"
 TASK = Task(question="3+4", prompt="3+4=", answer="7")
 COMPLETIONS = ["7", "so 7", "8", "seven"]
 
@@ -72,12 +73,15 @@ async def test_the_reward_for_trl_is_refused_with_the_lines_of_the_page(tasks: N
 
 
 def test_the_configuration_with_a_secret_is_one(tmp_path: Path) -> None:
-    several, judged, secret = examples("yaml")
-    for name, text in {"several": several, "judged": judged, "secret": secret}.items():
+    several, judged, local, secret = examples("yaml")
+    for name, text in {"several": several, "judged": judged, "local": local, "secret": secret}.items():
         (tmp_path / f"{name}.yaml").write_text(text)
     assert load_config([tmp_path / "secret.yaml"], []).environment.secrets == ["JUDGE_API_KEY"]
     names = [term.name for term in load_config([tmp_path / "several.yaml"], []).environment.rewards]
     assert names == ["right", "format", "brief", "polite"]
     config = load_config([tmp_path / "judged.yaml"], [])
     assert config.environment.secrets == [config.environment.rewards[0].options["key_variable"]]
+    build_reward(config.environment)
+    config = load_config([RECIPES / "tiny_chat.yaml", tmp_path / "local.yaml"], [])
+    assert [term.fn for term in config.environment.rewards] == ["judge"]
     build_reward(config.environment)

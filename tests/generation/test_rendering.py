@@ -197,7 +197,7 @@ def with_generation_config(tokenizer: Any, folder: Path, eos: Any) -> Any:
 
 def test_ends_are_those_of_the_generation_config_and_of_the_template(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(chatml(PLAIN) + "{# <|endoftext|> <|other|> #}")
-    turn, text = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    turn, text, other = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>", "<|other|>"])
     assert engine_ends(tokenizer) == {turn}
     tokenizer.eos_token = "<|endoftext|>"
     assert (template_end(tokenizer), further_end(tokenizer)) == (turn, turn), "a base model with a chat template"
@@ -205,12 +205,16 @@ def test_ends_are_those_of_the_generation_config_and_of_the_template(tmp_path: P
     assert note is not None
     assert "'<|im_end|>'" in note
     assert "'<|endoftext|>'" in note
-    for eos in ([text, turn], turn):
+    for eos in ([text, turn], [turn], [other, turn, text], turn):
         with_generation_config(tokenizer, tmp_path, eos)
-        assert engine_ends(tokenizer) == {turn, text}
+        assert engine_ends(tokenizer) == {turn, text, *(eos if isinstance(eos, list) else [])}
         assert further_end(tokenizer) is None
         assert note_on_ends(tokenizer) is None
     assert Renderer(tokenizer).ends == {turn, text}
+    for eos in ([], [text], [other, text], None):
+        with_generation_config(tokenizer, tmp_path, eos)
+        assert engine_ends(tokenizer) == {text, *(eos or [])}
+        assert further_end(tokenizer) == turn
 
 
 BASE_MODELS = {

@@ -118,15 +118,25 @@ async def test_a_request_ends_at_the_end_of_the_chat_template_too(end: int | Non
 
 @pytest.mark.asyncio
 @pytest.mark.usefixtures("_without_vllm")
-@pytest.mark.parametrize("stop", [(), ("x",)], ids=["without stop strings", "with stop strings"])
-async def test_the_text_does_not_depend_on_stop_strings(stop: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("stop", "decoded", "expected"),
+    [
+        ((), "ab", "ab"),
+        (("x",), "ab", "ab"),
+        (("</answer>", "\n\n"), "<answer>7</answer>", "<answer>7"),
+        (("Question:", "。"), "\u4e8c\u3002Question:", "\u4e8c"),
+    ],
+    ids=["none", "absent", "a tag", "the first of several"],
+)
+async def test_the_text_does_not_depend_on_stop_strings(stop: tuple[str, ...], decoded: str, expected: str) -> None:
     """vLLM decodes a request with stop strings token by token, with a space before the first word."""
     llm = EndedLLM("stop")
-    llm._outputs[0].text = " ab"
+    llm.tokenizer = SimpleNamespace(decode=lambda token_ids, **_: decoded)
+    llm._outputs[0].text = f" {expected}"
     [found] = await VLLMEngine(llm, config=Config(), processes=[]).generate(
         [7], n=1, seed=None, temperature=1.0, max_tokens=2, stop=stop
     )
-    assert found.text == "ab"
+    assert found.text == expected
 
 
 @pytest.mark.asyncio
