@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,8 +38,8 @@ def lines(rows: list[Any]) -> bytes:
 
 
 REPOSITORIES = {
-    "by name": {"train.jsonl": lines(TRAIN), "test.json": json.dumps(TEST).encode(), "README.md": b"text"},
-    "without a card": {"data/train.json": json.dumps(TRAIN, indent=1).encode(), "data/test.jsonl": lines(TEST)},
+    "by-name": {"train.jsonl": lines(TRAIN), "test.json": json.dumps(TEST).encode(), "README.md": b"text"},
+    "without-a-card": {"data/train.json": json.dumps(TRAIN, indent=1).encode(), "data/test.jsonl": lines(TEST)},
     "packed": {"train.jsonl.gz": gzip.compress(lines(TRAIN)), "test.jsonl.gz": gzip.compress(lines(TEST))},
     "subsets": {
         "README.md": CARD.encode(),
@@ -51,18 +50,8 @@ REPOSITORIES = {
 }
 
 
-class Hub(ThreadingHTTPServer):
-    """A Hub with the dataset `own/rows`, which has these files."""
-
-    daemon_threads = True
-
-    def __init__(self, files: dict[str, bytes]) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.files = files
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Hub
+class Handler(BaseHTTPRequestHandler):
+    """A Hub with a dataset `own/NAME` for each of these repositories."""
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -72,21 +61,27 @@ class _Handler(BaseHTTPRequestHandler):
         self.answer(json.dumps([each for each in self.entries() if json.dumps(each["path"]) in asked]).encode())
 
     def do_GET(self) -> None:
-        path, files = self.path.partition("?")[0], self.server.files
+        path, files = self.path.partition("?")[0], self.files()
         if "/tree/" in path:
             folder = path.partition(SHA)[2].strip("/")
             inside = [each for each in self.entries() if each["path"].startswith(f"{folder}/" if folder else "")]
             self.answer(json.dumps(inside).encode())
-        elif path.startswith("/api/datasets/own/rows"):
+        elif path.startswith("/api/datasets/own/"):
             siblings = [{"rfilename": name} for name in files]
-            self.answer(json.dumps({"id": "own/rows", "sha": SHA, "siblings": siblings}).encode())
-        elif path.startswith("/datasets/own/rows/resolve/") and (name := path.split("/", 6)[6]) in files:
+            self.answer(json.dumps({"id": f"own/{self.name()}", "sha": SHA, "siblings": siblings}).encode())
+        elif "/resolve/" in path and (name := path.split("/", 6)[6]) in files:
             self.answer(files[name], ETag=f'"{name}"', **{"X-Repo-Commit": SHA})
         else:
             self.answer(b"", status=404, **{"X-Error-Code": "EntryNotFound", "X-Repo-Commit": SHA})
 
+    def name(self) -> str:
+        return self.path.partition("/own/")[2].partition("/")[0].partition("?")[0]
+
+    def files(self) -> dict[str, bytes]:
+        return REPOSITORIES.get(self.name(), {})
+
     def entries(self) -> list[dict[str, Any]]:
-        files = self.server.files
+        files = self.files()
         folders = {name.rpartition("/")[0] for name in files if "/" in name}
         return [
             *({"type": "directory", "path": name, "oid": "0"} for name in folders),
@@ -105,44 +100,41 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
+SPLITS = {"train": TRAIN, "test": TEST, "train[1:3]": TRAIN[1:3], "test[:1]+train[3:]": [TEST[0], TRAIN[3]]}
 READS = """
 import json, sys
 from asyncrl.data.hugging_face import hugging_face_rows
-subset, *splits = json.loads(sys.argv[1])
-for split in splits:
-    print(json.dumps(list(hugging_face_rows("own/rows", subset=subset, split=split, options={}))))
+names, splits = json.loads(sys.argv[1])
+for name in names:
+    subset = "main" if name == "subsets" else None
+    for split in splits:
+        print(json.dumps([name, split, list(hugging_face_rows(f"own/{name}", subset=subset, split=split, options={}))]))
 """
 
 
-def read(hub: Hub, home: Path, *splits: str, subset: str | None = None, code: str = READS, **more: str) -> list[Any]:
-    """Returns the rows of each split, read in a new process that knows only this Hub."""
-    environment = {
-        "HF_HOME": str(home),
-        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
-        "HF_HUB_DISABLE_XET": "1",
-        "PATH": "/usr/bin:/bin",
-        "PYTHONPATH": ":".join(sys.path),
-    }
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment of a process that knows only this Hub, and has downloaded nothing yet."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        yield {
+            "HF_HOME": str(tmp_path_factory.mktemp("home")),
+            "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
+            "HF_HUB_DISABLE_XET": "1",
+            "PATH": "/usr/bin:/bin",
+            "PYTHONPATH": ":".join(sys.path),
+        }
+        hub.shutdown()
+
+
+@pytest.mark.parametrize("more", [{}, {"HF_HUB_OFFLINE": "1"}], ids=["online", "then offline"])
+def test_values_keep_their_types_and_rows_their_keys(environment: dict[str, str], more: dict[str, str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps([subset, *splits])],
+        [sys.executable, "-c", READS, json.dumps([[*REPOSITORIES], [*SPLITS]])],
         env=environment | more, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-@pytest.fixture
-def hub(request: pytest.FixtureRequest) -> Iterator[Hub]:
-    with Hub(REPOSITORIES[request.param]) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server
-        server.shutdown()
-
-
-@pytest.mark.parametrize("hub", REPOSITORIES, indirect=True)
-def test_values_keep_their_types_and_rows_their_keys_online_and_offline(hub: Hub, tmp_path: Path) -> None:
-    subset = "main" if "other.json" in hub.files else None
-    parts = {"train": TRAIN, "test": TEST, "train[1:3]": TRAIN[1:3], "test[:1]+train[3:]": [TEST[0], TRAIN[3]]}
-    expected = repr([*parts.values()])
-    assert repr(read(hub, tmp_path, *parts, subset=subset)) == expected
-    assert repr(read(hub, tmp_path, *parts, subset=subset, HF_HUB_OFFLINE="1")) == expected
+    found = {(name, split): rows for name, split, rows in map(json.loads, done.stdout.splitlines())}
+    for name in REPOSITORIES:
+        for split, rows in SPLITS.items():
+            assert repr(found[name, split]) == repr(rows), (name, split)
