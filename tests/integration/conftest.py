@@ -9,11 +9,14 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 import pytest
 import pytest_asyncio
+from typer.testing import CliRunner
 
+from asyncrl.cli.main import app
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.environments.interfaces import build_tasks
@@ -153,6 +156,15 @@ class Command:
 
 
 Run = Callable[..., Command]
+
+
+def in_this_process(*arguments: str) -> str:
+    """Runs an `asyncrl` command that needs no process of its own, and returns its output. The command's imports, which
+    take seconds, are then paid once. Fails the test if the command fails."""
+    with patch.dict(os.environ):  # a command may set variables of Ray
+        result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    return result.output
 
 
 @pytest.fixture

@@ -24,8 +24,9 @@ ONE_LINE = {"COLUMNS": "500"}
 
 
 def expect_advice(command: Command, run: Path, *, bound: Bound, advice: str, steps: int = 1) -> None:
-    """Waits until the records show this bound, which costs little. Then repeats `top`, `status` and `status --json` until
-    each has named the setting for it, and waits until the run has `steps` steps. The run must go on until then."""
+    """Waits until the records show this bound, which costs little. Then repeats `top`, `status` and `status --json`
+    until each has named the setting for it, and waits until the run has `steps` steps. The run must go on until
+    then."""
     command.wait_for((run / "steps.jsonl").exists, timeout_s=HEARD_S, what="a first step")
     command.wait_for(lambda: recorded(run).bound is bound, timeout_s=HEARD_S, what=f"{bound} in the records")
     address = json.loads((run / "run.json").read_bytes())["ray_address"]

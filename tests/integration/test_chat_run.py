@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from chat_models import tiny_llama, write_conversations
-from conftest import REPOSITORY, Command
+from conftest import REPOSITORY, Command, in_this_process
 
 from asyncrl.config.load import load_config
 from asyncrl.learner.record_lines import read_lines
@@ -91,5 +91,4 @@ def test_a_chat_model_trains_on_conversations_with_two_rewards(tmp_path: Path) -
     assert (evaluations[0].version, evaluations[-1].version) == (0, STEPS)
     for evaluation in evaluations:
         assert (evaluation.prompts, evaluation.samples, evaluation.pass_at.keys()) == (8, 2, {1, 2})
-    audit = Command(["audit", str(run)], log=tmp_path / "audit.log", environment={})
-    assert audit.wait(120) == 0, audit.output()
+    in_this_process("audit", str(run))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
-from conftest import QUICKSTART, Command, Run, engines_of, small_overrides
+from conftest import QUICKSTART, Command, Run, engines_of, in_this_process, small_overrides
 from kills import kill, ray_session
 from onlookers import expect_advice
 
@@ -253,8 +253,7 @@ def test_generators_the_learner_and_the_index_are_killed_and_no_group_is_lost(
     trained = [group for _, group in steps_and_groups]
     assert len(trained) == len(set(trained)) == 4 * summary["steps"]
     assert set(range(4 * (killed_at + 3))) <= set(trained)
-    audit = run_command("audit", str(run))
-    assert audit.wait(200) == 0, audit.output()
+    in_this_process("audit", str(run))
 
 
 def test_learner_first_then_a_generator_and_down_ends_what_a_killed_learner_left(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import QUICKSTART, Run, small_overrides
+from conftest import QUICKSTART, Run, in_this_process, small_overrides
 from kills import kill
 from peft import PeftModel
 from safetensors import safe_open
@@ -97,9 +97,8 @@ def test_a_run_with_an_adapter_whose_ray_loses_its_head_starts_ray_again_and_goe
     assert "model.lora.alpha" in refused.output()
 
     adapter, whole = tmp_path / "adapter", tmp_path / "whole"
-    assert run_command("export", str(run), str(adapter)).wait(120) == 0
-    merging = run_command("export", str(run), str(whole), "--merge")
-    assert merging.wait(120) == 0, merging.output()
+    in_this_process("export", str(run), str(adapter))
+    in_this_process("export", str(run), str(whole), "--merge")
     with safe_open(adapter / "adapter_model.safetensors", framework="pt") as file:
         names = [*file.keys()]
         assert sum(file.get_tensor(name).numel() for name in names) == values
