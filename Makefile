@@ -16,8 +16,10 @@ train: $(TO_TRAIN)
 	$(BIN)/asyncrl up -c configs/quickstart.yaml $(ARGS)
 
 # Leaves out the tests of `make campaign`. Two workers, each of which runs one test file at a time. The files run in the order of their names, which puts the long
-# ones into the middle, so that both workers have work until the end.
+# ones into the middle, so that both workers have work until the end. The tests start hundreds of processes, which would each compile asyncrl
+# where PYTHONDONTWRITEBYTECODE is set.
 test: $(STAMP)
+	$(BIN)/python -m compileall -q asyncrl
 	$(PYTEST) --numprocesses=2 --no-loadscope-reorder -m "not campaign" $(ARGS)
 
 # Takes half a minute. Leaves out tests that start real processes, train, or import a large library.

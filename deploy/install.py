@@ -55,6 +55,10 @@ HAS_PACKAGES = """
 import importlib.util, sys
 sys.exit(not all(map(importlib.util.find_spec, ("torch", "vllm"))))
 """
+COMPILES = """
+import compileall, sysconfig
+compileall.compile_dir(sysconfig.get_paths()["purelib"], quiet=2, workers=0)
+"""
 LEFT_OUT = "{} ; python_version < '3'"
 """An override with which uv does not install a package."""
 
@@ -245,6 +249,15 @@ class Environment:
         # As pip does: the newest version of all sources, and not those of the first source only.
         self.variables.setdefault("UV_INDEX_STRATEGY", "unsafe-best-match")
 
+    def compile(self):
+        """Compiles all packages, except those that are already compiled.
+
+        Without it, each process of the first run would compile what it imports, and where PYTHONDONTWRITEBYTECODE is
+        set, each process of every run: torch alone takes seconds. uv would compile only what the same call installs,
+        and not a torch that is there already.
+        """
+        subprocess.call([self.python, "-c", COMPILES], env=self.variables, stdin=subprocess.DEVNULL)
+
     def remove_vllm_unless(self, extra):
         """Removes vLLM if it is the one of the other extra. Both packages have the same folder `vllm`, so that each one
         damages the other."""
@@ -348,7 +361,7 @@ def install(environment, machine, extra, also, editable):
         "--override": torch_for_cpus(environment, machine) if extra == "cpu" else [],
         "--constraint": for_gpus() if extra == "gpu" else [],
     }
-    print("all other packages: at the end uv compiles them for one to three minutes without output", flush=True)
+    print("all other packages", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         files = {option: Path(folder, f"{option.strip('-')}.txt") for option in lines if lines[option]}
         for option, file in files.items():
@@ -356,12 +369,12 @@ def install(environment, machine, extra, also, editable):
         environment.uv(
             "install",
             *["--python", environment.python],
-            # Otherwise each process of the first run would compile what it imports, which takes minutes.
-            "--compile-bytecode",
             *["--constraint", f"constraints-{extra}.txt"],
             *[word for option, file in files.items() for word in (option, str(file))],
             *[*["--editable"] * editable, source],
         )
+    print("bytecode: Python compiles the packages for one to three minutes without output", flush=True)
+    environment.compile()
     print(f"installed into {environment.python} in {time.time() - began_s:.0f} s", flush=True)
 
 

@@ -197,6 +197,19 @@ def test_an_environment_without_pip_gets_it(tmp_path: Path) -> None:
     assert subprocess.run([python, "-m", "pip", "--version"], timeout=60, check=False).returncode == 0
 
 
+@pytest.mark.slow
+def test_packages_that_are_there_already_are_compiled_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path)], timeout=60, check=True)
+    environment = install.Environment(tmp_path / "bin" / "python")
+    [packages] = tmp_path.glob("lib/python*/site-packages")
+    (packages / "torch").mkdir()
+    (packages / "torch" / "__init__.py").write_text("")
+    (packages / "template.py").write_text("class {{ name }}:")
+    environment.compile()
+    assert [path.name.partition(".")[0] for path in packages.rglob("*.pyc")] == ["__init__"]
+
+
 def test_this_machine_can_be_installed_on() -> None:
     found = install.this_machine(Path(sys.prefix), True)
     assert install.refusal(found._replace(free_gib=50.0), "cpu") is None
