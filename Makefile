@@ -13,19 +13,21 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist=loadfile
 # Containers often set this variable. Each process would then compile all of asyncrl and of the tests again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test unit check docs constraints mutations processors bench
+.PHONY: train test unit check docs constraints mutations processors campaign bench
 
 train: $(TO_TRAIN)
 	$(BIN)/asyncrl up -c configs/quickstart.yaml $(ARGS)
 
-# Two workers, each of which runs one test file at a time. The files run in the order of their names, which puts the long
-# ones into the middle, so that both workers have work until the end.
+# Leaves out the tests of `make campaign`. Two workers, each of which runs one test file at a time. The files run in the order of their names, which puts the long
+# ones into the middle, so that both workers have work until the end. The tests start hundreds of processes, which would each compile asyncrl
+# where PYTHONDONTWRITEBYTECODE is set.
 test: $(STAMP)
-	$(PYTEST) --numprocesses=2 --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m compileall -q asyncrl
+	$(PYTEST) --numprocesses=2 --no-loadscope-reorder -m "not campaign" $(ARGS)
 
 # Takes half a minute. Leaves out tests that start real processes, train, or import a large library.
 unit: $(STAMP)
-	$(PYTEST) --numprocesses=2 --hypothesis-profile=quick -m "not integration and not slow" $(ARGS)
+	$(PYTEST) --numprocesses=2 --hypothesis-profile=quick -m "not integration and not slow and not campaign" $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -48,6 +50,15 @@ mutations: $(STAMP)
 # each setting.
 processors: $(STAMP)
 	$(BIN)/python tests/run_processors.py $(ARGS)
+
+# Runs before a release, and not in CI: the two targets above, the report in Chromium, random datasets, and real runs
+# whose processes are killed or frozen at random moments. Takes about three hours. Adds the killed runs to
+# benchmarks/crash_campaign.jsonl.
+campaign: mutations processors
+	$(PYTEST) -m campaign
+	$(BIN)/python benchmarks/data_campaign.py
+	$(BIN)/python benchmarks/pool_campaign.py
+	$(BIN)/python benchmarks/crash_campaign.py run
 
 # Measures how fast runs are, and writes the tables in docs/benchmarks.md. The machine must have no other work. The first
 # call makes an environment for TRL.

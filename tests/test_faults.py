@@ -30,6 +30,6 @@ def test_a_promise_without_a_test_and_a_mark_without_a_fault_are_found(faults: M
 def test_the_tests_of_a_fault_are_found_by_their_marks(faults: ModuleType) -> None:
     found = faults.marked_tests()
     assert "data/test_rows.py::test_a_missing_file_names_the_file_and_the_knob" in found["F33"]
-    both = "integration/test_policy_over_ray.py::test_two_ranks_name_lost_rows_go_on_and_end_together"
+    both = "integration/test_drivers_over_ray.py::test_two_ranks_name_lost_rows_go_on_and_end_together"
     assert both in found["F34"]
     assert both in found["F37"]

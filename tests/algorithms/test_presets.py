@@ -1,8 +1,6 @@
 """Presets and overrides: they are data, do not import torch, and are refused with advice if they make no sense."""
 
 import math
-import subprocess
-import sys
 from typing import Any
 
 import msgspec
@@ -25,12 +23,6 @@ from asyncrl.algorithms.objective_properties import is_corrected, is_product
 from asyncrl.algorithms.presets import PRESETS, baseline_of, resolve_objective
 from asyncrl.config.schema import AlgorithmSection
 from asyncrl.errors import ConfigError
-
-
-@pytest.mark.slow
-def test_presets_import_without_torch() -> None:
-    code = "import sys, asyncrl.algorithms.presets; sys.exit(bool({'torch', 'ray', 'vllm'} & set(sys.modules)))"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_the_default_is_corrected_and_the_uncorrected_ones_are_known() -> None:

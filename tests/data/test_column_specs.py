@@ -1,7 +1,5 @@
 """Right padding is verified row by row. The names of `asyncrl.data` import torch only on first use."""
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -77,14 +75,3 @@ def test_every_name_of_the_package_can_be_imported_from_it() -> None:
     assert all(getattr(asyncrl.data, name) is not None for name in asyncrl.data.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Batch'"):
         asyncrl.data.Batch  # noqa: B018
-
-
-@pytest.mark.slow
-def test_the_package_and_its_pure_modules_come_without_torch() -> None:
-    script = (
-        "import sys, asyncrl.data, asyncrl.data.packing, asyncrl.data.prompts, asyncrl.data.sharding\n"
-        "from asyncrl.data import SequencePackingArgs, get_packer\n"
-        "print([m for m in ('torch', 'ray', 'vllm') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "[]"

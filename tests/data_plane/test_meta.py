@@ -1,8 +1,6 @@
 """KVBatchMeta: its methods return copies, and certain laws relate them."""
 
 import copy
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -171,19 +169,3 @@ def test_every_name_of_the_package_can_be_imported_from_it() -> None:
     assert asyncrl.data_plane.KVBatchMeta is KVBatchMeta
     with pytest.raises(AttributeError, match="no attribute 'Meta'"):
         asyncrl.data_plane.Meta  # noqa: B018
-
-
-@pytest.mark.slow
-def test_the_package_comes_without_torch() -> None:
-    script = "import sys, asyncrl.data_plane; print([m for m in ('torch', 'ray') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "[]"
-
-
-@pytest.mark.slow
-def test_the_coordinators_client_comes_without_torch() -> None:
-    """The coordinator lists and clears rows. It reads none, and torch would cost it 200 MB and seconds of its run."""
-    modules = "sys, asyncrl.coordinator.actor, asyncrl.data_plane.object_store"
-    script = f"import {modules}; print([name in sys.modules for name in ('torch', 'ray')])"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "[False, True]"

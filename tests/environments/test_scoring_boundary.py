@@ -1,9 +1,10 @@
 """Reward code that attacks its generator fails its own completion: it ends neither the generator, nor the scorer."""
 
+import asyncio
 import contextlib
 import ctypes
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import psutil
 import pytest
@@ -12,6 +13,7 @@ from scoring_processes import pids
 
 from asyncrl.config.schema import EnvironmentSection
 from asyncrl.data.prompts import Task
+from asyncrl.environments.scores import Score
 from asyncrl.environments.scoring import Scorer
 from asyncrl.environments.scoring_messages import MAX_COMPONENTS, MAX_FAILURE_CHARS, RewardFailure
 from asyncrl.errors import DataError
@@ -31,27 +33,42 @@ async def scoring(reward: str, *, timeout_s: float = 30.0) -> AsyncIterator[Scor
         await scorer.close()
 
 
+def failure_in(scores: Sequence[Score]) -> DataError:
+    """Returns the failure of a group of one attack and one completion that is scored. The failure can be recorded."""
+    failure, score = scores
+    assert score == 3.0
+    assert isinstance(failure, DataError)
+    assert len(str(failure).encode()) <= 4 * MAX_FAILURE_CHARS
+    assert "boundary_rewards" in str(failure)
+    return failure
+
+
 async def failures(scorer: Scorer, attacks: list[str]) -> list[DataError]:
-    """Returns the failures of groups with one attack each, whose other completion is scored. All failures can be
-    recorded."""
-    found = []
-    for attack in attacks:
-        failure, score = await scorer.score(TASK, [attack, "abc"])
-        assert score == 3.0
-        assert isinstance(failure, DataError)
-        assert len(str(failure).encode()) <= 4 * MAX_FAILURE_CHARS
-        assert "boundary_rewards" in str(failure)
-        found.append(failure)
-    return found
+    """Returns the failures of groups with one attack each, whose other completion is scored."""
+    return [failure_in(await scorer.score(TASK, [attack, "abc"])) for attack in attacks]
+
+
+@pytest.fixture(scope="module")
+def attacked() -> dict[str, Sequence[Score]]:
+    """Returns the scores of a group for each attack, which has a scorer of its own. Most attacks end with their time
+    limit, so some of them wait for it at the same time."""
+    limits_s = dict.fromkeys(MEMORY, 1.0) | dict.fromkeys(MESSAGES, 2.0)
+    at_once = asyncio.Semaphore(4)
+
+    async def scores_of(attack: str, timeout_s: float) -> Sequence[Score]:
+        async with at_once, scoring("attack", timeout_s=timeout_s) as scorer:
+            return await scorer.score(TASK, [attack, "abc"])
+
+    async def all_scores() -> list[Sequence[Score]]:
+        return await asyncio.gather(*(scores_of(attack, limit_s) for attack, limit_s in limits_s.items()))
+
+    return dict(zip(limits_s, asyncio.run(all_scores()), strict=True))
 
 
 @pytest.mark.parametrize("attack", list(MEMORY))
-@pytest.mark.asyncio
 @pytest.mark.fault("F32")
-async def test_writing_to_the_shared_memory_fails_the_completion(attack: str) -> None:
-    async with scoring("attack", timeout_s=1.0) as scorer:
-        [failure] = await failures(scorer, [attack])
-        assert failure.reason in (RewardFailure.TIMEOUT, RewardFailure.RAISED)
+def test_writing_to_the_shared_memory_fails_the_completion(attack: str, attacked: dict[str, Sequence[Score]]) -> None:
+    assert failure_in(attacked[attack]).reason in (RewardFailure.TIMEOUT, RewardFailure.RAISED)
 
 
 def signals_have_scopes() -> bool:
@@ -60,18 +77,17 @@ def signals_have_scopes() -> bool:
 
 
 @pytest.mark.skipif(not signals_have_scopes(), reason="the kernel cannot keep signals back")
-@pytest.mark.parametrize("attack", list(SIGNALS))
 @pytest.mark.asyncio
 @pytest.mark.fault("F19")
-async def test_reward_code_can_send_signals_only_to_its_own_processes(attack: str) -> None:
+async def test_reward_code_can_send_signals_only_to_its_own_processes() -> None:
     other = psutil.Popen(["sleep", "300"])
     try:
         other.suspend()
         async with scoring("attack") as scorer:
             [pid] = pids(scorer)
-            [failure] = await failures(scorer, [attack])
-            if attack != "all_processes":  # this call of Linux does not report what it may not do
-                assert "permitted" in str(failure) or "exit status 1" in str(failure)
+            for attack, failure in zip(SIGNALS, await failures(scorer, list(SIGNALS)), strict=True):
+                if attack != "all_processes":  # this call of Linux does not report what it may not do
+                    assert "permitted" in str(failure) or "exit status 1" in str(failure), attack
             assert pids(scorer) == [pid]
         assert other.status() == psutil.STATUS_STOPPED
     finally:
@@ -98,12 +114,9 @@ async def test_names_and_texts_that_cannot_be_recorded_fail_their_completion_and
 
 
 @pytest.mark.parametrize("attack", list(MESSAGES))
-@pytest.mark.asyncio
 @pytest.mark.fault("F32")
-async def test_a_forged_message_fails_the_completion(attack: str) -> None:
-    async with scoring("attack", timeout_s=2.0) as scorer:
-        [failure] = await failures(scorer, [attack])
-        assert failure.reason in (RewardFailure.CRASHED, RewardFailure.TIMEOUT)
+def test_a_forged_message_fails_the_completion(attack: str, attacked: dict[str, Sequence[Score]]) -> None:
+    assert failure_in(attacked[attack]).reason in (RewardFailure.CRASHED, RewardFailure.TIMEOUT)
 
 
 @pytest.mark.asyncio

@@ -81,10 +81,10 @@ async def failure_of(scorer: Scorer, *completions: str) -> DataError:
 
 @pytest.mark.asyncio
 async def test_the_limit_of_a_plain_reward_begins_anew_with_each_completion() -> None:
-    async with scoring("each", timeout_s=3.0) as scorer:
+    async with scoring("each", timeout_s=2.0) as scorer:
         [pid] = pids(scorer)
-        assert await scorer.score(TASK, ["1", "1", "1", "1"]) == [pid] * 4, "4 s in total, within 3 s for each"
-        failure = await failure_of(scorer, "1", "600", "1")
+        assert await scorer.score(TASK, ["0.6"] * 4) == [pid] * 4, "2.4 s in total, within 2 s for each"
+        failure = await failure_of(scorer, "0.1", "600", "0.1")
         assert (failure.reason, failure.completion) == (RewardFailure.TIMEOUT, "600")
 
 
@@ -244,14 +244,14 @@ async def test_a_module_that_reads_its_key_when_it_is_imported_gets_the_same_hin
 @pytest.mark.asyncio
 async def test_a_flood_of_output_ends_with_its_limit_and_holds_up_no_other_process() -> None:
     lines = Lines()
-    async with scoring("flood", timeout_s=5.0, workers=2, output=lines) as scorer:
+    async with scoring("flood", timeout_s=3.0, workers=2, output=lines) as scorer:
         flooding = asyncio.ensure_future(scorer.score(TASK, ["flood"]))
         await asyncio.to_thread(lines.wait_for, 1)
         for n in range(100):
             assert await scorer.score(TASK, ["x" * n]) == [float(n)]
         assert not flooding.done()
         [failure] = failures(await flooding)
-        assert "score_timeout_s = 5 s" in str(failure)
+        assert "score_timeout_s = 3 s" in str(failure)
     assert len(lines.seen) < 60 * LINES_A_SECOND
     assert any(line.endswith("lines left out") for line in lines.seen)
 

@@ -212,50 +212,56 @@ def where_the_hosts_name_is_public(command: list[str]) -> list[str]:
     return [*renamed, *command]
 
 
-PAGE = {
-    "a step": (0, r"^loss -?\d.*, effective sample size [01]\.\d+$"),
-    "GRPO": (1, r"^step 2: reward [01]\.\d+, losses -?\d+\.\d+, -?\d+\.\d+$"),
-}
-"""The examples of the page: where each is, and what its output must contain."""
+SAID = (
+    r"^loss -?\d.*, effective sample size [01]\.\d+$",
+    r"^step 2: reward [01]\.\d+, losses -?\d+\.\d+, -?\d+\.\d+$",
+)
+"""What the output of each example of the page must contain."""
+IN_TURN = """
+import runpy, sys
+for number, example in enumerate(sys.argv[1:]):
+    print("example", number, flush=True)
+    runpy.run_path(example, run_name="__main__")
+    import ray
+    ray.shutdown()
+"""
+"""Runs all examples in one process, because each new one would import torch, transformers and Ray again."""
 
 
-@pytest.mark.parametrize("example", PAGE)
-def test_an_example_of_own_loops_runs_as_it_is_and_on_this_machine_alone(
-    example: str, model_path: str, tmp_path: Path
-) -> None:
+def test_the_examples_of_own_loops_run_as_they_are_and_on_this_machine_alone(model_path: str, tmp_path: Path) -> None:
     codes = re.findall(r"```python\n(.*?)```", OWN_LOOP.read_text(), re.DOTALL)
-    assert len(codes) == len(PAGE)
-    place, said = PAGE[example]
-    code = codes[place]
-    assert 'path = "models/tiny-speller"' in code
+    assert len(codes) == len(SAID)
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "tiny-speller").symlink_to(model_path)
-    page, output, seen = tmp_path / "page.py", tmp_path / "output", set()
-    page.write_text(code)
+    examples, output = [tmp_path / f"example-{number}.py" for number in range(len(codes))], tmp_path / "output"
+    for example, code in zip(examples, codes, strict=True):
+        assert 'path = "models/tiny-speller"' in code
+        example.write_text(code)
     with output.open("w") as file:
         loop = psutil.Popen(
-            where_the_hosts_name_is_public([sys.executable, str(page)]),
+            where_the_hosts_name_is_public([sys.executable, "-c", IN_TURN, *map(str, examples)]),
             cwd=tmp_path, env=environment(tmp_path), stdout=file, stderr=subprocess.STDOUT,
         )  # fmt: skip
     deadline_s = time.monotonic() + 800
+    seen: list[set[tuple[str, str]]] = [set() for _ in SAID]
     try:
         while loop.poll() is None:
             assert time.monotonic() < deadline_s, output.read_text()[-4000:]
-            seen |= listening(loop)
+            running = listening(loop)
+            number = len(re.findall(r"^example \d$", output.read_text(), re.MULTILINE)) - 1
+            seen[max(0, number)] |= running
             time.sleep(1)  # polls another process
     finally:
         if loop.poll() is None:
             for left in [*loop.children(recursive=True), loop]:
                 left.kill()
     assert loop.returncode == 0, output.read_text()[-4000:]
-    assert re.search(said, output.read_text(), re.MULTILINE), output.read_text()[-4000:]
     assert "RAY_AUTH_MODE" not in output.read_text(), "the output must not tell the user how to turn tokens off"
-    checkpoint = tmp_path / "checkpoints" / "step-3"
-    assert checkpoint.exists() == (example == "GRPO")
-    assert not checkpoint.exists() or {path.name for path in checkpoint.iterdir()} == {
-        "weights",
-        "optimizer",
-        "tokenizer",
-    }
-    assert {"gcs_server", "raylet"} <= {name for name, _ in seen}
-    assert {address for _, address in seen} == {"127.0.0.1"}
+    _, *outputs = re.split(r"^example \d$", output.read_text(), flags=re.MULTILINE)
+    for said, printed, sockets in zip(SAID, outputs, seen, strict=True):
+        assert re.search(said, printed, re.MULTILINE), printed[-4000:]
+        assert {"gcs_server", "raylet"} <= {name for name, _ in sockets}
+        assert {address for _, address in sockets} == {"127.0.0.1"}
+    [checkpoint] = (tmp_path / "checkpoints").iterdir()
+    assert checkpoint.name == "step-3"
+    assert {path.name for path in checkpoint.iterdir()} == {"weights", "optimizer", "tokenizer"}

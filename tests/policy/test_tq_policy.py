@@ -5,18 +5,20 @@ from typing import Any
 import pytest
 import torch
 from memory_client import MemoryClient
-from noted_ranks import DYNAMIC, LOSS, PACKED, named, settings, stored, tq_on
+from noted_ranks import DYNAMIC, LOSS, PACKED, named, on, settings, stored, tq_on
 from tiny_groups import make_batch
 
 from asyncrl.algorithms.baselines import RewardKL
 from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.algorithms.presets import PRESETS
 from asyncrl.algorithms.token_estimators import DiscountedReturns
+from asyncrl.algorithms.value_loss import ClippedValueLoss
 from asyncrl.data.specs import SUPPORT
 from asyncrl.data_plane import PAD_SEQLEN, KVBatchMeta
 from asyncrl.errors import CallRefused, CallTimeout, MissingColumns, RowsLost, RunError
 from asyncrl.policy.tq_policy import TQPolicy, data_plane_section
 from asyncrl.ranks import named_rows
+from asyncrl.value.tq_value import TQValue
 
 
 def test_each_stage_s_packing_arguments_are_copies_of_its_own() -> None:
@@ -54,6 +56,37 @@ def test_names_are_cut_as_their_rows_are(ranks: int, learner: dict[str, Any], mo
         assert meta.extra_info.get("micro_batch_indices") == shard.micro_batch_indices
         assert meta.extra_info.get("micro_batch_lengths") == shard.micro_batch_lengths
     assert by_name[2] == by_row[2]
+
+
+@pytest.mark.parametrize("learner", [{}, DYNAMIC, PACKED], ids=["padded", "dynamic", "packed"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_names_of_a_critics_rows_are_cut_as_the_rows_are(
+    ranks: int, learner: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = MemoryClient()
+    monkeypatch.setattr(named_rows, "open_client", lambda config: client)
+    critic = TQValue(settings(ranks, **learner), model_path="nowhere")
+    noted = on(critic, ranks=ranks)
+    critic.start()
+    batch = make_batch()
+    batch |= dict.fromkeys(("values", "returns"), batch["generation_logprobs"])
+    client.register_partition("train", [], batch.size, ["train"], 3)
+    meta = named(batch)
+    client.put_samples(meta.sample_ids, "train", fields=batch)
+    batch["ids"] = meta.sample_ids
+    loss = ClippedValueLoss(clip=0.2)
+    for by_name, by_row in (
+        (critic.get_values_from_meta, critic.get_values),
+        (lambda names: critic.train_from_meta(names, loss, gbs=4), lambda rows: critic.train(rows, loss, gbs=4)),
+    ):
+        noted.calls.clear()
+        by_name(meta)
+        by_row(batch)
+        (_, of_names, _), (_, of_rows, _) = noted.calls
+        for (names, *_), (rows, *_) in zip(of_names, of_rows, strict=True):
+            assert names.sample_ids == rows["ids"]
+            assert names.extra_info.get("micro_batch_indices") == rows.micro_batch_indices
+            assert names.extra_info.get("micro_batch_lengths") == rows.micro_batch_lengths
 
 
 def test_the_width_is_stamped_once_and_reaches_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ class Page(HTMLParser):
         super().__init__()
         self.open: list[str] = []
         self.tags: list[str] = []
+        self.title = ""
         self.attributes: list[tuple[str, str | None]] = []
         self.words: list[str] = []
         self.feed(text)
@@ -32,6 +33,8 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "title":
+            self.title += data
         if not self.open or self.open[-1] not in ("script", "style"):
             self.words.append(data)
 

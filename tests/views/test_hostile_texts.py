@@ -1,10 +1,11 @@
-"""No view writes a control character to a terminal, whatever wrote the texts of a run."""
+"""No view writes a control character to a terminal, and no page gets an element, whatever wrote the texts of a run."""
 
 import re
 from pathlib import Path
 
 import pytest
 from hostile_run import PARTS, hostile_texts, write_texts_run
+from html_page import Page
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -12,8 +13,10 @@ from typer.testing import CliRunner
 
 from asyncrl.cli.main import app
 from asyncrl.config.schema import Config
+from asyncrl.views.compare import compare_html, read_compared
 from asyncrl.views.console import ShownConsole
 from asyncrl.views.live import LiveDisplay, LiveView, render
+from asyncrl.views.report import read_run, report_html
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 TEXTS = hostile_texts(500)
@@ -44,6 +47,24 @@ def test_the_comparison_of_runs_writes_no_control_character(runs: list[Path], tm
     result = CliRunner().invoke(app, ["compare", *map(str, runs), "-o", str(tmp_path / "page.html")])
     assert result.exit_code == 0, result.output
     assert not CONTROL.search(result.output)
+
+
+def test_the_texts_of_a_run_change_neither_the_title_nor_the_elements_of_its_pages(
+    runs: list[Path], tmp_path: Path
+) -> None:
+    """`make campaign` checks the same in a browser."""
+    plain = [f"text {number}" for number in range(len(TEXTS))]
+    same = [write_texts_run(tmp_path, plain[start::4], name=f"run{start}") for start in range(4)]
+    for hostile, harmless in zip(runs, same, strict=True):
+        assert skeleton(report_html(read_run(hostile))) == skeleton(report_html(read_run(harmless)))
+    hostile_page, harmless_page = (compare_html(read_compared(each, info_of=lambda _: None)) for each in (runs, same))
+    assert skeleton(hostile_page) == skeleton(harmless_page)
+
+
+def skeleton(page: str) -> tuple[str, list[str], list[tuple[str, str | None]]]:
+    """Returns the title, the names of the elements, and the attributes of all elements, with the values of classes."""
+    read = Page(page)
+    return read.title, read.tags, [(name, value if name == "class" else None) for name, value in read.attributes]
 
 
 def test_the_error_about_wrong_arguments_writes_no_control_character() -> None:

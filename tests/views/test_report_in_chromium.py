@@ -23,7 +23,7 @@ from written_runs import HOSTILE, critic_step, far_behind, lively_step, write_ru
 from asyncrl.views.compare import read_compared, write_compare
 from asyncrl.views.report import write_report
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.campaign
 
 PROGRAM = "chromium"
 AUDIT = (Path(__file__).parent / "report_audit.js").read_text()
@@ -64,7 +64,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def browser() -> Iterator[Browser]:
     path = shutil.which(PROGRAM)
     if path is None:
-        pytest.skip("chromium is not installed: `apt-get install chromium fonts-dejavu-core`, as .ci/run does")
+        pytest.fail("chromium is not installed: `apt-get install chromium fonts-dejavu-core`")
     with sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=path, timeout=60_000)
         yield started

@@ -1,7 +1,5 @@
 """The facts of a headline: the steps that they cover, and whether this machine has a free core."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -131,10 +129,3 @@ def test_the_setting_of_a_run_here_knows_its_cores_and_that_of_a_strange_folder_
     info = run / "run.json"
     info.write_text(info.read_text().replace('"host": "', '"host": "not-'))
     assert setting_at(run).room is None
-
-
-@pytest.mark.parametrize("module", ["asyncrl.views.report", "asyncrl.deployment.launch", "asyncrl.cli.status"])
-def test_what_runs_before_rays_token_is_set_does_not_import_ray(module: str) -> None:
-    """Ray reads RAY_AUTH_MODE when it is imported. With an earlier import, no cluster of ours accepts this process."""
-    code = f"import sys, {module}; sys.exit('ray' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0

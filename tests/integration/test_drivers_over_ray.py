@@ -1,8 +1,9 @@
-"""The policy's driver over real Ray actors: rows by value and by name give the same result, no rows pass through the
-driver, and a failure ends the call on all ranks.
+"""The drivers of policy and critic over real Ray actors: rows by value and by name give the same result, no rows pass
+through the driver, and a failure ends the call on all ranks.
 
-Starting a rank takes ten seconds of a core, so tests share three policies. Each test continues with the weights of the
-one before, and the last test of a policy ends its ranks. So the tests must run in this order.
+Starting a rank takes ten seconds of a core, so tests share two policies and a critic, in one Ray. Each test continues
+with the weights of the one before, and the last test of a policy or critic ends its ranks. So the tests must run in
+this order. Which rows a rank gets with other kinds of batching: tests/policy/test_tq_policy.py.
 """
 
 import os
@@ -28,10 +29,12 @@ from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.algorithms.presets import PRESETS
 from asyncrl.algorithms.returns import TokenAdvantages
 from asyncrl.algorithms.token_estimators import OUTCOME, resolve_estimators, whitened_advantages
+from asyncrl.algorithms.value_loss import ClippedValueLoss
 from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data_plane.clients import TRAIN_PARTITION
+from asyncrl.data.specs import CRITIC_FIELDS
+from asyncrl.data_plane.clients import TRAIN_PARTITION, open_client
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.row_store import ensure_row_store
 from asyncrl.errors import (
@@ -44,14 +47,21 @@ from asyncrl.errors import (
     StalenessViolation,
 )
 from asyncrl.policy.lm_policy import Policy
-from asyncrl.policy.tq_policy import TQPolicy
+from asyncrl.policy.tq_policy import STEP_FIELDS, TQPolicy
+from asyncrl.ranks.gather import gather_weights
 from asyncrl.value.estimators import GAE
+from asyncrl.value.lm_value import Value
+from asyncrl.value.tq_value import TQValue
 
 pytestmark = pytest.mark.integration
 
 LOSS = ObjectiveLoss(PRESETS["decoupled_icepop"].objective)
+VALUE_LOSS = ClippedValueLoss(clip=0.2)
+ESTIMATOR = GAE(gamma=1.0, lam=0.9, value_lam=1.0)
+KL = {"name": "reinforce_pp_baseline", "kl": {"beta": 0.3, "kind": "k3"}, "gamma": 0.9}
 IDS = [f"{group}.0_g{i}" for group in range(4) for i in range(3)]
 BULK = ("input_ids", "input_lengths", "generation_logprobs", "weight_versions", "token_mask")
+REWARDS = torch.tensor(np.random.default_rng(3).normal(0.5, 1, len(IDS)).astype(np.float32))
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +83,10 @@ def config(**learner: Any) -> Config:
     return make_config(cpus=0.5, collective_timeout_s=600.0, **learner)
 
 
-def die(worker: Any) -> None:
-    os._exit(1)
+def die_on_rank_1(worker: Any) -> None:
+    if worker.rank == 1:
+        os._exit(1)
+    worker.gather(None)
 
 
 def pid(worker: Any) -> int:
@@ -142,11 +154,13 @@ def with_kl(model_path: str) -> Iterator[TQPolicy]:
 
 
 @pytest.fixture(scope="module")
-def of_one_rank(model_path: str) -> Iterator[TQPolicy]:
-    """A policy of one rank."""
-    policy = started(config(ranks=1), model_path)
-    yield policy
-    policy.shutdown()
+def critic(model_path: str) -> Iterator[TQValue]:
+    """A critic of two ranks. Its first test needs the first weights."""
+    learner = {"batching": "dynamic", "micro_batch_tokens": 32, "optimizer": {"learning_rate": 1e-2}}
+    critic = TQValue(config(ranks=2, **learner), model_path=model_path)
+    critic.start()
+    yield critic
+    critic.shutdown()
 
 
 def learn(policy: TQPolicy, batch: BatchedDataDict, meta: KVBatchMeta, **options: Any) -> dict[str, Any]:
@@ -192,15 +206,8 @@ def check_rows_by_name(policy: TQPolicy, folder: Path) -> None:
     assert policy.rows_outstanding() == {TRAIN_PARTITION: 0}
 
 
-def test_padded_rows_by_name_train_bit_for_bit_as_the_rows_themselves(of_two_ranks: TQPolicy, tmp_path: Path) -> None:
-    check_rows_by_name(of_two_ranks, tmp_path)
-
-
 def test_packed_rows_by_name_train_bit_for_bit_as_the_rows_themselves(with_kl: TQPolicy, tmp_path: Path) -> None:
     check_rows_by_name(with_kl, tmp_path)
-
-
-KL = {"name": "reinforce_pp_baseline", "kl": {"beta": 0.3, "kind": "k3"}, "gamma": 0.9}
 
 
 def has_reference(worker: Any) -> bool:
@@ -321,6 +328,51 @@ def test_a_rank_that_dies_while_it_writes_ends_the_save_at_once_and_leaves_no_ch
     policy.shutdown()
 
 
+def test_padded_rows_by_name_train_bit_for_bit_as_the_rows_themselves(of_two_ranks: TQPolicy, tmp_path: Path) -> None:
+    check_rows_by_name(of_two_ranks, tmp_path)
+
+
+def test_no_bulk_passes_the_driver(of_two_ranks: TQPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts the bytes of all messages of the driver to and from the ranks and the data plane over a whole step. Rows
+    with a hundred times as many tokens need the same number of bytes."""
+    policy, client = of_two_ranks, of_two_ranks.dp_client
+    sizes = {}
+    for repeats in (1, 100):
+        batch = make_batch()
+        wide = BatchedDataDict(
+            {name: column.repeat(1, repeats) if column.ndim == 2 else column for name, column in batch.items()}
+        )
+        wide["input_lengths"] = torch.full((len(IDS),), wide["input_ids"].shape[1])
+        client.put_samples(IDS, TRAIN_PARTITION, fields={name: wide[name] for name in BULK})
+        calls = Counted(policy._ranks.call_with_rows)
+        puts, gets = Counted(policy.dp_client.put_samples), Counted(policy.dp_client.get_data)
+        with monkeypatch.context() as patched:
+            patched.setattr(policy._ranks, "call_with_rows", calls)
+            patched.setattr(policy.dp_client, "put_samples", puts)
+            patched.setattr(policy.dp_client, "get_data", gets)
+            meta = named()
+            meta.sequence_lengths = wide["input_lengths"].tolist()
+            result = learn(policy, wide, meta)
+        assert result["report"].trained_tokens > 0
+        policy.finish_step(meta)
+        sizes[repeats] = calls.bytes + puts.bytes + gets.bytes
+        row_bytes = sum(wide[name].nbytes for name in BULK)
+    assert abs(sizes[100] - sizes[1]) < 1000, sizes
+    assert sizes[100] < 0.1 * row_bytes
+
+
+def test_a_start_that_fails_leaves_no_place_taken_and_a_second_one_is_refused(of_two_ranks: TQPolicy) -> None:
+    others = set(placement_group_table())
+    policy = Policy(make_config(ranks=1), model_path="./nowhere")
+    with pytest.raises(RunError, match="failed in setup"):
+        policy.start()
+    ours = [group["state"] for name, group in placement_group_table().items() if name not in others]
+    assert ours == ["REMOVED"]
+    with pytest.raises(RunError, match="already started"):
+        of_two_ranks.start()
+    assert of_two_ranks.on_ranks(pid) != [os.getpid()], "the ranks must still work"
+
+
 def test_a_short_last_step_of_rows_that_ranks_cannot_share_evenly_trains_them_all(of_two_ranks: TQPolicy) -> None:
     batch = put_rows(of_two_ranks.dp_client)
     result = learn(of_two_ranks, batch.slice(0, 3), named(IDS[:3]))
@@ -381,57 +433,109 @@ def test_two_ranks_name_lost_rows_go_on_and_end_together(of_two_ranks: TQPolicy,
     assert policy.shutdown(), "a second shutdown must succeed too"
 
 
-def test_no_bulk_passes_the_driver(of_one_rank: TQPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts the bytes of all messages of the driver to and from the ranks and the data plane over a whole step. Rows
-    with a hundred times as many tokens need the same number of bytes."""
-    policy, client = of_one_rank, of_one_rank.dp_client
-    sizes = {}
-    for repeats in (1, 100):
-        batch = make_batch()
-        wide = BatchedDataDict(
-            {name: column.repeat(1, repeats) if column.ndim == 2 else column for name, column in batch.items()}
-        )
-        wide["input_lengths"] = torch.full((len(IDS),), wide["input_ids"].shape[1])
-        client.put_samples(IDS, TRAIN_PARTITION, fields={name: wide[name] for name in BULK})
-        calls = Counted(policy._ranks.call_with_rows)
-        puts, gets = Counted(policy.dp_client.put_samples), Counted(policy.dp_client.get_data)
-        with monkeypatch.context() as patched:
-            patched.setattr(policy._ranks, "call_with_rows", calls)
-            patched.setattr(policy.dp_client, "put_samples", puts)
-            patched.setattr(policy.dp_client, "get_data", gets)
-            meta = named()
-            meta.sequence_lengths = wide["input_lengths"].tolist()
-            result = learn(policy, wide, meta)
-        assert result["report"].trained_tokens > 0
-        policy.finish_step(meta)
-        sizes[repeats] = calls.bytes + puts.bytes + gets.bytes
-        row_bytes = sum(wide[name].nbytes for name in BULK)
-    assert abs(sizes[100] - sizes[1]) < 1000, sizes
-    assert sizes[100] < 0.1 * row_bytes
+# --- the critic -------------------------------------------------------------------------------------------------------
 
 
-def test_a_start_that_fails_leaves_no_place_taken_and_a_second_one_is_refused(of_one_rank: TQPolicy) -> None:
-    others = set(placement_group_table())
-    policy = Policy(make_config(ranks=1), model_path="./nowhere")
-    with pytest.raises(RunError, match="failed in setup"):
-        policy.start()
-    ours = [group["state"] for name, group in placement_group_table().items() if name not in others]
-    assert ours == ["REMOVED"]
-    with pytest.raises(RunError, match="already started"):
-        of_one_rank.start()
-    assert of_one_rank.on_ranks(pid) != [os.getpid()], "the ranks must still work"
+def critic_weights(worker: Any) -> dict[str, np.ndarray]:
+    return {name: tensor.numpy() for name, tensor in gather_weights(worker._model, dtype=torch.float32)}
+
+
+def put_rows_to_value(client: Any) -> BatchedDataDict:
+    """Puts the columns that generators and the learner put. Returns the batch."""
+    client.register_partition(TRAIN_PARTITION, STEP_FIELDS, len(IDS), ["train"], 3)
+    batch = put_rows(client)
+    client.put_samples(IDS, TRAIN_PARTITION, fields={"rewards": REWARDS, "sample_mask": batch["sample_mask"]})
+    return batch
+
+
+def named_to_value() -> KVBatchMeta:
+    return named().with_fields([*BULK, "rewards", "sample_mask"])
+
+
+def learn_values(critic: TQValue, meta: KVBatchMeta) -> dict[str, Any]:
+    """Runs the critic's stages of a step in the same order as the learner's loop."""
+    critic.get_values_from_meta(meta)
+    critic.get_advantages_from_meta(meta, ESTIMATOR)
+    return critic.train_from_meta(meta, VALUE_LOSS, gbs=4)
+
+
+def test_rows_by_name_train_a_critic_bit_for_bit_as_the_rows_themselves(critic: TQValue, tmp_path: Path) -> None:
+    """Trains twice from the same weights, over two steps. The ranks first get the names of the rows, and then the rows.
+    The values are 0 in the first step and differ from 0 in the second."""
+    client = open_client(config())
+    first = tmp_path / "weights", tmp_path / "optimizer"
+    critic.save_checkpoint(*first)
+    batch = put_rows_to_value(client)
+    by_name = []
+    for _ in range(2):
+        meta = named_to_value()
+        result = learn_values(critic, meta)
+        assert meta.fields == [*BULK, "rewards", "sample_mask", "values", "advantages", "returns"]
+        by_name.append((result, client.get_data(meta, [*CRITIC_FIELDS, "advantages"])))
+    trained = critic.on_ranks(critic_weights)[0]
+
+    critic.load_checkpoint(*first)
+    critic.prepare_for_training()
+    for step, (result, written) in enumerate(by_name):
+        critic.prepare_for_inference()
+        values = critic.get_values(batch)["values"]
+        rows = BatchedDataDict(**{**batch, "values": values, "rewards": REWARDS})
+        found = whitened_advantages(rows, ESTIMATOR(rows), rule=ESTIMATOR.whitening, add_up=lambda moments: moments)
+        assert found is not None
+        width = written["values"].shape[1]
+        assert torch.equal(written["values"], values[:, :width])
+        assert bool(written["values"].any()) == (step > 0)
+        torch.testing.assert_close(written["advantages"], found.advantages_BS[:, :width])
+        assert torch.equal(written["returns"], found.returns_BS[:, :width])
+        rows["returns"] = found.returns_BS
+        expected = critic.train(rows, VALUE_LOSS, gbs=4)
+        critic.finish_training()
+        for name in ("loss", "grad_norm"):
+            assert torch.equal(result[name], expected[name]), name
+        assert len(result["loss"]) == 3
+        assert result["all_mb_metrics"] == expected["all_mb_metrics"]
+    assert same(trained, critic.on_ranks(critic_weights)[0])
+    evaluated = critic.train_from_meta(meta, VALUE_LOSS, eval_mode=True)
+    assert not evaluated["grad_norm"].any()
+
+
+def test_no_bulk_passes_the_driver_of_a_critic_and_lost_rows_are_named_by_ranks_that_go_on(
+    critic: TQValue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    namespace = make_config().run.name
+    client = open_client(config())
+    client.clear_samples(IDS, TRAIN_PARTITION)  # other tests have written more columns
+    put_rows_to_value(client)
+    calls = Counted(critic._ranks.call_with_rows)
+    with monkeypatch.context() as patched:
+        patched.setattr(critic._ranks, "call_with_rows", calls)
+        report = learn_values(critic, named_to_value())["report"]
+    assert (report.updates_applied, report.trained_tokens, report.trained_samples) == (3, 44, 11)
+    assert calls.bytes < 16_000, "three stages need only the metadata of 12 rows"
+
+    before = critic.on_ranks(critic_weights)[0]
+    store = ensure_row_store(namespace=namespace)
+    end_actor(ray.get_actor(store, namespace=namespace))
+    for stage in (critic.get_values_from_meta, lambda meta: critic.get_advantages_from_meta(meta, ESTIMATOR)):
+        with pytest.raises(RowsLost) as lost:
+            stage(named_to_value().with_fields(["values"]))
+        assert set(lost.value.sample_ids) == set(IDS), "the error must name the rows that any rank lacks"
+    with pytest.raises(RowsLost):
+        critic.train_from_meta(named_to_value().with_fields(["values", "returns"]), VALUE_LOSS)
+    assert same(before, critic.on_ranks(critic_weights)[0])
 
 
 @pytest.mark.fault("F34")
-def test_a_rank_that_dies_is_named(of_one_rank: TQPolicy) -> None:
-    with pytest.raises(RunError, match="learner rank 0 died in die"):
-        of_one_rank.on_ranks(die)
-    of_one_rank.shutdown()
+def test_a_rank_that_dies_is_named(critic: TQValue) -> None:
+    with pytest.raises(RunError, match="critic rank 1 died in die_on_rank_1"):
+        critic.on_ranks(die_on_rank_1)
 
 
-def test_a_cluster_without_room_is_refused_within_the_deadline_with_numbers() -> None:
+@pytest.mark.parametrize(
+    ("driver", "said"), [(Policy, r"4 learner ranks \(learner.ranks\)"), (Value, r"4 critic ranks \(critic.ranks\)")]
+)
+def test_a_cluster_without_room_is_refused_within_the_deadline_with_numbers(driver: Any, said: str) -> None:
     settings = make_config(ranks=4, cpus=1.0).model_dump()
     settings["ray"]["placement_timeout_s"] = 0.5
-    policy = Policy(Config.model_validate(settings), model_path="nowhere")
-    with pytest.raises(PlacementError, match=r"4 learner ranks.*placement_timeout_s=0.5.*the cluster has 3 CPU"):
-        policy.start()
+    with pytest.raises(PlacementError, match=rf"{said}.*placement_timeout_s=0.5.*the cluster has 3 CPU"):
+        driver(Config.model_validate(settings), model_path="nowhere").start()
