@@ -1,5 +1,5 @@
 # Each target first installs what it needs into .venv. The installation runs again only if pyproject.toml, the
-# constraints or the installer have changed.
+# constraints or the installer have changed. `make help` prints the texts behind ##.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -13,21 +13,25 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist=loadfile
 # Containers often set this variable. Each process would then compile all of asyncrl and of the tests again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test unit check docs constraints mutations processors bench
+.PHONY: help train test unit check docs wheel images constraints mutations processors bench
+.DEFAULT_GOAL := help
 
-train: $(TO_TRAIN)
+help: ## prints this list
+	@echo 'make TARGET [ARGS="..."]    ARGS are passed on to the command of the target'
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
+
+train: $(TO_TRAIN) ## installs asyncrl into .venv, and trains the quickstart on this machine: 3 to 5 minutes
 	$(BIN)/asyncrl up -c configs/quickstart.yaml $(ARGS)
 
 # Two workers, each of which runs one test file at a time. The files run in the order of their names, which puts the long
 # ones into the middle, so that both workers have work until the end.
-test: $(STAMP)
+test: $(STAMP) ## runs the whole test suite: about half an hour on two CPU cores
 	$(PYTEST) --numprocesses=2 --no-loadscope-reorder $(ARGS)
 
-# Takes half a minute. Leaves out tests that start real processes, train, or import a large library.
-unit: $(STAMP)
+unit: $(STAMP) ## runs the tests that start no real process and train nothing: half a minute
 	$(PYTEST) --numprocesses=2 --hypothesis-profile=quick -m "not integration and not slow" $(ARGS)
 
-check: $(STAMP)
+check: $(STAMP) ## checks format, types, layers, generated pages and dashboards, and builds the documentation
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -39,35 +43,39 @@ check: $(STAMP)
 	$(SITE)
 	$(BIN)/python -m pytest -q tests/test_security.py
 
-# Breaks the loss and the advantages on purpose in many ways, one at a time. Each break must make a test fail. Takes
-# minutes.
-mutations: $(STAMP)
+mutations: $(STAMP) ## breaks loss and advantages in many ways; each break must make a test fail: minutes
 	$(BIN)/python tests/algorithms/run_mutations.py $(ARGS)
 
-# Runs the tests that compare computed numbers with settings that change the order of sums. Takes about five minutes for
-# each setting.
-processors: $(STAMP)
+processors: $(STAMP) ## runs the tests of numbers with settings that change the order of sums: 5 minutes each
 	$(BIN)/python tests/run_processors.py $(ARGS)
 
-# Measures how fast runs are, and writes the tables in docs/benchmarks.md. The machine must have no other work. The first
-# call makes an environment for TRL.
-bench: $(STAMP)
+# The machine must have no other work. The first call makes an environment for TRL.
+bench: $(STAMP) ## measures how fast runs are, and writes the tables in docs/benchmarks.md
 	$(BIN)/python benchmarks/overlap.py --write
 	$(BIN)/python benchmarks/block_sizes.py --write
 	$(BIN)/python benchmarks/profile_run.py --write
 	$(BIN)/python benchmarks/coordinator.py --write
 	$(BIN)/python benchmarks/against_trl.py --seeds 0 1 2
 
-# Writes the generated pages and dashboards, and then the site. Open site/index.html in a browser.
-docs: $(STAMP)
+docs: $(STAMP) ## writes the generated pages and dashboards, and the site: open site/index.html in a browser
 	$(BIN)/python -m asyncrl.config.docs
 	$(BIN)/python -m asyncrl.metrics.docs
 	$(BIN)/python dashboards/build.py
 	$(BIN)/python docs/faults.py
 	$(SITE)
 
-# Writes constraints-cpu.txt and constraints-gpu.txt from pyproject.toml.
-constraints: $(STAMP)
+# Needs Python and the network, and not .venv. Files that an earlier build has left would become a part of the wheel.
+wheel: ## builds the wheel into dist/
+	rm -rf build
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+IMAGE ?= asyncrl
+VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+images: ## builds the images of deploy/docker for CPUs and for CUDA; IMAGE is their name
+	docker build --file deploy/docker/Dockerfile --target cpu --tag $(IMAGE):$(VERSION)-cpu .
+	docker build --file deploy/docker/Dockerfile --target gpu --tag $(IMAGE):$(VERSION)-gpu .
+
+constraints: $(STAMP) ## writes constraints-cpu.txt and constraints-gpu.txt from pyproject.toml
 	$(BIN)/python deploy/constraints.py $(ARGS)
 
 $(TO_TRAIN): pyproject.toml constraints-$(EXTRA).txt deploy/install.py
