@@ -6,6 +6,8 @@ BIN := .venv/bin
 EXTRA := $(if $(shell command -v nvidia-smi),gpu,cpu)
 TO_TRAIN := .venv/.installed-$(EXTRA)
 STAMP := .venv/.installed-$(EXTRA)-dev
+# Neither the unit tests nor the checks need vLLM: a new environment gets none until another target needs it.
+LIGHT := $(if $(wildcard $(TO_TRAIN) $(STAMP)),$(STAMP),.venv/.installed-light)
 # Fails for a broken link, but not with --quiet. NO_MKDOCS_2_WARNING silences an advertisement for another program.
 SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist=loadfile
@@ -13,12 +15,14 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist=loadfile
 # Containers often set this variable. Each process would then compile all of asyncrl and of the tests again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test unit check docs wheel images constraints mutations processors bench
+.PHONY: help install train test unit check docs wheel images constraints mutations processors bench
 .DEFAULT_GOAL := help
 
 help: ## prints this list
 	@echo 'make TARGET [ARGS="..."]    ARGS are passed on to the command of the target'
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
+
+install: $(STAMP) ## installs everything for development into .venv; the other targets do this where they need it
 
 train: $(TO_TRAIN) ## installs asyncrl into .venv, and trains the quickstart on this machine: 3 to 5 minutes
 	$(BIN)/asyncrl up -c configs/quickstart.yaml $(ARGS)
@@ -28,10 +32,10 @@ train: $(TO_TRAIN) ## installs asyncrl into .venv, and trains the quickstart on 
 test: $(STAMP) ## runs the whole test suite: about half an hour on two CPU cores
 	$(PYTEST) --numprocesses=2 --no-loadscope-reorder $(ARGS)
 
-unit: $(STAMP) ## runs the tests that start no real process and train nothing: half a minute
+unit: $(LIGHT) ## runs the tests that start no real process and train nothing: half a minute
 	$(PYTEST) --numprocesses=2 --hypothesis-profile=quick -m "not integration and not slow" $(ARGS)
 
-check: $(STAMP) ## checks format, types, layers, generated pages and dashboards, and builds the documentation
+check: $(LIGHT) ## checks format, types, layers, generated pages and dashboards, and builds the documentation
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -77,6 +81,11 @@ images: ## builds the images of deploy/docker for CPUs and for CUDA; IMAGE is th
 
 constraints: $(STAMP) ## writes constraints-cpu.txt and constraints-gpu.txt from pyproject.toml
 	$(BIN)/python deploy/constraints.py $(ARGS)
+
+.venv/.installed-light: pyproject.toml constraints-cpu.txt deploy/install.py
+	@echo "installing into .venv without vLLM: this takes one to five minutes and 3 to 4 GB, and is needed once"
+	$(PYTHON) deploy/install.py --extra light --also docs,lint,test
+	@touch $@
 
 $(TO_TRAIN): pyproject.toml constraints-$(EXTRA).txt deploy/install.py
 	@echo "installing into .venv: this takes one to ten minutes and 5 to 10 GB, and is needed once"

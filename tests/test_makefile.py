@@ -1,6 +1,7 @@
 """`make` alone lists the targets. `make` announces an installation, which takes minutes, before it begins."""
 
 import re
+import shutil
 import subprocess
 import tomllib
 from pathlib import Path
@@ -8,10 +9,10 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[1]
 
 
-def make(*arguments: str) -> str:
-    """Returns what `make` prints."""
+def make(*arguments: str, folder: Path = REPOSITORY) -> str:
+    """Returns what `make` prints in `folder`."""
     done = subprocess.run(
-        ["make", *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=True
+        ["make", *arguments], cwd=folder, capture_output=True, text=True, timeout=60, check=True
     )  # fmt: skip
     return done.stdout
 
@@ -34,3 +35,16 @@ def test_images_have_the_version_as_their_tag() -> None:
         assert f"--target {target} --tag place/asyncrl:{version}-{target} ." in make(
             "--dry-run", "images", "IMAGE=place/asyncrl"
         )
+
+
+def test_unit_tests_and_checks_need_no_vllm_and_keep_it_where_it_is(tmp_path: Path) -> None:
+    """A new environment gets no vLLM. One that has it is brought up to date with it."""
+    shutil.copy(REPOSITORY / "Makefile", tmp_path)
+    for name in ("pyproject.toml", "constraints-cpu.txt", "constraints-gpu.txt", "deploy/install.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    for target in ("unit", "check"):
+        assert "--extra light --also docs,lint,test" in make("--dry-run", target, folder=tmp_path)
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / ".installed-cpu").touch()
+    assert "--extra cpu --also dev" in make("--dry-run", "unit", "EXTRA=cpu", folder=tmp_path)
