@@ -15,7 +15,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist=loadfile
 # Containers often set this variable. Each process would then compile all of asyncrl and of the tests again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install train test unit check docs wheel images constraints mutations processors bench
+.PHONY: help install train test unit check docs wheel images version constraints mutations processors bench
 .DEFAULT_GOAL := help
 
 help: ## prints this list
@@ -78,6 +78,9 @@ VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 images: ## builds the images of deploy/docker for CPUs and for CUDA; IMAGE is their name
 	docker build --file deploy/docker/Dockerfile --target cpu --tag $(IMAGE):$(VERSION)-cpu .
 	docker build --file deploy/docker/Dockerfile --target gpu --tag $(IMAGE):$(VERSION)-gpu .
+
+version: ## prints the version of pyproject.toml
+	@echo $(VERSION)
 
 constraints: $(STAMP) ## writes constraints-cpu.txt and constraints-gpu.txt from pyproject.toml
 	$(BIN)/python deploy/constraints.py $(ARGS)
