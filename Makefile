@@ -1,11 +1,13 @@
 # Each target first installs what it needs into .venv. The installation runs again only if pyproject.toml, the
-# constraints or the installer have changed.
+# constraints or the installer have changed. `make help` prints the texts behind ##.
 
 PYTHON ?= python3
 BIN := .venv/bin
 EXTRA := $(if $(shell command -v nvidia-smi),gpu,cpu)
 TO_TRAIN := .venv/.installed-$(EXTRA)
 STAMP := .venv/.installed-$(EXTRA)-dev
+# Neither the unit tests nor the checks need vLLM: a new environment gets none until another target needs it.
+LIGHT := $(if $(wildcard $(TO_TRAIN) $(STAMP)),$(STAMP),.venv/.installed-light)
 # Fails for a broken link, but not with --quiet. NO_MKDOCS_2_WARNING silences an advertisement for another program.
 SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist=loadfile
@@ -13,23 +15,27 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist=loadfile
 # Containers often set this variable. Each process would then compile all of asyncrl and of the tests again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test unit check docs constraints mutations processors campaign bench
+.PHONY: help install train test unit check docs wheel images version constraints mutations processors campaign bench
+.DEFAULT_GOAL := help
 
-train: $(TO_TRAIN)
+help: ## prints this list
+	@echo 'make TARGET [ARGS="..."]    ARGS are passed on to the command of the target'
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
+
+install: $(STAMP) ## installs everything for development into .venv; the other targets do this where they need it
+
+train: $(TO_TRAIN) ## installs asyncrl into .venv, and trains the quickstart on this machine: 3 to 5 minutes
 	$(BIN)/asyncrl up -c configs/quickstart.yaml $(ARGS)
 
-# Leaves out the tests of `make campaign`. Two workers, each of which runs one test file at a time. The files run in the order of their names, which puts the long
-# ones into the middle, so that both workers have work until the end. The tests start hundreds of processes, which would each compile asyncrl
-# where PYTHONDONTWRITEBYTECODE is set.
-test: $(STAMP)
-	$(BIN)/python -m compileall -q asyncrl
+# Two workers, each of which runs one test file at a time. The files run in the order of their names, which puts the long
+# ones into the middle, so that both workers have work until the end.
+test: $(STAMP) ## runs the whole test suite: about half an hour on two CPU cores
 	$(PYTEST) --numprocesses=2 --no-loadscope-reorder -m "not campaign" $(ARGS)
 
-# Takes half a minute. Leaves out tests that start real processes, train, or import a large library.
-unit: $(STAMP)
+unit: $(LIGHT) ## runs the tests that start no real process and train nothing: half a minute
 	$(PYTEST) --numprocesses=2 --hypothesis-profile=quick -m "not integration and not slow and not campaign" $(ARGS)
 
-check: $(STAMP)
+check: $(LIGHT) ## checks format, types, layers, generated pages and dashboards, and builds the documentation
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -41,45 +47,55 @@ check: $(STAMP)
 	$(SITE)
 	$(BIN)/python -m pytest -q tests/test_security.py
 
-# Breaks the loss and the advantages on purpose in many ways, one at a time. Each break must make a test fail. Takes
-# minutes.
-mutations: $(STAMP)
+mutations: $(STAMP) ## breaks loss and advantages in many ways; each break must make a test fail: minutes
 	$(BIN)/python tests/algorithms/run_mutations.py $(ARGS)
 
-# Runs the tests that compare computed numbers with settings that change the order of sums. Takes about five minutes for
-# each setting.
-processors: $(STAMP)
+processors: $(STAMP) ## runs the tests of numbers with settings that change the order of sums: 5 minutes each
 	$(BIN)/python tests/run_processors.py $(ARGS)
 
-# Runs before a release, and not in CI: the two targets above, the report in Chromium, random datasets, and real runs
-# whose processes are killed or frozen at random moments. Takes about three hours. Adds the killed runs to
-# benchmarks/crash_campaign.jsonl.
-campaign: mutations processors
+# The killed runs are added to benchmarks/crash_campaign.jsonl.
+campaign: mutations processors ## runs before a release: these two, Chromium, random datasets, killed runs: 3 hours
 	$(PYTEST) -m campaign
 	$(BIN)/python benchmarks/data_campaign.py
 	$(BIN)/python benchmarks/pool_campaign.py
 	$(BIN)/python benchmarks/crash_campaign.py run
 
-# Measures how fast runs are, and writes the tables in docs/benchmarks.md. The machine must have no other work. The first
-# call makes an environment for TRL.
-bench: $(STAMP)
+# The machine must have no other work. The first call makes an environment for TRL.
+bench: $(STAMP) ## measures how fast runs are, and writes the tables in docs/benchmarks.md
 	$(BIN)/python benchmarks/overlap.py --write
 	$(BIN)/python benchmarks/block_sizes.py --write
 	$(BIN)/python benchmarks/profile_run.py --write
 	$(BIN)/python benchmarks/coordinator.py --write
 	$(BIN)/python benchmarks/against_trl.py --seeds 0 1 2
 
-# Writes the generated pages and dashboards, and then the site. Open site/index.html in a browser.
-docs: $(STAMP)
+docs: $(STAMP) ## writes the generated pages and dashboards, and the site: open site/index.html in a browser
 	$(BIN)/python -m asyncrl.config.docs
 	$(BIN)/python -m asyncrl.metrics.docs
 	$(BIN)/python dashboards/build.py
 	$(BIN)/python docs/faults.py
 	$(SITE)
 
-# Writes constraints-cpu.txt and constraints-gpu.txt from pyproject.toml.
-constraints: $(STAMP)
+# Needs Python and the network, and not .venv. Files that an earlier build has left would become a part of the wheel.
+wheel: ## builds the wheel into dist/
+	rm -rf build
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+IMAGE ?= asyncrl
+VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+images: ## builds the images of deploy/docker for CPUs and for CUDA; IMAGE is their name
+	docker build --file deploy/docker/Dockerfile --target cpu --tag $(IMAGE):$(VERSION)-cpu .
+	docker build --file deploy/docker/Dockerfile --target gpu --tag $(IMAGE):$(VERSION)-gpu .
+
+version: ## prints the version of pyproject.toml
+	@echo $(VERSION)
+
+constraints: $(STAMP) ## writes constraints-cpu.txt and constraints-gpu.txt from pyproject.toml
 	$(BIN)/python deploy/constraints.py $(ARGS)
+
+.venv/.installed-light: pyproject.toml constraints-cpu.txt deploy/install.py
+	@echo "installing into .venv without vLLM: this takes one to five minutes and 3 to 4 GB, and is needed once"
+	$(PYTHON) deploy/install.py --extra light --also docs,lint,test
+	@touch $@
 
 $(TO_TRAIN): pyproject.toml constraints-$(EXTRA).txt deploy/install.py
 	@echo "installing into .venv: this takes one to ten minutes and 5 to 10 GB, and is needed once"

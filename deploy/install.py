@@ -3,6 +3,7 @@
     python3 deploy/install.py                  # for CPUs, or for GPUs if nvidia-smi is there, into .venv
     python3 deploy/install.py --extra gpu --also wandb,hf --venv /shared/asyncrl
     python3 deploy/install.py --here           # into the environment of this Python, as in a container
+    python3 deploy/install.py --extra light --also test    # without vLLM: enough for `make unit`
 
 The packages come from where pip is configured to find them. torch is the difficult one. Its build for CPUs is not on
 PyPI, and the one on PyPI is for CUDA: it runs on CPUs too, but takes 3 GB more. The build for CPUs comes from pip's own
@@ -29,9 +30,9 @@ PYTHONS = ((3, 12), (3, 13), (3, 11))
 """The versions of Python for which the packages have wheels. The first one that is found is used."""
 PROCESSORS = {"x86_64": "x86-64", "aarch64": "ARM64"}
 GIB = 2**30
-NEEDED_GIB = {"cpu": 5.5, "cuda": 8.0, "gpu": 10.0, "again": 1.0}
-"""Free space that an installation needs: with torch's build for CPUs, with its build for CUDA on CPUs, with vLLM's
-build for CUDA, and if torch and vLLM are there already."""
+NEEDED_GIB = {"light": 4.0, "cpu": 5.5, "cuda": 8.0, "gpu": 10.0, "again": 1.0}
+"""Free space that an installation needs: without vLLM; with torch's build for CPUs, its build for CUDA on CPUs, or the
+build of vLLM for CUDA; and if torch and vLLM are there already."""
 PROBE_S = 10
 """Seconds in which the package registry must answer."""
 OF_PIP = {
@@ -342,11 +343,16 @@ def for_gpus():
 
 
 def install(environment, machine, extra, also, editable):
-    """Installs asyncrl with an extra and further ones. Raises Refused."""
+    """Installs asyncrl with an extra and further ones; `light` is none, so that vLLM is left out. Raises Refused."""
     began_s = time.time()
     environment.get_uv()
-    environment.remove_vllm_unless(extra)
-    source = "{}[{}]".format(ROOT, ",".join([extra, *also]))
+    extras = [*also]
+    if extra == "light":
+        extra = "cpu"  # its constraints, and its build of torch
+    else:
+        extras.append(extra)
+        environment.remove_vllm_unless(extra)
+    source = "{}[{}]".format(ROOT, ",".join(extras))
     lines = {
         "--override": torch_for_cpus(environment, machine) if extra == "cpu" else [],
         "--constraint": for_gpus() if extra == "gpu" else [],
@@ -369,7 +375,9 @@ def install(environment, machine, extra, also, editable):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--extra", choices=("auto", "cpu", "gpu"), default="auto", help="for CPUs or for GPUs")
+    parser.add_argument(
+        "--extra", choices=("auto", "cpu", "gpu", "light"), default="auto", help="for CPUs, for GPUs, or without vLLM"
+    )
     parser.add_argument("--also", default="", help="further extras, such as wandb,hf")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="the folder of the environment")
     parser.add_argument("--here", action="store_true", help="install into the environment of this Python")

@@ -229,3 +229,27 @@ def test_a_failure_is_told_by_its_last_error() -> None:
     said = "Using Python 3.12\nerror: Request failed\n  cause: dns error\nhint: look at the docs\n"
     assert install._last_error(said, begins=("cause:", "error:")) == "dns error"
     assert install._last_error("", begins=("ERROR",)) == "no message"
+
+
+class Recorded(Sources):
+    """An environment that has the other build of vLLM."""
+
+    def get_uv(self) -> None:
+        pass
+
+    def remove_vllm_unless(self, extra: str) -> None:
+        self.made.append(f"remove all but {extra}")
+
+
+@pytest.mark.parametrize(
+    ("extra", "extras", "pinned"), [("light", "test", "cpu"), ("cpu", "test,cpu", "cpu"), ("gpu", "test,gpu", "gpu")]
+)
+def test_light_leaves_vllm_out_and_keeps_the_versions_for_cpus(extra: str, extras: str, pinned: str) -> None:
+    environment = Recorded(pip=["torch", "torchvision"])
+    install.install(environment, GOOD, extra, ["test"], editable=True)
+    *_, last = environment.made
+    assert f"--constraint constraints-{pinned}.txt" in last
+    assert last.endswith(f"--editable {install.ROOT}[{extras}]")
+    assert [each for each in environment.made if each.startswith("remove")] == (
+        [] if extra == "light" else [f"remove all but {extra}"]
+    )

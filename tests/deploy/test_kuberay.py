@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from asyncrl.metrics.server import DISCOVERY_S
 KUBERNETES = "1.34"
 CORE = ("v1", "networking.k8s.io/v1")
 OVERLAYS = ["cpu", "gpu", "own-task"]
+VERSION = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["version"]
 
 
 def documents(text: str) -> list[dict[str, Any]]:
@@ -265,7 +267,7 @@ def test_kustomize_renders_what_kubernetes_allows(overlay: str, deploy: Path, re
     validate(rendered)
     for _, template in pods(rendered):
         assert {each["image"] for each in template["spec"]["containers"]} == {
-            f"registry.example/asyncrl:0.1.0-{'gpu' if overlay == 'gpu' else 'cpu'}"
+            f"registry.example/asyncrl:{VERSION}-{'gpu' if overlay == 'gpu' else 'cpu'}"
         }
     config = run_config(overlay, deploy, repository)
     cluster = groups(one("RayCluster", rendered))

@@ -16,6 +16,6 @@ SCRIPTS = [*sorted((REPOSITORY / ".ci").iterdir()), *sorted((REPOSITORY / "deplo
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_shellcheck_finds_nothing(script: Path) -> None:
     shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    assert shellcheck is not None, "shellcheck is missing: it comes with the extra `dev`"
+    assert shellcheck is not None, "shellcheck is missing: it comes with the extra `test`"
     done = subprocess.run([shellcheck, str(script)], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout
