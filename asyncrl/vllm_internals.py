@@ -93,6 +93,11 @@ _TOKENS = "vllm.entrypoints.scale_out.token_in_token_out.protocol"
 INTERNALS: tuple[Name | Text, ...] = (
     # Start and end of an engine
     Name("vllm.v1.engine.core", "EngineCoreProc", "", "imports its module first in each process of an engine"),
+    Text(
+        "vllm.env_override",
+        "from torch._inductor import lowering as _lowering",
+        "imports vLLM without torch's compiler where it is off",
+    ),
     Name(
         "vllm.v1.executor.uniproc_executor", "UniProcExecutor", "", "runs an engine with one CPU worker in one process"
     ),

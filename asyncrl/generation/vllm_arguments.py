@@ -63,6 +63,7 @@ def engine_environment(config: Config, given: Mapping[str, str], *, loopback: st
             "OMP_NUM_THREADS": "1",  # Ray sets it in its workers too, so a value here need not be the user's
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # our executor cannot bind threads, see `_cpu_arguments`
             "TORCH_COMPILE_DISABLE": "1",  # the first request takes 0.3 s instead of 13 s
+            "TORCHDYNAMO_DISABLE": "1",  # vLLM's decorators do not import the compiler: see `without_compiler`
         }
         preferred |= KEPT_MEMORY
     else:

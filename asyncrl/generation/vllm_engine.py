@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from asyncrl.common.imports import uncollected
+from asyncrl.common.imports import uncollected, without_compiler
 from asyncrl.config.schema import Config
 from asyncrl.data.answer_text import before_stop
 from asyncrl.data.tokenizer import load_tokenizer
@@ -69,7 +69,7 @@ def device_of(config: Config) -> Device:
 
 def preload() -> None:
     """Imports the modules that `VLLMEngine.start` needs, and excludes them from garbage collection."""
-    with uncollected():
+    with uncollected(), without_compiler():
         from vllm.v1.engine.async_llm import AsyncLLM  # noqa: F401
 
         gc.freeze()

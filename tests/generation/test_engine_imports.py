@@ -1,6 +1,7 @@
-"""The imports of an engine's processes: without garbage collection, and without this process's main module."""
+"""The imports of an engine's processes: without garbage collection, the compiler, and this process's main module."""
 
 import gc
+import importlib
 import os
 import subprocess
 import sys
@@ -8,8 +9,10 @@ from multiprocessing.spawn import get_preparation_data
 
 import pytest
 
-from asyncrl.common.imports import uncollected
+from asyncrl.common.imports import uncollected, without_compiler
+from asyncrl.config.schema import Config
 from asyncrl.generation.engine_start import children_begin_with
+from asyncrl.generation.vllm_arguments import engine_environment
 
 
 def first_module() -> object:
@@ -34,6 +37,44 @@ def test_nothing_is_collected_in_the_block_and_afterwards_all_is_as_before(enabl
         assert gc.isenabled() == enabled
     finally:
         gc.enable()
+
+
+LOWERING = "torch._inductor.lowering"
+
+
+@pytest.mark.parametrize("off", ["1", "0"])
+def test_the_compiler_is_missing_in_the_block_only_and_only_if_it_is_off(
+    off: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", off)
+    monkeypatch.delitem(sys.modules, LOWERING, raising=False)
+    with without_compiler():
+        assert (LOWERING in sys.modules) == (off == "1")
+        if off == "1":
+            with pytest.raises(ImportError, match=LOWERING):
+                importlib.import_module(LOWERING)
+    assert LOWERING not in sys.modules
+
+
+def test_a_compiler_that_is_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    monkeypatch.setitem(sys.modules, LOWERING, sys)
+    with without_compiler():
+        assert sys.modules[LOWERING] is sys
+    assert sys.modules[LOWERING] is sys
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["asyncrl.generation.engine_main", "preload"])
+def test_the_processes_of_an_engine_on_cpus_import_no_compiler(first: str) -> None:
+    begin = "from asyncrl.generation.vllm_engine import preload; preload()" if first == "preload" else f"import {first}"
+    script = f"{begin}; import sys, vllm.v1.worker.cpu_worker; print('{LOWERING}' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | engine_environment(Config.model_validate({"generator": {"gpus": 0}}), {}),
+        capture_output=True, text=True, timeout=240, check=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1] == "False"
 
 
 @pytest.mark.slow
