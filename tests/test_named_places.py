@@ -10,7 +10,10 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "asyncrl"
 WALK = "docs/how-a-step-works.md"
-PAGES = ("CONTRIBUTING.md", "SECURITY.md", "docs/architecture.md", "docs/decisions/0002-ten-decisions.md", WALK)
+PAGES = (
+    "CONTRIBUTING.md", "SECURITY.md", "examples/README.md", "docs/architecture.md",
+    "docs/decisions/0002-ten-decisions.md", WALK,
+)  # fmt: skip
 FOLDERS = "|".join(sorted(each.name for each in REPOSITORY.iterdir() if each.is_dir() and each.name[0] not in "._"))
 FILE = re.compile(rf"`((?:{FOLDERS})/[\w./-]*)`")
 METHOD = re.compile(r"`([A-Z]\w+\.\w+)`")
