@@ -1,6 +1,6 @@
 """A hook of mkdocs: the site has the tree of the repository, so that the links of its pages work in both.
 
-The pages are README.md, CHANGELOG.md, deploy/README.md and docs/*.md, under these names. A file that a page links to,
+The pages are those in `PAGES` and all of docs/, under these names. A file that a page links to,
 such as a configuration or a test, is copied into the site. mkdocs fails for a link to a file that does not exist.
 """
 
@@ -14,6 +14,8 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 REPOSITORY = Path(__file__).parents[1]
+PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "deploy/README.md", "examples/README.md")
+"""The pages outside of docs/."""
 LINK = re.compile(r"\]\(([^)\s#:]+)(?:#[^)\s]*)?\)")
 """Matches a Markdown link to a file. The group is the path, without an anchor."""
 EXAMPLE = re.compile(r"^>>> .*(?:\n.+)*", re.MULTILINE)
@@ -30,7 +32,7 @@ class Examples(Extension):
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Replaces the files of docs/ by those of the repository's tree, and keeps the files of the theme."""
-    pages = ["README.md", "CHANGELOG.md", "deploy/README.md"]
+    pages = [*PAGES]
     pages += [f"docs/{file.src_uri}" for file in files.documentation_pages()]
     names = {*pages, *(name for page in pages for name in linked(page))}
     kept = [file for file in files if not (REPOSITORY / "docs" / file.src_uri).is_file()]

@@ -22,9 +22,10 @@ def test_the_site_has_every_page_and_loads_nothing_from_other_machines(tmp_path:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
-    pages = {page.stem for page in (REPOSITORY / "docs").glob("*.md")}
-    assert {page.stem for page in (tmp_path / "docs").glob("*.html")} == pages
-    assert {"index.html", "deploy/index.html", "configs/ppo.yaml"} <= {
+    docs, site = REPOSITORY / "docs", tmp_path / "docs"
+    pages = {page.relative_to(docs).with_suffix(".html") for page in docs.rglob("*.md")}
+    assert {page.relative_to(site) for page in site.rglob("*.html")} == pages
+    assert {"index.html", "CONTRIBUTING.html", "deploy/index.html", "configs/ppo.yaml"} <= {
         str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if file.is_file()
     }
     loaded = re.compile(r"<(?:script|img|iframe|source)[^>]+src=\"?(https?:)?//|<link[^>]+href=\"?(https?:)?//")

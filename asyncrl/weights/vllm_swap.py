@@ -157,7 +157,8 @@ def _is_convolution(layer: Any) -> bool:
 def _unpacked(layer: torch.nn.Module) -> torch.Tensor:
     """Returns memory for a weight that vLLM has freed, as the model's loaders expect it."""
     parameters, _ = get_layerwise_info(layer).restore_metadata
-    return materialize_meta_tensor(restore_layer_refs(parameters["weight"], layer))
+    memory: torch.Tensor = materialize_meta_tensor(restore_layer_refs(parameters["weight"], layer))
+    return memory
 
 
 def _replacement(live: torch.nn.Parameter, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:

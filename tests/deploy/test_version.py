@@ -37,3 +37,8 @@ def test_the_changelog_begins_with_the_version(repository: Path, version: str) -
 
 def test_the_citation_has_the_version(repository: Path, version: str) -> None:
     assert str(yaml.safe_load((repository / "CITATION.cff").read_text())["version"]) == version
+
+
+def test_the_entry_of_a_version_is_short_enough_to_be_read(repository: Path) -> None:
+    _, *entries = re.split(r"^(?=## )", (repository / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert [entry.splitlines()[0] for entry in entries if len(entry.splitlines()) > 80] == []

@@ -12,7 +12,7 @@ from conftest import QUICKSTART, REPOSITORY
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
-EXAMPLE = REPOSITORY / "docs" / "train_in_python.py"
+EXAMPLE = REPOSITORY / "examples" / "01_train_in_python.py"
 STEPS = 3
 
 NOTEBOOK = """

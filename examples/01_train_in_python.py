@@ -1,7 +1,7 @@
 """Trains the model of the quickstart from Python, and plots its reward.
 
 Run it cell by cell in an editor that knows `# %%`, paste it into a notebook, or run it whole, in the repository:
-`python docs/train_in_python.py`.
+`python examples/01_train_in_python.py`.
 """
 
 # %% Train
