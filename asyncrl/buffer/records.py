@@ -256,7 +256,8 @@ class CommitOutcome(StrEnum):
     FILTERED: all rewards of the group are equal, so it is not trained, and another prompt takes its slot
     (`algorithm.zero_variance: resample`). LATE: the ticket has ended before, for example by expiry. UNKNOWN: there was
     no such ticket. OLD_INCARNATION: the ticket is of another incarnation of the learner. For these four the caller must
-    clear the rows that it stored. DUPLICATE: this attempt is committed already; its rows must stay.
+    clear the rows that it stored. DUPLICATE: this attempt is committed already, because the call was repeated; its rows
+    must stay.
     """
 
     ACCEPTED = "accepted"

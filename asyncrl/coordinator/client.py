@@ -8,7 +8,6 @@ this process.
 """
 
 import inspect
-import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
@@ -19,7 +18,6 @@ from asyncrl.coordinator.endpoints import Endpoints
 from asyncrl.coordinator.failures import FailureReports
 from asyncrl.coordinator.learner_calls import LearnerCalls
 from asyncrl.coordinator.registry import Registry
-from asyncrl.coordinator.repeats import ONCE
 from asyncrl.data_plane.calls import finished, patiently
 
 Arguments = ParamSpec("Arguments")
@@ -29,15 +27,12 @@ Door = TypeVar("Door", Coordinator, Attachments, LearnerCalls, Registry, Endpoin
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a method of a door (`Coordinator`, or one of its parts that `perform` names), as it is sent.
-
-    `id` is the same for all repetitions of a call that must be performed once; "" for the others."""
+    """A call of a method of a door (`Coordinator`, or one of its parts that `perform` names), as it is sent."""
 
     door: str
     method: str
     arguments: tuple[Any, ...]
     options: dict[str, Any]
-    id: str = ""
 
 
 async def perform(coordinator: Coordinator, call: Call) -> Any:
@@ -66,9 +61,10 @@ class CoordinatorClient:
         """Returns a client of a `CoordinatorActor`.
 
         A call is late after `timeout_s` seconds plus the `wait_s` that it passes to its method. It is then repeated,
-        for `patience_s` seconds, and raises CallTimeout after that. Repetitions change nothing (`repeats.py`), except
-        that a repeated reserve gets other tickets; those of the first one expire. It raises ActorGone if the actor's
-        process has ended.
+        for `patience_s` seconds, and raises CallTimeout after that. The first call may have been performed, and only
+        its answer was late. A repetition changes nothing, except that a repeated reserve gets other tickets; those of
+        the first one expire. `tests/coordinator/test_repeats.py` holds this for every method. It raises ActorGone if
+        the actor's process has ended.
         """
 
         async def send(call: Call) -> Any:
@@ -103,5 +99,4 @@ class CoordinatorClient:
     async def call(self, method: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
         """Calls a method of a door with these arguments. Returns its answer."""
         door, _, name = method.__qualname__.rpartition(".")
-        call_id = uuid.uuid4().hex if f"{door}.{name}" in ONCE else ""
-        return await self._send(Call(door, name, arguments, options, call_id))
+        return await self._send(Call(door, name, arguments, options))

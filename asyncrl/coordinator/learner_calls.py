@@ -1,5 +1,9 @@
 """The calls of the learner. Each carries the incarnation that the learner got when it attached.
 
+A call whose answer was lost is repeated. The repeated call finds that its lease has ended and changes nothing. The
+answers to `ack`, `skip` and `release` are kept until the next such call, because only they name the rows that may be
+cleared, and only that of `ack` has the ledger's entry of the step.
+
 If another learner has taken over, the calls of the earlier one raise Fenced and change nothing here. So a learner that
 was only slow ends at its next call, and no step of it is counted.
 """
@@ -38,6 +42,8 @@ class LearnerCalls:
 
     def __init__(self, parts: CoordinatorParts) -> None:
         self._parts = parts
+        self._acked: tuple[tuple[int, int], Acked] | None = None
+        self._released: tuple[tuple[int, int | None], tuple[str, ...]] | None = None
 
     async def lease(self, incarnation: int, *, wait_s: float) -> Lease | LeaseWait:
         """Waits up to `wait_s` seconds for the groups of one step. Returns the lease, or the reason why there is
@@ -68,15 +74,23 @@ class LearnerCalls:
     async def ack(self, incarnation: int, step: int, *, snapshot: bool = False) -> Acked:
         """Ends a lease whose step was trained. Returns the state of the run, and a snapshot if it is wanted.
 
-        The snapshot is taken before any other call is answered, so it is of the moment after this step.
+        The snapshot is taken before any other call is answered, so it is of the moment after this step. A repeated call
+        gets the same answer: the ledger's entry names each ended group once.
         """
         self._check(incarnation)
+        if self._acked is not None and self._acked[0] == (incarnation, step):
+            return self._acked[1]
+        before = self._parts.buffer.version
         over = self._parts.buffer.leases.ack(incarnation, step)
-        ledger = self._parts.buffer.ledger_entry(of_ack=True)
+        trained = self._parts.buffer.version != before
+        ledger = self._parts.buffer.ledger_entry(of_ack=trained)
         taken = self._parts.snapshot() if snapshot else None
         self._parts.registry.progressed()
         self._parts.waiting.tickets.wake()
-        return Acked(status=self._parts.brief_status(), ledger=ledger, over=over, snapshot=taken)
+        acked = Acked(status=self._parts.brief_status(), ledger=ledger, over=over, snapshot=taken)
+        if trained:
+            self._acked = (incarnation, step), acked
+        return acked
 
     def ledger_entry(self, incarnation: int) -> LedgerEntry:
         """Returns the ledger's entry of the present moment, for the end of the audit's records."""
@@ -95,29 +109,28 @@ class LearnerCalls:
         self._parts.waiting.tickets.wake()
         return keys
 
-    async def give_back(self, incarnation: int, step: int) -> bool:
-        """Ends a lease without training. Its groups become ready again. Returns False if there is no such lease."""
+    async def give_back(self, incarnation: int, step: int) -> None:
+        """Ends a lease without training. Its groups become ready again. Does nothing if there is no such lease."""
         self._check(incarnation)
-        given = self._parts.buffer.leases.give_back(incarnation, step)
+        self._parts.buffer.leases.give_back(incarnation, step)
         self._parts.waiting.tickets.wake()
-        return given
 
-    async def rows_lost(self, incarnation: int, keys: Sequence[str]) -> tuple[str, ...]:
-        """Removes ready groups whose rows are lost, e.g. with their node. Their prompts go to the front.
-
-        Returns the keys of the groups that were removed.
-        """
+    async def rows_lost(self, incarnation: int, keys: Sequence[str]) -> None:
+        """Removes ready groups whose rows are lost, e.g. with their node. Their prompts go to the front. Keys of groups
+        that are not ready are counted and ignored."""
         self._check(incarnation)
-        lost = self._parts.buffer.leases.rows_lost(keys)
+        self._parts.buffer.leases.rows_lost(keys)
         self._parts.waiting.tickets.wake()
-        return lost
 
     def release(self, incarnation: int, complete: int | None) -> tuple[str, ...]:
         """Releases the groups that were retained for a learner that goes back to a checkpoint, as far as the checkpoint
         of step `complete` does not need them; with None, all, because the run ends. Returns their keys; their rows may
-        be cleared."""
+        be cleared. A call that releases nothing new returns the keys of the last call with the same `complete`."""
         self._check(incarnation)
-        return self._parts.buffer.leases.release(complete=complete)
+        over = self._parts.buffer.leases.release(complete=complete)
+        if over or self._released is None or self._released[0] != (incarnation, complete):
+            self._released = (incarnation, complete), over
+        return self._released[1]
 
     def clear_dropped(self, incarnation: int) -> None:
         """Clears the rows of the groups that a lease call dropped. A save that runs may still read them, so the learner

@@ -60,7 +60,7 @@ class Registry:
         self.learner: Deployment | None = None
         self.learner_state_seconds: dict[str, float] = {}
         self.endpoints = Endpoints()
-        self._closed = False
+        self._closed_by = ""  # the deployment that was the last one to leave
         self._scaled: dict[str, int] = {}
         self.scalings = 0
         self.given_up: dict[str, str] = {}
@@ -84,7 +84,7 @@ class Registry:
         would keep them from ending, and so the next learner out.
         """
         enters = deployment.id not in self._members
-        if self._closed or (deployment.role is Role.GENERATOR and self.state in OVER and enters):
+        if self._closed_by or (deployment.role is Role.GENERATOR and self.state in OVER and enters):
             raise RunLocked(
                 "the earlier run of this name has ended, and its last deployment is ending the run's processes; start "
                 "this command again in some seconds. If this message stays, end the run with `asyncrl down` first"
@@ -125,12 +125,13 @@ class Registry:
 
         While the run is not over, a deployment that was silent for less than `GONE_TIMEOUTS` timeouts still counts,
         because it may come back. A deployment that is not attached, such as a replaced learner, is never the last one.
+        A repeated call gets the same answer: if the first answer was lost, the run's actors would stay.
         """
-        if self._members.pop(deployment_id, None) is None:
-            return False
         timeouts = 1 if self.state in OVER else GONE_TIMEOUTS
-        self._closed = not self._heard_within(self._timeout_s * timeouts)
-        return self._closed
+        left = self._members.pop(deployment_id, None) is not None
+        if left and not self._heard_within(self._timeout_s * timeouts):
+            self._closed_by = deployment_id
+        return deployment_id == self._closed_by
 
     @property
     def learner_attached(self) -> bool:

@@ -102,6 +102,10 @@ class Delivery:
         outcomes = await self.coordinator.call(Coordinator.commit, metas)
         refused, failures = list[str](), list[Failure]()
         for group, outcome in zip(groups, outcomes, strict=True):
+            if outcome is CommitOutcome.DUPLICATE:
+                # Only this replica has the ticket, and it commits a group once. So the call was repeated, because its
+                # first answer, ACCEPTED, was late.
+                outcome = CommitOutcome.ACCEPTED
             self.held.settle(group.meta.key)
             self.metrics.samples(len(group.meta.rewards), outcome=outcome)
             if outcome is CommitOutcome.ACCEPTED:
@@ -109,7 +113,7 @@ class Delivery:
                 self.tokens += group.meta.generated_tokens
                 self.metrics.rewards(group.meta.known_rewards, part=group.meta.part)
                 failures += group.failures
-            elif outcome is not CommitOutcome.DUPLICATE:
+            else:
                 refused.append(group.meta.key)
         for failure in failures:
             if failure.of_tool:

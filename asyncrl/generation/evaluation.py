@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
@@ -31,7 +32,7 @@ async def evaluate(
 
     async def report(failure: Failure) -> None:
         try:
-            await coordinator.call(FailureReports.heldout_failed, failure)
+            await coordinator.call(FailureReports.heldout_failed, uuid.uuid4().hex, failure)
         except (RunError, TimeoutError) as lost:
             logger.warning("the failure of a held-out question did not reach the buffer: %s", lost)
 

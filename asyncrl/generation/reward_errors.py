@@ -1,6 +1,7 @@
 """Decides about groups in which the reward of some completions failed (`environment.on_error`), and reports these."""
 
 import logging
+import uuid
 from collections.abc import Iterable, Sequence
 
 from asyncrl.algorithms.presets import compares_groups
@@ -98,6 +99,6 @@ async def report_failures(failures: Sequence[Failure], coordinator: CoordinatorC
     words = ", ".join(f"{count.first.label} {count.failures}" for count in counts)
     logger.warning("failures in groups that are trained: %s", words)
     try:
-        await coordinator.call(FailureReports.samples_failed, counts)
+        await coordinator.call(FailureReports.samples_failed, uuid.uuid4().hex, counts)
     except (RunError, TimeoutError) as lost:
         logger.warning("failures did not reach the buffer: %s", lost)

@@ -224,7 +224,8 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             "asyncrl_generator_samples_total",
             "Samples by the outcome of their group's commit. `failed`: the rollout failed and there was no commit. "
             "`cancelled`: the buffer had ended the ticket, so the rollout was ended too.",
-            {"outcome": (*CommitOutcome, "failed", "cancelled")},
+            # The replica takes DUPLICATE for ACCEPTED.
+            {"outcome": (*(each for each in CommitOutcome if each != CommitOutcome.DUPLICATE), "failed", "cancelled")},
         ),
         counter(
             GENERATOR,

@@ -107,7 +107,7 @@ async def test_each_door_answers_and_its_errors_arrive_unchanged(opened: Opened)
         await client.call(LearnerCalls.set_state, 1, RunState.CLOSING, "why")
         [ticket] = (await client.call(Coordinator.reserve, "a", NOW, 1, wait_s=0.0)).tickets
         await client.call(Coordinator.fail, [FailedTicket(key=ticket.key, incarnation=1, failure=failure)])
-        await client.call(FailureReports.heldout_failed, failure)
+        await client.call(FailureReports.heldout_failed, "1", failure)
         [count] = await client.call(FailureReports.more_than, 1, wait_s=TIMEOUT_S)
         assert (count.rollouts, count.groups) == (2, 1)
         status = await client.call(Coordinator.status)

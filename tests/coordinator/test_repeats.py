@@ -1,126 +1,450 @@
-"""A call that is repeated, because its answer was late, changes nothing and gets the answer of the first one."""
+"""A call that is repeated because its answer was lost changes nothing, and its caller learns what it needs.
 
-from functools import partial
+The table has every method that a client can call. Each row makes the call once in one run and twice in an equal run.
+Both runs must have the same state afterwards, and must give the same answers to the calls that follow.
+"""
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
-from buffer_scenes import finished
+from buffer_scenes import Clock, finished
 
 from asyncrl.buffer.failure_records import FailedTicket, Failure, FailureCount
+from asyncrl.buffer.fleet import Cause
 from asyncrl.buffer.ledger import Event
-from asyncrl.buffer.records import CommitOutcome, Lease
-from asyncrl.common.roles import Role
+from asyncrl.buffer.records import CommitOutcome, GroupMeta, HeldReport, Lease, Ticket
+from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
-from asyncrl.coordinator import repeats
+from asyncrl.coordinator import failures
 from asyncrl.coordinator.attachments import Attachments
 from asyncrl.coordinator.client import Call, CoordinatorClient, perform
 from asyncrl.coordinator.coordinator import Coordinator
+from asyncrl.coordinator.endpoints import Endpoints
 from asyncrl.coordinator.failures import FailureReports
-from asyncrl.coordinator.learner_calls import LearnerCalls
+from asyncrl.coordinator.learner_calls import Acked, LearnerCalls
 from asyncrl.coordinator.registry import Deployment, Registry
-from asyncrl.coordinator.repeats import ONCE, Answers
+from asyncrl.coordinator.replicas import ReplicaReport
+from asyncrl.coordinator.snapshot import Restored
 from asyncrl.data.prompts import Task
 from asyncrl.errors import FailureClass
 
 NOW = Version(1, 0)
-CONFIG = Config.model_validate({"learner": {"groups_per_step": 2, "group_size": 2}, "staleness": {"max_versions": 0}})
-FAILURE = Failure(failure_class=FailureClass.DATA, reason="x")
+CONFIG = {"learner": {"groups_per_step": 2, "group_size": 2}, "staleness": {"max_versions": 1}}
+RESAMPLE = {"algorithm": {"zero_variance": "resample"}}
+SHORT = {"data": {"drop_last": True, "epochs": 1}}
+"""With three prompts, the third one makes no whole step and is dropped."""
+LEARNER = Deployment(id="l", role=Role.LEARNER, host="h", pid=7)
+GENERATOR = Deployment(id="g", role=Role.GENERATOR, host="h", pid=8, replicas=2)
+REPORT = ReplicaReport(
+    actor="a", deployment="g", metrics_address="h:1", state_seconds={"idle": 1.0}, slots=2, running_groups=1,
+    samples=3, completion_tokens=9, weight_updates=1, parity_max_nats=0.0,
+)  # fmt: skip
+
+Arguments = tuple[Any, ...]
+DOORS = (Coordinator, Attachments, LearnerCalls, Registry, Endpoints, FailureReports)
+NOT_HARMLESS = {
+    "Coordinator.reserve",  # a repeated one gets other tickets, and those of the first one expire: see the last test
+    "Registry.scale",  # its client, `asyncrl scale`, repeats no call; a user who calls it again wants another try
+}
 
 
-class NoRows:
-    """A row client of a run in which no row is stored."""
+class Run:
+    """A coordinator with a clock that stands still, a client of it, and the keys whose rows it has cleared."""
 
-    async def clear(self, keys: Any) -> None:
-        pass
+    def __init__(self, sections: Mapping[str, Any], *, tasks: int) -> None:
+        self.config = Config.model_validate(CONFIG | sections)
+        self.clock = Clock()
+        self.cleared: list[str] = []
+        questions = [Task(question=str(i), prompt=str(i), answer="") for i in range(tasks)]
+        self.coordinator = Coordinator(
+            config=self.config, tasks=questions, rows=self, started_s=0.0, clock=self.clock.read
+        )
+        self.client = CoordinatorClient(self._perform)
+
+    async def _perform(self, call: Call) -> Any:
+        return await perform(self.coordinator, call)
+
+    async def clear(self, keys: list[str]) -> None:
+        self.cleared += keys
 
     async def keys(self) -> list[str]:
         return []
 
+    @property
+    def shared(self) -> Mapping[str, object]:
+        return shared_config(self.config)
 
-class Late:
-    """A coordinator whose first answer to each call is lost, except that of a reserve: a repeated one gets other
-    tickets."""
+    async def reserved(self, count: int = 2, *, version: Version = NOW) -> tuple[Ticket, ...]:
+        tickets = (await self.client.call(Coordinator.reserve, "a", version, count, wait_s=0.0)).tickets
+        assert len(tickets) == count
+        return tickets
 
-    def __init__(self) -> None:
-        tasks = [Task(question=str(i), prompt=str(i), answer="") for i in range(20)]
-        self.coordinator = Coordinator(config=CONFIG, tasks=tasks, rows=NoRows())
-        self._answers = Answers(kept_s=60.0)
-        self.client = CoordinatorClient(self._send)
+    async def ready(self, count: int = 2, *, version: Version = NOW) -> tuple[Ticket, ...]:
+        tickets = await self.reserved(count, version=version)
+        await self.client.call(Coordinator.commit, [mixed(ticket) for ticket in tickets])
+        return tickets
 
-    async def _send(self, call: Call) -> Any:
-        for _ in range(1 if call.method == "reserve" else 2):
-            answer = await self._answers.to(call.id, partial(perform, self.coordinator, call))
+    async def leased(self) -> Lease:
+        await self.ready()
+        lease = await self.client.call(LearnerCalls.lease, 1, wait_s=0.0)
+        assert isinstance(lease, Lease)
+        return lease
+
+    async def state(self) -> dict[str, Any]:
+        """Returns what callers can read. The port of the coordinator's endpoint is another one in each run."""
+        status = self.coordinator.status()
+        snapshot = self.coordinator.learner.snapshot(status.version.incarnation)
+        endpoints = self.coordinator.registry.endpoints.since(0)
+        while tasks := self.coordinator._parts.clearing.tasks:
+            await asyncio.gather(*tasks)
+        account = msgspec.structs.replace(status.account, events={})
+        ledger = msgspec.structs.replace(snapshot.buffer.ledger, events={})
+        return {
+            "events": {event: number for event, number in status.account.events.items() if number},
+            "status": msgspec.structs.replace(status, account=account, targets={}),
+            "quarantines": dict(self.coordinator._parts.buffer.fleet.quarantines),
+            "restarts": dict(self.coordinator._parts.buffer.fleet.restarts),
+            "buffer": msgspec.structs.replace(snapshot.buffer, ledger=ledger),
+            "prompts": snapshot.prompts,
+            "ledger": self.coordinator.learner.ledger_entry(status.version.incarnation),
+            "own": self.coordinator.own_replicas("g", ["a", "b"]),
+            "endpoints": (endpoints.serial, sorted(endpoints.addresses)),
+            "nonce": self.coordinator.registry.run_nonce(),
+            "cleared": sorted(self.cleared),
+        }
+
+    async def afterwards(self) -> list[Any]:
+        """Makes the calls of a step that follows, and returns their answers and the state after them."""
+        version = self.coordinator.status().version
+        incarnation, call = version.incarnation, self.client.call
+        held = HeldReport(number=9, complete=False, tokens={})
+        answers: list[Any] = [await call(Coordinator.heartbeat, "a", NOW, 1, held, REPORT)]
+        reservation = await call(Coordinator.reserve, "z", version, 2, wait_s=0.0)
+        answers += [reservation, await call(Coordinator.commit, [mixed(each) for each in reservation.tickets])]
+        lease = await call(LearnerCalls.lease, incarnation, wait_s=0.0)
+        answers.append(lease)
+        if isinstance(lease, Lease):
+            acked = await call(LearnerCalls.ack, incarnation, lease.step)
+            answers.append((acked.over, acked.ledger))
+        answers.append(sorted(await call(LearnerCalls.release, incarnation, None)))
+        await call(LearnerCalls.clear_dropped, incarnation)
+        return [*answers, await self.state()]
+
+
+def mixed(ticket: Ticket) -> GroupMeta:
+    """Returns a group that is not filtered, because its rewards differ."""
+    return finished(ticket, rewards=(0.0, 1.0))
+
+
+def uncounted(answer: Any) -> Any:
+    """Returns an answer without the counted events, which the state of the run has too."""
+    if not isinstance(answer, Acked):
         return answer
+    account = msgspec.structs.replace(answer.status.account, events={})
+    return msgspec.structs.replace(answer, status=msgspec.structs.replace(answer.status, account=account))
 
 
-def test_all_calls_that_are_performed_once_exist() -> None:
-    doors = {door.__name__: door for door in (Coordinator, LearnerCalls, Registry, FailureReports)}
-    for name in ONCE:
-        door, _, method = name.partition(".")
-        assert callable(getattr(doors[door], method))
+def failed(ticket: Ticket, failure_class: FailureClass) -> FailedTicket:
+    return FailedTicket(key=ticket.key, incarnation=1, failure=Failure(failure_class=failure_class, reason="x"))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A call of `method` with the arguments that `prepare` returns, after it has brought a run to the state of the
+    call. `counted` are the events that the repeated call counts. `second` is its answer, if it is another one."""
+
+    method: Callable[..., Any]
+    prepare: Callable[[Run], Awaitable[Arguments]]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    counted: Mapping[Event, int] = field(default_factory=dict)
+    second: Any = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    tasks: int = 20
+
+    def __str__(self) -> str:
+        return f"{self.method.__qualname__} after {self.prepare.__name__}"
+
+
+def given(*arguments: Any) -> Callable[[Run], Awaitable[Arguments]]:
+    async def nothing(_: Run) -> Arguments:
+        return arguments
+
+    return nothing
+
+
+async def a_ticket(run: Run) -> Arguments:
+    [ticket] = await run.reserved(1)
+    return "a", NOW, 1, HeldReport(number=1, complete=False, tokens={ticket.key: 3}), REPORT
+
+
+async def all_tickets_again(run: Run) -> Arguments:
+    [first, second] = await run.reserved()
+    for number in (1, 2):
+        held = HeldReport(number=number, complete=True, tokens={first.key: 3, second.key: 4})
+        await run.client.call(Coordinator.heartbeat, "a", NOW, 0, held, REPORT)
+    return "a", NOW, 1, HeldReport(number=3, complete=True, tokens={first.key: 5}), REPORT
+
+
+def a_replica_that_is_heard(*arguments: Any) -> Callable[[Run], Awaitable[Arguments]]:
+    async def a_replica(run: Run) -> Arguments:
+        await run.client.call(Coordinator.heartbeat, *await a_ticket(run))
+        return "a", *arguments
+
+    return a_replica
+
+
+async def generated(run: Run) -> Arguments:
+    return ([mixed(ticket) for ticket in await run.reserved()],)
+
+
+async def generated_with_equal_rewards(run: Run) -> Arguments:
+    return ([finished(ticket) for ticket in await run.reserved()],)
+
+
+async def a_bad_answer(run: Run) -> Arguments:
+    return ([failed(ticket, FailureClass.DATA) for ticket in await run.reserved()],)
+
+
+async def a_broken_engine(run: Run) -> Arguments:
+    return ([failed(ticket, FailureClass.INFRA) for ticket in await run.reserved()],)
+
+
+async def ready_groups(run: Run) -> Arguments:
+    await run.ready()
+    return (1,)
+
+
+async def rows_of_ready_groups_lost(run: Run) -> Arguments:
+    return 1, [ticket.key for ticket in await run.ready()]
+
+
+async def a_lease(run: Run) -> Arguments:
+    lease = await run.leased()
+    return lease.incarnation, lease.step
+
+
+async def an_earlier_step_and_a_lease(run: Run) -> Arguments:
+    await run.client.call(LearnerCalls.ack, *await a_lease(run))
+    await run.ready(version=Version(1, 1))
+    await run.client.call(LearnerCalls.lease, 1, wait_s=0.0)
+    return 1, 0
+
+
+async def a_step_that_no_lease_has(run: Run) -> Arguments:
+    await run.client.call(LearnerCalls.skip, *await a_lease(run))
+    return 1, 5
+
+
+async def a_retained_step(run: Run) -> Arguments:
+    await run.client.call(LearnerCalls.snapshot, 1)
+    acked = await run.client.call(LearnerCalls.ack, *await a_lease(run))
+    assert acked.over == (), "the rows of the step stay for a learner that goes back"
+    return 1, None
+
+
+async def a_checkpoint_after_a_retained_step(run: Run) -> Arguments:
+    await a_retained_step(run)
+    await run.client.call(LearnerCalls.snapshot, 1)
+    return 1, 1
+
+
+async def a_dropped_group(run: Run) -> Arguments:
+    await run.client.call(LearnerCalls.ack, *await a_lease(run))
+    await run.ready(1, version=Version(1, 1))
+    assert (await run.client.call(Coordinator.reserve, "a", Version(1, 1), 1, wait_s=0.0)).tickets == ()
+    await run.client.call(LearnerCalls.lease, 1, wait_s=0.0)
+    return (1,)
+
+
+async def a_pause(run: Run) -> Arguments:
+    await run.client.call(LearnerCalls.pause, 1)
+    return (1,)
+
+
+async def another_learner(run: Run) -> Arguments:
+    await run.client.call(Attachments.attach, LEARNER, shared=run.shared)
+    await run.leased()
+    run.clock.now_s += 1e6
+    return (msgspec.structs.replace(LEARNER, id="other"),)
+
+
+async def a_learner_and_its_generator(run: Run) -> Arguments:
+    for deployment in (LEARNER, GENERATOR):
+        await run.client.call(Attachments.attach, deployment, shared=run.shared)
+    return (LEARNER.id,)
+
+
+async def a_deployment(run: Run) -> Arguments:
+    await run.client.call(Attachments.attach, LEARNER, shared=run.shared)
+    return (LEARNER.id,)
+
+
+async def a_set_endpoint(run: Run) -> Arguments:
+    await run.client.call(Endpoints.set, "b", "h:2")
+    return "b", "h:3"
+
+
+NO_WAIT = {"wait_s": 0.0}
+FAILURE = Failure(failure_class=FailureClass.DATA, reason="x")
+TABLE = [
+    Row(Coordinator.start, given()),
+    Row(Coordinator.brief_status, given()),
+    Row(Coordinator.status, given()),
+    Row(Coordinator.own_replicas, given("g", ["a"])),
+    Row(Coordinator.replica_at, given(NOW), {"other_than": [], "wait_s": 0.0}),
+    Row(Coordinator.heartbeat, a_ticket),
+    Row(Coordinator.heartbeat, all_tickets_again),
+    Row(Coordinator.leave, a_replica_that_is_heard()),
+    Row(Coordinator.quarantine, a_replica_that_is_heard(Cause.ENGINE_DIED, "why")),
+    Row(Coordinator.quarantine, a_replica_that_is_heard(Cause.NO_HEARTBEATS, "why")),
+    Row(Coordinator.restarting, a_replica_that_is_heard(Cause.ENGINE_DIED, "why")),
+    Row(Coordinator.restarting, given("a", Cause.START_FAILED, "why")),
+    Row(Coordinator.commit, generated, counted={Event.COMMIT_DUPLICATE: 2}, second=[CommitOutcome.DUPLICATE] * 2),
+    Row(
+        Coordinator.commit,
+        generated_with_equal_rewards,
+        counted={Event.COMMIT_LATE: 2},
+        second=[CommitOutcome.LATE] * 2,
+        config=RESAMPLE,
+    ),
+    Row(Coordinator.fail, a_bad_answer, counted={Event.FAIL_REFUSED: 2}),
+    Row(Coordinator.fail, a_broken_engine, counted={Event.FAIL_REFUSED: 2}),
+    Row(LearnerCalls.lease, ready_groups, NO_WAIT, counted={Event.LEASE_REPEATED: 1}),
+    Row(LearnerCalls.ack, a_lease),
+    Row(LearnerCalls.ack, a_lease, {"snapshot": True}),
+    Row(LearnerCalls.ack, an_earlier_step_and_a_lease),
+    Row(LearnerCalls.ack, a_step_that_no_lease_has, counted={Event.LEASE_CALL_REFUSED: 1}),
+    Row(LearnerCalls.skip, a_lease, counted={Event.LEASE_CALL_REFUSED: 1}),
+    Row(LearnerCalls.give_back, a_lease, counted={Event.LEASE_CALL_REFUSED: 1}),
+    Row(LearnerCalls.rows_lost, rows_of_ready_groups_lost, counted={Event.ROWS_LOST_REFUSED: 2}),
+    Row(LearnerCalls.release, a_retained_step),
+    Row(LearnerCalls.release, a_checkpoint_after_a_retained_step),
+    Row(LearnerCalls.clear_dropped, a_dropped_group, config=SHORT, tasks=3),
+    Row(LearnerCalls.ledger_entry, ready_groups),
+    Row(LearnerCalls.snapshot, ready_groups),
+    Row(LearnerCalls.published, given(NOW)),
+    Row(LearnerCalls.pause, given(1)),
+    Row(LearnerCalls.resume, a_pause),
+    Row(LearnerCalls.set_state, given(1, RunState.RUNNING, "why")),
+    Row(Attachments.check, given(LEARNER), {"shared": ...}),
+    Row(Attachments.attach, given(LEARNER), {"shared": ...}),
+    Row(Attachments.attach, given(GENERATOR), {"shared": ...}),
+    Row(Attachments.attach, another_learner, {"shared": ...}),
+    Row(Registry.check, given(GENERATOR), {"shared": ...}),
+    Row(Registry.attach, given(GENERATOR), {"shared": ...}),
+    Row(Registry.keep, a_deployment, {"state_seconds": {"training": 2.0}}),
+    Row(Registry.detach, a_deployment),
+    Row(Registry.detach, a_learner_and_its_generator),
+    Row(Registry.run_nonce, given()),
+    Row(Registry.live, given()),
+    Row(Registry.wanted, given()),
+    Row(Registry.wanted_of, given("g")),
+    Row(Registry.gave_up, given("a", "why")),
+    Row(Registry.handshake, given(), {"who": "a", "fingerprint": "f"}),
+    Row(Registry.set_state, given(RunState.RUNNING, "why")),
+    Row(Registry.progressed, given()),
+    Row(Registry.publish, given(NOW), {"learner": NOW}),
+    Row(Endpoints.set, a_set_endpoint),
+    Row(Endpoints.since, given(0)),
+    Row(FailureReports.heldout_failed, given("1", FAILURE)),
+    Row(FailureReports.samples_failed, given("1", [FailureCount(first=FAILURE, samples=3, tool_calls=2)])),
+    Row(FailureReports.more_than, given(-1), NO_WAIT),
+]
+
+
+def test_the_table_has_every_call_of_the_coordinator() -> None:
+    calls = {
+        f"{door.__name__}.{name}"
+        for door in DOORS
+        for name, method in vars(door).items()
+        if inspect.isfunction(method) and not name.startswith("_")
+    }
+    assert {row.method.__qualname__ for row in TABLE} == calls - NOT_HARMLESS
 
 
 @pytest.mark.asyncio
-async def test_the_path_of_a_group_counts_once_and_the_ledger_names_its_groups() -> None:
-    scene = Late()
-    call = scene.client.call
-    tickets = (await call(Coordinator.reserve, "a", NOW, 2, wait_s=0.0)).tickets
-    assert await call(Coordinator.commit, [finished(each) for each in tickets]) == [CommitOutcome.ACCEPTED] * 2
-    assert isinstance(await call(LearnerCalls.lease, 1, wait_s=0.0), Lease)
-    acked = await call(LearnerCalls.ack, 1, 0, snapshot=True)
-    assert sorted(ended.group for ended in acked.ledger.ended) == [0, 1], "the audit reads it"
-    assert acked.snapshot is not None
-    [first, _] = (await call(Coordinator.reserve, "a", Version(1, 1), 2, wait_s=0.0)).tickets
-    await call(Coordinator.fail, [FailedTicket(key=first.key, incarnation=1, failure=FAILURE)])
-    await call(FailureReports.heldout_failed, FAILURE)
-    await call(FailureReports.samples_failed, [FailureCount(first=FAILURE, rollouts=0, groups=0, samples=3)])
-    [count] = scene.coordinator._parts.buffer.failures.counts()
-    assert (count.rollouts, count.groups, count.samples) == (2, 1, 3)
-    events = scene.coordinator.status().account.events
-    assert (events[Event.COMMIT_DUPLICATE], events[Event.LEASE_CALL_REFUSED], events[Event.FAIL_REFUSED]) == (0, 0, 0)
-    released = await call(LearnerCalls.release, 1, None)
-    assert {*acked.over, *released} == {each.key for each in tickets}, "otherwise their rows would stay"
+@pytest.mark.parametrize("row", TABLE, ids=str)
+async def test_a_call_whose_answer_was_lost_is_repeated_without_effect(row: Row) -> None:
+    answers, states = [], []
+    for times in (1, 2):
+        run = Run(row.config, tasks=row.tasks)
+        arguments = await row.prepare(run)
+        options = {name: run.shared if value is ... else value for name, value in row.options.items()}
+        answers += [uncounted(await run.client.call(row.method, *arguments, **options)) for _ in range(times)]
+        states.append(await run.state())
+        states.append(await run.afterwards())
+        if run.coordinator._expiry is not None:
+            run.coordinator._expiry.cancel()
+            run.coordinator._server.close()
+    once, first, second = answers
+    assert once == first, "the two runs are equal"
+    assert second == (first if row.second is None else row.second)
+    for one, other in ((states[0], states[2]), (states[1][-1], states[3][-1])):
+        counts = {event: other["events"].get(event, 0) - one["events"].get(event, 0) for event in Event}
+        assert {event: number for event, number in counts.items() if number} == row.counted
+        assert {**other, "events": {}} == {**one, "events": {}}
+    assert states[1][:-1] == states[3][:-1]
 
 
 @pytest.mark.asyncio
-async def test_the_last_deployment_that_leaves_hears_that_it_was_the_last_one() -> None:
-    scene = Late()
-    only = Deployment(id="d", role=Role.LEARNER, host="h", pid=7)
-    await scene.client.call(Attachments.attach, only, shared=shared_config(CONFIG))
-    assert await scene.client.call(Registry.detach, only.id), "otherwise no process ends the run's actors"
+async def test_a_repeated_ack_names_the_ended_groups_and_has_the_snapshot_of_the_first_one() -> None:
+    """The audit reads the ledger's entry, and the learner saves the snapshot: both are of the moment after the step."""
+    run = Run({}, tasks=20)
+    lease = await run.leased()
+    first = await run.client.call(LearnerCalls.ack, 1, 0, snapshot=True)
+    await run.ready(version=Version(1, 1))
+    repeated = await run.client.call(LearnerCalls.ack, 1, 0, snapshot=True)
+    assert repeated == first
+    assert isinstance(repeated, Acked)
+    assert [ended.group for ended in repeated.ledger.ended] == [group.meta.group for group in lease.groups]
+    assert repeated.snapshot is not None
+    assert repeated.snapshot.buffer.open == ()
 
 
 @pytest.mark.asyncio
-async def test_answers_are_forgotten_after_their_time_and_beyond_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repeats, "MOST", 3)
-    now_s, performed = 0.0, list[str]()
-    answers = Answers(kept_s=10.0, clock=lambda: now_s)
-
-    async def perform(name: str) -> int:
-        performed.append(name)
-        return len(performed)
-
-    for name in ("a", "b", "c", "d"):
-        await answers.to(name, partial(perform, name))
-    assert len(answers._known) == 3
-    assert await answers.to("d", partial(perform, "d")) == 4
-    now_s = 10.0
-    assert await answers.to("d", partial(perform, "d")) == 5
-    assert len(answers._known) == 1
-    assert performed == ["a", "b", "c", "d", "d"]
+async def test_a_learner_that_restores_again_because_its_answer_was_lost_keeps_its_incarnation() -> None:
+    """The groups that were committed between the two calls stay."""
+    before = Run({}, tasks=20)
+    await before.ready()
+    snapshot = before.coordinator.learner.snapshot(1)
+    run = Run({}, tasks=20)
+    restored = Restored(snapshot=snapshot, lineage=before.coordinator._parts.buffer.lineage.child(NOW))
+    lineage = await run.client.call(Attachments.attach, LEARNER, shared=run.shared, restored=restored)
+    await run.ready(1, version=Version(2, 0))
+    assert run.coordinator.status().counts.ready == 3
+    assert await run.client.call(Attachments.attach, LEARNER, shared=run.shared, restored=restored) == lineage
+    assert run.coordinator.status().counts.ready == 3
 
 
 @pytest.mark.asyncio
-async def test_a_call_that_has_failed_is_performed_again() -> None:
-    answers, failures = Answers(kept_s=10.0), [ValueError("first")]
+async def test_reports_are_remembered_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "MOST_REPORTS", 3)
+    run = Run({}, tasks=20)
+    for report in ("1", "2", "3", "4", "4", "1"):
+        await run.client.call(FailureReports.heldout_failed, report, FAILURE)
+    [count] = run.coordinator.status().failures
+    assert count.rollouts == 5, "the repeated report 4 counts once, and report 1 was forgotten"
 
-    async def perform() -> str:
-        if failures:
-            raise failures.pop()
-        return "answer"
 
-    with pytest.raises(ValueError, match="first"):
-        await answers.to("id", perform)
-    assert await answers.to("id", perform) == "answer"
+@pytest.mark.asyncio
+@pytest.mark.fault("F16")
+async def test_a_repeated_reserve_gets_other_tickets_and_those_of_the_lost_answer_expire() -> None:
+    run = Run({}, tasks=20)
+    lost, held = await run.reserved(1), await run.reserved(1)
+    for number in (1, 2):
+        report = HeldReport(number=number, complete=True, tokens={held[0].key: 1})
+        await run.client.call(Coordinator.heartbeat, "a", NOW, 1, report, REPORT)
+        run.clock.now_s += 0.7 * run.config.buffer.heartbeat_timeout_s
+    await run.coordinator._tick()
+    status = run.coordinator.status()
+    assert (status.counts.reserved, status.counts.waiting) == (1, 1)
+    assert status.account.closed
+    [again] = await run.reserved(1)
+    assert (again.group, again.attempt) == (lost[0].group, lost[0].attempt + 1)

@@ -12,7 +12,7 @@ from pool import TASKS, empty_pool, everything_else_runs, started_pool, until
 from asyncrl import __version__
 from asyncrl.buffer.failure_records import Failure
 from asyncrl.buffer.ledger import Event, Fate
-from asyncrl.buffer.records import Refusal
+from asyncrl.buffer.records import CommitOutcome, GroupMeta, Refusal
 from asyncrl.common.version import Version
 from asyncrl.coordinator.client import CoordinatorClient, perform
 from asyncrl.coordinator.coordinator import Coordinator
@@ -254,6 +254,32 @@ async def test_a_failed_sample_is_left_out_of_its_group_and_counted_in_metrics_a
         rewards = read("asyncrl_reward_count", {"environment": "test"})
         samples = read("asyncrl_generator_samples_total", {"outcome": "accepted"})
         assert rewards == (samples or 0) / 2, "a sample without a reward is not in the histogram of rewards"
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F18")
+async def test_a_commit_that_is_repeated_because_its_answer_was_lost_counts_once_and_its_rows_stay() -> None:
+    async with empty_pool(environment={"on_error": "zero"}) as pool:
+        commit = pool.coordinator.commit
+
+        async def first_answer_lost(metas: Sequence[GroupMeta]) -> list[CommitOutcome]:
+            await commit(metas)
+            return await commit(metas)
+
+        pool.coordinator.commit = first_answer_lost  # type: ignore[method-assign]
+        pool.scorer.fail_first = True
+        pool.add("a")
+        await pool.publish(0)
+        for lease in [await pool.step() for _ in range(3)]:
+            assert {group.meta.key for group in lease.groups} <= set(pool.rows.kept)
+        read = pool.metrics["a"].registry.get_sample_value
+
+        def committed() -> int:
+            fates = pool.coordinator.status().account.fates
+            return sum(fates[fate].samples for fate in (Fate.TRAINED, Fate.LEASED, Fate.READY))
+
+        await until(lambda: read("asyncrl_generator_samples_total", {"outcome": "accepted"}) == committed() >= 24)
+        await until(lambda: pool.coordinator.status().failures[0].samples == committed() / 2)
 
 
 @pytest.mark.asyncio

@@ -112,7 +112,7 @@ async def test_failed_completions_are_reported_by_reason_with_the_first_of_each(
     failures = failures_of([RAISED, 1.0, LATE, other], prompt="0+3=")
     await report_failures(failures, CoordinatorClient(send))
     [call] = sent
-    assert call.arguments[0] == [
+    assert call.arguments[1] == [
         FailureCount(samples=2, first=Failure.of(RAISED, prompt="0+3=")),
         FailureCount(samples=1, first=Failure.of(LATE, prompt="0+3=")),
     ]
@@ -123,7 +123,7 @@ async def test_failed_completions_are_reported_by_reason_with_the_first_of_each(
         )
     ]
     await report_failures((*failures, *failures_of_tools(tools, prompt="0+3=")), CoordinatorClient(send))
-    assert [(count.first.label, count.samples, count.tool_calls) for count in sent.pop().arguments[0]] == [
+    assert [(count.first.label, count.samples, count.tool_calls) for count in sent.pop().arguments[1]] == [
         ("data/reward_raised", 2, 0), ("data/reward_timeout", 1, 0), ("data/tool_failed/price/KeyError", 0, 2),
         ("data/tool_failed/price/NameError", 0, 1), ("data/tool_failed/stock/KeyError", 0, 1),
     ]  # fmt: skip
