@@ -7,8 +7,7 @@ The exception is two pools whose node labels keep them on different nodes.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
 from asyncrl.config.schema import Config
@@ -16,24 +15,6 @@ from asyncrl.config.schema import Config
 # In floating point 1 - 0.8 is less than 0.2, so comparisons need a margin. Ray counts GPUs in steps of 1e-4, so that
 # 1e-6 never hides a real difference.
 _ROUNDING = 1e-6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Neighbours:
-    """A set of processes that Ray may place on one GPU: some engines, and one rank of each of some pools.
-
-    `taken` is the share of the GPU's memory that the engines take together. `left` is the share of the GPU, in Ray's
-    counting, that the ranks leave to the engines. `most` is the share that each engine may take of that.
-    """
-
-    words: str
-    taken: float
-    left: float
-    most: float
-
-    def overfull(self) -> bool:
-        """Returns whether the engines take more memory than the GPU has, or leave none to the ranks on it."""
-        return self.taken > 1 + _ROUNDING or (self.left < 1 and self.taken > 1 - _ROUNDING)
 
 
 def share_violations(config: Config) -> Iterator[str]:
@@ -52,50 +33,44 @@ def share_violations(config: Config) -> Iterator[str]:
                 "GPU, but NCCL refuses two ranks of one group on the same GPU; set it to 1, or above 0.5 to share the "
                 f"GPU with engines, or set {name}.ranks to 1"
             )
-    yield from _narrowest(config, _Neighbours.overfull, "would take {taken:g} of its memory")
+    generator = config.generator
+    engines = min(generator.replicas, _fit(1.0, generator.gpus))
+    if engines * generator.gpu_memory_utilization > 1 + _ROUNDING:
+        yield _too_much(config, engines, beside=(), left=1.0)
 
 
 def share_warnings(config: Config) -> Iterator[str]:
-    """Yields a warning if engines take more of a GPU's memory than the share that the ranks on it leave to them."""
-    yield from _narrowest(
-        config,
-        lambda each: each.taken > each.left + _ROUNDING,
-        "take {taken:g} of its memory: the process that starts last may not find enough",
-    )
-
-
-def _narrowest(config: Config, is_problem: Callable[[_Neighbours], bool], problem: str) -> Iterator[str]:
-    """Yields one message, about the neighbours with a problem whose engines have the least room; none without one."""
-    worst = min(filter(is_problem, _neighbours(config)), key=lambda each: each.most, default=None)
-    if worst is not None:
-        yield (
-            f"generator.gpu_memory_utilization = {config.generator.gpu_memory_utilization:g}: {worst.words} may share "
-            f"one GPU, and the engines {problem.format(taken=worst.taken)}; lower it to "
-            f"{math.floor(worst.most * 100 + _ROUNDING) / 100:g}, or raise generator.gpus"
-        )
-
-
-def _neighbours(config: Config) -> Iterator[_Neighbours]:
-    """Yields the sets of processes that may share a GPU: first engines only, then engines with ranks."""
+    """Yields a warning if engines take more of a GPU's memory than the share that the ranks on it leave to them. If
+    several sets of ranks do so, the warning is about the one that leaves least to each engine."""
     generator = config.generator
-    beside = {
+    pools = {
         name: pool.gpus
         for name, pool in config.rank_pools().items()
         if pool.gpus > 0 and not _apart(pool.node_labels, generator.node_labels)
     }
-    for count in range(len(beside) + 1):
-        for names in combinations(beside, count):
-            left = 1.0 - sum(beside[name] for name in names)
-            engines = min(generator.replicas, _fit(left, generator.gpus))
-            if engines > 0:
-                words = "a replica" if engines == 1 else f"{engines} replicas"
-                ranks = [f"a rank of {name}.gpus = {beside[name]:g}" for name in names]
-                yield _Neighbours(
-                    words=" and ".join([f"{words} of generator.gpus = {generator.gpus:g}", *ranks]),
-                    taken=engines * generator.gpu_memory_utilization,
-                    left=left,
-                    most=left / engines,
-                )
+    found = []
+    for beside in (names for count in range(1, len(pools) + 1) for names in combinations(pools, count)):
+        left = 1.0 - sum(pools[name] for name in beside)
+        engines = min(generator.replicas, _fit(left, generator.gpus))
+        if engines and engines * generator.gpu_memory_utilization > left + _ROUNDING:
+            found.append((left / engines, _too_much(config, engines, beside=beside, left=left)))
+    if found:
+        yield min(found)[1]
+
+
+def _too_much(config: Config, engines: int, *, beside: Sequence[str], left: float) -> str:
+    """Returns the message about engines that take more than `left` of the memory of a GPU that they share with one rank
+    of each pool in `beside`."""
+    generator, pools = config.generator, config.rank_pools()
+    taken, most = engines * generator.gpu_memory_utilization, math.floor(left / engines * 100 + _ROUNDING) / 100
+    words = "a replica" if engines == 1 else f"{engines} replicas"
+    sharing = [f"{words} of generator.gpus = {generator.gpus:g}"]
+    sharing += [f"a rank of {name}.gpus = {pools[name].gpus:g}" for name in beside]
+    return (
+        f"generator.gpu_memory_utilization = {generator.gpu_memory_utilization:g}: {' and '.join(sharing)} may share "
+        f"one GPU, and the engines take {taken:g} of its memory: the process that starts last may not find enough; "
+        f"lower it to {most:g}, or raise generator.gpus"
+    )
 
 
 def _fit(left: float, gpus: float) -> int:
