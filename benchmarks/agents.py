@@ -26,8 +26,7 @@ from chat_models import command
 from report_page import REPOSITORY, busy_percent, provenance, write_section
 
 from asyncrl.config.load import load_config
-from asyncrl.learner.record_lines import read_lines
-from asyncrl.learner.records import StepRecord
+from asyncrl.learner.records import StepRecord, read_lines
 
 NAME = "agents.py"
 RESULTS = Path(__file__).with_suffix(".jsonl")
@@ -73,7 +72,7 @@ def checked_rows(run: Path, *, model: Path, game: str) -> tuple[Counter[str], li
     step. Raises AssertionError with the row's text for one that is not as the text at the top of this file says."""
     from asyncrl.data.specs import BRANCH, extra_fields
     from asyncrl.data.tokenizer import load_tokenizer
-    from asyncrl.learner.kept_steps import KeptSteps
+    from asyncrl.learner.checkpoint import KeptSteps
 
     tokenizer = load_tokenizer(str(model))
     found: Counter[str] = Counter()

@@ -22,8 +22,7 @@ from pathlib import Path
 
 import torch
 
-from asyncrl.policy.chunked_head import CHUNK_LOGITS
-from asyncrl.policy.logprobs import head_logprobs
+from asyncrl.policy.logprobs import CHUNK_LOGITS, head_logprobs
 
 TEMPERATURE = 0.7
 

@@ -33,11 +33,10 @@ from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.actor import CoordinatorActor
 from asyncrl.coordinator.client import CoordinatorClient
-from asyncrl.coordinator.coordinator import Coordinator
-from asyncrl.coordinator.learner_calls import LearnerCalls
-from asyncrl.coordinator.replicas import ReplicaReport
+from asyncrl.coordinator.coordinator import Coordinator, LearnerCalls
+from asyncrl.coordinator.registry import ReplicaReport
 from asyncrl.data.prompts import PromptSource, Task
-from asyncrl.generation.held_tickets import HeldTickets
+from asyncrl.generation.generator import HeldTickets
 from asyncrl.metrics.catalogue import GENERATOR_STATES
 
 GROUP_SIZE = 8

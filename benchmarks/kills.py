@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from asyncrl.deployment.known_runs import may_have_died
-from asyncrl.learner.record_lines import known_info
+from asyncrl.learner.records import known_info
 
 EVERYTHING = "everything"
 PROCESSES = {

@@ -41,14 +41,13 @@ from typing import Any, NamedTuple
 
 from report_page import busy_percent, provenance, write_section
 
-from asyncrl.buffer.failure_records import Failure
 from asyncrl.buffer.fleet import Cause, ReplicaState, actor_of
 from asyncrl.buffer.ledger import Event, Fate
-from asyncrl.buffer.records import CommitOutcome, GroupMeta, HeldReport, Lease, Refusal, Ticket
+from asyncrl.buffer.records import CommitOutcome, Failure, GroupMeta, HeldReport, Lease, Refusal, Ticket
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.staleness import Limits
 from asyncrl.common.version import Version
-from asyncrl.coordinator.replicas import Replicas
+from asyncrl.coordinator.registry import Replicas
 from asyncrl.data.prompts import PromptSource, Task
 from asyncrl.errors import FailureClass, StalenessViolation
 from asyncrl.weights.gate import should_publish

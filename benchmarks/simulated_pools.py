@@ -39,7 +39,7 @@ from asyncrl.common.version import Version
 from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
-from asyncrl.coordinator.learner_calls import LearnerCalls
+from asyncrl.coordinator.coordinator import LearnerCalls
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.clients import PREFIX_PARTITION, TRAIN_PARTITION, GroupRows
 from asyncrl.deployment.cluster import patiently
@@ -362,7 +362,7 @@ def _loop(config: Config, handles: RunHandles, ranks: Any, append_step: Callable
     from asyncrl.learner.heldout import HeldoutEvaluation, ReplicaClient
     from asyncrl.learner.loop import LearnerLoop
     from asyncrl.learner.recording import described_metrics
-    from asyncrl.learner.run_log import RunLog
+    from asyncrl.learner.records import RunLog
     from asyncrl.metrics.catalogue import LEARNER_STATES
     from asyncrl.metrics.states import StateClock
 

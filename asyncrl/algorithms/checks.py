@@ -17,8 +17,8 @@ from asyncrl.algorithms.baselines import (
     resolve_advantage,
     reward_kl,
 )
-from asyncrl.algorithms.objective import Objective
-from asyncrl.algorithms.objective_properties import (
+from asyncrl.algorithms.objective import (
+    Objective,
     averages_advantages,
     corrects_twice,
     inert_in_one_update,

@@ -19,7 +19,7 @@ from asyncrl.algorithms.advantages import Estimator, OutcomeEstimator, resolve_e
 from asyncrl.algorithms.baselines import DiscountedOutcome, RewardKL, Whitening, resolve_advantage
 from asyncrl.algorithms.returns import TokenAdvantages, discounted_returns, kl_estimate, masked_moments, whiten
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.masks import trained_mask
+from asyncrl.data.specs import trained_mask
 from asyncrl.errors import CallRefused
 
 OUTCOME = "outcome_advantages"

@@ -12,8 +12,7 @@ from asyncrl.audit.outcome import Counterexample
 from asyncrl.buffer.ledger import OPEN_FATES, REISSUED_FATES, Amount, EndedGroup, Fate, LedgerEntry
 from asyncrl.common.version import Version
 from asyncrl.learner.audit_records import TrainedGroup, TrainedStep
-from asyncrl.learner.record_lines import read_lines
-from asyncrl.learner.records import StepRecord
+from asyncrl.learner.records import StepRecord, read_lines
 from asyncrl.run_files import opened
 
 MOST_FILTERED = 10**6

@@ -26,8 +26,7 @@ from asyncrl.learner.audit_records import (
     TrainedStep,
     read_records,
 )
-from asyncrl.learner.record_lines import known_info, read_lines
-from asyncrl.learner.records import StepRecord
+from asyncrl.learner.records import StepRecord, known_info, read_lines
 from asyncrl.run_files import UNREADABLE, names, read
 
 _NAME = re.compile(r"steps-(\d+)\.msgpack")

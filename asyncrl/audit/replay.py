@@ -28,12 +28,11 @@ from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.codec import PAD_VALUES
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.deployment.cluster import start_local
-from asyncrl.deployment.provenance import processor, provenance
+from asyncrl.deployment.run_dir import processor, provenance
 from asyncrl.learner.audit_records import TrainedStep
-from asyncrl.learner.batch import step_meta
-from asyncrl.learner.kept_steps import ADDED_COLUMNS, PREV_LOGPROBS, KeptSteps
-from asyncrl.learner.record_lines import read_config
-from asyncrl.learner.stages import Stages
+from asyncrl.learner.checkpoint import ADDED_COLUMNS, PREV_LOGPROBS, KeptSteps
+from asyncrl.learner.records import read_config
+from asyncrl.learner.stages import Stages, step_meta
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.metrics.states import StateClock
 from asyncrl.policy.tq_policy import TQPolicy

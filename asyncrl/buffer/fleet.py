@@ -27,8 +27,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from asyncrl.buffer.failure_records import Failure
-from asyncrl.buffer.records import Refusal
+from asyncrl.buffer.records import Failure, Refusal
 from asyncrl.errors import ActorGone, EngineDied, EngineStuck, Quarantined, WeightError
 
 BACK_OFF_S = 0.5

@@ -5,21 +5,325 @@ attempts, the stored prefixes and the retained groups. Transitions that concern 
 `GroupTable`.
 """
 
-from collections.abc import Collection
+import heapq
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from itertools import takewhile
 
-from asyncrl.buffer.attempts import Attempts
-from asyncrl.buffer.fates import Fates
+import msgspec
+
 from asyncrl.buffer.fleet import Fleet
-from asyncrl.buffer.ledger import Event, Fate, Ledger
-from asyncrl.buffer.prefixes import StoredPrefixes
-from asyncrl.buffer.records import DuePrompt, GroupMeta, Prefix, Ticket
-from asyncrl.buffer.retained import Retained
-from asyncrl.buffer.slots import Slot
+from asyncrl.buffer.ledger import Account, Amount, EndedGroup, Event, Fate, Ledger, LedgerEntry
+from asyncrl.buffer.records import NO_TASK, DuePrompt, GroupMeta, LeasedGroup, OpenGroup, Prefix, Ticket
 from asyncrl.buffer.staleness import Limits
-from asyncrl.buffer.table import GroupTable
 from asyncrl.common.lineage import Lineage
 from asyncrl.common.version import Version
 from asyncrl.data.prompts import PromptSource
+
+# The table of groups: in which state each group is, and the numbers that depend on it.
+#
+# A group is in exactly one place: reserved (a generator works on it), ready (it may be trained), leased (the learner
+# trains it), waiting at the front (its prompt waits for the next attempt), or ended. Each method moves groups between
+# these places, and keeps the containers and the running numbers consistent: the booked bytes, the tokens of ready and
+# leased groups, the unleased groups by deadline, and the tickets by replica. The table contains no rules and counts
+# nothing in the ledger.
+
+# Containers of the replay buffer: the slot of a group, the queue of ready groups, and the prompts at the front.
+#
+# They are pure and contain no rules. Every order is total: ready groups are ordered by (deadline, group), waiting
+# prompts by group, which is the order in which the prompts were first issued.
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """The slot of one group from reserve to ack. `meta` is None until the commit.
+
+    `reserved_step` and `ready_step` are the learner's step at the reserve and at the commit. A ticket is `confirmed`
+    when a heartbeat of its replica has named it. It then lives as long as its replica sends heartbeats. A ticket that
+    is not confirmed ends some time after `heard_at_s`, because the reply with it may be lost. `sampled_tokens` is the
+    number of tokens that the replica reported last, and `newest_step` is the step of the newest weights that it
+    reported. `deadline` is that of the ticket, unless `staleness.on_deadline: mask` has extended it. `prefix` is what
+    the data plane has of a reserved group, from this attempt or from an earlier one.
+    """
+
+    ticket: Ticket
+    reserved_step: int
+    reserved_at_s: float
+    heard_at_s: float
+    booked_bytes: int
+    meta: GroupMeta | None = None
+    ready_step: int = 0
+    confirmed: bool = False
+    sampled_tokens: int = 0
+    prefix: Prefix | None = None
+    deadline: int = field(init=False)
+    newest_step: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.deadline, self.newest_step = self.ticket.deadline, self.ticket.version.step
+
+    @property
+    def tokens(self) -> int:
+        """The generated tokens that the ledger counts. A group has none until its commit."""
+        return 0 if self.meta is None else self.meta.generated_tokens
+
+    @property
+    def newest_deadline(self) -> int:
+        """The last step at which the newest token of a reserved group may be trained."""
+        return self.newest_step + self.ticket.max_staleness_versions
+
+    def as_leased(self) -> LeasedGroup:
+        """Returns the committed group in the form of a lease."""
+        assert self.meta is not None, f"group {self.ticket.key} is leased before its commit"
+        return LeasedGroup(
+            meta=self.meta,
+            deadline=self.deadline,
+            extended=self.deadline > self.ticket.deadline,
+            max_staleness_versions=self.ticket.max_staleness_versions,
+            reserved_step=self.reserved_step,
+            ready_step=self.ready_step,
+        )
+
+    def as_open(self) -> OpenGroup:
+        """Returns the group in the form of a snapshot."""
+        return OpenGroup(
+            ticket=msgspec.structs.replace(self.ticket, task=NO_TASK),
+            reserved_step=self.reserved_step,
+            ready_step=self.ready_step,
+            meta=self.meta,
+            deadline=self.deadline,
+            prefix=self.prefix,
+        )
+
+
+class ReadyQueue:
+    """Ready groups, earliest deadline first, ties in prompt order. Adding or taking a group takes O(log n).
+
+    `by_deadline` is the number of groups for each deadline, and `tokens` the sum of their generated tokens.
+    """
+
+    def __init__(self) -> None:
+        self._slots: dict[int, Slot] = {}
+        self._order: list[tuple[int, int]] = []  # a heap of (deadline, group)
+        self.by_deadline: Counter[int] = Counter()
+        self.tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def slots(self) -> Collection[Slot]:
+        return self._slots.values()
+
+    def push(self, slot: Slot) -> None:
+        self._slots[slot.ticket.group] = slot
+        heapq.heappush(self._order, (slot.deadline, slot.ticket.group))
+        self.by_deadline[slot.deadline] += 1
+        self.tokens += slot.tokens
+
+    def take(self, groups: int) -> list[Slot]:
+        """Removes and returns this number of groups, earliest deadline first, ties in prompt order."""
+        taken = [self._slots.pop(heapq.heappop(self._order)[1]) for _ in range(groups)]
+        self._count_out(taken)
+        return taken
+
+    def discard(self, slots: Collection[Slot]) -> None:
+        """Removes any ready groups. A call takes O(n). It is for lost rows, which are rare and affect many groups at
+        once."""
+        for slot in slots:
+            del self._slots[slot.ticket.group]
+        self._order = [(slot.deadline, group) for group, slot in self._slots.items()]
+        heapq.heapify(self._order)
+        self._count_out(slots)
+
+    def _count_out(self, slots: Collection[Slot]) -> None:
+        self.by_deadline -= Counter(slot.deadline for slot in slots)
+        self.tokens -= sum(slot.tokens for slot in slots)
+
+
+class Front:
+    """Prompts that are issued before any new prompt, in prompt order. They hold no slot."""
+
+    def __init__(self) -> None:
+        self._order: list[int] = []
+        self._prompts: dict[int, DuePrompt] = {}
+        self.issued_groups = 0
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def get(self, group: int) -> DuePrompt | None:
+        return self._prompts.get(group)
+
+    def prompts(self) -> tuple[DuePrompt, ...]:
+        """Returns the waiting prompts in prompt order."""
+        return tuple(self._prompts[group] for group in sorted(self._prompts))
+
+    def push(self, prompt: DuePrompt) -> None:
+        heapq.heappush(self._order, prompt.group)
+        self._prompts[prompt.group] = prompt
+        self.issued_groups += prompt.issued
+
+    def pop(self, *, unless: Callable[[DuePrompt], bool]) -> DuePrompt | None:
+        """Removes and returns the earliest prompt that is not left out by `unless`; None if there is none."""
+        left_out: list[int] = []
+        found = None
+        while self._order and found is None:
+            group = heapq.heappop(self._order)
+            if unless(self._prompts[group]):
+                left_out.append(group)
+            else:
+                found = self._prompts.pop(group)
+                self.issued_groups -= found.issued
+        for group in left_out:
+            heapq.heappush(self._order, group)
+        return found
+
+
+class GroupTable:
+    """The groups by state, and the bytes that they book.
+
+    Callers read the attributes, and change the slots in them with the methods only:
+
+    - `open`: every slot by group, in the order of the reserves.
+    - `reserved`: the reserved slots by key.
+    - `held`: the reserved slots of each replica, by key. A replica without a ticket is not in it.
+    - `unconfirmed`: the reserved slots whose tickets no heartbeat has named, by key, the oldest first.
+    - `to_ask`: the replicas that have to name all of their tickets, because a ticket that they may hold has ended.
+    - `ready`, `leased`: the slots of committed groups. `leased_tokens` is the sum of the tokens of the leased ones.
+    - `front`: the prompts that wait for their next attempt. They hold no slot.
+    - `unleased_by_deadline`: the number of reserved and ready groups by deadline. `-=` forgets the deadlines that no
+      group has, so it does not grow with every step of the run.
+    """
+
+    def __init__(self) -> None:
+        self.open: dict[int, Slot] = {}
+        self.reserved: dict[str, Slot] = {}
+        self.held: dict[str, dict[str, Slot]] = {}
+        self.unconfirmed: dict[str, Slot] = {}
+        self.to_ask: set[str] = set()
+        self.ready = ReadyQueue()
+        self.leased: list[Slot] = []
+        self.leased_tokens = 0
+        self.front = Front()
+        self.unleased_by_deadline: Counter[int] = Counter()
+        self.booked_bytes = 0
+
+    @property
+    def slots(self) -> int:
+        """Number of slots in use, including leased ones.
+
+        The last lease may be short and leave slots free. No group can use them, because a short lease starts only when
+        no prompt is left.
+        """
+        return len(self.reserved) + len(self.ready) + len(self.leased)
+
+    def enter(self, slot: Slot) -> None:
+        """Adds a group with its slot: a reserved one, or a ready one if it has been committed."""
+        self.open[slot.ticket.group] = slot
+        self.unleased_by_deadline[slot.deadline] += 1
+        self.booked_bytes += slot.booked_bytes
+        if slot.meta is not None:
+            self.ready.push(slot)
+            return
+        key = slot.ticket.key
+        self.reserved[key] = slot
+        self.held.setdefault(slot.ticket.replica, {})[key] = slot
+        if not slot.confirmed:
+            self.unconfirmed[key] = slot
+
+    def confirm(self, slot: Slot) -> None:
+        """Records that the replica has named the ticket of a reserved group."""
+        slot.confirmed = True
+        self.unconfirmed.pop(slot.ticket.key, None)
+
+    def unconfirm(self, slot: Slot, *, now_s: float) -> None:
+        """Records that the replica does not hold the ticket of a reserved group any longer. The ticket ends like one
+        whose reply was lost now."""
+        slot.confirmed, slot.heard_at_s = False, now_s
+        self.unconfirmed[slot.ticket.key] = slot
+
+    def unconfirmed_before(self, cutoff_s: float) -> list[Slot]:
+        """Returns the reserved groups that are not confirmed since before `cutoff_s`. Takes O(their number)."""
+        return list(takewhile(lambda slot: slot.heard_at_s < cutoff_s, self.unconfirmed.values()))
+
+    def sort_unconfirmed(self) -> None:
+        """Puts the groups that are not confirmed into the order of their times, after groups have entered in another
+        order."""
+        self.unconfirmed = dict(sorted(self.unconfirmed.items(), key=lambda each: each[1].heard_at_s))
+
+    def commit(self, slot: Slot, meta: GroupMeta, *, step: int) -> None:
+        """Moves a group from reserved to ready. The booked bytes that its rows do not need are free again."""
+        self._leave_replica(slot)
+        slot.meta, slot.ready_step = meta, step
+        self.booked_bytes += meta.row_bytes - slot.booked_bytes
+        slot.booked_bytes = meta.row_bytes
+        self.ready.push(slot)
+
+    def extend(self, slot: Slot) -> None:
+        """Gives a reserved group the deadline of its newest token. Its older tokens may then be too old to train."""
+        self.unleased_by_deadline -= {slot.deadline: 1}
+        slot.deadline = slot.newest_deadline
+        self.unleased_by_deadline[slot.deadline] += 1
+
+    def leave_reserved(self, slot: Slot) -> None:
+        """Removes a reserved group and frees its slot. Its replica may not know it, so the replica has to name its
+        tickets."""
+        if slot.confirmed:
+            self.to_ask.add(slot.ticket.replica)
+        self.leave_filtered(slot)
+
+    def leave_filtered(self, slot: Slot) -> None:
+        """Removes a reserved group that its replica has committed, but that is not trained, and frees its slot."""
+        self._leave_replica(slot)
+        self.unleased_by_deadline -= {slot.deadline: 1}
+        self._free(slot)
+
+    def leave_ready(self, slots: Collection[Slot]) -> None:
+        """Removes ready groups and frees their slots."""
+        self.ready.discard(slots)
+        self.unleased_by_deadline -= Counter(slot.deadline for slot in slots)
+        for slot in slots:
+            self._free(slot)
+
+    def lease(self, share: Mapping[int, int]) -> list[Slot]:
+        """Moves groups from ready to leased. `share` maps a deadline to the number of groups."""
+        before = self.ready.tokens
+        self.leased = self.ready.take(sum(share.values()))
+        self.leased_tokens = before - self.ready.tokens
+        self.unleased_by_deadline -= share
+        return self.leased
+
+    def return_leased(self) -> None:
+        """Moves the leased groups back to ready."""
+        for slot in self._take_leased():
+            self.unleased_by_deadline[slot.deadline] += 1
+            self.ready.push(slot)
+
+    def leave_leased(self) -> list[Slot]:
+        """Removes the leased groups, frees their slots, and returns them."""
+        leased = self._take_leased()
+        for slot in leased:
+            self._free(slot)
+        return leased
+
+    def _take_leased(self) -> list[Slot]:
+        leased, self.leased, self.leased_tokens = self.leased, [], 0
+        return leased
+
+    def _leave_replica(self, slot: Slot) -> None:
+        key, replica = slot.ticket.key, slot.ticket.replica
+        del self.reserved[key]
+        self.unconfirmed.pop(key, None)
+        held = self.held[replica]
+        del held[key]
+        if not held:
+            del self.held[replica]  # otherwise the dict would grow with every replica of the run
+
+    def _free(self, slot: Slot) -> None:
+        del self.open[slot.ticket.group]
+        self.booked_bytes -= slot.booked_bytes
 
 
 class Groups:
@@ -211,3 +515,386 @@ class Groups:
 
 def _stored_tokens(slot: Slot) -> int:
     return 0 if slot.prefix is None else slot.prefix.tokens
+
+
+# Retained groups: groups that have ended, but that a learner which goes back to a checkpoint can train again.
+#
+# Their rows stay in the data plane. A learner can go back to the newest complete checkpoint, and to the newest
+# snapshot, whose checkpoint may still be written and may read the rows.
+
+
+class Retained:
+    """The retained groups, by key, each with the step that ended it."""
+
+    def __init__(self) -> None:
+        self._complete: int | None = None  # the step of the newest complete checkpoint
+        self._snapshot: int | None = None  # the step of the newest snapshot
+        self._slots: dict[str, tuple[Slot, int]] = {}
+
+    def slots(self) -> list[Slot]:
+        """Returns the slots that the retained groups had."""
+        return [slot for slot, _ in self._slots.values()]
+
+    def end(self, slot: Slot, *, step: int) -> bool:
+        """Retains a group that `step` has ended, if a checkpoint needs it. Returns False if none needs it."""
+        if self._is_needed(slot, step):
+            self._slots[slot.ticket.key] = slot, step
+            return True
+        return False
+
+    def splits(self, meta: GroupMeta) -> bool:
+        """Returns whether a learner that goes back to a checkpoint loses some tokens of a group, and not all."""
+        return any(at is not None and meta.oldest <= at < meta.newest for at in (self._complete, self._snapshot))
+
+    def snapshot_taken(self, *, step: int) -> None:
+        """From now on, groups are retained that a learner would need that goes back to `step`."""
+        self._snapshot = step
+
+    def restored(self, *, step: int) -> None:
+        """Records that the buffer continues from the checkpoint of `step`, which is complete."""
+        self._complete = self._snapshot = step
+
+    def release(self, *, complete: int | None) -> tuple[str, ...]:
+        """Forgets retained groups that are not needed, now that the newest complete checkpoint is that of step
+        `complete`; with None, all. Returns their keys; their rows may be cleared."""
+        self._complete = complete
+        if complete is None:
+            self._snapshot = None
+        over = tuple(key for key, (slot, step) in self._slots.items() if not self._is_needed(slot, step))
+        for key in over:
+            del self._slots[key]
+        return over
+
+    def _is_needed(self, slot: Slot, step: int) -> bool:
+        """Returns whether a learner that goes back to a checkpoint can train a group again that `step` ended: it was
+        not trained at the checkpoint, and no token is newer."""
+        assert slot.meta is not None, f"group {slot.ticket.key} was leased before its commit"
+        newest = slot.meta.newest
+        return any(at is not None and newest <= at <= step for at in (self._complete, self._snapshot))
+
+
+# Stored prefixes: what the data plane has of groups that are reserved or wait, and which of it no attempt needs.
+#
+# An attempt stores the tokens that it has generated so far, and the next attempt at the group continues them. The slot
+# of a reserved group and the prompt at the front name the newest stored prefix. That of a committed group stays if a
+# learner that goes back to a checkpoint would lose some of the group's tokens, and not all. This module counts the
+# tokens that were continued and those that were dropped, and collects the keys of prefixes that may be cleared.
+
+
+class StoredPrefixes:
+    """The stored prefixes of the groups in a table."""
+
+    def __init__(self, table: GroupTable, *, ledger: Ledger) -> None:
+        self._table = table
+        self._ledger = ledger
+        self._split: dict[int, Slot] = {}
+        """Committed groups that have older and newer tokens than a checkpoint, with what is stored of them."""
+        self._unneeded: list[str] = []  # keys whose prefixes became unneeded since `take_unneeded`
+
+    def of(self, group: int) -> Prefix | None:
+        """Returns what is stored of a group."""
+        return next(iter(self._stored(group)), None)
+
+    def is_needed(self, group: int, attempt: int) -> bool:
+        """Returns whether an attempt at a group writes its prefix now, reads it, or may read it later."""
+        slot = self._reserved(group)
+        if slot is not None and slot.ticket.attempt == attempt:
+            return True
+        return any(prefix.attempt == attempt for prefix in self._stored(group))
+
+    def take_unneeded(self) -> tuple[str, ...]:
+        """Returns the keys of the attempts whose prefixes became unneeded since the last call. They may be cleared."""
+        keys, self._unneeded = tuple(self._unneeded), []
+        return keys
+
+    def store(self, slot: Slot, prefix: Prefix) -> None:
+        """Records what the data plane has of a reserved group now. The prefix of an earlier attempt is not needed any
+        longer: the new one has its tokens, unless the attempt could not read it."""
+        before, slot.prefix = slot.prefix, prefix
+        if before is not None and before.attempt != prefix.attempt:
+            self.count_dropped(before, continued_tokens=prefix.continued_tokens)
+            self._forget(slot.ticket.group, before)
+
+    def settle(self, slot: Slot, *, continued_tokens: int, split: bool) -> None:
+        """Counts what a committed attempt took from the prefix of its ticket. What is stored is cleared, or stays until
+        `release` if a checkpoint splits the group."""
+        if continued_tokens:
+            self._ledger.count(Event.PREFIX_CONTINUED)
+            self._ledger.count(Event.TOKENS_CONTINUED, continued_tokens)
+        if slot.prefix is not None:
+            # An agent may not have used all stored answers. What its attempt stored has the unused ones too.
+            own = slot.prefix.attempt == slot.ticket.attempt
+            self._drop((slot.prefix.continued_tokens if own else slot.prefix.tokens) - continued_tokens)
+        if not split:
+            self.clear(slot)
+            return
+        self._split[slot.ticket.group] = slot
+        if slot.prefix is None or slot.prefix.attempt != slot.ticket.attempt:
+            self._unneeded.append(slot.ticket.key)
+
+    def release(self, splits: Callable[[GroupMeta], bool]) -> None:
+        """Marks what is stored of committed groups as unneeded, unless `splits` returns True for them."""
+        for group, slot in list(self._split.items()):
+            assert slot.meta is not None, f"group {slot.ticket.key} is split before its commit"
+            if not splits(slot.meta):
+                del self._split[group]
+                if slot.prefix is not None:
+                    self._forget(group, slot.prefix)
+
+    def split_tokens(self, lineage: Lineage) -> int:
+        """Returns how many tokens ancestors have generated of the groups that weights of dead versions finished."""
+        metas = [slot.meta for slot in self._split.values() if slot.meta is not None]
+        dead = [meta for meta in metas if not all(map(lineage.has, meta.versions))]
+        return sum(meta.surviving_tokens(lineage) for meta in dead)
+
+    def without(self, prompt: DuePrompt) -> DuePrompt:
+        """Returns a waiting prompt without its prefix. Counts the tokens."""
+        assert prompt.prefix is not None, f"group {prompt.group} has no prefix"
+        self.count_dropped(prompt.prefix)
+        self._forget(prompt.group, prompt.prefix)
+        return msgspec.structs.replace(prompt, prefix=None)
+
+    def clear(self, slot: Slot) -> None:
+        """Marks what is stored of a group that is not reserved any longer as unneeded: what its last attempt may have
+        stored without a report, and what it has not replaced of an earlier attempt."""
+        self._unneeded.append(slot.ticket.key)
+        if slot.prefix is not None and slot.prefix.attempt != slot.ticket.attempt:
+            self._forget(slot.ticket.group, slot.prefix)
+
+    def surviving(self, prefix: Prefix | None, lineage: Lineage) -> Prefix | None:
+        """Returns the part of a prefix up to its first token of a dead version of `lineage`. Its `tokens` then counts
+        the dead ones too, because the record does not tell them apart. Counts a prefix that has no such part as
+        dropped."""
+        if prefix is None:
+            return None
+        versions = tuple(filter(lineage.has, prefix.versions))
+        if not versions:
+            self.count_dropped(prefix)
+            return None
+        return msgspec.structs.replace(prefix, versions=versions)
+
+    def count_dropped(self, prefix: Prefix, *, continued_tokens: int = 0) -> None:
+        """Counts the tokens of a prefix that no attempt will continue. An attempt has continued some of them."""
+        self._drop(prefix.tokens - continued_tokens)
+
+    def _drop(self, tokens: int) -> None:
+        if tokens > 0:
+            self._ledger.count(Event.PREFIX_DROPPED)
+            self._ledger.count(Event.TOKENS_DROPPED, tokens)
+
+    def _stored(self, group: int) -> list[Prefix]:
+        """Returns what a waiting or reserved group continues, before what is stored of its commit."""
+        holders = (self._table.front.get(group), self._reserved(group), self._split.get(group))
+        return [holder.prefix for holder in holders if holder is not None and holder.prefix is not None]
+
+    def _reserved(self, group: int) -> Slot | None:
+        slot = self._table.open.get(group)
+        return slot if slot is not None and slot.meta is None else None
+
+    def _forget(self, group: int, prefix: Prefix) -> None:
+        self._unneeded.append(f"{group}.{prefix.attempt}")
+
+
+# The groups and attempts that were issued, how each attempt ended, and which attempt is the next one.
+#
+# The n-th new prompt is group n. A retry keeps the group, the prompt and the seed, and has the next attempt number.
+
+SEEDS_A_RUN = 2**32
+"""Sample seeds of one `run.seed`. A `run.seed` is below 2**31, so all of them are below 2**63, the limit of vLLM."""
+LAST_ATTEMPTS = 10_000
+"""Number of ended groups whose last attempt is remembered, to name the reason why a late commit is refused. Retried and
+failed groups are remembered only. A commit of an older one is refused too."""
+
+_KEY = re.compile(r"(\d+)\.(\d+)")
+
+
+def parsed_key(key: str) -> tuple[int, int] | None:
+    """Returns (group, attempt) of a ticket's key; None for a name of another form.
+
+    >>> parsed_key("12.0"), parsed_key("of a user")
+    ((12, 0), None)
+    """
+    found = _KEY.fullmatch(key)
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+def seed_of_group(run_seed: int, group: int, *, group_size: int) -> int:
+    """Returns the seed of a group. It is a multiple of the group size, because vLLM gives sample i the seed + i.
+
+    Each `run.seed` has its own range of `SEEDS_A_RUN` sample seeds, for every group size. They are all different until
+    the range is used up, after four billion samples. Then they begin again.
+
+    >>> [seed_of_group(0, group, group_size=3) for group in range(3)]
+    [0, 3, 6]
+    >>> seed_of_group(1, 0, group_size=3) - 2**32
+    2
+    """
+    first = -(-run_seed * SEEDS_A_RUN // group_size)  # rounded up, so the range has room for one group less
+    return (first + group % (SEEDS_A_RUN // group_size - 1)) * group_size
+
+
+@dataclass(kw_only=True)
+class Attempts:
+    """What was issued so far.
+
+    `groups` is the number of issued groups, and `exhausted` says whether the prompts have run out. `last_of_ended` has
+    the last attempt at each ended group, and whether it was committed. The common case (attempt 0, committed) is left
+    out, so that memory does not grow with every group.
+    """
+
+    table: GroupTable
+    prompts: PromptSource
+    limits: Limits
+    ledger: Ledger
+    fleet: Fleet
+    groups: int = 0
+    exhausted: bool = False
+    last_of_ended: dict[int, tuple[int, bool]] = field(default_factory=dict)
+
+    def new_prompt(self) -> DuePrompt | None:
+        """Returns the next new prompt for the first attempt at its group; None if there is none."""
+        task = None if self.exhausted else self.prompts.next()
+        if task is None:
+            self.exhausted = True
+            return None
+        group = self.groups
+        self.groups += 1
+        seed = seed_of_group(self.prompts.seed, group, group_size=self.limits.group_size)
+        return DuePrompt(group=group, attempt=0, task=task, seed=seed, issued=False)
+
+    def next_prompt(self, *, replica: str) -> DuePrompt | None:
+        """Returns the earliest prompt at the front, else a new prompt; None if there is neither.
+
+        A prompt that failed on this replica comes last, if a healthy replica has not tried it.
+        """
+
+        def other_may_try(prompt: DuePrompt) -> bool:
+            return replica in prompt.failed_on and self.fleet.has_other_than(prompt.failed_on)
+
+        front = self.table.front
+        return front.pop(unless=other_may_try) or self.new_prompt() or front.pop(unless=lambda _: False)
+
+    def again(self, ticket: Ticket, *, issued: bool, failed: bool = False, prefix: Prefix | None = None) -> DuePrompt:
+        """Returns the prompt of a ticket that has ended, for its next attempt, which begins with `prefix`."""
+        self.ledger.count(Event.RETRY)
+        return DuePrompt(
+            group=ticket.group,
+            attempt=ticket.attempt + 1,
+            task=ticket.task,
+            seed=ticket.seed,
+            issued=issued,
+            failed_on=(*ticket.failed_on, ticket.replica) if failed else ticket.failed_on,
+            prefix=prefix,
+        )
+
+    def is_last(self, ticket: Ticket) -> bool:
+        """Returns whether the group has failed if this attempt fails.
+
+        That is the attempt number `max_attempts`. Attempts on replicas that were quarantined do not count, up to the
+        same number: a prompt that ends every engine must not be tried for ever.
+        """
+        failed_on, most = [*ticket.failed_on, ticket.replica], self.limits.max_attempts
+        counted = sum(not self.fleet.is_excused(replica) for replica in failed_on)
+        return counted >= most or len(failed_on) >= 2 * most
+
+    def record_end(self, slot: Slot) -> None:
+        """Remembers the last attempt at a group that has ended."""
+        last = (slot.ticket.attempt, slot.meta is not None)
+        if last != (0, True):
+            self.last_of_ended[slot.ticket.group] = last
+            if len(self.last_of_ended) > LAST_ATTEMPTS:
+                del self.last_of_ended[next(iter(self.last_of_ended))]
+
+    def last(self, group: int) -> tuple[int, bool] | None:
+        """Returns (last issued attempt at a group, whether it was committed); None if there is no such group."""
+        if not 0 <= group < self.groups:
+            return None
+        if slot := self.table.open.get(group):
+            return slot.ticket.attempt, slot.meta is not None
+        if due := self.table.front.get(group):
+            return due.attempt - 1, False
+        return self.last_of_ended.get(group, (0, True))
+
+    def issued_at(self, group: int) -> int:
+        """Returns the number of attempts that were issued at a group."""
+        last = self.last(group)
+        return 0 if last is None else last[0] + 1
+
+    def has_ended(self, group: int, attempt: int) -> bool:
+        """Returns whether no commit of this attempt was accepted or can be accepted. An attempt that was never issued
+        counts as such, because a restore forgets the attempts that were issued after its snapshot. So does an attempt
+        whose rows were lost after its commit."""
+        slot = self.table.open.get(group)
+        waits = slot is not None and slot.ticket.attempt == attempt
+        return not waits and self.last(group) != (attempt, True)
+
+    def is_never_committed(self, group: int, attempt: int) -> bool:
+        """Returns whether this attempt was issued and has ended without a commit that counts."""
+        return attempt < self.issued_at(group) and self.has_ended(group, attempt)
+
+    def restore(self, *, groups: int, exhausted: bool, ended: dict[int, tuple[int, bool]]) -> None:
+        """Continues from the numbers of a snapshot."""
+        self.groups, self.exhausted, self.last_of_ended = groups, exhausted, dict(ended)
+
+
+# The fates of groups: settles the final ones in the ledger, and adds the open ones from the table to the account.
+
+
+class Fates:
+    """The fates of the groups in a table. `ended` are the groups that reached a final fate since the last ack."""
+
+    def __init__(self, table: GroupTable, *, attempts: Attempts, ledger: Ledger, group_size: int) -> None:
+        self._table = table
+        self._attempts = attempts
+        self._ledger = ledger
+        self._group_size = group_size
+        self.ended: list[EndedGroup] = []
+
+    def amount(self, slots: Collection[Slot]) -> Amount:
+        """Returns the number of groups, samples and generated tokens of slots."""
+        return self._amount(len(slots), tokens=sum(slot.tokens for slot in slots))
+
+    def settle(self, fate: Fate, slot: Slot, *, tokens: int = 0) -> None:
+        """Counts a final fate of a group's attempt. `tokens` are those of a group that was not committed."""
+        amount = self.amount([slot]) + Amount(tokens=tokens)
+        self._ledger.settle(fate, amount)
+        self.ended.append(EndedGroup(slot.ticket.group, slot.ticket.attempt, fate, amount.samples, amount.tokens))
+
+    def account(self) -> Account:
+        """Returns the ledger's account, including the groups that are open now. Takes O(1) in the number of groups."""
+        table = self._table
+        return self._ledger.account(
+            reserved=self._amount(len(table.reserved) + table.front.issued_groups),
+            ready=self._amount(len(table.ready), tokens=table.ready.tokens),
+            leased=self._amount(len(table.leased), tokens=table.leased_tokens),
+        )
+
+    def recount(self) -> Account:
+        """Returns the account with all open groups counted one by one. It differs from `account` only if a running
+        number is wrong, which is a bug. Takes O(slots)."""
+        table = self._table
+        issued = [prompt for prompt in table.front.prompts() if prompt.issued]
+        return self._ledger.account(
+            reserved=self.amount(table.reserved.values()) + self._amount(len(issued)),
+            ready=self.amount(table.ready.slots()),
+            leased=self.amount(table.leased),
+        )
+
+    def entry(self, *, of_ack: bool) -> LedgerEntry:
+        """Returns the ledger's entry of this moment. `of_ack` begins a new list of ended groups; otherwise the open
+        groups are counted one by one. Takes O(slots), because the entry has the numbers of all open groups."""
+        account = self.account() if of_ack else self.recount()
+        waiting = (prompt.group for prompt in self._table.front.prompts())
+        entry = LedgerEntry(
+            prompts=self._attempts.groups,
+            open=tuple(sorted([*self._table.open, *waiting])),
+            ended=tuple(self.ended),
+            issued=account.issued,
+            fates={fate: amount for fate, amount in account.fates.items() if amount.groups},
+        )
+        if of_ack:
+            self.ended = []
+        return entry
+
+    def _amount(self, groups: int, *, tokens: int = 0) -> Amount:
+        return Amount(groups, groups * self._group_size, tokens)

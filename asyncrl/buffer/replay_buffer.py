@@ -19,24 +19,70 @@ may be cleared. These parts decide, and `Groups` applies the decisions to the st
 The state machine has no threads and no sockets, and the clock is an argument. `asyncrl.coordinator` runs it.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
+from statistics import fmean
 
-from asyncrl.buffer.failures import FailureLog
-from asyncrl.buffer.fleet import NO_STEP, Fleet
-from asyncrl.buffer.groups import Groups
-from asyncrl.buffer.leases import Leases
-from asyncrl.buffer.ledger import Account, Ledger, LedgerEntry
-from asyncrl.buffer.records import Counts
+import msgspec
+
+from asyncrl.buffer.fleet import NO_HEARTBEAT, NO_STEP, Fleet, Life
+from asyncrl.buffer.groups import Groups, Slot, parsed_key
+from asyncrl.buffer.ledger import Account, Event, FailureLog, Fate, Ledger, LedgerEntry
+from asyncrl.buffer.records import (
+    CommitOutcome,
+    Counts,
+    Failure,
+    FilteredGroup,
+    GroupMeta,
+    HeldReport,
+    Lease,
+    LeaseWait,
+    Prefix,
+    Refusal,
+    Renewal,
+    Reservation,
+    Ticket,
+    cut_text,
+    oldest_step,
+)
 from asyncrl.buffer.snapshot import BufferSnapshot, restore, take_snapshot
-from asyncrl.buffer.staleness import Limits
-from asyncrl.buffer.state import BufferState
-from asyncrl.buffer.tickets import Tickets
-from asyncrl.buffer.unneeded import Unneeded
+from asyncrl.buffer.staleness import Limits, Room, admissible, earliest, lease_violation, prefix_fits
 from asyncrl.common.lineage import Lineage
 from asyncrl.common.version import Version
 from asyncrl.config.schema import OnDeadline
 from asyncrl.data.prompts import PromptSource
+from asyncrl.errors import FailureClass, StalenessViolation
+
+# The state that the parts of the replay buffer share.
+
+
+@dataclass(slots=True, kw_only=True)
+class BufferState:
+    """The state of a `ReplayBuffer`.
+
+    `step` is the number of acked steps, and `lease` the lease that the learner holds. A restore replaces `groups`.
+    `filtered` are the groups that were filtered since the last lease, at most `most_filtered`.
+    """
+
+    limits: Limits
+    clock: Callable[[], float]
+    ledger: Ledger
+    failures: FailureLog
+    groups: Groups
+    fleet: Fleet
+    step: int = 0
+    lineage: Lineage = field(default_factory=Lineage)
+    lease: Lease | None = None
+    most_filtered: int = 0
+    filtered: list[FilteredGroup] = field(default_factory=list)
+
+    @property
+    def version(self) -> Version:
+        """The learner's version: the incarnation, and the number of acked steps."""
+        return Version(self.lineage.incarnation, self.step)
 
 
 class ReplayBuffer:
@@ -162,3 +208,536 @@ class ReplayBuffer:
         # Some of the replicas' tickets may have ended.
         self._state.groups.table.to_ask.update(life.actor for life in self.fleet.lives().values())
         return earlier.prefixes.split_tokens(lineage)
+
+
+# Rows and partial generations in the data plane that no group needs. Their owner asks by key and clears them.
+
+
+class Unneeded:
+    """Tells which keys may be cleared."""
+
+    def __init__(self, state: BufferState) -> None:
+        self._state = state
+
+    def never_committed(self, keys: Iterable[str]) -> tuple[str, ...]:
+        """Returns those of `keys` whose attempts have ended without a commit. No commit of them can be accepted, so
+        their rows may be cleared. Keys of groups that were never issued are left out, and names of another form."""
+        attempts = self._state.groups.attempts
+        return tuple(key for key in keys if (ticket := parsed_key(key)) and attempts.is_never_committed(*ticket))
+
+    def without_slot(self, keys: Iterable[str]) -> tuple[str, ...]:
+        """Returns those of `keys` that are keys of groups, but of none that is reserved, ready, leased or retained."""
+        groups = self._state.groups
+        held = {slot.ticket.key for slot in (*groups.table.open.values(), *groups.retained.slots())}
+        return tuple(key for key in keys if parsed_key(key) and key not in held)
+
+    def prefixes(self, keys: Iterable[str]) -> tuple[str, ...]:
+        """Returns those of `keys` whose prefixes no attempt writes, reads or may read later. Names of another form are
+        left out."""
+        stored = self._state.groups.prefixes
+        return tuple(key for key in keys if (ticket := parsed_key(key)) and not stored.is_needed(*ticket))
+
+    def take_prefixes(self) -> tuple[str, ...]:
+        """Returns the keys of the attempts whose prefixes became unneeded since the last call. They may be cleared."""
+        return self._state.groups.prefixes.take_unneeded()
+
+
+# The learner's side of the replay buffer: leases, how they end, and the succession of learners.
+
+
+class Leases:
+    """The calls of the learner. A lease has the tasks of its first `groups_logged` groups.
+
+    Attributes for the owner of the buffer:
+
+    - `wait`: the answer to the last lease call; None if that call got a lease.
+    - `dropped`: the keys of dropped groups that were ready. The owner clears their rows and empties the list.
+    - `cancelled`: the keys of stragglers whose tickets a lease call has ended. The owner clears rows under them,
+      empties the list, and wakes the generators that wait for a ticket.
+    """
+
+    def __init__(self, state: BufferState, *, drop_last: bool, on_deadline: OnDeadline, groups_logged: int) -> None:
+        self._state = state
+        self._drop_last = drop_last
+        self._on_deadline: OnDeadline = on_deadline
+        self._groups_logged = groups_logged
+        self._last_end: tuple[Fate, int, tuple[str, ...]] | None = None
+        self.wait: LeaseWait | None = None
+        self.dropped: list[str] = []
+        self.cancelled: list[str] = []
+
+    def lease(self) -> Lease | LeaseWait:
+        """Returns the groups of one step, earliest deadline first, ties in prompt order; or the reason why not now.
+
+        A repeated call returns the current lease again. When the prompts have run out, the last lease may be short.
+        With `drop_last`, the groups of a short step are dropped instead: see `dropped`. Stragglers that block the lease
+        are treated as `on_deadline` says: see `cancelled` and `stragglers.py`.
+
+        A learner that restored a checkpoint has loaded the rows of its ready groups before the first call.
+        """
+        self._state.groups.not_loaded.clear()
+        if self._state.lease is not None:
+            self._state.ledger.count(Event.LEASE_REPEATED)
+            return self._state.lease
+        answer = self._start_lease()
+        self.wait = None if isinstance(answer, Lease) else answer
+        return answer
+
+    def ack(self, incarnation: int, step: int) -> tuple[str, ...]:
+        """Ends the lease of a step that was trained. The learner's version increases by one.
+
+        Returns the keys of the groups whose rows may be cleared. The other groups are retained until `release`, for a
+        learner that goes back to a checkpoint. A repeated call returns the same keys.
+        """
+        return self._end_lease(incarnation, step, fate=Fate.TRAINED)
+
+    def skip(self, incarnation: int, step: int) -> tuple[str, ...]:
+        """Ends the lease of a step that was skipped. The version stays, and other prompts replace its groups.
+
+        Returns the keys of the groups whose rows may be cleared, as `ack` does.
+        """
+        return self._end_lease(incarnation, step, fate=Fate.SKIPPED)
+
+    def release(self, *, complete: int | None) -> tuple[str, ...]:
+        """Forgets what was kept for earlier checkpoints than the newest complete one, of step `complete`; with None,
+        all, because the run ends. Returns the keys of the groups whose rows may be cleared."""
+        retained, prefixes = self._state.groups.retained, self._state.groups.prefixes
+        over = retained.release(complete=complete)
+        prefixes.release(retained.splits)
+        return over
+
+    def give_back(self, incarnation: int, step: int) -> bool:
+        """Ends a lease without training. Its groups become ready again. Returns False if there is no such lease."""
+        if not self._holds_lease(incarnation, step):
+            self._state.ledger.count(Event.LEASE_CALL_REFUSED)
+            return False
+        assert self._state.lease is not None
+        self._state.filtered[:0] = self._state.lease.filtered
+        self._state.lease = None
+        self._state.groups.table.return_leased()
+        self._state.ledger.count(Event.LEASE_GIVEN_BACK)
+        return True
+
+    def rows_lost(self, keys: Iterable[str]) -> tuple[str, ...]:
+        """Removes ready groups whose rows are lost. Their prompts go to the front for the next attempt.
+
+        Returns the keys of these groups. Keys of groups that are not ready are counted and ignored. This includes
+        leased groups, because the learner may have read their rows already: it must give the lease back first.
+        """
+        named = set(keys)
+        lost = {slot.ticket.key: slot for slot in self._state.groups.table.ready.slots() if slot.ticket.key in named}
+        self._state.ledger.count(Event.ROWS_LOST_REFUSED, len(named) - len(lost))
+        self._state.groups.lose_rows(lost.values())
+        return tuple(lost)
+
+    def succeed(self) -> int:
+        """Starts the next incarnation of the learner, with the weights of the current version. Returns its number.
+
+        The lease of the earlier learner is given back, and its later calls are refused. Tickets and groups stay,
+        because ancestors of the new incarnation made all of their tokens.
+        """
+        if self._state.lease is not None:
+            self.give_back(self._state.lease.incarnation, self._state.lease.step)
+        self._state.lineage = self._state.lineage.child(self._state.version)
+        self._last_end = None
+        return self._state.lineage.incarnation
+
+    def restored(self) -> None:
+        """Forgets the lease and the keys that were not taken yet, because the buffer continues from a snapshot."""
+        self._state.lease = self._last_end = self.wait = None
+        self.dropped, self.cancelled = [], []
+        self._state.filtered = []
+
+    def _start_lease(self) -> Lease | LeaseWait:
+        """Starts a lease, or returns the reason why it cannot start now."""
+        state, limits = self._state, self._state.limits
+        groups, table = state.groups, state.groups.table
+        if state.step >= limits.total_steps:
+            return LeaseWait.FINISHED
+        if state.failures.too_many:
+            return LeaseWait.TOO_MANY_FAILURES
+        if len(table.ready) < limits.groups_per_step:
+            if table.reserved or table.front or not groups.attempts.exhausted:
+                return LeaseWait.NOT_ENOUGH_READY
+            if self._drop_last:
+                self.dropped += groups.drop_ready()
+            if not table.ready:
+                return LeaseWait.FINISHED
+        share = earliest(table.ready.by_deadline, limits.groups_per_step)
+        if min(share) < state.step:
+            raise StalenessViolation(
+                f"a group that is due at step {min(share)} is still ready at step {state.step} (staleness.max_versions "
+                f"= {limits.max_staleness_versions}); this is a bug in asyncrl"
+            )
+        remaining = {deadline: n - share.get(deadline, 0) for deadline, n in table.unleased_by_deadline.items()}
+        blocking = stragglers(
+            self._on_deadline,
+            step=state.step,
+            limits=limits,
+            remaining=remaining,
+            reserved=table.reserved.values(),
+            is_last_attempt=groups.attempts.is_last,
+        )
+        if blocking is None:
+            return LeaseWait.STRAGGLER
+        self._act_on(blocking)
+        leased = table.lease(share)
+        filtered, state.filtered = tuple(state.filtered), []
+        state.lease = Lease(
+            incarnation=state.lineage.incarnation,
+            step=state.step,
+            groups=tuple(slot.as_leased() for slot in leased),
+            filtered=filtered,
+            logged_tasks=tuple(slot.ticket.task for slot in leased[: self._groups_logged]),
+        )
+        return state.lease
+
+    def _act_on(self, blocking: Collection[Slot]) -> None:
+        """Does what `staleness.on_deadline` says with the stragglers that block a lease."""
+        for slot in blocking:
+            match self._on_deadline:
+                case "requeue":
+                    self._state.groups.restart(slot)
+                    self._state.ledger.count(Event.STRAGGLER_REQUEUED)
+                case "drop":
+                    self._state.groups.drop(slot)
+                    self._state.ledger.count(Event.STRAGGLER_DROPPED)
+                case "mask":
+                    self._state.groups.table.extend(slot)
+                    self._state.ledger.count(Event.STRAGGLER_MASKED)
+        if self._on_deadline != "mask":
+            self.cancelled += [slot.ticket.key for slot in blocking]
+
+    def _holds_lease(self, incarnation: int, step: int) -> bool:
+        return self._state.lease is not None and (incarnation, step) == (
+            self._state.lease.incarnation,
+            self._state.lease.step,
+        )
+
+    def _end_lease(self, incarnation: int, step: int, *, fate: Fate) -> tuple[str, ...]:
+        if not self._holds_lease(incarnation, step):
+            self._state.ledger.count(Event.LEASE_CALL_REFUSED)
+            # The reply to the first call may have been lost, and the caller still needs the keys whose rows it may
+            # clear.
+            last = self._last_end
+            if last is not None and incarnation == self._state.lineage.incarnation and last[:2] == (fate, step):
+                return last[2]
+            return ()
+        self._state.lease = None
+        keys = self._state.groups.end_leased(fate, step=step)
+        self._state.step += fate is Fate.TRAINED
+        self._last_end = (fate, step, keys)
+        return keys
+
+
+# Stragglers: reserved groups that rule (2) of `staleness.py` needs before the learner may start its next step.
+#
+# If rule (2) fails although enough groups are ready, let d be the smallest deadline at which it fails, and `excess` the
+# number of groups by which it fails there. The policy `staleness.on_deadline` acts on exactly `excess` reserved groups
+# that are due by d, those with the fewest generated tokens first:
+#
+#     wait       nothing: the learner waits
+#     requeue    the attempt ends, and the prompt goes to the front
+#     drop       the group ends with the fate `dropped`, and another prompt takes its place
+#     mask       the group stays and gets the deadline newest + η, where newest is its replica's version
+#
+# If rule (2) then fails at a later deadline, the same is done there. If the policy cannot act on enough groups, it acts
+# on none: the learner would have to wait all the same, and the work would be lost for nothing. Pure.
+
+
+def stragglers(
+    policy: OnDeadline,
+    *,
+    step: int,
+    limits: Limits,
+    remaining: Mapping[int, int],
+    reserved: Iterable[Slot],
+    is_last_attempt: Callable[[Ticket], bool],
+) -> list[Slot] | None:
+    """Returns the reserved groups on which the policy acts so that rule (2) holds at `step`.
+
+    `remaining` maps a deadline to the number of groups that stay reserved or ready after the lease. `is_last_attempt`
+    tells whether a group fails with its present attempt. Returns an empty list if rule (2) holds already, and None if
+    the learner has to wait.
+    """
+    left, chosen = Counter(remaining), list[Slot]()
+    free: list[Slot] | None = None
+    while violation := lease_violation(step=step, groups_per_step=limits.groups_per_step, remaining=left):
+        if policy == "wait":
+            return None
+        if free is None:  # takes O(reserved), so not before a group is in the way
+            free = [slot for slot in reserved if policy != "requeue" or not is_last_attempt(slot.ticket)]
+        deadline, excess = violation
+        blocking = [slot for slot in free if slot.deadline <= deadline]
+        if policy == "mask":
+            blocking = [slot for slot in blocking if slot.newest_deadline > deadline]
+        blocking.sort(key=lambda slot: (slot.sampled_tokens, slot.ticket.group))
+        if len(blocking) < excess:
+            return None
+        for slot in blocking[:excess]:
+            left[slot.deadline] -= 1
+            if policy == "mask":
+                left[slot.newest_deadline] += 1
+            free.remove(slot)
+            chosen.append(slot)
+    return chosen
+
+
+# The generators' side of the replay buffer: tickets from their reserve to their commit, failure or expiry.
+
+_REFUSED_COMMITS = {
+    CommitOutcome.DUPLICATE: Event.COMMIT_DUPLICATE,
+    CommitOutcome.LATE: Event.COMMIT_LATE,
+    CommitOutcome.UNKNOWN: Event.COMMIT_UNKNOWN,
+    CommitOutcome.OLD_INCARNATION: Event.COMMIT_OLD_INCARNATION,
+}
+
+
+class Tickets:
+    """The calls of generators. While `paused` is True, no new group is admitted. Admitted groups continue."""
+
+    def __init__(self, state: BufferState) -> None:
+        self._state = state
+        self.paused = False
+
+    def renew(self, replica: str, *, held: HeldReport, version: Version | None = None) -> Renewal | None:
+        """Renews the tickets of a replica that sent a heartbeat, and records the progress that it reports. `version` is
+        the version that the replica has loaded. Returns None for a late heartbeat, which changes nothing. A repeated
+        one gets its answer again.
+
+        A ticket that a heartbeat has named once is renewed by every later heartbeat. So the work does not depend on the
+        number of tickets, but only on what has changed. A ticket whose reserve reply was lost is never named, so it
+        expires. So does a ticket that a complete heartbeat does not name any longer.
+        """
+        fleet, table = self._state.fleet, self._state.groups.table
+        life = fleet.life_of(replica)
+        if life is not None and held.number < life.heartbeat:
+            return None
+        life = fleet.hear(replica, has_weights=version is not None)
+        if life is None:
+            return Renewal(must_end=True)
+        if life.heartbeat == NO_HEARTBEAT:  # it may hold tickets that have ended, also if this is a late heartbeat
+            table.to_ask.add(replica)
+        elif held.complete:
+            table.to_ask.discard(replica)
+            now_s = self._state.clock()
+            for slot in [*table.held.get(replica, {}).values()]:
+                if slot.confirmed and slot.ticket.key not in held.tokens:
+                    table.unconfirm(slot, now_s=now_s)
+        life.heartbeat = held.number
+        if version is not None and self._state.lineage.has(version):
+            self._loaded(replica, life, step=version.step)
+        groups = self._state.groups
+        gone = [
+            key
+            for key, tokens in held.tokens.items()
+            if not groups.named(key, tokens=tokens, replica=replica, step=life.step)
+        ]
+        for key, prefix in held.prefixes.items():
+            groups.stored(key, prefix, replica=replica)
+        ended = tuple(key for key in gone if (ticket := parsed_key(key)) and groups.attempts.has_ended(*ticket))
+        return Renewal(ended=ended, name_all=replica in table.to_ask)
+
+    def leave(self, replica: str) -> tuple[str, ...]:
+        """Expires the tickets of a replica that ends. Returns their keys; rows under them may be cleared.
+
+        A replica that ends because something has failed is quarantined first, so that its attempts do not count.
+        """
+        table = self._state.groups.table
+        expired = self._expire([*table.held.get(replica, {}).values()])
+        table.to_ask.discard(replica)
+        return expired
+
+    def reserve(self, replica: str, *, version: Version, count: int) -> Reservation:
+        """Returns tickets for up to `count` groups at the replica's version, and the reason why there are not more."""
+        if count < 1:
+            raise ValueError(f"replica {replica} reserves {count} groups; the number must be at least 1")
+        now_s = self._state.clock()
+        if not self._state.lineage.has(version):
+            self._state.ledger.count(Event.RESERVE_OLD_INCARNATION)
+        elif version.step > self._state.step:
+            raise ValueError(
+                f"a replica reports version {version}, but the learner has acked only {self._state.step} steps"
+            )
+        room, refusal = self._room(version, replica=replica)
+        tickets: list[Ticket] = []
+        while len(tickets) < min(count, room):
+            prompt = self._state.groups.attempts.next_prompt(replica=replica)
+            if prompt is None:
+                refusal = Refusal.NO_PROMPTS
+                break
+            if prompt.prefix is not None and not self._may_continue(prompt.prefix, version):
+                prompt = self._state.groups.prefixes.without(prompt)
+            tickets.append(
+                self._state.groups.admit(prompt, replica=replica, version=version, step=self._state.step, now_s=now_s)
+            )
+        return Reservation(tickets=tuple(tickets), refusal=refusal if len(tickets) < count else None)
+
+    def commit(self, meta: GroupMeta) -> CommitOutcome:
+        """Makes a group ready, or filters it. The caller has generated and scored the group and has stored its rows.
+
+        Raises an error if the metadata contradicts the ticket, which is a bug in asyncrl: StalenessViolation for a
+        token that is older than the ticket, ValueError for anything else. The ticket then stays reserved.
+        """
+        slot = self._state.groups.table.reserved.get(meta.key)
+        if slot is None or meta.incarnation != slot.ticket.version.incarnation:
+            outcome = self._why_refused(meta)
+            self._state.ledger.count(_REFUSED_COMMITS[outcome])
+            return outcome
+        if not all(map(self._state.lineage.has, meta.versions)):
+            self._state.groups.interrupt(slot, meta, lineage=self._state.lineage)
+            self._state.ledger.count(Event.COMMIT_OLD_INCARNATION)
+            return CommitOutcome.OLD_INCARNATION
+        _check_commit(meta, slot.ticket, limits=self._state.limits, step=self._state.step)
+        self._state.failures.succeeded()
+        if (life := self._state.fleet.life_of(slot.ticket.replica)) is not None:
+            life.committed()
+        if self._is_filtered(meta):
+            self._state.groups.filter(slot, meta)
+            return CommitOutcome.FILTERED
+        self._state.groups.commit(slot, meta, step=self._state.step)
+        return CommitOutcome.ACCEPTED
+
+    def fail(self, key: str, *, incarnation: int, failure: Failure) -> bool:
+        """Ends an attempt whose rollout failed. Returns False if the ticket had ended already.
+
+        After an INFRA failure the prompt goes to the front, until it has had `max_attempts` attempts, and the replica
+        may have to pause (`fleet.py`). A DATA failure, or the last attempt, ends the group, and another prompt may take
+        its slot. The failure is kept with the prompt of the ticket. After `max_data_failures` DATA failures in a row,
+        no more tickets and leases are issued: see `Refusal.TOO_MANY_FAILURES`.
+        """
+        slot = self._state.groups.table.reserved.get(key)
+        if slot is None or incarnation != slot.ticket.version.incarnation:
+            self._state.ledger.count(Event.FAIL_REFUSED)
+            return False
+        failure = msgspec.structs.replace(failure, prompt=cut_text(slot.ticket.task.prompt))
+        if failure.failure_class is FailureClass.INFRA:
+            self._state.fleet.failed(slot.ticket.replica, failure)
+        tried_again = failure.failure_class is FailureClass.INFRA and self._state.groups.retry(slot)
+        if failure.failure_class is FailureClass.DATA:
+            self._state.groups.fail(slot)
+        self._state.failures.failed(failure, ended_group=not tried_again)
+        return True
+
+    def expire(self) -> tuple[str, ...]:
+        """Quarantines replicas that were silent for the timeout. Ends the tickets of quarantined replicas, and tickets
+        that no heartbeat has named within the timeout. A prompt goes to the front, unless this was its last attempt.
+
+        Returns the keys of these tickets; rows under them may be cleared.
+        """
+        fleet, table = self._state.fleet, self._state.groups.table
+        fleet.quarantine_silent()
+        gone = [replica for replica in table.held if not fleet.may_be_used(replica)]
+        before_s = self._state.clock() - self._state.limits.heartbeat_timeout_s
+        slots = {slot.ticket.key: slot for slot in table.unconfirmed_before(before_s)}
+        for replica in gone:
+            come_back = fleet.is_heard(replica)  # a ticket that it was given just now may be under way
+            slots |= {key: slot for key, slot in table.held[replica].items() if slot.confirmed or not come_back}
+        expired = self._expire([*slots.values()])
+        table.to_ask = {replica for replica in table.to_ask if fleet.may_be_used(replica)}
+        return expired
+
+    def by_replica(self) -> Mapping[str, int]:
+        """Returns the number of tickets that each replica holds."""
+        return {replica: len(slots) for replica, slots in self._state.groups.table.held.items()}
+
+    def refusal(self, version: Version) -> Refusal | None:
+        """Returns why a reserve at `version` of a healthy replica would get no ticket now; None if it would get one.
+        Changes nothing."""
+        room = self._room(version)
+        return None if room.groups else room.refusal
+
+    def _loaded(self, replica: str, life: Life, *, step: int) -> None:
+        """Records the step of the weights that a replica has loaded. Its rollouts go on with these weights."""
+        if step > life.step:
+            life.step = step
+            for slot in self._state.groups.table.held.get(replica, {}).values():
+                if slot.confirmed:
+                    slot.newest_step = max(slot.newest_step, step)
+
+    def _room(self, version: Version, *, replica: str | None = None) -> Room:
+        """Returns how many groups a replica at `version` may reserve now, and the reason why not more; for a healthy
+        one if `replica` is None."""
+        if replica is not None and (refusal := self._state.fleet.refusal(replica)) is not None:
+            return Room(0, refusal)
+        if not self._state.lineage.has(version):
+            return Room(0, Refusal.OLD_INCARNATION)
+        if self._state.failures.too_many:
+            return Room(0, Refusal.TOO_MANY_FAILURES)
+        if self.paused:
+            return Room(0, Refusal.PAUSED)
+        if self._state.groups.attempts.exhausted and not self._state.groups.table.front:
+            return Room(0, Refusal.NO_PROMPTS)
+        return admissible(
+            self._state.limits,
+            slots=self._state.groups.table.slots,
+            booked_bytes=self._state.groups.table.booked_bytes,
+            learner_step=self._state.step,
+            replica_step=version.step,
+        )
+
+    def _is_filtered(self, meta: GroupMeta) -> bool:
+        """Returns whether a group is not trained because all of its rewards are equal, and records its reward."""
+        rewards, state = meta.known_rewards, self._state
+        if not state.most_filtered or not meta.equal:
+            return False
+        if len(state.filtered) >= state.most_filtered:
+            state.ledger.count(Event.FILTER_LIMIT)
+            return False
+        state.filtered.append(FilteredGroup(fmean(rewards), len(rewards), meta.part))
+        return True
+
+    def _may_continue(self, prefix: Prefix, version: Version) -> bool:
+        """Returns whether a replica at `version` may continue a prefix: its tokens are of ancestors of the learner's
+        weights, and its early deadline can be met together with all others."""
+        return all(map(self._state.lineage.has, prefix.versions)) and prefix_fits(
+            step=self._state.step,
+            leased=self._state.lease is not None,
+            groups_per_step=self._state.limits.groups_per_step,
+            deadline=oldest_step(version, prefix) + self._state.limits.max_staleness_versions,
+            unleased=self._state.groups.table.unleased_by_deadline,
+        )
+
+    def _why_refused(self, meta: GroupMeta) -> CommitOutcome:
+        """Returns why a commit is refused: its ticket is not reserved, or it is of another incarnation."""
+        if not 1 <= meta.incarnation <= self._state.lineage.incarnation:
+            return CommitOutcome.OLD_INCARNATION
+        last = self._state.groups.attempts.last(meta.group)
+        if last is None or not 0 <= meta.attempt <= last[0]:
+            return CommitOutcome.UNKNOWN
+        return CommitOutcome.DUPLICATE if last == (meta.attempt, True) else CommitOutcome.LATE
+
+    def _expire(self, slots: Collection[Slot]) -> tuple[str, ...]:
+        for slot in slots:
+            self._state.groups.retry(slot)
+        self._state.ledger.count(Event.TICKET_EXPIRED, len(slots))
+        return tuple(slot.ticket.key for slot in slots)
+
+
+def _check_commit(meta: GroupMeta, ticket: Ticket, *, limits: Limits, step: int) -> None:
+    """Raises an error if the metadata of a commit contradicts its ticket, or the learner's present `step`.
+
+    StalenessViolation for a token that is older than the ticket, ValueError for anything else.
+    """
+    if meta.oldest < ticket.oldest:
+        raise StalenessViolation(
+            f"group {meta.key} has a token of step {meta.oldest}, which is older than step {ticket.oldest} of its "
+            "ticket's version and prefix; this is a bug in asyncrl"
+        )
+    if not meta.oldest <= meta.newest <= step:
+        raise ValueError(
+            f"group {meta.key} has tokens of steps {meta.oldest} to {meta.newest}, but the learner is at step {step}"
+        )
+    size = limits.group_size
+    columns = [meta.completion_tokens, meta.rewards, meta.truncated, *meta.components.values()]
+    lengths = {len(column) for column in (*columns, *filter(None, [meta.read_tokens]))}
+    if lengths != {size}:
+        raise ValueError(f"group {meta.key} has {sorted(lengths)} samples, but learner.group_size is {size}")
+    if not meta.known_rewards or not all(map(math.isfinite, meta.known_rewards)):
+        raise ValueError(
+            f"group {meta.key} has rewards {meta.rewards}; a sample must have a reward, and all rewards must be finite"
+        )
+    if not 0 <= meta.row_bytes <= limits.worst_group_bytes:
+        raise ValueError(
+            f"group {meta.key} takes {meta.row_bytes} bytes, but its reserve booked at most {limits.worst_group_bytes}"
+        )

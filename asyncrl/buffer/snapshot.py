@@ -13,11 +13,9 @@ from typing import Annotated
 
 import msgspec
 
-from asyncrl.buffer.failures import FailureState
-from asyncrl.buffer.groups import Groups
-from asyncrl.buffer.ledger import EndedGroup, Fate, LedgerState
+from asyncrl.buffer.groups import Groups, Slot
+from asyncrl.buffer.ledger import EndedGroup, FailureState, Fate, LedgerState
 from asyncrl.buffer.records import NO_TASK, DuePrompt, OpenGroup
-from asyncrl.buffer.slots import Slot
 from asyncrl.common.lineage import Lineage
 from asyncrl.common.version import Version
 

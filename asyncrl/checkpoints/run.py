@@ -1,21 +1,28 @@
 """Writes and restores the checkpoint of a whole run: policy, critic, buffer and rows, in one directory."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from asyncrl.checkpoints import directory
 from asyncrl.checkpoints.directory import HF, RunManifest
-from asyncrl.checkpoints.rows import load_rows, save_rows
 from asyncrl.common.lineage import Lineage
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
-from asyncrl.coordinator.snapshot import RunSnapshot
+from asyncrl.coordinator.status import RunSnapshot
+from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.specs import GENERATED_FIELDS
+from asyncrl.data_plane.clients import TRAIN_PARTITION
+from asyncrl.data_plane.codec import PAD_VALUES
+from asyncrl.data_plane.interfaces import DataPlaneClient
+from asyncrl.data_plane.sample_ids import samples_of
 from asyncrl.errors import CheckpointDamaged
 from asyncrl.policy.tq_policy import TQPolicy
-from asyncrl.run_files import FILE_BYTES, UNREADABLE, read
+from asyncrl.run_files import FILE_BYTES, UNREADABLE, names, read
 from asyncrl.value.tq_value import TQValue
 
 POLICY, CRITIC, BUFFER, ROWS = "policy", "critic", "buffer.msgpack", "rows"
@@ -97,3 +104,38 @@ def read_snapshot(path: Path) -> RunSnapshot:
 def parts_of(folder: Path) -> tuple[Path, Path]:
     """Returns the directories of weights and optimizer."""
     return folder / "weights", folder / "optimizer"
+
+
+# The rows of ready groups in a checkpoint: one safetensors file for each group, named after the group's key.
+#
+# The tensors of a file are the columns of the group's samples, [G], [G, S] or [G, S, K], in the order of the samples.
+# Only one group is in memory at a time.
+
+_SUFFIX = ".safetensors"
+
+
+def save_rows(
+    client: DataPlaneClient, keys: Iterable[str], folder: Path, *, group_size: int, columns: Sequence[str]
+) -> None:
+    """Writes these columns of the rows of the groups `keys` into `folder`. Raises the errors of the client, e.g.
+    RowsLost."""
+    folder.mkdir()
+    for key in keys:
+        rows = client.get_samples(
+            samples_of(key, count=group_size), TRAIN_PARTITION, columns, pad_value_dict=PAD_VALUES
+        )
+        save_file({name: rows[name] for name in columns}, folder / f"{key}{_SUFFIX}")
+
+
+def load_rows(client: DataPlaneClient, folder: Path) -> None:
+    """Puts the rows of all groups in `folder` back under their names. Raises CheckpointDamaged for a file that is not
+    one of `save_rows`."""
+    for name in names(folder, inside=folder.parent):
+        if not name.endswith(_SUFFIX):
+            continue
+        path = folder / name
+        try:
+            rows = BatchedDataDict(load_file(path))
+        except SafetensorError as error:
+            raise CheckpointDamaged(f"{path} cannot be read ({error})") from error
+        client.put_samples(samples_of(path.stem, count=rows.size), TRAIN_PARTITION, fields=rows)

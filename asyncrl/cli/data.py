@@ -15,10 +15,10 @@ from asyncrl.cli.options import ConfigFiles, Overrides, checked_config, print_wa
 from asyncrl.cli.terminal import command_app, say
 from asyncrl.config.parts import key_of, part_configs, section_of
 from asyncrl.config.schema import Config, EnvironmentSection
-from asyncrl.data.conversation import asked
 from asyncrl.data.left_out import REASONS, LeftOut, counts
 from asyncrl.data.prompts import Task
 from asyncrl.data.rows import BadRow
+from asyncrl.data.tokenizer import asked
 from asyncrl.data.turn_ends import template_end
 from asyncrl.demo.directory import is_tiny
 from asyncrl.environments.reward_function import subject

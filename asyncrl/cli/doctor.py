@@ -16,16 +16,26 @@ from typing import Annotated
 import psutil
 import typer
 
-from asyncrl.cli.findings import Finding, Level, Probe, fail, ok, run_probe, warn
-from asyncrl.cli.gpu_checks import TORCH_CODE, TorchBuild, examine_gpus, query_gpus
+from asyncrl.cli.gpu_checks import (
+    TORCH_CODE,
+    Finding,
+    Level,
+    Probe,
+    TorchBuild,
+    examine_gpus,
+    fail,
+    ok,
+    query_gpus,
+    run_probe,
+    warn,
+)
 from asyncrl.cli.options import ConfigFiles, Overrides, print_warnings, run_checks
 from asyncrl.cli.presence import check_planned_family
 from asyncrl.cli.terminal import say
 from asyncrl.config.checks import check_config
 from asyncrl.config.load import load_config
-from asyncrl.deployment.known_runs import RUNS, dead_runs, live_runs
-from asyncrl.deployment.provenance import installed_version
-from asyncrl.deployment.remains import remains_of, stray_processes
+from asyncrl.deployment.known_runs import RUNS, dead_runs, live_runs, remains_of, stray_processes
+from asyncrl.deployment.run_dir import installed_version
 from asyncrl.deployment.temporary_folders import FolderProblem, ray_folder, temporary_folder_problems
 from asyncrl.errors import ConfigError
 

@@ -13,9 +13,8 @@ def down(run: RunningRun, address: RunningAddress = None) -> None:
     Only processes and files on this machine, and since its last boot, are ended and removed. A run that ended by itself
     needs no `down`. A run that is being restarted at this moment may go on: call `down` again.
     """
-    from asyncrl.deployment.known_runs import as_it_is, check_there, named_run, own_address
+    from asyncrl.deployment.known_runs import as_it_is, check_there, clear, named_run, own_address
     from asyncrl.deployment.ray_token import use_ray_token
-    from asyncrl.deployment.remains import clear
 
     directory, named = named_run(run), named_address(address)
     lines = clear(directory)

@@ -16,7 +16,7 @@ from asyncrl.config.schema import Config
 from asyncrl.deployment.known_runs import best_checkpoint, existing_run
 from asyncrl.deployment.resuming import found_checkpoint, step_of
 from asyncrl.errors import ConfigError
-from asyncrl.learner.record_lines import read_config
+from asyncrl.learner.records import read_config
 from asyncrl.policy.model_directory import counts_problem
 from asyncrl.run_files import opened
 

@@ -16,14 +16,13 @@ from asyncrl.cli.options import checked_config, print_warnings
 from asyncrl.cli.presence import check_model
 from asyncrl.cli.terminal import say
 from asyncrl.config.import_path import REWARDS_WITH_OPTIONS, is_import_path, reward_term
-from asyncrl.config.plain_yaml import parse_yaml
+from asyncrl.config.load import parse_yaml
 from asyncrl.config.schema import Config
 from asyncrl.config.starter import Facts, starter_yaml
-from asyncrl.data.column_names import NO_ANSWER, columns_for
 from asyncrl.data.hugging_face import FORMATS
 from asyncrl.data.prompts import Task
 from asyncrl.data.prompts import split as hold_out
-from asyncrl.data.rows import FIRST_ROWS, OnBadRow
+from asyncrl.data.rows import FIRST_ROWS, NO_ANSWER, OnBadRow, columns_for
 from asyncrl.environments.interfaces import dataset_rows, read_tasks
 from asyncrl.errors import ConfigError, DatasetError
 from asyncrl.policy.model_directory import read_model

@@ -28,8 +28,7 @@ from asyncrl.deployment.resuming import Choice, Resumed, no_checkpoint, rate_cha
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.screen import Screen, StartLog
 from asyncrl.errors import LearnerNotRestored
-from asyncrl.learner.record_lines import known_info
-from asyncrl.learner.records import Summary
+from asyncrl.learner.records import Summary, known_info
 from asyncrl.metrics.states import monotonic_at_process_start
 from asyncrl.shown_text import shown
 from asyncrl.views.console import ShownConsole

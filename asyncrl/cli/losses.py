@@ -6,11 +6,11 @@ import msgspec
 import typer
 
 from asyncrl.algorithms.checks import NEEDS_CRITIC
-from asyncrl.algorithms.objective_properties import is_corrected
+from asyncrl.algorithms.objective import is_corrected
 from asyncrl.algorithms.presets import DEFAULT_BASELINE, PRESETS, Preset, resolve_objective
 from asyncrl.cli.terminal import say
 from asyncrl.config.import_path import is_import_path
-from asyncrl.config.plain_yaml import dump_yaml
+from asyncrl.config.load import dump_yaml
 from asyncrl.errors import ConfigError
 
 

@@ -198,7 +198,7 @@ def print_warnings(warnings: list[str]) -> None:
 def clear_previous(config: Config) -> None:
     """Ends and removes the processes and files that a killed run of this name left, and prints what was removed. Prints
     also what killed runs of other names left."""
-    from asyncrl.deployment.remains import clear, remains_of
+    from asyncrl.deployment.known_runs import clear, remains_of
 
     print_warnings(clear(config.run.dir / config.run.name))
     for other in dead_runs(config.run.dir):

@@ -14,7 +14,7 @@ from asyncrl.config.schema import Config
 from asyncrl.deployment.known_runs import existing_run, own_address
 from asyncrl.deployment.resuming import chosen_checkpoint, step_of
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.learner.record_lines import read_info, saved_config
+from asyncrl.learner.records import read_info, saved_config
 
 At = Annotated[
     str | None,

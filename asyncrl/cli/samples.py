@@ -7,7 +7,7 @@ from rich.text import Text
 
 from asyncrl.cli.options import RecordedRun
 from asyncrl.deployment.known_runs import existing_run
-from asyncrl.learner.record_lines import known_data
+from asyncrl.learner.records import known_data
 from asyncrl.views.console import ShownConsole
 from asyncrl.views.samples import (
     WORST_OF,

@@ -46,7 +46,7 @@ def joined_run(directory: Path, address: str | None) -> "CoordinatorClient":
     use_ray_token()
     from asyncrl.deployment.cluster import join
     from asyncrl.deployment.shared_actors import check_directory, find_run
-    from asyncrl.learner.record_lines import known_info
+    from asyncrl.learner.records import known_info
 
     join(running_address(directory, address), namespace=directory.name, folder=directory.parent)
     if named_address(address) is None and (info := known_info(directory)) is not None:
@@ -92,7 +92,7 @@ def status(
     """
     import msgspec.json
 
-    from asyncrl.deployment.remains import remains_of
+    from asyncrl.deployment.known_runs import remains_of
 
     if watch and json:
         raise typer.BadParameter("--json prints one status: leave out --watch")

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from asyncrl.config.engine_args import engine_args_violations, tool_parser_violations
-from asyncrl.config.field_types import WATCHED_DEADLINE
 from asyncrl.config.gpu_shares import share_violations, share_warnings
 from asyncrl.config.import_path import BUILT_IN_NAMES, malformed
-from asyncrl.config.schema import Config, GeneratorSection, marked
+from asyncrl.config.schema import WATCHED_DEADLINE, Config, GeneratorSection, marked
 from asyncrl.config.task_checks import agent_warnings, eval_violations, task_violations
 from asyncrl.errors import ConfigError
 

@@ -6,22 +6,25 @@ not accepted as a number, nor `"8"` as an integer. All violations are reported i
 override that set the value. `checks.check_config` checks the rules that involve several fields.
 """
 
+import difflib
 import functools
 import json
+import re
 import shlex
 import stat
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple, get_args, get_origin
+from urllib.parse import unquote
 
-from pydantic import ValidationError
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
-from asyncrl.config.error_messages import ON_COMMAND_LINE, error_message, origin_of
 from asyncrl.config.eval_sets import with_whole_sets
-from asyncrl.config.field_types import PER_DEPLOYMENT
-from asyncrl.config.plain_yaml import MOST_CHARACTERS, dump_yaml, parse_yaml, plain
+from asyncrl.config.import_path import suggest
 from asyncrl.config.recipes import config_file, find_data, recipe_file, with_modules
-from asyncrl.config.schema import Config, KeyPath, marked
-from asyncrl.config.secret_values import secret_message, secret_values
+from asyncrl.config.schema import PER_DEPLOYMENT, Config, KeyPath, marked, sections
 from asyncrl.errors import ConfigError
 
 _REPLACED: Collection[KeyPath] = {("algorithm", "advantage")}
@@ -218,3 +221,531 @@ def _merge(
         if not isinstance(below, dict) or ((*path, name) in _REPLACED and "name" in value):
             below = into[name] = {}
         _merge(below, value, origin=origin, origins=origins, path=(*path, name))
+
+
+# Turns pydantic's validation errors into one line each: key, value, origin of the value, limit, and what to do.
+#
+# An unknown key gets a suggestion ("did you mean ...?"). The suggested key may be in another section, or in a section
+# with another name.
+
+ON_COMMAND_LINE = "on the command line"
+_MAX_SHOWN_CHARS = 80
+
+_CHANGE_THE_DISTRIBUTION = frozenset({"typical_p", "presence_penalty", "frequency_penalty", "repetition_penalty"})
+
+
+class _Wanted(NamedTuple):
+    """The kind of value that a field takes: in words, and as the types that YAML reads it as."""
+
+    words: str
+    types: tuple[type, ...] = ()
+
+
+_TRUTH_WORDS = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
+"""Words that YAML 1.1 reads as truth values. In YAML 1.2 they are text."""
+# by the type of pydantic's error
+_WANTED = {
+    "bool_type": _Wanted("true or false", (bool,)),
+    "dict_type": _Wanted("a mapping of keys"),
+    "float_type": _Wanted("a number", (int, float)),
+    "int_type": _Wanted("a whole number", (int,)),
+    "list_type": _Wanted("a list"),
+    "model_type": _Wanted("a section (a mapping of keys)"),
+    "string_type": _Wanted("text"),
+    "tuple_type": _Wanted("a list"),
+}
+
+
+def error_message(violation: ErrorDetails, *, origins: Mapping[KeyPath, str]) -> str:
+    """Returns one line about one violation. `origins` says where each key was set: `in FILE` or ON_COMMAND_LINE."""
+    path = tuple(str(part) for part in violation["loc"])
+    origin = origin_of(path, origins)
+    key, value = ".".join(path), violation["input"]
+    if violation["type"] == "extra_forbidden" and path[-1] in _CHANGE_THE_DISTRIBUTION:
+        return (
+            f"{key}{origin}: is not supported; remove it. With it, the engine would sample from a distribution that "
+            "differs from the one whose log-probs the learner computes, and every importance weight would be wrong. "
+            "generator.top_k, top_p and min_p are supported, because they only choose among which tokens it samples"
+        )
+    if violation["type"] == "extra_forbidden":
+        return f"unknown key {key}{origin}: {_suggest_key(path, value=value)}"
+    if path[:2] == ("environment", "secrets"):  # the value may be a secret that stands in the place of its name
+        return f"{key}{origin}: must be a list of names of environment variables, such as [JUDGE_API_KEY]"
+    if violation["type"] == "missing":
+        return f"{key}{origin}: is missing; add it"
+    return f"{key} = {_shown(value)}{origin}: {_limit_and_fix(violation, origin=origin)}"
+
+
+def origin_of(path: KeyPath, origins: Mapping[KeyPath, str]) -> str:
+    """Returns where a key, or the nearest key above it, was set: ` (in FILE)`. Empty if it was not set."""
+    return next((f" ({origins[path[:end]]})" for end in range(len(path), 0, -1) if path[:end] in origins), "")
+
+
+def _suggest_key(path: KeyPath, *, value: object) -> str:
+    """Returns advice for an unknown key: the key that the user probably meant, else the keys of the section.
+
+    `value` is the value of the unknown key. If it is a mapping, its keys help to find a section with another name.
+    """
+    if answer := known_elsewhere(path, value):
+        return answer
+    *section, name = path
+    fields = {place: list(model.model_fields) for place, model in sections(of_lists=False)}
+    siblings = _keys_at(section)
+    meant: list[Sequence[str]] = [(*section, close) for close in difflib.get_close_matches(name, siblings, n=1)]
+    meant += [(*place, name) for place, names in fields.items() if name in names]
+    if not meant and isinstance(value, Mapping):
+        shared = {place: len(value.keys() & set(names)) for place, names in fields.items() if place}
+        # the section that has the most keys in common with the unknown section was probably renamed
+        best = max(shared, key=lambda place: shared[place])
+        meant += [best] if shared[best] else []
+    if not meant:
+        everywhere = {field: (*place, field) for place, names in fields.items() for field in names}
+        meant += [everywhere[close] for close in difflib.get_close_matches(name, everywhere, n=1, cutoff=0.75)]
+    if meant:
+        return f"did you mean {' or '.join('.'.join(each) for each in meant)}?"
+    home = f"the keys of `{'.'.join(section)}`" if section else "the sections"
+    return f"{home} are {', '.join(siblings)}"
+
+
+def _keys_at(path: Sequence[str]) -> list[str]:
+    """Returns the keys of the section at `path`, in which numbers of lists and names in mappings of sections stand."""
+    section: type[BaseModel] = Config
+    parts = iter(path)
+    for part in parts:
+        annotation = section.model_fields[part].annotation
+        if get_origin(annotation) in (list, dict):
+            next(parts)
+        options = (annotation, *get_args(annotation))
+        section = next(each for each in options if isinstance(each, type) and issubclass(each, BaseModel))
+    return list(section.model_fields)
+
+
+def _limit_and_fix(violation: ErrorDetails, *, origin: str) -> str:
+    kind, value = violation["type"], violation["input"]
+    if kind in _WANTED:
+        return f"must be {_WANTED[kind].words}{_type_fix(kind, value, origin=origin)}"
+    message = re.sub("^(Input|String) should", "must", violation["msg"])
+    if kind == "literal_error":
+        options = [option.strip("'") for option in str(violation["ctx"]["expected"]).replace(" or ", ", ").split(", ")]
+        return message + (suggest(str(value), options) if len(options) > 1 else "")
+    return message
+
+
+def _type_fix(kind: str, value: object, *, origin: str) -> str:
+    # on the command line, text needs a second pair of quotes, because the shell removes one
+    quoted = "'\"{}\"'" if ON_COMMAND_LINE in origin else '"{}"'
+    if kind == "string_type" and isinstance(value, bool | int | float):
+        return f"; write {quoted.format(_shown(value))}, with the quotes"
+    if kind == "string_type" and isinstance(value, Mapping) and list(value.values()) == [None]:
+        text = quoted.format(f"{{{next(iter(value))}}}")
+        return f"; write {text}, with the quotes: without them YAML reads a mapping"
+    if kind == "int_type" and isinstance(value, float) and value.is_integer():
+        return f"; write {int(value)}"
+    if isinstance(value, str) and _reads_as(_WANTED[kind].types, value):
+        return "; write it without quotes"
+    if kind in ("int_type", "float_type") and isinstance(value, str):
+        digits = value.replace("_", "")
+        return f"; write {digits}" if _reads_as(_WANTED[kind].types, digits) else ""
+    if kind == "bool_type" and isinstance(value, str) and value.lower() in _TRUTH_WORDS:
+        return f"; write {_TRUTH_WORDS[value.lower()]}"
+    if kind == "list_type" and isinstance(value, str):
+        return f"; write [{_shown(value)}]"
+    if kind == "model_type" and value is None:
+        return "; set a key of the section, or remove the line"
+    return ""
+
+
+def _reads_as(types: tuple[type, ...], text: str) -> bool:
+    """Returns whether `text`, written in YAML without quotes, would have one of the types."""
+    try:
+        return type(parse_yaml(text, source="")) in types
+    except ConfigError:
+        return False
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}…"
+
+
+# Key names of other libraries. The error for an unknown key suggests the key of asyncrl with the same meaning.
+
+_PENALTY = "a penalty is part of the objective, e.g. `algorithm.overrides: {penalties: [{kind: k3, beta: 0.01}]}`"
+_GROUPS = "the number of prompts in a step; learner.group_size is the number of samples of a prompt"
+
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "model.path": ("model_name_or_path", "model_name", "model_id", "pretrained_model_name_or_path"),
+    "model.max_length": ("max_model_len", "max_seq_len", "max_seq_length", "seq_len", "context_length"),
+    "model.dtype": ("bf16", "fp16", "torch_dtype"),
+    "model.lora.rank": ("lora_rank", "lora_r"),
+    "model.lora.alpha": ("lora_alpha",),
+    "model.lora.target_modules": ("lora_target_modules",),
+    "data.path": ("train_files", "train_file", "dataset_path"),
+    "data.dataset": ("dataset_name", "train_dataset"),
+    "data.epochs": ("num_epochs", "num_train_epochs", "total_epochs"),
+    "data.max_prompt_tokens": ("max_prompt_length", "prompt_length"),
+    "data.chat": ("chat_template", "apply_chat_template"),
+    "environment.reward": ("reward_fn", "reward_func", "reward_funcs", "reward_function"),
+    "generator.max_completion_tokens": (
+        "max_new_tokens",
+        "max_tokens",
+        "max_completion_length",
+        "max_response_length",
+        "response_length",
+    ),
+    "generator.tensor_parallel_size": ("tp", "tp_size", "tensor_parallel"),
+    "generator.gpus": ("num_gpus", "n_gpus", "gpus_per_node", "n_gpus_per_node"),
+    "learner.gpus": ("num_gpus", "n_gpus", "gpus_per_node", "n_gpus_per_node"),
+    "learner.total_steps": ("max_steps", "num_steps", "num_train_steps", "total_training_steps"),
+    "learner.groups_per_step": ("batch_size", "train_batch_size", "rollout_batch_size", "global_batch_size"),
+    "learner.group_size": (
+        "n",
+        "rollout_n",
+        "num_generations",
+        "num_return_sequences",
+        "samples_per_prompt",
+        "rollouts_per_example",
+    ),
+    "learner.micro_batch_size": ("per_device_train_batch_size", "micro_batch_size_per_gpu", "mbs"),
+    "learner.activation_checkpointing": ("gradient_checkpointing",),
+    "learner.optimizer.learning_rate": ("lr",),
+    "learner.optimizer.schedule": ("lr_scheduler", "lr_scheduler_type", "lr_schedule"),
+    "learner.optimizer.warmup_steps": ("num_warmup_steps", "lr_warmup_steps", "warmup_ratio"),
+    "learner.optimizer.max_grad_norm": ("grad_clip", "clip_grad", "gradient_clipping"),
+    "algorithm.overrides": ("beta", "kl_coef", "kl_loss_coef", "init_kl_coef", "kl_beta"),
+    "staleness.max_versions": ("max_staleness", "max_async_level", "async_level", "max_off_policy_steps"),
+    "checkpoint.every_steps": ("save_steps", "save_freq", "save_interval"),
+    "metrics.trackers": ("report_to", "logger", "loggers"),
+    "run.name": ("run_name", "experiment_name"),
+    "run.dir": ("output_dir", "default_local_dir"),
+}
+"""Maps a key of asyncrl to its names in other libraries."""
+
+REMARKS: Mapping[str, str] = {"algorithm.overrides": _PENALTY, "learner.groups_per_step": _GROUPS}
+"""Maps a key of asyncrl to a remark that a user of another library needs to set it."""
+
+_LORA = "use the section model.lora, which has rank, alpha and target_modules; another kind of adapter is not supported"
+NOT_SUPPORTED: Mapping[str, str] = {
+    **dict.fromkeys(("peft", "peft_config", "use_peft", "lora_config"), _LORA),
+    "qlora": "weights are not quantized; model.lora trains an adapter of the weights in model.dtype",
+}
+"""Maps names of features that asyncrl does not have, or has in another form, to the message for them."""
+
+
+def known_elsewhere(path: Sequence[str], value: object) -> str | None:
+    """Returns advice for the unknown key at `path` if another library uses its name; else None.
+
+    If `value` is a mapping, the keys inside it are looked up too, so that a section of another library (such as
+    `trainer`) gets advice for each known key in it.
+    """
+    found = list(dict.fromkeys(_answers(path, value)))
+    return "; ".join(found) or None
+
+
+def _answers(path: Sequence[str], value: object) -> Iterator[str]:
+    *section, name = path
+    if name in NOT_SUPPORTED:
+        yield NOT_SUPPORTED[name]
+        return
+    keys = [key for key, names in ALIASES.items() if name in names]
+    if keys:
+        beside = [key for key in keys if section and key.startswith(f"{section[0]}.")]
+        chosen = beside or keys
+        remarks = [f" ({REMARKS[key]})" for key in chosen if key in REMARKS]
+        yield f"use {' or '.join(chosen)} instead of {name}{''.join(remarks)}"
+    elif isinstance(value, Mapping):
+        for below, inner in value.items():
+            yield from _answers([*path, str(below)], inner)
+
+
+# Finds values of a configuration that look like secrets.
+#
+# A configuration is written to config.yaml, the report and the trackers, and errors show its values. So it may not
+# contain a secret. A value is refused in three cases:
+#
+# - It has the form of a known kind of credential. A URL with a user's name or password is one.
+# - Its name is one of `_SECRET_NAME`. Names are keys of the configuration, parameters in the query of a URL, options of
+#   a
+#   command (`--api-key=...`), and parts of a connection string (`host=db password=...`).
+# - Its name ends with `token` or `key`, and it looks random. Such a name may also name something else (`stop_token`,
+#   `answer_key`).
+
+_CREDENTIAL = re.compile(
+    r"""
+      \b [spr]k [-_] (?= [\w-]*\d ) (?= [\w-]*[A-Z] ) [\w-]{20,}    # OpenAI, Anthropic, Stripe and others
+    | \b (?: hf | gh[pousr] | npm ) _ [A-Za-z0-9]{30,}
+    | \b github_pat_ \w{22,} | \b glpat- [\w-]{20,} | \b xox[abprs]- [\w-]{10,}
+    | \b AKIA [0-9A-Z]{16} \b                                       # AWS
+    | \b AIza [\w-]{30,}                                            # Google
+    | \b eyJ [\w-]{8,} \. [\w-]{8,} \. [\w-]*                       # a JSON web token
+    | -----BEGIN\ [A-Z ]*PRIVATE\ KEY-----
+    | :// [^\s/:@?\#]* : [^\s/@?\#]+ @ | https?:// [^\s/@?\#]+ @    # a URL with a password, or with a token
+    | \A (?i: bearer | basic ) \ (?! [$<{] ) \S{6,} \Z               # the header Authorization
+    """,
+    re.VERBOSE,
+)
+_SECRET_NAME = re.compile(
+    r"""
+    (?: ^ | _ ) (?:
+        secret | passwords? | passwd | passphrase | pwd | passcode | pass | credential | authorization | api_?key
+      | (?: access | auth | private | secret | encryption | signing | account | subscription | master ) _? key
+      | (?: access | api | auth | bearer | hf | refresh | session | security ) _? token
+      | (?: github | gitlab | slack | wandb ) _? token
+      | (?: db | user | admin | root | smtp | redis | postgres | mysql | proxy | login ) _? (?: pass | pwd | password )
+    ) s? $
+    """,
+    re.VERBOSE,
+)
+"""The names of secrets, in lower case and with `_` between words."""
+_NO_SECRET_NAME = re.compile(r"(?:first|second|single|two|multi|one|each|per|low|high|band|forward|backward)_pass$")
+_SECRET_PARAMETER = re.compile(r"^(?:sig|signature|token|key|auth|apikey|jwt)$|(?:_signature|_credential|_token)$")
+"""Further names of secrets in the query of a URL."""
+_QUERY = re.compile(r"[?&;#]([\w.%-]+)=([^&;#\s]+)")
+_ARGUMENT = re.compile(r"(?:^|\s|--?)([A-Za-z][\w-]*)=(\S+)|(?:^|\s)--?([A-Za-z][\w-]*)\s+([^\s-]\S*)")
+"""An option of a command (`--api-key=VALUE`, `--api-key VALUE`), or a part of a connection string."""
+_AMBIGUOUS_KEY = re.compile(r"(?:^|_)(?:token|key)s?$")
+_RANDOM = re.compile(r"(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9]{16,}")
+"""A run of letters and digits that is too long for a word."""
+_HARMLESS = re.compile(
+    r"""
+      (?i: none | null | true | false | dummy | empty | unused | not-needed | -+ | x+ )?    # nothing, or a placeholder
+    | \$ [\w{(] .* | < [^<>]* > | \{+ \w+ \}+ | \*+                         # a variable, or a placeholder
+    | [A-Z_]+ | [A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+                               # the name of an environment variable
+    | [~.]{0,2}/.*                                                          # a path
+    """,
+    re.VERBOSE,
+)
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+
+_NAMES: KeyPath = ("environment", "secrets")
+"""The key whose values are names of environment variables."""
+
+
+def secret_values(value: object, *, path: KeyPath = (), key: str = "") -> Iterator[KeyPath]:
+    """Yields the path of each value that looks like a secret, and of each key that is one, in a configuration or in a
+    part of it at `path`. `key` is the last name in the path; the items of a list have their index in the path, and the
+    key of the list, or the option of a command before them (`--api-key`)."""
+    if isinstance(value, Mapping):
+        for name, below in value.items():
+            if _CREDENTIAL.search(str(name)):
+                yield (*path, str(name))
+            else:
+                yield from secret_values(below, path=(*path, name), key=name)
+    elif isinstance(value, list):
+        for number, below in enumerate(value):
+            before = value[number - 1] if number else None
+            option = before if isinstance(before, str) and before.startswith("-") else key
+            yield from secret_values(below, path=(*path, str(number)), key="" if path == _NAMES else option)
+    elif isinstance(value, str) and _is_secret(value, key=_words(key)):
+        yield path
+    elif isinstance(value, int) and not isinstance(value, bool) and value >= 1000 and _names_secret(_words(key)):
+        yield path  # a password of digits
+
+
+def _words(name: str) -> str:
+    return _CAMEL.sub("_", str(name).strip("-")).replace("-", "_").lower()
+
+
+def _names_secret(name: str) -> bool:
+    return bool(_SECRET_NAME.search(name)) and not _NO_SECRET_NAME.search(name)
+
+
+def _is_secret(value: str, *, key: str) -> bool:
+    if _CREDENTIAL.search(value) or any(_is_harmful(*found) for found in _given(value)):
+        return True
+    random = bool(_RANDOM.search(value))
+    if _HARMLESS.fullmatch(value) and not random:
+        return False
+    return _names_secret(key) or bool(random and _AMBIGUOUS_KEY.search(key))
+
+
+def _given(text: str) -> Iterator[tuple[str, str, bool]]:
+    """Yields the names and values that are written in a text, and whether they are in the query of a URL."""
+    if "://" in text:
+        yield from ((_words(name), unquote(value), True) for name, value in _QUERY.findall(text))
+    for name, value, option, argument in _ARGUMENT.findall(text):
+        yield _words(name or option), (value or argument).strip("'\""), False
+
+
+def _is_harmful(name: str, value: str, in_query: bool) -> bool:
+    named = _names_secret(name) or (in_query and _SECRET_PARAMETER.search(name))
+    return bool(named) and (not _HARMLESS.fullmatch(value) or bool(_RANDOM.search(value)))
+
+
+def secret_message(path: KeyPath, *, origin: str) -> str:
+    """Returns the error about a value that looks like a secret, without the value. `origin` says where it was set."""
+    key = ".".join("<a secret in the place of a key>" if _CREDENTIAL.search(part) else part for part in path)
+    advice = (
+        "list the name of an environment variable there, and not its value"
+        if path[:2] == _NAMES
+        else "put it into an environment variable, and list the name of the variable in environment.secrets "
+        "(docs/rewards.md); if it is not a secret, give the key another name"
+    )
+    return f"{key}{origin}: looks like a secret, but the configuration is written to files and shown; {advice}"
+
+
+# Reads and writes plain YAML: text, numbers, lists and mappings. A key that stands twice in a mapping is an error.
+#
+# Scalars are read by the core schema of YAML 1.2 (https://yaml.org/spec/1.2.2, section 10.3.2): `on`, `off`, `yes` and
+# `no` are text, and so are dates, `1:30` and `1_000`. `1e3` is a number, and `010` is ten. PyYAML reads YAML 1.1, so
+# this module replaces its rules, and keeps its merge key `<<`. `parse_yaml` reads the output of `dump_yaml` back as the
+# same data.
+
+_TAG = "tag:yaml.org,2002:"
+_MERGE_TAG = f"{_TAG}merge"
+_CORE_SCHEMA = (
+    # (tag, first characters, pattern of the whole scalar)
+    ("null", ["~", "n", "N", ""], r"~|null|Null|NULL|"),
+    ("bool", list("tTfF"), r"true|True|TRUE|false|False|FALSE"),
+    ("int", list("-+0123456789"), r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+"),
+    (
+        "float",
+        list("-+.0123456789"),
+        r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+    ),
+    ("merge", ["<"], "<<"),
+)
+
+MOST_NODES, MOST_DEPTH, MOST_CHARACTERS, NODE_CHARACTERS = 10_000, 50, 2**20, 8
+"""Limits of a document: its values, the depth of its lists and mappings, and its characters where each alias is written
+out. A value counts as `NODE_CHARACTERS` more. A configuration with all of its keys has 500 values and a depth of 5."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe loader that refuses repeated keys, keys that are not text, and documents that are much larger than a
+    configuration, also those that become large by their aliases."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._nodes = self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._nodes, self._depth = self._nodes + 1, self._depth + 1
+        if self._nodes > MOST_NODES:
+            raise _too_large(self.get_mark(), f"has more than {MOST_NODES:,} values")
+        if self._depth > MOST_DEPTH:
+            raise _too_large(self.get_mark(), f"is nested more than {MOST_DEPTH} levels deep")
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def get_single_node(self) -> yaml.Node | None:
+        node: yaml.Node | None = super().get_single_node()
+        if node is not None:
+            _check_expanded(node, {})
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            if key_node.tag == _MERGE_TAG:
+                continue
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                raise _refusal(key_node, f"the key {key!r} is not text; put it in quotes")
+            if key in seen:
+                raise _refusal(key_node, f"the key {key!r} stands twice in this mapping; remove one of the two")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+    def construct_core_int(self, node: yaml.ScalarNode) -> int:
+        text = self.construct_scalar(node)
+        return int(text, 0 if text.startswith(("0o", "0x")) else 10)
+
+
+_Loader.yaml_implicit_resolvers = {}
+for _name, _first, _pattern in _CORE_SCHEMA:
+    _Loader.add_implicit_resolver(f"{_TAG}{_name}", re.compile(rf"^(?:{_pattern})$"), _first)
+_Loader.add_constructor(f"{_TAG}int", _Loader.construct_core_int)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Safe dumper that puts text in quotes only if YAML 1.1 or YAML 1.2 would otherwise read it as another type."""
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        # PyYAML writes these Unicode line breaks unescaped in single quotes, and reads them back as spaces. Double
+        # quotes make it write escapes.
+        style = '"' if any(line_break in text for line_break in "\x85\u2028\u2029") else None
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+for _name, _first, _pattern in _CORE_SCHEMA:
+    _Dumper.add_implicit_resolver(f"{_TAG}{_name}", re.compile(rf"^(?:{_pattern})$"), _first)
+_Dumper.add_representer(str, _Dumper.represent_text)
+
+
+def _check_expanded(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """Returns the size and the depth of a node in which each alias is replaced by its node. `known` has those of nodes
+    before it; those of a node that is not finished are 0. Raises MarkedYAMLError if one of them is too large."""
+    if (found := known.get(id(node))) is not None:
+        if found == (0, 0):
+            raise _refusal(
+                node,
+                "a config may hold only text, numbers, lists and mappings; an alias in this value stands for itself",
+            )
+        return found
+    known[id(node)] = 0, 0
+    if isinstance(node, yaml.ScalarNode):
+        size, depth = NODE_CHARACTERS + len(node.value), 1
+    else:
+        pairs = isinstance(node, yaml.MappingNode)
+        below = [_check_expanded(each, known) for value in node.value for each in (value if pairs else (value,))]
+        size = NODE_CHARACTERS + sum(size for size, _ in below)
+        depth = 1 + max((depth for _, depth in below), default=0)
+    if size > MOST_CHARACTERS:
+        raise _too_large(node.start_mark, f"has more than {MOST_CHARACTERS:,} characters with its aliases written out")
+    if depth > MOST_DEPTH:
+        raise _too_large(node.start_mark, f"is nested more than {MOST_DEPTH} levels deep by its aliases")
+    known[id(node)] = size, depth
+    return size, depth
+
+
+def _too_large(mark: yaml.Mark, problem: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(
+        problem=f"the configuration {problem}; no configuration needs so much", problem_mark=mark
+    )
+
+
+def _refusal(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+
+
+def parse_yaml(text: str, *, source: str, fix: str = "") -> object:
+    """Returns the data of one YAML document; None for an empty document.
+
+    Raises ConfigError with `source`, line and column. Data that JSON cannot express (sets, bytes, cycles) is refused
+    too. `fix` is appended to the error if the text is not valid YAML; it says what the user can do.
+    """
+    loader = None
+    try:
+        loader = _Loader(text)
+        data = loader.get_single_data()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f"{source}, line {mark.line + 1}, column {mark.column + 1}" if mark else source
+        problem = error.problem or error.context or "not YAML"
+        if isinstance(error, yaml.scanner.ScannerError | yaml.parser.ParserError):
+            problem = f"not YAML ({problem}){fix}"
+        raise ConfigError(f"{place}: {problem}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{source}: not YAML ({error}){fix}") from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+    return plain(data, source=source)
+
+
+def plain(data: object, *, source: str) -> Any:
+    """Returns a deep copy of `data`, with paths as text. Raises ConfigError for data that JSON cannot express (sets,
+    bytes, cycles)."""
+    try:
+        return json.loads(json.dumps(data, default=lambda value: str(Path(value))))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{source}: a config may hold only text, numbers, lists and mappings ({error}); replace the value"
+        ) from None
+
+
+def dump_yaml(data: object) -> str:
+    """Returns plain data as YAML text. Keys keep their order."""
+    return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True))

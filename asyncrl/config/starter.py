@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from asyncrl.config.plain_yaml import dump_yaml
+from asyncrl.config.load import dump_yaml
 from asyncrl.config.schema import RaySection
 from asyncrl.config.templates import TEMPLATES
 from asyncrl.errors import ConfigError

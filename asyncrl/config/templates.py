@@ -2,7 +2,7 @@
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from asyncrl.config.plain_yaml import dump_yaml
+from asyncrl.config.load import dump_yaml
 
 
 def _scalar(value: str) -> str:

@@ -12,12 +12,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
-from asyncrl.coordinator.attachments import Attachments
-from asyncrl.coordinator.coordinator import Coordinator
-from asyncrl.coordinator.endpoints import Endpoints
-from asyncrl.coordinator.failures import FailureReports
-from asyncrl.coordinator.learner_calls import LearnerCalls
-from asyncrl.coordinator.registry import Registry
+from asyncrl.coordinator.coordinator import Attachments, Coordinator, FailureReports, LearnerCalls
+from asyncrl.coordinator.registry import Endpoints, Registry
 from asyncrl.data_plane.calls import finished, patiently
 
 Arguments = ParamSpec("Arguments")

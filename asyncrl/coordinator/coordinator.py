@@ -11,36 +11,166 @@ The path of a group: `reserve` and `commit` (a generator) in this file, `lease` 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
-from asyncrl.buffer.failure_records import FailedTicket
 from asyncrl.buffer.fleet import Cause, Life, replica_of
-from asyncrl.buffer.ledger import Event
-from asyncrl.buffer.records import CommitOutcome, GroupMeta, HeldReport, Refusal, Renewal, Reservation
-from asyncrl.buffer.replay_buffer import ReplayBuffer
+from asyncrl.buffer.ledger import Event, LedgerEntry
+from asyncrl.buffer.records import (
+    CommitOutcome,
+    FailedTicket,
+    Failure,
+    FailureCount,
+    GroupMeta,
+    HeldReport,
+    Lease,
+    LeaseWait,
+    Refusal,
+    Renewal,
+    Reservation,
+)
+from asyncrl.buffer.replay_buffer import ReplayBuffer, Unneeded
 from asyncrl.buffer.staleness import limits_of
+from asyncrl.common.lineage import Lineage
 from asyncrl.common.names import COORDINATOR
-from asyncrl.common.roles import Role
+from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
-from asyncrl.coordinator.attachments import Attachments
-from asyncrl.coordinator.clearing import Clearing
-from asyncrl.coordinator.failures import FailureReports
-from asyncrl.coordinator.learner_calls import LearnerCalls
-from asyncrl.coordinator.parts import CoordinatorParts
-from asyncrl.coordinator.registry import Registry
-from asyncrl.coordinator.replicas import ReplicaReport, Replicas, ReplicaView
-from asyncrl.coordinator.status import BriefStatus, OwnReplicas, RunStatus
+from asyncrl.coordinator.registry import OVER, Deployment, Registry, ReplicaReport, Replicas, ReplicaView
+from asyncrl.coordinator.status import BriefStatus, OwnReplicas, Restored, RunSnapshot, RunStatus
 from asyncrl.coordinator.waiting import Waiting
-from asyncrl.data.prompts import PromptSource, Task
+from asyncrl.data.prompts import PromptData, PromptSource, Task
 from asyncrl.data_plane.clients import GroupRows
+from asyncrl.errors import Fenced, LearnerNotRestored, RunEnded
 from asyncrl.metrics.catalogue import BUFFER_WAITS
 from asyncrl.metrics.recorders import BufferMetrics
 from asyncrl.metrics.server import MetricsServer
 from asyncrl.metrics.states import StateClock, monotonic_at_process_start
+
+# The parts of a run that the doors of the coordinator share, and what the coordinator tells of them.
+
+# Clears rows and partial generations that no group needs, in the background.
+#
+# Their keys come from three sources: a call that ended groups, the buffer's list of unneeded partial generations, and a
+# search among all stored keys once in a while. The search finds what a replica stored before it died, or what a learner
+# did not clear before it died. A failure is logged, and the next search finds the same keys again.
+
+SWEEP_EVERY_S = 60.0
+"""Time between two searches for rows that belong to no group, seconds."""
+
+
+class Clearing:
+    """Clears what `unneeded` names, and the rows of keys that callers pass. `tasks` are the tasks that run now.
+
+    `rows` are the rows of groups, and `prefixes` their partial generations; None if the replicas store none.
+    """
+
+    def __init__(self, unneeded: Unneeded, *, rows: GroupRows, prefixes: GroupRows | None, now_s: float) -> None:
+        self._unneeded = unneeded
+        self._rows = rows
+        self._prefixes = prefixes
+        self._swept_s = now_s
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    def rows(self, keys: Sequence[str]) -> None:
+        """Clears the rows of groups that will never be trained."""
+        if keys:
+            self._in_background(self._cleared(keys, self._rows), name="clear rows")
+
+    def rows_without_slot(self) -> None:
+        """Clears the rows of groups that hold no slot, because the learner went back to a checkpoint."""
+        self._in_background(self._sweep_rows(self._unneeded.without_slot), name="sweep rows")
+
+    def tick(self, now_s: float) -> None:
+        """Clears the partial generations that became unneeded, and searches for others every `SWEEP_EVERY_S`."""
+        unneeded = self._unneeded.take_prefixes()
+        if unneeded and self._prefixes is not None:
+            self._in_background(self._cleared(unneeded, self._prefixes), name="clear prefixes")
+        if now_s - self._swept_s >= SWEEP_EVERY_S:
+            self._swept_s = now_s
+            self._in_background(self._sweep_rows(self._unneeded.never_committed), name="sweep rows")
+            if self._prefixes is not None:
+                self._in_background(self._sweep_prefixes(self._prefixes), name="sweep prefixes")
+
+    async def _sweep_rows(self, needless: Callable[[Sequence[str]], Sequence[str]]) -> None:
+        """Clears the rows of groups that belong to nothing. A replica died after it had stored them, or a learner
+        before it cleared them. `needless` returns their keys among those of all rows."""
+        if left := await self._found(self._rows, needless, what="rows"):
+            logger.warning("clearing the rows of groups that belong to nothing: %s", ", ".join(left))
+            await self._cleared(left, self._rows)
+
+    async def _sweep_prefixes(self, prefixes: GroupRows) -> None:
+        """Clears partial generations that no attempt needs. Their replica died before it had reported them."""
+        if left := await self._found(prefixes, self._unneeded.prefixes, what="partial generations"):
+            await self._cleared(left, prefixes)
+
+    async def _found(
+        self, stored: GroupRows, needless: Callable[[Sequence[str]], Sequence[str]], *, what: str
+    ) -> Sequence[str]:
+        """Returns those of the stored keys that `needless` returns; none if they cannot be read now."""
+        try:
+            return needless(await stored.keys())
+        except Exception as error:
+            logger.warning("%s without a group were not looked for: %s", what, error)
+            return ()
+
+    def _in_background(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _cleared(self, keys: Sequence[str], stored: GroupRows) -> None:
+        try:
+            await stored.clear(keys)
+        except Exception as error:
+            logger.warning("the rows of groups that will not be trained were not cleared: %s", error)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorParts:
+    """The parts of a run that a `Coordinator` holds. `clock` returns monotonic seconds."""
+
+    config: Config
+    clock: Callable[[], float]
+    prompts: PromptSource
+    buffer: ReplayBuffer
+    registry: Registry
+    replicas: Replicas
+    waiting: Waiting
+    clearing: Clearing
+    metrics: BufferMetrics
+
+    def brief_status(self) -> BriefStatus:
+        """Returns the numbers of the run, for processes that poll them."""
+        buffer, registry, replicas = self.buffer, self.registry, self.replicas
+        return BriefStatus(
+            run=self.config.run.name,
+            state=registry.state,
+            message=registry.message,
+            version=buffer.version,
+            published=registry.published,
+            total_steps=buffer.limits.total_steps,
+            max_staleness_versions=buffer.limits.max_staleness_versions,
+            capacity_groups=buffer.limits.capacity_groups,
+            counts=buffer.counts(),
+            account=buffer.account,
+            learner_attached=registry.learner_attached,
+            quiet_s=registry.quiet_s,
+            totals=replicas.totals,
+            able=replicas.able(buffer.tickets.refusal),
+            oldest_replica_step=replicas.oldest_step(),
+        )
+
+    def snapshot(self) -> RunSnapshot:
+        """Returns the present state of the groups and the prompts, for a checkpoint."""
+        if (recount := self.buffer.recount()) != (account := self.buffer.account):
+            logger.error("the ledger has %s, but its groups add up to %s: this is a bug of asyncrl", account, recount)
+        return RunSnapshot(buffer=self.buffer.snapshot(), prompts=self.prompts.state())
+
 
 logger = logging.getLogger(__name__)
 
@@ -327,3 +457,332 @@ class Coordinator:
         metrics.account(buffer.account)
         metrics.replicas(self._parts.replicas.by_state(lives, holding=holding))
         metrics.causes(quarantines=buffer.fleet.quarantines, restarts=buffer.fleet.restarts)
+
+
+# The calls of the learner. Each carries the incarnation that the learner got when it attached.
+#
+# A call whose answer was lost is repeated. The repeated call finds that its lease has ended and changes nothing. The
+# answers to `ack`, `skip` and `release` are kept until the next such call, because only they name the rows that may be
+# cleared, and only that of `ack` has the ledger's entry of the step.
+#
+# If another learner has taken over, the calls of the earlier one raise Fenced and change nothing here. So a learner
+# that was only slow ends at its next call, and no step of it is counted.
+
+_NO_LEASE_EVER = (LeaseWait.FINISHED, LeaseWait.TOO_MANY_FAILURES)
+"""Answers to a lease call that stay the same for the rest of the run, so that waiting is useless."""
+
+
+class Acked(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to an ack: the state of the run, the ledger's entry of this step, the keys of the step's groups whose
+    rows may be cleared, and the snapshot for a checkpoint if it was wanted.
+
+    Entry and snapshot are of the same moment, right after the step. The state may be newer."""
+
+    status: BriefStatus
+    ledger: LedgerEntry
+    over: tuple[str, ...]
+    snapshot: RunSnapshot | None
+
+
+class LearnerCalls:
+    """Answers the learner."""
+
+    def __init__(self, parts: CoordinatorParts) -> None:
+        self._parts = parts
+        self._acked: tuple[tuple[int, int], Acked] | None = None
+        self._released: tuple[tuple[int, int | None], tuple[str, ...]] | None = None
+
+    async def lease(self, incarnation: int, *, wait_s: float) -> Lease | LeaseWait:
+        """Waits up to `wait_s` seconds for the groups of one step. Returns the lease, or the reason why there is
+        none.
+
+        Stragglers whose tickets the lease has ended are generated again, or replaced, by the generators that wait.
+        """
+
+        def ask() -> Lease | LeaseWait:
+            self._check(incarnation)
+            return self._parts.buffer.leases.lease()
+
+        started_s = self._parts.clock()
+        answer = await self._parts.waiting.answer(
+            ask,
+            final=lambda answer: isinstance(answer, Lease) or answer in _NO_LEASE_EVER,
+            enter=self._parts.waiting.leases.enter,
+            wait_s=wait_s,
+            role=Role.LEARNER,
+        )
+        self._parts.metrics.lease_waited(self._parts.clock() - started_s)
+        if cancelled := self._parts.buffer.leases.cancelled:
+            self._parts.buffer.leases.cancelled = []
+            self._parts.clearing.rows(cancelled)
+            self._parts.waiting.tickets.wake()
+        return answer
+
+    async def ack(self, incarnation: int, step: int, *, snapshot: bool = False) -> Acked:
+        """Ends a lease whose step was trained. Returns the state of the run, and a snapshot if it is wanted.
+
+        The snapshot is taken before any other call is answered, so it is of the moment after this step. A repeated call
+        gets the same answer: the ledger's entry names each ended group once.
+        """
+        self._check(incarnation)
+        if self._acked is not None and self._acked[0] == (incarnation, step):
+            return self._acked[1]
+        before = self._parts.buffer.version
+        over = self._parts.buffer.leases.ack(incarnation, step)
+        trained = self._parts.buffer.version != before
+        ledger = self._parts.buffer.ledger_entry(of_ack=trained)
+        taken = self._parts.snapshot() if snapshot else None
+        self._parts.registry.progressed()
+        self._parts.waiting.tickets.wake()
+        acked = Acked(status=self._parts.brief_status(), ledger=ledger, over=over, snapshot=taken)
+        if trained:
+            self._acked = (incarnation, step), acked
+        return acked
+
+    def ledger_entry(self, incarnation: int) -> LedgerEntry:
+        """Returns the ledger's entry of the present moment, for the end of the audit's records."""
+        self._check(incarnation)
+        return self._parts.buffer.ledger_entry(of_ack=False)
+
+    def snapshot(self, incarnation: int) -> RunSnapshot:
+        """Returns a snapshot of the present moment. A lease counts as not trained."""
+        self._check(incarnation)
+        return self._parts.snapshot()
+
+    async def skip(self, incarnation: int, step: int) -> tuple[str, ...]:
+        """Ends a lease whose step changed no weights. Returns the keys of its groups whose rows may be cleared."""
+        self._check(incarnation)
+        keys = self._parts.buffer.leases.skip(incarnation, step)
+        self._parts.waiting.tickets.wake()
+        return keys
+
+    async def give_back(self, incarnation: int, step: int) -> None:
+        """Ends a lease without training. Its groups become ready again. Does nothing if there is no such lease."""
+        self._check(incarnation)
+        self._parts.buffer.leases.give_back(incarnation, step)
+        self._parts.waiting.tickets.wake()
+
+    async def rows_lost(self, incarnation: int, keys: Sequence[str]) -> None:
+        """Removes ready groups whose rows are lost, e.g. with their node. Their prompts go to the front. Keys of groups
+        that are not ready are counted and ignored."""
+        self._check(incarnation)
+        self._parts.buffer.leases.rows_lost(keys)
+        self._parts.waiting.tickets.wake()
+
+    def release(self, incarnation: int, complete: int | None) -> tuple[str, ...]:
+        """Releases the groups that were retained for a learner that goes back to a checkpoint, as far as the checkpoint
+        of step `complete` does not need them; with None, all, because the run ends. Returns their keys; their rows may
+        be cleared. A call that releases nothing new returns the keys of the last call with the same `complete`."""
+        self._check(incarnation)
+        over = self._parts.buffer.leases.release(complete=complete)
+        if over or self._released is None or self._released[0] != (incarnation, complete):
+            self._released = (incarnation, complete), over
+        return self._released[1]
+
+    def clear_dropped(self, incarnation: int) -> None:
+        """Clears the rows of the groups that a lease call dropped. A save that runs may still read them, so the learner
+        calls this when its last save has ended."""
+        self._check(incarnation)
+        dropped, self._parts.buffer.leases.dropped = self._parts.buffer.leases.dropped, []
+        self._parts.clearing.rows(dropped)
+
+    def published(self, version: Version) -> None:
+        """Records that the learner published a version. The incarnation of the version is that of the learner."""
+        self._check(version.incarnation)
+        self._parts.registry.publish(version, learner=self._parts.buffer.version)
+
+    def pause(self, incarnation: int) -> None:
+        """Stops the admission of new groups. Groups in flight continue."""
+        self._check(incarnation)
+        self._parts.buffer.tickets.paused = True
+
+    async def resume(self, incarnation: int) -> None:
+        """Starts the admission of new groups again."""
+        self._check(incarnation)
+        self._parts.buffer.tickets.paused = False
+        self._parts.waiting.tickets.wake()
+
+    def set_state(self, incarnation: int, state: RunState, message: str = "") -> None:
+        """Sets the state of the run."""
+        self._check(incarnation)
+        self._parts.registry.set_state(state, message)
+
+    def _check(self, incarnation: int) -> None:
+        """Raises Fenced if the call comes from a learner that was replaced, and RunEnded if `asyncrl down` ended the
+        run."""
+        live = self._parts.buffer.version.incarnation
+        if incarnation != live:
+            self._parts.buffer.ledger.count(Event.LEARNER_FENCED)
+            raise Fenced(
+                f"this learner (incarnation {incarnation}) was silent for longer than buffer.heartbeat_timeout_s, and "
+                f"another learner (incarnation {live}) has taken over; this learner ends"
+            )
+        if self._parts.registry.state is RunState.FAILED:
+            raise RunEnded(self._parts.registry.message)
+
+
+# Deployments enter the run: who may, and from which state the run goes on when a learner restores a checkpoint.
+
+
+class Attachments:
+    """Admits deployments to the run."""
+
+    def __init__(self, parts: CoordinatorParts) -> None:
+        self._parts = parts
+
+    def check(self, deployment: Deployment, *, shared: Mapping[str, object], restores: bool = False) -> None:
+        """Raises an error if the deployment may not attach, and changes nothing. `restores` says whether a learner
+        restores a checkpoint of the run.
+
+        Raises the errors of `Registry.check`. Raises LearnerNotRestored for a learner that would continue a run which
+        has ended, or whose trained weights it does not restore: it would train other weights under their numbers. Its
+        checkpoint may be of another run.
+        """
+        self._parts.registry.check(deployment, shared=shared)
+        if deployment.role is not Role.LEARNER or deployment == self._parts.registry.learner:
+            return
+        name, step, state = self._parts.config.run.name, self._parts.buffer.version.step, self._parts.registry.state
+        again = f"end the run with `asyncrl down {name}`, then start it again"
+        if state in OVER or (state is RunState.CLOSING and not restores):
+            why = f": {self._parts.registry.message}" if self._parts.registry.message else ""
+            raise LearnerNotRestored(f"run {name!r} is {state}{why}; {again}")
+        if restores and (before := self._parts.registry.learner) is not None and before.nonce != deployment.nonce:
+            raise LearnerNotRestored(
+                f"the run {name!r} on this cluster has the nonce {before.nonce!r} in its run.json, but the checkpoint "
+                f"is of another run with this name, which has the nonce {deployment.nonce!r}; set run.dir to the "
+                f"directory of the first learner, or {again}"
+            )
+        if step and not restores:
+            raise LearnerNotRestored(
+                f"run {name!r} has trained {step} steps, and their weights ended with its learner; this learner would "
+                f"begin again with the weights of model.path; {again}. Set model.path to saved weights, e.g. in the "
+                "folder checkpoints/ of the run's directory, to begin with these"
+            )
+
+    async def attach(
+        self,
+        deployment: Deployment,
+        *,
+        shared: Mapping[str, object],
+        prompts: PromptData | None = None,
+        restored: Restored | None = None,
+    ) -> Lineage:
+        """Admits a deployment. Returns the run's lineage. Raises the errors of `check`, and RunMismatch if the
+        deployment has other `prompts` than the run.
+
+        A learner that replaces another one gets a new incarnation: the live one of the lineage. All of a learner's
+        calls carry its incarnation. Those of a replaced learner raise Fenced.
+
+        The buffer continues from what a learner `restored`, also if it is ahead of it. What the generators have made
+        with surviving weights stays. The learner puts the rows of the groups that were ready at its checkpoint into the
+        data plane before its first lease. Raises LearnerNotRestored for a checkpoint of another run.
+        """
+        self.check(deployment, shared=shared, restores=restored is not None)
+        if prompts is not None:
+            self._parts.prompts.check_same(prompts)
+        replaced, repeated = self._parts.registry.learner, deployment == self._parts.registry.learner
+        lived_on = not self._untouched
+        if restored is not None and not repeated:
+            self._check_same_run(restored)
+            self._parts.prompts.restore(restored.snapshot.prompts)
+        self._parts.registry.attach(deployment, shared=shared)
+        if restored is not None and not repeated:
+            self._restore(restored, lived_on=lived_on)
+            self._parts.waiting.groups_changed()
+        elif deployment.role is Role.LEARNER and replaced is not None and not repeated:
+            incarnation = self._parts.buffer.leases.succeed()
+            logger.warning("learner %s replaces %s as incarnation %d", deployment.id, replaced.id, incarnation)
+            self._parts.waiting.groups_changed()
+        return self._parts.buffer.lineage
+
+    def _check_same_run(self, restored: Restored) -> None:
+        """Raises LearnerNotRestored if the lineage of a restored checkpoint does not continue that of this run.
+
+        The same if the checkpoint is of an incarnation that did not train here, but on another cluster: the numbers of
+        its attempts may be those of other attempts that generators of this cluster still make.
+        """
+        known = restored.snapshot.version.incarnation <= self._parts.buffer.lineage.incarnation
+        if self._untouched or (known and restored.lineage.continues(self._parts.buffer.lineage)):
+            return
+        name, at = self._parts.config.run.name, self._parts.buffer.version.words
+        raise LearnerNotRestored(
+            f"run {name!r} has trained {at}, but the checkpoint is of another run with this "
+            "name, or of a learner on another cluster; set run.dir to the directory of this run, or end the run with "
+            f"`asyncrl down {name}`, then start it again"
+        )
+
+    def _restore(self, restored: Restored, *, lived_on: bool) -> None:
+        """Brings the buffer to the state of a checkpoint. If groups were issued since, keeps those that only surviving
+        weights made, and the generators go on with their tickets."""
+        left = self._parts.buffer.version
+        split_tokens = self._parts.buffer.restore(
+            restored.snapshot.buffer, lineage=restored.lineage, loaded=self._parts.replicas.loaded
+        )
+        self._parts.clearing.rows_without_slot()  # the data plane may be older than this buffer
+        if not lived_on:
+            return
+        self._parts.registry.set_state(RunState.STARTING)
+        kept = self._parts.buffer.account.issued.tokens
+        logger.warning(
+            "the learner goes back from %s to %s: %d tokens of finished groups stay, and %d tokens of groups that lost "
+            "weights finished can be continued, if they were stored (generator.persist_every_tokens)",
+            left,
+            restored.snapshot.version,
+            kept - restored.snapshot.buffer.ledger.issued.tokens,
+            split_tokens,
+        )
+
+    @property
+    def _untouched(self) -> bool:
+        """Whether no group was ever issued, and no learner has attached."""
+        return self._parts.registry.learner is None and self._parts.buffer.account.issued.groups == 0
+
+
+# Failures, as other processes report and read them. Failures of groups arrive with `Coordinator.fail`.
+
+MOST_REPORTS = 10_000
+"""Number of reports that are remembered. A repeated report comes within minutes of the first one."""
+
+
+class FailureReports:
+    """Access to the buffer's log of failures. Each report has a unique name, and counts once, also if it is repeated
+    because its answer was lost."""
+
+    def __init__(self, parts: CoordinatorParts) -> None:
+        self._parts = parts
+        self._reports: dict[str, None] = {}  # the oldest first
+
+    def heldout_failed(self, report: str, failure: Failure) -> None:
+        """Reports a failed rollout of a held-out evaluation. `report` is the name of the report."""
+        if self._is_new(report):
+            self._parts.buffer.failures.count(failure, rollouts=1)
+            self._parts.waiting.failures.ring()
+
+    async def samples_failed(self, report: str, counts: Sequence[FailureCount]) -> None:
+        """Reports completions whose reward failed, and calls of tools that failed, in groups that were committed.
+        `report` is the name of the report."""
+        if self._is_new(report):
+            for count in counts:
+                self._parts.buffer.failures.count(count.first, samples=count.samples, tool_calls=count.tool_calls)
+            self._parts.waiting.failures.ring()
+
+    async def more_than(self, known_failures: int, *, wait_s: float) -> tuple[FailureCount, ...]:
+        """Returns the counts of failures.
+
+        Waits until there are more than `known_failures`, but at most `wait_s` seconds.
+        """
+        log = self._parts.buffer.failures
+        return await self._parts.waiting.answer(
+            log.counts,
+            final=lambda _: log.total > known_failures,
+            enter=self._parts.waiting.failures.enter,
+            wait_s=wait_s,
+        )
+
+    def _is_new(self, report: str) -> bool:
+        if report in self._reports:
+            return False
+        self._reports[report] = None
+        if len(self._reports) > MOST_REPORTS:
+            del self._reports[next(iter(self._reports))]
+        return True

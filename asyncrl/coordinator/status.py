@@ -2,13 +2,14 @@
 
 import msgspec
 
-from asyncrl.buffer.failure_records import FailureCount, FailureStreak
 from asyncrl.buffer.ledger import OPEN_FATES, Account, Fate
-from asyncrl.buffer.records import Counts
+from asyncrl.buffer.records import Counts, FailureCount, FailureStreak
+from asyncrl.buffer.snapshot import BufferSnapshot
+from asyncrl.common.lineage import Lineage
 from asyncrl.common.roles import RunState
 from asyncrl.common.version import Version
-from asyncrl.coordinator.registry import Deployment
-from asyncrl.coordinator.replicas import AbleReplicas, ReplicaReport, ReplicaView
+from asyncrl.coordinator.registry import AbleReplicas, Deployment, ReplicaReport, ReplicaView
+from asyncrl.data.prompts import PromptCursor
 
 
 class BriefStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,3 +71,28 @@ class OwnReplicas(msgspec.Struct, frozen=True, kw_only=True):
     scalings: int
     views: dict[str, ReplicaView]
     reports: dict[str, ReplicaReport]
+
+
+# The coordinator's part of a checkpoint, and what a learner that restores one tells the coordinator.
+
+
+class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """The buffer and the position in the order of the prompts, at one moment."""
+
+    buffer: BufferSnapshot
+    prompts: PromptCursor
+
+    @property
+    def version(self) -> Version:
+        """The version of the learner at the snapshot."""
+        return self.buffer.version
+
+
+class Restored(msgspec.Struct, frozen=True, kw_only=True):
+    """What a learner restored: the snapshot of its checkpoint, and the lineage whose live incarnation it is.
+
+    The lineage has all incarnations of the run, also those that the checkpoint does not know.
+    """
+
+    snapshot: RunSnapshot
+    lineage: Lineage

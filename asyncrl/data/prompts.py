@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import xxhash
 
-from asyncrl.data.conversation import Message, as_text, asked
 from asyncrl.data.left_out import LeftOutRow
+from asyncrl.data.tokenizer import Message, as_text, asked
 from asyncrl.errors import ConfigError, DatasetError, RunMismatch
 
 

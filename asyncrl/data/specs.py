@@ -10,6 +10,8 @@ from typing import Any, NotRequired, TypedDict
 
 import torch
 
+from asyncrl.data.batched_data_dict import BatchedDataDict
+
 NO_VERSION = -1
 """Value of `weight_versions` for prompt and padding tokens, which no policy has sampled."""
 
@@ -160,3 +162,14 @@ def _padding_fault(data: Mapping[str, Any], pad_value: int) -> str | None:
             f"{int(lengths_B[row])}: it is not right-padded with {pad_value}"
         )
     return None
+
+
+# Tells which tokens of a batch are trained.
+
+
+def trained_mask(batch: BatchedDataDict) -> torch.Tensor:
+    """Returns the tokens that are trained, bool [B, S] (B rows, S tokens): those with a positive `token_mask` [B, S] in
+    rows with a positive `sample_mask` [B]. The first token of a row has no prefix and is never trained."""
+    mask_BS: torch.Tensor = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1)) > 0
+    mask_BS[:, 0] = False
+    return mask_BS

@@ -8,13 +8,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from asyncrl.data_plane.interfaces import PAD_SEQLEN, DataPlaneClient, KVBatchMeta
-    from asyncrl.data_plane.jagged import (
+    from asyncrl.data_plane.codec import (
         from_nested,
         materialize,
         pack_jagged_fields,
         to_nested_by_length,
     )
+    from asyncrl.data_plane.interfaces import PAD_SEQLEN, DataPlaneClient, KVBatchMeta
     from asyncrl.data_plane.sharding import shard_meta_for_dp
 
 __all__ = [
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 
-_MODULES = ("interfaces", "jagged", "sharding")
+_MODULES = ("interfaces", "codec", "sharding")
 
 
 def __getattr__(name: str) -> Any:

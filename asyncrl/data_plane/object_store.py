@@ -25,10 +25,9 @@ import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError
 
 from asyncrl.data_plane.calls import answer, named_actor, start
-from asyncrl.data_plane.partition_actor import Index
 from asyncrl.data_plane.partitioned_client import PartitionedClient
 from asyncrl.data_plane.partitions import Address, Places, StoredAt
-from asyncrl.data_plane.row_store import RowStore, ensure_row_store
+from asyncrl.data_plane.row_store import Index, RowStore, ensure_row_store
 from asyncrl.data_plane.sample_ids import group_of
 from asyncrl.errors import ActorGone, RowsLost
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.data_plane.interfaces import LENGTHS_FIELD, PAD_SEQLEN, DataPlaneClient, KVBatchMeta
-from asyncrl.data_plane.partition_actor import Index
 from asyncrl.data_plane.partitions import Claim, Partitions, Places, StoredAt
+from asyncrl.data_plane.row_store import Index
 from asyncrl.errors import RowsLost, RunError
 
 if TYPE_CHECKING:

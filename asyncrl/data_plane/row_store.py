@@ -4,13 +4,16 @@ A Ray object dies with the process that put it. To keep finished groups when the
 puts the values itself. Keys begin with the name of the partition.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from asyncrl.data_plane.calls import detached
+from asyncrl.data_plane.calls import answer, detached, named_actor, start
+from asyncrl.data_plane.partitions import Partitions
 
 STORE_PREFIX = "rows-"
 """Prefix of the actor names of row stores."""
@@ -47,3 +50,72 @@ def ensure_row_store(*, namespace: str) -> str:
     here = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
     detached(RowStore, name=name, namespace=namespace, scheduling_strategy=here)
     return name
+
+
+# The index of a run's data plane: one small actor with `Partitions`, and a process's access to it (`Index`).
+#
+# Rows do not pass through the actor. It also tells the row stores to drop unused objects. The actor does both, because
+# a client could die between the two and leave rows behind.
+
+PARTITIONS = "partitions"
+"""Name of the actor in the run's namespace."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class PartitionActor:
+    """Body of the actor."""
+
+    def __init__(self, namespace: str) -> None:
+        self._namespace = namespace
+        self._partitions = Partitions()
+        self._produced = asyncio.Event()
+
+    async def call(self, method: str, arguments: tuple[Any, ...], options: dict[str, Any], wait_s: float) -> Any:
+        """Calls a method of `Partitions`. If the result is None, repeats the call after each put, for at most `wait_s`
+        seconds."""
+        result = self._call(method, arguments, options)
+        if result is None and wait_s > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    while result is None:
+                        await self._produced.wait()
+                        result = self._call(method, arguments, options)
+        return result
+
+    def _call(self, method: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        result = getattr(self._partitions, method)(*arguments, **options)
+        for store, keys in self._partitions.take_unused().items():
+            actor = named_actor(store, namespace=self._namespace)
+            if actor is not None:  # a store that has ended has dropped its objects
+                start(actor, RowStore.clear, keys)
+        if method == Partitions.produce.__name__:
+            self._produced.set()
+            self._produced = asyncio.Event()
+        return result
+
+
+class Index:
+    """A process's access to the index. Each call has the deadline `timeout_s`."""
+
+    def __init__(self, *, namespace: str, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._actor = detached(PartitionActor, namespace, name=PARTITIONS, namespace=namespace)
+
+    def call(self, method: Callable[Concatenate[Partitions, P], R], *arguments: P.args, **options: P.kwargs) -> R:
+        """Calls a method of the run's `Partitions`, such as `Partitions.locate`. Raises its errors unchanged."""
+        return cast(R, self.wait(0.0, method, *arguments, **options))
+
+    def wait(
+        self,
+        wait_s: float,
+        method: Callable[Concatenate[Partitions, P], R | None],
+        *arguments: P.args,
+        **options: P.kwargs,
+    ) -> R | None:
+        """Repeats a call after each put until its result is not None. Returns None after `wait_s` seconds."""
+        name = method.__name__
+        ref = start(self._actor, PartitionActor.call, name, arguments, options, wait_s)
+        result: R | None = answer(ref, timeout_s=self._timeout_s + wait_s, what=f"{name} in the data plane's index")
+        return result

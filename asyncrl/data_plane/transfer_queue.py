@@ -21,9 +21,9 @@ import torch
 from asyncrl.common.threads import in_daemon
 from asyncrl.data_plane.calls import named_actor
 from asyncrl.data_plane.codec import Column, Picked, PickedFields, encode
-from asyncrl.data_plane.partition_actor import Index
 from asyncrl.data_plane.partitioned_client import PartitionedClient
 from asyncrl.data_plane.partitions import Partitions, Places, StoredAt
+from asyncrl.data_plane.row_store import Index
 from asyncrl.errors import ConfigError, PlacementError
 
 T = TypeVar("T")

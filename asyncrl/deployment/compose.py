@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.common.tasks import Stopped, check_stop, running
 from asyncrl.config.schema import Config
 from asyncrl.deployment.cluster import joined_address, session_folder, start_local
-from asyncrl.deployment.generators import GeneratorDeployment
 from asyncrl.deployment.inputs import Inputs, Prompts
+from asyncrl.deployment.pool import GeneratorDeployment
 from asyncrl.deployment.run_dir import STOPPED_EARLY, RunDir
 from asyncrl.deployment.screen import Screen
 from asyncrl.learner.records import Summary

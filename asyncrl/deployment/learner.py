@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -16,17 +17,16 @@ from asyncrl.common.roles import Role, RunState
 from asyncrl.common.tasks import Stopped, running, unless_one_fails, unless_stopped
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import HELDOUT, Config
-from asyncrl.coordinator.endpoints import Endpoints
-from asyncrl.coordinator.learner_calls import LearnerCalls
-from asyncrl.coordinator.registry import Registry
-from asyncrl.coordinator.snapshot import Restored
+from asyncrl.coordinator.client import CoordinatorClient
+from asyncrl.coordinator.coordinator import LearnerCalls
+from asyncrl.coordinator.registry import Endpoints, Registry
+from asyncrl.coordinator.status import Restored
 from asyncrl.data.tokenizer import load_tokenizer, tokenizer_fingerprint
-from asyncrl.deployment.closing import LEAVE_S, short_grace
+from asyncrl.deployment.cluster import ray_nodes
 from asyncrl.deployment.inputs import Prompts, data_record, lines_on_data, tags_of_rewards
 from asyncrl.deployment.known_runs import has_checkpoint
 from asyncrl.deployment.learner_log import LearnerLog
-from asyncrl.deployment.provenance import processor, provenance
-from asyncrl.deployment.run_dir import STOPPED_EARLY, RunDir
+from asyncrl.deployment.run_dir import STOPPED_EARLY, RunDir, processor, provenance
 from asyncrl.deployment.screen import LearnerDisplay, Screen
 from asyncrl.deployment.shared_actors import (
     RunHandles,
@@ -36,22 +36,17 @@ from asyncrl.deployment.shared_actors import (
     new_deployment,
     open_data_plane,
 )
-from asyncrl.deployment.targets import Targets
-from asyncrl.errors import AsyncRLError, CheckpointError
+from asyncrl.errors import AsyncRLError, CheckpointError, RunError
 from asyncrl.learner.audit_records import Began, Machine, PublishedVersion, manifest_digest
-from asyncrl.learner.checkpoint import Checkpoints
-from asyncrl.learner.failure_watch import FailureWatch
-from asyncrl.learner.failures import groups_by_reason
-from asyncrl.learner.heldout import HeldoutEvaluation, ReplicaClient
-from asyncrl.learner.kept_steps import KeptSteps
+from asyncrl.learner.checkpoint import Checkpoints, KeptSteps
+from asyncrl.learner.heldout import HeldoutEvaluation, ReplicaClient, nothing_trained
 from asyncrl.learner.loop import LearnerLoop
-from asyncrl.learner.progress import nothing_trained
 from asyncrl.learner.publication import Publisher, probe_sequences
-from asyncrl.learner.recording import described_metrics
-from asyncrl.learner.records import RunTotals, Summary
-from asyncrl.learner.run_log import RunLog
+from asyncrl.learner.recording import FailureWatch, described_metrics
+from asyncrl.learner.records import RunLog, RunTotals, Summary, groups_by_reason
 from asyncrl.learner.sample_texts import Texts
 from asyncrl.metrics.catalogue import LEARNER_STATES
+from asyncrl.metrics.discovery import Target, ray_targets, target_groups, targets_of, write_targets
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.metrics.server import MetricsServer
 from asyncrl.metrics.states import StateClock
@@ -59,6 +54,7 @@ from asyncrl.policy.tq_policy import TQPolicy
 from asyncrl.shown_text import redacted
 from asyncrl.value.lm_value import critic_config
 from asyncrl.value.tq_value import TQValue
+from asyncrl.views.run_facts import usable_cores
 from asyncrl.weights.manifest import Manifest, layout
 from asyncrl.weights.transports.of_config import transport_of
 
@@ -395,3 +391,87 @@ class LearnerDeployment:
             if warning := short_grace(self._config.run.shutdown_grace_s, step_s=step_s, save_s=save_s):
                 logger.warning("%s", warning)
         await asyncio.sleep(max(0.0, self._config.run.shutdown_grace_s - LEAVE_S))
+
+
+# The endpoints of a run for Prometheus: the list over HTTP (`groups`), and the file metrics/targets.json.
+
+TARGETS_EVERY_S = 2.0
+
+
+class Targets:
+    """The endpoints of the run's processes and of Ray's nodes, and the number of cores of the run's machines."""
+
+    def __init__(self, *, run: str, path: Path) -> None:
+        self._run = run
+        self._path = path
+        self._written: list[Target] | None = None
+        self.current: list[Target] = []
+        self.cores = usable_cores()
+
+    def groups(self) -> bytes:
+        """Returns the list for Prometheus' HTTP discovery."""
+        return target_groups(run=self._run, targets=self.current)
+
+    def publish(self, targets: list[Target]) -> None:
+        """Publishes `targets` over HTTP and in the file.
+
+        If the file cannot be written, the next call tries again, because the disk may have space then.
+        """
+        self.current = targets
+        if targets == self._written:
+            return
+        try:
+            write_targets(self._path, run=self._run, targets=targets)
+            self._written = targets
+        except OSError as error:
+            logger.warning("%s is not up to date: %s", self._path, error)
+
+    async def follow(self, coordinator: CoordinatorClient, *, timeout_s: float) -> None:
+        """Updates the list every `TARGETS_EVERY_S` until it is cancelled, because replicas and Ray's nodes come and
+        go."""
+        own_cores = self.cores
+        serial, addresses = 0, dict[str, str]()
+        while True:
+            try:
+                changes = await coordinator.call(Endpoints.since, serial)
+                serial, addresses = changes.serial, changes.applied_to(addresses)
+                nodes = await ray_nodes(timeout_s=timeout_s)
+            except (RunError, TimeoutError) as error:
+                logger.warning("Prometheus' targets are not up to date: %s", error)
+            else:
+                self.publish([*targets_of(addresses), *ray_targets(nodes)])
+                # Ray on one machine reports only the logical CPUs that the run asked for, so the machine's cores count.
+                # A cluster reports the CPUs of all its machines.
+                cores = sum(int(node["Resources"].get("CPU", 0)) for node in nodes if node["Alive"])
+                self.cores = max(own_cores, cores)
+            await asyncio.sleep(TARGETS_EVERY_S)
+
+
+# The time that a run needs to end when a signal asks it to.
+
+LEAVE_S = 10.0
+"""Part of `run.shutdown_grace_s` that stays reserved for the last actions of a run, after its waits have ended: the end
+of engines, ranks and Ray. 10 s were measured for the quickstart on 2 cores."""
+
+
+def short_grace(grace_s: float, *, step_s: float, save_s: float | None) -> str | None:
+    """Returns a warning if a run that is asked to end needs longer than its grace, else None.
+
+    `step_s` is the duration of the last step, and `save_s` that of the saves to come; None if it is not known.
+
+    >>> short_grace(20, step_s=6.0, save_s=3.0)
+    >>> (short_grace(20, step_s=6.0, save_s=30.0) or "").partition(", but")[0]
+    'the run needs about 46 s to end: 6 s for its step, 30 s for its checkpoint and 10 s to close'
+    """
+    needed_s = step_s + (save_s or 0.0) + LEAVE_S
+    if needed_s <= grace_s:
+        return None
+    save = "an unknown time for its checkpoint" if save_s is None else f"{save_s:.0f} s for its checkpoint"
+    return (
+        f"the run needs about {needed_s:.0f} s to end: {step_s:.0f} s for its step, {save} and {LEAVE_S:.0f} s to "
+        f"close, but run.shutdown_grace_s = {grace_s:g} s. If it is killed before, the steps since its newest "
+        "checkpoint are lost, and a resumed run trains them again. Set run.shutdown_grace_s to "
+        f"{math.ceil(needed_s)} or more, and "
+        "give the process this time (Docker: stop_grace_period, Kubernetes: terminationGracePeriodSeconds, Slurm: "
+        "KillWait)"
+    )

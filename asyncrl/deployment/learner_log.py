@@ -7,12 +7,19 @@ from asyncrl.config.load import flat_config
 from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.deployment.resuming import last_set_aside
 from asyncrl.deployment.run_dir import RunDir
-from asyncrl.learner.aggregates import build_summary
 from asyncrl.learner.audit_records import Began
 from asyncrl.learner.best_checkpoints import best_first
-from asyncrl.learner.record_lines import read_lines
-from asyncrl.learner.records import LOST_STEPS, EvalRecord, RunTotals, SampleRecord, StepRecord, Summary
-from asyncrl.learner.run_log import RunLog
+from asyncrl.learner.records import (
+    LOST_STEPS,
+    EvalRecord,
+    RunLog,
+    RunTotals,
+    SampleRecord,
+    StepRecord,
+    Summary,
+    build_summary,
+    read_lines,
+)
 from asyncrl.metrics.trackers import Going, Trackers
 
 logger = logging.getLogger(__name__)

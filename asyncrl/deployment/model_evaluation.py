@@ -12,21 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from asyncrl.buffer.failure_records import Failure
+from asyncrl.buffer.records import Failure
 from asyncrl.common.version import Version
 from asyncrl.config.parts import all_configs
 from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.deployment.inputs import fitting_prompts, read_prompts
-from asyncrl.environments.part_scorers import PartScorers
+from asyncrl.environments.scoring import PartScorers
 from asyncrl.environments.secrets import read_secrets, warn_of_short
 from asyncrl.errors import DatasetError, InfraError, RunError
 from asyncrl.generation.evaluation import answers_of, prompts_at_once
 from asyncrl.generation.rollout import HeldoutAnswer, Rollouts
 from asyncrl.generation.vllm_engine import VLLMEngine
-from asyncrl.learner.aggregates import mean
-from asyncrl.learner.eval_numbers import mean_and_error, pass_at
+from asyncrl.learner.records import mean, mean_and_error, pass_at
 
 if TYPE_CHECKING:
     from asyncrl.generation.agent_rollouts import AgentRollouts

@@ -31,8 +31,7 @@ from asyncrl.complete_directory import COMPLETE, discard
 from asyncrl.config.load import flat_config, shared_config
 from asyncrl.config.schema import Config, OptimizerSection
 from asyncrl.errors import CheckpointDamaged, CheckpointError, ConfigError, RunError
-from asyncrl.learner.record_lines import known_info, read_info, read_lines
-from asyncrl.learner.records import EvalRecord, RunInfo, StepRecord
+from asyncrl.learner.records import EvalRecord, RunInfo, StepRecord, known_info, read_info, read_lines
 from asyncrl.ranks.schedule import learning_rate
 from asyncrl.run_files import FILE_BYTES, UNREADABLE, read
 

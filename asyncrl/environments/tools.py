@@ -21,8 +21,8 @@ from pydantic_core import ArgsKwargs
 
 from asyncrl.config.import_path import resolve
 from asyncrl.config.schema import EnvironmentSection, McpServer
-from asyncrl.data.conversation import asked
 from asyncrl.data.prompts import Task
+from asyncrl.data.tokenizer import asked
 from asyncrl.environments.agents import Session, ToolFailure
 from asyncrl.environments.reward_function import RewardFunction, subject
 from asyncrl.environments.reward_terms import TermFailed

@@ -9,9 +9,10 @@ import time
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
 from asyncrl.data.prompts import Task
+from asyncrl.errors import ConfigError
 
 
 def exact_match(task: Task, completion: str) -> float:
@@ -249,3 +250,20 @@ def _judge_client(url: str, key_variable: str, most_per_s: float) -> tuple[Any, 
     burst = max(1, round(most_per_s))
     client = AsyncOpenAI(base_url=url, api_key=key, max_retries=0)
     return client, Throttler(rate_limit=burst, period=burst / most_per_s)
+
+
+# Mathematics with reference answers: the tasks come from a dataset, and math-verify scores the completions.
+
+
+class Math:
+    """Scores answers to prompts from a JSONL file or from a dataset given by import path. It has no tasks of its
+    own."""
+
+    def tasks(self, seed: int) -> NoReturn:
+        raise ConfigError(
+            "data.dataset: the math environment has no tasks of its own; set data.dataset: jsonl and data.path"
+        )
+
+    def score(self, task: Task, completion: str) -> float:
+        """Calls `verifiers.math_verify`."""
+        return math_verify(task, completion)

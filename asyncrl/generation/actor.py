@@ -5,8 +5,10 @@ together, for example because their tokenizers differ (F25).
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,12 +26,11 @@ from asyncrl.data.hub_files import model_folder
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from asyncrl.data_plane.clients import PREFIX_PARTITION, GroupRows
-from asyncrl.environments.part_scorers import PartScorers
+from asyncrl.environments.scoring import PartScorers
 from asyncrl.environments.secrets import Secrets, hide_secrets
 from asyncrl.generation.evaluation import Answer, evaluate, prompts_at_once
 from asyncrl.generation.generator import Generator
 from asyncrl.generation.model_parameters import expected_parameters
-from asyncrl.generation.reward_log import RewardLog
 from asyncrl.generation.rollout import Rollouts
 from asyncrl.generation.shared_memory import SHARED_MEMORY, EngineProcesses, staged_weights
 from asyncrl.generation.vllm_engine import VLLMEngine, preload, prepare_environment
@@ -178,3 +179,50 @@ class GeneratorActor:
     async def shutdown(self) -> None:
         """Ends the engine's processes and the scoring processes. It may be called at any time, and more than once."""
         await self._started.aclose()
+
+
+# Writes the lines that reward code prints to `logs/reward.log` in the run's directory.
+
+MAX_BYTES = 64 * 2**20
+"""Largest size of the file. All replicas of one machine write to the same file."""
+
+logger = logging.getLogger(__name__)
+
+
+class RewardLog:
+    """Appends lines to `path`. If the folder of `path` does not exist on this node, logs the lines instead.
+
+    The learner makes the folder and may start after the replica, so the file is opened for each line.
+    """
+
+    def __init__(self, path: Path, *, replica: str) -> None:
+        self._path = path
+        self._replica = replica
+        self._failed = False
+
+    def __call__(self, line: str) -> None:
+        """Writes one line. Logs the first of several disk errors in a row; lines are lost until a write succeeds."""
+        try:
+            self._append(line)
+        except FileNotFoundError:
+            logger.info("reward code: %s", line)
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                logger.warning(
+                    "cannot write %s (%s), so lines that reward code prints are lost; free space or fix the "
+                    "permissions of its folder",
+                    self._path,
+                    error,
+                )
+        else:
+            self._failed = False
+
+    def _append(self, line: str) -> None:
+        time = datetime.now().isoformat(sep=" ", timespec="milliseconds")
+        with self._path.open("ab", buffering=0) as file:  # one write per line, so lines of two replicas do not mix
+            size = file.tell()
+            if size < MAX_BYTES:
+                file.write(f"{time} {self._replica}: {line}\n".encode(errors="replace"))
+            if size < MAX_BYTES <= file.tell():
+                file.write(f"the log has reached {MAX_BYTES // 2**20} MiB; no more lines are written\n".encode())

@@ -11,8 +11,8 @@ import msgspec
 from asyncrl.config.parts import all_configs
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
-from asyncrl.environments.part_scorers import PartScorers
 from asyncrl.environments.scores import Score
+from asyncrl.environments.scoring import PartScorers
 from asyncrl.environments.scoring_messages import RewardFailure
 from asyncrl.errors import DataError, InfraError, RolloutError
 from asyncrl.generation.agent_progress import GroupProgress, SampleProgress

@@ -6,10 +6,10 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from asyncrl.buffer.failure_records import Failure
+from asyncrl.buffer.records import Failure
 from asyncrl.config.schema import HeldoutSet
 from asyncrl.coordinator.client import CoordinatorClient
-from asyncrl.coordinator.failures import FailureReports
+from asyncrl.coordinator.coordinator import FailureReports
 from asyncrl.data.prompts import Task
 from asyncrl.errors import RolloutError, RunError
 from asyncrl.generation.rollout import Rollouts

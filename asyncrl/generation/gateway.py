@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from asyncrl.buffer.failure_records import cut_text
+from asyncrl.buffer.records import cut_text
 from asyncrl.common.tasks import cancelled
 from asyncrl.environments.agents import Session, ToolFailure
 from asyncrl.errors import DataError

@@ -11,28 +11,30 @@ updates (`weight_updates.py`), and two that wait for the engine's death and look
 import asyncio
 import contextlib
 import functools
+import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
+import msgspec
 from asyncio_throttle.throttler import Throttler
 
 from asyncrl.buffer.fleet import Cause
-from asyncrl.buffer.records import Refusal, Ticket
+from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, HeldReport, Prefix, Refusal, Ticket
+from asyncrl.common.tasks import cancelled
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
-from asyncrl.coordinator.replicas import ReplicaReport
+from asyncrl.coordinator.registry import ReplicaReport
 from asyncrl.data_plane.clients import GroupRows
-from asyncrl.errors import DataError, EngineDied, EngineStuck, InfraError, Quarantined, RolloutError
-from asyncrl.generation.delivery import Delivery
-from asyncrl.generation.held_tickets import HeldTickets
+from asyncrl.errors import DataError, EngineDied, EngineStuck, InfraError, Quarantined, RolloutError, RunError
 from asyncrl.generation.interfaces import PartialCompletion, Sampled
-from asyncrl.generation.prefix_keeper import PrefixKeeper
-from asyncrl.generation.rollout import Attempt, Rollouts
-from asyncrl.generation.running import RunningRollouts
+from asyncrl.generation.prefixes import PrefixKeeper
+from asyncrl.generation.reward_errors import report_failures
+from asyncrl.generation.rollout import Attempt, FinishedGroup, Rollouts
 from asyncrl.generation.weight_updates import UpdateHooks, WeightUpdates
 from asyncrl.metrics.catalogue import GENERATOR_STATES
 from asyncrl.metrics.recorders import GeneratorMetrics
@@ -362,3 +364,316 @@ class Generator:
                 self._free_state: self._slots - busy,
             }
         )
+
+
+# The end of a rollout: stores the rows of finished groups, and then commits the groups or reports their failures.
+
+# The rollouts that run on a replica, and the waits for their ends.
+
+
+class RunningRollouts:
+    """The tasks of rollouts by the key of their ticket. A rollout calls `generated` when its group is only scored from
+    now on, and `ended` at its end."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._scored: set[str] = set()
+        self._in_environment: set[str] = set()
+        self._one_ended = asyncio.Event()
+        self._none_left = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tasks)
+
+    @property
+    def generating(self) -> int:
+        """The number of rollouts whose groups are not generated yet."""
+        return len(self._tasks) - len(self._scored)
+
+    @property
+    def in_environment(self) -> int:
+        """The number of rollouts that wait for code of their agents: the engine has no call of their group."""
+        return len(self._in_environment)
+
+    def waits_for_environment(self, key: str, waits: bool) -> None:
+        (self._in_environment.add if waits and key in self._tasks else self._in_environment.discard)(key)
+
+    def start(self, key: str, rollout: Coroutine[None, None, None]) -> None:
+        self._tasks[key] = asyncio.create_task(rollout, name=f"rollout {key}")
+        self._none_left.clear()
+
+    def generated(self, key: str) -> None:
+        self._scored.add(key)
+        self._in_environment.discard(key)
+        self._one_ended.set()
+
+    def ended(self, key: str) -> None:
+        self._tasks.pop(key, None)
+        self._scored.discard(key)
+        self._in_environment.discard(key)
+        self._one_ended.set()
+        if not self._tasks:
+            self._none_left.set()
+
+    def cancel(self, key: str) -> bool:
+        """Cancels a rollout. Returns False if it does not run."""
+        task = self._tasks.get(key)
+        return task is not None and task.cancel()
+
+    async def cancel_all(self) -> None:
+        """Cancels all rollouts, and waits for their ends."""
+        await cancelled(*self._tasks.values())
+
+    async def next_end(self) -> None:
+        """Waits until a group is generated, a rollout ends, or `wake` is called."""
+        self._one_ended.clear()
+        await self._one_ended.wait()
+
+    def wake(self) -> None:
+        self._one_ended.set()
+
+    async def more_ends(self, *, wait_s: float) -> None:
+        """Waits `wait_s` seconds, so that the next call serves the rollouts that end meanwhile. Returns when none is
+        left."""
+        if self._tasks and wait_s > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._none_left.wait()
+
+
+# The tickets that a replica holds, with the progress of each, and what of it the buffer does not know yet.
+
+
+class HeldTickets:
+    """Tickets from their reserve until they are settled: committed, failed, or ended by the buffer.
+
+    Each heartbeat sends a `report` of the new tickets and of those whose progress has changed. What it sends counts as
+    known when the heartbeat is `answered`. So nothing is lost if a heartbeat or its answer is lost. The first report is
+    complete, and so is the next one after `name_all`. Reports are numbered from `first_number` on, which must be larger
+    than all numbers of an earlier process of this replica.
+
+    Calls for a ticket that is not held change nothing: its rollout may end later than the ticket.
+    """
+
+    def __init__(self, *, first_number: int) -> None:
+        self._tokens: dict[str, int] = {}
+        self._prefixes: dict[str, Prefix] = {}
+        self._new_tokens: dict[str, int] = {}
+        self._new_prefixes: dict[str, Prefix] = {}
+        self._next_number = first_number
+        # A complete report is due until one with the number `_complete_from` or a later one is answered. All of these
+        # are complete.
+        self._complete_from = first_number
+        self._complete_due = True
+        self._settled = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._tokens
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tokens)
+
+    def report(self) -> HeldReport:
+        """Returns what the next heartbeat sends."""
+        number, self._next_number = self._next_number, self._next_number + 1
+        return HeldReport(
+            number=number,
+            complete=self._complete_due,
+            tokens=dict(self._tokens if self._complete_due else self._new_tokens),
+            prefixes=dict(self._new_prefixes),
+        )
+
+    def answered(self, report: HeldReport) -> None:
+        """Records that the buffer knows what a report sent."""
+        for key, tokens in report.tokens.items():
+            if self._new_tokens.get(key) == tokens:
+                del self._new_tokens[key]
+        for key, prefix in report.prefixes.items():
+            if self._new_prefixes.get(key) is prefix:
+                del self._new_prefixes[key]
+        if report.number >= self._complete_from:
+            self._complete_due = False
+
+    def name_all(self) -> None:
+        """Makes the next report complete."""
+        self._complete_due, self._complete_from = True, self._next_number
+
+    def add(self, tickets: Iterable[Ticket]) -> None:
+        new = {ticket.key: 0 for ticket in tickets}
+        self._tokens |= new
+        self._new_tokens |= new
+
+    def generated(self, key: str, tokens: int) -> bool:
+        """Records the number of tokens that the ticket's rollout has sampled so far. Returns whether it has changed."""
+        if self._tokens.get(key, tokens) == tokens:
+            return False
+        self._tokens[key] = self._new_tokens[key] = tokens
+        return True
+
+    def stored(self, key: str, prefix: Prefix) -> None:
+        """Records what is stored of the ticket's group."""
+        if key in self._tokens:
+            self._prefixes[key] = self._new_prefixes[key] = prefix
+
+    def prefix_of(self, key: str) -> Prefix | None:
+        """Returns what is stored of the ticket's group; None if nothing is, or if the ticket is not held."""
+        return self._prefixes.get(key)
+
+    def settle(self, key: str) -> None:
+        """Ends the holding of a ticket that the buffer has ended, or whose commit or failure it has recorded."""
+        for kept in (self._tokens, self._new_tokens, self._prefixes, self._new_prefixes):
+            kept.pop(key, None)
+        self._settled.set()
+
+    def give_up(self, key: str) -> None:
+        """Ends the holding of a ticket although the buffer may still count it as held. The next report is complete, so
+        the buffer sees that the ticket is not held any longer."""
+        self.settle(key)
+        self.name_all()
+
+    async def all_settled(self) -> None:
+        """Waits until no ticket is held."""
+        while self._tokens:
+            self._settled.clear()
+            await self._settled.wait()
+
+
+DELIVER_EVERY_S = 0.05
+"""Least time between two deliveries while rollouts run. Short groups are delivered together, because a delivery takes
+three calls to other processes."""
+
+
+@dataclass(kw_only=True)
+class Delivery:
+    """Delivers what has ended, in the order in which it ended. `verdict` waits until the weights of the replica are
+    verified."""
+
+    coordinator: CoordinatorClient
+    rows: GroupRows
+    held: HeldTickets
+    running: RunningRollouts
+    verdict: Callable[[], Awaitable[object]]
+    metrics: GeneratorMetrics
+    group_size: int
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._ended: list[FinishedGroup | FailedTicket] = []
+        self._something_ended = asyncio.Event()
+        self.samples = 0
+        """Samples of the groups that the buffer has accepted."""
+        self.tokens = 0
+        """Completion tokens of these samples."""
+
+    def add(self, ended: FinishedGroup | FailedTicket) -> None:
+        """Delivers a group, or reports a failure, soon."""
+        self._ended.append(ended)
+        self._something_ended.set()
+
+    def add_failed(self, key: str, incarnation: int, error: RolloutError) -> None:
+        """Reports soon that the rollout of a ticket failed."""
+        self.add(self._failed(key, incarnation, error))
+
+    async def fail_finished(self, error: InfraError) -> None:
+        """Reports at once that all groups which are not delivered yet have failed, because they cannot be used."""
+        await self._report([self._as_failed(each, error) for each in self._take()])
+
+    async def run(self) -> None:
+        """Delivers until it is cancelled."""
+        delivered_s = -math.inf
+        while True:
+            await self._something_ended.wait()
+            await self.running.more_ends(wait_s=delivered_s + DELIVER_EVERY_S - self.clock())
+            # Groups stay in `_ended` until the verdict: `fail_finished` fails what it finds there.
+            await self.verdict()
+            delivered_s, ended = self.clock(), self._take()
+            groups = [each for each in ended if isinstance(each, FinishedGroup)]
+            stored = True
+            if groups:
+                try:
+                    await self.rows.put({group.meta.key: group.rows for group in groups})
+                except (RunError, TimeoutError) as error:
+                    lost = InfraError(f"could not store the rows of finished groups: {error}", reason="row_store")
+                    ended = [self._as_failed(each, lost) for each in ended]
+                    stored = False
+            # In the order in which they ended: storing rows takes time, and the buffer counts failures in a row.
+            for failed, part in itertools.groupby(ended, key=lambda each: isinstance(each, FailedTicket)):
+                if failed:
+                    await self._report([each for each in part if isinstance(each, FailedTicket)])
+                else:
+                    await self._commit([each for each in part if isinstance(each, FinishedGroup)])
+            self.running.wake()  # admission may wait until fewer groups are held
+            if not stored:
+                await self._clear([group.meta.key for group in groups])
+
+    def _take(self) -> list[FinishedGroup | FailedTicket]:
+        ended, self._ended = self._ended, []
+        self._something_ended.clear()
+        return ended
+
+    async def _commit(self, groups: Sequence[FinishedGroup]) -> None:
+        metas = [msgspec.structs.replace(group.meta, stored=self.held.prefix_of(group.meta.key)) for group in groups]
+        outcomes = await self.coordinator.call(Coordinator.commit, metas)
+        refused, failures = list[str](), list[Failure]()
+        for group, outcome in zip(groups, outcomes, strict=True):
+            if outcome is CommitOutcome.DUPLICATE:
+                # Only this replica has the ticket, and it commits a group once. So the call was repeated, because its
+                # first answer, ACCEPTED, was late.
+                outcome = CommitOutcome.ACCEPTED
+            self.held.settle(group.meta.key)
+            self.metrics.samples(len(group.meta.rewards), outcome=outcome)
+            if outcome is CommitOutcome.ACCEPTED:
+                self.samples += len(group.meta.rewards)
+                self.tokens += group.meta.generated_tokens
+                self.metrics.rewards(group.meta.known_rewards, part=group.meta.part)
+                failures += group.failures
+            else:
+                refused.append(group.meta.key)
+        for failure in failures:
+            if failure.of_tool:
+                continue
+            self.metrics.reward_failed(reason=failure.reason, samples=1)
+        await report_failures(failures, self.coordinator)
+        if refused:
+            await self.rows.clear(refused)
+
+    async def _clear(self, keys: Sequence[str]) -> None:
+        """Clears the rows of a put that failed, because it may have stored them before its answer was lost."""
+        try:
+            await self.rows.clear(keys)
+        except (RunError, TimeoutError) as error:
+            logger.warning("rows of groups %s may be left, and the buffer clears them later: %s", keys, error)
+
+    async def _report(self, tickets: Sequence[FailedTicket]) -> None:
+        keys = [ticket.key for ticket in tickets]
+        if not keys:
+            return
+        try:
+            await self.coordinator.call(Coordinator.fail, tickets)
+        except (RunError, TimeoutError) as lost:
+            logger.warning("could not report that groups %s failed, so their tickets will expire: %s", keys, lost)
+            for key in keys:
+                self.held.give_up(key)
+        else:
+            for key in keys:
+                self.held.settle(key)
+
+    def _as_failed(self, ended: FinishedGroup | FailedTicket, error: InfraError) -> FailedTicket:
+        """Turns a finished group that cannot be used into a failure. Leaves a failure as it is."""
+        if isinstance(ended, FailedTicket):
+            return ended
+        return self._failed(ended.meta.key, ended.meta.incarnation, error)
+
+    def _failed(self, key: str, incarnation: int, error: RolloutError) -> FailedTicket:
+        logger.warning("group %s failed (%s, %s): %s", key, error.failure_class, error.reason, error)
+        self.metrics.rollout_failed(failure_class=error.failure_class, reason=error.reason)
+        self.metrics.samples(self.group_size, outcome="failed")
+        if error.reason.startswith("reward_"):
+            self.metrics.reward_failed(reason=error.reason, samples=self.group_size)
+        return FailedTicket(key=key, incarnation=incarnation, failure=Failure.of(error))

@@ -7,8 +7,7 @@ from functools import cached_property, partial
 from typing import Any, Literal
 
 from asyncrl.data.control_tokens import ControlTokens
-from asyncrl.data.conversation import asked
-from asyncrl.data.tokenizer import EXAMPLE_TOOL, Input, check_tools_written, renamed, with_one_start
+from asyncrl.data.tokenizer import EXAMPLE_TOOL, Input, asked, check_tools_written, renamed, with_one_start
 from asyncrl.data.turn_ends import (
     CONTENTS,
     REFUSALS,

@@ -5,10 +5,10 @@ import uuid
 from collections.abc import Iterable, Sequence
 
 from asyncrl.algorithms.presets import compares_groups
-from asyncrl.buffer.failure_records import TOOL_FAILED, Failure, FailureCount, cut_text
+from asyncrl.buffer.records import TOOL_FAILED, Failure, FailureCount, cut_text
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
-from asyncrl.coordinator.failures import FailureReports
+from asyncrl.coordinator.coordinator import FailureReports
 from asyncrl.environments.agents import ToolFailure
 from asyncrl.environments.scores import Score
 from asyncrl.environments.scoring_messages import Components

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from asyncrl.algorithms.filters import is_equal_group, scored_samples
-from asyncrl.buffer.attempts import seed_of_group
-from asyncrl.buffer.failure_records import Failure
-from asyncrl.buffer.records import GroupMeta, Ticket
+from asyncrl.buffer.groups import seed_of_group
+from asyncrl.buffer.records import Failure, GroupMeta, Ticket
 from asyncrl.config.checks import BYTES_PER_BRANCH_ID, BYTES_PER_ROW, BYTES_PER_SUPPORT_TOKEN, BYTES_PER_TOKEN
 from asyncrl.config.parts import all_configs
 from asyncrl.config.schema import Config, HeldoutSet
@@ -29,9 +28,9 @@ from asyncrl.data.specs import BRANCH, SUPPORT
 from asyncrl.data.tokenizer import encode_prompt
 from asyncrl.data.turn_ends import generation_prompt
 from asyncrl.environments.agents import ToolFailure
-from asyncrl.environments.part_scorers import PartScorers
 from asyncrl.environments.prompt_lengths import counted, longest_prompt_tokens
 from asyncrl.environments.scores import Score
+from asyncrl.environments.scoring import PartScorers
 from asyncrl.errors import DataError
 from asyncrl.generation.episodes import Episode, episode_rows, single_turn
 from asyncrl.generation.interfaces import InferenceEngine, PartialCompletion, Sampled

@@ -21,7 +21,7 @@ from asyncrl.common.tasks import cancelled, running
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
-from asyncrl.coordinator.learner_calls import LearnerCalls
+from asyncrl.coordinator.coordinator import LearnerCalls
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import encode_prompt
 from asyncrl.errors import ActorGone, CallTimeout, Fenced, RunEnded, StallError, VersionConflict, VersionRegression

@@ -6,27 +6,40 @@ A step whose rows were lost has not ended and is not recorded: its lease was giv
 leased again. The ledger counts the lost groups.
 """
 
+import asyncio
+import logging
 import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.buffer.ledger import Event, Fate
-from asyncrl.buffer.records import GroupMeta, Lease
+import msgspec
+import xxhash
+
+from asyncrl.buffer.ledger import Event, Fate, LedgerEntry
+from asyncrl.buffer.records import FailureCount, GroupMeta, Lease, LeasedGroup
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
-from asyncrl.coordinator.replicas import mean_states
+from asyncrl.coordinator.client import CoordinatorClient
+from asyncrl.coordinator.coordinator import FailureReports, LearnerCalls
+from asyncrl.coordinator.registry import mean_states
 from asyncrl.coordinator.status import BriefStatus, RunStatus
-from asyncrl.learner.batch import StepSamples, counts_by_staleness
-from asyncrl.learner.critic import critic_numbers
-from asyncrl.learner.failures import groups_by_reason
-from asyncrl.learner.records import RunTotals, StepRecord
-from asyncrl.learner.run_log import RunLog
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data_plane.clients import TRAIN_PARTITION
+from asyncrl.data_plane.interfaces import KVBatchMeta
+from asyncrl.data_plane.sample_ids import samples_of
+from asyncrl.errors import RunError
+from asyncrl.learner.audit_records import TrainedGroup, TrainedSample, TrainedStep
+from asyncrl.learner.checkpoint import Checkpoints
+from asyncrl.learner.records import RunLog, RunTotals, StepRecord, first_failure, groups_by_reason, in_words
+from asyncrl.learner.sample_texts import Texts
+from asyncrl.learner.stages import StepSamples, counts_by_staleness, critic_numbers, sample_record
 from asyncrl.metrics.numbers import AGENT_NUMBERS
 from asyncrl.metrics.recorders import LearnerMetrics
+from asyncrl.policy.tq_policy import TQPolicy
 from asyncrl.ranks.report import StepReport
 
 DISCARDED_FATES = (Fate.DROPPED, Fate.FILTERED, Fate.SKIPPED, Fate.ROWS_LOST, Fate.FAILED, Fate.RETURNED_ON_RESUME)
@@ -290,3 +303,249 @@ def _cached_prompt_ratio(status: BriefStatus) -> float:
 def _finite(value: float) -> float | None:
     """Returns `value`, or None when it is not finite, because reports use NaN for what was not measured."""
     return value if math.isfinite(value) else None
+
+
+# The end of a step: writes its records and samples and clears its rows, while the next step is leased and trained.
+
+# The rows of the groups of the learner's steps: reads them, and clears them when no checkpoint needs them.
+
+SETTLE_S = 5.0
+"""How long the end of a run waits until other processes have cleared their rows."""
+POLL_S = 0.1
+
+
+@dataclass(kw_only=True)
+class StepRows:
+    """Reads and clears rows, and counts those that are left. The fields are those of `LearnerLoop`."""
+
+    config: Config
+    incarnation: int
+    policy: TQPolicy
+    coordinator: CoordinatorClient
+    checkpoints: Checkpoints
+    metrics: LearnerMetrics
+    clock: Callable[[], float]
+    _released: int = field(default=0, init=False)
+    """Number of ended saves after which retained rows were released."""
+
+    async def read(self, meta: KVBatchMeta, columns: Sequence[str]) -> BatchedDataDict:
+        """Returns these columns of the rows of `meta`, which stays as it is. Raises RowsLost if their row store has
+        ended, and KeyError if they were cleared."""
+        rows = meta.subset(range(meta.size))
+        return await asyncio.to_thread(self.policy.read_from_dataplane, rows, select_fields=columns)
+
+    async def clear(self, keys: Sequence[str]) -> None:
+        """Clears the rows of groups that will not be trained any more. If a save has ended since the last call, also
+        those that were retained for an earlier checkpoint."""
+        if self.checkpoints.saves_ended != self._released:
+            self._released = self.checkpoints.saves_ended
+            complete = self.checkpoints.saved
+            keys = [*keys, *await self.coordinator.call(LearnerCalls.release, self.incarnation, complete)]
+        size = self.config.learner.group_size
+        rows = [row for key in keys for row in samples_of(key, count=size)]
+        await asyncio.to_thread(self.policy.discard_samples, rows, TRAIN_PARTITION)
+
+    async def outstanding(self, *, until_none: bool = False) -> int:
+        """Returns the number of rows of finished groups in the data plane.
+
+        At the end of a run, generators may still be clearing rows that will not be trained. With `until_none`, the
+        number is therefore read again until it is 0 or `SETTLE_S` have passed.
+        """
+        deadline_s = self.clock() + SETTLE_S
+        while True:
+            rows = (await asyncio.to_thread(self.policy.rows_outstanding)).get(TRAIN_PARTITION, 0)
+            self.metrics.rows_outstanding(rows)
+            if not (until_none and rows) or self.clock() > deadline_s:
+                return rows
+            await asyncio.sleep(POLL_S)
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class StepEnd:
+    """Ends the steps of a run in order, one at a time. `logged_columns` are the columns of a logged sample."""
+
+    recorder: StepRecorder
+    log: RunLog
+    rows: StepRows
+    logged_columns: Sequence[str]
+    texts: Texts
+    _running: asyncio.Task[None] | None = field(default=None, init=False)
+
+    async def begin(
+        self, step: EndedStep, over: Sequence[str], *, meta: KVBatchMeta, ledger: LedgerEntry | None
+    ) -> None:
+        """Begins the end of a step: records it, writes samples of its rows `meta`, and clears the rows of the groups
+        `over`. `ledger` is the entry of its ack; None if the step was skipped.
+
+        Raises the error of the step before it.
+        """
+        await self.settle()
+        ending = self._end(step, over, meta, ledger)
+        self._running = asyncio.create_task(ending, name=f"end of step {step.lease.step}")
+
+    async def settle(self) -> None:
+        """Waits until the step that ends has ended. Raises its error."""
+        running, self._running = self._running, None
+        if running is not None:
+            await running
+
+    async def settle_after_error(self) -> None:
+        """Like `settle`, but logs the error of the step that ends, because the run ends with another one."""
+        try:
+            await self.settle()
+        except Exception as error:
+            logger.error("the end of the step before it failed too: %s: %s", type(error).__name__, error)
+
+    async def _end(self, step: EndedStep, over: Sequence[str], meta: KVBatchMeta, ledger: LedgerEntry | None) -> None:
+        record = self.recorder.record(step)
+        if ledger is not None:
+            line = msgspec.json.encode(record)
+            self.log.append_audit(
+                trained_step(step.lease, samples=step.samples, report=step.report, ledger=ledger, line=line)
+            )
+            await self._write_samples(step.lease, meta)
+        await self.rows.clear(over)
+        await self.rows.outstanding()
+
+    async def _write_samples(self, lease: Lease, meta: KVBatchMeta) -> None:
+        """Writes all samples of the first `learner.groups_logged` groups to the run's sample file, so that a reader can
+        compare the samples of a group.
+
+        An error is logged and not raised: the step is trained, and a sample that cannot be read must not end the run.
+        """
+        logged = [
+            (group, task, sample)
+            for group, task in zip(lease.groups, lease.logged_tasks, strict=False)
+            for sample in range(len(group.meta.rewards))
+        ]
+        if not logged:
+            return
+        try:
+            # the rows have the order of the lease, so the first ones are those of the logged groups
+            rows = await self.rows.read(meta.slice(0, len(logged)), self.logged_columns)
+            records = [
+                sample_record(group, task, rows, step=lease.step, row=row, sample=sample, texts=self.texts)
+                for row, (group, task, sample) in enumerate(logged)
+            ]
+            self.log.write_samples(lease.step, records)
+        except Exception as error:
+            logger.warning("the samples of step %d were not logged: %s: %s", lease.step, type(error).__name__, error)
+
+
+def trained_step(
+    lease: Lease, *, samples: StepSamples, report: StepReport, ledger: LedgerEntry, line: bytes
+) -> TrainedStep:
+    """Returns the audit's record of a step, from what it trained. `ledger` is the entry of its ack, `line` its line in
+    steps.jsonl."""
+    masks = iter((samples.mask_B > 0).tolist())
+    return TrainedStep(
+        incarnation=lease.incarnation,
+        step=lease.step,
+        before=report.weights_before,
+        after=report.weights_after,
+        loss=report.loss,
+        grad_norm=report.grad_norm,
+        token_staleness=report.token_staleness,
+        groups=tuple(_trained_group(group, masks=masks) for group in lease.groups),
+        ledger=ledger,
+        filtered=lease.filtered,
+        line=xxhash.xxh3_64_intdigest(line),
+    )
+
+
+def _trained_group(group: LeasedGroup, *, masks: Iterator[bool]) -> TrainedGroup:
+    meta = group.meta
+    return TrainedGroup(
+        group=meta.group,
+        attempt=meta.attempt,
+        incarnation=meta.incarnation,
+        deadline=group.deadline,
+        max_staleness_versions=group.max_staleness_versions,
+        extended=group.extended,
+        samples=tuple(
+            TrainedSample(tokens=tokens, spans=spans, reward=reward, trained=next(masks), row=row)
+            for tokens, spans, reward, row in zip(
+                meta.completion_tokens, meta.version_spans, meta.rewards, meta.row_checksums, strict=True
+            )
+        ),
+    )
+
+
+# Shows failed rollouts, rewards and tools on the learner's terminal and in its log during the run.
+#
+# The first failure of each class and reason is shown in full. After that, one line with counts follows every
+# `COUNTS_EVERY_S` seconds if there were more failures since the last line. The call to the coordinator returns when
+# there are new failures, or after `WAIT_S` seconds. A run without failures therefore makes one call every `WAIT_S`
+# seconds.
+
+WAIT_S = 10.0
+COUNTS_EVERY_S = 10.0
+PAUSE_S = 0.5
+"""Seconds between two calls, so that many failures in a row do not become as many calls."""
+
+
+@dataclass(kw_only=True)
+class FailureWatch:
+    """Polls the coordinator for failures and logs them.
+
+    `run` polls until it is cancelled. `finish` then logs the failures that were not shown yet. `keep` is called with
+    all counts each time something was logged.
+    """
+
+    coordinator: CoordinatorClient
+    keep: Callable[[Sequence[FailureCount]], None]
+    clock: Callable[[], float] = time.monotonic
+    counts: tuple[FailureCount, ...] = field(default=(), init=False)
+    _seen: set[str] = field(default_factory=set, init=False)
+    _shown_failures: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._shown_s = self.clock()
+
+    @property
+    def failures(self) -> int:
+        """The number of failures at the last answer of the coordinator."""
+        return sum(count.failures for count in self.counts)
+
+    async def run(self) -> None:
+        """Shows failures until it is cancelled. When the coordinator does not answer, it tries again after `WAIT_S`
+        seconds."""
+        while True:
+            try:
+                counts = await self.coordinator.call(FailureReports.more_than, self.failures, wait_s=WAIT_S)
+            except (RunError, TimeoutError) as error:
+                logger.warning("failures cannot be shown until the buffer answers again: %s", error)
+                await asyncio.sleep(WAIT_S)
+                continue
+            self.show(counts)
+            await asyncio.sleep(PAUSE_S)
+
+    async def finish(self) -> None:
+        """Reads the counts a last time and shows all failures that were not shown yet."""
+        counts = await self.coordinator.call(FailureReports.more_than, -1, wait_s=0.0)
+        self.show(counts, at_once=True)
+
+    def show(self, counts: Sequence[FailureCount], *, at_once: bool = False) -> None:
+        """Shows the new failures of `counts`.
+
+        The line with counts is shown at most every `COUNTS_EVERY_S` seconds, unless `at_once` is set.
+        """
+        self.counts = tuple(counts)
+        new = [count for count in counts if count.first.label not in self._seen]
+        for count in new:
+            self._seen.add(count.first.label)
+            logger.warning("%s", first_failure(count))
+        if new and self.failures == self._shown_failures + len(new):
+            # Each new failure is the only one of its kind and was just shown in full: a line of counts adds nothing.
+            self._shown_failures = self.failures
+            self._shown_s = self.clock()
+        due = at_once or self.clock() - self._shown_s >= COUNTS_EVERY_S
+        more = self.failures > self._shown_failures
+        if due and more:
+            self._shown_failures, self._shown_s = self.failures, self.clock()
+            logger.warning("failures so far: %s", in_words(counts))
+        if new or (due and more):
+            self.keep(self.counts)

@@ -11,13 +11,54 @@ Seconds are monotonic seconds since the start of the run. Numbers that are not f
 cannot express them. A killed writer can leave a last line without its newline; readers ignore such a line.
 """
 
+import contextlib
+import math
+import os
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
-from asyncrl.config.schema import HELDOUT
+from asyncrl.buffer.records import FailureCount
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import HELDOUT, Config
+from asyncrl.errors import FileRefused, RunError
+from asyncrl.learner.audit_records import Record
 from asyncrl.metrics.numbers import TRACKERS, tracker_name
+from asyncrl.run_files import FILE_BYTES, RECORD_BYTES, UNREADABLE, opened, read
+
+# The numbers of a held-out evaluation: the mean reward with its error, and pass@k.
+
+
+def mean_and_error(rewards: Sequence[Sequence[float]]) -> tuple[float | None, float | None]:
+    """Returns the mean reward over prompts, and its standard error over prompts, from the rewards of each prompt's
+    samples. None for both without prompts. The error is None for one prompt."""
+    means = [statistics.fmean(of_prompt) for of_prompt in rewards]
+    if not means:
+        return None, None
+    error = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
+    return sum(means) / len(means), error
+
+
+def pass_at(rewards: Sequence[Sequence[float]], *, pass_reward: float) -> dict[int, float]:
+    """Returns the mean pass@k over prompts, for k = 1, 2, 4, … up to the smallest number of samples, and that number.
+
+    A sample passes with a reward of at least `pass_reward`. With n samples of which c pass, pass@k is
+    1 − C(n − c, k) / C(n, k), the unbiased estimate of Chen et al. 2021 (arXiv:2107.03374, eq. 1).
+
+    >>> pass_at([[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]], pass_reward=1.0)
+    {1: 0.125, 2: 0.25, 4: 0.5}
+    """
+    most = min(map(len, rewards), default=0)
+    ks = sorted({*(2**power for power in range(most.bit_length()) if 2**power <= most), most} - {0})
+    passed = [(len(of_prompt), sum(reward >= pass_reward for reward in of_prompt)) for of_prompt in rewards]
+    return {k: statistics.fmean(1 - math.comb(n - c, k) / math.comb(n, k) for n, c in passed) for k in ks}
+
 
 DATA = "data.json"
 """Name of the file in a run's directory that has the `DataRecord`."""
@@ -350,3 +391,312 @@ class Summary(RunTotals, frozen=True, kw_only=True):
     restarts: int
     lost_steps: int
     heldout_sets: dict[str, HeldoutEnds] = {}
+
+
+# Reads the records of a run that may still write them: `run.json`, `config.yaml` and the JSON lines files.
+#
+# The run may be of another person: `asyncrl.run_files` says what is refused.
+
+Line = TypeVar("Line", bound=msgspec.Struct)
+
+
+class GrowingLines(Generic[Line]):
+    """The records of a JSON lines file to which a run may still append. `inside` is the run's directory; default: the
+    folder of the file."""
+
+    def __init__(self, path: Path, kind: type[Line], *, inside: Path | None = None) -> None:
+        self._path = path
+        self._kind = kind
+        self._inside = inside
+        self._decoder = msgspec.json.Decoder(kind)
+        self._read_bytes = 0
+        self._records: list[Line] = []
+
+    def read(self) -> Sequence[Line]:
+        """Returns all records so far; none when the file does not exist. Reads only the lines that are new.
+
+        Ignores a last line without a newline. Raises RunError with the line number when a line is not a record or has
+        more than `RECORD_BYTES`, and RunError when the file cannot be opened or has more than `FILE_BYTES`.
+        """
+        try:
+            file = opened(self._path, inside=self._inside)
+        except FileNotFoundError:
+            return self._records
+        except FileRefused:
+            raise
+        except OSError as error:
+            raise RunError(f"{self._path} cannot be read ({error}): check its permissions") from error
+        with file:
+            if (size := os.fstat(file.fileno()).st_size) > FILE_BYTES:
+                raise FileRefused(
+                    f"{self._path} has {size:,} bytes, and at most {FILE_BYTES:,} are read: it has the records of many "
+                    "runs, or was not written by asyncrl"
+                )
+            file.seek(self._read_bytes)
+            while (line := file.readline(RECORD_BYTES + 1)).endswith(b"\n"):
+                self._records.append(self._decoded(line))
+                self._read_bytes += len(line)
+        if len(line) > RECORD_BYTES:
+            raise self._unusable(f"has more than {RECORD_BYTES:,} bytes")
+        return self._records
+
+    def _decoded(self, line: bytes) -> Line:
+        try:
+            return self._decoder.decode(line)
+        except UNREADABLE as error:
+            raise self._unusable(f"is not a {self._kind.__name__}: {error}") from error
+
+    def _unusable(self, problem: str) -> RunError:
+        return RunError(
+            f"{self._path}, line {len(self._records) + 1} {problem}. The file was edited or written by another version "
+            "of asyncrl: repair or delete the line"
+        )
+
+
+def read_lines(path: Path, kind: type[Line], *, inside: Path | None = None) -> list[Line]:
+    """Returns the records of a JSON lines file, as `GrowingLines.read` does."""
+    return list(GrowingLines(path, kind, inside=inside).read())
+
+
+def read_info(run_dir: Path) -> RunInfo:
+    """Returns `run.json` of a run directory. Raises RunError if there is none, or if it cannot be read."""
+    path = run_dir / "run.json"
+    try:
+        return msgspec.json.decode(read(path), type=RunInfo)
+    except UNREADABLE as error:
+        raise RunError(
+            f"cannot read {path}: {error}. The run writes this file when it starts: check the directory, and that this "
+            "version of asyncrl wrote it"
+        ) from error
+
+
+def saved_config(run_dir: Path) -> Path:
+    """Returns the file with the configuration of a run. Raises RunError if `run_dir` has none, or if it is refused."""
+    saved = run_dir / "config.yaml"
+    try:
+        opened(saved).close()
+    except (FileNotFoundError, NotADirectoryError):
+        raise RunError(f"{run_dir} is not the directory of a run: it has no config.yaml") from None
+    except FileRefused:
+        raise
+    except OSError as error:
+        raise RunError(f"{saved} cannot be read ({error}): check its permissions") from error
+    return saved
+
+
+def read_config(run_dir: Path) -> Config:
+    """Returns the configuration of a run. Raises the errors of `saved_config`, and ConfigError for values that this
+    version of asyncrl does not accept."""
+    return load_config([saved_config(run_dir)], [])
+
+
+def known_info(run_dir: Path) -> RunInfo | None:
+    """Returns `run.json` of a run directory. None if it does not exist or disappears now, or if another version of
+    asyncrl wrote it."""
+    with contextlib.suppress(RunError):
+        return read_info(run_dir)
+    return None
+
+
+def known_data(run_dir: Path) -> DataRecord | None:
+    """Returns `data.json` of a run directory; None if the run did not write it."""
+    try:
+        return msgspec.json.decode(read(run_dir / DATA), type=DataRecord)
+    except UNREADABLE:
+        return None
+
+
+# Failed rollouts and rewards in words, for logs, errors and views.
+
+
+def first_failure(count: FailureCount) -> str:
+    """Returns the message, prompt and completion of the first failure of a class and reason."""
+    failure = count.first
+    lines = [f"first failure of {failure.subject}: {failure.message}"]
+    lines += [f"  prompt: {failure.prompt!r}"] if failure.prompt else []
+    lines += [f"  completion: {failure.completion!r}"] if failure.completion else []
+    return "\n".join(lines)
+
+
+def in_words(counts: Sequence[FailureCount]) -> str:
+    """Returns the number of failures by reason, the most frequent first, with the tools or the types of errors of which
+    they are: `tool_failed 65 calls (price 60, stock 5), reward_raised 20 rollouts and 31 single completions (ValueError
+    48, KeyError 3), reward_timeout 3 rollouts`. Single completions are those whose reward failed in groups that were
+    committed."""
+    of_reason: dict[str, list[FailureCount]] = {}
+    for count in counts:
+        of_reason.setdefault(count.first.reason, []).append(count)
+    totals = Counter({reason: sum(each.failures for each in found) for reason, found in of_reason.items()})
+    return ", ".join(f"{reason} {_number(of_reason[reason])}" for reason, _ in totals.most_common())
+
+
+def _number(counts: Sequence[FailureCount]) -> str:
+    amounts = {
+        "rollout": sum(count.rollouts for count in counts),
+        "single completion": sum(count.samples for count in counts),
+        "call": sum(count.tool_calls for count in counts),
+    }
+    words = " and ".join(f"{number} {what}{'s' * (number > 1)}" for what, number in amounts.items() if number)
+    kinds: Counter[str] = Counter()
+    for count in counts:
+        kinds[count.first.tool or count.first.error or "others"] += count.failures
+    by_kind = ", ".join(f"{kind} {number}" for kind, number in kinds.most_common())
+    return words if set(kinds) == {"others"} else f"{words} ({by_kind})"
+
+
+def groups_by_reason(counts: Sequence[FailureCount]) -> dict[str, int]:
+    """Returns the number of groups by failure reason, the most frequent first. Groups that were retried do not
+    count."""
+    groups: Counter[str] = Counter()
+    for count in counts:
+        groups[count.first.reason] += count.groups
+    return {reason: number for reason, number in groups.most_common() if number}
+
+
+# The run's log: how the learner passes its records to the deployment, which writes them.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunLog:
+    """Writes the records of steps and evaluations. `write_samples` gets a step and the samples that it logs.
+    `append_audit` gets a record for the audit."""
+
+    append_step: Callable[[StepRecord], None]
+    append_eval: Callable[[EvalRecord], None]
+    write_samples: Callable[[int, Sequence[SampleRecord]], None]
+    append_audit: Callable[[Record], None]
+
+
+# Numbers over many records of a run: its summary, and what views show of several steps.
+
+
+def build_summary(
+    records: Sequence[StepRecord],
+    evals: Sequence[EvalRecord],
+    totals: RunTotals,
+    *,
+    staleness_limit: int,
+    restarts: int = 0,
+    lost: Sequence[StepRecord] = (),
+) -> Summary:
+    """Returns the summary of a run that was resumed `restarts` times and has `lost` the records of `LOST_STEPS`. Raises
+    RunError when no step was trained."""
+    steps = [record for record in records if record.trained]
+    if not steps:
+        raise RunError("there is no summary, because the run trained no step: look at its logs for the cause")
+    window = edge_window(len(steps))
+    parity_max_nats = largest([totals.parity_max_nats, *(record.parity_nats for record in steps)])
+    learner_shares = state_shares(steps, "learner_state_s")
+    ess_mean, ess_lowest = ess_of_steps(steps)
+    ends = heldout_ends(evals)
+    own = ends.pop(HELDOUT, HeldoutEnds())
+    return Summary(
+        **msgspec.structs.asdict(totals) | {"parity_max_nats": parity_max_nats},
+        steps=len(steps),
+        time_to_first_step_s=steps[0].wall_s,
+        samples_per_s=_samples_per_s(steps),
+        reward_first=mean([record.reward_mean for record in steps[:window]]),
+        reward_last=mean([record.reward_mean for record in steps[-window:]]),
+        heldout_first=own.first,
+        heldout_last=own.last,
+        heldout_prompts=own.prompts,
+        heldout_failed=own.failed,
+        heldout_sets=ends,
+        staleness_limit=staleness_limit,
+        max_group_staleness=max(max(record.group_staleness, default=0) for record in steps),
+        max_token_staleness=max(max(record.token_staleness, default=0) for record in steps),
+        ess_ratio_mean=ess_mean,
+        ess_ratio_lowest=ess_lowest,
+        generator_busy_ratio=state_shares(steps, "generator_state_s").get("generating", 0.0),
+        learner_busy_ratio=sum(
+            share for state, share in learner_shares.items() if state not in ("waiting_for_groups", "other")
+        ),
+        trained_tokens=sum(record.trained_tokens for record in steps),
+        restarts=restarts,
+        lost_steps=sum(record.trained for record in lost),
+    )
+
+
+def heldout_ends(evals: Sequence[EvalRecord]) -> dict[str, HeldoutEnds]:
+    """Returns the first and the last evaluation of each held-out set, by name."""
+    found: dict[str, HeldoutEnds] = {}
+    for name in dict.fromkeys(record.name for record in evals):
+        of_set = [record for record in evals if record.name == name]
+        found[name] = HeldoutEnds(
+            first=of_set[0].reward_mean,
+            last=of_set[-1].reward_mean if len(of_set) > 1 else None,
+            prompts=of_set[-1].prompts,
+            failed=of_set[-1].failed,
+        )
+    return found
+
+
+def ess_of_steps(records: Sequence[StepRecord]) -> tuple[float | None, float | None]:
+    """Returns the mean and the lowest effective sample size (`ess_ratio`) of the trained steps; None if none has one.
+
+    docs/tuning-staleness.md has limits for these two numbers.
+    """
+    sizes = _present([record.ess_ratio for record in records if record.trained])
+    return mean(sizes), min(sizes, default=None)
+
+
+def edge_window(steps: int) -> int:
+    """Returns over how many steps `reward_first` and `reward_last` are averaged: 5 %, at least 1, at most 10."""
+    return min(10, max(1, steps // 20))
+
+
+def state_shares(steps: Sequence[StepRecord], field: str) -> dict[str, float]:
+    """Returns the shares of time by state between the first and the last of `steps`. The shares add up to 1.
+
+    `field` is `learner_state_s` or `generator_state_s`. With one step, the shares cover the time before it, too. The
+    state `starting` is left out: a restarted run would else look slower than it was. Returns an empty dict when there
+    is no step, or when no time has passed.
+    """
+    if not steps:
+        return {}
+    end: dict[str, float] = getattr(steps[-1], field)
+    start: dict[str, float] = getattr(steps[0], field) if len(steps) > 1 else {}
+    return shares_of({state: max(0.0, total - start.get(state, 0.0)) for state, total in end.items()})
+
+
+def shares_of(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Returns each state's share of the seconds without those of the state `starting`; empty if no such time has
+    passed."""
+    started = {state: part for state, part in seconds.items() if state != "starting"}
+    total = sum(started.values())
+    return {state: part / total for state, part in started.items()} if total > 0 else {}
+
+
+def running_s(steps: Sequence[StepRecord]) -> float:
+    """Returns the seconds between the first and the last of `steps` in which the run was not starting (again)."""
+    first, last = steps[0], steps[-1]
+    starting_s = last.learner_state_s.get("starting", 0.0) - first.learner_state_s.get("starting", 0.0)
+    return last.wall_s - first.wall_s - starting_s
+
+
+def _samples_per_s(steps: Sequence[StepRecord]) -> float:
+    """Returns trained samples per second of the time in which the run was not starting.
+
+    The first step's samples and the time until its end are left out, because this time contains the start of the run. A
+    run with one step has nothing else to count.
+    """
+    if len(steps) == 1:
+        return steps[0].trained_samples / max(steps[0].wall_s, 1e-9)
+    samples = sum(record.trained_samples for record in steps[1:])
+    return samples / max(running_s(steps), 1e-9)
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    """Returns the mean of the finite values; None when there are none."""
+    present = _present(values)
+    return sum(present) / len(present) if present else None
+
+
+def largest(values: Sequence[float | None]) -> float | None:
+    """Returns the largest finite value; None when there is none."""
+    return max(_present(values), default=None)
+
+
+def _present(values: Sequence[float | None]) -> list[float]:
+    """Returns the finite values. A record in memory may have NaN where its file has null."""
+    return [value for value in values if value is not None and math.isfinite(value)]

@@ -15,8 +15,7 @@ from asyncrl.algorithms.interfaces import LossFunction, LossInputType, call_with
 from asyncrl.algorithms.kernel import kernel_sums
 from asyncrl.algorithms.loss import ObjectiveLoss, entropy, gather_logprobs
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.masks import trained_mask
-from asyncrl.data.specs import NO_VERSION
+from asyncrl.data.specs import NO_VERSION, trained_mask
 from asyncrl.errors import CallRefused
 from asyncrl.policy.logprobs import model_logprobs
 from asyncrl.ranks.loss_pass import MicroBatchOutcome, UpdateContext, aligned, outcome_of, slopes_of, without_slopes

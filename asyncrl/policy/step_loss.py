@@ -12,7 +12,7 @@ from asyncrl.algorithms.loss import ObjectiveLoss, build_loss
 from asyncrl.algorithms.presets import advantage_of
 from asyncrl.algorithms.shares import SHARES, TokenCounts, add_shares, count_tokens
 from asyncrl.config.schema import Config
-from asyncrl.data.masks import trained_mask
+from asyncrl.data.specs import trained_mask
 from asyncrl.ranks.plan import CURRENT, PlannedUpdate
 
 

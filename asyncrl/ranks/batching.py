@@ -11,8 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from asyncrl.algorithms.loss import SOURCE_COLUMNS
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.masks import trained_mask
-from asyncrl.data.specs import NO_VERSION, SUPPORT
+from asyncrl.data.specs import NO_VERSION, SUPPORT, trained_mask
 from asyncrl.errors import StalenessViolation
 from asyncrl.ranks.branches import MIN_WIDTH, branches_as_rows
 from asyncrl.ranks.prefixes import shared_prefixes

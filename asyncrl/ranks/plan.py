@@ -12,9 +12,8 @@ from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
 from asyncrl.algorithms.loss import SOURCE_COLUMNS, ObjectiveLoss
 from asyncrl.config.schema import LearnerSection
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.masks import trained_mask
 from asyncrl.data.sharding import DynamicBatchingArgs, SequencePackingArgs, require
-from asyncrl.data.specs import LP_SEED_FIELDS
+from asyncrl.data.specs import LP_SEED_FIELDS, trained_mask
 from asyncrl.errors import MissingColumns
 from asyncrl.ranks.batching import empty_micro_batch
 from asyncrl.ranks.branches import MIN_WIDTH

@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import Store
 from asyncrl.algorithms.interfaces import ValueLossFunction
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.masks import trained_mask
+from asyncrl.data.specs import trained_mask
 from asyncrl.ranks.loss_pass import MicroBatchOutcome, UpdateContext, outcome_of, without_slopes
 from asyncrl.ranks.model_rows import ModelRows
 from asyncrl.ranks.start_check import check_start

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.status import RunStatus
-from asyncrl.learner.aggregates import mean, running_s
-from asyncrl.learner.records import EvalRecord, StepRecord
+from asyncrl.learner.records import EvalRecord, StepRecord, mean, running_s
 from asyncrl.views.headline import headline
 from asyncrl.views.live import LiveView
 from asyncrl.views.quantities import duration

@@ -18,13 +18,22 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.atomic_write import write_atomically
-from asyncrl.buffer.failure_records import FailureCount
+from asyncrl.buffer.records import FailureCount
 from asyncrl.config.schema import Config
 from asyncrl.errors import FileRefused, RunError
-from asyncrl.learner.aggregates import build_summary
-from asyncrl.learner.failures import groups_by_reason
-from asyncrl.learner.record_lines import read_config, read_lines
-from asyncrl.learner.records import LOST_STEPS, EvalRecord, RunInfo, RunTotals, SampleRecord, StepRecord, Summary
+from asyncrl.learner.records import (
+    LOST_STEPS,
+    EvalRecord,
+    RunInfo,
+    RunTotals,
+    SampleRecord,
+    StepRecord,
+    Summary,
+    build_summary,
+    groups_by_reason,
+    read_config,
+    read_lines,
+)
 from asyncrl.run_files import UNREADABLE, read
 from asyncrl.views.headline import Headline, headline
 from asyncrl.views.report_panels import flow, learning, restart_marks

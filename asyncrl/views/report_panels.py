@@ -8,8 +8,7 @@ from functools import partial
 from itertools import cycle
 
 from asyncrl.config.schema import HELDOUT
-from asyncrl.learner.aggregates import mean, state_shares
-from asyncrl.learner.records import EvalRecord, Resumption, StepRecord
+from asyncrl.learner.records import EvalRecord, Resumption, StepRecord, mean, state_shares
 from asyncrl.metrics import state_colors
 from asyncrl.metrics.numbers import charts
 from asyncrl.metrics.state_colors import Color

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.learner.aggregates import mean
-from asyncrl.learner.records import SampleRecord
+from asyncrl.learner.records import SampleRecord, mean
 from asyncrl.views.samples import (
     COLOR_BY,
     DIFFERENCES,

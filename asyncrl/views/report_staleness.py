@@ -5,8 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from asyncrl.learner.aggregates import largest, mean
-from asyncrl.learner.records import StepRecord
+from asyncrl.learner.records import StepRecord, largest, mean
 from asyncrl.views.charts import AGE_COLORS, Mark, Series, line_chart, share_chart, version_bars
 from asyncrl.views.report_panels import CURVE_POINTS, SHARE_POINTS, Steps, bins_of, curve, last_steps, mean_of
 

@@ -12,10 +12,16 @@ from asyncrl.algorithms.presets import advantage_of
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.learner.aggregates import largest, mean, state_shares
-from asyncrl.learner.failures import groups_by_reason
-from asyncrl.learner.record_lines import known_data, read_config, read_info
-from asyncrl.learner.records import StepRecord
+from asyncrl.learner.records import (
+    StepRecord,
+    groups_by_reason,
+    known_data,
+    largest,
+    mean,
+    read_config,
+    read_info,
+    state_shares,
+)
 from asyncrl.views.headline import RunFacts
 
 RECENT_STEPS = 20

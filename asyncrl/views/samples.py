@@ -13,8 +13,7 @@ from rich.text import Text
 from asyncrl.config.parts import section_of
 from asyncrl.data.left_out import in_words
 from asyncrl.errors import RunError
-from asyncrl.learner.record_lines import read_lines
-from asyncrl.learner.records import DataRecord, SampleRecord
+from asyncrl.learner.records import DataRecord, SampleRecord, read_lines
 from asyncrl.run_files import names
 from asyncrl.shown_text import shown
 

@@ -9,11 +9,9 @@ import msgspec
 from asyncrl.buffer.ledger import Event, Fate
 from asyncrl.common.roles import Role, RunState
 from asyncrl.config.schema import HELDOUT
-from asyncrl.coordinator.replicas import ReplicaReport, ReplicaView, mean_states
+from asyncrl.coordinator.registry import ReplicaReport, ReplicaView, mean_states
 from asyncrl.coordinator.status import RunStatus
-from asyncrl.learner.aggregates import ess_of_steps, heldout_ends, shares_of
-from asyncrl.learner.failures import in_words
-from asyncrl.learner.records import EvalRecord, StepRecord
+from asyncrl.learner.records import EvalRecord, StepRecord, ess_of_steps, heldout_ends, in_words, shares_of
 from asyncrl.metrics.numbers import AGENT_NUMBERS
 from asyncrl.views.headline import Bottleneck, Headline, bottleneck, failed_share, headline
 from asyncrl.views.run_facts import Setting, facts_of_steps, with_status

@@ -8,8 +8,7 @@ from pathlib import Path
 from asyncrl.common.roles import Role, RunState
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.errors import RunEnded, RunError
-from asyncrl.learner.record_lines import GrowingLines, read_config, read_info, read_lines
-from asyncrl.learner.records import EvalRecord, RunInfo, StepRecord
+from asyncrl.learner.records import EvalRecord, GrowingLines, RunInfo, StepRecord, read_config, read_info, read_lines
 from asyncrl.views.live import LiveView
 from asyncrl.views.live_from_records import live_view
 from asyncrl.views.run_facts import setting_at

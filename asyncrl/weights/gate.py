@@ -9,7 +9,7 @@ The module is pure and imports neither ray nor torch.
 from collections.abc import Collection
 
 from asyncrl.common.version import Version
-from asyncrl.coordinator.replicas import AbleReplicas
+from asyncrl.coordinator.registry import AbleReplicas
 
 
 def should_publish(

@@ -6,7 +6,7 @@ import torch
 from asyncrl.algorithms.baselines import CRITIC_BASED, OUTCOMES
 from asyncrl.algorithms.checks import check_algorithm, nearest_corrected
 from asyncrl.algorithms.loss import ObjectiveLoss
-from asyncrl.algorithms.objective_properties import averages_advantages, is_corrected
+from asyncrl.algorithms.objective import averages_advantages, is_corrected
 from asyncrl.algorithms.presets import PRESETS
 from asyncrl.algorithms.shares import with_shares
 from asyncrl.config.load import load_config

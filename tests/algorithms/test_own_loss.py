@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.algorithms.loss import build_loss
-from asyncrl.algorithms.own_loss import load_loss
+from asyncrl.algorithms.loss import build_loss, load_loss
 from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 

@@ -9,8 +9,7 @@ from test_preset_metamorphic import counts, padded, rows, runnable
 from asyncrl.algorithms.advantages import Samples, resolve_estimator
 from asyncrl.algorithms.baselines import Whitening
 from asyncrl.algorithms.loss import ObjectiveLoss, _interpolated
-from asyncrl.algorithms.objective import Gate, Linear, Objective, Reinforce, Weight
-from asyncrl.algorithms.objective_properties import pooled_sources
+from asyncrl.algorithms.objective import Gate, Linear, Objective, Reinforce, Weight, pooled_sources
 from asyncrl.algorithms.presets import PRESETS
 from asyncrl.algorithms.returns import TokenAdvantages
 from asyncrl.algorithms.token_estimators import whitened_advantages

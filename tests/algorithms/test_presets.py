@@ -18,8 +18,9 @@ from asyncrl.algorithms.objective import (
     Reinforce,
     Weight,
     Weighted,
+    is_corrected,
+    is_product,
 )
-from asyncrl.algorithms.objective_properties import is_corrected, is_product
 from asyncrl.algorithms.presets import PRESETS, baseline_of, resolve_objective
 from asyncrl.config.schema import AlgorithmSection
 from asyncrl.errors import ConfigError

@@ -19,7 +19,7 @@ from asyncrl.algorithms.token_estimators import (
     whitened_advantages,
 )
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.masks import trained_mask
+from asyncrl.data.specs import trained_mask
 from asyncrl.errors import CallRefused, ConfigError
 
 ROWS, TOKENS, GROUP = 6, 9, 2

@@ -12,8 +12,7 @@ from learner_scenes import BufferRows, FakeTrainer, Scene, ids_of, meta_of, rows
 from safetensors.torch import load_file, save_file
 
 from asyncrl.algorithms.interfaces import LossFunction
-from asyncrl.buffer.failure_records import FailedTicket, Failure
-from asyncrl.buffer.records import CommitOutcome
+from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure
 from asyncrl.checkpoints.run import RunParts, read_snapshot
 from asyncrl.common.roles import Role
 from asyncrl.common.version import Version
@@ -21,19 +20,16 @@ from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import OnDeadline
 from asyncrl.coordinator.registry import Deployment
-from asyncrl.coordinator.snapshot import Restored
+from asyncrl.coordinator.status import Restored
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.sample_ids import group_of
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import FailureClass
 from asyncrl.learner.audit_records import Began, Machine, PublishedVersion, framed, read_records, records_path
-from asyncrl.learner.checkpoint import Checkpoints
-from asyncrl.learner.kept_steps import KeptSteps
+from asyncrl.learner.checkpoint import Checkpoints, KeptSteps
 from asyncrl.learner.loop import LearnerLoop
-from asyncrl.learner.record_lines import read_lines
-from asyncrl.learner.records import RunInfo, StepRecord
-from asyncrl.learner.run_log import RunLog
+from asyncrl.learner.records import RunInfo, RunLog, StepRecord, read_lines
 from asyncrl.learner.sample_texts import Texts
 from asyncrl.ranks.batching import staleness_counts, without_stale
 from asyncrl.ranks.digest import tensor_digest

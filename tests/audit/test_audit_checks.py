@@ -21,15 +21,14 @@ from asyncrl.buffer.records import CommitOutcome, GroupMeta, Ticket
 from asyncrl.cli.main import app
 from asyncrl.common.version import Version
 from asyncrl.config.schema import OnDeadline
-from asyncrl.coordinator.snapshot import RunSnapshot
+from asyncrl.coordinator.status import RunSnapshot
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.errors import RunError
 from asyncrl.generation.episodes import episode_rows, single_turn, version_spans
 from asyncrl.generation.interfaces import Completion
 from asyncrl.learner.audit_records import TrainedStep, records_path
-from asyncrl.learner.record_lines import read_lines
-from asyncrl.learner.records import StepRecord
+from asyncrl.learner.records import StepRecord, read_lines
 
 
 def verdicts(directory: Path) -> set[Verdict]:

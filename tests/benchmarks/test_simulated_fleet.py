@@ -6,7 +6,7 @@ import pytest
 from simulated_fleet import ETA, Kind, Outcome, Scenario, Simulation
 
 from asyncrl.buffer.fleet import Fleet, start_of
-from asyncrl.buffer.tickets import Tickets
+from asyncrl.buffer.replay_buffer import Tickets
 
 ROUGH = Scenario(replicas=24, hours=2.0, failures_a_day=80.0, learner_over_pool=1.33)
 """One in ten attempts ends because its replica fails."""

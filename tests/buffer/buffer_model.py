@@ -15,10 +15,10 @@ import msgspec
 from buffer_scenes import Clock, NumberedPrompts, finished, limits, stored_by
 from straggler_model import Straggler, treated
 
-from asyncrl.buffer.failure_records import Failure
 from asyncrl.buffer.ledger import Amount, Event, Fate
 from asyncrl.buffer.records import (
     CommitOutcome,
+    Failure,
     FilteredGroup,
     GroupMeta,
     HeldReport,
@@ -35,7 +35,7 @@ from asyncrl.common.lineage import Lineage
 from asyncrl.common.version import Version
 from asyncrl.config.schema import OnDeadline
 from asyncrl.errors import FailureClass
-from asyncrl.generation.held_tickets import HeldTickets
+from asyncrl.generation.generator import HeldTickets
 
 TIMEOUT_S = 10.0
 HEARTBEATS_A_LIFE = 10**6

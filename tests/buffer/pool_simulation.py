@@ -12,12 +12,11 @@ from typing import Literal
 
 from buffer_scenes import Clock, NumberedPrompts, finished, limits
 
-from asyncrl.buffer.failure_records import Failure
 from asyncrl.buffer.ledger import Account, Fate
-from asyncrl.buffer.records import CommitOutcome, HeldReport, Lease, LeaseWait, Ticket
+from asyncrl.buffer.records import CommitOutcome, Failure, HeldReport, Lease, LeaseWait, Ticket
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.common.version import Version
-from asyncrl.coordinator.replicas import Replicas
+from asyncrl.coordinator.registry import Replicas
 from asyncrl.errors import FailureClass, StalenessViolation
 from asyncrl.weights.gate import should_publish
 

@@ -4,9 +4,8 @@ import msgspec
 import pytest
 from buffer_scenes import Scene, finished
 
-from asyncrl.buffer.failure_records import Failure
 from asyncrl.buffer.ledger import Amount, Event, Fate
-from asyncrl.buffer.records import CommitOutcome, LeaseWait, Refusal
+from asyncrl.buffer.records import CommitOutcome, Failure, LeaseWait, Refusal
 from asyncrl.common.version import Version
 from asyncrl.errors import FailureClass, StalenessViolation
 
@@ -30,7 +29,7 @@ def test_the_stragglers_of_the_design_are_waited_for() -> None:
 
 
 def test_without_rule_2_the_same_history_meets_a_group_beyond_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.buffer.stragglers.lease_violation", lambda **_: None)
+    monkeypatch.setattr("asyncrl.buffer.replay_buffer.lease_violation", lambda **_: None)
     scene = Scene(eta=2, per_step=1)
     k0, k1, k2 = scene.reserve(3, step=0)
     scene.commit(k0)

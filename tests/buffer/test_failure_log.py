@@ -1,7 +1,7 @@
 """The log of failures: kinds of failed calls of tools, and its bound."""
 
-from asyncrl.buffer.failure_records import TOOL_FAILED, Failure
-from asyncrl.buffer.failures import MAX_KINDS, FailureLog
+from asyncrl.buffer.ledger import MAX_KINDS, FailureLog
+from asyncrl.buffer.records import TOOL_FAILED, Failure
 from asyncrl.errors import FailureClass
 
 

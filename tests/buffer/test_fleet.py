@@ -8,7 +8,6 @@ from buffer_scenes import Clock, Scene
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.buffer.failure_records import Failure
 from asyncrl.buffer.fleet import (
     BACK_OFF_S,
     FORGET_S,
@@ -23,7 +22,7 @@ from asyncrl.buffer.fleet import (
     start_of,
 )
 from asyncrl.buffer.ledger import Fate
-from asyncrl.buffer.records import Lease, Refusal
+from asyncrl.buffer.records import Failure, Lease, Refusal
 from asyncrl.common.version import Version
 from asyncrl.errors import ActorGone, EngineDied, FailureClass, ParityError
 

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 from pool_simulation import NewBuffer, Outcome, Pool, Simulation, discarded_groups
 
-from asyncrl.buffer.leases import Leases
 from asyncrl.buffer.ledger import Event, Fate
-from asyncrl.buffer.replay_buffer import ReplayBuffer
+from asyncrl.buffer.replay_buffer import Leases, ReplayBuffer, Tickets
 from asyncrl.buffer.staleness import Room, admissible
-from asyncrl.buffer.tickets import Tickets
 from asyncrl.common.version import Version
 
 pytestmark = pytest.mark.slow
@@ -123,5 +121,5 @@ def test_what_breaks_the_bound_breaks_it(
 def test_without_rule_2_pools_with_stragglers_die(monkeypatch: pytest.MonkeyPatch) -> None:
     pools = CALM | STRAGGLING
     assert dead(**pools) == 0
-    monkeypatch.setattr("asyncrl.buffer.stragglers.lease_violation", lambda **_: None)
+    monkeypatch.setattr("asyncrl.buffer.replay_buffer.lease_violation", lambda **_: None)
     assert dead(**pools) >= 10

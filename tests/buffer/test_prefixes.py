@@ -8,9 +8,8 @@ import pytest
 from buffer_scenes import Scene, finished, progress_of, stored_by
 from test_snapshot import restored
 
-from asyncrl.buffer.failure_records import Failure
 from asyncrl.buffer.ledger import Event
-from asyncrl.buffer.records import CommitOutcome, Prefix, Ticket
+from asyncrl.buffer.records import CommitOutcome, Failure, Prefix, Ticket
 from asyncrl.common.version import Version
 from asyncrl.config.schema import OnDeadline
 from asyncrl.errors import FailureClass, StalenessViolation

@@ -8,11 +8,10 @@ from buffer_scenes import Scene, finished, progress_of
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from asyncrl.buffer import attempts
-from asyncrl.buffer.attempts import seed_of_group
-from asyncrl.buffer.failure_records import Failure
+from asyncrl.buffer import groups
+from asyncrl.buffer.groups import seed_of_group
 from asyncrl.buffer.ledger import Amount, Event, Fate
-from asyncrl.buffer.records import CommitOutcome, HeldReport, LeaseWait, Refusal, Renewal
+from asyncrl.buffer.records import CommitOutcome, Failure, HeldReport, LeaseWait, Refusal, Renewal
 from asyncrl.common.version import Version
 from asyncrl.errors import DataError, FailureClass, StalenessViolation
 
@@ -605,7 +604,7 @@ def test_only_attempts_that_ended_without_a_commit_have_rows_that_no_group_needs
 
 
 def test_only_the_newest_ended_groups_with_a_retry_or_a_failure_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempts, "LAST_ATTEMPTS", 2)
+    monkeypatch.setattr(groups, "LAST_ATTEMPTS", 2)
     scene = Scene(max_data_failures=100)
     tickets = [scene.reserve(1)[0] for _ in range(1)]
     for _ in range(4):

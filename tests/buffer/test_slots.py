@@ -4,8 +4,8 @@ from buffer_scenes import Scene
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.buffer.groups import DuePrompt, Front, ReadyQueue, Slot
 from asyncrl.buffer.records import Ticket
-from asyncrl.buffer.slots import DuePrompt, Front, ReadyQueue, Slot
 from asyncrl.common.version import Version
 from asyncrl.data.prompts import Task
 

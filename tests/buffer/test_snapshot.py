@@ -4,9 +4,8 @@ import msgspec
 import pytest
 from buffer_scenes import Scene, finished
 
-from asyncrl.buffer.failure_records import Failure
 from asyncrl.buffer.ledger import Fate
-from asyncrl.buffer.records import CommitOutcome
+from asyncrl.buffer.records import CommitOutcome, Failure
 from asyncrl.buffer.snapshot import SCHEMA, BufferSnapshot
 from asyncrl.common.version import Version
 from asyncrl.errors import FailureClass

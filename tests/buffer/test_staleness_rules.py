@@ -17,7 +17,7 @@ DEADLINES = st.dictionaries(st.integers(3, 9), st.integers(0, 5))
 
 @pytest.mark.parametrize(
     "module",
-    ["asyncrl.buffer.failure_records", "asyncrl.buffer.staleness", "asyncrl.common.version", "asyncrl.weights.gate"],
+    ["asyncrl.buffer.records", "asyncrl.buffer.staleness", "asyncrl.common.version", "asyncrl.weights.gate"],
 )
 def test_the_examples_in_the_docstrings_hold(module: str) -> None:
     result = doctest.testmod(importlib.import_module(module))

@@ -4,9 +4,8 @@ import msgspec
 import pytest
 from buffer_scenes import Scene, finished, progress_of, stored_by
 
-from asyncrl.buffer.failure_records import Failure
 from asyncrl.buffer.ledger import Amount, Event, Fate
-from asyncrl.buffer.records import CommitOutcome, LeaseWait, Renewal, Ticket, VersionSpan
+from asyncrl.buffer.records import CommitOutcome, Failure, LeaseWait, Renewal, Ticket, VersionSpan
 from asyncrl.buffer.snapshot import BufferSnapshot
 from asyncrl.common.lineage import Lineage
 from asyncrl.common.version import Version

@@ -7,7 +7,7 @@ import pytest
 import torch
 from memory_client import MemoryClient
 
-from asyncrl.checkpoints.rows import load_rows, save_rows
+from asyncrl.checkpoints.run import load_rows, save_rows
 from asyncrl.common.version import Version
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.specs import GENERATED_FIELDS, SUPPORT

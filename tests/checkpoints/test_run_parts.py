@@ -11,7 +11,7 @@ from asyncrl.checkpoints.directory import verified
 from asyncrl.checkpoints.run import RunParts, read_snapshot
 from asyncrl.common.lineage import Lineage
 from asyncrl.config.schema import Config
-from asyncrl.coordinator.snapshot import RunSnapshot
+from asyncrl.coordinator.status import RunSnapshot
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import PromptCursor
 from asyncrl.data_plane.clients import TRAIN_PARTITION

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from asyncrl.cli import doctor
-from asyncrl.cli.findings import Finding, Level, Probe, run_probe
+from asyncrl.cli.gpu_checks import Finding, Level, Probe, run_probe
 from asyncrl.cli.main import COMMANDS, app
 
 _GIB = 2**30

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli import gpu_checks
-from asyncrl.cli.findings import Finding, Level, Probe
-from asyncrl.cli.gpu_checks import Gpu, Gpus, TorchBuild, parse, query_gpus
+from asyncrl.cli.gpu_checks import Finding, Gpu, Gpus, Level, Probe, TorchBuild, parse, query_gpus
 
 ANSWER = """<?xml version="1.0" ?>
 <!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">

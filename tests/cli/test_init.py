@@ -12,8 +12,7 @@ from asyncrl.cli import init, presence
 from asyncrl.cli.gpu_checks import Gpu, Gpus
 from asyncrl.cli.main import app
 from asyncrl.cli.options import checked_config
-from asyncrl.config.load import load_config
-from asyncrl.config.plain_yaml import parse_yaml
+from asyncrl.config.load import load_config, parse_yaml
 from asyncrl.config.schema import Config
 from asyncrl.config.starter import starter_yaml
 from asyncrl.data.prompts import Task, split

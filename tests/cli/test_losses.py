@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 from asyncrl.algorithms.checks import NEEDS_CRITIC
 from asyncrl.algorithms.presets import PRESETS, baseline_of, resolve_objective
 from asyncrl.cli.main import app
-from asyncrl.config.plain_yaml import parse_yaml
+from asyncrl.config.load import parse_yaml
 from asyncrl.config.schema import AlgorithmSection, CriticSection
 
 runner = CliRunner()

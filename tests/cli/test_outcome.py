@@ -11,8 +11,7 @@ from written_runs import write_run
 from asyncrl.cli.options import print_outcome
 from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.schema import Config
-from asyncrl.learner.aggregates import build_summary
-from asyncrl.learner.records import EvalRecord, Summary
+from asyncrl.learner.records import EvalRecord, Summary, build_summary
 from asyncrl.views.outcome import dropped_in_words
 
 

@@ -23,9 +23,7 @@ from asyncrl.coordinator.registry import Registry
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.deployment import cluster, shared_actors
 from asyncrl.deployment.run_dir import RunDir
-from asyncrl.learner.aggregates import build_summary
-from asyncrl.learner.record_lines import read_info
-from asyncrl.learner.records import Summary
+from asyncrl.learner.records import Summary, build_summary, read_info
 from asyncrl.views.outcome import lines_to_go_on
 
 runner = CliRunner()

@@ -2,8 +2,7 @@
 
 import pytest
 
-from asyncrl.config.aliases import ALIASES, NOT_SUPPORTED, REMARKS
-from asyncrl.config.load import flat_config, load_config
+from asyncrl.config.load import ALIASES, NOT_SUPPORTED, REMARKS, flat_config, load_config
 from asyncrl.errors import ConfigError
 
 FIELDS = {*flat_config(load_config([], ["model.lora={}"])), "algorithm.overrides"}

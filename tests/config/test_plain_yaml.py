@@ -5,7 +5,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config.plain_yaml import dump_yaml, parse_yaml
+from asyncrl.config.load import dump_yaml, parse_yaml
 from asyncrl.errors import ConfigError
 
 _SCALARS = st.one_of(

@@ -12,18 +12,14 @@ import ray
 from buffer_scenes import finished
 from local_ray import end_actor, local_ray
 
-from asyncrl.buffer.failure_records import FailedTicket, Failure
-from asyncrl.buffer.records import CommitOutcome, Lease, LeaseWait
+from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, Lease, LeaseWait
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.actor import CoordinatorActor
-from asyncrl.coordinator.attachments import Attachments
 from asyncrl.coordinator.client import CoordinatorClient, perform
-from asyncrl.coordinator.coordinator import Coordinator
-from asyncrl.coordinator.failures import FailureReports
-from asyncrl.coordinator.learner_calls import LearnerCalls
+from asyncrl.coordinator.coordinator import Attachments, Coordinator, FailureReports, LearnerCalls
 from asyncrl.coordinator.registry import Deployment, Registry
 from asyncrl.data.prompts import Task
 from asyncrl.errors import ActorGone, CallTimeout, FailureClass, RunLocked

@@ -12,20 +12,27 @@ import msgspec
 import pytest
 from buffer_scenes import finished, progress_of
 
-from asyncrl.buffer.failure_records import FailedTicket, Failure, FailureCount
 from asyncrl.buffer.ledger import Event
-from asyncrl.buffer.records import NO_TASK, CommitOutcome, Lease, LeaseWait, Refusal, Renewal, Reservation
+from asyncrl.buffer.records import (
+    NO_TASK,
+    CommitOutcome,
+    FailedTicket,
+    Failure,
+    FailureCount,
+    Lease,
+    LeaseWait,
+    Refusal,
+    Renewal,
+    Reservation,
+)
 from asyncrl.common.lineage import Lineage
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
-from asyncrl.coordinator.clearing import SWEEP_EVERY_S
-from asyncrl.coordinator.coordinator import Coordinator
-from asyncrl.coordinator.registry import Deployment
-from asyncrl.coordinator.replicas import AbleReplicas, ReplicaReport
-from asyncrl.coordinator.snapshot import Restored, RunSnapshot
-from asyncrl.coordinator.status import BriefStatus
+from asyncrl.coordinator.coordinator import SWEEP_EVERY_S, Coordinator
+from asyncrl.coordinator.registry import AbleReplicas, Deployment, ReplicaReport
+from asyncrl.coordinator.status import BriefStatus, Restored, RunSnapshot
 from asyncrl.data.prompts import Task, prompt_data
 from asyncrl.errors import DatasetError, FailureClass, Fenced, LearnerNotRestored, RunLocked, RunMismatch
 from asyncrl.metrics.catalogue import BUFFER_WAITS, REPLICA_STATES

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.coordinator import endpoints as endpoints_module
-from asyncrl.coordinator.endpoints import Endpoints
+from asyncrl.coordinator import registry as endpoints_module
+from asyncrl.coordinator.registry import Endpoints
 
 
 def test_a_caller_gets_what_has_changed_since_its_last_call() -> None:

@@ -14,24 +14,27 @@ import msgspec
 import pytest
 from buffer_scenes import Clock, finished
 
-from asyncrl.buffer.failure_records import FailedTicket, Failure, FailureCount
 from asyncrl.buffer.fleet import Cause
 from asyncrl.buffer.ledger import Event
-from asyncrl.buffer.records import CommitOutcome, GroupMeta, HeldReport, Lease, Ticket
+from asyncrl.buffer.records import (
+    CommitOutcome,
+    FailedTicket,
+    Failure,
+    FailureCount,
+    GroupMeta,
+    HeldReport,
+    Lease,
+    Ticket,
+)
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
-from asyncrl.coordinator import failures
-from asyncrl.coordinator.attachments import Attachments
+from asyncrl.coordinator import coordinator
 from asyncrl.coordinator.client import Call, CoordinatorClient, perform
-from asyncrl.coordinator.coordinator import Coordinator
-from asyncrl.coordinator.endpoints import Endpoints
-from asyncrl.coordinator.failures import FailureReports
-from asyncrl.coordinator.learner_calls import Acked, LearnerCalls
-from asyncrl.coordinator.registry import Deployment, Registry
-from asyncrl.coordinator.replicas import ReplicaReport
-from asyncrl.coordinator.snapshot import Restored
+from asyncrl.coordinator.coordinator import Acked, Attachments, Coordinator, FailureReports, LearnerCalls
+from asyncrl.coordinator.registry import Deployment, Endpoints, Registry, ReplicaReport
+from asyncrl.coordinator.status import Restored
 from asyncrl.data.prompts import Task
 from asyncrl.errors import FailureClass
 
@@ -425,7 +428,7 @@ async def test_a_learner_that_restores_again_because_its_answer_was_lost_keeps_i
 
 @pytest.mark.asyncio
 async def test_reports_are_remembered_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failures, "MOST_REPORTS", 3)
+    monkeypatch.setattr(coordinator, "MOST_REPORTS", 3)
     run = Run({}, tasks=20)
     for report in ("1", "2", "3", "4", "4", "1"):
         await run.client.call(FailureReports.heldout_failed, report, FAILURE)

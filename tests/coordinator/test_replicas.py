@@ -7,12 +7,11 @@ from buffer_scenes import Clock, Scene
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.buffer.failure_records import Failure
 from asyncrl.buffer.fleet import Fleet, actor_of
-from asyncrl.buffer.records import Refusal, Reservation, Ticket
+from asyncrl.buffer.records import Failure, Refusal, Reservation, Ticket
 from asyncrl.common.version import Version
-from asyncrl.coordinator import replicas as replicas_module
-from asyncrl.coordinator.replicas import ReplicaReport, Replicas, ReplicaView
+from asyncrl.coordinator import registry as replicas_module
+from asyncrl.coordinator.registry import ReplicaReport, Replicas, ReplicaView
 from asyncrl.errors import FailureClass
 from asyncrl.learner.recording import mean_states
 

@@ -4,8 +4,8 @@ import doctest
 
 import pytest
 
-from asyncrl.data import column_names
-from asyncrl.data.column_names import columns_for
+from asyncrl.data import rows
+from asyncrl.data.rows import columns_for
 from asyncrl.errors import ConfigError
 
 
@@ -14,7 +14,7 @@ def found(names: list[str], *, prompt: str | None = None, answer: str | None = N
 
 
 def test_doctests() -> None:
-    assert doctest.testmod(column_names).failed == 0
+    assert doctest.testmod(rows).failed == 0
 
 
 @pytest.mark.parametrize(

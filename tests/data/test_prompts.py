@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.data.conversation import as_text
 from asyncrl.data.left_out import LeftOutRow
 from asyncrl.data.prompts import (
     PromptCursor,
@@ -18,6 +17,7 @@ from asyncrl.data.prompts import (
     split,
     without_repeated,
 )
+from asyncrl.data.tokenizer import as_text
 from asyncrl.errors import ConfigError, DatasetError, RunMismatch
 
 

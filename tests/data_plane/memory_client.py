@@ -6,9 +6,9 @@ from typing import Concatenate, ParamSpec, TypeVar
 from uuid import uuid4
 
 from asyncrl.data_plane.codec import Column, Picked, PickedFields
-from asyncrl.data_plane.partition_actor import Index
 from asyncrl.data_plane.partitioned_client import PartitionedClient
 from asyncrl.data_plane.partitions import Partitions, Places, StoredAt
+from asyncrl.data_plane.row_store import Index
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -13,9 +13,8 @@ from client_contract import IDS, ClientContract, Connect
 from local_ray import end_actor, local_ray
 
 from asyncrl.data_plane.object_store import OBJECT_BYTES, ObjectStoreClient
-from asyncrl.data_plane.partition_actor import Index
 from asyncrl.data_plane.partitions import Partitions
-from asyncrl.data_plane.row_store import ensure_row_store
+from asyncrl.data_plane.row_store import Index, ensure_row_store
 from asyncrl.errors import RowsLost
 
 pytestmark = pytest.mark.integration

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from asyncrl.data_plane import calls
-from asyncrl.data_plane.partition_actor import PartitionActor
 from asyncrl.data_plane.partitions import Claim, Partitions, StoredAt
+from asyncrl.data_plane.row_store import PartitionActor
 
 FAR_S = 60.0
 IDS = ["0.0_g0", "0.0_g1"]

@@ -22,7 +22,7 @@ from asyncrl.coordinator.registry import Deployment, Registry
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane import calls
 from asyncrl.data_plane.clients import TRAIN_PARTITION
-from asyncrl.deployment import cluster, compose, generators, pool, shared_actors
+from asyncrl.deployment import cluster, compose, pool, shared_actors
 from asyncrl.errors import ActorGone, RunLocked, RunMismatch
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -128,7 +128,7 @@ async def test_a_replica_that_was_not_told_to_start_is_ended_without_a_word(
     replica = pool.Replica("generator-a")
     replica.handle, replica.begun = handle, begun
     never: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    await generators.GeneratorDeployment(Config(), model_path=never, prompts=never)._pool._end_actor(replica)
+    await pool.GeneratorDeployment(Config(), model_path=never, prompts=never)._pool._end_actor(replica)
     assert said == (["shutdown", "kill"] if begun else ["kill"])
     assert caplog.text == ""
 

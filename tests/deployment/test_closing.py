@@ -14,9 +14,9 @@ from made_up_run import make_step
 
 from asyncrl.common.tasks import Stopped, unless_one_fails, unless_stopped
 from asyncrl.config.schema import Config
-from asyncrl.deployment import closing, launch
-from asyncrl.deployment.closing import short_grace
+from asyncrl.deployment import launch, learner
 from asyncrl.deployment.launch import INTERRUPTED, asked_to_end, ended_at_once, give_up, run_until_done
+from asyncrl.deployment.learner import short_grace
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.learner.records import RunInfo
 
@@ -182,7 +182,7 @@ async def test_work_is_cancelled_when_a_task_beside_it_fails_and_the_other_tasks
 
 
 def test_doctest() -> None:
-    assert doctest.testmod(closing).failed == 0
+    assert doctest.testmod(learner).failed == 0
 
 
 def test_a_run_that_has_saved_nothing_yet_says_that_the_time_is_not_known() -> None:

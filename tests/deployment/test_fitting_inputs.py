@@ -11,10 +11,9 @@ from asyncrl.data.left_out import LeftOutRow
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.demo.tiny_model import build_tokenizer
-from asyncrl.deployment import generators, inputs
-from asyncrl.deployment.generators import GeneratorDeployment
+from asyncrl.deployment import inputs, pool
 from asyncrl.deployment.inputs import Inputs, Prompts
-from asyncrl.deployment.pool import ReplicaPool
+from asyncrl.deployment.pool import GeneratorDeployment, ReplicaPool
 from asyncrl.errors import DatasetError
 
 pytestmark = pytest.mark.slow
@@ -119,7 +118,7 @@ async def test_a_generator_deployment_enters_the_run_with_the_prompts_that_fit(
     async def enter_run(*_: Any, tasks: Any, **__: Any) -> Any:
         raise Entered(*tasks)
 
-    monkeypatch.setattr(generators, "enter_run", enter_run)
+    monkeypatch.setattr(pool, "enter_run", enter_run)
     monkeypatch.setattr(ReplicaPool, "make", lambda self: None)
     monkeypatch.setattr(ReplicaPool, "end", lambda *_: asyncio.sleep(0))
     async with Inputs(config, loaded=Prompts(train=tasks(LONG, SHORT), heldout=())) as made:

@@ -15,11 +15,10 @@ from asyncrl.config.schema import Config
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.registry import Registry
 from asyncrl.coordinator.status import OwnReplicas, RunStatus
-from asyncrl.deployment import generators
+from asyncrl.deployment import pool
 from asyncrl.deployment import pool as pool_module
-from asyncrl.deployment.generators import COUNT_EVERY_S, GeneratorDeployment, Progress
 from asyncrl.deployment.inputs import Prompts
-from asyncrl.deployment.pool import Replica
+from asyncrl.deployment.pool import COUNT_EVERY_S, GeneratorDeployment, Progress, Replica
 from asyncrl.errors import CallTimeout, ConfigError, RunError, StallError
 
 
@@ -184,7 +183,7 @@ async def test_the_buffer_hears_of_a_deployment_while_its_engines_start_and_end(
         async with asyncio.timeout(60):
             await kept.wait()
 
-    monkeypatch.setattr(generators, "enter_run", enter_run)
+    monkeypatch.setattr(pool, "enter_run", enter_run)
     deployment = deployment_of(Config.model_validate({"buffer": {"heartbeat_timeout_s": 0.005}}))
     monkeypatch.setattr(deployment._pool, "make", lambda: None)
     monkeypatch.setattr(deployment._pool, "start", never)
@@ -214,7 +213,7 @@ async def test_the_buffer_hears_of_a_deployment_while_its_engines_start_and_end(
 async def test_a_deployment_ends_when_nothing_moves_or_no_learner_comes_back(
     monkeypatch: pytest.MonkeyPatch, state: RunState, step: int, learner: bool, ends: bool
 ) -> None:
-    monkeypatch.setattr(generators, "WATCH_EVERY_S", 0.0)
+    monkeypatch.setattr(pool, "WATCH_EVERY_S", 0.0)
     deployment = deployment_of(Config())
     quiet_s = deployment._config.run.stall_timeout_s + 1.0
     whole = make_status(state=state, quiet_s=quiet_s, version=Version(1, step), learner_attached=learner)

@@ -32,8 +32,7 @@ from asyncrl.deployment.known_runs import (
     newest_weights,
 )
 from asyncrl.errors import RunError
-from asyncrl.learner.record_lines import known_info
-from asyncrl.learner.records import EvalRecord, RunInfo
+from asyncrl.learner.records import EvalRecord, RunInfo, known_info
 
 
 def record(folder: Path, name: str, **changed: Any) -> Path:

@@ -18,23 +18,21 @@ from made_up_run import TOTALS, make_step
 from prometheus_client import CollectorRegistry
 
 from asyncrl import shown_text
-from asyncrl.buffer.failure_records import Failure, FailureCount
+from asyncrl.buffer.records import Failure, FailureCount
 from asyncrl.common.lineage import Lineage
 from asyncrl.common.roles import RunState
 from asyncrl.common.tasks import Stopped
 from asyncrl.common.version import Version
 from asyncrl.complete_directory import COMPLETE, unfinished
 from asyncrl.config.schema import CheckpointSection, Config
-from asyncrl.coordinator.endpoints import EndpointChanges, Endpoints
-from asyncrl.coordinator.failures import FailureReports
-from asyncrl.coordinator.learner_calls import LearnerCalls
-from asyncrl.coordinator.snapshot import RunSnapshot
+from asyncrl.coordinator.coordinator import FailureReports, LearnerCalls
+from asyncrl.coordinator.registry import EndpointChanges, Endpoints
+from asyncrl.coordinator.status import RunSnapshot
 from asyncrl.data.prompts import PromptCursor
 from asyncrl.deployment import learner, shared_actors
-from asyncrl.deployment import targets as targets_module
-from asyncrl.deployment.closing import LEAVE_S
+from asyncrl.deployment import learner as targets_module
 from asyncrl.deployment.inputs import Prompts
-from asyncrl.deployment.learner import LearnerDeployment
+from asyncrl.deployment.learner import LEAVE_S, LearnerDeployment
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.screen import Screen
 from asyncrl.errors import ActorGone, CheckpointError, FailureClass, Fenced, RunError, StallError

@@ -23,9 +23,9 @@ from asyncrl.cli.main import app
 from asyncrl.cli.options import clear_previous
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
-from asyncrl.deployment.remains import COMMAND_CHARACTERS, clear, remains_of, stray_processes
+from asyncrl.deployment.known_runs import COMMAND_CHARACTERS, clear, remains_of, stray_processes
 from asyncrl.deployment.run_dir import SESSION_MARK, session_mark
-from asyncrl.learner.record_lines import known_info
+from asyncrl.learner.records import known_info
 
 pytestmark = pytest.mark.slow
 

@@ -28,8 +28,7 @@ from asyncrl.deployment.learner_log import going_on
 from asyncrl.deployment.resuming import Choice, chosen_checkpoint, no_checkpoint, step_of, unfinished_run
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import CheckpointDamaged, CheckpointError, ConfigError, RunError, RunLocked
-from asyncrl.learner.record_lines import read_lines
-from asyncrl.learner.records import EvalRecord, StepRecord
+from asyncrl.learner.records import EvalRecord, StepRecord, read_lines
 from asyncrl.metrics.trackers import Going
 
 

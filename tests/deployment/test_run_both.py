@@ -17,7 +17,7 @@ from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.screen import Screen
 from asyncrl.errors import GeneratorPoolExhausted, RunError, StallError
 from asyncrl.generation.shared_memory import EngineProcesses, node_id
-from asyncrl.learner.record_lines import known_info
+from asyncrl.learner.records import known_info
 
 DEADLINE_S = 60.0
 NO_PROMPTS = Prompts(train=(), heldout=())

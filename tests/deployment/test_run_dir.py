@@ -17,13 +17,11 @@ from made_up_run import make_step
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
-from asyncrl.deployment import run_lock
-from asyncrl.deployment.provenance import provenance
-from asyncrl.deployment.run_dir import SESSION_MARK, RunDir, session_mark
+from asyncrl.deployment import run_dir
+from asyncrl.deployment.run_dir import SESSION_MARK, RunDir, provenance, session_mark
 from asyncrl.errors import CheckpointError, ConfigError, FileRefused, RunLocked
 from asyncrl.learner.audit_records import Began, Machine
-from asyncrl.learner.record_lines import read_lines
-from asyncrl.learner.records import EvalRecord, SampleRecord, StepRecord
+from asyncrl.learner.records import EvalRecord, SampleRecord, StepRecord, read_lines
 
 pytestmark = pytest.mark.slow
 
@@ -273,7 +271,7 @@ def test_a_lock_on_a_directory_that_was_just_moved_aside_does_not_count(
         calls.append(operation)
         real_flock(file, operation)
 
-    monkeypatch.setattr(run_lock.fcntl, "flock", flock)
+    monkeypatch.setattr(run_dir.fcntl, "flock", flock)
     with RunDir.create(config_in(tmp_path)):
         monkeypatch.undo()
         with pytest.raises(RunLocked):

@@ -11,7 +11,7 @@ from asyncrl.config.parts import all_configs
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.environments.interfaces import build_sets, build_tasks
-from asyncrl.environments.part_scorers import PartScorers
+from asyncrl.environments.scoring import PartScorers
 from asyncrl.errors import DatasetError
 
 HERE = "test_held_out_sets"

@@ -11,7 +11,7 @@ from asyncrl.data.left_out import LeftOutRow
 from asyncrl.data.prompts import Task
 from asyncrl.deployment.inputs import _fitting_of_parts
 from asyncrl.environments.interfaces import build_tasks
-from asyncrl.environments.part_scorers import PartScorers
+from asyncrl.environments.scoring import PartScorers
 from asyncrl.errors import ConfigError, DatasetError
 
 HERE = "test_mixture_parts"

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from asyncrl.environments import output
-from asyncrl.environments.output import LINE_CHARS, LINES_A_SECOND, BoundedLines, OutputReader
+from asyncrl.environments import scoring_child
+from asyncrl.environments.scoring_child import LINE_CHARS, LINES_A_SECOND, BoundedLines, OutputReader
 from asyncrl.environments.secrets import Secrets
 
 
@@ -134,7 +134,7 @@ def test_a_count_of_what_was_left_out_is_passed_on_although_nothing_follows() ->
 
 @pytest.mark.slow
 def test_a_flood_is_bounded_and_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "BYTES_A_SECOND", 2**20)
+    monkeypatch.setattr(scoring_child, "BYTES_A_SECOND", 2**20)
     lines = printed("import os\nfor _ in range(32): os.write(1, (b'x' * 63 + b'\\n') * 1024)")
     shown = [line for line in lines if line.startswith("x")]
     left_out = sum(int(line.split()[1]) for line in lines if line.startswith("…"))

@@ -11,9 +11,9 @@ from scoring_processes import pids, replaced
 
 from asyncrl.config.schema import EnvironmentSection
 from asyncrl.data.prompts import Task
-from asyncrl.environments.output import LINES_A_SECOND
 from asyncrl.environments.scores import Score
 from asyncrl.environments.scoring import Scorer
+from asyncrl.environments.scoring_child import LINES_A_SECOND
 from asyncrl.environments.scoring_messages import RewardFailure
 from asyncrl.environments.scoring_process import GIVEN_UP_AFTER
 from asyncrl.environments.secrets import Secrets

@@ -3,8 +3,7 @@ import threading
 import pytest
 
 from asyncrl.data.prompts import Task
-from asyncrl.environments.math import Math
-from asyncrl.environments.verifiers import exact_match, math_verify
+from asyncrl.environments.verifiers import Math, exact_match, math_verify
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from asyncrl.config.schema import Config, HeldoutSet
 from asyncrl.data.prompts import Task
 from asyncrl.data.specs import BRANCH, NO_BRANCH
 from asyncrl.demo.chat_tokenizer import END, build_chat_tokenizer
-from asyncrl.environments.part_scorers import PartScorers
+from asyncrl.environments.scoring import PartScorers
 from asyncrl.environments.scoring_messages import RewardFailure
 from asyncrl.errors import DataError, InfraError
 from asyncrl.generation.agent_rollouts import AgentRollouts

@@ -10,9 +10,8 @@ import pytest
 from pool import TASKS, empty_pool, everything_else_runs, started_pool, until
 
 from asyncrl import __version__
-from asyncrl.buffer.failure_records import Failure
 from asyncrl.buffer.ledger import Event, Fate
-from asyncrl.buffer.records import CommitOutcome, GroupMeta, Refusal
+from asyncrl.buffer.records import CommitOutcome, Failure, GroupMeta, Refusal
 from asyncrl.common.version import Version
 from asyncrl.coordinator.client import CoordinatorClient, perform
 from asyncrl.coordinator.coordinator import Coordinator

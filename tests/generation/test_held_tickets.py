@@ -2,7 +2,7 @@
 
 from buffer_scenes import Scene, stored_by
 
-from asyncrl.generation.held_tickets import HeldTickets
+from asyncrl.generation.generator import HeldTickets
 
 
 def test_only_what_has_changed_since_an_answered_heartbeat_is_sent() -> None:

@@ -7,8 +7,7 @@ import pytest
 from fake_engine import FakeEngine
 from pool import LengthScorer, Tokenizer, manifest_of
 
-from asyncrl.buffer.failure_records import Failure, FailureCount
-from asyncrl.buffer.records import Ticket
+from asyncrl.buffer.records import Failure, FailureCount, Ticket
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import Call, CoordinatorClient

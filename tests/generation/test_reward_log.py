@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.generation import reward_log
-from asyncrl.generation.reward_log import RewardLog
+from asyncrl.generation import actor
+from asyncrl.generation.actor import RewardLog
 
 
 def test_lines_of_several_replicas_carry_time_and_name(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_a_log_that_cannot_be_written_is_reported_once_and_again_after_it_could(
 
 
 def test_the_log_ends_at_its_limit_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reward_log, "MAX_BYTES", 2**20)
+    monkeypatch.setattr(actor, "MAX_BYTES", 2**20)
     path = tmp_path / "reward.log"
     path.write_bytes(b"x" * (2**20 - 1) + b"\n")
     RewardLog(path, replica="a")("not written")

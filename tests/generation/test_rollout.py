@@ -26,7 +26,7 @@ from asyncrl.errors import DataError, HandshakeError
 from asyncrl.generation.episodes import Episode, single_turn
 from asyncrl.generation.interfaces import Completion
 from asyncrl.generation.rollout import Attempt, FinishedGroup, Played, Rollouts, finished_group
-from asyncrl.learner.batch import judge_samples
+from asyncrl.learner.stages import judge_samples
 from asyncrl.weights.staging import StagedWeights
 
 TICKET = Ticket(

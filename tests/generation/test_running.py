@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from asyncrl.generation.running import RunningRollouts
+from asyncrl.generation.generator import RunningRollouts
 
 LONG_S = 3600.0
 

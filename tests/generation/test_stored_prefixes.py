@@ -19,8 +19,7 @@ from asyncrl.data.specs import SUPPORT
 from asyncrl.data_plane.codec import PAD_VALUES, Picked, decode, encode
 from asyncrl.errors import InfraError, RowsLost
 from asyncrl.generation.interfaces import PartialCompletion
-from asyncrl.generation.prefix_keeper import PrefixKeeper
-from asyncrl.generation.prefixes import PREFIX_COLUMNS, prefix_of, rows_of, samples_of_rows, seed_of
+from asyncrl.generation.prefixes import PREFIX_COLUMNS, PrefixKeeper, prefix_of, rows_of, samples_of_rows, seed_of
 
 STORED: dict[str, Any] = {
     "generator": {"max_concurrent_groups": 1, "max_completion_tokens": 40, "persist_every_tokens": 2},

@@ -18,7 +18,7 @@ from asyncrl.common.roles import Role
 from asyncrl.common.version import Version
 from asyncrl.config.load import shared_config
 from asyncrl.coordinator.registry import Deployment
-from asyncrl.coordinator.snapshot import Restored
+from asyncrl.coordinator.status import Restored
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.codec import PAD_VALUES, Picked, decode, encode

@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY, Command
 
-from asyncrl.learner.aggregates import state_shares
-from asyncrl.learner.record_lines import read_lines
-from asyncrl.learner.records import StepRecord
+from asyncrl.learner.records import StepRecord, read_lines, state_shares
 from asyncrl.views.headline import Bottleneck, Bound, Concern, Headline, bottleneck
 from asyncrl.views.report import read_run
 from asyncrl.views.run_facts import setting_at

@@ -19,8 +19,7 @@ from asyncrl.config.schema import Config
 from asyncrl.data_plane.calls import has_process
 from asyncrl.deployment import pool as pools
 from asyncrl.deployment.cluster import patiently, placed
-from asyncrl.deployment.generators import GeneratorDeployment
-from asyncrl.deployment.pool import Replica, ReplicaPool
+from asyncrl.deployment.pool import GeneratorDeployment, Replica, ReplicaPool
 from asyncrl.errors import ActorGone, PlacementError
 from asyncrl.policy.worker import PolicyWorker
 from asyncrl.ranks.group import RankGroup

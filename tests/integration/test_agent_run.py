@@ -9,8 +9,7 @@ import pytest
 from conftest import REPOSITORY, Command
 from two_clients import client_of
 
-from asyncrl.learner.record_lines import read_lines
-from asyncrl.learner.records import EvalRecord, SampleRecord, StepRecord
+from asyncrl.learner.records import EvalRecord, SampleRecord, StepRecord, read_lines
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 

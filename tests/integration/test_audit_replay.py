@@ -32,12 +32,11 @@ from asyncrl.data.prompts import Task
 from asyncrl.data.row_checksums import row_checksums
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.codec import PAD_VALUES
-from asyncrl.deployment.provenance import processor, provenance
+from asyncrl.deployment.run_dir import processor, provenance
 from asyncrl.learner.audit_records import Began, Machine, TrainedStep, framed, records_path
-from asyncrl.learner.batch import step_meta
-from asyncrl.learner.kept_steps import KeptSteps, kept_columns
-from asyncrl.learner.stages import Stages
-from asyncrl.learner.step_end import trained_step
+from asyncrl.learner.checkpoint import KeptSteps, kept_columns
+from asyncrl.learner.recording import trained_step
+from asyncrl.learner.stages import Stages, step_meta
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.metrics.states import StateClock
 from asyncrl.policy.tq_policy import TQPolicy

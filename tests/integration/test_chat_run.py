@@ -8,8 +8,7 @@ from chat_models import tiny_llama, write_conversations
 from conftest import REPOSITORY, Command, in_this_process
 
 from asyncrl.config.load import load_config
-from asyncrl.learner.record_lines import read_lines
-from asyncrl.learner.records import EvalRecord, SampleRecord, StepRecord
+from asyncrl.learner.records import EvalRecord, SampleRecord, StepRecord, read_lines
 
 pytest.importorskip("datasets")
 

@@ -14,11 +14,10 @@ import pytest
 from conftest import Run
 from ending_rewards import KINDS, questions, write_openenv
 
-from asyncrl.buffer.failure_records import FailureCount
+from asyncrl.buffer.records import FailureCount
 from asyncrl.config.schema import Config
 from asyncrl.demo.tiny_model import ensure_model
-from asyncrl.learner.record_lines import read_lines
-from asyncrl.learner.records import StepRecord
+from asyncrl.learner.records import StepRecord, read_lines
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 

@@ -22,7 +22,7 @@ from onlookers import reported
 from asyncrl.algorithms.advantages import Samples, compute_advantages, resolve_estimator
 from asyncrl.algorithms.loss import build_loss
 from asyncrl.algorithms.presets import baseline_of
-from asyncrl.buffer.attempts import seed_of_group
+from asyncrl.buffer.groups import seed_of_group
 from asyncrl.common.version import Version
 from asyncrl.complete_directory import COMPLETE
 from asyncrl.data.batched_data_dict import BatchedDataDict

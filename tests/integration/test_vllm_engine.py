@@ -17,13 +17,13 @@ from local_weights import staged
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM
 
-from asyncrl.buffer.attempts import seed_of_group
+from asyncrl.buffer.groups import seed_of_group
 from asyncrl.common.version import Version
 from asyncrl.config.parts import all_configs
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.deployment.model_evaluation import evaluate_set, heldout_tasks
-from asyncrl.environments.part_scorers import PartScorers
+from asyncrl.environments.scoring import PartScorers
 from asyncrl.errors import InfraError, TornReplica
 from asyncrl.generation.interfaces import Completion
 from asyncrl.generation.model_parameters import expected_parameters

@@ -15,16 +15,14 @@ from memory_client import MemoryClient
 
 from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
 from asyncrl.algorithms.token_estimators import OUTCOME, TokenEstimator
-from asyncrl.buffer.failure_records import FailedTicket, Failure
-from asyncrl.buffer.records import CommitOutcome, GroupMeta, HeldReport, Lease, LeaseWait, Ticket
+from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, GroupMeta, HeldReport, Lease, LeaseWait, Ticket
 from asyncrl.common.version import Version
 from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import Call, CoordinatorClient, perform
 from asyncrl.coordinator.coordinator import Coordinator
-from asyncrl.coordinator.replicas import ReplicaReport
-from asyncrl.coordinator.snapshot import RunSnapshot
-from asyncrl.coordinator.status import RunStatus
+from asyncrl.coordinator.registry import ReplicaReport
+from asyncrl.coordinator.status import RunSnapshot, RunStatus
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
 from asyncrl.data.row_checksums import row_checksums
@@ -40,8 +38,7 @@ from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.heldout import HeldoutEvaluation
 from asyncrl.learner.loop import LearnerLoop
 from asyncrl.learner.recording import described_metrics
-from asyncrl.learner.records import EvalRecord, RunTotals, SampleRecord, StepRecord
-from asyncrl.learner.run_log import RunLog
+from asyncrl.learner.records import EvalRecord, RunLog, RunTotals, SampleRecord, StepRecord
 from asyncrl.learner.sample_texts import Texts
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.metrics.states import StateClock

@@ -14,7 +14,7 @@ import pytest
 from learner_scenes import Scene, skipped
 
 from asyncrl.complete_directory import COMPLETE, unfinished
-from asyncrl.coordinator.snapshot import RunSnapshot
+from asyncrl.coordinator.status import RunSnapshot
 from asyncrl.errors import CheckpointError, CollectiveError, RowsLost
 from asyncrl.learner.audit_records import TrainedStep
 from asyncrl.learner.records import StepRecord

@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from asyncrl.learner.eval_numbers import mean_and_error, pass_at
+from asyncrl.learner.records import mean_and_error, pass_at
 
 
 def test_the_error_is_that_of_the_mean_over_prompts() -> None:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from asyncrl.buffer.failure_records import TOOL_FAILED, Failure, FailureCount
+from asyncrl.buffer.records import TOOL_FAILED, Failure, FailureCount
 from asyncrl.coordinator.client import Call, CoordinatorClient
 from asyncrl.errors import DataError, FailureClass, RunError
-from asyncrl.learner.failure_watch import COUNTS_EVERY_S, FailureWatch
-from asyncrl.learner.failures import groups_by_reason
+from asyncrl.learner.recording import COUNTS_EVERY_S, FailureWatch
+from asyncrl.learner.records import groups_by_reason
 
 
 def counted(reason: str, rollouts: int, *, groups: int | None = None, samples: int = 0) -> FailureCount:
@@ -113,7 +113,7 @@ async def test_the_buffer_is_asked_for_more_than_is_known_and_may_be_silent_for_
         if len(pauses) == 3:
             raise asyncio.CancelledError
 
-    monkeypatch.setattr("asyncrl.learner.failure_watch.asyncio.sleep", pause)
+    monkeypatch.setattr("asyncrl.learner.recording.asyncio.sleep", pause)
     scene.answers = [(counted("reward_raised", 2),), RunError("no answer"), ()]
     with pytest.raises(asyncio.CancelledError):
         await scene.watch.run()

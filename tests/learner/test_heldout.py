@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from learner_scenes import Scene
 
-from asyncrl.buffer.failure_records import Failure
+from asyncrl.buffer.records import Failure
 from asyncrl.common.version import Version
 from asyncrl.data.prompts import Task
 from asyncrl.errors import ActorUnreachable, CallTimeout, FailureClass, RunError, StallError

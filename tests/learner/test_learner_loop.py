@@ -15,7 +15,7 @@ from asyncrl.buffer.ledger import Event, Fate
 from asyncrl.buffer.records import Ticket
 from asyncrl.common.roles import RunState
 from asyncrl.common.version import Version
-from asyncrl.coordinator.learner_calls import LearnerCalls
+from asyncrl.coordinator.coordinator import LearnerCalls
 from asyncrl.data.specs import GENERATED_FIELDS
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import ActorGone, NonFiniteError, ParityError, RowsLost, RunError, StallError

@@ -10,9 +10,17 @@ import pytest
 from made_up_run import TOTALS, make_step
 
 from asyncrl.errors import RunError
-from asyncrl.learner.aggregates import build_summary, edge_window, ess_of_steps, state_shares
-from asyncrl.learner.record_lines import read_lines
-from asyncrl.learner.records import EvalRecord, HeldoutEnds, StepRecord, Summary
+from asyncrl.learner.records import (
+    EvalRecord,
+    HeldoutEnds,
+    StepRecord,
+    Summary,
+    build_summary,
+    edge_window,
+    ess_of_steps,
+    read_lines,
+    state_shares,
+)
 
 
 def step(number: int, **changed: Any) -> StepRecord:

@@ -3,11 +3,10 @@
 import pytest
 from made_up_run import make_status
 
-from asyncrl.buffer.failure_records import Failure, FailureCount, FailureStreak
-from asyncrl.buffer.records import LeaseWait
+from asyncrl.buffer.records import Failure, FailureCount, FailureStreak, LeaseWait
 from asyncrl.config.schema import Config
 from asyncrl.errors import FailureClass, RunError, StallError
-from asyncrl.learner.progress import check_progress
+from asyncrl.learner.heldout import check_progress
 
 CONFIG = Config.model_validate({"generator": {"max_data_failures": 16}})
 

@@ -13,19 +13,16 @@ import msgspec
 import pytest
 from learner_scenes import Scene, judged, skipped, trained
 
-from asyncrl.buffer.failure_records import FailedTicket, Failure
 from asyncrl.buffer.ledger import Fate
-from asyncrl.buffer.records import FilteredGroup
+from asyncrl.buffer.records import FailedTicket, Failure, FilteredGroup
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
-from asyncrl.coordinator.replicas import ReplicaReport, mean_states
+from asyncrl.coordinator.registry import ReplicaReport, mean_states
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import FailureClass
-from asyncrl.learner.aggregates import build_summary
 from asyncrl.learner.audit_records import Began, Machine
 from asyncrl.learner.recording import EndedStep, StepRecorder
-from asyncrl.learner.records import StepRecord
-from asyncrl.learner.run_log import RunLog
+from asyncrl.learner.records import RunLog, StepRecord, build_summary
 from asyncrl.metrics.catalogue import CATALOGUE, Kind, Role
 from asyncrl.metrics.numbers import AGENT_NUMBERS, GAUGES
 from asyncrl.metrics.recorders import LearnerMetrics

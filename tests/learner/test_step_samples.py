@@ -22,7 +22,8 @@ from asyncrl.data.specs import BRANCH, NO_VERSION
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import StalenessViolation
 from asyncrl.learner import stages
-from asyncrl.learner.batch import (
+from asyncrl.learner.sample_texts import Texts
+from asyncrl.learner.stages import (
     StepSamples,
     check_staleness,
     counts_by_staleness,
@@ -30,7 +31,6 @@ from asyncrl.learner.batch import (
     sample_record,
     step_meta,
 )
-from asyncrl.learner.sample_texts import Texts
 from asyncrl.ranks.named_rows import LIMIT, MASKS_STALE
 from asyncrl.ranks.report import StepReport
 

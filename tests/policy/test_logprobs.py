@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from asyncrl.errors import ConfigError
-from asyncrl.policy import chunked_head
+from asyncrl.policy import logprobs
 from asyncrl.policy.logprobs import head_logprobs, model_logprobs, rounded_weights
 
 pytestmark = pytest.mark.slow
@@ -115,7 +115,7 @@ def test_huge_logits_of_both_signs_stay_finite() -> None:
 def test_bfloat16_inputs_are_multiplied_in_float32_and_rounded_once_on_a_cpu_without_bfloat16(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(chunked_head, "_has_bfloat16_products", lambda: False)
+    monkeypatch.setattr(logprobs, "_has_bfloat16_products", lambda: False)
     hidden_ND, weight_VD, targets_N = inputs(torch.bfloat16)
     exact = [tensor.detach().float().requires_grad_() for tensor in (hidden_ND, weight_VD)]
     want_N, _ = full(exact[0] @ exact[1].t(), targets_N)
@@ -144,7 +144,7 @@ def large_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_bfloat16_products_round_only_what_is_left_after_a_number_near_the_result_is_subtracted(
     monkeypatch: pytest.MonkeyPatch, with_entropy: bool
 ) -> None:
-    monkeypatch.setattr(chunked_head, "_has_bfloat16_products", lambda: True)
+    monkeypatch.setattr(logprobs, "_has_bfloat16_products", lambda: True)
     hidden_ND, weight_VD, targets_N = large_inputs()
     hidden, weight = (tensor.detach().double().requires_grad_() for tensor in (hidden_ND, weight_VD))
     logits_NV = hidden @ weight.t() / 0.7
@@ -174,7 +174,7 @@ def test_bfloat16_products_round_only_what_is_left_after_a_number_near_the_resul
 def test_gradients_from_bfloat16_products_are_those_of_full_logits_within_five_percent(
     monkeypatch: pytest.MonkeyPatch, trains_entropy: bool
 ) -> None:
-    monkeypatch.setattr(chunked_head, "_has_bfloat16_products", lambda: True)
+    monkeypatch.setattr(logprobs, "_has_bfloat16_products", lambda: True)
     hidden_ND, weight_VD, targets_N = large_inputs()
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden_ND, weight_VD)]
     upstream_2N = torch.randn(2, len(targets_N), generator=torch.Generator().manual_seed(1))
@@ -224,7 +224,7 @@ def test_a_chunk_is_as_large_as_its_buffers_may_be(
     trains_entropy: bool,
     float32_numbers_per_logit: float,
 ) -> None:
-    monkeypatch.setattr(chunked_head, "_has_bfloat16_products", lambda: has_products)
+    monkeypatch.setattr(logprobs, "_has_bfloat16_products", lambda: has_products)
     hidden_ND = torch.randn(100, 2, dtype=dtype, requires_grad=True)
     weight_VD = torch.randn(2000, 2, dtype=dtype, requires_grad=True)
     targets_N = torch.randint(2000, (100,))
@@ -243,7 +243,7 @@ def test_a_chunk_is_as_large_as_its_buffers_may_be(
 def test_a_weight_in_bfloat16_and_its_gradient_are_never_whole_in_float32(
     monkeypatch: pytest.MonkeyPatch, has_products: bool
 ) -> None:
-    monkeypatch.setattr(chunked_head, "_has_bfloat16_products", lambda: has_products)
+    monkeypatch.setattr(logprobs, "_has_bfloat16_products", lambda: has_products)
     hidden_ND = torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True)
     weight_VD = torch.randn(2000, 32, dtype=torch.bfloat16, requires_grad=True)
     with Float32Sizes() as sizes:
@@ -292,7 +292,7 @@ def tiny_qwen3(*, tied: bool) -> Qwen3ForCausalLM:
 def test_a_model_gives_the_log_probs_and_every_gradient_of_its_full_logits(
     tied: bool, temperature: float, with_entropy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(chunked_head.CHUNK_LOGITS, "cpu", 64 * 18)
+    monkeypatch.setitem(logprobs.CHUNK_LOGITS, "cpu", 64 * 18)
     model = tiny_qwen3(tied=tied)
     input_ids_BS = torch.randint(1, VOCABULARY, (3, 7), generator=torch.Generator().manual_seed(2))
     weights_BT = torch.randn(3, 6, generator=torch.Generator().manual_seed(3))

@@ -6,7 +6,7 @@ from rounding import GRADIENT, OUTPUT, assert_reordered, spread
 from tiny_groups import rows_of
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from asyncrl.policy import chunked_head
+from asyncrl.policy import logprobs
 from asyncrl.policy.logprobs import head_logprobs, model_logprobs
 from asyncrl.ranks.packed import ATTENTION, PackedRows
 
@@ -132,7 +132,7 @@ def test_a_support_of_all_tokens_is_the_whole_softmax() -> None:
 def test_bfloat16_inputs_give_float32_values_and_gradients_of_their_own_dtype(
     has_products: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunked_head, "_has_bfloat16_products", lambda: has_products)
+    monkeypatch.setattr(logprobs, "_has_bfloat16_products", lambda: has_products)
     hidden_ND, weight_VD = inputs(torch.bfloat16)
     targets_N, support_NK = supports()
     exact = [tensor.detach().float().requires_grad_() for tensor in (hidden_ND, weight_VD)]
@@ -182,7 +182,7 @@ def rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_model_gives_them_for_padded_and_packed_rows(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(chunked_head.CHUNK_LOGITS, "cpu", 64 * 12)
+    monkeypatch.setitem(logprobs.CHUNK_LOGITS, "cpu", 64 * 12)
     tokens_BS, lengths_B, support_BSK = rows()
     made = model()
     logits_BTV = made(input_ids=tokens_BS, use_cache=False).logits[:, :-1] / 0.8

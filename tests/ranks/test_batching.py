@@ -8,7 +8,7 @@ from tiny_groups import STEP, make_batch, make_group
 
 from asyncrl.config.schema import LearnerSection
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.masks import trained_mask
+from asyncrl.data.specs import trained_mask
 from asyncrl.errors import StalenessViolation
 from asyncrl.ranks.batching import (
     check_token_staleness,

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from asyncrl.config.schema import OptimizerSection
 from asyncrl.ranks.checkpoint import ShardedState
-from asyncrl.ranks.optimizer import adamw
+from asyncrl.ranks.worker import adamw
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 SECTION = OptimizerSection(learning_rate=0.05, weight_decay=0.1)

@@ -7,8 +7,7 @@ from tiny_groups import rows_of
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl.errors import ConfigError
-from asyncrl.policy.chunked_head import CHUNK_LOGITS
-from asyncrl.policy.logprobs import model_logprobs
+from asyncrl.policy.logprobs import CHUNK_LOGITS, model_logprobs
 from asyncrl.ranks.packed import ATTENTION, PackedRows, packed_attention
 
 pytestmark = pytest.mark.slow

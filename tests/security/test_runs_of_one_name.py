@@ -18,8 +18,7 @@ from asyncrl.common.roles import Role
 from asyncrl.coordinator.registry import Deployment, Registry
 from asyncrl.deployment import shared_actors
 from asyncrl.errors import AnotherRun
-from asyncrl.learner.record_lines import known_info
-from asyncrl.learner.records import RunInfo
+from asyncrl.learner.records import RunInfo, known_info
 
 HERE: dict[str, dict[str, Any]] = {
     "running elsewhere": {"host": "another.host"},

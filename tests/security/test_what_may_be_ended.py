@@ -12,9 +12,9 @@ import psutil
 import pytest
 from run_from_elsewhere import WAITS, gone_pid, rewrite, run_of, waiting
 
-from asyncrl.deployment.remains import clear, remains_of
+from asyncrl.deployment.known_runs import clear, remains_of
 from asyncrl.deployment.run_dir import SESSION_MARK, directory_id, session_mark
-from asyncrl.learner.record_lines import known_info
+from asyncrl.learner.records import known_info
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from run_from_elsewhere import rewrite, run_of
 
-from asyncrl.deployment.remains import clear, remains_of
+from asyncrl.deployment.known_runs import clear, remains_of
 from asyncrl.generation import shared_memory
 from asyncrl.generation.shared_memory import removable, sweep_shared_memory
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 from made_up_run import make_step
 
-from asyncrl.buffer.failure_records import Failure, FailureCount
+from asyncrl.buffer.records import Failure, FailureCount
 from asyncrl.config.schema import Config
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import FailureClass

@@ -9,8 +9,7 @@ from asyncrl.buffer.ledger import Account, Amount, Fate
 from asyncrl.buffer.records import Counts
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
-from asyncrl.coordinator.registry import Deployment
-from asyncrl.coordinator.replicas import AbleReplicas, ReplicaReport, ReplicaView
+from asyncrl.coordinator.registry import AbleReplicas, Deployment, ReplicaReport, ReplicaView
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.learner.records import RunInfo, RunTotals, StepRecord
 

@@ -17,8 +17,7 @@ from written_runs import write_run
 from asyncrl.cli.main import app
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.learner.aggregates import heldout_ends
-from asyncrl.learner.records import EvalRecord
+from asyncrl.learner.records import EvalRecord, heldout_ends
 from asyncrl.views.compare import Compared, compare_html, curves, differences, read_compared, totals
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.schema import Config
-from asyncrl.learner.aggregates import shares_of
+from asyncrl.learner.records import shares_of
 from asyncrl.metrics.catalogue import GENERATOR_STATES, LEARNER_STATES
 from asyncrl.views import headline as module
 from asyncrl.views.headline import HELD_BACK, OTHER_WAITS, Bound, Concern, RunFacts, bottleneck, headline

@@ -3,7 +3,7 @@
 import msgspec
 from made_up_run import TOTALS, make_step
 
-from asyncrl.learner.aggregates import build_summary
+from asyncrl.learner.records import build_summary
 from asyncrl.views.outcome import totals_lines
 
 

@@ -14,13 +14,12 @@ from made_up_run import TOTALS, make_step
 from typer.testing import CliRunner
 from written_runs import HOSTILE, lively_step, write_run
 
-from asyncrl.buffer.failure_records import Failure, FailureCount
+from asyncrl.buffer.records import Failure, FailureCount
 from asyncrl.cli.main import app
 from asyncrl.config.schema import Config
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import FailureClass, RunError
-from asyncrl.learner.aggregates import state_shares
-from asyncrl.learner.records import EvalRecord, Resumption
+from asyncrl.learner.records import EvalRecord, Resumption, state_shares
 from asyncrl.views import report_staleness
 from asyncrl.views.charts import Series
 from asyncrl.views.report import read_run, report_html, write_report

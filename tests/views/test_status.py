@@ -7,9 +7,8 @@ import msgspec
 import pytest
 from made_up_run import make_status, make_step
 
-from asyncrl.buffer.failure_records import TOOL_FAILED, Failure, FailureCount
 from asyncrl.buffer.ledger import Account, Amount, Event, Fate
-from asyncrl.buffer.records import LeaseWait
+from asyncrl.buffer.records import TOOL_FAILED, Failure, FailureCount, LeaseWait
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
 from asyncrl.coordinator.status import RunStatus

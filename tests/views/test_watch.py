@@ -13,8 +13,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 from written_runs import write_run
 
-from asyncrl.buffer.failure_records import Failure, FailureCount
 from asyncrl.buffer.ledger import Account, Amount, Fate
+from asyncrl.buffer.records import Failure, FailureCount
 from asyncrl.cli import status as command
 from asyncrl.cli.main import app
 from asyncrl.common.roles import RunState

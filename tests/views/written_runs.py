@@ -10,8 +10,7 @@ from made_up_run import TOTALS, make_step
 
 from asyncrl.config.schema import Config
 from asyncrl.deployment.run_dir import RunDir
-from asyncrl.learner.aggregates import build_summary
-from asyncrl.learner.records import EvalRecord, SampleRecord, StepRecord
+from asyncrl.learner.records import EvalRecord, SampleRecord, StepRecord, build_summary
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>"
 

@@ -3,7 +3,7 @@
 import pytest
 
 from asyncrl.common.version import Version
-from asyncrl.coordinator.replicas import AbleReplicas
+from asyncrl.coordinator.registry import AbleReplicas
 from asyncrl.weights.gate import should_publish
 
 PUBLISHED = Version(1, 4)
