@@ -22,14 +22,6 @@ from asyncrl.common.lineage import Lineage
 from asyncrl.common.version import Version
 from asyncrl.data.prompts import PromptSource
 
-# The table of groups: in which state each group is, and the numbers that depend on it.
-#
-# A group is in exactly one place: reserved (a generator works on it), ready (it may be trained), leased (the learner
-# trains it), waiting at the front (its prompt waits for the next attempt), or ended. Each method moves groups between
-# these places, and keeps the containers and the running numbers consistent: the booked bytes, the tokens of ready and
-# leased groups, the unleased groups by deadline, and the tickets by replica. The table contains no rules and counts
-# nothing in the ledger.
-
 # Containers of the replay buffer: the slot of a group, the queue of ready groups, and the prompts at the front.
 #
 # They are pure and contain no rules. Every order is total: ready groups are ordered by (deadline, group), waiting
@@ -179,6 +171,15 @@ class Front:
         for group in left_out:
             heapq.heappush(self._order, group)
         return found
+
+
+# The table of groups: in which state each group is, and the numbers that depend on it.
+#
+# A group is in exactly one place: reserved (a generator works on it), ready (it may be trained), leased (the learner
+# trains it), waiting at the front (its prompt waits for the next attempt), or ended. Each method moves groups between
+# these places, and keeps the containers and the running numbers consistent: the booked bytes, the tokens of ready and
+# leased groups, the unleased groups by deadline, and the tickets by replica. The table contains no rules and counts
+# nothing in the ledger.
 
 
 class GroupTable:

@@ -51,7 +51,7 @@ from asyncrl.metrics.recorders import BufferMetrics
 from asyncrl.metrics.server import MetricsServer
 from asyncrl.metrics.states import StateClock, monotonic_at_process_start
 
-# The parts of a run that the doors of the coordinator share, and what the coordinator tells of them.
+logger = logging.getLogger(__name__)
 
 # Clears rows and partial generations that no group needs, in the background.
 #
@@ -130,6 +130,9 @@ class Clearing:
             logger.warning("the rows of groups that will not be trained were not cleared: %s", error)
 
 
+# The parts of a run that the doors of the coordinator share, and what the coordinator tells of them.
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorParts:
     """The parts of a run that a `Coordinator` holds. `clock` returns monotonic seconds."""
@@ -170,9 +173,6 @@ class CoordinatorParts:
         if (recount := self.buffer.recount()) != (account := self.buffer.account):
             logger.error("the ledger has %s, but its groups add up to %s: this is a bug of asyncrl", account, recount)
         return RunSnapshot(buffer=self.buffer.snapshot(), prompts=self.prompts.state())
-
-
-logger = logging.getLogger(__name__)
 
 
 def _empty_buffer(config: Config, prompts: PromptSource, *, clock: Callable[[], float]) -> ReplayBuffer:

@@ -36,6 +36,8 @@ from asyncrl.run_files import opened
 from asyncrl.views.quantities import moment
 from asyncrl.views.report import write_report
 
+logger = logging.getLogger(__name__)
+
 RUNS = Path("runs")
 """Default of `run.dir`."""
 _NAMES_SHOWN = 12
@@ -229,8 +231,6 @@ def _last_sign_of_life(directory: Path, info: RunInfo) -> str:
 # the run's nonce and the id of the run's directory, which the run wrote there. The processes must be the user's, be
 # younger than the run, and run a program of Ray, vLLM or asyncrl, or be descendants of such a process. A file in
 # /dev/shm must be `removable`, be younger than the run, and not be mapped by another process of the user.
-
-logger = logging.getLogger(__name__)
 
 EXIT_S = 10.0
 CLOCK_S = 2.0

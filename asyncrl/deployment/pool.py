@@ -59,6 +59,8 @@ from asyncrl.generation.actor import GeneratorActor
 from asyncrl.generation.shared_memory import EngineProcesses, reap
 from asyncrl.policy.model_directory import read_json
 
+logger = logging.getLogger(__name__)
+
 # One replica of a generator deployment: its present actor, and what its deployment knows of it.
 
 
@@ -108,8 +110,6 @@ class Replica:
             return ActorGone(reason_of_death(error))
         return error or RunError("its rollout loop returned without an error")
 
-
-logger = logging.getLogger(__name__)
 
 ACTOR_CONCURRENCY = 10_000
 EXIT_S = 10.0

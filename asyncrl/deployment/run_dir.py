@@ -56,6 +56,8 @@ from asyncrl.learner.records import DATA, DataRecord, EvalRecord, Resumption, Ru
 from asyncrl.run_files import check_plain, opened_to_append
 from asyncrl.shown_text import redacted
 
+logger = logging.getLogger(__name__)
+
 # Takes the directory of a run for this process: locks it, and moves the directory of an earlier run aside.
 #
 # The kernel releases the lock (flock) when the process dies, so a dead holder needs no cleanup.
@@ -148,7 +150,6 @@ def _free_name(path: Path) -> Path:
     return aside
 
 
-logger = logging.getLogger(__name__)
 _json = msgspec.json.Encoder()
 
 State = Literal["finished", "stopped", "failed"]

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from asyncrl.generation.agent_rollouts import AgentRollouts
     from asyncrl.generation.gateway import Answered, Asked
 
+logger = logging.getLogger(__name__)
+
 
 class GeneratorActor:
     """Body of the actor. Call `start`, then `run` (which returns when the replica is drained), then `shutdown`."""
@@ -185,8 +187,6 @@ class GeneratorActor:
 
 MAX_BYTES = 64 * 2**20
 """Largest size of the file. All replicas of one machine write to the same file."""
-
-logger = logging.getLogger(__name__)
 
 
 class RewardLog:

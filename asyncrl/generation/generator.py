@@ -366,8 +366,6 @@ class Generator:
         )
 
 
-# The end of a rollout: stores the rows of finished groups, and then commits the groups or reports their failures.
-
 # The rollouts that run on a replica, and the waits for their ends.
 
 
@@ -547,6 +545,9 @@ class HeldTickets:
 DELIVER_EVERY_S = 0.05
 """Least time between two deliveries while rollouts run. Short groups are delivered together, because a delivery takes
 three calls to other processes."""
+
+
+# The end of a rollout: stores the rows of finished groups, and then commits the groups or reports their failures.
 
 
 @dataclass(kw_only=True)

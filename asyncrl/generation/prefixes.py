@@ -26,6 +26,8 @@ from asyncrl.errors import AsyncRLError, InfraError
 from asyncrl.generation.interfaces import PartialCompletion, Sampled
 from asyncrl.generation.long_work import beside_loop
 
+logger = logging.getLogger(__name__)
+
 PREFIX_COLUMNS = (
     "input_ids",
     "input_lengths",
@@ -176,8 +178,6 @@ def _state(sample: PartialCompletion) -> int:
 # Storing never fails a rollout: if a group cannot be stored, it is generated on, and a later attempt would continue
 # what was stored before, or begin again. Invariant: stored tokens were sampled by verified weights, because a put waits
 # for the probe of the last weight update.
-
-logger = logging.getLogger(__name__)
 
 
 class PrefixKeeper:

@@ -42,6 +42,8 @@ from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.policy.tq_policy import TQPolicy
 from asyncrl.ranks.report import StepReport
 
+logger = logging.getLogger(__name__)
+
 DISCARDED_FATES = (Fate.DROPPED, Fate.FILTERED, Fate.SKIPPED, Fate.ROWS_LOST, Fate.FAILED, Fate.RETURNED_ON_RESUME)
 
 
@@ -305,8 +307,6 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-# The end of a step: writes its records and samples and clears its rows, while the next step is leased and trained.
-
 # The rows of the groups of the learner's steps: reads them, and clears them when no checkpoint needs them.
 
 SETTLE_S = 5.0
@@ -360,7 +360,7 @@ class StepRows:
             await asyncio.sleep(POLL_S)
 
 
-logger = logging.getLogger(__name__)
+# The end of a step: writes its records and samples and clears its rows, while the next step is leased and trained.
 
 
 @dataclass(kw_only=True)

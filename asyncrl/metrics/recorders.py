@@ -41,6 +41,8 @@ from asyncrl.metrics.catalogue import (
 from asyncrl.metrics.numbers import GAUGES
 from asyncrl.metrics.states import caught_up
 
+logger = logging.getLogger(__name__)
+
 # Creates the prometheus_client objects of one process from the catalogue.
 #
 # `Instruments(role)` has a registry of its own. It does not use the default registry, because vLLM removes unknown
@@ -217,8 +219,6 @@ def _finite(name: str, value: float) -> float:
         raise ValueError(f"{name} cannot count {number}: a counter or histogram takes finite numbers only")
     return number
 
-
-logger = logging.getLogger(__name__)
 
 R = TypeVar("R", bound="ProcessMetrics")
 
