@@ -40,6 +40,7 @@ check: $(LIGHT) ## checks format, types, layers, generated pages and dashboards,
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --config .importlinter
+	$(BIN)/python .ci/house
 	$(BIN)/python -m asyncrl.config.docs --check
 	$(BIN)/python -m asyncrl.metrics.docs --check
 	$(BIN)/python dashboards/build.py --check

@@ -23,10 +23,10 @@ from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.demo.tiny_model import build_tokenizer
-from asyncrl.generation.episodes import single_turn
+from asyncrl.generation.episodes import Played, single_turn
 from asyncrl.generation.interfaces import NOTHING, Completion
 from asyncrl.generation.long_work import beside_loop
-from asyncrl.generation.rollout import FinishedGroup, Played, finished_group
+from asyncrl.generation.rollout import FinishedGroup, finished_group
 from asyncrl.generation.vllm_sampled import Child
 
 TICK_S = 0.0005

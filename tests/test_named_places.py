@@ -2,10 +2,13 @@
 
 import ast
 import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from asyncrl.metrics.catalogue import GENERATOR_STATES, LEARNER_STATES
 
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "asyncrl"
@@ -50,3 +53,14 @@ def test_the_walk_through_a_step_names_its_functions_with_their_files_and_is_sho
     assert len(named) > 30
     assert sorted(named - {name for file in files for name in defined(file)}) == []
     assert len(text.splitlines()) <= 150
+
+
+@pytest.mark.parametrize(
+    ("loop", "states"), [("learner/loop.py", LEARNER_STATES), ("generation/generator.py", GENERATOR_STATES)]
+)
+def test_the_picture_above_a_loop_has_its_states_and_calls_that_exist(loop: str, states: Sequence[str]) -> None:
+    picture = ast.get_docstring(ast.parse((PACKAGE / loop).read_text())) or ""
+    words, named = set(re.findall(r"\w+", picture)), set(METHOD.findall(picture))
+    assert set(states) <= words
+    assert len(named) > 5
+    assert sorted(named - {name for file in PACKAGE.rglob("*.py") for name in defined(file)}) == []

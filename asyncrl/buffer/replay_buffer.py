@@ -271,7 +271,7 @@ class Leases:
 
         A repeated call returns the current lease again. When the prompts have run out, the last lease may be short.
         With `drop_last`, the groups of a short step are dropped instead: see `dropped`. Stragglers that block the lease
-        are treated as `on_deadline` says: see `cancelled` and `stragglers.py`.
+        are treated as `on_deadline` says: see `cancelled` and `stragglers`.
 
         A learner that restored a checkpoint has loaded the rows of its ready groups before the first call.
         """

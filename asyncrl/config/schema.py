@@ -1,7 +1,7 @@
 """The schema of the configuration: every key that a user may set, its type, its bounds and its default.
 
-Each field gives its unit in its name or in its docstring. A key that is not in the schema is refused. The types and
-marks of fields are in `field_types.py`, and the rules that involve several fields are in `checks.py`.
+Each field gives its unit in its name or in its docstring. A key that is not in the schema is refused. The rules
+that involve several fields are in `checks.py`.
 `python -m asyncrl.config.docs` generates `docs/configuration.md` from these classes and docstrings.
 """
 

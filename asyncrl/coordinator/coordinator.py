@@ -4,8 +4,7 @@ It adds waiting (with deadlines, and cancellable), the expiry clock and metrics 
 which makes all decisions. `Clearing` clears the rows that no group needs. If the reply with a ticket is lost, no
 heartbeat names the ticket as held, and it expires.
 
-The path of a group: `reserve` and `commit` (a generator) in this file, `lease` and `ack` (the learner) in
-`learner_calls.py`.
+The path of a group: `Coordinator.reserve` and `commit` (a generator), `LearnerCalls.lease` and `ack` (the learner).
 """
 
 import asyncio

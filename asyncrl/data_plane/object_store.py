@@ -2,7 +2,7 @@
 
 A put gives its rows to the row store of the writer's node, which owns them from then on. Groups share
 an object up to `OBJECT_BYTES`, because each object costs CPU time. Its memory is free when the last of its groups is
-cleared. Then the put enters the rows into the index (`partition_actor.py`). A read gets the places from the index and
+cleared. Then the put enters the rows into the index (`row_store.py`). A read gets the places from the index and
 the references from the row stores, and fetches the objects in the reader's process. Bulk data passes through no third
 process.
 

@@ -1,7 +1,7 @@
 """The data plane on the TransferQueue package, for users who already operate it: the extra `transfer-queue`.
 
 TransferQueue only stores rows and returns them by key. Its own queueing is not a bounded buffer, so claims, waits and
-the index are asyncrl's (`partition_actor.py`), as on Ray's object store.
+the index are asyncrl's (`row_store.py`), as on Ray's object store.
 
 - Its controller and storage units are Ray actors with one logical CPU each. Without room for them its `init` waits
   forever without a message. Therefore this module checks the room first, and `init` has a deadline.

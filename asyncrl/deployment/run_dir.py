@@ -14,12 +14,12 @@
     lineage.json  lost-steps.jsonl  lost-evals.jsonl  samples/lost-<n>/  checkpoints/lost-<n>/
                          of a run that was resumed: see `resuming.py`
 
-Only the learner writes here while it holds `lock` (`run_lock.py`). The exception is `logs/reward.log`, to which
-replicas on the learner's machine write. The directory of an earlier run with the same name is moved to `<name>.1`,
+Only the learner writes here while it holds `lock`. The exception is `logs/reward.log`, to which replicas on the
+learner's machine write. The directory of an earlier run with the same name is moved to `<name>.1`,
 `<name>.2`, …, and never overwritten. A run that did not finish and has a complete checkpoint is resumed in its
 directory instead. If a start failed before it recorded anything, only its log is worth keeping, and the next run uses
 the same directory. If a record cannot be written (F27), the error is reported, the record waits in memory, and training
-continues (`record_file.py`).
+continues (`RecordFile`).
 """
 
 import fcntl

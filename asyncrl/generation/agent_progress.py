@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import msgspec
 
 from asyncrl.errors import InfraError
+from asyncrl.generation.episodes import Attempt
 from asyncrl.generation.gateway import Asked
 from asyncrl.generation.interfaces import NOTHING, Completion, PartialCompletion, Sampled
 from asyncrl.generation.prefixes import hash_of, joined, turns_of
-from asyncrl.generation.rollout import Attempt
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any
 
 import msgspec
 
@@ -17,24 +17,11 @@ from asyncrl.environments.scoring_messages import RewardFailure
 from asyncrl.errors import DataError, InfraError, RolloutError
 from asyncrl.generation.agent_progress import GroupProgress, SampleProgress
 from asyncrl.generation.conversations import SessionSettings
-from asyncrl.generation.episodes import Episode, Node, Origin, of_branches
+from asyncrl.generation.episodes import AgentActivity, Attempt, Episode, Node, Origin, Played, of_branches
 from asyncrl.generation.gateway import Answered, Asked, EndedSession
 from asyncrl.generation.gateway_server import GatewayServer, RemoteGateway
 from asyncrl.generation.interfaces import InferenceEngine
-from asyncrl.generation.rollout import Attempt, Played
 from asyncrl.generation.vllm_tools import ToolParser
-
-
-class AgentActivity(TypedDict):
-    """What the agents of a group did, as `GeneratorMetrics.agents` takes it: the calls of each sample, the tool calls
-    of the model, how long each took until the agent's next call (seconds), the forks by reason, and the tokens by
-    origin."""
-
-    turns: list[int]
-    tool_calls: int
-    tool_seconds: list[float]
-    forks: dict[str, int]
-    tokens: dict[str, int]
 
 
 @dataclass(kw_only=True)

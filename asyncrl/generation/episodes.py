@@ -9,12 +9,12 @@ An agent that goes back in its conversation makes an episode of several branches
 are in one row, one after the other, and a token that several of them contain is sampled in the first one only.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate, chain, groupby, takewhile
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +24,10 @@ from asyncrl.buffer.records import VersionSpan
 from asyncrl.common.version import Version
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.specs import BRANCH, NO_BRANCH, NO_TOKEN, NO_VERSION, SUPPORT
+from asyncrl.environments.agents import ToolFailure
+from asyncrl.environments.scores import Score
 from asyncrl.errors import HandshakeError
-from asyncrl.generation.interfaces import Completion, Supports
+from asyncrl.generation.interfaces import Completion, PartialCompletion, Sampled, Supports
 
 
 class Origin(StrEnum):
@@ -197,3 +199,47 @@ def episode_rows(episodes: Sequence[Episode], *, branches: bool = False) -> Batc
 def _flat(rows: Sequence[Sequence[float]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     """Returns all numbers of the rows. Each row is converted by itself, so that other threads run in between."""
     return np.concatenate([np.array(row, dtype=dtype) for row in rows]) if rows else np.empty(0, dtype=dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """An attempt to generate a group, which begins with the samples of `prefix`, if there are any.
+
+    Calls `on_progress` from time to time with what the group has so far, and `on_generated` when the engine is done
+    with it. An agent begins anew, and gets the answers of `prefix` for equal calls. With an agent, calls
+    `on_environment` with True when the engine has no call of the group any more, and with False when it has.
+    """
+
+    prefix: Sequence[PartialCompletion] = ()
+    on_progress: Callable[[Sampled], None] | None = None
+    on_generated: Callable[[], None] = lambda: None
+    on_environment: Callable[[bool], None] = lambda waits: None
+
+
+class AgentActivity(TypedDict):
+    """What the agents of a group did, as `GeneratorMetrics.agents` takes it: the calls of each sample, the tool calls
+    of the model, how long each took until the agent's next call (seconds), the forks by reason, and the tokens by
+    origin."""
+
+    turns: list[int]
+    tool_calls: int
+    tool_seconds: list[float]
+    forks: dict[str, int]
+    tokens: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """The episodes of a group and their scores.
+
+    `environment_s` is the time of the group in which its busiest sample did not wait for the engine, seconds.
+    `continued_tokens` is the number of tokens that an earlier attempt sampled. `activity` is what the agents of the
+    group did, if it has any. `tool_failures` are their failed calls of tools.
+    """
+
+    episodes: list[Episode]
+    scores: list[Score]
+    environment_s: float
+    continued_tokens: int = 0
+    activity: AgentActivity | None = None
+    tool_failures: tuple[ToolFailure, ...] = ()

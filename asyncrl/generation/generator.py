@@ -1,7 +1,22 @@
 """One replica of the generator pool: runs rollouts, reports to the coordinator, and updates its weights.
 
-Six loops run at once: admission (reserves tickets and starts rollouts), delivery (`delivery.py`), heartbeat, weight
-updates (`weight_updates.py`), and two that wait for the engine's death and look for tokens of the engine. Invariants:
+Six loops run at once. Who waits for whom, and the state that counts the time of a slot:
+
+    coordinator ──▶ `Coordinator.reserve` ──▶ `Generator._admit`          starved_of_prompts, blocked_on_capacity,
+                                                    │                     blocked_on_staleness; idle: nothing was asked
+                                                    │
+                  engine ◀── `Rollouts.run` ◀───────┤                     generating
+                                                    │
+    scoring processes, agents ◀── `PartScorers` ◀───┤                     waiting_for_environment, and no slot while a
+                                                    │                     group is only scored
+                                                    │
+    row store, `Coordinator.commit` ◀── `Delivery.run`                    no slot
+
+    weight store ──▶ `WeightUpdates.run` ──▶ engine                       paused_for_weights
+    coordinator ◀── `Generator.report` (heartbeat)                        no slot: it brings back the tickets that ended
+    engine ──▶ `Generator._engine_died`, `Generator._engine_stuck`        no slot: they end the replica
+
+The end of a rollout wakes admission and delivery. The state is `starting` until the engine is ready. Invariants:
 
 - No ticket is reserved before a version is loaded.
 - A commit waits until the parity probe of the last weight update has passed.
@@ -31,10 +46,11 @@ from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.registry import ReplicaReport
 from asyncrl.data_plane.clients import GroupRows
 from asyncrl.errors import DataError, EngineDied, EngineStuck, InfraError, Quarantined, RolloutError, RunError
+from asyncrl.generation.episodes import Attempt
 from asyncrl.generation.interfaces import PartialCompletion, Sampled
 from asyncrl.generation.prefixes import PrefixKeeper
 from asyncrl.generation.reward_errors import report_failures
-from asyncrl.generation.rollout import Attempt, FinishedGroup, Rollouts
+from asyncrl.generation.rollout import FinishedGroup, Rollouts
 from asyncrl.generation.weight_updates import UpdateHooks, WeightUpdates
 from asyncrl.metrics.catalogue import GENERATOR_STATES
 from asyncrl.metrics.recorders import GeneratorMetrics

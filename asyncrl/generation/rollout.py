@@ -6,7 +6,7 @@ stops the run (after `generator.max_data_failures` in a row) instead of being re
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from dataclasses import replace as with_changes
 from functools import cached_property
@@ -27,13 +27,11 @@ from asyncrl.data.row_checksums import row_checksums
 from asyncrl.data.specs import BRANCH, SUPPORT
 from asyncrl.data.tokenizer import encode_prompt
 from asyncrl.data.turn_ends import generation_prompt
-from asyncrl.environments.agents import ToolFailure
 from asyncrl.environments.prompt_lengths import counted, longest_prompt_tokens
-from asyncrl.environments.scores import Score
 from asyncrl.environments.scoring import PartScorers
 from asyncrl.errors import DataError
-from asyncrl.generation.episodes import Episode, episode_rows, single_turn
-from asyncrl.generation.interfaces import InferenceEngine, PartialCompletion, Sampled
+from asyncrl.generation.episodes import AgentActivity, Attempt, Played, episode_rows, single_turn
+from asyncrl.generation.interfaces import InferenceEngine
 from asyncrl.generation.long_work import beside_loop
 from asyncrl.generation.reward_errors import (
     components_of,
@@ -45,39 +43,7 @@ from asyncrl.generation.reward_errors import (
 )
 
 if TYPE_CHECKING:
-    from asyncrl.generation.agent_rollouts import AgentActivity, AgentRollouts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """An attempt to generate a group, which begins with the samples of `prefix`, if there are any.
-
-    Calls `on_progress` from time to time with what the group has so far, and `on_generated` when the engine is done
-    with it. An agent begins anew, and gets the answers of `prefix` for equal calls. With an agent, calls
-    `on_environment` with True when the engine has no call of the group any more, and with False when it has.
-    """
-
-    prefix: Sequence[PartialCompletion] = ()
-    on_progress: Callable[[Sampled], None] | None = None
-    on_generated: Callable[[], None] = lambda: None
-    on_environment: Callable[[bool], None] = lambda waits: None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
-    """The episodes of a group and their scores.
-
-    `environment_s` is the time of the group in which its busiest sample did not wait for the engine, seconds.
-    `continued_tokens` is the number of tokens that an earlier attempt sampled. `activity` is what the agents of the
-    group did, if it has any. `tool_failures` are their failed calls of tools.
-    """
-
-    episodes: list[Episode]
-    scores: list[Score]
-    environment_s: float
-    continued_tokens: int = 0
-    activity: "AgentActivity | None" = None
-    tool_failures: tuple[ToolFailure, ...] = ()
+    from asyncrl.generation.agent_rollouts import AgentRollouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +55,7 @@ class FinishedGroup:
     rows: BatchedDataDict
     scoring_s: float
     failures: tuple[Failure, ...]
-    activity: "AgentActivity | None"
+    activity: AgentActivity | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

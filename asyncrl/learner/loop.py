@@ -1,7 +1,23 @@
 """The learner's loop: lease a step's groups, train on them (`stages.py`), acknowledge, publish the weights, and end the
-step (`step_end.py`).
+step (`recording.py`).
 
-A held-out evaluation runs before the first and after the last step. The loop keeps these invariants:
+Who waits for whom in a step, and the state that counts the time:
+
+    generators ──▶ `Coordinator.commit` ──▶ `LearnerCalls.lease`          waiting_for_groups
+                                                    │
+                      ranks ◀── `Stages.train` ◀────┤                     log_probs, forward_backward, optimizer
+                                                    │
+             coordinator ◀── `LearnerCalls.ack` ◀───┤                     other
+                                                    │
+                engines ◀── `Publisher.publish` ◀───┤                     publish: until the ranks have a copy
+                                                    │
+                 files ◀── `Checkpoints.begin` ◀────┤                     checkpoint: until the ranks have a copy
+                                                    │
+               records, rows ◀── `StepEnd.begin` ◀──┘                     no time: it runs beside the next step
+
+A commit wakes the lease that waits for it. The state is `starting` until `LearnerLoop.run` is called. A held-out
+evaluation runs before the first and after the last step, and those in between run beside the steps
+(`HeldoutEvaluation.begin_beside`). The loop keeps these invariants:
 
 - every lease ends by ack, skip or give-back, also when a stage fails;
 - a version is published only after the ack of its step;

@@ -2,11 +2,11 @@
 `numbers.py`.
 
 The help text, unit, labels and buckets of a metric are written only here; `numbers.py` has those of a step's numbers.
-Only `instruments.py` turns a declaration into a prometheus_client object.
+Only `recorders.py` turns a declaration into a prometheus_client object.
 
 Conventions: the prefix `asyncrl_`, base units, `_total` on counters, and counters instead of gauges of rates. Every
 label has a bounded set of values. Either the values are listed here, or they belong to the user or to another layer
-(environments, failure reasons, phases); then `instruments.py` limits them to `MAX_OPEN_VALUES`. The labels `run`,
+(environments, failure reasons, phases); then `recorders.py` limits them to `MAX_OPEN_VALUES`. The labels `run`,
 `role` and `replica` come from service discovery, so no metric declares them.
 """
 

@@ -578,11 +578,11 @@ MUTATIONS = [
         ("calibration.py", CALIBRATION),
         ("diagnostics.py", DIAGNOSTICS),
         ("objective.py", OBJECTIVE),
-        ("objective_properties.py", OBJECTIVE_PROPERTIES),
+        ("objective.py", OBJECTIVE_PROPERTIES),
         ("checks.py", CHECKS),
         ("token_estimators.py", TOKEN_ESTIMATORS),
         ("axis_errors.py", AXIS_ERRORS),
-        ("own_loss.py", OWN_LOSS),
+        ("loss.py", OWN_LOSS),
     )
     for name, old, new in found
 ]

@@ -12,8 +12,8 @@ from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.data.specs import BRANCH, SUPPORT
 from asyncrl.errors import HandshakeError
-from asyncrl.generation.episodes import Episode, Node, Origin, episode_rows, of_branches
-from asyncrl.generation.rollout import Played, finished_group
+from asyncrl.generation.episodes import Episode, Node, Origin, Played, episode_rows, of_branches
+from asyncrl.generation.rollout import finished_group
 from asyncrl.learner.stages import turns
 
 TICKET = Ticket(

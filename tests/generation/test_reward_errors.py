@@ -15,8 +15,9 @@ from asyncrl.data.prompts import Task
 from asyncrl.environments.agents import ToolFailure
 from asyncrl.environments.scores import Score
 from asyncrl.errors import DataError, RunError
+from asyncrl.generation.episodes import Attempt
 from asyncrl.generation.reward_errors import failures_of, failures_of_tools, report_failures, rewards_of
-from asyncrl.generation.rollout import Attempt, Rollouts
+from asyncrl.generation.rollout import Rollouts
 from asyncrl.weights.staging import StagedWeights
 
 RAISED = DataError("it raised", reason="reward_raised", completion="4")

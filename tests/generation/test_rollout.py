@@ -23,9 +23,9 @@ from asyncrl.data_plane.codec import Picked, decode, encode
 from asyncrl.environments.scores import Score
 from asyncrl.environments.scoring_messages import Components
 from asyncrl.errors import DataError, HandshakeError
-from asyncrl.generation.episodes import Episode, single_turn
+from asyncrl.generation.episodes import Attempt, Episode, Played, single_turn
 from asyncrl.generation.interfaces import Completion
-from asyncrl.generation.rollout import Attempt, FinishedGroup, Played, Rollouts, finished_group
+from asyncrl.generation.rollout import FinishedGroup, Rollouts, finished_group
 from asyncrl.learner.stages import judge_samples
 from asyncrl.weights.staging import StagedWeights
 

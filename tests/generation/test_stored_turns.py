@@ -24,6 +24,7 @@ from asyncrl.data.prompts import Task
 from asyncrl.data_plane.codec import PAD_VALUES, Picked, decode, encode
 from asyncrl.errors import InfraError
 from asyncrl.generation.agent_progress import GroupProgress, call_of
+from asyncrl.generation.episodes import Attempt
 from asyncrl.generation.gateway import Asked
 from asyncrl.generation.interfaces import Completion, PartialCompletion
 from asyncrl.generation.prefixes import (
@@ -35,7 +36,6 @@ from asyncrl.generation.prefixes import (
     samples_of_rows,
     turns_of,
 )
-from asyncrl.generation.rollout import Attempt
 
 TURNS = 6
 STORED = 34  # two samples, each with four answers and one or more tokens of the fifth one
