@@ -22,7 +22,11 @@ LOSS = [
     ("gradients add up in half precision", "next_token_logprobs = wide(next_token_logprobs)", "pass"),
     ("half precision is pooled", "if is_half(columns[name].dtype):", "if False:"),
     ("α and 1 − α swapped", "1 - 1 / staleness.clamp(min=1)", "1 / staleness.clamp(min=1)"),
-    ("fresh tokens take the behaviour policy", "staleness.clamp(min=1), 1.0)", "staleness.clamp(min=1), 0.0)"),
+    (
+        "fresh tokens take the behaviour policy",
+        "torch.where(staleness > 0, between, current)",
+        "torch.where(staleness > 0, between, behaviour)",
+    ),
     (
         "masked samples are trained",
         'data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(1)',
