@@ -31,8 +31,7 @@ from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.staleness import limits_of
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
-from asyncrl.coordinator.actor import CoordinatorActor
-from asyncrl.coordinator.client import CoordinatorClient
+from asyncrl.coordinator.client import CoordinatorActor, CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator, LearnerCalls
 from asyncrl.coordinator.registry import ReplicaReport
 from asyncrl.data.prompts import PromptSource, Task

@@ -89,7 +89,7 @@ CASES: dict[str, tuple[str, Sequence[str]]] = {
     "status": (imports("asyncrl.cli.status"), ("ray",)),
     # It lists and clears rows, and reads none. torch would cost it 200 MB and seconds of its run.
     "client of the coordinator": (
-        imports("sys", "asyncrl.coordinator.actor", "asyncrl.data_plane.object_store") + "\nsys.modules['ray']",
+        imports("sys", "asyncrl.coordinator.client", "asyncrl.data_plane.object_store") + "\nsys.modules['ray']",
         ("torch",),
     ),
 }

@@ -2,8 +2,7 @@
 
 import pytest
 
-from asyncrl.common.lineage import Lineage
-from asyncrl.common.version import Version
+from asyncrl.common.version import Lineage, Version
 
 
 def test_versions_after_a_branch_point_are_dead_and_all_others_are_ancestors() -> None:

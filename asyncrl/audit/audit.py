@@ -6,8 +6,7 @@ from pathlib import Path
 
 from asyncrl.audit.books import exactly_once, ledger_closes, versions_in_bounds
 from asyncrl.audit.chain import chain_holds
-from asyncrl.audit.history import History, read_history
-from asyncrl.audit.outcome import Counterexample, NotPossible, Outcome, Verdict
+from asyncrl.audit.history import Counterexample, History, NotPossible, Outcome, Verdict, read_history
 from asyncrl.audit.replay import steps_replay
 
 CHECKS: dict[str, Callable[[History], str]] = {

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 
 import xxhash
 
-from asyncrl.audit.history import History
-from asyncrl.audit.outcome import Counterexample
+from asyncrl.audit.history import Counterexample, History
 from asyncrl.buffer.ledger import OPEN_FATES, REISSUED_FATES, Amount, EndedGroup, Fate, LedgerEntry
 from asyncrl.common.version import Version
 from asyncrl.learner.audit_records import TrainedGroup, TrainedStep

@@ -7,8 +7,7 @@ from pathlib import Path
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from asyncrl.audit.history import History
-from asyncrl.audit.outcome import Counterexample
+from asyncrl.audit.history import Counterexample, History
 from asyncrl.checkpoints.directory import CHECKPOINTS, complete_steps, folder_of, verified
 from asyncrl.checkpoints.run import POLICY, ROWS
 from asyncrl.common.version import Version

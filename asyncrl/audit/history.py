@@ -1,20 +1,19 @@
 """The history of a run, from the audit's records of all incarnations.
 
 The *surviving* steps made the weights of the newest incarnation. Other steps were lost when the run was resumed from an
-earlier checkpoint: their versions are dead (`asyncrl.common.lineage`), and their prompts were trained again.
+earlier checkpoint: their versions are dead (`asyncrl.common.version`), and their prompts were trained again.
 """
 
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 import msgspec
 
-from asyncrl.audit.outcome import Counterexample, NotPossible
 from asyncrl.buffer.ledger import LedgerEntry
-from asyncrl.common.lineage import Lineage
-from asyncrl.common.version import Version
+from asyncrl.common.version import Lineage, Version
 from asyncrl.deployment.resuming import LINEAGE
 from asyncrl.errors import RunError
 from asyncrl.learner.audit_records import (
@@ -28,6 +27,38 @@ from asyncrl.learner.audit_records import (
 )
 from asyncrl.learner.records import StepRecord, known_info, read_lines
 from asyncrl.run_files import UNREADABLE, names, read
+
+# The outcome of one check of the audit, and the errors with which a check says that it did not pass.
+
+
+class Verdict(StrEnum):
+    """The result of a check. NOT_POSSIBLE: the run did not write what the check needs, or this machine cannot do it."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    NOT_POSSIBLE = "not possible"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The outcome of the check `name`. `detail` says what was checked, or has the first counterexample, or the reason
+    why the check is not possible."""
+
+    name: str
+    verdict: Verdict
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.verdict.upper() if self.verdict is Verdict.FAILED else self.verdict}: {self.name}: {self.detail}"
+
+
+class Counterexample(RunError):
+    """A check found something that must not be."""
+
+
+class NotPossible(RunError):
+    """A check cannot be made."""
+
 
 _NAME = re.compile(r"steps-(\d+)\.msgpack")
 

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import ray
 import torch
 
-from asyncrl.audit.history import History
-from asyncrl.audit.outcome import Counterexample, NotPossible
+from asyncrl.audit.history import Counterexample, History, NotPossible
 from asyncrl.buffer.records import Lease
 from asyncrl.common.version import Version
 from asyncrl.config.named_code import untrusted

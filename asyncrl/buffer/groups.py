@@ -18,8 +18,7 @@ from asyncrl.buffer.fleet import Fleet
 from asyncrl.buffer.ledger import Account, Amount, EndedGroup, Event, Fate, Ledger, LedgerEntry
 from asyncrl.buffer.records import NO_TASK, DuePrompt, GroupMeta, LeasedGroup, OpenGroup, Prefix, Ticket
 from asyncrl.buffer.staleness import Limits
-from asyncrl.common.lineage import Lineage
-from asyncrl.common.version import Version
+from asyncrl.common.version import Lineage, Version
 from asyncrl.data.prompts import PromptSource
 
 # Containers of the replay buffer: the slot of a group, the queue of ready groups, and the prompts at the front.

@@ -12,8 +12,7 @@ from itertools import takewhile
 
 import msgspec
 
-from asyncrl.common.lineage import Lineage
-from asyncrl.common.version import Version
+from asyncrl.common.version import Lineage, Version
 from asyncrl.data.prompts import Task
 from asyncrl.errors import FailureClass, RolloutError
 
@@ -24,7 +23,7 @@ class Refusal(StrEnum):
     STALENESS: rule (1) of `staleness.py` admits no more. CAPACITY: the buffer is full. NO_PROMPTS: the prompts have run
     out. NO_STEPS: the groups in flight already fill every step up to `total_steps`. PAUSED: admission is paused.
     TOO_MANY_FAILURES: the run is about to end, because `generator.max_data_failures` groups failed in a row.
-    OLD_INCARNATION: the learner's weights are not made from this version (`asyncrl.common.lineage`). UNHEALTHY: the
+    OLD_INCARNATION: the learner's weights are not made from this version (`asyncrl.common.version`). UNHEALTHY: the
     replica gets no tickets for a while, because rollouts on it failed in a row, or because it sends no heartbeats.
     QUARANTINED: it gets no tickets any more, and must end.
     """

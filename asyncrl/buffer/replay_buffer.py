@@ -50,8 +50,7 @@ from asyncrl.buffer.records import (
 )
 from asyncrl.buffer.snapshot import BufferSnapshot, restore, take_snapshot
 from asyncrl.buffer.staleness import Limits, Room, admissible, earliest, lease_violation, prefix_fits
-from asyncrl.common.lineage import Lineage
-from asyncrl.common.version import Version
+from asyncrl.common.version import Lineage, Version
 from asyncrl.config.schema import OnDeadline
 from asyncrl.data.prompts import PromptSource
 from asyncrl.errors import FailureClass, StalenessViolation

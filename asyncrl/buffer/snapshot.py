@@ -16,8 +16,7 @@ import msgspec
 from asyncrl.buffer.groups import Groups, Slot
 from asyncrl.buffer.ledger import EndedGroup, FailureState, Fate, LedgerState
 from asyncrl.buffer.records import NO_TASK, DuePrompt, OpenGroup
-from asyncrl.common.lineage import Lineage
-from asyncrl.common.version import Version
+from asyncrl.common.version import Lineage, Version
 
 SCHEMA = 3
 """Version of the format. It changes when an older program could not read a snapshot, or would misread it."""

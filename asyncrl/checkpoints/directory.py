@@ -22,8 +22,7 @@ import xxhash
 
 from asyncrl import complete_directory
 from asyncrl.atomic_write import write_atomically
-from asyncrl.common.lineage import Lineage
-from asyncrl.common.version import Version
+from asyncrl.common.version import Lineage, Version
 from asyncrl.errors import CheckpointDamaged, CheckpointError
 from asyncrl.run_files import UNREADABLE, names, opened, read, sizes_below
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from asyncrl.checkpoints import directory
 from asyncrl.checkpoints.directory import HF, RunManifest
-from asyncrl.common.lineage import Lineage
+from asyncrl.common.version import Lineage
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.status import RunSnapshot

@@ -27,7 +27,7 @@ def audit(run: RecordedRun, trust: Trust = False) -> None:
 
     use_ray_token(own=True)  # before the next line imports ray, which check 5 may start
     from asyncrl.audit.audit import audit as outcomes_of
-    from asyncrl.audit.outcome import Verdict
+    from asyncrl.audit.history import Verdict
 
     failed = False
     for outcome in outcomes_of(existing_run(run), trust=trust):

@@ -274,7 +274,7 @@ def _with_numbers(facts: Facts) -> Facts:
     if not facts.gpus:
         return facts
     from asyncrl.cli.plan import specs_of  # imports torch and transformers
-    from asyncrl.deployment.gpu_numbers import gpu_numbers
+    from asyncrl.deployment.memory_plan import gpu_numbers
 
     config = Config.model_validate(parse_yaml(starter_yaml(facts), source="the first configuration"))
     try:

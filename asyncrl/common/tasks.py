@@ -1,7 +1,9 @@
 """Tasks of an event loop that end with a block, at a signal, or at the error of another task."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Collection
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -63,3 +65,22 @@ async def unless_one_fails(beside: Collection["asyncio.Future[None]"], work: Awa
                     task.result()
             watched -= ended
         return await working
+
+
+# Runs blocking calls in threads that do not keep their process alive.
+
+Answer = TypeVar("Answer")
+
+
+def in_daemon(call: Callable[[], Answer], *, name: str) -> Future[Answer]:
+    """Starts a call in a daemon thread, and returns its future: a call that hangs can be abandoned."""
+    future: Future[Answer] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future

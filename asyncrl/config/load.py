@@ -21,10 +21,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from asyncrl.config.eval_sets import with_whole_sets
 from asyncrl.config.import_path import suggest
 from asyncrl.config.recipes import config_file, find_data, recipe_file, with_modules
-from asyncrl.config.schema import PER_DEPLOYMENT, Config, KeyPath, marked, sections
+from asyncrl.config.schema import PER_DEPLOYMENT, Config, DatasetSection, KeyPath, ScoringSection, marked, sections
 from asyncrl.errors import ConfigError
 
 _REPLACED: Collection[KeyPath] = {("algorithm", "advantage")}
@@ -749,3 +748,42 @@ def plain(data: object, *, source: str) -> Any:
 def dump_yaml(data: object) -> str:
     """Returns plain data as YAML text. Keys keep their order."""
     return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
+
+
+# Fills the sections of named held-out sets up with the run's own keys, before a configuration is validated.
+#
+# So a set names only what differs, and a dumped configuration, which has all keys, is read back as the same one.
+
+_NOT_TAKEN_OVER: Mapping[str, Collection[str]] = {
+    "dataset": ("path", "subset", "split", "columns", "options"),
+    "name": ("options", "reward", "rewards"),
+    "reward": ("rewards",),
+    "rewards": ("reward",),
+}
+"""Keys that a held-out set does not take over from the run if it has its own value of another key."""
+
+
+def with_whole_sets(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the tree of a configuration in which each set of `eval.sets` has the keys of `data` and `environment`
+    that it does not set itself. Sections that are not mappings stay as they are: the validation refuses them."""
+    sets = _below(_below(given, "eval"), "sets")
+    if not isinstance(sets, Mapping):
+        return dict(given)
+    whole = {name: _completed(each, given) for name, each in sets.items()}
+    return {**given, "eval": {**given["eval"], "sets": whole}}
+
+
+def _below(given: Any, name: str) -> Any:
+    return given.get(name) if isinstance(given, Mapping) else None
+
+
+def _completed(each: Any, given: Mapping[str, Any]) -> Any:
+    """Returns a held-out set with the keys of the run's sections that it does not set itself."""
+    found = {}
+    for section, kind in (("data", DatasetSection), ("environment", ScoringSection)):
+        own, of_run = _below(each, section), _below(given, section)
+        if isinstance(own, Mapping) and isinstance(of_run, Mapping):
+            left_out = {key for name in own for key in _NOT_TAKEN_OVER.get(name, ())}
+            taken = {key: of_run[key] for key in kind.model_fields if key in of_run and key not in left_out}
+            found[section] = taken | dict(own)
+    return {**each, **found} if found else each

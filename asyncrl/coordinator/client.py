@@ -8,13 +8,17 @@ this process.
 """
 
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
+from asyncrl.config.schema import Config
 from asyncrl.coordinator.coordinator import Attachments, Coordinator, FailureReports, LearnerCalls
 from asyncrl.coordinator.registry import Endpoints, Registry
+from asyncrl.data.prompts import Task
 from asyncrl.data_plane.calls import finished, patiently
+from asyncrl.data_plane.clients import PREFIX_PARTITION, GroupRows
+from asyncrl.shown_text import log_to_stderr
 
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
@@ -96,3 +100,19 @@ class CoordinatorClient:
         """Calls a method of a door with these arguments. Returns its answer."""
         door, _, name = method.__qualname__.rpartition(".")
         return await self._send(Call(door, name, arguments, options))
+
+
+# The Ray actor that runs the coordinator. `asyncrl.common.names.COORDINATOR` is its name.
+
+
+class CoordinatorActor:
+    """The class of the actor. Callers use it through `CoordinatorClient`."""
+
+    def __init__(self, config: Config, tasks: Sequence[Task]) -> None:
+        log_to_stderr()
+        prefixes = GroupRows(config, partition=PREFIX_PARTITION) if config.generator.persist_every_tokens else None
+        self._coordinator = Coordinator(config=config, tasks=tasks, rows=GroupRows(config), prefixes=prefixes)
+
+    async def perform(self, call: Call) -> Any:
+        """Performs a call of the client."""
+        return await perform(self._coordinator, call)

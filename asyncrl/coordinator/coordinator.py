@@ -33,10 +33,9 @@ from asyncrl.buffer.records import (
 )
 from asyncrl.buffer.replay_buffer import ReplayBuffer, Unneeded
 from asyncrl.buffer.staleness import limits_of
-from asyncrl.common.lineage import Lineage
 from asyncrl.common.names import COORDINATOR
 from asyncrl.common.roles import Role, RunState
-from asyncrl.common.version import Version
+from asyncrl.common.version import Lineage, Version
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.registry import OVER, Deployment, Registry, ReplicaReport, Replicas, ReplicaView

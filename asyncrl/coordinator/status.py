@@ -5,9 +5,8 @@ import msgspec
 from asyncrl.buffer.ledger import OPEN_FATES, Account, Fate
 from asyncrl.buffer.records import Counts, FailureCount, FailureStreak
 from asyncrl.buffer.snapshot import BufferSnapshot
-from asyncrl.common.lineage import Lineage
 from asyncrl.common.roles import RunState
-from asyncrl.common.version import Version
+from asyncrl.common.version import Lineage, Version
 from asyncrl.coordinator.registry import AbleReplicas, Deployment, ReplicaReport, ReplicaView
 from asyncrl.data.prompts import PromptCursor
 

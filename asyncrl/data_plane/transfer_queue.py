@@ -18,7 +18,7 @@ import numpy as np
 import ray
 import torch
 
-from asyncrl.common.threads import in_daemon
+from asyncrl.common.tasks import in_daemon
 from asyncrl.data_plane.calls import named_actor
 from asyncrl.data_plane.codec import Column, Picked, PickedFields, encode
 from asyncrl.data_plane.partitioned_client import PartitionedClient

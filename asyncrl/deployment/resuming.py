@@ -26,7 +26,7 @@ from asyncrl.checkpoints.directory import (
     put_back,
     verified,
 )
-from asyncrl.common.lineage import Lineage
+from asyncrl.common.version import Lineage
 from asyncrl.complete_directory import COMPLETE, discard
 from asyncrl.config.load import flat_config, shared_config
 from asyncrl.config.schema import Config, OptimizerSection

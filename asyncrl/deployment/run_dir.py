@@ -45,7 +45,7 @@ import asyncrl
 from asyncrl.atomic_write import sync, write_atomically
 from asyncrl.buffer.records import FailureCount
 from asyncrl.checkpoints.directory import CHECKPOINTS
-from asyncrl.common.lineage import Lineage
+from asyncrl.common.version import Lineage
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import Config
 from asyncrl.deployment.resuming import SAMPLES, Choice, Resumed, begin_incarnation, lost_folder, unfinished_run

@@ -18,13 +18,12 @@ from typing import Any
 
 import ray
 
-from asyncrl.common.lineage import Lineage
 from asyncrl.common.names import COORDINATOR, WEIGHTS
 from asyncrl.common.roles import Role, RunState
+from asyncrl.common.version import Lineage
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
-from asyncrl.coordinator.actor import CoordinatorActor
-from asyncrl.coordinator.client import CoordinatorClient
+from asyncrl.coordinator.client import CoordinatorActor, CoordinatorClient
 from asyncrl.coordinator.coordinator import Attachments, Coordinator
 from asyncrl.coordinator.registry import Deployment, Registry
 from asyncrl.coordinator.status import Restored

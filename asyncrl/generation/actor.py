@@ -22,7 +22,7 @@ from asyncrl.config.parts import all_configs, environment_name
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.registry import Registry
-from asyncrl.data.hub_files import model_folder
+from asyncrl.data.light_tokenizer import model_folder
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from asyncrl.data_plane.clients import PREFIX_PARTITION, GroupRows

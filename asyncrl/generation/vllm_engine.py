@@ -28,8 +28,7 @@ from asyncrl.generation.prefixes import seed_of
 from asyncrl.generation.shared_memory import EngineProcesses, sweep_shared_memory
 from asyncrl.generation.vllm_adapters import Adapter, VLLMAdapters
 from asyncrl.generation.vllm_arguments import CPU, GIB, Device, engine_arguments, engine_environment
-from asyncrl.generation.vllm_sampled import Child, SampledByVLLM, check_end, until_stop
-from asyncrl.generation.vllm_supports import sampling_parameters
+from asyncrl.generation.vllm_sampled import Child, SampledByVLLM, check_end, sampling_parameters, until_stop
 from asyncrl.generation.vllm_weights import VLLMWeights
 from asyncrl.metrics.vllm_counters import PromptTokens, prompt_tokens
 from asyncrl.weights.manifest import Manifest, ReadBack

@@ -21,8 +21,7 @@ import xxhash
 
 from asyncrl.buffer.ledger import LedgerEntry
 from asyncrl.buffer.records import FilteredGroup, VersionSpan
-from asyncrl.common.lineage import Lineage
-from asyncrl.common.version import Version
+from asyncrl.common.version import Lineage, Version
 from asyncrl.errors import FileRefused
 from asyncrl.run_files import UNREADABLE, opened
 from asyncrl.weights.manifest import Manifest

@@ -37,10 +37,9 @@ from asyncrl.ranks.gather import gather_weights, own_shards, parameter_specs
 from asyncrl.ranks.loss_pass import MicroBatchOutcome, UpdateContext, aligned
 from asyncrl.ranks.model_rows import ModelRows
 from asyncrl.ranks.packed import ATTENTION
-from asyncrl.ranks.placement import HOST, MODEL, move_model
 from asyncrl.ranks.plan import PlannedUpdate, check_columns
 from asyncrl.ranks.start_check import check_start
-from asyncrl.ranks.worker import SCORED_COLUMNS, RankWorker
+from asyncrl.ranks.worker import HOST, MODEL, SCORED_COLUMNS, RankWorker, move_model
 from asyncrl.weights.delta import DeltaSender
 from asyncrl.weights.manifest import ParameterSpec, TensorEntry, layout
 from asyncrl.weights.publisher import DeliveredBucket, Snapshot, deliver, snapshot_of

@@ -13,7 +13,7 @@ from asyncrl.algorithms.loss import SOURCE_COLUMNS
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.specs import NO_VERSION, SUPPORT, trained_mask
 from asyncrl.errors import StalenessViolation
-from asyncrl.ranks.branches import MIN_WIDTH, branches_as_rows
+from asyncrl.ranks.model_rows import MIN_WIDTH, branches_as_rows
 from asyncrl.ranks.prefixes import shared_prefixes
 
 _NUMBERS = (*SOURCE_COLUMNS.values(), "advantages")

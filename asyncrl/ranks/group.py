@@ -28,8 +28,7 @@ from asyncrl.errors import (
     PlacementError,
     RunError,
 )
-from asyncrl.ranks.actor import BESIDE, LOOPBACK, SAVING, RankActor
-from asyncrl.ranks.nodes import rank_order, spanning_warning
+from asyncrl.ranks.actor import BESIDE, LOOPBACK, SAVING, RankActor, rank_order, spanning_warning
 from asyncrl.ranks.out_of_memory import LESS_MEMORY, is_out_of_memory
 from asyncrl.ranks.worker import RankWorker
 

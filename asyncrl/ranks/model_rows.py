@@ -1,6 +1,6 @@
 """Rows as the model sees them, and the model's results as columns of the rows.
 
-Each branch of a row is a sequence of its own (`asyncrl.ranks.branches`). Packed, the model sees all sequences as one,
+Each branch of a row is a sequence of its own (`asyncrl.ranks.model_rows`). Packed, the model sees all sequences as one,
 without padding (`asyncrl.ranks.packed`). Otherwise padding is on the right, where causal attention does not look, so no
 attention mask is needed.
 
@@ -14,9 +14,75 @@ from typing import Any
 import torch
 
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import SUPPORT
-from asyncrl.ranks.branches import Branches, branches_as_rows
+from asyncrl.data.specs import BRANCH, NO_BRANCH, NO_TOKEN, SUPPORT
 from asyncrl.ranks.packed import PackedRows
+
+# Rows of several branches: the sequences that a model sees, and its results as columns of the rows.
+#
+# An agent may go back and continue an earlier part of its conversation in another way. Its episode then has branches.
+# One row has them all, one after the other, so an episode is one row for batches, losses and advantages. The column
+# `branch_ids` has the number of each token's branch. A branch is a sequence of its own: it begins at position 0, and no
+# token sees another branch. Branches begin with the same tokens, so packed rows compute these once
+# (`asyncrl.ranks.prefixes`).
+#
+# Legend: B rows, S tokens of the longest row, T = S − 1, R branches of all rows, L tokens of the longest branch, M
+# tokens of all rows, K tokens of a support.
+
+MIN_WIDTH = 2
+"""Width of the narrowest batch, in tokens: one token to predict from, and one token to predict."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branches:
+    """The branches of rows. `rows` has them as rows: `input_ids` [R, L], `input_lengths` [R], and supports [R, L, K] if
+    the batch has them. Token m of the batch, without padding, is token `places_M[m]` of the branch `branches_M[m]`;
+    `inside_BS` marks these tokens."""
+
+    rows: BatchedDataDict
+    inside_BS: torch.Tensor
+    branches_M: torch.Tensor
+    places_M: torch.Tensor
+
+    @classmethod
+    def of(cls, batch: BatchedDataDict) -> "Branches":
+        """Cuts rows where the number of the branch changes. The column `branch_ids` is NO_BRANCH for padding.
+
+        >>> rows, numbers = torch.tensor([[5, 6, 5, 7], [8, 9, 0, 0]]), torch.tensor([[0, 0, 1, 1], [0, 0, -1, -1]])
+        >>> Branches.of(BatchedDataDict(input_ids=rows, branch_ids=numbers)).rows["input_ids"].tolist()
+        [[5, 6], [5, 7], [8, 9]]
+        """
+        branch_ids_BS = batch[BRANCH]
+        inside_BS = branch_ids_BS != NO_BRANCH
+        begins_BS = inside_BS.clone()
+        begins_BS[:, 1:] &= branch_ids_BS[:, 1:] != branch_ids_BS[:, :-1]
+        begins_M = begins_BS[inside_BS]
+        branches_M = begins_M.cumsum(0) - 1
+        places_M = torch.arange(len(begins_M), device=begins_M.device) - begins_M.nonzero().flatten()[branches_M]
+        lengths_R = torch.bincount(branches_M)
+        shape = (len(lengths_R), max(MIN_WIDTH, int(lengths_R.max())))
+        input_ids_RL = batch["input_ids"].new_zeros(shape)
+        input_ids_RL[branches_M, places_M] = batch["input_ids"][inside_BS]
+        rows = BatchedDataDict(input_ids=input_ids_RL, input_lengths=lengths_R)
+        if SUPPORT in batch:
+            support_RLK = batch[SUPPORT].new_full((*shape, batch[SUPPORT].shape[2]), NO_TOKEN)
+            support_RLK[branches_M, places_M] = batch[SUPPORT][inside_BS]
+            rows[SUPPORT] = support_RLK
+        return cls(rows=rows, inside_BS=inside_BS, branches_M=branches_M, places_M=places_M)
+
+    def at_tokens(self, values_RL: torch.Tensor) -> torch.Tensor:
+        """Returns [B, S, …]: the value of each token, and 0 for padding. `values_RL` is [R, L, …]. Differentiable."""
+        values_BS = values_RL.new_zeros(*self.inside_BS.shape, *values_RL.shape[2:])
+        values_BS[self.inside_BS] = values_RL[self.branches_M, self.places_M]
+        return values_BS
+
+
+def branches_as_rows(batch: BatchedDataDict) -> tuple[BatchedDataDict, Branches | None]:
+    """Returns the sequences that the model sees for a batch, with their lengths, and their supports if the rows have
+    them. If the rows have branches, also returns these."""
+    if BRANCH not in batch:
+        return batch, None
+    branches = Branches.of(batch)
+    return branches.rows, branches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

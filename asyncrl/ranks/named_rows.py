@@ -18,8 +18,8 @@ from asyncrl.data_plane.interfaces import PAD_SEQLEN, DataPlaneClient, KVBatchMe
 from asyncrl.data_plane.sharding import shard_meta_for_dp
 from asyncrl.errors import CallRefused, MissingColumns
 from asyncrl.ranks.batching import check_token_staleness, without_stale
-from asyncrl.ranks.branches import MIN_WIDTH
 from asyncrl.ranks.collectives import Collectives
+from asyncrl.ranks.model_rows import MIN_WIDTH
 from asyncrl.ranks.plan import BatchingPlan, check_columns
 
 Answer = TypeVar("Answer")

@@ -16,7 +16,7 @@ from asyncrl.data.sharding import DynamicBatchingArgs, SequencePackingArgs, requ
 from asyncrl.data.specs import LP_SEED_FIELDS, trained_mask
 from asyncrl.errors import MissingColumns
 from asyncrl.ranks.batching import empty_micro_batch
-from asyncrl.ranks.branches import MIN_WIDTH
+from asyncrl.ranks.model_rows import MIN_WIDTH
 from asyncrl.ranks.report import UpdatePlan, global_plan
 
 CURRENT = SOURCE_COLUMNS["proximal"]

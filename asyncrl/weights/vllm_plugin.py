@@ -29,7 +29,7 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from asyncrl.common.threads import in_daemon
+from asyncrl.common.tasks import in_daemon
 from asyncrl.errors import WeightError
 from asyncrl.parent_death import die_with
 from asyncrl.vllm_internals import finalize_layerwise_reload, initialize_layerwise_reload

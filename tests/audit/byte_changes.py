@@ -12,7 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from asyncrl.audit.audit import audit
-from asyncrl.audit.outcome import Verdict
+from asyncrl.audit.history import Verdict
 from asyncrl.errors import AsyncRLError
 
 COVERED = ("audit/*", "steps.jsonl", "checkpoints/step-*")

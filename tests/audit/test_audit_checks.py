@@ -14,8 +14,7 @@ from learner_scenes import ids_of, meta_of, rows_of
 from typer.testing import CliRunner
 
 from asyncrl.audit.audit import audit
-from asyncrl.audit.history import read_history
-from asyncrl.audit.outcome import Verdict
+from asyncrl.audit.history import Verdict, read_history
 from asyncrl.buffer.ledger import Fate
 from asyncrl.buffer.records import CommitOutcome, GroupMeta, Ticket
 from asyncrl.cli.main import app

@@ -11,7 +11,7 @@ from audited_run import record, record_killed_run, state
 from byte_changes import is_covered, is_found
 
 from asyncrl.audit.audit import audit
-from asyncrl.audit.outcome import Verdict
+from asyncrl.audit.history import Verdict
 from asyncrl.learner.audit_records import records_path
 
 CHANGES = 60

@@ -11,7 +11,7 @@ import xxhash
 from audited_run import STATE, changed, record, record_killed_run
 
 from asyncrl.audit.audit import audit
-from asyncrl.audit.outcome import Verdict
+from asyncrl.audit.history import Verdict
 from asyncrl.buffer.ledger import Amount, Fate
 from asyncrl.buffer.records import VersionSpan
 from asyncrl.checkpoints.directory import MANIFEST, FileEntry, RunManifest

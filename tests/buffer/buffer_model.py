@@ -31,8 +31,7 @@ from asyncrl.buffer.records import (
 )
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.snapshot import BufferSnapshot
-from asyncrl.common.lineage import Lineage
-from asyncrl.common.version import Version
+from asyncrl.common.version import Lineage, Version
 from asyncrl.config.schema import OnDeadline
 from asyncrl.errors import FailureClass
 from asyncrl.generation.generator import HeldTickets

@@ -7,8 +7,7 @@ from buffer_scenes import Scene, finished, progress_of, stored_by
 from asyncrl.buffer.ledger import Event
 from asyncrl.buffer.records import CommitOutcome, Lease, Prefix, Refusal, Renewal
 from asyncrl.buffer.snapshot import BufferSnapshot
-from asyncrl.common.lineage import Lineage
-from asyncrl.common.version import Version
+from asyncrl.common.version import Lineage, Version
 
 pytestmark = pytest.mark.fault("F6")
 

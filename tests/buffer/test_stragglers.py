@@ -7,8 +7,7 @@ from buffer_scenes import Scene, finished, progress_of, stored_by
 from asyncrl.buffer.ledger import Amount, Event, Fate
 from asyncrl.buffer.records import CommitOutcome, Failure, LeaseWait, Renewal, Ticket, VersionSpan
 from asyncrl.buffer.snapshot import BufferSnapshot
-from asyncrl.common.lineage import Lineage
-from asyncrl.common.version import Version
+from asyncrl.common.version import Lineage, Version
 from asyncrl.config.schema import OnDeadline
 from asyncrl.errors import FailureClass
 

@@ -18,8 +18,7 @@ from asyncrl.checkpoints.directory import (
     verified,
     write,
 )
-from asyncrl.common.lineage import Lineage
-from asyncrl.common.version import Version
+from asyncrl.common.version import Lineage, Version
 from asyncrl.complete_directory import COMPLETE
 from asyncrl.errors import CheckpointDamaged, CheckpointIncomplete
 

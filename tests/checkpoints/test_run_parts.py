@@ -9,7 +9,7 @@ from memory_client import MemoryClient
 
 from asyncrl.checkpoints.directory import verified
 from asyncrl.checkpoints.run import RunParts, read_snapshot
-from asyncrl.common.lineage import Lineage
+from asyncrl.common.version import Lineage
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.status import RunSnapshot
 from asyncrl.data.batched_data_dict import BatchedDataDict

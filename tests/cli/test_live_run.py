@@ -11,8 +11,7 @@ from asyncrl.checkpoints.directory import MANIFEST, RunManifest, folder_of, writ
 from asyncrl.cli import live_run, restarts
 from asyncrl.cli.live_run import join_admitted, reported_run, shown_run
 from asyncrl.cli.options import choice
-from asyncrl.common.lineage import Lineage
-from asyncrl.common.version import Version
+from asyncrl.common.version import Lineage, Version
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.deployment import cluster, shared_actors

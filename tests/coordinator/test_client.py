@@ -17,8 +17,7 @@ from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
-from asyncrl.coordinator.actor import CoordinatorActor
-from asyncrl.coordinator.client import CoordinatorClient, perform
+from asyncrl.coordinator.client import CoordinatorActor, CoordinatorClient, perform
 from asyncrl.coordinator.coordinator import Attachments, Coordinator, FailureReports, LearnerCalls
 from asyncrl.coordinator.registry import Deployment, Registry
 from asyncrl.data.prompts import Task

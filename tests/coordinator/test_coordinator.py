@@ -25,9 +25,8 @@ from asyncrl.buffer.records import (
     Renewal,
     Reservation,
 )
-from asyncrl.common.lineage import Lineage
 from asyncrl.common.roles import Role, RunState
-from asyncrl.common.version import Version
+from asyncrl.common.version import Lineage, Version
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.coordinator import SWEEP_EVERY_S, Coordinator

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.data.hub_files import model_folder
+from asyncrl.data.light_tokenizer import model_folder
 
 pytestmark = pytest.mark.slow
 
@@ -91,7 +91,7 @@ def run(hub: Hub, home: Path, code: str, **more: str) -> str:
         "HF_HUB_DISABLE_XET": "1",
     }
     done = subprocess.run(
-        [sys.executable, "-c", f"from asyncrl.data.hub_files import model_folder\n{code}"],
+        [sys.executable, "-c", f"from asyncrl.data.light_tokenizer import model_folder\n{code}"],
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path)} | environment | more,
         capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from transformers import Qwen2Config
 from asyncrl.cli.plan import specs_of
 from asyncrl.config.schema import Config
 from asyncrl.config.starter import GpuNumbers
-from asyncrl.deployment.gpu_numbers import gpu_numbers
+from asyncrl.deployment.memory_plan import gpu_numbers
 
 pytestmark = pytest.mark.slow  # imports transformers
 

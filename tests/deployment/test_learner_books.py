@@ -19,10 +19,9 @@ from prometheus_client import CollectorRegistry
 
 from asyncrl import shown_text
 from asyncrl.buffer.records import Failure, FailureCount
-from asyncrl.common.lineage import Lineage
 from asyncrl.common.roles import RunState
 from asyncrl.common.tasks import Stopped
-from asyncrl.common.version import Version
+from asyncrl.common.version import Lineage, Version
 from asyncrl.complete_directory import COMPLETE, unfinished
 from asyncrl.config.schema import CheckpointSection, Config
 from asyncrl.coordinator.coordinator import FailureReports, LearnerCalls

@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.buffer.records import Version
 from asyncrl.checkpoints.directory import RunManifest
-from asyncrl.common.lineage import Lineage
+from asyncrl.common.version import Lineage
 from asyncrl.config.load import load_config, shared_config
 from asyncrl.deployment.resuming import Resumed, rate_changes
 from asyncrl.ranks.schedule import learning_rate

@@ -18,8 +18,7 @@ from asyncrl.atomic_write import write_atomically
 from asyncrl.checkpoints.directory import RunManifest, folder_of, write
 from asyncrl.cli import restarts
 from asyncrl.cli.options import print_previous
-from asyncrl.common.lineage import Lineage
-from asyncrl.common.version import Version
+from asyncrl.common.version import Lineage, Version
 from asyncrl.complete_directory import COMPLETE, unfinished
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config

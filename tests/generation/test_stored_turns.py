@@ -13,9 +13,8 @@ from test_stored_prefixes import killed_in_the_middle
 
 from asyncrl.buffer.ledger import Event
 from asyncrl.buffer.records import GroupMeta, Prefix, VersionSpan
-from asyncrl.common.lineage import Lineage
 from asyncrl.common.roles import Role
-from asyncrl.common.version import Version
+from asyncrl.common.version import Lineage, Version
 from asyncrl.config.load import shared_config
 from asyncrl.coordinator.registry import Deployment
 from asyncrl.coordinator.status import Restored

@@ -13,8 +13,7 @@ from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.generation.interfaces import NOTHING, PartialCompletion
 from asyncrl.generation.vllm_engine import VLLMEngine
-from asyncrl.generation.vllm_sampled import Child, SampledByVLLM, until_stop
-from asyncrl.generation.vllm_supports import sampling_parameters, supports_of
+from asyncrl.generation.vllm_sampled import Child, SampledByVLLM, sampling_parameters, supports_of, until_stop
 
 pytestmark = pytest.mark.slow  # imports torch
 

@@ -18,13 +18,11 @@ from tiny_groups import make_config, make_model
 
 from asyncrl.audit.audit import checked
 from asyncrl.audit.chain import saved_digest
-from asyncrl.audit.history import read_history
-from asyncrl.audit.outcome import Outcome, Verdict
+from asyncrl.audit.history import Outcome, Verdict, read_history
 from asyncrl.audit.replay import steps_replay
 from asyncrl.buffer.ledger import Amount, LedgerEntry
 from asyncrl.buffer.records import Lease, LeasedGroup, Ticket, VersionSpan
-from asyncrl.common.lineage import Lineage
-from asyncrl.common.version import Version
+from asyncrl.common.version import Lineage, Version
 from asyncrl.config.load import dump_config, shared_config
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict

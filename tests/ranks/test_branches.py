@@ -11,8 +11,7 @@ from asyncrl.data.specs import BRANCH, SUPPORT
 from asyncrl.policy.logprobs import model_logprobs
 from asyncrl.policy.micro_batch import _logits
 from asyncrl.ranks.batching import row_lengths, tokens_passed
-from asyncrl.ranks.branches import Branches
-from asyncrl.ranks.model_rows import ModelRows
+from asyncrl.ranks.model_rows import Branches, ModelRows
 from asyncrl.ranks.packed import ATTENTION, PackedRows
 from asyncrl.value.model import ValueModel, model_values
 

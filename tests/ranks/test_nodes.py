@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.ranks.nodes import rank_order, socket_interfaces, spanning_groups, spanning_warning
+from asyncrl.ranks.actor import rank_order, socket_interfaces, spanning_groups, spanning_warning
 
 ADDRESSES = {
     "lo": {"127.0.0.1", "::1"},

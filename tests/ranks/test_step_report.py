@@ -12,7 +12,7 @@ import torch
 from asyncrl.algorithms import advantages, presets
 from asyncrl.algorithms.diagnostics import MetricSums
 from asyncrl.config.schema import OptimizerSection
-from asyncrl.ranks import nodes, out_of_memory, schedule
+from asyncrl.ranks import actor, out_of_memory, schedule
 from asyncrl.ranks.report import (
     RankRecord,
     StepReport,
@@ -26,7 +26,7 @@ from asyncrl.ranks.schedule import learning_rate
 from asyncrl.ranks.worker import RankWorker
 
 
-@pytest.mark.parametrize("module", [advantages, presets, schedule, nodes, out_of_memory])
+@pytest.mark.parametrize("module", [advantages, presets, schedule, actor, out_of_memory])
 def test_examples_in_docstrings_are_true(module: object) -> None:
     results = doctest.testmod(module)  # type: ignore[arg-type]
     assert results.attempted > 0

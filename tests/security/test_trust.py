@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from written_runs import write_run
 
 from asyncrl.audit import replay
-from asyncrl.audit.outcome import NotPossible
+from asyncrl.audit.history import NotPossible
 from asyncrl.cli import resume
 from asyncrl.cli.main import app
 from asyncrl.config.load import dump_config

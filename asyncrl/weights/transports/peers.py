@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from asyncrl.common.threads import in_daemon
+from asyncrl.common.tasks import in_daemon
 from asyncrl.errors import CollectiveError, UpdateRefused, WeightError
 
 Answer = TypeVar("Answer")
