@@ -32,7 +32,7 @@ train: $(TO_TRAIN) ## installs asyncrl into .venv, and trains the quickstart on 
 test: $(STAMP) ## runs the whole test suite: about half an hour on two CPU cores
 	$(PYTEST) --numprocesses=2 --no-loadscope-reorder -m "not campaign" $(ARGS)
 
-unit: $(LIGHT) ## runs the tests that start no real process and train nothing: half a minute
+unit: $(LIGHT) ## runs the tests that start no real process and train nothing: 4 minutes on 2 CPU cores
 	$(PYTEST) --numprocesses=2 --hypothesis-profile=quick -m "not integration and not slow and not campaign" $(ARGS)
 
 check: $(LIGHT) ## checks format, types, layers, generated pages and dashboards, and builds the documentation

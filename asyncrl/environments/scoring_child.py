@@ -39,7 +39,7 @@ _AFTER_DEATH_BYTES = 2**20
 _JOIN_TIMEOUT_S = 5.0
 """Seconds that `join` waits for the reading thread."""
 
-_log_of_output = logging.getLogger(__name__)
+_output_log = logging.getLogger(__name__)
 
 
 class BoundedLines:
@@ -186,7 +186,7 @@ class OutputReader:
             except Exception as error:  # an error of the log must not end scoring
                 if not self._refused:
                     self._refused = True
-                    _log_of_output.warning("cannot log the output of reward code: %s: %s", type(error).__name__, error)
+                    _output_log.warning("cannot log the output of reward code: %s: %s", type(error).__name__, error)
 
 
 _WORKER_MODULE = "asyncrl.environments.scoring_worker"

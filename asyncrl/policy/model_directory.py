@@ -22,7 +22,7 @@ _INDEX = "model.safetensors.index.json"
 _HEADS = ("lm_head.weight", "embed_out.weight")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 MOST_COUNTED = 256
-"""Number of layers that a config.json may have whatever its weights are. The largest published models have 126."""
+"""A config.json may count so many layers without a look at the weights. The largest published models have 126."""
 _COUNT = re.compile(r"(layers?|blocks?|depth|labels|dense_replace)$")
 """Ends of the keys of config.json for which transformers makes a list or modules of that length."""
 _CHUNK_BYTES = 2**24
