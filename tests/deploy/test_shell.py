@@ -10,7 +10,8 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 
-SCRIPTS = [*sorted((REPOSITORY / ".ci").iterdir()), *sorted((REPOSITORY / "deploy").rglob("*.sbatch"))]
+CI = [path for path in sorted((REPOSITORY / ".ci").iterdir()) if "bash" in path.read_text().splitlines()[0]]
+SCRIPTS = [*CI, *sorted((REPOSITORY / "deploy").rglob("*.sbatch"))]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
