@@ -52,13 +52,13 @@ def main() -> None:
 
 def only_in_odd_windows(steps: int) -> None:
     """Lets evaluations begin only in the windows of `steps` steps with an odd number."""
-    begin = HeldoutEvaluation.begin_beside
+    begin = HeldoutEvaluation.begin
 
-    def begin_beside(self: HeldoutEvaluation, version: Version) -> None:
+    def begin_in_odd_windows(self: HeldoutEvaluation, version: Version) -> None:
         if version.step // steps % 2:
             begin(self, version)
 
-    HeldoutEvaluation.begin_beside = begin_beside  # type: ignore[method-assign]
+    HeldoutEvaluation.begin = begin_in_odd_windows  # type: ignore[method-assign]
 
 
 def configuration(workload: str, folder: str, *, total: int, more: Sequence[str]) -> asyncrl.Config:

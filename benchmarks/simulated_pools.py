@@ -361,8 +361,10 @@ def _loop(config: Config, handles: RunHandles, ranks: Any, append_step: Callable
     from asyncrl.learner.checkpoint import Checkpoints
     from asyncrl.learner.heldout import HeldoutEvaluation, ReplicaClient
     from asyncrl.learner.loop import LearnerLoop
-    from asyncrl.learner.recording import described_metrics
+    from asyncrl.learner.recording import StepEnd, StepRecorder, described_metrics
     from asyncrl.learner.records import RunLog
+    from asyncrl.learner.sample_records import Texts
+    from asyncrl.learner.step import Stages
     from asyncrl.metrics.catalogue import LEARNER_STATES
     from asyncrl.metrics.states import StateClock
 
@@ -371,12 +373,31 @@ def _loop(config: Config, handles: RunHandles, ranks: Any, append_step: Callable
     metrics = described_metrics(config)
     log = RunLog(append_step=append_step, append_eval=nothing, write_samples=nothing, append_audit=nothing)
     publisher: Any = TinyPublisher(handles.coordinator, handles.weights)
+    checkpoints = Checkpoints(
+        config.checkpoint, folder=folder / "checkpoints", run=ranks, sync_records=lambda: None, metrics=metrics
+    )
+    started_s, incarnation = time.monotonic(), handles.lineage.incarnation
+    states = StateClock(states=LEARNER_STATES, initial="starting", started_s=started_s)
+    stages = Stages(config=config, policy=ranks, critic=None, states=states)
     return LearnerLoop(
         config=config,
-        incarnation=handles.lineage.incarnation,
-        policy=ranks,
-        publisher=publisher,
+        incarnation=incarnation,
         coordinator=handles.coordinator,
+        stages=stages,
+        step_end=StepEnd(
+            stages=stages,
+            incarnation=incarnation,
+            coordinator=handles.coordinator,
+            checkpoints=checkpoints,
+            recorder=StepRecorder(
+                log=log,
+                metrics=metrics,
+                elapsed_s=lambda: time.monotonic() - started_s,
+                state_seconds=states.seconds,
+            ),
+            texts=Texts(tokens=str, answer=lambda ids, part: ""),
+        ),
+        publisher=publisher,
         heldout=HeldoutEvaluation(
             config=config,
             tasks={},
@@ -384,16 +405,9 @@ def _loop(config: Config, handles: RunHandles, ranks: Any, append_step: Callable
             replicas=ReplicaClient(namespace=config.run.name, timeout_s=60.0),
             log=log,
             metrics=metrics,
-            started_s=time.monotonic(),
+            started_s=started_s,
         ),
-        checkpoints=Checkpoints(
-            config.checkpoint, folder=folder / "checkpoints", run=ranks, sync_records=lambda: None, metrics=metrics
-        ),
-        log=log,
-        metrics=metrics,
-        states=StateClock(states=LEARNER_STATES, initial="starting", started_s=time.monotonic()),
-        decode=lambda ids, special: "",
-        started_s=time.monotonic(),
+        checkpoints=checkpoints,
     )
 
 

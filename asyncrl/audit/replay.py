@@ -31,7 +31,7 @@ from asyncrl.deployment.run_dir import processor, provenance
 from asyncrl.learner.audit_records import TrainedStep
 from asyncrl.learner.checkpoint import ADDED_COLUMNS, PREV_LOGPROBS, KeptSteps
 from asyncrl.learner.records import read_config
-from asyncrl.learner.stages import Stages, step_meta
+from asyncrl.learner.step import Stages, step_meta
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.metrics.states import StateClock
 from asyncrl.policy.tq_policy import TQPolicy

@@ -478,12 +478,12 @@ class Groups:
         Returns the keys whose rows may be cleared. The other groups are retained: a learner that goes back to a
         checkpoint trains them again, and the checkpoint that is being written may read their rows.
         """
-        over: list[str] = []
+        clearable: list[str] = []
         for slot in self.table.leave_leased():
             self._end(slot, fate)
             if not self.retained.end(slot, step=step):
-                over.append(slot.ticket.key)
-        return tuple(over)
+                clearable.append(slot.ticket.key)
+        return tuple(clearable)
 
     def reissue(self, slot: Slot, fate: Fate) -> None:
         """Settles the fate of an attempt that holds no slot any longer, and puts the prompt at the front. If the
@@ -560,10 +560,10 @@ class Retained:
         self._complete = complete
         if complete is None:
             self._snapshot = None
-        over = tuple(key for key, (slot, step) in self._slots.items() if not self._is_needed(slot, step))
-        for key in over:
+        clearable = tuple(key for key, (slot, step) in self._slots.items() if not self._is_needed(slot, step))
+        for key in clearable:
             del self._slots[key]
-        return over
+        return clearable
 
     def _is_needed(self, slot: Slot, step: int) -> bool:
         """Returns whether a learner that goes back to a checkpoint can train a group again that `step` ended: it was

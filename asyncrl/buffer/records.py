@@ -138,13 +138,13 @@ class Renewal(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to a heartbeat.
 
     `ended` are the named tickets that have ended without a commit. No commit of them can be accepted, so the replica
-    need not generate them any longer. With `name_all`, the next heartbeat must be complete: the buffer has ended a
+    need not generate them any longer. With `report_all`, the next heartbeat must be complete: the buffer has ended a
     ticket of the replica, or does not know which tickets the replica holds. With `must_end`, the replica is quarantined
     or was replaced: all of its tickets have ended, and it does not come back.
     """
 
     ended: tuple[str, ...] = ()
-    name_all: bool = False
+    report_all: bool = False
     must_end: bool = False
 
 

@@ -301,9 +301,9 @@ class Leases:
         """Forgets what was kept for earlier checkpoints than the newest complete one, of step `complete`; with None,
         all, because the run ends. Returns the keys of the groups whose rows may be cleared."""
         retained, prefixes = self._state.groups.retained, self._state.groups.prefixes
-        over = retained.release(complete=complete)
+        clearable = retained.release(complete=complete)
         prefixes.release(retained.splits)
-        return over
+        return clearable
 
     def give_back(self, incarnation: int, step: int) -> bool:
         """Ends a lease without training. Its groups become ready again. Returns False if there is no such lease."""
@@ -535,7 +535,7 @@ class Tickets:
         for key, prefix in held.prefixes.items():
             groups.stored(key, prefix, replica=replica)
         ended = tuple(key for key in gone if (ticket := parsed_key(key)) and groups.attempts.has_ended(*ticket))
-        return Renewal(ended=ended, name_all=replica in table.to_ask)
+        return Renewal(ended=ended, report_all=replica in table.to_ask)
 
     def leave(self, replica: str) -> tuple[str, ...]:
         """Expires the tickets of a replica that ends. Returns their keys; rows under them may be cleared.

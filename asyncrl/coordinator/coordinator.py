@@ -478,7 +478,7 @@ class Acked(msgspec.Struct, frozen=True, kw_only=True):
 
     status: BriefStatus
     ledger: LedgerEntry
-    over: tuple[str, ...]
+    clearable: tuple[str, ...]
     snapshot: RunSnapshot | None
 
 
@@ -526,13 +526,13 @@ class LearnerCalls:
         if self._acked is not None and self._acked[0] == (incarnation, step):
             return self._acked[1]
         before = self._parts.buffer.version
-        over = self._parts.buffer.leases.ack(incarnation, step)
+        clearable = self._parts.buffer.leases.ack(incarnation, step)
         trained = self._parts.buffer.version != before
         ledger = self._parts.buffer.ledger_entry(of_ack=trained)
         taken = self._parts.snapshot() if snapshot else None
         self._parts.registry.progressed()
         self._parts.waiting.tickets.wake()
-        acked = Acked(status=self._parts.brief_status(), ledger=ledger, over=over, snapshot=taken)
+        acked = Acked(status=self._parts.brief_status(), ledger=ledger, clearable=clearable, snapshot=taken)
         if trained:
             self._acked = (incarnation, step), acked
         return acked
@@ -572,9 +572,9 @@ class LearnerCalls:
         of step `complete` does not need them; with None, all, because the run ends. Returns their keys; their rows may
         be cleared. A call that releases nothing new returns the keys of the last call with the same `complete`."""
         self._check(incarnation)
-        over = self._parts.buffer.leases.release(complete=complete)
-        if over or self._released is None or self._released[0] != (incarnation, complete):
-            self._released = (incarnation, complete), over
+        clearable = self._parts.buffer.leases.release(complete=complete)
+        if clearable or self._released is None or self._released[0] != (incarnation, complete):
+            self._released = (incarnation, complete), clearable
         return self._released[1]
 
     def clear_dropped(self, incarnation: int) -> None:

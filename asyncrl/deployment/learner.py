@@ -42,9 +42,10 @@ from asyncrl.learner.checkpoint import Checkpoints, KeptSteps
 from asyncrl.learner.heldout import HeldoutEvaluation, ReplicaClient, nothing_trained
 from asyncrl.learner.loop import LearnerLoop
 from asyncrl.learner.publication import Publisher, probe_sequences
-from asyncrl.learner.recording import FailureWatch, described_metrics
+from asyncrl.learner.recording import FailureWatch, StepEnd, StepRecorder, described_metrics
 from asyncrl.learner.records import RunLog, RunTotals, Summary, groups_by_reason
-from asyncrl.learner.sample_texts import Texts
+from asyncrl.learner.sample_records import Texts
+from asyncrl.learner.step import Stages
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.metrics.discovery import Target, ray_targets, target_groups, targets_of, write_targets
 from asyncrl.metrics.recorders import LearnerMetrics
@@ -268,21 +269,31 @@ class LearnerDeployment:
             best=partial(self._log.best_steps, running=lambda: heldout.running_step),
         )
         self._save_hf, self._trained_step = policy.save_hf, policy.trained_step
+        incarnation = handles.lineage.incarnation
+        stages = Stages(config=config, policy=policy, critic=parts.critic, states=self._states)
+        step_end = StepEnd(
+            stages=stages,
+            incarnation=incarnation,
+            coordinator=handles.coordinator,
+            checkpoints=self._checkpoints,
+            recorder=StepRecorder(
+                log=log,
+                metrics=self._metrics,
+                elapsed_s=lambda: time.monotonic() - started_s,
+                state_seconds=self._states.seconds,
+                before=before,
+            ),
+            texts=Texts.of(tokenizer, config),
+        )
         return LearnerLoop(
             config=config,
-            incarnation=handles.lineage.incarnation,
-            policy=policy,
-            critic=parts.critic,
-            publisher=self._publisher(handles, policy, prompts, tokenizer, log),
+            incarnation=incarnation,
             coordinator=handles.coordinator,
+            stages=stages,
+            step_end=step_end,
+            publisher=self._publisher(handles, policy, prompts, tokenizer, log),
             heldout=heldout,
             checkpoints=self._checkpoints,
-            log=log,
-            metrics=self._metrics,
-            states=self._states,
-            texts=Texts.of(tokenizer, config),
-            started_s=started_s,
-            before=before,
             kept=KeptSteps(self._run_dir.path) if config.audit.keep_weights == "all" else None,
         )
 

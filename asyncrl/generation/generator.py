@@ -141,7 +141,7 @@ class Generator:
             group_size=config.learner.group_size,
             clock=clock,
         )
-        self._spoiled: dict[str, InfraError] = {}
+        self._unverified: dict[str, InfraError] = {}
         self._draining = asyncio.Event()
         self._last_token_s = clock()
         self._metrics_address = metrics_address
@@ -234,8 +234,8 @@ class Generator:
                         on_environment=functools.partial(self._in_environment, ticket.key),
                     )
                     group = await self._rollouts.run(ticket, attempt)
-                    if ticket.key in self._spoiled:
-                        raise self._spoiled[ticket.key]
+                    if ticket.key in self._unverified:
+                        raise self._unverified[ticket.key]
             except TimeoutError as error:
                 limit_s = self._config.generator.rollout_timeout_s
                 notes = getattr(error.__cause__, "__notes__", [])  # what the cancelled rollout was doing
@@ -253,7 +253,7 @@ class Generator:
             self._delivery.add_failed(ticket.key, ticket.version.incarnation, error)
         finally:
             self._running.ended(ticket.key)
-            self._spoiled.pop(ticket.key, None)
+            self._unverified.pop(ticket.key, None)
             self._prefixes.ended(ticket.key)
             self._show_states()
 
@@ -266,7 +266,7 @@ class Generator:
         self._show_states()
 
     def _progressed(self, ticket: Ticket, prefix: Sequence[PartialCompletion], sampled: Sampled) -> None:
-        if ticket.key in self._held and ticket.key not in self._spoiled:
+        if ticket.key in self._held and ticket.key not in self._unverified:
             if self._held.generated(ticket.key, sum(sampled.lengths)):
                 self._last_token_s = self._clock()
             self._prefixes.sampled(ticket, sampled, continued=prefix)
@@ -289,7 +289,7 @@ class Generator:
         self._show_states()
 
     async def _fail_unverified(self, error: InfraError) -> None:
-        self._spoiled |= dict.fromkeys(self._running, error)
+        self._unverified |= dict.fromkeys(self._running, error)
         for key in self._running:
             self._prefixes.ended(key)
         await self._delivery.fail_finished(error)
@@ -321,9 +321,9 @@ class Generator:
                 raise self._quarantined()
             self._held.answered(held)
             self._abandon(renewal.ended)
-            if not renewal.name_all:
+            if not renewal.report_all:
                 return
-            self._held.name_all()
+            self._held.report_all()
 
     # --- engine -------------------------------------------------------------------------------------------------
 
@@ -466,8 +466,8 @@ class HeldTickets:
 
     Each heartbeat sends a `report` of the new tickets and of those whose progress has changed. What it sends counts as
     known when the heartbeat is `answered`. So nothing is lost if a heartbeat or its answer is lost. The first report is
-    complete, and so is the next one after `name_all`. Reports are numbered from `first_number` on, which must be larger
-    than all numbers of an earlier process of this replica.
+    complete, and so is the next one after `report_all`. Reports are numbered from `first_number` on, which must be
+    larger than all numbers of an earlier process of this replica.
 
     Calls for a ticket that is not held change nothing: its rollout may end later than the ticket.
     """
@@ -514,7 +514,7 @@ class HeldTickets:
         if report.number >= self._complete_from:
             self._complete_due = False
 
-    def name_all(self) -> None:
+    def report_all(self) -> None:
         """Makes the next report complete."""
         self._complete_due, self._complete_from = True, self._next_number
 
@@ -549,7 +549,7 @@ class HeldTickets:
         """Ends the holding of a ticket although the buffer may still count it as held. The next report is complete, so
         the buffer sees that the ticket is not held any longer."""
         self.settle(key)
-        self.name_all()
+        self.report_all()
 
     async def all_settled(self) -> None:
         """Waits until no ticket is held."""

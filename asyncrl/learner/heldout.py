@@ -166,7 +166,7 @@ class HeldoutEvaluation:
         """The step after which the evaluation was due that runs beside training; None if none runs."""
         return self._beside_step if self._beside is not None and not self._beside.done() else None
 
-    def begin_beside(self, version: Version) -> None:
+    def begin(self, version: Version) -> None:
         """Begins an evaluation of `version` that runs beside training, if one is due (`eval.every_steps`) and none
         runs. The last version of the run is evaluated by `evaluate`."""
         every = self.config.eval.every_steps
@@ -178,12 +178,12 @@ class HeldoutEvaluation:
         self._beside_step = version.step
         self._beside = asyncio.create_task(self.evaluate_beside(version), name=f"evaluation of {version}")
 
-    async def beside_ended(self) -> None:
+    async def settle(self) -> None:
         """Waits for the evaluation that runs beside training."""
         if self._beside is not None:
             await self._beside
 
-    async def end_beside(self) -> None:
+    async def cancel(self) -> None:
         """Cancels the evaluation that runs beside training."""
         if self._beside is not None:
             await cancelled(self._beside)

@@ -1,4 +1,4 @@
-"""The learner's loop: lease a step's groups, train on them (`stages.py`), acknowledge, publish the weights, and end the
+"""The learner's loop: lease a step's groups, train on them (`step.py`), acknowledge, publish the weights, and end the
 step (`recording.py`).
 
 Who waits for whom in a step, and the state that counts the time:
@@ -17,7 +17,7 @@ Who waits for whom in a step, and the state that counts the time:
 
 A commit wakes the lease that waits for it. The state is `starting` until `LearnerLoop.run` is called. A held-out
 evaluation runs before the first and after the last step, and those in between run beside the steps
-(`HeldoutEvaluation.begin_beside`). The loop keeps these invariants:
+(`HeldoutEvaluation.begin`). The loop keeps these invariants:
 
 - every lease ends by ack, skip or give-back, also when a stage fails;
 - a version is published only after the ack of its step;
@@ -29,8 +29,7 @@ The time of every stage is counted in the learner's state-seconds.
 import asyncio
 import contextlib
 import logging
-import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 
 from asyncrl.buffer.records import Lease, LeaseWait
@@ -49,17 +48,13 @@ from asyncrl.learner.audit_records import Ended
 from asyncrl.learner.checkpoint import Checkpoints, KeptSteps, kept_columns
 from asyncrl.learner.heldout import HeldoutEvaluation, check_progress, must_look
 from asyncrl.learner.publication import Publisher
-from asyncrl.learner.recording import EndedStep, StepEnd, StepRecorder, StepRows
-from asyncrl.learner.records import RunLog, RunTotals, StepRecord
-from asyncrl.learner.sample_texts import Texts
-from asyncrl.learner.stages import SAMPLE_COLUMNS, Stages, check_staleness, sample_ids, step_meta
+from asyncrl.learner.recording import EndedStep, StepEnd
+from asyncrl.learner.records import RunTotals
+from asyncrl.learner.step import Stages, check_staleness, sample_ids, step_meta
 from asyncrl.metrics.recorders import LearnerMetrics
-from asyncrl.metrics.states import StateClock
-from asyncrl.policy.tq_policy import TQPolicy
 from asyncrl.ranks.report import StepReport
-from asyncrl.value.tq_value import TQValue
 from asyncrl.weights.gate import should_publish
-from asyncrl.weights.parity import POOLED_TOKENS, Differences, ParityJudge, ParityLimits
+from asyncrl.weights.parity import POOLED_TOKENS, ParityJudge, ParityLimits
 
 logger = logging.getLogger(__name__)
 
@@ -74,60 +69,25 @@ class LearnerLoop:
     """Runs the `learner.total_steps` steps of a run.
 
     `incarnation` is the number that the learner got from the coordinator when it attached. All of its calls carry it.
-    `states` counts the seconds of the learner's process by state; its state is `starting` until `run` is called.
-    `started_s` is the start of the run on the monotonic clock `clock`. `before` is the last record of a run that is
-    resumed. `kept` keeps all weights and batches, for `audit.keep_weights: all`.
+    `stages` has the policy and the critic, and counts the seconds of the learner's process by state; its state is
+    `starting` until `run` is called. `kept` keeps all weights and batches, for `audit.keep_weights: all`.
     """
 
     config: Config
     incarnation: int
-    policy: TQPolicy
-    critic: TQValue | None = None
-    publisher: Publisher
     coordinator: CoordinatorClient
+    stages: Stages
+    step_end: StepEnd
+    publisher: Publisher
     heldout: HeldoutEvaluation
     checkpoints: Checkpoints
-    log: RunLog
-    metrics: LearnerMetrics
-    states: StateClock
-    texts: Texts
-    started_s: float
-    before: StepRecord | None = None
     kept: KeptSteps | None = None
-    clock: Callable[[], float] = time.monotonic
     phase: str = field(default="publishing the first weights", init=False)
-    _due: RunSnapshot | None = field(default=None, init=False)
-    """The snapshot of the step whose checkpoint is due; None if none is due."""
     _unpublished: bool = field(default=False, init=False)
     """True if the learner has a newer version than the published one."""
 
     def __post_init__(self) -> None:
-        config = self.config
-        self._stages = Stages(
-            config=config, policy=self.policy, critic=self.critic, states=self.states, clock=self.clock
-        )
-        self._recorder = StepRecorder(
-            log=self.log,
-            metrics=self.metrics,
-            elapsed_s=lambda: self.clock() - self.started_s,
-            state_seconds=self.states.seconds,
-            before=self.before,
-        )
-        self._checks = StepChecks(config=config, metrics=self.metrics)
-        self._rows = StepRows(
-            config=config,
-            incarnation=self.incarnation,
-            policy=self.policy,
-            coordinator=self.coordinator,
-            checkpoints=self.checkpoints,
-            metrics=self.metrics,
-            clock=self.clock,
-        )
-        logprobs = ["generation_logprobs", *(["prev_logprobs"] if self._stages.writes_logprobs else [])]
-        logged = [*SAMPLE_COLUMNS, *config.extra_columns, *(logprobs if config.learner.logprobs_logged else [])]
-        self._end = StepEnd(
-            recorder=self._recorder, log=self.log, rows=self._rows, logged_columns=logged, texts=self.texts
-        )
+        self._checks = StepChecks(config=self.config, metrics=self.step_end.recorder.metrics)
 
     async def run(self, stop: asyncio.Event) -> RunTotals:
         """Trains until `learner.total_steps`, the last prompt, `run.stop_when` or `stop`, and returns the run's totals.
@@ -137,21 +97,21 @@ class LearnerLoop:
         try:
             return await self._run(stop)
         finally:
-            await self.heldout.end_beside()
+            await self.heldout.cancel()
             await self.publisher.stop()
 
     async def _run(self, stop: asyncio.Event) -> RunTotals:
-        self.states.enter("other")
+        self.stages.states.enter("other")
         await self.checkpoints.check()
         learner = self.config.learner
         samples = learner.groups_per_step * learner.group_size
-        await asyncio.to_thread(self.policy.prepare_step, samples, learner.group_size)
+        await asyncio.to_thread(self.stages.policy.prepare_step, samples, learner.group_size)
         # Admission stays paused until the first version is published and evaluated: see `asyncrl.learner.heldout`.
         await self.coordinator.call(LearnerCalls.pause, self.incarnation)
         first = version = (await self.coordinator.call(Coordinator.brief_status)).version
         await self._publish(version)
         await self._keep_weights(version)
-        if self.before is None:
+        if self.step_end.recorder.before is None:
             await self._evaluate(version, stop)
         else:  # the run was resumed, and has evaluated its first version
             await self.publisher.settle()
@@ -160,19 +120,18 @@ class LearnerLoop:
         self.phase = TRAINING
         try:
             while (lease := await self._lease(stop)) is not None:
-                version = await self._step_or_give_back(lease)
-                self.heldout.begin_beside(version)
-                if self._due is not None:
-                    await self._save(self._due)
-                    self._due = None
+                version, snapshot = await self._step_or_give_back(lease)
+                self.heldout.begin(version)
+                if snapshot is not None:
+                    await self._save(snapshot)
         except BaseException:
-            await self._end.settle_after_error()
+            await self.step_end.settle_after_error()
             raise
-        await self._end.settle()
+        await self.step_end.settle()
         if not stop.is_set():
-            await self.heldout.beside_ended()
+            await self.heldout.settle()
         self.phase = "closing"
-        self.states.enter("other")
+        self.stages.states.enter("other")
         await self.coordinator.call(LearnerCalls.set_state, self.incarnation, RunState.CLOSING)
         if not stop.is_set():
             if self.publisher.published != version:
@@ -180,17 +139,17 @@ class LearnerLoop:
             if await self._last_delivered() and not self.heldout.has_evaluated(version):
                 await self._evaluate(version, stop)
         ledger = await self.coordinator.call(LearnerCalls.ledger_entry, self.incarnation)
-        self.log.append_audit(Ended(version, ledger))
+        self.step_end.recorder.log.append_audit(Ended(version, ledger))
         if version != first:  # a run that trained no step has no new weights to save
             snapshot = await self.coordinator.call(LearnerCalls.snapshot, self.incarnation)
             await self._while_saving(self.checkpoints.save_last(snapshot), version)
         retained = await self.coordinator.call(LearnerCalls.release, self.incarnation, None)
-        await self._rows.clear(retained)
+        await self.step_end.clear(retained)
         await self.coordinator.call(LearnerCalls.clear_dropped, self.incarnation)
         stop_reason = self.heldout.stop_reason(version)
-        rows = await self._rows.outstanding(until_none=stop_reason is None and not stop.is_set())
+        rows = await self.step_end.outstanding(until_none=stop_reason is None and not stop.is_set())
         status = await self.coordinator.call(Coordinator.status)
-        return self._recorder.run_totals(status, rows_outstanding=rows, stop_reason=stop_reason)
+        return self.step_end.recorder.run_totals(status, rows_outstanding=rows, stop_reason=stop_reason)
 
     # --- one step -----------------------------------------------------------------------------------------------
 
@@ -201,20 +160,20 @@ class LearnerLoop:
         Raises StallError when nothing moves, RunError after too many failures (`check_progress`), and ActorGone when
         the index of the data plane has died.
         """
-        self.states.enter("waiting_for_groups")
+        self.stages.states.enter("waiting_for_groups")
         while not stop.is_set() and self.heldout.reached is None:
             wait_s = min(LEASE_WAIT_S, self.config.run.stall_timeout_s)
             if self._unpublished:
                 wait_s = min(wait_s, UNPUBLISHED_WAIT_S)
             answer = await self.coordinator.call(LearnerCalls.lease, self.incarnation, wait_s=wait_s)
             if isinstance(answer, Lease):
-                self.states.enter("other")
+                self.stages.states.enter("other")
                 return answer
             if answer is LeaseWait.FINISHED:
                 return None
             # Raises if the index of the data plane has died. It comes first: a dead index makes rollouts fail, so that
             # the check of the progress would name another cause.
-            await self._rows.outstanding()
+            await self.step_end.outstanding()
             self.publisher.check()
             status = await self.coordinator.call(Coordinator.brief_status)
             await self._publish_if_due(status)
@@ -229,7 +188,7 @@ class LearnerLoop:
                 await self._save(await self.coordinator.call(LearnerCalls.snapshot, self.incarnation))
         return None
 
-    async def _step_or_give_back(self, lease: Lease) -> Version:
+    async def _step_or_give_back(self, lease: Lease) -> tuple[Version, RunSnapshot | None]:
         """Runs `_step`. If it raises, gives back its lease."""
         try:
             return await self._step(lease)
@@ -240,25 +199,28 @@ class LearnerLoop:
                 await self.coordinator.call(LearnerCalls.give_back, lease.incarnation, lease.step)
             raise
 
-    async def _step(self, lease: Lease) -> Version:
-        """Trains the groups of one lease and ends the lease. Returns the learner's version afterwards."""
-        started_s = self.clock()
+    async def _step(self, lease: Lease) -> tuple[Version, RunSnapshot | None]:
+        """Trains the groups of one lease and ends the lease.
+
+        Returns the learner's version afterwards, and the snapshot of the run if a checkpoint is due.
+        """
+        started_s = self.stages.clock()
         check_staleness(lease)
-        samples = self._stages.judge(lease)
+        samples = self.stages.judge(lease)
         meta = step_meta(lease, extra=self.config.extra_columns)
-        waits = self._stages.policy_waits(lease.step)
+        waits = self.stages.policy_waits(lease.step)
         self.phase = "training only the critic (critic.warmup_steps)" if waits else TRAINING
         try:
-            report, critic_report = await self._stages.train(meta, samples, step=lease.step)
+            report, critic_report = await self.stages.train(meta, samples, step=lease.step)
         except RowsLost as lost:
-            return await self._give_back(lease, lost)
+            return await self._give_back(lease, lost), None
         # NaN log-probs skip the step. They do not show whether the engine's and the learner's weights agree.
         parity_ratio = None if report.skipped else self._checks.parity(report, step=lease.step)
         if report.skipped:
-            acked, (status, over) = None, await self._skip(lease)
+            acked, (status, clearable) = None, await self._skip(lease)
         else:
             acked = await self._ack(lease)
-            status, over = acked.status, acked.over
+            status, clearable = acked.status, acked.clearable
         ended = EndedStep(
             lease=lease,
             samples=samples,
@@ -266,15 +228,15 @@ class LearnerLoop:
             critic_report=critic_report,
             status=status,
             published=self.publisher.published,
-            duration_s=self.clock() - started_s,
+            duration_s=self.stages.clock() - started_s,
             parity_ratio=parity_ratio,
         )
         if acked is not None:
             await self._keep_batch(lease, meta)
             await self._keep_weights(status.version)
-        await self._end.begin(ended, over, meta=meta, ledger=None if acked is None else acked.ledger)
+        await self.step_end.begin(ended, clearable, meta=meta, ledger=None if acked is None else acked.ledger)
         self._checks.nonfinite([report, critic_report], lease)
-        return status.version
+        return status.version, None if acked is None else acked.snapshot
 
     async def _give_back(self, lease: Lease, lost: RowsLost) -> Version:
         """Ends a lease of which rows are lost, and reports the lost groups to the coordinator.
@@ -287,27 +249,26 @@ class LearnerLoop:
         await self.coordinator.call(LearnerCalls.give_back, lease.incarnation, lease.step)
         await self.coordinator.call(LearnerCalls.rows_lost, lease.incarnation, list(keys))
         samples = [name for g in lease.groups if g.meta.key in keys for name in sample_ids(g)]
-        await asyncio.to_thread(self.policy.discard_samples, samples, TRAIN_PARTITION)
+        await asyncio.to_thread(self.stages.policy.discard_samples, samples, TRAIN_PARTITION)
         return Version(lease.incarnation, lease.step)
 
     async def _keep_batch(self, lease: Lease, meta: KVBatchMeta) -> None:
         """Keeps the rows of a trained step, for `audit.keep_weights: all`."""
         if self.kept is not None:
-            columns = kept_columns(with_logprobs=self._stages.writes_logprobs, extra=self.config.extra_columns)
-            await self.kept.keep_batch(lease, self._rows.read(meta, columns))
+            columns = kept_columns(with_logprobs=self.stages.writes_logprobs, extra=self.config.extra_columns)
+            await self.kept.keep_batch(lease, self.step_end.read(meta, columns))
 
     async def _keep_weights(self, version: Version) -> None:
         """Keeps the weights of a version, for `audit.keep_weights: all`."""
         if self.kept is not None:
             # The ranks have one copy of their weights to write from, which a running save still reads.
             await self.checkpoints.settle()
-            await asyncio.to_thread(self.policy.save_checkpoint, self.kept.weights_path(version))
+            await asyncio.to_thread(self.stages.policy.save_checkpoint, self.kept.weights_path(version))
 
     async def _ack(self, lease: Lease) -> Acked:
         """Acknowledges a trained step, which increments the version. Publishes the version if it is due."""
         due = self.checkpoints.due(lease.step + 1)
         acked = await self.coordinator.call(LearnerCalls.ack, lease.incarnation, lease.step, snapshot=due)
-        self._due = acked.snapshot
         await self._publish_if_due(acked.status)
         return acked
 
@@ -322,27 +283,27 @@ class LearnerLoop:
             lease.step,
             names_of(lease),
         )
-        over = await self.coordinator.call(LearnerCalls.skip, lease.incarnation, lease.step)
-        return await self.coordinator.call(Coordinator.brief_status), over
+        clearable = await self.coordinator.call(LearnerCalls.skip, lease.incarnation, lease.step)
+        return await self.coordinator.call(Coordinator.brief_status), clearable
 
     # --- checkpoints, weights and evaluation --------------------------------------------------------------------
 
     async def _save(self, snapshot: RunSnapshot) -> None:
         """Begins a save. Returns when the state is copied, and training can go on."""
-        await self._end.settle()
+        await self.step_end.settle()
         last_step = snapshot.version.step >= self.config.learner.total_steps
         await self._while_saving(self.checkpoints.begin(snapshot, last_step=last_step), snapshot.version)
 
     async def _while_saving(self, saving: Awaitable[None], version: Version) -> None:
         """Awaits `saving` with the phase and the state that show that training waits for a checkpoint."""
         before, self.phase = self.phase, f"saving the weights of {version.words}"
-        with self.states.within("checkpoint"):
+        with self.stages.states.within("checkpoint"):
             await saving
         self.phase = before
 
     async def _publish(self, version: Version) -> None:
         """Publishes `version`. The time until its snapshot is taken counts as `publish`."""
-        with self.states.within("publish"):
+        with self.stages.states.within("publish"):
             await self.publisher.publish(version)
 
     async def _last_delivered(self) -> bool:
@@ -374,9 +335,9 @@ class LearnerLoop:
             return
         await self.coordinator.call(LearnerCalls.pause, self.incarnation)
         with contextlib.suppress(Stopped):
-            await unless_stopped(stop, self._heldout_reward(version))
+            await unless_stopped(stop, self._evaluate_on_a_replica(version))
 
-    async def _heldout_reward(self, version: Version) -> None:
+    async def _evaluate_on_a_replica(self, version: Version) -> None:
         """Waits for the first replica that has loaded `version`, and evaluates the version on it.
 
         Raises StallError if no replica has loaded the first weights, because training would wait too. Later it is
@@ -412,16 +373,8 @@ class StepChecks:
         Returns how much they differ, as a share of what `weights.parity_*` accept; None if the step has no such token.
         Above 1, raises ParityError or logs an error.
         """
-        tokens = report.on_policy_tokens
-        differences = Differences(
-            tokens=tokens,
-            sum_nats=report.on_policy_parity_mean_nats * tokens,
-            sum_squares=report.on_policy_parity_mean_square * tokens,
-            max_nats=report.on_policy_parity_max_nats,
-            weight_excess=report.on_policy_weight_excess * tokens,
-            weight_excess_squares=report.on_policy_weight_excess_mean_square * tokens,
-        )
-        if not tokens:
+        differences = report.on_policy_differences
+        if not differences.tokens:
             return None
         verdict = self._judge.judge(differences)
         self._metrics.parity(differences.max_nats, ratio=verdict.ratio)

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import xxhash
 
+from asyncrl.algorithms.value_loss import explained_variance
 from asyncrl.buffer.ledger import Event, Fate, LedgerEntry
 from asyncrl.buffer.records import FailureCount, GroupMeta, Lease, LeasedGroup
 from asyncrl.common.version import Version
@@ -35,11 +36,10 @@ from asyncrl.errors import RunError
 from asyncrl.learner.audit_records import TrainedGroup, TrainedSample, TrainedStep
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.records import RunLog, RunTotals, StepRecord, first_failure, groups_by_reason, in_words
-from asyncrl.learner.sample_texts import Texts
-from asyncrl.learner.stages import StepSamples, counts_by_staleness, critic_numbers, sample_record
+from asyncrl.learner.sample_records import SAMPLE_COLUMNS, Texts, sample_record
+from asyncrl.learner.step import Stages, StepSamples
 from asyncrl.metrics.numbers import AGENT_NUMBERS
 from asyncrl.metrics.recorders import LearnerMetrics
-from asyncrl.policy.tq_policy import TQPolicy
 from asyncrl.ranks.report import StepReport
 
 logger = logging.getLogger(__name__)
@@ -307,7 +307,37 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-# The rows of the groups of the learner's steps: reads them, and clears them when no checkpoint needs them.
+def counts_by_staleness(lease: Lease) -> dict[str, dict[int, int]]:
+    """Returns three histograms that map a number of versions to a number of groups.
+
+    `groups` is the staleness at this step, without tokens that are masked because they are older than η. Apart from
+    these, it is the sum of `in_flight` (from the oldest token until the group was committed) and `in_buffer` (from the
+    commit until this step).
+    """
+    groups = lease.groups
+    return {
+        "groups": Counter(min(lease.step - group.meta.oldest, group.max_staleness_versions) for group in groups),
+        "in_flight": Counter(group.ready_step - group.meta.oldest for group in groups),
+        "in_buffer": Counter(lease.step - group.ready_step for group in groups),
+    }
+
+
+def critic_numbers(report: StepReport) -> dict[str, float]:
+    """Returns `value_loss`, `explained_variance` and `value_clipped_ratio` of a step; empty without a trained token.
+
+    The explained variance uses the values at the start of each token's update. In a step with one update, these are the
+    values from which the advantages were computed.
+    """
+    if not report.loss_metrics:
+        return {}
+    return {
+        "value_loss": report.loss,
+        "explained_variance": explained_variance(report.loss_metrics),
+        "value_clipped_ratio": report.loss_metrics["value_clipped_ratio"],
+    }
+
+
+# The end of a step: writes its records and samples and clears its rows, while the next step is leased and trained.
 
 SETTLE_S = 5.0
 """How long the end of a run waits until other processes have cleared their rows."""
@@ -315,75 +345,29 @@ POLL_S = 0.1
 
 
 @dataclass(kw_only=True)
-class StepRows:
-    """Reads and clears rows, and counts those that are left. The fields are those of `LearnerLoop`."""
+class StepEnd:
+    """Ends the steps of a run in order, one at a time. Reads and clears rows, and counts those that are left."""
 
-    config: Config
+    stages: Stages
     incarnation: int
-    policy: TQPolicy
     coordinator: CoordinatorClient
     checkpoints: Checkpoints
-    metrics: LearnerMetrics
-    clock: Callable[[], float]
+    recorder: StepRecorder
+    texts: Texts
+    _running: asyncio.Task[None] | None = field(default=None, init=False)
     _released: int = field(default=0, init=False)
     """Number of ended saves after which retained rows were released."""
 
-    async def read(self, meta: KVBatchMeta, columns: Sequence[str]) -> BatchedDataDict:
-        """Returns these columns of the rows of `meta`, which stays as it is. Raises RowsLost if their row store has
-        ended, and KeyError if they were cleared."""
-        rows = meta.subset(range(meta.size))
-        return await asyncio.to_thread(self.policy.read_from_dataplane, rows, select_fields=columns)
-
-    async def clear(self, keys: Sequence[str]) -> None:
-        """Clears the rows of groups that will not be trained any more. If a save has ended since the last call, also
-        those that were retained for an earlier checkpoint."""
-        if self.checkpoints.saves_ended != self._released:
-            self._released = self.checkpoints.saves_ended
-            complete = self.checkpoints.saved
-            keys = [*keys, *await self.coordinator.call(LearnerCalls.release, self.incarnation, complete)]
-        size = self.config.learner.group_size
-        rows = [row for key in keys for row in samples_of(key, count=size)]
-        await asyncio.to_thread(self.policy.discard_samples, rows, TRAIN_PARTITION)
-
-    async def outstanding(self, *, until_none: bool = False) -> int:
-        """Returns the number of rows of finished groups in the data plane.
-
-        At the end of a run, generators may still be clearing rows that will not be trained. With `until_none`, the
-        number is therefore read again until it is 0 or `SETTLE_S` have passed.
-        """
-        deadline_s = self.clock() + SETTLE_S
-        while True:
-            rows = (await asyncio.to_thread(self.policy.rows_outstanding)).get(TRAIN_PARTITION, 0)
-            self.metrics.rows_outstanding(rows)
-            if not (until_none and rows) or self.clock() > deadline_s:
-                return rows
-            await asyncio.sleep(POLL_S)
-
-
-# The end of a step: writes its records and samples and clears its rows, while the next step is leased and trained.
-
-
-@dataclass(kw_only=True)
-class StepEnd:
-    """Ends the steps of a run in order, one at a time. `logged_columns` are the columns of a logged sample."""
-
-    recorder: StepRecorder
-    log: RunLog
-    rows: StepRows
-    logged_columns: Sequence[str]
-    texts: Texts
-    _running: asyncio.Task[None] | None = field(default=None, init=False)
-
     async def begin(
-        self, step: EndedStep, over: Sequence[str], *, meta: KVBatchMeta, ledger: LedgerEntry | None
+        self, step: EndedStep, clearable: Sequence[str], *, meta: KVBatchMeta, ledger: LedgerEntry | None
     ) -> None:
         """Begins the end of a step: records it, writes samples of its rows `meta`, and clears the rows of the groups
-        `over`. `ledger` is the entry of its ack; None if the step was skipped.
+        `clearable`. `ledger` is the entry of its ack; None if the step was skipped.
 
         Raises the error of the step before it.
         """
         await self.settle()
-        ending = self._end(step, over, meta, ledger)
+        ending = self._end(step, clearable, meta, ledger)
         self._running = asyncio.create_task(ending, name=f"end of step {step.lease.step}")
 
     async def settle(self) -> None:
@@ -399,16 +383,23 @@ class StepEnd:
         except Exception as error:
             logger.error("the end of the step before it failed too: %s: %s", type(error).__name__, error)
 
-    async def _end(self, step: EndedStep, over: Sequence[str], meta: KVBatchMeta, ledger: LedgerEntry | None) -> None:
+    async def _end(
+        self, step: EndedStep, clearable: Sequence[str], meta: KVBatchMeta, ledger: LedgerEntry | None
+    ) -> None:
         record = self.recorder.record(step)
         if ledger is not None:
             line = msgspec.json.encode(record)
-            self.log.append_audit(
+            self.recorder.log.append_audit(
                 trained_step(step.lease, samples=step.samples, report=step.report, ledger=ledger, line=line)
             )
             await self._write_samples(step.lease, meta)
-        await self.rows.clear(over)
-        await self.rows.outstanding()
+        await self.clear(clearable)
+        await self.outstanding()
+
+    def _logged_columns(self) -> list[str]:
+        config = self.stages.config
+        logprobs = ["generation_logprobs", *(["prev_logprobs"] if self.stages.writes_logprobs else [])]
+        return [*SAMPLE_COLUMNS, *config.extra_columns, *(logprobs if config.learner.logprobs_logged else [])]
 
     async def _write_samples(self, lease: Lease, meta: KVBatchMeta) -> None:
         """Writes all samples of the first `learner.groups_logged` groups to the run's sample file, so that a reader can
@@ -425,14 +416,45 @@ class StepEnd:
             return
         try:
             # the rows have the order of the lease, so the first ones are those of the logged groups
-            rows = await self.rows.read(meta.slice(0, len(logged)), self.logged_columns)
+            rows = await self.read(meta.slice(0, len(logged)), self._logged_columns())
             records = [
                 sample_record(group, task, rows, step=lease.step, row=row, sample=sample, texts=self.texts)
                 for row, (group, task, sample) in enumerate(logged)
             ]
-            self.log.write_samples(lease.step, records)
+            self.recorder.log.write_samples(lease.step, records)
         except Exception as error:
             logger.warning("the samples of step %d were not logged: %s: %s", lease.step, type(error).__name__, error)
+
+    async def read(self, meta: KVBatchMeta, columns: Sequence[str]) -> BatchedDataDict:
+        """Returns these columns of the rows of `meta`, which stays as it is. Raises RowsLost if their row store has
+        ended, and KeyError if they were cleared."""
+        rows = meta.subset(range(meta.size))
+        return await asyncio.to_thread(self.stages.policy.read_from_dataplane, rows, select_fields=columns)
+
+    async def clear(self, keys: Sequence[str]) -> None:
+        """Clears the rows of groups that will not be trained any more. If a save has ended since the last call, also
+        those that were retained for an earlier checkpoint."""
+        if self.checkpoints.saves_ended != self._released:
+            self._released = self.checkpoints.saves_ended
+            complete = self.checkpoints.saved
+            keys = [*keys, *await self.coordinator.call(LearnerCalls.release, self.incarnation, complete)]
+        size = self.stages.config.learner.group_size
+        rows = [row for key in keys for row in samples_of(key, count=size)]
+        await asyncio.to_thread(self.stages.policy.discard_samples, rows, TRAIN_PARTITION)
+
+    async def outstanding(self, *, until_none: bool = False) -> int:
+        """Returns the number of rows of finished groups in the data plane.
+
+        At the end of a run, generators may still be clearing rows that will not be trained. With `until_none`, the
+        number is therefore read again until it is 0 or `SETTLE_S` have passed.
+        """
+        deadline_s = self.stages.clock() + SETTLE_S
+        while True:
+            rows = (await asyncio.to_thread(self.stages.policy.rows_outstanding)).get(TRAIN_PARTITION, 0)
+            self.recorder.metrics.rows_outstanding(rows)
+            if not (until_none and rows) or self.stages.clock() > deadline_s:
+                return rows
+            await asyncio.sleep(POLL_S)
 
 
 def trained_step(

@@ -2,7 +2,7 @@
 
 The records (steps.jsonl), the trackers, the gauges of Prometheus, the charts of the report, the panels of the dashboard
 Learning, and docs/metrics.md read this table. A new number therefore needs two changes: `learner/recording.py` (or
-`learner/stages.py`, or a step report) computes it under its name, and this table declares it.
+`learner/step.py`, or a step report) computes it under its name, and this table declares it.
 
 A number of a step report that is not declared here, such as a metric of a user's loss, is written to steps.jsonl and to
 the trackers only.

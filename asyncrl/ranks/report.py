@@ -13,6 +13,7 @@ import torch
 
 from asyncrl.algorithms.diagnostics import MetricSums, adds_up, merge_metrics
 from asyncrl.ranks.digest import combined
+from asyncrl.weights.parity import Differences
 
 Number = TypeVar("Number", int, float)
 
@@ -66,6 +67,19 @@ class StepReport:
     """Digest of the weights at the start of the step (`asyncrl.ranks.digest`)."""
     weights_after: int = 0
     """Digest of the weights after the step."""
+
+    @property
+    def on_policy_differences(self) -> Differences:
+        """The differences between the engine's and the learner's log-probs of the on-policy tokens."""
+        tokens = self.on_policy_tokens
+        return Differences(
+            tokens=tokens,
+            sum_nats=self.on_policy_parity_mean_nats * tokens,
+            sum_squares=self.on_policy_parity_mean_square * tokens,
+            max_nats=self.on_policy_parity_max_nats,
+            weight_excess=self.on_policy_weight_excess * tokens,
+            weight_excess_squares=self.on_policy_weight_excess_mean_square * tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,13 @@ from typing import ClassVar
 
 import torch
 
-from asyncrl.algorithms.baselines import CriticBased, Whitening
+from asyncrl.algorithms.baselines import CriticBased, Whitening, advantage_name, resolve_advantage
+from asyncrl.algorithms.presets import advantage_of, published_critic
 from asyncrl.algorithms.returns import TokenAdvantages, gae, length_adaptive_lambda, vtrace
 from asyncrl.algorithms.token_estimators import TokenEstimator, token_rewards
+from asyncrl.config.schema import Config, CriticSection
 from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.errors import ConfigError
 
 _READS = ("input_lengths", "token_mask", "sample_mask", "rewards", "values")
 
@@ -61,3 +64,39 @@ class VTrace(TokenEstimator):
             log_ratios_BS=data["prev_logprobs"] - data["generation_logprobs"],
             gamma=self.gamma,
         )
+
+
+def critic_section(config: Config) -> CriticSection:
+    """Returns the section `critic`. Raises ConfigError if the configuration has none."""
+    if config.critic is None:
+        raise ConfigError(
+            "the learner got a critic, but the configuration has no section `critic`: add the section, or pass no "
+            "critic"
+        )
+    return config.critic
+
+
+def critic_estimator(config: Config) -> TokenEstimator:
+    """Returns the token-level estimator for `algorithm.advantage` (or the preset's) and the section `critic`.
+
+    Settings of `critic` that are unset take the values that the preset's paper published.
+    """
+    section, advantage = critic_section(config), advantage_of(config.algorithm)
+    axes = resolve_advantage(advantage)
+    assert isinstance(axes, CriticBased)
+    if advantage_name(advantage) == "vtrace":
+        return VTrace(gamma=section.gamma, kl=axes.kl, whitening=axes)
+    published = published_critic(config.algorithm)
+    value_lam, length_alpha = section.value_lam, section.length_alpha
+    if value_lam is None:
+        value_lam = section.lam if published is None else published.value_lam
+    if length_alpha is None and published is not None:
+        length_alpha = published.length_alpha
+    return GAE(
+        gamma=section.gamma,
+        lam=section.lam,
+        value_lam=value_lam,
+        length_alpha=length_alpha or None,
+        kl=axes.kl,
+        whitening=axes,
+    )

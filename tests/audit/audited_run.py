@@ -29,8 +29,10 @@ from asyncrl.errors import FailureClass
 from asyncrl.learner.audit_records import Began, Machine, PublishedVersion, framed, read_records, records_path
 from asyncrl.learner.checkpoint import Checkpoints, KeptSteps
 from asyncrl.learner.loop import LearnerLoop
+from asyncrl.learner.recording import StepEnd, StepRecorder
 from asyncrl.learner.records import RunInfo, RunLog, StepRecord, read_lines
-from asyncrl.learner.sample_texts import Texts
+from asyncrl.learner.sample_records import Texts
+from asyncrl.learner.step import Stages
 from asyncrl.ranks.batching import staleness_counts, without_stale
 from asyncrl.ranks.digest import tensor_digest
 from asyncrl.ranks.named_rows import LIMIT, MASKS_STALE
@@ -179,22 +181,27 @@ class AuditedRun(Scene):
             restored_step=resumed.step if resumed else 0,
             clock=self.clock,
         )
+        stages = Stages(config=self.config, policy=self.trainer, critic=None, states=self.states, clock=self.clock)
+        recorder = StepRecorder(
+            log=log, metrics=self.metrics, elapsed_s=self.clock, state_seconds=self.states.seconds, before=before
+        )
         self.loop = LearnerLoop(
             config=self.config,
             incarnation=lineage.incarnation,
-            policy=self.trainer,
-            publisher=self.publisher,
             coordinator=self.client,
+            stages=stages,
+            step_end=StepEnd(
+                stages=stages,
+                incarnation=lineage.incarnation,
+                coordinator=self.client,
+                checkpoints=self.checkpoints,
+                recorder=recorder,
+                texts=Texts(tokens=lambda ids: "", answer=lambda ids, part: ""),
+            ),
+            publisher=self.publisher,
             heldout=self.heldout,
             checkpoints=self.checkpoints,
-            log=log,
-            metrics=self.metrics,
-            states=self.states,
-            texts=Texts(tokens=lambda ids: "", answer=lambda ids, part: ""),
-            started_s=0.0,
-            before=before,
             kept=KeptSteps(self.run_dir.path) if self.config.audit.keep_weights == "all" else None,
-            clock=self.clock,
         )
 
     async def publish(self, version: Version) -> None:

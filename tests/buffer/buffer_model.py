@@ -240,10 +240,10 @@ class BufferModel:
             held.answered(report)
             for key in renewal.ended:
                 held.settle(key)
-            if not renewal.name_all:
+            if not renewal.report_all:
                 break
-            held.name_all()
-        assert not renewal.name_all
+            held.report_all()
+        assert not renewal.report_all
         # The answer to a commit is still under way if the replica holds a ticket that was committed or filtered.
         assert not [key for key in held if self.has_ended(key) and key not in self.committed | self.filtered_keys]
 

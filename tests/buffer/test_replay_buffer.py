@@ -194,12 +194,12 @@ def test_a_heartbeat_that_was_overtaken_changes_nothing() -> None:
 def test_a_replica_has_to_name_all_its_tickets_when_the_buffer_has_ended_one_or_does_not_know_it() -> None:
     scene = Scene(eta=1, per_step=1)
     first, second = scene.reserve(2)
-    assert scene.buffer.tickets.renew("a", held=progress_of(first, second)) == Renewal(name_all=True), "it is new"
+    assert scene.buffer.tickets.renew("a", held=progress_of(first, second)) == Renewal(report_all=True), "it is new"
     assert scene.buffer.tickets.renew("a", held=progress_of(first, second)) == Renewal()
     scene.clock.now_s += 10.1
     scene.buffer.tickets.expire()
     for _ in range(2):  # the first answer may be lost
-        assert scene.buffer.tickets.renew("a", held=progress_of(complete=False)) == Renewal(name_all=True)
+        assert scene.buffer.tickets.renew("a", held=progress_of(complete=False)) == Renewal(report_all=True)
     answer = scene.buffer.tickets.renew("a", held=progress_of(first, second))
     assert answer == Renewal(ended=(first.key, second.key))
 

@@ -231,7 +231,7 @@ def test_after_a_step_back_replicas_name_their_tickets_and_hear_which_have_ended
     for _ in range(2):
         scene.buffer.tickets.renew("a", held=progress_of(held), version=Version(1, 1))
     go_back(scene, snapshot, loaded=Version(1, 1))
-    assert scene.buffer.tickets.renew("a", held=progress_of(complete=False)) == Renewal(name_all=True)
+    assert scene.buffer.tickets.renew("a", held=progress_of(complete=False)) == Renewal(report_all=True)
     assert scene.buffer.tickets.renew("a", held=progress_of(held)) == Renewal(ended=(held.key,))
 
 

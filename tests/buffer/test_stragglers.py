@@ -79,7 +79,7 @@ def test_a_requeued_group_is_no_failure_and_starts_again_at_the_front_with_the_w
     assert scene.buffer.tickets.renew("a", held=progress_of(*stragglers, tokens=5)) == Renewal()
     scene.lease()
     (requeued, *others) = stragglers
-    assert scene.buffer.tickets.renew("a", held=progress_of(complete=False)) == Renewal(name_all=True)
+    assert scene.buffer.tickets.renew("a", held=progress_of(complete=False)) == Renewal(report_all=True)
     assert scene.buffer.leases.cancelled == [requeued.key]
     assert scene.buffer.tickets.renew("a", held=progress_of(*stragglers)) == Renewal(ended=(requeued.key,))
     assert scene.buffer.tickets.commit(finished(requeued)) is CommitOutcome.LATE

@@ -731,7 +731,7 @@ async def test_a_learner_goes_back_to_its_checkpoint_and_the_generators_go_on() 
     trained, also_trained, stays, continued = (await coordinator.reserve("a", Version(1, 1), 4, wait_s=0.0)).tickets
     await coordinator.commit([finished(trained), finished(also_trained)])
     await coordinator.learner.lease(1, wait_s=0.0)
-    assert (await coordinator.learner.ack(1, 1)).over == (), "their rows stay for a learner that goes back"
+    assert (await coordinator.learner.ack(1, 1)).clearable == (), "their rows stay for a learner that goes back"
     now_s = SILENT_S
     restored = Restored(snapshot=snapshot, lineage=Lineage((snapshot.version,)))
     lineage = await coordinator.attachments.attach(SECOND, shared=shared, restored=restored)

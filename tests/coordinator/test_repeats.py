@@ -135,7 +135,7 @@ class Run:
         answers.append(lease)
         if isinstance(lease, Lease):
             acked = await call(LearnerCalls.ack, incarnation, lease.step)
-            answers.append((acked.over, acked.ledger))
+            answers.append((acked.clearable, acked.ledger))
         answers.append(sorted(await call(LearnerCalls.release, incarnation, None)))
         await call(LearnerCalls.clear_dropped, incarnation)
         return [*answers, await self.state()]
@@ -248,7 +248,7 @@ async def a_step_that_no_lease_has(run: Run) -> Arguments:
 async def a_retained_step(run: Run) -> Arguments:
     await run.client.call(LearnerCalls.snapshot, 1)
     acked = await run.client.call(LearnerCalls.ack, *await a_lease(run))
-    assert acked.over == (), "the rows of the step stay for a learner that goes back"
+    assert acked.clearable == (), "the rows of the step stay for a learner that goes back"
     return 1, None
 
 

@@ -17,7 +17,7 @@ from asyncrl.demo.chat_tokenizer import build_chat_tokenizer
 from asyncrl.environments.scores import Score
 from asyncrl.generation.interfaces import Completion
 from asyncrl.generation.rollout import Rollouts
-from asyncrl.learner.sample_texts import Texts
+from asyncrl.learner.sample_records import Texts
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -14,7 +14,7 @@ from asyncrl.data.specs import BRANCH, SUPPORT
 from asyncrl.errors import HandshakeError
 from asyncrl.generation.episodes import Episode, Node, Origin, Played, episode_rows, of_branches
 from asyncrl.generation.rollout import finished_group
-from asyncrl.learner.stages import turns
+from asyncrl.learner.sample_records import turns
 
 TICKET = Ticket(
     group=3, attempt=0, task=Task(question="q", prompt="q", answer="a", part="games"), seed=0, version=Version(1, 6),

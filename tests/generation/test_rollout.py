@@ -26,7 +26,7 @@ from asyncrl.errors import DataError, HandshakeError
 from asyncrl.generation.episodes import Attempt, Episode, Played, single_turn
 from asyncrl.generation.interfaces import Completion
 from asyncrl.generation.rollout import FinishedGroup, Rollouts, finished_group
-from asyncrl.learner.stages import judge_samples
+from asyncrl.learner.step import judge_samples
 from asyncrl.weights.staging import StagedWeights
 
 TICKET = Ticket(

@@ -34,7 +34,7 @@ from asyncrl.deployment.run_dir import processor, provenance
 from asyncrl.learner.audit_records import Began, Machine, TrainedStep, framed, records_path
 from asyncrl.learner.checkpoint import KeptSteps, kept_columns
 from asyncrl.learner.recording import trained_step
-from asyncrl.learner.stages import Stages, step_meta
+from asyncrl.learner.step import Stages, step_meta
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.metrics.states import StateClock
 from asyncrl.policy.tq_policy import TQPolicy

@@ -37,9 +37,10 @@ from asyncrl.learner.audit_records import Record
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.heldout import HeldoutEvaluation
 from asyncrl.learner.loop import LearnerLoop
-from asyncrl.learner.recording import described_metrics
+from asyncrl.learner.recording import StepEnd, StepRecorder, described_metrics
 from asyncrl.learner.records import EvalRecord, RunLog, RunTotals, SampleRecord, StepRecord
-from asyncrl.learner.sample_texts import Texts
+from asyncrl.learner.sample_records import Texts
+from asyncrl.learner.step import Stages
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.metrics.states import StateClock
 from asyncrl.policy.tq_policy import STEP_FIELDS
@@ -392,21 +393,28 @@ class Scene:
             metrics=self.metrics,
             clock=self.clock,
         )
+        stages = Stages(
+            config=self.config, policy=self.trainer, critic=self.critic, states=self.states, clock=self.clock
+        )
+        recorder = StepRecorder(
+            log=log or self.log, metrics=self.metrics, elapsed_s=self.clock, state_seconds=self.states.seconds
+        )
         self.loop = LearnerLoop(
             config=self.config,
             incarnation=1,
-            policy=self.trainer,
-            critic=self.critic,
-            publisher=self.publisher,
             coordinator=self.client,
+            stages=stages,
+            step_end=StepEnd(
+                stages=stages,
+                incarnation=1,
+                coordinator=self.client,
+                checkpoints=self.checkpoints,
+                recorder=recorder,
+                texts=Texts(tokens=lambda ids: decoded(ids, True), answer=lambda ids, _: decoded(ids, False)),
+            ),
+            publisher=self.publisher,
             heldout=self.heldout,
             checkpoints=self.checkpoints,
-            log=log or self.log,
-            metrics=self.metrics,
-            states=self.states,
-            texts=Texts(tokens=lambda ids: decoded(ids, True), answer=lambda ids, _: decoded(ids, False)),
-            started_s=0.0,
-            clock=self.clock,
         )
 
     async def run(self) -> RunTotals:

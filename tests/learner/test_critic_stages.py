@@ -11,7 +11,7 @@ from asyncrl.buffer.ledger import Fate
 from asyncrl.data.specs import GENERATED_FIELDS
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import ConfigError, NonFiniteError, RowsLost
-from asyncrl.learner.stages import Stages
+from asyncrl.learner.step import Stages
 from asyncrl.ranks.report import StepReport
 from asyncrl.value.estimators import GAE, VTrace
 
@@ -69,7 +69,7 @@ async def test_vapo_has_its_papers_lambdas_where_none_are_set(
     assert critic.estimators == [GAE(gamma=1.0, lam=0.95, value_lam=value_lam, length_alpha=length_alpha)] * 3
     # The published values belong to VAPO's own estimator: with another one they are not used.
     other, _ = scene(critic=section, algorithm={**vapo, "advantage": "vtrace"})
-    assert isinstance(other.loop._stages._by_token, VTrace)
+    assert isinstance(other.loop.stages._by_token, VTrace)
 
 
 @pytest.mark.asyncio

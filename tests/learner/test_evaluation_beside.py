@@ -186,8 +186,8 @@ async def test_the_step_of_the_evaluation_that_runs_is_known_while_it_runs() -> 
 
     scene.evaluate = slow  # type: ignore[method-assign]
     assert scene.heldout.running_step is None
-    scene.heldout.begin_beside(Version(1, 2))
+    scene.heldout.begin(Version(1, 2))
     assert scene.heldout.running_step == 2
     may_end.set()
-    await scene.heldout.beside_ended()
+    await scene.heldout.settle()
     assert scene.heldout.running_step is None

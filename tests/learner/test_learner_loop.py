@@ -410,7 +410,7 @@ async def test_a_learner_that_waits_for_groups_ends_when_the_index_of_the_data_p
     rows = scene.trainer.rows_outstanding
 
     def died() -> dict[str, int]:
-        if scene.loop.states.state != "waiting_for_groups":
+        if scene.states.state != "waiting_for_groups":
             return rows()
         raise ActorGone("the index has died")
 

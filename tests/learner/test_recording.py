@@ -84,7 +84,7 @@ async def an_ended_step() -> EndedStep:
     """Returns the second step of a scene, as the recorder gets it."""
     scene = Scene()
     ended: list[EndedStep] = []
-    scene.loop._recorder.record = ended.append  # type: ignore[method-assign]
+    scene.loop.step_end.recorder.record = ended.append  # type: ignore[method-assign]
     await scene.run()
     return ended[1]
 
@@ -416,7 +416,7 @@ async def test_groups_that_failed_are_told_apart_by_reason_and_those_that_expire
         scene.coordinator._parts.buffer.tickets.leave("a")
     status = await scene.status()
     assert status.account.fates[Fate.FAILED].groups == 3 + 4
-    totals = scene.loop._recorder.run_totals(status, rows_outstanding=0)
+    totals = scene.loop.step_end.recorder.run_totals(status, rows_outstanding=0)
     assert totals.groups_failed == {"reward_raised": 3, "expired": 4}
     assert totals.groups_discarded == 7
 

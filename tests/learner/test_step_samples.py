@@ -21,16 +21,10 @@ from asyncrl.data.prompts import Task
 from asyncrl.data.specs import BRANCH, NO_VERSION
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import StalenessViolation
-from asyncrl.learner import stages
-from asyncrl.learner.sample_texts import Texts
-from asyncrl.learner.stages import (
-    StepSamples,
-    check_staleness,
-    counts_by_staleness,
-    judge_samples,
-    sample_record,
-    step_meta,
-)
+from asyncrl.learner import step as stages
+from asyncrl.learner.recording import counts_by_staleness
+from asyncrl.learner.sample_records import Texts, sample_record
+from asyncrl.learner.step import StepSamples, check_staleness, judge_samples, step_meta
 from asyncrl.ranks.named_rows import LIMIT, MASKS_STALE
 from asyncrl.ranks.report import StepReport
 

@@ -9,39 +9,33 @@ They depend on the algorithm:
 
 import asyncio
 import math
-from collections import Counter
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
 
 from asyncrl.algorithms.advantages import Estimator, compute_advantages, varied
-from asyncrl.algorithms.baselines import CriticBased, advantage_name, resolve_advantage
 from asyncrl.algorithms.filters import masked_samples, scored_samples
 from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
 from asyncrl.algorithms.loss import build_loss
-from asyncrl.algorithms.presets import advantage_of, published_critic
+from asyncrl.algorithms.presets import advantage_of
 from asyncrl.algorithms.token_estimators import OUTCOME, TokenEstimator, resolve_estimators
-from asyncrl.algorithms.value_loss import ClippedValueLoss, explained_variance
+from asyncrl.algorithms.value_loss import ClippedValueLoss
 from asyncrl.buffer.records import Lease, LeasedGroup
-from asyncrl.config.schema import Config, CriticSection
-from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.prompts import Task
-from asyncrl.data.specs import BRANCH, GENERATED_FIELDS, NO_VERSION
+from asyncrl.config.schema import Config
+from asyncrl.data.specs import GENERATED_FIELDS
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.sample_ids import samples_of
-from asyncrl.errors import ConfigError, StalenessViolation
-from asyncrl.learner.records import SampleRecord
-from asyncrl.learner.sample_texts import Texts
+from asyncrl.errors import StalenessViolation
 from asyncrl.metrics.states import StateClock
 from asyncrl.policy.step_loss import needs_proximal, needs_reference
 from asyncrl.policy.tq_policy import TQPolicy
 from asyncrl.ranks.named_rows import LIMIT, MASKS_STALE, STEP
 from asyncrl.ranks.report import StepReport
-from asyncrl.value.estimators import GAE, VTrace
+from asyncrl.value.estimators import critic_estimator, critic_section
 from asyncrl.value.tq_value import TQValue
 
 # Turns a lease into the input of the ranks: filters, advantages from rewards, masks and the names of rows.
@@ -51,9 +45,6 @@ from asyncrl.value.tq_value import TQValue
 # `check_staleness` checks the staleness bound a last time before training. A group whose oldest token is older than the
 # limit η of its ticket is a bug of asyncrl, unless the buffer has extended its deadline (`staleness.on_deadline:
 # mask`). The ranks then mask the tokens that are too old, and check the ages of those that are left.
-
-SAMPLE_COLUMNS = ("input_ids", "weight_versions", "token_mask", "sample_mask", "advantages")
-"""The columns of rows that `sample_record` needs. It also reads `branch_ids`, if the rows have it."""
 
 
 def check_staleness(lease: Lease) -> None:
@@ -202,106 +193,6 @@ def step_meta(lease: Lease, *, extra: Sequence[str] = ()) -> KVBatchMeta:
     )
 
 
-def counts_by_staleness(lease: Lease) -> dict[str, dict[int, int]]:
-    """Returns three histograms that map a number of versions to a number of groups.
-
-    `groups` is the staleness at this step, without tokens that are masked because they are older than η. Apart from
-    these, it is the sum of `in_flight` (from the oldest token until the group was committed) and `in_buffer` (from the
-    commit until this step).
-    """
-    groups = lease.groups
-    return {
-        "groups": Counter(min(lease.step - group.meta.oldest, group.max_staleness_versions) for group in groups),
-        "in_flight": Counter(group.ready_step - group.meta.oldest for group in groups),
-        "in_buffer": Counter(lease.step - group.ready_step for group in groups),
-    }
-
-
-def sample_record(
-    leased: LeasedGroup,
-    task: Task,
-    rows: BatchedDataDict,
-    *,
-    step: int,
-    row: int,
-    sample: int,
-    texts: Texts,
-) -> SampleRecord:
-    """Returns the full record of sample `sample` of a group with this task. Its data is row `row` of `rows`.
-
-    `rows` needs `SAMPLE_COLUMNS`. When there is one advantage per token, the record keeps their mean over the
-    completion. Tokens of an extended group that are older than its limit are not trained: the ranks mask them
-    (`asyncrl.ranks.batching`). The record contains `generation_logprobs` and `prev_logprobs` when
-    `rows` has these columns.
-    """
-    prompt, tokens = leased.meta.prompt_tokens, leased.meta.completion_tokens[sample]
-    cut = slice(prompt, leased.meta.row_tokens[sample])
-    advantage = rows["advantages"][row]
-    if advantage.ndim:
-        advantage = advantage[cut].sum() / max(tokens, 1)
-    versions_S = rows["weight_versions"][row, cut]
-    trained_S = (rows["token_mask"][row, cut] > 0) & (rows["sample_mask"][row] > 0)
-    if leased.extended:
-        trained_S &= versions_S >= step - leased.max_staleness_versions
-    versions = versions_S.tolist()
-    sampled = [version for version in versions if version != NO_VERSION]
-    answered = turns(versions)
-    last_S = rows["input_ids"][row, cut][-answered[-1][1] :] if answered and answered[-1][1] else []
-    spans = tuple((version, len([*run])) for version, run in groupby(sampled))
-    logprobs = {
-        name: tuple(rows[name][row, cut].tolist()) for name in ("generation_logprobs", "prev_logprobs") if name in rows
-    }
-    return SampleRecord(
-        step=step,
-        group=leased.meta.group,
-        row=task.row,
-        part=task.part,
-        prompt=task.prompt,
-        metadata=task.metadata,
-        rendered_prompt=texts.tokens(rows["input_ids"][row, :prompt].tolist()),
-        completion=texts.answer(rows["input_ids"][row, cut].tolist(), task.part),
-        tokens=tuple(texts.tokens([token]) for token in rows["input_ids"][row, cut].tolist()),
-        answer=task.answer,
-        reward=leased.meta.rewards[sample],
-        components={name: values[sample] for name, values in leased.meta.components.items()},
-        advantage=float(advantage),
-        version_spans=spans,
-        scored=texts.last_answer([int(token) for token in last_S], task.part),
-        turns=answered if leased.meta.read_tokens else (),
-        forks=forks(rows[BRANCH][row, cut]) if BRANCH in rows else (),
-        trained_spans=tuple((trained, len([*run])) for trained, run in groupby(trained_S.tolist())),
-        staleness_versions=step - min(sampled, default=step),
-        truncated=leased.meta.truncated[sample],
-        **logprobs,
-    )
-
-
-def forks(branch_ids_S: torch.Tensor) -> tuple[int, ...]:
-    """Returns the places at which a branch begins, without the first one.
-
-    >>> forks(torch.tensor([0, 0, 1, 1]))
-    (2,)
-    """
-    return tuple(((branch_ids_S.diff() != 0).nonzero().flatten() + 1).tolist())
-
-
-def turns(versions: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Returns the turns of an episode after its prompt: pairs of the number of tokens that it read, and the number that
-    the model then sampled. A token that was read has no version.
-
-    >>> turns([3, 3, NO_VERSION, 4])
-    ((0, 2), (1, 1))
-    """
-    found: list[tuple[int, int]] = []
-    for sampled, run in groupby(version != NO_VERSION for version in versions):
-        length = len([*run])
-        if sampled and found and not found[-1][1]:
-            found[-1] = (found[-1][0], length)
-        else:
-            found.append((0, length) if sampled else (length, 0))
-    return tuple(found)
-
-
 @dataclass(kw_only=True)
 class Stages:
     """Runs the stages of the steps, with the loss, filters and estimators of the configuration.
@@ -314,7 +205,7 @@ class Stages:
     policy: TQPolicy
     critic: TQValue | None
     states: StateClock
-    clock: Callable[[], float]
+    clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         self._loss = build_loss(self.config)
@@ -323,9 +214,9 @@ class Stages:
         if self.critic is None:
             self._estimator, self._by_token = resolve_estimators(advantage_of(self.config.algorithm))
         else:
-            section = critic_section(self.config)
-            self._by_token = build_estimator(self.config)
-            self._value_loss = ClippedValueLoss(clip=section.value_clip, aggregation=section.aggregation)
+            self._critic = critic_section(self.config)
+            self._by_token = critic_estimator(self.config)
+            self._value_loss = ClippedValueLoss(clip=self._critic.value_clip, aggregation=self._critic.aggregation)
 
     @property
     def writes_logprobs(self) -> bool:
@@ -337,7 +228,7 @@ class Stages:
 
         In the first `critic.warmup_steps` steps, its values are too inaccurate to train the policy with them.
         """
-        return self.critic is not None and step < critic_section(self.config).warmup_steps
+        return self.critic is not None and step < self._critic.warmup_steps
 
     def judge(self, lease: Lease) -> StepSamples:
         """Returns the filtered samples of a step, with their advantages if these are per sample."""
@@ -356,7 +247,7 @@ class Stages:
         policy, critic = self.policy, self.critic
         # A second meta for the same rows. It names the columns that only the estimator and the critic read, so that the
         # policy's training does not fetch them.
-        aside = meta.slice(0, meta.size)
+        wide_meta = meta.slice(0, meta.size)
         read: frozenset[str] = getattr(self._loss, "columns", frozenset())
         columns = {"sample_mask": samples.mask_B}
         # Some objectives average over prompts (`group_ids`) or imitate rows with a high reward (`rewards`).
@@ -365,20 +256,26 @@ class Stages:
         if self._by_token is None:
             await asyncio.to_thread(policy.write_to_dataplane, meta, {"advantages": samples.advantages_B, **columns})
         else:
-            made_of = {OUTCOME: samples.advantages_B} if critic is None else {"rewards": samples.rewards_B}
-            await asyncio.to_thread(policy.write_to_dataplane, aside, columns | made_of)
+            outcome = {OUTCOME: samples.advantages_B} if critic is None else {"rewards": samples.rewards_B}
+            await asyncio.to_thread(policy.write_to_dataplane, wide_meta, columns | outcome)
             meta = meta.with_fields(["advantages", *columns])
         with self.states.within("log_probs"):
-            await self._score(meta, aside)
+            await self._score(meta, wide_meta)
         critic_report = None
         if critic is not None:
-            ranks = critic_section(self.config).ranks
-            critic_report = await self._train(critic.train_from_meta, aside, self._value_loss, ranks=ranks)
-        ranks, eval_mode = self.config.learner.ranks, self.policy_waits(step)
-        report = await self._train(policy.train_from_meta, meta, self._loss, ranks=ranks, eval_mode=eval_mode)
+            critic_report = await self._train(
+                critic.train_from_meta, wide_meta, self._value_loss, ranks=self._critic.ranks
+            )
+        report = await self._train(
+            policy.train_from_meta,
+            meta,
+            self._loss,
+            ranks=self.config.learner.ranks,
+            eval_mode=self.policy_waits(step),
+        )
         return report, critic_report
 
-    async def _score(self, meta: KVBatchMeta, aside: KVBatchMeta) -> None:
+    async def _score(self, meta: KVBatchMeta, wide_meta: KVBatchMeta) -> None:
         """Writes the columns that the objective reads for each token, and the advantages if they are per token.
 
         The log-probs come before the advantages, because an estimator may read them.
@@ -386,14 +283,14 @@ class Stages:
         policy, critic, by_token = self.policy, self.critic, self._by_token
         reads = () if by_token is None else by_token.reads
         if critic is not None:
-            await asyncio.to_thread(critic.get_values_from_meta, aside)
+            await asyncio.to_thread(critic.get_values_from_meta, wide_meta)
         if needs_reference(self._loss) or "reference_policy_logprobs" in reads:
             await asyncio.to_thread(policy.get_reference_policy_logprobs_from_meta, meta)
         if self.writes_logprobs or "prev_logprobs" in reads:
             await asyncio.to_thread(policy.get_logprobs_from_meta, meta)
         if by_token is not None:
             model: TQPolicy | TQValue = policy if critic is None else critic
-            await asyncio.to_thread(model.get_advantages_from_meta, aside, by_token)
+            await asyncio.to_thread(model.get_advantages_from_meta, wide_meta, by_token)
 
     async def _train(
         self,
@@ -420,61 +317,3 @@ class Stages:
         self.states.enter("other")
         self.states.reattribute("forward_backward", elsewhere)
         return report
-
-
-# The critic's part of a step: its settings, the estimator of token-level advantages from its values, and its numbers.
-#
-# `Stages` runs the critic's stages. The values and advantages of a step come from the critic's weights at the start of
-# the step. The critic's training and the policy's training get separate metas (`KVBatchMeta`), so that each fetches
-# only the columns that it reads.
-
-
-def critic_section(config: Config) -> CriticSection:
-    """Returns the section `critic`. Raises ConfigError if the configuration has none."""
-    if config.critic is None:
-        raise ConfigError(
-            "the learner got a critic, but the configuration has no section `critic`: add the section, or pass no "
-            "critic"
-        )
-    return config.critic
-
-
-def build_estimator(config: Config) -> TokenEstimator:
-    """Returns the token-level estimator for `algorithm.advantage` (or the preset's) and the section `critic`.
-
-    Settings of `critic` that are unset take the values that the preset's paper published.
-    """
-    section, advantage = critic_section(config), advantage_of(config.algorithm)
-    axes = resolve_advantage(advantage)
-    assert isinstance(axes, CriticBased)
-    if advantage_name(advantage) == "vtrace":
-        return VTrace(gamma=section.gamma, kl=axes.kl, whitening=axes)
-    published = published_critic(config.algorithm)
-    value_lam, length_alpha = section.value_lam, section.length_alpha
-    if value_lam is None:
-        value_lam = section.lam if published is None else published.value_lam
-    if length_alpha is None and published is not None:
-        length_alpha = published.length_alpha
-    return GAE(
-        gamma=section.gamma,
-        lam=section.lam,
-        value_lam=value_lam,
-        length_alpha=length_alpha or None,
-        kl=axes.kl,
-        whitening=axes,
-    )
-
-
-def critic_numbers(report: StepReport) -> dict[str, float]:
-    """Returns `value_loss`, `explained_variance` and `value_clipped_ratio` of a step; empty without a trained token.
-
-    The explained variance uses the values at the start of each token's update. In a step with one update, these are the
-    values from which the advantages were computed.
-    """
-    if not report.loss_metrics:
-        return {}
-    return {
-        "value_loss": report.loss,
-        "explained_variance": explained_variance(report.loss_metrics),
-        "value_clipped_ratio": report.loss_metrics["value_clipped_ratio"],
-    }
