@@ -7,8 +7,8 @@ Six loops run at once. Who waits for whom, and the state that counts the time of
                                                     │
                   engine ◀── `Rollouts.run` ◀───────┤                     generating
                                                     │
-    scoring processes, agents ◀── `PartScorers` ◀───┤                     waiting_for_environment, and no slot while a
-                                                    │                     group is only scored
+    scoring processes, agents ◀── `PartScorers` ◀───┤                     waiting_for_environment; a group that is only
+                                                    │                     scored holds no slot for admission
                                                     │
     row store, `Coordinator.commit` ◀── `Delivery.run`                    no slot
 
@@ -19,7 +19,8 @@ Six loops run at once. Who waits for whom, and the state that counts the time of
 The end of a rollout wakes admission and delivery. The state is `starting` until the engine is ready. Invariants:
 
 - No ticket is reserved before a version is loaded.
-- A commit waits until the parity probe of the last weight update has passed.
+- Nothing is delivered, failures included, between the pause of a weight update and its verification. Generation goes
+  on. Every `weights.probe_every_updates`-th update is verified by a probe, and the others count as verified.
 - Every ticket ends in a commit or a failure, or the buffer has ended it. If this process dies, its tickets expire.
 """
 
@@ -73,8 +74,8 @@ HELD_PER_SLOT = 3
 """Most tickets that a replica holds, for each of its slots: of groups that are generated, scored, or wait for their
 delivery. On a busy machine the last two take as long as the generation of short groups, and the engine must not wait
 for them. Groups that wait grow older."""
-PROBE = (0,)
-"""Tokens of a request that only shows whether the engine generates."""
+ONE_TOKEN = (0,)
+"""Prompt of a request that only shows whether the engine generates."""
 HEARTBEATS_PER_TIMEOUT = 5
 """At least this many heartbeats are sent within `buffer.heartbeat_timeout_s`."""
 
@@ -212,7 +213,9 @@ class Generator:
                     # A failed update may have torn the replica since the reserve. Then this waits for a whole version.
                     await self._weights.startable()
                     if ticket.key in self._held:  # the buffer may have ended the ticket while it waited here
-                        self._running.start(ticket.key, self._rollout(ticket))
+                        self._running.start(
+                            ticket.key, self._rollout(ticket), ended=functools.partial(self._ended, ticket.key)
+                        )
                         self._show_states()
 
     def _quarantined(self) -> Quarantined:
@@ -251,11 +254,11 @@ class Generator:
             self._delivery.add(group)
         except RolloutError as error:
             self._delivery.add_failed(ticket.key, ticket.version.incarnation, error)
-        finally:
-            self._running.ended(ticket.key)
-            self._unverified.pop(ticket.key, None)
-            self._prefixes.ended(ticket.key)
-            self._show_states()
+
+    def _ended(self, key: str) -> None:
+        self._unverified.pop(key, None)
+        self._prefixes.ended(key)
+        self._show_states()
 
     def _generated(self, key: str) -> None:
         self._running.generated(key)
@@ -342,7 +345,7 @@ class Generator:
                 continue
             try:
                 async with asyncio.timeout(limit_s):
-                    await self._rollouts.engine.generate(PROBE, n=1, seed=None, temperature=0.0, max_tokens=1)
+                    await self._rollouts.engine.generate(ONE_TOKEN, n=1, seed=None, temperature=0.0, max_tokens=1)
             except (TimeoutError, InfraError) as error:
                 raise EngineStuck(
                     f"the engine of replica {self._name} generated no token for generator.stall_timeout_s = "
@@ -387,7 +390,7 @@ class Generator:
 
 class RunningRollouts:
     """The tasks of rollouts by the key of their ticket. A rollout calls `generated` when its group is only scored from
-    now on, and `ended` at its end."""
+    now on."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -415,8 +418,16 @@ class RunningRollouts:
     def waits_for_environment(self, key: str, waits: bool) -> None:
         (self._in_environment.add if waits and key in self._tasks else self._in_environment.discard)(key)
 
-    def start(self, key: str, rollout: Coroutine[None, None, None]) -> None:
-        self._tasks[key] = asyncio.create_task(rollout, name=f"rollout {key}")
+    def start(self, key: str, rollout: Coroutine[None, None, None], *, ended: Callable[[], None]) -> None:
+        """Starts a rollout. `ended` is called when it does not run any more."""
+
+        def end(_: asyncio.Task[None]) -> None:
+            self._ended(key)
+            ended()
+
+        task = self._tasks[key] = asyncio.create_task(rollout, name=f"rollout {key}")
+        # A task that is cancelled before it has begun runs none of its own code, not even a `finally`.
+        task.add_done_callback(end)
         self._none_left.clear()
 
     def generated(self, key: str) -> None:
@@ -424,7 +435,7 @@ class RunningRollouts:
         self._in_environment.discard(key)
         self._one_ended.set()
 
-    def ended(self, key: str) -> None:
+    def _ended(self, key: str) -> None:
         self._tasks.pop(key, None)
         self._scored.discard(key)
         self._in_environment.discard(key)

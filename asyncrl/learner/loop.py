@@ -11,9 +11,11 @@ Who waits for whom in a step, and the state that counts the time:
                                                     │
                 engines ◀── `Publisher.publish` ◀───┤                     publish: until the ranks have a copy
                                                     │
-                 files ◀── `Checkpoints.begin` ◀────┤                     checkpoint: until the ranks have a copy
+             records, rows ◀── `StepEnd.begin` ◀────┤                     other: until the end of the step before; the
+                                                    │                     rest runs beside the next step
                                                     │
-               records, rows ◀── `StepEnd.begin` ◀──┘                     no time: it runs beside the next step
+                 files ◀── `Checkpoints.begin` ◀────┘                     checkpoint: until this step's records are
+                                                                          written and the ranks have a copy
 
 A commit wakes the lease that waits for it. The state is `starting` until `LearnerLoop.run` is called. A held-out
 evaluation runs before the first and after the last step, and those in between run beside the steps
@@ -120,8 +122,9 @@ class LearnerLoop:
         self.phase = TRAINING
         try:
             while (lease := await self._lease(stop)) is not None:
-                version, snapshot = await self._step_or_give_back(lease)
-                self.heldout.begin(version)
+                before, (version, snapshot) = version, await self._step_and_end_lease(lease)
+                if version != before:
+                    self.heldout.begin(version)
                 if snapshot is not None:
                     await self._save(snapshot)
         except BaseException:
@@ -188,8 +191,11 @@ class LearnerLoop:
                 await self._save(await self.coordinator.call(LearnerCalls.snapshot, self.incarnation))
         return None
 
-    async def _step_or_give_back(self, lease: Lease) -> tuple[Version, RunSnapshot | None]:
-        """Runs `_step`. If it raises, gives back its lease."""
+    async def _step_and_end_lease(self, lease: Lease) -> tuple[Version, RunSnapshot | None]:
+        """Runs `_step`, which ends its lease. If it raises, gives the lease back, and the run ends.
+
+        After a failed parity check, the policy is already trained on the lease.
+        """
         try:
             return await self._step(lease)
         except BaseException:
@@ -208,12 +214,12 @@ class LearnerLoop:
         check_staleness(lease)
         samples = self.stages.judge(lease)
         meta = step_meta(lease, extra=self.config.extra_columns)
-        waits = self.stages.policy_waits(lease.step)
-        self.phase = "training only the critic (critic.warmup_steps)" if waits else TRAINING
+        only_critic = self.stages.trains_only_critic(lease.step)
+        self.phase = "training only the critic (critic.warmup_steps)" if only_critic else TRAINING
         try:
             report, critic_report = await self.stages.train(meta, samples, step=lease.step)
         except RowsLost as lost:
-            return await self._give_back(lease, lost), None
+            return await self._repeat_without(lost, lease), None
         # NaN log-probs skip the step. They do not show whether the engine's and the learner's weights agree.
         parity_ratio = None if report.skipped else self._checks.parity(report, step=lease.step)
         if report.skipped:
@@ -221,6 +227,7 @@ class LearnerLoop:
         else:
             acked = await self._ack(lease)
             status, clearable = acked.status, acked.clearable
+            await self._publish_if_due(status)
         ended = EndedStep(
             lease=lease,
             samples=samples,
@@ -238,11 +245,11 @@ class LearnerLoop:
         self._checks.nonfinite([report, critic_report], lease)
         return status.version, None if acked is None else acked.snapshot
 
-    async def _give_back(self, lease: Lease, lost: RowsLost) -> Version:
+    async def _repeat_without(self, lost: RowsLost, lease: Lease) -> Version:
         """Ends a lease of which rows are lost, and reports the lost groups to the coordinator.
 
-        The policy was not trained. The remaining groups of the step are leased again, and other groups take the places
-        of the lost ones. Returns the learner's unchanged version.
+        The policy was not trained. The prompts of the lost groups are generated again, as new attempts. The other
+        groups are leased again. Returns the learner's unchanged version.
         """
         logger.warning("step %d was not trained and is repeated without the lost rows: %s", lease.step, lost)
         keys = {group_of(sample): None for sample in lost.sample_ids}
@@ -266,20 +273,19 @@ class LearnerLoop:
             await asyncio.to_thread(self.stages.policy.save_checkpoint, self.kept.weights_path(version))
 
     async def _ack(self, lease: Lease) -> Acked:
-        """Acknowledges a trained step, which increments the version. Publishes the version if it is due."""
+        """Acknowledges a trained step, which increments the version."""
         due = self.checkpoints.due(lease.step + 1)
-        acked = await self.coordinator.call(LearnerCalls.ack, lease.incarnation, lease.step, snapshot=due)
-        await self._publish_if_due(acked.status)
-        return acked
+        return await self.coordinator.call(LearnerCalls.ack, lease.incarnation, lease.step, snapshot=due)
 
     async def _skip(self, lease: Lease) -> tuple[BriefStatus, tuple[str, ...]]:
-        """Ends the lease of a step that changed no weights. The version stays, and other prompts replace the groups.
+        """Ends the lease of a step of which no update of the policy was finite, so that its weights stay. A critic may
+        have been trained. The version stays, and other prompts replace the groups.
 
         Returns the state of the run, and the keys of the groups whose rows may be cleared.
         """
         logger.error(
-            "step %d was skipped because a loss or a gradient is not finite: no weights were changed; its groups are "
-            "discarded: %s",
+            "step %d was skipped because a loss or a gradient is not finite: the policy's weights stay; the groups of "
+            "the step are discarded: %s",
             lease.step,
             names_of(lease),
         )

@@ -223,7 +223,7 @@ class Stages:
         """Whether the objective needs the column `prev_logprobs`, which a stage then writes."""
         return needs_proximal(self._loss, updates=self.config.learner.updates_per_step)
 
-    def policy_waits(self, step: int) -> bool:
+    def trains_only_critic(self, step: int) -> bool:
         """Returns whether `step` trains only the critic.
 
         In the first `critic.warmup_steps` steps, its values are too inaccurate to train the policy with them.
@@ -247,7 +247,7 @@ class Stages:
         policy, critic = self.policy, self.critic
         # A second meta for the same rows. It names the columns that only the estimator and the critic read, so that the
         # policy's training does not fetch them.
-        wide_meta = meta.slice(0, meta.size)
+        scoring_meta = meta.slice(0, meta.size)
         read: frozenset[str] = getattr(self._loss, "columns", frozenset())
         columns = {"sample_mask": samples.mask_B}
         # Some objectives average over prompts (`group_ids`) or imitate rows with a high reward (`rewards`).
@@ -257,25 +257,25 @@ class Stages:
             await asyncio.to_thread(policy.write_to_dataplane, meta, {"advantages": samples.advantages_B, **columns})
         else:
             outcome = {OUTCOME: samples.advantages_B} if critic is None else {"rewards": samples.rewards_B}
-            await asyncio.to_thread(policy.write_to_dataplane, wide_meta, columns | outcome)
+            await asyncio.to_thread(policy.write_to_dataplane, scoring_meta, columns | outcome)
             meta = meta.with_fields(["advantages", *columns])
         with self.states.within("log_probs"):
-            await self._score(meta, wide_meta)
+            await self._score(meta, scoring_meta)
         critic_report = None
         if critic is not None:
             critic_report = await self._train(
-                critic.train_from_meta, wide_meta, self._value_loss, ranks=self._critic.ranks
+                critic.train_from_meta, scoring_meta, self._value_loss, ranks=self._critic.ranks
             )
         report = await self._train(
             policy.train_from_meta,
             meta,
             self._loss,
             ranks=self.config.learner.ranks,
-            eval_mode=self.policy_waits(step),
+            eval_mode=self.trains_only_critic(step),
         )
         return report, critic_report
 
-    async def _score(self, meta: KVBatchMeta, wide_meta: KVBatchMeta) -> None:
+    async def _score(self, meta: KVBatchMeta, scoring_meta: KVBatchMeta) -> None:
         """Writes the columns that the objective reads for each token, and the advantages if they are per token.
 
         The log-probs come before the advantages, because an estimator may read them.
@@ -283,14 +283,14 @@ class Stages:
         policy, critic, by_token = self.policy, self.critic, self._by_token
         reads = () if by_token is None else by_token.reads
         if critic is not None:
-            await asyncio.to_thread(critic.get_values_from_meta, wide_meta)
+            await asyncio.to_thread(critic.get_values_from_meta, scoring_meta)
         if needs_reference(self._loss) or "reference_policy_logprobs" in reads:
             await asyncio.to_thread(policy.get_reference_policy_logprobs_from_meta, meta)
         if self.writes_logprobs or "prev_logprobs" in reads:
             await asyncio.to_thread(policy.get_logprobs_from_meta, meta)
         if by_token is not None:
             model: TQPolicy | TQValue = policy if critic is None else critic
-            await asyncio.to_thread(model.get_advantages_from_meta, wide_meta, by_token)
+            await asyncio.to_thread(model.get_advantages_from_meta, scoring_meta, by_token)
 
     async def _train(
         self,

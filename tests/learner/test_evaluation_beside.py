@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
-from learner_scenes import Scene
+from learner_scenes import Scene, skipped, trained
 
 from asyncrl.buffer.records import Failure
 from asyncrl.common.version import Version
@@ -69,6 +69,14 @@ async def test_training_goes_on_during_an_evaluation_and_the_next_one_is_left_ou
     assert any("because the last one still runs" in entry.getMessage() for entry in caplog.records)
     assert [record.version for record in scene.log.evals] == [version.step for version in asked]
     assert asked[1].step < 4, "the evaluation began before the fourth step, which ended it"
+
+
+@pytest.mark.asyncio
+async def test_a_version_is_evaluated_once_if_the_step_after_it_is_skipped() -> None:
+    scene = Scene(eval={"every_steps": 2}, learner={"total_steps": 4})
+    scene.trainer.answers = [skipped(), trained(), trained(), skipped()]
+    await scene.run()
+    assert [record.version for record in scene.log.evals] == [0, 2, 4]
 
 
 @pytest.mark.asyncio
