@@ -24,7 +24,7 @@ from asyncrl.buffer.records import LeasedGroup
 from asyncrl.common.version import Version
 from asyncrl.learner.checkpoint import KeptSteps
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.campaign]
 
 LIMIT = 5
 """staleness.max_versions. When the tickets of the killed replica end, the learner is a few versions further, and their

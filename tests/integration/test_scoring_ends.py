@@ -19,7 +19,7 @@ from asyncrl.config.schema import Config
 from asyncrl.demo.tiny_model import ensure_model
 from asyncrl.learner.records import StepRecord, read_lines
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.integration, pytest.mark.campaign, pytest.mark.timeout(900)]
 
 ENDS = int(os.environ.get("ENDS", "10"))
 """The least number of ends of each kind. `ENDS=50` takes three minutes."""
