@@ -1,4 +1,4 @@
-"""The agent of test_agent_run.py: each task is answered with one of two unmodified packages."""
+"""The agent of test_mixture_run.py: each task is answered with one of two unmodified packages."""
 
 import importlib
 

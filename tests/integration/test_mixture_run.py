@@ -1,0 +1,157 @@
+"""A run of two recipes as parts of a mixture: conversations from a parquet file with two rewards, and agents that
+answer questions with a tool through two client packages. Real Ray, vLLM, gateway and FSDP2."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+from chat_models import write_conversations
+from conftest import REPOSITORY, Command, in_this_process
+from two_clients import client_of
+
+from asyncrl.config.load import load_config
+from asyncrl.demo.tiny_model import ensure_model
+from asyncrl.learner.records import EvalRecord, SampleRecord, StepRecord, read_lines
+
+pytest.importorskip("datasets")
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+AGENTS = REPOSITORY / "configs" / "agents"
+STEPS = 3
+GROUPS_PER_STEP, GROUP_SIZE = 8, 4
+TINY = [
+    "model.tiny.layers=2",
+    "model.tiny.hidden_size=64",
+    "model.tiny.heads=2",
+    "model.tiny.warmup_steps=300",
+    "model.tiny.warmup_batch_size=8",
+    "model.tiny.warmup_learning_rate=0.005",
+]
+"""A model of a quarter of the recipe's size. Many of its first answers to agents' questions are calls of the tool."""
+SEARCH_PATH = (AGENTS, Path(__file__).parent, os.environ.get("PYTHONPATH", ""))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the directory of the run, which has ended in order."""
+    folder = tmp_path_factory.mktemp("mixture")
+    pairs = [(first, second) for first in range(20) for second in range(20)]
+    rows = [(f"Which is larger, {first} or {second}?", str(max(first, second))) for first, second in pairs]
+    write_conversations(folder / "chat.parquet", rows)
+    chat_recipe = yaml.safe_load((REPOSITORY / "configs" / "tiny_chat.yaml").read_text())
+    recipe = yaml.safe_load((AGENTS / "calculator.yaml").read_text())
+    of_file = {"path": str(folder / "chat.parquet"), "columns": {}, "few_shot": [{"prompt": "1 or 2?", "answer": "2"}]}
+    del chat_recipe["data"]["max_prompt_tokens"]
+    chat = {
+        "name": "chat",
+        "data": chat_recipe["data"] | of_file,
+        "environment": chat_recipe["environment"],
+    }
+    agents = {
+        "name": "agents",
+        "data": recipe.pop("data"),
+        "environment": recipe.pop("environment") | {"agent": "two_clients:run", "score_workers": 2},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    exact = {"data": chat["data"], "environment": {"reward": "exact_match"}, "prompts": 4, "samples": 1}
+    ensure_model(load_config([AGENTS / "calculator.yaml"], [f"model.path={folder / 'model'}", *TINY]))
+    overrides = [
+        f"run.dir={folder / 'runs'}",
+        "run.name=mixture",
+        f"model.path={folder / 'model'}",
+        "model.tiny=null",
+        f"data.mixture={json.dumps([chat, agents])}",
+        "data.max_prompt_tokens=150",
+        "generator.max_concurrent_groups=4",
+        "generator.persist_every_tokens=2",
+        "generator.top_k=20",
+        "generator.top_p=0.95",
+        "generator.engine_args={max_num_batched_tokens: 4500}",
+        f"learner.total_steps={STEPS}",
+        f"learner.groups_per_step={GROUPS_PER_STEP}",
+        f"learner.groups_logged={GROUPS_PER_STEP}",
+        f"learner.group_size={GROUP_SIZE}",
+        "learner.optimizer.warmup_steps=0",
+        "algorithm.zero_variance=resample",
+        "algorithm.max_resamples_per_step=2",
+        "staleness.max_versions=2",
+        "eval.prompts=8",
+        "eval.every_steps=1",
+        "eval.samples=2",
+        f"eval.sets.exact={json.dumps(exact)}",
+        "weights.transport=ipc",
+    ]
+    environment = {"PYTHONPATH": os.pathsep.join(map(str, SEARCH_PATH))}
+    command = Command(
+        ["up", "-c", str(folder / "recipe.yaml"), *overrides], log=folder / "log", environment=environment
+    )
+    try:
+        assert command.wait(500) == 0, command.output()[-4000:]
+    finally:
+        command.end()
+    assert "environment.score_workers = 2: the agents of a group run in one process" in command.output()
+    return folder / "runs" / "mixture"
+
+
+def samples_of(run: Path, part: str) -> list[SampleRecord]:
+    records = [read_lines(run / "samples" / f"step-{step}.jsonl", SampleRecord) for step in range(STEPS)]
+    return [sample for of_step in records for sample in of_step if sample.part == part]
+
+
+def test_no_step_is_short_and_the_ledger_closes(run: Path) -> None:
+    steps = read_lines(run / "steps.jsonl", StepRecord)
+    assert [step.step for step in steps] == [*range(STEPS)]
+    for step in steps:
+        assert step.parity_nats is None or step.parity_nats < 1e-4
+        assert step.trained_samples == GROUPS_PER_STEP * GROUP_SIZE
+        assert 0 <= (step.diagnostics["filtered_groups"] or 0) <= 2
+        assert step.reward_components.keys() >= {"right", "number"}
+        assert step.reward_parts.keys() == {"chat", "agents"}
+    assert steps[-1].ledger_groups["filtered"] >= 1, "some groups have equal rewards"
+    assert json.loads((run / "summary.json").read_bytes())["ledger_closed"]
+    in_this_process("audit", str(run))
+
+
+def test_a_conversation_is_rendered_and_its_end_is_trained(run: Path) -> None:
+    samples = samples_of(run, "chat")
+    assert samples
+    for sample in samples:
+        shown = sample.rendered_prompt
+        assert shown.startswith("<|im_start|>system\nAnswer with a number only.<|im_end|>\n<|im_start|>user\n1 or 2?")
+        assert shown.endswith("?<|im_end|>\n<|im_start|>assistant\n"), "the prompt ends before the model's turn"
+        assert shown.count("<|im_end|>") == 4
+        assert sum(count for _, count in sample.version_spans) == len(sample.tokens)
+        assert sample.trained_spans == ((True, len(sample.tokens)),)
+        assert sample.truncated or sample.tokens[-1] == "<|im_end|>", "the sampled end of the turn is trained"
+        assert sample.reward == pytest.approx(
+            (sample.components["right"] or 0) + 0.1 * (sample.components["number"] or 0)
+        )
+
+
+def test_agents_of_two_client_packages_call_the_tool_and_may_begin_another_branch(run: Path) -> None:
+    samples = samples_of(run, "agents")
+    shown = {bool(sample.forks): '"name": "calculator"' in sample.rendered_prompt for sample in samples}
+    assert shown == {False: True, True: False}, "the template shows the tool, but not in the branch without it"
+    assert all(len(sample.forks) == (int(sample.answer) % 3 == 0) for sample in samples), "the draft is a branch"
+    turns = {client_of(sample.answer): 0 for sample in samples}
+    for sample in samples:
+        trained = sum(trained for trained, _ in sample.trained_spans) - len(sample.forks)
+        turns[client_of(sample.answer)] = max(turns[client_of(sample.answer)], trained)
+    assert set(turns) == {"openai_client", "langgraph_agent"}
+    assert min(turns.values()) >= 2, "some samples of each package have several turns"
+
+
+def test_each_evaluation_has_all_sets_and_agents_answer_held_out_questions_too(run: Path) -> None:
+    records = read_lines(run / "evals.jsonl", EvalRecord)
+    evaluations = [record for record in records if record.name == "heldout"]
+    exact = [record for record in records if record.name == "exact"]
+    assert [record.step for record in exact] == [record.step for record in evaluations], "all sets, each time"
+    assert {(each.prompts, each.failed, each.samples) for each in exact} == {(4, 0, 1)}, "with a reward of its own"
+    assert json.loads((run / "summary.json").read_bytes())["heldout_sets"].keys() == {"exact"}
+    assert len(evaluations) >= 3, "one at each end, and at least one beside training"
+    assert (evaluations[0].version, evaluations[-1].version) == (0, STEPS)
+    for evaluation in evaluations:
+        assert (evaluation.prompts, evaluation.samples, evaluation.pass_at.keys()) == (8, 2, {1, 2})
