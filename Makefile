@@ -55,7 +55,7 @@ processors: $(STAMP) ## runs the tests of numbers with settings that change the 
 	$(BIN)/python tests/run_processors.py $(ARGS)
 
 # The killed runs are added to benchmarks/crash_campaign.jsonl.
-campaign: mutations processors ## runs before a release: these two, Chromium, random datasets, killed runs: 3 hours
+campaign: mutations processors ## runs weekly and before a release: these two, long runs, random data, killed runs: 3 hours
 	$(PYTEST) -m campaign
 	$(BIN)/python benchmarks/data_campaign.py
 	$(BIN)/python benchmarks/pool_campaign.py

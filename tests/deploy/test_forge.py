@@ -14,6 +14,7 @@ FORGE = REPOSITORY / ".github"
 SCHEMAS = {
     ".github/workflows/ci.yml": "github-workflows",
     ".github/workflows/release.yml": "github-workflows",
+    ".github/workflows/weekly.yml": "github-workflows",
     ".github/ISSUE_TEMPLATE/bug.yml": "github-issue-forms",
     ".github/ISSUE_TEMPLATE/config.yml": "github-issue-config",
     "CITATION.cff": "citation-file-format",
@@ -51,6 +52,7 @@ def test_it_is_what_its_schema_allows(name: str) -> None:
     [
         (".github/workflows/ci.yml", {"check", "unit", "test"}),
         (".github/workflows/release.yml", {"check", "test", "wheel", "images", "version"}),
+        (".github/workflows/weekly.yml", {"campaign"}),
     ],
 )
 def test_workflows_call_targets_that_exist(name: str, wanted: set[str]) -> None:
@@ -61,7 +63,7 @@ def test_workflows_call_targets_that_exist(name: str, wanted: set[str]) -> None:
 
 
 def test_only_the_upload_to_pypi_may_get_a_token_and_no_workflow_may_write_to_the_repository() -> None:
-    for name in (".github/workflows/ci.yml", ".github/workflows/release.yml"):
+    for name in (name for name in SCHEMAS if "workflows" in name):
         workflow = read(name)
         assert workflow["permissions"] == {"contents": "read"}
         granted = {job: rights["permissions"] for job, rights in workflow["jobs"].items() if "permissions" in rights}
