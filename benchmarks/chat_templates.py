@@ -26,9 +26,9 @@ from transformers import PreTrainedTokenizerFast
 from asyncrl.common.version import Version
 from asyncrl.data.turn_ends import REFUSALS
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.generation.conversations import Conversation, SessionSettings
+from asyncrl.gateway.conversations import Conversation, SessionSettings
+from asyncrl.gateway.rendering import Renderer
 from asyncrl.generation.interfaces import Completion
-from asyncrl.generation.rendering import Renderer
 
 WHEEL = "trl==1.16.0"
 TOOL = {

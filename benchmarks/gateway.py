@@ -32,13 +32,13 @@ from asyncrl.config.schema import Config
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.demo.chat_tokenizer import build_chat_tokenizer
 from asyncrl.environments.agents import Session
-from asyncrl.generation.conversations import Conversation, SessionSettings
-from asyncrl.generation.gateway import Answered, Asked
-from asyncrl.generation.gateway_calls import ChatCall
-from asyncrl.generation.gateway_server import RemoteGateway
+from asyncrl.gateway.calls import ChatCall
+from asyncrl.gateway.conversations import Conversation, SessionSettings
+from asyncrl.gateway.gateway import Answered, Asked
+from asyncrl.gateway.messages import Message
+from asyncrl.gateway.rendering import Renderer
+from asyncrl.gateway.server import RemoteGateway
 from asyncrl.generation.interfaces import Completion
-from asyncrl.generation.messages import Message
-from asyncrl.generation.rendering import Renderer
 from asyncrl.generation.vllm_engine import VLLMEngine, prepare_environment
 
 BENCHMARK = "gateway.py"

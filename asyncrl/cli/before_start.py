@@ -183,7 +183,7 @@ def _try_scoring(section: EnvironmentSection, _: Config) -> None:
 def _try_template(config: Config) -> None:
     """Checks that an agent's turns can be put together with the model's chat template, if its files are here."""
     from asyncrl.data.tokenizer import load_tokenizer  # imports transformers
-    from asyncrl.generation.rendering import Renderer
+    from asyncrl.gateway.rendering import Renderer
 
     files = model_files(config)
     if files is None:

@@ -37,7 +37,7 @@ from asyncrl.demo.directory import TINY_RECIPE, is_tiny
 from asyncrl.environments.agents import Demonstration
 from asyncrl.environments.interfaces import build_demonstrations, build_tasks
 from asyncrl.errors import DatasetError
-from asyncrl.generation.rendering import Renderer
+from asyncrl.gateway.rendering import Renderer
 
 PAD, EOS = "<pad>", "<eos>"
 CHARACTERS = "\n" + "".join(chr(code) for code in range(0x20, 0x7F))

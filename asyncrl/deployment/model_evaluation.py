@@ -28,7 +28,7 @@ from asyncrl.generation.vllm_engine import VLLMEngine
 from asyncrl.learner.records import mean, mean_and_error, pass_at
 
 if TYPE_CHECKING:
-    from asyncrl.generation.agent_rollouts import AgentRollouts
+    from asyncrl.gateway.agent_rollouts import AgentRollouts
 
 LOADED = Version(1, 0)
 """The name of the weights, which no learner has changed."""
@@ -108,9 +108,9 @@ async def _with_agents(
     """Starts a gateway in this process if the configuration has agents."""
     if not scorer.any_agent:
         return None
-    from asyncrl.generation.agent_rollouts import AgentRollouts
-    from asyncrl.generation.gateway_server import GatewayServer
-    from asyncrl.generation.rendering import Renderer
+    from asyncrl.gateway.agent_rollouts import AgentRollouts
+    from asyncrl.gateway.rendering import Renderer
+    from asyncrl.gateway.server import GatewayServer
 
     renderer = Renderer(tokenizer, control_tokens=config.data.control_tokens)
     server = GatewayServer(config=config, renderer=renderer, sample=lambda asked: agents.sample(asked))

@@ -43,8 +43,8 @@ from asyncrl.weights.store import WeightClient
 from asyncrl.weights.transports.of_config import transport_of
 
 if TYPE_CHECKING:
-    from asyncrl.generation.agent_rollouts import AgentRollouts
-    from asyncrl.generation.gateway import Answered, Asked
+    from asyncrl.gateway.agent_rollouts import AgentRollouts
+    from asyncrl.gateway.gateway import Answered, Asked
 
 logger = logging.getLogger(__name__)
 
@@ -133,8 +133,8 @@ class GeneratorActor:
         """Starts the gateway in a process of its own, if any task has an agent."""
         if not scorer.any_agent:
             return None
-        from asyncrl.generation.agent_rollouts import AgentRollouts
-        from asyncrl.generation.gateway_server import RemoteGateway
+        from asyncrl.gateway.agent_rollouts import AgentRollouts
+        from asyncrl.gateway.server import RemoteGateway
 
         config = self._config
         gateway = RemoteGateway(config=config, model_path=model_path, replica=self._name)

@@ -43,7 +43,7 @@ from asyncrl.generation.reward_errors import (
 )
 
 if TYPE_CHECKING:
-    from asyncrl.generation.agent_rollouts import AgentRollouts
+    from asyncrl.gateway.agent_rollouts import AgentRollouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 Invariants:
 
 - Rollouts start only on a version that is loaded whole.
-- Nothing is committed from the first byte that the engine loads until the probe has passed.
+- From the first byte that the engine loads until the probe has passed, no delivery of groups begins.
 - A torn replica (its load stopped half way, or its probe failed) has no version and starts no rollout until a whole
   update succeeds.
 """

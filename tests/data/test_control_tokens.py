@@ -16,7 +16,7 @@ from asyncrl.data.tokenizer import encode_prompt, encode_prompts, load_tokenizer
 from asyncrl.demo.chat_tokenizer import build_chat_tokenizer, fast_tokenizer
 from asyncrl.environments.prompt_lengths import without_control_tokens
 from asyncrl.errors import DatasetError
-from asyncrl.generation.rendering import Renderer
+from asyncrl.gateway.rendering import Renderer
 
 pytestmark = pytest.mark.slow
 

@@ -9,11 +9,11 @@ from session_settings import session_settings
 from asyncrl.common.version import Version
 from asyncrl.demo.chat_tokenizer import END, build_chat_tokenizer
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.generation.conversations import Conversation
-from asyncrl.generation.gateway_calls import TokenCall
+from asyncrl.gateway.calls import TokenCall
+from asyncrl.gateway.conversations import Conversation
+from asyncrl.gateway.rendering import Renderer
+from asyncrl.gateway.vllm_tools import ToolParser, settled_id
 from asyncrl.generation.interfaces import Completion
-from asyncrl.generation.rendering import Renderer
-from asyncrl.generation.vllm_tools import ToolParser, settled_id
 
 TOKENIZER = build_chat_tokenizer(max_length=1024)
 TOOL = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}

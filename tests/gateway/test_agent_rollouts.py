@@ -17,11 +17,11 @@ from asyncrl.demo.chat_tokenizer import END, build_chat_tokenizer
 from asyncrl.environments.scoring import PartScorers
 from asyncrl.environments.scoring_messages import RewardFailure
 from asyncrl.errors import DataError, InfraError
-from asyncrl.generation.agent_rollouts import AgentRollouts
+from asyncrl.gateway.agent_rollouts import AgentRollouts
+from asyncrl.gateway.rendering import Renderer
+from asyncrl.gateway.server import GatewayServer
 from asyncrl.generation.episodes import Attempt
-from asyncrl.generation.gateway_server import GatewayServer
 from asyncrl.generation.interfaces import Completion, PartialCompletion, Sampled
-from asyncrl.generation.rendering import Renderer
 from asyncrl.generation.rollout import FinishedGroup, Rollouts
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.integration, pytest.mark.timeout(120)]

@@ -26,9 +26,7 @@ from asyncrl.buffer.records import cut_text
 from asyncrl.common.tasks import cancelled
 from asyncrl.environments.agents import Session, ToolFailure
 from asyncrl.errors import DataError
-from asyncrl.generation.conversations import Conversation, LimitExceeded, SessionSettings, Turn
-from asyncrl.generation.episodes import Episode
-from asyncrl.generation.gateway_calls import (
+from asyncrl.gateway.calls import (
     Call,
     ChatCall,
     Refused,
@@ -39,9 +37,11 @@ from asyncrl.generation.gateway_calls import (
     response_with,
     strings,
 )
+from asyncrl.gateway.conversations import Conversation, LimitExceeded, SessionSettings, Turn
+from asyncrl.gateway.rendering import Renderer
+from asyncrl.generation.episodes import Episode
 from asyncrl.generation.interfaces import Completion
 from asyncrl.generation.prefixes import seed_of
-from asyncrl.generation.rendering import Renderer
 from asyncrl.user_code import describe_error
 
 TOO_MANY = 429

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from asyncrl.generation.conversations import SessionSettings
+from asyncrl.gateway.conversations import SessionSettings
 
 
 def session_settings(**changes: Any) -> SessionSettings:

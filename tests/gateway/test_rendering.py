@@ -10,7 +10,7 @@ from chat_templates import TOOL, outcome, tokenizer_of
 
 from asyncrl.data.turn_ends import engine_ends, further_end, note_on_ends, template_end
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.generation.rendering import REFUSED_RESULT, Renderer
+from asyncrl.gateway.rendering import REFUSED_RESULT, Renderer
 
 TOOLS = "{% if tools %}<|im_start|>tools {{ tools | tojson }}<|im_end|>\n{% endif %}"
 CALLS = (

@@ -19,7 +19,7 @@ from asyncrl.data.turn_ends import (
     template_end,
 )
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.generation.messages import Message, compact, for_template, text_of
+from asyncrl.gateway.messages import Message, compact, for_template, text_of
 
 _log = logging.getLogger(__name__)
 

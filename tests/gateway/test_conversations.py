@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerFast
 from asyncrl.common.version import Version
 from asyncrl.data.specs import BRANCH
 from asyncrl.demo.chat_tokenizer import END, build_chat_tokenizer
-from asyncrl.generation.conversations import Conversation, Turn
+from asyncrl.gateway.conversations import Conversation, Turn
+from asyncrl.gateway.messages import Fork, canonical, difference
+from asyncrl.gateway.rendering import Renderer
 from asyncrl.generation.episodes import episode_rows, of_branches
 from asyncrl.generation.interfaces import Completion
-from asyncrl.generation.messages import Fork, canonical, difference
-from asyncrl.generation.rendering import Renderer
 
 TOKENIZER = build_chat_tokenizer(max_length=4096)
 RENDERER = Renderer(TOKENIZER)

@@ -17,10 +17,10 @@ from asyncrl.data.prompts import Task
 from asyncrl.demo.chat_tokenizer import END, build_chat_tokenizer
 from asyncrl.environments.agents import Session
 from asyncrl.environments.games import CALCULATOR
-from asyncrl.generation.gateway import Answered, Asked, EndedSession
-from asyncrl.generation.gateway_server import GatewayServer
+from asyncrl.gateway.gateway import Answered, Asked, EndedSession
+from asyncrl.gateway.rendering import Renderer
+from asyncrl.gateway.server import GatewayServer
 from asyncrl.generation.interfaces import Completion
-from asyncrl.generation.rendering import Renderer
 
 EXAMPLES = Path(__file__).parents[2] / "configs" / "agents"
 TOKENIZER = build_chat_tokenizer(max_length=1024)

@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from asyncrl.generation.conversations import Conversation, Turn
+from asyncrl.gateway.conversations import Conversation, Turn
 from asyncrl.generation.episodes import Node, version_spans
 
 MAX_BODY_BYTES = 4 * 2**20

@@ -17,13 +17,13 @@ from asyncrl.config.schema import Config
 from asyncrl.demo.chat_tokenizer import END, build_chat_tokenizer
 from asyncrl.environments.agents import Session
 from asyncrl.errors import DataError, InfraError
-from asyncrl.generation import gateway_calls as module
-from asyncrl.generation.conversations import Conversation
-from asyncrl.generation.gateway import MAX_TOOL_FAILURES, Answered, Asked, Gateway
-from asyncrl.generation.gateway_server import GatewayServer
+from asyncrl.gateway import calls as module
+from asyncrl.gateway.conversations import Conversation
+from asyncrl.gateway.gateway import MAX_TOOL_FAILURES, Answered, Asked, Gateway
+from asyncrl.gateway.rendering import Renderer
+from asyncrl.gateway.server import GatewayServer
 from asyncrl.generation.interfaces import Completion
 from asyncrl.generation.prefixes import seed_of
-from asyncrl.generation.rendering import Renderer
 
 TOKENIZER = build_chat_tokenizer(max_length=4096)
 END_ID = TOKENIZER.convert_tokens_to_ids(END)

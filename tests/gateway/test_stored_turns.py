@@ -22,9 +22,9 @@ from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.codec import PAD_VALUES, Picked, decode, encode
 from asyncrl.errors import InfraError
-from asyncrl.generation.agent_progress import GroupProgress, call_of
+from asyncrl.gateway.agent_rollouts import GroupProgress, call_of
+from asyncrl.gateway.gateway import Asked
 from asyncrl.generation.episodes import Attempt
-from asyncrl.generation.gateway import Asked
 from asyncrl.generation.interfaces import Completion, PartialCompletion
 from asyncrl.generation.prefixes import (
     PREFIX_COLUMNS,

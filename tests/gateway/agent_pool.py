@@ -15,9 +15,9 @@ from asyncrl.data.prompts import Task
 from asyncrl.demo.chat_tokenizer import build_chat_tokenizer
 from asyncrl.environments.agents import Session
 from asyncrl.environments.scores import Score
-from asyncrl.generation.agent_rollouts import AgentRollouts
-from asyncrl.generation.gateway_server import GatewayServer
-from asyncrl.generation.rendering import Renderer
+from asyncrl.gateway.agent_rollouts import AgentRollouts
+from asyncrl.gateway.rendering import Renderer
+from asyncrl.gateway.server import GatewayServer
 from asyncrl.generation.rollout import Rollouts
 
 ANSWER_TOKENS = 4

@@ -22,12 +22,11 @@ from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.demo.chat_tokenizer import build_chat_tokenizer
 from asyncrl.environments.agents import Session
-from asyncrl.generation.gateway import Answered, Asked
-from asyncrl.generation.gateway_connections import ConnectionLimits
-from asyncrl.generation.gateway_server import GatewayServer
+from asyncrl.gateway.gateway import Answered, Asked
+from asyncrl.gateway.messages import Message
+from asyncrl.gateway.rendering import Renderer
+from asyncrl.gateway.server import ConnectionLimits, GatewayServer
 from asyncrl.generation.interfaces import Completion
-from asyncrl.generation.messages import Message
-from asyncrl.generation.rendering import Renderer
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncrl.gateway.messages import Fork, Message, canonical, compact, difference, text_of
+from asyncrl.gateway.rendering import Renderer
 from asyncrl.generation.episodes import Episode, Node, Origin
 from asyncrl.generation.interfaces import Completion
-from asyncrl.generation.messages import Fork, Message, canonical, compact, difference, text_of
-from asyncrl.generation.rendering import Renderer
 
 CHARACTERS_PER_TOKEN = 16
 """Text with more characters for each token than this is rare. Usual text has about four."""

@@ -1,0 +1,1 @@
+"""The gateway: agents call it as a chat API, and it records their episodes."""
