@@ -69,7 +69,7 @@ bench: $(STAMP) ## measures how fast runs are, and writes the tables in docs/ben
 	$(BIN)/python benchmarks/coordinator.py --write
 	$(BIN)/python benchmarks/against_trl.py --seeds 0 1 2
 
-docs: $(STAMP) ## writes the generated pages and dashboards, and the site: open site/index.html in a browser
+docs: $(LIGHT) ## writes the generated pages and dashboards, and the site: open site/index.html in a browser
 	$(BIN)/python -m asyncrl.config.docs
 	$(BIN)/python -m asyncrl.metrics.docs
 	$(BIN)/python dashboards/build.py

@@ -241,7 +241,7 @@ class TinyPublisher:
         tensors = layout(ParameterSpec(name, shape, dtype, data.nbytes) for name, (shape, dtype) in PARAMETERS.items())
         bucket = Bucket(pieces=(Piece(0, data.nbytes),), checksum=checksum([data]))
         probe = Probe(tokens=(PROBE,), logprobs=((-1.0,) * (len(PROBE) - 1),))
-        manifest = Manifest(version=version, previous=self.published, tensors=tensors, buckets=(bucket,), probe=probe)
+        manifest = Manifest(version=version, tensors=tensors, buckets=(bucket,), probe=probe)
         self.published = version
         await self._coordinator.call(LearnerCalls.published, version)
         await self._weights.publish(manifest, [ray.put(data)])

@@ -15,7 +15,7 @@ from asyncrl.cli.gpu_checks import Gpu, Gpus, query_gpus
 from asyncrl.cli.options import checked_config, print_warnings
 from asyncrl.cli.presence import check_model
 from asyncrl.cli.terminal import say
-from asyncrl.config.import_path import REWARDS_WITH_OPTIONS, is_import_path, reward_term
+from asyncrl.config.import_path import BUILT_IN_NAMES, REWARDS_WITH_OPTIONS, is_import_path, reward_term
 from asyncrl.config.load import parse_yaml
 from asyncrl.config.schema import Config
 from asyncrl.config.starter import Facts, starter_yaml
@@ -60,7 +60,10 @@ def init(
     ] = "train",
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="File to write.")] = Path("run.yaml"),
     reward: Annotated[
-        str, typer.Option(metavar="REWARD", help="exact_match, math_verify, or package.module:function.")
+        str,
+        typer.Option(
+            metavar="REWARD", help=f"{', '.join(BUILT_IN_NAMES['environment.reward'])}, or package.module:function."
+        ),
     ] = "exact_match",
     completion_tokens: Annotated[
         int | None,

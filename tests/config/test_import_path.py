@@ -1,9 +1,17 @@
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from asyncrl.config.import_path import call_with_options, is_import_path, missing_module, resolve, suggest
+from asyncrl.config.import_path import (
+    BUILT_IN_NAMES,
+    call_with_options,
+    is_import_path,
+    missing_module,
+    resolve,
+    suggest,
+)
 from asyncrl.errors import ConfigError
 
 
@@ -37,7 +45,7 @@ def test_what_cannot_be_resolved_names_key_value_and_reason(value: str, message:
 @pytest.mark.parametrize(
     ("key", "wanted"),
     [
-        ("environment.reward", "one of exact_match, math_verify, or an import path"),
+        ("environment.reward", f"one of {', '.join(BUILT_IN_NAMES['environment.reward'])}, or an import path"),
         ("algorithm.loss", "an import path"),
     ],
 )
@@ -123,3 +131,12 @@ def test_options_that_do_not_fit_are_refused_before_the_call_and_its_own_errors_
 def test_suggest_says_nothing_when_nothing_is_near() -> None:
     assert suggest("exact_macth", ["exact_match"]) == "; did you mean 'exact_match'?"
     assert suggest("zzz", ["exact_match"]) == ""
+
+
+def test_the_pages_name_each_built_in_reward() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    table = (docs / "rewards.md").read_text().partition("| built in | returns |")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)`", table, re.MULTILINE) == [*BUILT_IN_NAMES["environment.rewards"]]
+    rows = (docs / "configuration.md").read_text().splitlines()
+    [row] = [row for row in rows if row.startswith("| `environment.reward` |")]
+    assert all(f"`{name}`" in row for name in BUILT_IN_NAMES["environment.reward"])

@@ -24,7 +24,7 @@ from asyncrl.learner.audit_records import Began, Machine
 from asyncrl.learner.recording import EndedStep, StepRecorder
 from asyncrl.learner.records import RunLog, StepRecord, build_summary
 from asyncrl.metrics.catalogue import CATALOGUE, Kind, Role
-from asyncrl.metrics.numbers import AGENT_NUMBERS, GAUGES
+from asyncrl.metrics.numbers import AGENT_NUMBERS, GAUGES, NUMBERS
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.views.live import LiveView
 from asyncrl.views.live_from_records import REWARDS, live_view
@@ -141,7 +141,9 @@ async def test_every_gauge_of_a_trained_step_shows_the_number_that_bears_its_nam
     )
     metrics = LearnerMetrics()
     recorder = StepRecorder(log=Scene().log, metrics=metrics, elapsed_s=lambda: 1.0, state_seconds=dict)
-    recorder.record(step)
+    record = recorder.record(step)
+    declared = {number.name for number in NUMBERS}
+    assert record.diagnostics.keys() - of_loss.keys() - measured.keys() <= declared, "declare it in metrics/numbers.py"
     expected = measured | same | of_samples | of_loss
     expected |= {"ess_ratio": ess, "kl_to_behaviour_nats": k3, "overlong_ratio": overlong, "value_loss": value_loss}
     expected |= {
@@ -162,7 +164,7 @@ async def test_every_gauge_of_a_trained_step_shows_the_number_that_bears_its_nam
     assert {name: read(name) for name in shown} == pytest.approx(shown)
     gauges = {metric.name for metric in CATALOGUE if metric.kind is Kind.GAUGE and Role.LEARNER in metric.roles}
     assert gauges - {f"asyncrl_{name}" for name in NOT_OF_A_STEP} == shown.keys(), (
-        "the test reads each gauge of the learner that a step sets"
+        "a new gauge needs a line in `expected`, or in NOT_OF_A_STEP if not every step sets it"
     )
 
 
