@@ -53,7 +53,7 @@ from asyncrl.deployment.shared_actors import (
 )
 from asyncrl.generation.interfaces import Completion, LoadTimes
 from asyncrl.metrics.vllm_counters import PromptTokens
-from asyncrl.weights.manifest import Bucket, Manifest, ParameterSpec, Piece, Probe, checksum, layout
+from asyncrl.weights.manifest import Bucket, Manifest, ParameterSpec, Piece, Probe, ReadBack, checksum, layout
 from asyncrl.weights.staging import StagedWeights
 from asyncrl.weights.transports.object_store import ObjectStoreTransport
 
@@ -102,6 +102,9 @@ class SleepingEngine:
     ) -> LoadTimes:
         self._version = manifest.version
         return LoadTimes(pause_s=0.0, load_s=0.0, resume_s=0.0)
+
+    async def read_back(self, manifest: Manifest, staged: StagedWeights) -> ReadBack:
+        return ReadBack()
 
     async def abort(self) -> None: ...
 
