@@ -67,6 +67,7 @@ class RankDriver(Generic[WorkerT]):
 
     `start`, or the first call that needs them, starts the ranks. With `weights_path`, and optionally `optimizer_path`,
     they begin with the checkpoint that `save_checkpoint` wrote there. With `data_plane`, rows may also be named.
+    `make_ranks` makes the ranks of a worker, a configuration and a model's path.
     """
 
     _worker: type[WorkerT]
@@ -81,6 +82,7 @@ class RankDriver(Generic[WorkerT]):
         weights_path: str | Path | None = None,
         optimizer_path: str | Path | None = None,
         data_plane: DataPlane | None = None,
+        make_ranks: Callable[..., RankGroup[WorkerT]] = RankGroup,
     ) -> None:
         if optimizer_path is not None and weights_path is None:
             raise ValueError(
@@ -88,7 +90,7 @@ class RankDriver(Generic[WorkerT]):
                 "the same checkpoint"
             )
         self._config = config
-        self._group = RankGroup(self._worker, config, model_path=model_path or config.model.path)
+        self._group = make_ranks(self._worker, config, model_path=model_path or config.model.path)
         self._first_checkpoint = (weights_path, optimizer_path)
         self._data_plane = data_plane
 

@@ -1,9 +1,8 @@
 """Helpers for the tests of drivers: ranks that record their calls, and rows on a data plane in memory."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-import pytest
 from memory_client import MemoryClient
 from tiny_groups import make_config
 
@@ -14,7 +13,6 @@ from asyncrl.data import BatchedDataDict
 from asyncrl.data_plane import KVBatchMeta
 from asyncrl.errors import RowsLost
 from asyncrl.policy.tq_policy import TQPolicy
-from asyncrl.ranks import named_rows
 from asyncrl.ranks.driver import RankDriver
 from asyncrl.ranks.report import RankRecord
 
@@ -27,6 +25,7 @@ COLUMNS = {
 }
 STORED = ("input_ids", "input_lengths", "generation_logprobs", "advantages", "token_mask", "sample_mask")
 """The columns that `LOSS` reads if rows are trained in one update."""
+Driver = TypeVar("Driver", bound=RankDriver[Any])
 PACKED = {"batching": "packed", "micro_batch_tokens": 32}
 DYNAMIC = {"batching": "dynamic", "micro_batch_tokens": 32}
 
@@ -34,14 +33,18 @@ DYNAMIC = {"batching": "dynamic", "micro_batch_tokens": 32}
 class NotedRanks:
     """Replaces a `RankGroup`. Scoring returns the rows' own ids, so that a test can see their order."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, worker: type[Any], config: Config, *, model_path: str) -> None:
+        self.size = config.learner.ranks
+        self.model_path = model_path
         self.calls: list[tuple[str, list[tuple[Any, ...]], dict[str, Any]]] = []
         self.lost: RowsLost | None = None
-        self.begun = True
+        self.begun = False
+        self.starts = 0
         self.writes: dict[str, str] = {}
 
-    def start(self) -> None: ...
+    def start(self) -> None:
+        self.begun = True
+        self.starts += 1
 
     def open_data_plane(self) -> None: ...
 
@@ -81,25 +84,35 @@ class NotedRanks:
         return [BatchedDataDict({COLUMNS[name]: shard["input_ids"].float()}) for shard in shards]
 
 
-def on(driver: RankDriver[Any], *, ranks: int) -> NotedRanks:
-    noted = NotedRanks(ranks)
-    driver._group = noted  # type: ignore[assignment]
-    return noted
+def noted(
+    kind: Callable[..., Driver],
+    config: Config,
+    *args: Any,
+    ranks: Callable[..., NotedRanks] = NotedRanks,
+    **options: Any,
+) -> tuple[Driver, NotedRanks]:
+    """Returns a driver of this kind, and the ranks that it calls."""
+    made: list[NotedRanks] = []
+
+    def make_ranks(*arguments: Any, **of_ranks: Any) -> NotedRanks:
+        made.append(ranks(*arguments, **of_ranks))
+        return made[0]
+
+    return kind(config, *args, make_ranks=make_ranks, **options), made[0]
 
 
 def settings(ranks: int = 2, **learner: Any) -> Config:
     return make_config(ranks=ranks, **learner)
 
 
-def tq_on(ranks: int, monkeypatch: pytest.MonkeyPatch, **learner: Any) -> tuple[TQPolicy, NotedRanks, MemoryClient]:
-    client = MemoryClient()
-    monkeypatch.setattr(named_rows, "open_client", lambda config: client)
-    config = settings(ranks, **learner)
-    policy = TQPolicy(config, model_path="nowhere", dp_cfg=config.data_plane.model_dump())
-    noted = on(policy, ranks=ranks)
+def tq_noted(config: Config, *, client: MemoryClient | None = None) -> tuple[TQPolicy, NotedRanks, MemoryClient]:
+    """Returns a policy with rows in memory (`client`), whose ranks are started and whose step is prepared."""
+    client = client or MemoryClient()
+    section = config.data_plane.model_dump()
+    policy, ranks = noted(TQPolicy, config, model_path="nowhere", dp_cfg=section, dp_client=client)
     policy.start()
     policy.prepare_step(12, 3)
-    return policy, noted, client
+    return policy, ranks, client
 
 
 def stored(client: MemoryClient, batch: BatchedDataDict) -> KVBatchMeta:

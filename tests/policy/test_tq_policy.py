@@ -1,11 +1,12 @@
 """`TQPolicy`'s part of the contract: what ranks must fetch and write, and which rows exist at which time."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from memory_client import MemoryClient
-from noted_ranks import DYNAMIC, LOSS, PACKED, named, on, settings, stored, tq_on
+from noted_ranks import DYNAMIC, LOSS, PACKED, named, noted, settings, stored, tq_noted
 from tiny_groups import make_batch
 
 from asyncrl.algorithms.baselines import RewardKL
@@ -17,8 +18,12 @@ from asyncrl.data.specs import SUPPORT
 from asyncrl.data_plane import PAD_SEQLEN, KVBatchMeta
 from asyncrl.errors import CallRefused, CallTimeout, MissingColumns, RowsLost, RunError
 from asyncrl.policy.tq_policy import TQPolicy, data_plane_section
-from asyncrl.ranks import named_rows
 from asyncrl.value.tq_value import TQValue
+
+
+def packing_args(policy: TQPolicy, stage: str) -> tuple[Any, Any]:
+    """Calls a method under the private name that other trainers on TransferQueue use."""
+    return policy._packing_args(stage)
 
 
 def test_each_stage_s_packing_arguments_are_copies_of_its_own() -> None:
@@ -26,23 +31,22 @@ def test_each_stage_s_packing_arguments_are_copies_of_its_own() -> None:
         config = settings(**learner)
         policy = TQPolicy(config, dp_cfg=config.data_plane)
         for stage in ("logprob_mb_tokens", "train_mb_tokens"):
-            args = policy._packing_args(stage)
-            assert args[1 - place] is None
-            found: Any = args[place]
-            assert found["max_tokens_per_microbatch"] == 32
-            found["max_tokens_per_microbatch"] = 1
-            again: Any = policy._packing_args(stage)[place]
-            assert again["max_tokens_per_microbatch"] == 32
+            for _ in range(2):
+                args = packing_args(policy, stage)
+                assert args[1 - place] is None
+                found: Any = args[place]
+                assert found["max_tokens_per_microbatch"] == 32
+                found["max_tokens_per_microbatch"] = 1
     padded = TQPolicy(settings(batching="padded"), dp_cfg=settings().data_plane)
-    assert padded._packing_args("train_mb_tokens") == (None, None)
+    assert packing_args(padded, "train_mb_tokens") == (None, None)
     with pytest.raises(ValueError, match="is 'mb_tokens'; it must be one of logprob_mb_tokens, train_mb_tokens"):
-        padded._packing_args("mb_tokens")
+        packing_args(padded, "mb_tokens")
 
 
 @pytest.mark.parametrize("learner", [{}, DYNAMIC, PACKED], ids=["padded", "dynamic", "packed"])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_names_are_cut_as_their_rows_are(ranks: int, learner: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, noted, client = tq_on(ranks, monkeypatch, **learner)
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_names_are_cut_as_their_rows_are(count: int, learner: dict[str, Any]) -> None:
+    policy, ranks, client = tq_noted(settings(count, **learner))
     batch = make_batch()
     batch["prev_logprobs"] = batch["generation_logprobs"]
     meta = stored(client, batch)
@@ -50,7 +54,7 @@ def test_names_are_cut_as_their_rows_are(ranks: int, learner: dict[str, Any], mo
     batch["ids"] = meta.sample_ids
     policy.train_from_meta(meta, LOSS, gbs=4)
     policy.train(batch, LOSS, gbs=4)
-    by_name, by_row = (call for call in noted.calls if call[0] == "train")
+    by_name, by_row = (call for call in ranks.calls if call[0] == "train")
     for (meta, _), (shard, _) in zip(by_name[1], by_row[1], strict=True):
         assert meta.sample_ids == shard["ids"]
         assert meta.extra_info.get("micro_batch_indices") == shard.micro_batch_indices
@@ -59,14 +63,10 @@ def test_names_are_cut_as_their_rows_are(ranks: int, learner: dict[str, Any], mo
 
 
 @pytest.mark.parametrize("learner", [{}, DYNAMIC, PACKED], ids=["padded", "dynamic", "packed"])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_names_of_a_critics_rows_are_cut_as_the_rows_are(
-    ranks: int, learner: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_names_of_a_critics_rows_are_cut_as_the_rows_are(count: int, learner: dict[str, Any]) -> None:
     client = MemoryClient()
-    monkeypatch.setattr(named_rows, "open_client", lambda config: client)
-    critic = TQValue(settings(ranks, **learner), model_path="nowhere")
-    noted = on(critic, ranks=ranks)
+    critic, ranks = noted(TQValue, settings(count, **learner), model_path="nowhere", dp_client=client)
     critic.start()
     batch = make_batch()
     batch |= dict.fromkeys(("values", "returns"), batch["generation_logprobs"])
@@ -79,35 +79,36 @@ def test_names_of_a_critics_rows_are_cut_as_the_rows_are(
         (critic.get_values_from_meta, critic.get_values),
         (lambda names: critic.train_from_meta(names, loss, gbs=4), lambda rows: critic.train(rows, loss, gbs=4)),
     ):
-        noted.calls.clear()
+        ranks.calls.clear()
         by_name(meta)
         by_row(batch)
-        (_, of_names, _), (_, of_rows, _) = noted.calls
+        (_, of_names, _), (_, of_rows, _) = ranks.calls
         for (names, *_), (rows, *_) in zip(of_names, of_rows, strict=True):
             assert names.sample_ids == rows["ids"]
             assert names.extra_info.get("micro_batch_indices") == rows.micro_batch_indices
             assert names.extra_info.get("micro_batch_lengths") == rows.micro_batch_lengths
 
 
-def test_the_width_is_stamped_once_and_reaches_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, noted, _ = tq_on(2, monkeypatch)
+def test_the_width_is_stamped_once_and_reaches_every_rank() -> None:
+    policy, ranks, _ = tq_noted(settings(2))
+    stamp = policy._stamp_pad_seqlen  # other trainers on TransferQueue call it by this name
     meta = named(make_batch())
-    policy._stamp_pad_seqlen(meta)
+    stamp(meta)
     assert meta.extra_info[PAD_SEQLEN] == max(meta.sequence_lengths or [])
     meta.extra_info[PAD_SEQLEN] = 32
-    policy._stamp_pad_seqlen(meta)
+    stamp(meta)
     assert meta.extra_info[PAD_SEQLEN] == 32
     policy.get_logprobs_from_meta(meta)
-    _, shards, options = noted.calls[-1]
+    _, shards, options = ranks.calls[-1]
     assert [shard.extra_info[PAD_SEQLEN] for (shard,) in shards] == [32, 32]
     assert [shard.fields for (shard,) in shards] == [["input_ids", "input_lengths", "token_mask", "sample_mask"]] * 2
-    assert (options, noted.writes) == ({"micro_batch_size": None}, {"logprobs": "prev_logprobs"})
+    assert (options, ranks.writes) == ({"micro_batch_size": None}, {"logprobs": "prev_logprobs"})
 
 
-def test_with_top_k_the_ranks_fetch_the_supports_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, noted, client = tq_on(2, monkeypatch)
-    generator = policy._config.generator.model_copy(update={"top_k": 3})
-    policy._config = policy._config.model_copy(update={"generator": generator})
+def test_with_top_k_the_ranks_fetch_the_supports_too() -> None:
+    config = settings()
+    generator = config.generator.model_copy(update={"top_k": 3})
+    policy, ranks, client = tq_noted(config.model_copy(update={"generator": generator}))
     batch = make_batch()
     batch[SUPPORT] = batch["input_ids"].int().unsqueeze(-1)
     meta = stored(client, batch)
@@ -116,18 +117,18 @@ def test_with_top_k_the_ranks_fetch_the_supports_too(monkeypatch: pytest.MonkeyP
     policy.train_from_meta(meta, LOSS)
     policy.get_logprobs_from_meta(meta)
     policy.get_reference_policy_logprobs_from_meta(meta)
-    for name, shards, _ in noted.calls:
+    for name, shards, _ in ranks.calls:
         assert all(SUPPORT in (meta.fields or []) for meta, *_ in shards), name
-    assert len(noted.calls) == 3
+    assert len(ranks.calls) == 3
 
 
-def test_what_a_stage_wrote_is_named_by_the_meta_and_lost_rows_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, noted, client = tq_on(2, monkeypatch)
+def test_what_a_stage_wrote_is_named_by_the_meta_and_lost_rows_are_not() -> None:
+    policy, ranks, client = tq_noted(settings(2))
     meta = named(make_batch())
     assert policy.get_logprobs_from_meta(meta, 4) is None
     assert policy.get_reference_policy_logprobs_from_meta(meta, micro_batch_size=4) is None
     assert meta.fields == ["input_ids", "prev_logprobs", "reference_policy_logprobs"]
-    noted.lost = RowsLost("gone", sample_ids=["0.0_g0"])
+    ranks.lost = RowsLost("gone", sample_ids=["0.0_g0"])
     fresh = stored(client, make_batch())
     fresh.fields = ["input_ids"]
     for call in (policy.get_logprobs_from_meta, policy.get_reference_policy_logprobs_from_meta):
@@ -138,31 +139,27 @@ def test_what_a_stage_wrote_is_named_by_the_meta_and_lost_rows_are_not(monkeypat
     assert fresh.fields == ["input_ids"]
 
 
-def test_token_advantages_are_made_by_ranks_that_fetch_what_the_estimator_reads(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    policy, noted, client = tq_on(2, monkeypatch)
+def test_token_advantages_are_made_by_ranks_that_fetch_what_the_estimator_reads() -> None:
+    policy, ranks, client = tq_noted(settings(2))
     meta = stored(client, make_batch())
     estimator = DiscountedReturns(kl=RewardKL(beta=0.1))
     policy.get_advantages_from_meta(meta, estimator)
-    method, shards, options = noted.calls[-1]
-    assert (method, options, noted.writes) == ("get_advantages", {}, {"advantages": "advantages"})
+    method, shards, options = ranks.calls[-1]
+    assert (method, options, ranks.writes) == ("get_advantages", {}, {"advantages": "advantages"})
     assert sorted(name for shard, _ in shards for name in shard.sample_ids) == sorted(meta.sample_ids)
     for shard, passed in shards:
         assert shard.fields == list(estimator.reads)
         assert passed is estimator
     assert meta.fields == ["input_ids", "advantages"]
-    noted.lost = RowsLost("gone", sample_ids=["0.0_g0"])
+    ranks.lost = RowsLost("gone", sample_ids=["0.0_g0"])
     fresh = stored(client, make_batch())
     with pytest.raises(RowsLost, match="gone"):
         policy.get_advantages_from_meta(fresh, estimator)
     assert fresh.fields == ["input_ids"]
 
 
-def test_a_step_s_rows_are_registered_twice_read_written_discarded_and_dropped_by_id(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    policy, _, client = tq_on(2, monkeypatch)
+def test_a_step_s_rows_are_registered_twice_read_written_discarded_and_dropped_by_id() -> None:
+    policy, _, client = tq_noted(settings(2))
     batch, meta = make_batch(), named(make_batch())
     client.put_samples(meta.sample_ids, "train", fields={name: batch[name] for name in ("input_ids", "input_lengths")})
     policy.prepare_step(12)
@@ -184,14 +181,15 @@ def test_a_step_s_rows_are_registered_twice_read_written_discarded_and_dropped_b
     assert policy.rows_outstanding() == {"train": 0, "val": 1}
 
 
-def test_shutdown_closes_the_data_plane_before_the_ranks_and_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, noted, client = tq_on(2, monkeypatch)
-    order = noted.calls
-    closing = client.close
-    monkeypatch.setattr(client, "close", lambda: (order.append(("close", [], {})), closing()))
-    order.clear()
+def test_shutdown_closes_the_data_plane_before_the_ranks_and_may_be_repeated() -> None:
+    class NotedClient(MemoryClient):
+        def close(self) -> None:
+            ranks.calls.append(("close", [], {}))
+            super().close()
+
+    policy, ranks, _ = tq_noted(settings(2), client=NotedClient())
     assert policy.shutdown()
-    assert [name for name, *_ in order] == ["close", "shutdown"]
+    assert [name for name, *_ in ranks.calls] == ["close", "shutdown"]
     assert policy.shutdown()
     with pytest.raises(RunError, match="closed"):
         policy.rows_outstanding()
@@ -204,12 +202,11 @@ def test_the_data_plane_of_a_metadata_policy_needs_a_ray() -> None:
         policy.prepare_step(1)
 
 
-def test_it_is_constructed_as_its_document_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_constructed_as_its_document_says() -> None:
     config = settings()
-    policy = TQPolicy(config, dp_cfg={"backend": "object_store"}, tq_partition_id="mine", model_path="nowhere")
-    assert (policy.tq_partition_id, policy.dp_cfg) == ("mine", {"backend": "object_store"})
-    client = MemoryClient()
-    monkeypatch.setattr(named_rows, "open_client", lambda config: client)
+    client, section = MemoryClient(), {"backend": "object_store"}
+    policy = TQPolicy(config, dp_cfg=section, tq_partition_id="mine", model_path="nowhere", dp_client=client)
+    assert (policy.tq_partition_id, policy.dp_cfg) == ("mine", section)
     policy.prepare_step(2)
     assert policy.dp_client is client
     policy.prepare_val_partition(2)
@@ -236,8 +233,8 @@ def test_sizes_of_another_storage_are_ignored_with_a_warning(ignored: dict[str, 
 @pytest.mark.parametrize("path", ["nowhere", "org/model", None])
 def test_the_path_of_the_model_may_be_the_second_argument(path: str | None) -> None:
     config = settings()
-    policy = TQPolicy(config, path, dp_cfg=config.data_plane)
-    assert policy._group._model_path == (path or config.model.path)
+    _, ranks = noted(TQPolicy, config, path, dp_cfg=config.data_plane)
+    assert ranks.model_path == (path or config.model.path)
 
 
 def test_the_dict_of_a_transfer_queue_user_is_understood_or_refused_with_the_reason() -> None:
@@ -261,30 +258,28 @@ ALL_TRAINED = ["input_ids", "advantages", "generation_logprobs", "input_lengths"
 
 
 @pytest.mark.parametrize("fields", [None, [], ["input_ids"]])
-def test_training_reads_its_columns_whatever_the_meta_names(
-    fields: list[str] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy, noted, client = tq_on(2, monkeypatch)
+def test_training_reads_its_columns_whatever_the_meta_names(fields: list[str] | None) -> None:
+    policy, ranks, client = tq_noted(settings(2))
     meta = stored(client, make_batch())
     meta.fields = fields
     policy.train_from_meta(meta, LOSS)
-    assert sorted(noted.calls[-1][1][0][0].fields) == sorted(ALL_TRAINED)
+    assert sorted(ranks.calls[-1][1][0][0].fields) == sorted(ALL_TRAINED)
     # columns that another stage has written in the meantime, and that this meta does not name
     other = named(make_batch())
     policy.write_to_dataplane(other, {"prev_logprobs": make_batch()["generation_logprobs"], "mine": torch.zeros(12)})
     policy.train_from_meta(meta, LOSS, gbs=4)
-    assert sorted(noted.calls[-1][1][0][0].fields) == sorted([*ALL_TRAINED, "prev_logprobs"])
+    assert sorted(ranks.calls[-1][1][0][0].fields) == sorted([*ALL_TRAINED, "prev_logprobs"])
     assert meta.fields == fields
     meta.fields = ["mine"]
     policy.train_from_meta(meta, LOSS)
-    assert "mine" in noted.calls[-1][1][0][0].fields
+    assert "mine" in ranks.calls[-1][1][0][0].fields
 
 
-def test_columns_that_are_nowhere_are_refused_before_a_rank_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, noted, client = tq_on(2, monkeypatch)
+def test_columns_that_are_nowhere_are_refused_before_a_rank_is_called() -> None:
+    policy, ranks, client = tq_noted(settings(2))
     batch = make_batch()
     meta = stored(client, batch)
-    noted.calls.clear()
+    ranks.calls.clear()
     with pytest.raises(MissingColumns, match=r"prev_logprobs, but.*gbs < rows"):
         policy.train_from_meta(meta, LOSS, gbs=4)
     with pytest.raises(MissingColumns, match="reads reference_policy_logprobs, but"):
@@ -300,11 +295,11 @@ def test_columns_that_are_nowhere_are_refused_before_a_rank_is_called(monkeypatc
         policy.train_from_meta(stepped, LOSS)
     with pytest.raises(KeyError, match="never put, or cleared"):
         policy.train_from_meta(KVBatchMeta("train", None, ["nowhere"]), LOSS)
-    assert not noted.calls, "no rank may be called"
+    assert not ranks.calls, "no rank may be called"
 
 
-def test_a_meta_without_lengths_learns_them_and_a_narrow_stamp_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, _, client = tq_on(2, monkeypatch)
+def test_a_meta_without_lengths_learns_them_and_a_narrow_stamp_grows() -> None:
+    policy, _, client = tq_noted(settings(2))
     batch = make_batch()
     lengths = batch["input_lengths"].tolist()
     meta = stored(client, batch)
@@ -322,10 +317,10 @@ def test_a_meta_without_lengths_learns_them_and_a_narrow_stamp_grows(monkeypatch
         policy.get_logprobs_from_meta(loose)
 
 
-def test_rows_that_are_named_twice_are_refused_before_a_rank_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, noted, client = tq_on(2, monkeypatch)
+def test_rows_that_are_named_twice_are_refused_before_a_rank_is_called() -> None:
+    policy, ranks, client = tq_noted(settings(2))
     meta = stored(client, make_batch())
-    noted.calls.clear()
+    ranks.calls.clear()
     twice = meta.subset([*range(11), 0])
     for call in (
         policy.get_logprobs_from_meta,
@@ -338,37 +333,40 @@ def test_rows_that_are_named_twice_are_refused_before_a_rank_is_called(monkeypat
     stepped.extra_info["step"] = 5.0
     with pytest.raises(CallRefused, match=r"extra_info\['step'\] is 5.0; it must be an int"):
         policy.train_from_meta(stepped, LOSS)
-    assert not noted.calls, "no rank may be called"
+    assert not ranks.calls, "no rank may be called"
 
 
-def test_a_client_that_cannot_tell_fields_gives_training_the_same_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, noted, client = tq_on(2, monkeypatch)
+def test_a_client_that_cannot_tell_fields_gives_training_the_same_columns() -> None:
+    class Untold(MemoryClient):
+        knows = True
+
+        def fields_of(self, sample_ids: Sequence[str], partition_id: str) -> set[str] | None:
+            return super().fields_of(sample_ids, partition_id) if self.knows else None
+
+    client = Untold()
+    policy, ranks, _ = tq_noted(settings(2), client=client)
     batch = make_batch()
     meta = stored(client, batch)
     policy.write_to_dataplane(named(batch), {"prev_logprobs": batch["generation_logprobs"]})
     meta.fields = None
     policy.train_from_meta(meta, LOSS)
-    told = noted.calls[-1][1][0][0].fields
-    monkeypatch.setattr(client, "fields_of", lambda sample_ids, partition_id: None)
+    told = ranks.calls[-1][1][0][0].fields
+    client.knows = False
     policy.train_from_meta(meta, LOSS)
-    assert sorted(noted.calls[-1][1][0][0].fields) == sorted(told)
+    assert sorted(ranks.calls[-1][1][0][0].fields) == sorted(told)
     with pytest.raises(MissingColumns, match="reads reference_policy_logprobs, but"):
         policy.train_from_meta(meta, ObjectiveLoss(PRESETS["grpo"].objective))
 
 
-def test_a_late_call_of_the_data_plane_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.data_plane.calls.PAUSE_S", 0.001)
-    policy = TQPolicy(settings(), dp_cfg={"backend": "object_store"}, model_path="nowhere")
-    client, late = MemoryClient(), [CallTimeout("the index took longer than 30 s")]
-    monkeypatch.setattr(named_rows, "open_client", lambda config: client)
-    policy.prepare_step(2)
-    outstanding = client.rows_outstanding
+def test_a_late_call_of_the_data_plane_is_repeated() -> None:
+    late = [CallTimeout("the index took longer than 30 s")]
 
-    def rows_outstanding() -> dict[str, int]:
-        if late:
-            raise late.pop()
-        return outstanding()
+    class LateOnce(MemoryClient):
+        def rows_outstanding(self) -> dict[str, int]:
+            if late:
+                raise late.pop()
+            return super().rows_outstanding()
 
-    monkeypatch.setattr(client, "rows_outstanding", rows_outstanding)
-    assert policy.rows_outstanding() == outstanding()
+    policy, _, _ = tq_noted(settings(), client=LateOnce())
+    assert policy.rows_outstanding() == {"train": 0}
     assert not late

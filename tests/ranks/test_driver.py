@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from noted_ranks import DYNAMIC, LOSS, PACKED, NotedRanks, on, settings, stored, tq_on
+from noted_ranks import DYNAMIC, LOSS, PACKED, NotedRanks, noted, settings, stored, tq_noted
 from tiny_groups import make_batch
 
 from asyncrl.algorithms.value_loss import ClippedValueLoss
@@ -43,11 +43,11 @@ def complete(batch: BatchedDataDict) -> BatchedDataDict:
 
 
 @pytest.mark.parametrize("learner", [{}, DYNAMIC, PACKED], ids=["padded", "dynamic", "packed"])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_scores_come_back_in_the_caller_s_order_however_rows_were_cut(ranks: int, learner: dict[str, Any]) -> None:
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_scores_come_back_in_the_caller_s_order_however_rows_were_cut(count: int, learner: dict[str, Any]) -> None:
     batch = make_batch()
-    policy, critic = (kind(settings(ranks, **learner), model_path="nowhere") for kind in (Policy, Value))
-    on(policy, ranks=ranks), on(critic, ranks=ranks)
+    config = settings(count, **learner)
+    (policy, _), (critic, _) = noted(Policy, config), noted(Value, config)
     for scored, column in (
         (policy.get_logprobs(batch), "logprobs"),
         (policy.get_reference_policy_logprobs(batch), "reference_logprobs"),
@@ -57,8 +57,7 @@ def test_scores_come_back_in_the_caller_s_order_however_rows_were_cut(ranks: int
 
 
 def test_rows_that_the_ranks_cannot_share_are_refused_to_score_and_to_cut_into_updates() -> None:
-    policy = Policy(settings(), model_path="nowhere")
-    noted = on(policy, ranks=2)
+    policy, ranks = noted(Policy, settings())
     batch = complete(make_batch())
     for call in (policy.get_logprobs, policy.get_reference_policy_logprobs):
         with pytest.raises(AssertionError, match=r"\(3\) is not a multiple of shards \(2\)"):
@@ -67,17 +66,16 @@ def test_rows_that_the_ranks_cannot_share_are_refused_to_score_and_to_cut_into_u
         policy.train(batch, LOSS, gbs=5)
     with pytest.raises(AssertionError, match=r"\(3\) is not a multiple of shards \(2\)"):
         policy.train(batch, LOSS, gbs=3)
-    assert not noted.calls, "no rank may be called"
+    assert not ranks.calls, "no rank may be called"
     policy.train(batch.slice(0, 3), LOSS)
-    [(_, shards, options)] = noted.calls
+    [(_, shards, options)] = ranks.calls
     assert [shard.size for shard, _ in shards] == [2, 1], "all rows at once may be uneven"
     assert options["rows_per_update"] == 2
 
 
 @pytest.mark.parametrize("column", [torch.zeros(12, 3), torch.zeros(12, 3, 2)])
 def test_tensors_that_differ_in_dimension_1_are_refused_by_every_call_with_their_widths(column: torch.Tensor) -> None:
-    policy, critic = Policy(settings(), model_path="nowhere"), Value(settings(), model_path="nowhere")
-    noted = [on(policy, ranks=2), on(critic, ranks=2)]
+    (policy, of_policy), (critic, of_critic) = noted(Policy, settings()), noted(Value, settings())
     batch = BatchedDataDict(**make_batch(), odd=column)
     for call in (
         lambda: policy.get_logprobs(batch),
@@ -88,30 +86,26 @@ def test_tensors_that_differ_in_dimension_1_are_refused_by_every_call_with_their
     ):
         with pytest.raises(AssertionError, match=r"differ in dimension 1.*'odd': 3"):
             call()
-    assert not any(ranks.calls for ranks in noted)
+    assert not of_policy.calls + of_critic.calls
 
 
 def test_gbs_mbs_and_eval_mode_reach_the_ranks_and_mbs_means_padded() -> None:
-    policy = Policy(settings(**PACKED), model_path="nowhere")
-    noted = on(policy, ranks=2)
+    policy, ranks = noted(Policy, settings(**PACKED))
     policy.train(complete(make_batch()), LOSS, True, gbs=4, mbs=2)
-    [(_, shards, options)] = noted.calls
+    [(_, shards, options)] = ranks.calls
     assert options == {"rows_per_update": 2, "micro_batch_size": 2, "eval_mode": True, "step": None}
     assert all(shard.micro_batch_indices is None for shard, _ in shards)
     policy.train(complete(make_batch()), LOSS, gbs=4)
-    _, shards, options = noted.calls[-1]
+    _, shards, options = ranks.calls[-1]
     assert options == {"rows_per_update": 2, "micro_batch_size": None, "eval_mode": False, "step": None}
     assert all(len(shard.micro_batch_indices) == 3 for shard, _ in shards), "one entry for each update"
     policy.get_reference_policy_logprobs(make_batch(), 3)
-    assert noted.calls[-1][2] == {"micro_batch_size": 3}
+    assert ranks.calls[-1][2] == {"micro_batch_size": 3}
 
 
 @pytest.mark.parametrize("mbs", [0, -1])
-def test_a_micro_batch_without_rows_is_refused_before_a_rank_hears_of_it(
-    mbs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy, noted, client = tq_on(2, monkeypatch)
-    noted.calls.clear()
+def test_a_micro_batch_without_rows_is_refused_before_a_rank_hears_of_it(mbs: int) -> None:
+    policy, ranks, client = tq_noted(settings())
     batch = make_batch()
     meta = stored(client, batch)
     for call in (
@@ -123,34 +117,31 @@ def test_a_micro_batch_without_rows_is_refused_before_a_rank_hears_of_it(
     ):
         with pytest.raises(AssertionError, match=f"is {mbs}; it must be at least 1"):
             call()
-    assert not noted.calls, "no rank may be called"
+    assert not ranks.calls, "no rank may be called"
 
 
 def test_weights_without_a_version_of_their_own_are_newer_than_all_that_were_sent() -> None:
-    policy = Policy(settings(), model_path="nowhere")
-    noted = on(policy, ranks=2)
+    policy, ranks = noted(Policy, settings())
     for version in (None, Version(2, 7), Version(1, 3), None):
         policy.prepare_weights_for_ipc(version=version)
-    sent = [args[1] for _, [args], _ in noted.calls]
+    sent = [args[1] for _, [args], _ in ranks.calls]
     assert sent == [Version(1, 0), Version(2, 7), Version(1, 3), Version(2, 8)]
 
 
 def test_a_version_or_a_key_of_another_type_is_refused_and_changes_nothing() -> None:
-    policy = Policy(settings(), model_path="nowhere")
-    noted = on(policy, ranks=2)
+    policy, ranks = noted(Policy, settings())
     with pytest.raises(TypeError, match="version is 3; it must be a Version"):
         policy.prepare_weights_for_ipc(version=3)  # type: ignore[arg-type]
     policy.prepare_weights_for_ipc()
     with pytest.raises(TypeError, match=r"keys are \[0\]; they must be names of weights"):
         policy.get_weights_ipc_handles([0])  # type: ignore[list-item]
-    assert [(name, args[0][1]) for name, args, _ in noted.calls] == [("prepare_weights_for_ipc", Version(1, 0))]
+    assert [(name, args[0][1]) for name, args, _ in ranks.calls] == [("prepare_weights_for_ipc", Version(1, 0))]
 
 
 def test_lifecycle_calls_reach_every_rank_and_paths_are_the_callers() -> None:
     here = Path.cwd()
-    policy, critic = Policy(settings(), model_path="nowhere"), Value(settings(), model_path="nowhere")
-    for driver in (policy, critic):
-        noted = on(driver, ranks=2)
+    for kind in (Policy, Value):
+        driver, ranks = noted(kind, settings())
         driver.prepare_for_training()
         driver.finish_training()
         driver.save_checkpoint("a/weights", optimizer_path="a/optimizer", tokenizer_path=Path("a/tokenizer"))
@@ -158,7 +149,7 @@ def test_lifecycle_calls_reach_every_rank_and_paths_are_the_callers() -> None:
         driver.stage_checkpoint()
         driver.write_checkpoint("a/weights", Path("a/optimizer"))
         beside = {"beside": True}  # a slow disk ends no rank
-        assert noted.calls == [
+        assert ranks.calls == [
             ("prepare_for_training", [()], {}),
             ("finish_training", [()], {}),
             ("stage_checkpoint", [(True,)], {}),
@@ -169,66 +160,59 @@ def test_lifecycle_calls_reach_every_rank_and_paths_are_the_callers() -> None:
             ("write_checkpoint", [(here / "a/weights", here / "a/optimizer")], beside),
         ]
         assert driver.shutdown()
-    noted = on(policy, ranks=2)
+    policy, ranks = noted(Policy, settings())
     policy.save_hf(Path("a/hf"))
-    assert noted.calls == [
+    assert ranks.calls == [
         ("stage_checkpoint", [(False,)], {}),
         ("write_hf", [(None, here / "a/hf")], {"beside": True}),
     ], "the path is absolute: a rank has another working directory"
-    noted = on(critic, ranks=2)
+    critic, ranks = noted(Value, settings())
     critic.prepare_for_inference()
-    assert [name for name, *_ in noted.calls] == ["prepare_for_training"]
+    assert [name for name, *_ in ranks.calls] == ["prepare_for_training"]
 
 
 class ProbedRanks(NotedRanks):
     """Ranks of which only `writers` write their file into a folder that is checked."""
 
-    def __init__(self, size: int, *, writers: Sequence[int]) -> None:
-        super().__init__(size)
-        self._writers = writers
+    writers: Sequence[int] = (0, 1)
 
     def call(self, method: Callable[..., Any], *args: Any) -> list[Any]:
-        for rank in self._writers:
+        for rank in self.writers:
             (args[0] / str(rank)).touch()
         return super().call(method, *args)
 
 
 def test_a_folder_that_all_ranks_share_may_have_checkpoints_and_keeps_no_probe(tmp_path: Path) -> None:
-    policy = Policy(settings(), model_path="nowhere")
-    policy._group = noted = ProbedRanks(2, writers=(0, 1))  # type: ignore[assignment]
+    policy, ranks = noted(Policy, settings(), ranks=ProbedRanks)
     policy.check_folder(tmp_path / "checkpoints")
-    assert [name for name, *_ in noted.calls] == ["write_probe"]
+    assert [name for name, *_ in ranks.calls] == ["write_probe"]
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 def test_a_folder_that_a_rank_does_not_share_is_refused_with_the_rank(tmp_path: Path) -> None:
-    policy = Policy(settings(), model_path="nowhere")
-    policy._group = ProbedRanks(3, writers=(0, 2))  # type: ignore[assignment]
+    policy, ranks = noted(Policy, settings(3), ranks=ProbedRanks)
+    ranks.writers = (0, 2)
     with pytest.raises(CheckpointError, match=r"(?s)cannot be written to .*the files that ranks 1 wrote.*Set run.dir"):
         policy.check_folder(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_made_is_refused_before_a_rank_is_called(tmp_path: Path) -> None:
-    policy = Policy(settings(), model_path="nowhere")
-    noted = on(policy, ranks=2)
+    policy, ranks = noted(Policy, settings())
     (tmp_path / "checkpoints").write_text("a file")
     with pytest.raises(CheckpointError, match=r"cannot be written to .*NotADirectory|Not a directory"):
         policy.check_folder(tmp_path / "checkpoints")
-    assert noted.calls == []
+    assert ranks.calls == []
 
 
-def test_the_first_call_starts_the_ranks_and_no_call_starts_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = Policy(settings(), model_path="nowhere")
+def test_the_first_call_starts_the_ranks_and_no_call_starts_them_again() -> None:
+    unplaced = Policy(settings(), model_path="nowhere")
     with pytest.raises(RunError, match=r"cannot place ranks because Ray is not initialized; call ray.init\(\) first"):
-        policy.get_logprobs(make_batch())
-    noted = on(policy, ranks=2)
-    noted.begun = False
-    starts: list[int] = []
-    monkeypatch.setattr(noted, "start", lambda: starts.append(1) or setattr(noted, "begun", True))
+        unplaced.get_logprobs(make_batch())
+    policy, ranks = noted(Policy, settings())
     policy.get_logprobs(make_batch())
     policy.prepare_for_training()
-    assert starts == [1]
+    assert ranks.starts == 1
 
 
 def test_after_a_shutdown_the_ranks_are_gone_for_good() -> None:
@@ -241,23 +225,22 @@ def test_after_a_shutdown_the_ranks_are_gone_for_good() -> None:
 
 def test_a_checkpoint_of_the_constructor_is_loaded_by_the_start() -> None:
     here = Path.cwd()
-    policy = Policy(settings(), model_path="nowhere", weights_path="a/weights", optimizer_path="a/optimizer")
-    noted = on(policy, ranks=2)
+    policy, ranks = noted(Policy, settings(), weights_path="a/weights", optimizer_path="a/optimizer")
     policy.start()
-    assert noted.calls == [("load_checkpoint", [(here / "a/weights", here / "a/optimizer")], {})]
+    assert ranks.calls == [("load_checkpoint", [(here / "a/weights", here / "a/optimizer")], {})]
     with pytest.raises(ValueError, match="optimizer_path='a/optimizer' was given without weights_path"):
         Policy(settings(), optimizer_path="a/optimizer")
 
 
 def test_the_model_is_the_config_s_unless_another_is_named() -> None:
     config = settings()
-    assert Policy(config)._group._model_path == config.model.path
-    assert Policy(config, model_path="mine")._group._model_path == "mine"
+    for options, path in (({}, config.model.path), ({"model_path": "mine"}, "mine")):
+        _, ranks = noted(Policy, config, **options)
+        assert ranks.model_path == path
 
 
 def test_columns_that_a_call_reads_are_asked_for_before_a_rank_is_called() -> None:
-    policy, critic = Policy(settings(), model_path="nowhere"), Value(settings(), model_path="nowhere")
-    noted = [on(policy, ranks=2), on(critic, ranks=2)]
+    (policy, of_policy), (critic, of_critic) = noted(Policy, settings()), noted(Value, settings())
     batch = make_batch()
     bare = BatchedDataDict(input_ids=batch["input_ids"])
     for scoring in (policy.get_logprobs, policy.get_reference_policy_logprobs, critic.get_values):
@@ -271,11 +254,11 @@ def test_columns_that_a_call_reads_are_asked_for_before_a_rank_is_called() -> No
         critic.train(batch, ClippedValueLoss(clip=None))
     with pytest.raises(TypeError, match="loss_fn is a str, which cannot be called"):
         policy.train(batch, "grpo")  # type: ignore[arg-type]
-    assert not any(ranks.calls for ranks in noted), "no rank may be called"
+    assert not of_policy.calls + of_critic.calls, "no rank may be called"
     policy.train(batch, LOSS)
     policy.train(batch, LOSS, True, gbs=4)
     policy.train(complete(batch), LOSS, gbs=4)
-    assert len(noted[0].calls) == 3
+    assert len(of_policy.calls) == 3
 
 
 UNKNOWN: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
@@ -294,11 +277,10 @@ UNKNOWN: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 def test_arguments_that_trainers_elsewhere_pass_are_ignored_with_one_warning_that_names_them(
     name: str, recwarn: pytest.WarningsRecorder
 ) -> None:
-    policy = Policy(settings(), model_path="nowhere")
-    noted = on(policy, ranks=2)
+    policy, ranks = noted(Policy, settings())
     args, kwargs = UNKNOWN[name]
     getattr(policy, name)(*args, **kwargs)
-    assert len(noted.calls) == (2 if name == "save_checkpoint" else 1), "it copies first, and then writes"
+    assert len(ranks.calls) == (2 if name == "save_checkpoint" else 1), "it copies first, and then writes"
     [warning] = [each for each in recwarn if each.category is UserWarning]
     assert f"{name}() ignores" in str(warning.message)
     assert all(key in str(warning.message) for key in kwargs)
@@ -308,8 +290,7 @@ def test_arguments_that_trainers_elsewhere_pass_are_ignored_with_one_warning_tha
 
 
 def test_a_timer_adds_up_the_seconds_of_each_stage_also_of_a_call_that_fails() -> None:
-    policy, timer = Policy(settings(), model_path="nowhere"), Timer()
-    on(policy, ranks=2)
+    (policy, _), timer = noted(Policy, settings()), Timer()
     stages = ["policy_training/ranks", "policy_training/shard_data"]
     policy.train(make_batch(), LOSS, timer=timer)
     assert sorted(timer.seconds) == stages
@@ -320,10 +301,9 @@ def test_a_timer_adds_up_the_seconds_of_each_stage_also_of_a_call_that_fails() -
     assert timer.seconds["policy_training/shard_data"] > once > 0
 
 
-def test_a_timer_that_runs_for_a_call_is_given_the_stages_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, critic = Policy(settings(), model_path="nowhere"), Value(settings(), model_path="nowhere")
-    on(policy, ranks=2), on(critic, ranks=2)
-    by_name, _, client = tq_on(2, monkeypatch)
+def test_a_timer_that_runs_for_a_call_is_given_the_stages_within_it() -> None:
+    (policy, _), (critic, _) = noted(Policy, settings()), noted(Value, settings())
+    by_name, _, client = tq_noted(settings())
     batch, timer = make_batch(), StrictTimer()
     meta = stored(client, batch)
     by_name.write_to_dataplane(meta, dict.fromkeys(SCORED, batch["generation_logprobs"]))  # real ranks would write them
