@@ -35,12 +35,13 @@ def convert_to_hf(
     path: Path,
     dtype: torch.dtype,
     group: dist.ProcessGroup,
+    file_bytes: int | None = None,
 ) -> None:
     """Writes safetensors, config and tokenizer, with the weights that `ShardedState.write` wrote to `weights_path`. An
     earlier export at `path` is replaced after the new one is complete.
 
     `specs` are the model's parameters in the precision `dtype`. Of `model`, whose weights may change meanwhile, only
-    the configuration is read. Above `FILE_BYTES`, the weights are in several files with an index, as transformers
+    the configuration is read. Above `file_bytes` (default: `FILE_BYTES`), the weights are in several files with an index, as transformers
     writes them. The ranks write the files in turn, and each holds one file in memory. All must see both paths.
 
     This is a collective, and may run in a thread of its own if `group` has no other traffic. Raises CheckpointError on
@@ -55,7 +56,7 @@ def convert_to_hf(
             {spec.name: spec for spec in specs if spec.name in saved},  # a tied weight is saved under one name
             get_storage_size=lambda spec: spec.nbytes,
             filename_pattern="model{suffix}.safetensors",
-            max_shard_size=FILE_BYTES,
+            max_shard_size=file_bytes or FILE_BYTES,
         )
         for file in list(split.filename_to_tensors)[rank :: dist.get_world_size(group)]:
             # no variable for the tensors: it would keep them while those of the next file are read

@@ -24,7 +24,7 @@ Invariant: if a count is not known to be right, it is None, never a guess. So on
 no mixture of experts and no sliding window, and devices are identified by their exact names.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,7 +37,7 @@ COUNTED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 QUERY, KEY, VALUE, OUTPUT = (f"self_attn.{name}_proj" for name in "qkvo")
 GATE, UP, DOWN = (f"mlp.{name}_proj" for name in ("gate", "up", "down"))
 
-_BF16_TFLOPS = {
+BF16_TFLOPS = {
     "NVIDIA A100-PCIE-40GB": 312.0,
     "NVIDIA A100 80GB PCIe": 312.0,
     "NVIDIA A100-SXM4-40GB": 312.0,
@@ -162,5 +162,12 @@ def peak_flops_per_s(device_name: str, *, dtype: torch.dtype) -> float | None:
     >>> peak_flops_per_s("NVIDIA H200", dtype=torch.bfloat16)
     989000000000000.0
     """
-    teraflops = _BF16_TFLOPS.get(device_name) if dtype == torch.bfloat16 else None
+    teraflops = BF16_TFLOPS.get(device_name) if dtype == torch.bfloat16 else None
     return None if teraflops is None else teraflops * 1e12
+
+
+def device_peak_flops_per_s(
+    device: torch.device, *, dtype: torch.dtype, name_of: Callable[[torch.device], str] = torch.cuda.get_device_name
+) -> float | None:
+    """Returns `peak_flops_per_s` of the GPU `device`, whose name `name_of` returns; None for a CPU."""
+    return peak_flops_per_s(name_of(device), dtype=dtype) if device.type == "cuda" else None

@@ -19,7 +19,12 @@ _LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_h
 
 
 def model_logprobs(
-    model: PreTrainedModel, rows: ModelRows, *, temperature: float, with_entropy: bool
+    model: PreTrainedModel,
+    rows: ModelRows,
+    *,
+    temperature: float,
+    with_entropy: bool,
+    chunk_logits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns log-probs [B, T] of the next tokens and, if `with_entropy`, the entropies [B, T] of their distributions,
     as float32.
@@ -28,8 +33,8 @@ def model_logprobs(
     hooks of FSDP. For this one call, its head returns these numbers instead of logits. If the rows are packed, results
     beyond a row's length are 0, and the model's attention must be the one of `asyncrl.ranks.packed`. If they have
     supports, the softmax of each token is over its support only, and both results are 0 for tokens without a support.
-    For the first token of a branch, both results are 0. Raises ConfigError for a model whose logits are not a plain
-    product with the head.
+    For the first token of a branch, both results are 0. `chunk_logits` is that of `head_logprobs`. Raises
+    ConfigError for a model whose logits are not a plain product with the head.
     """
     head = _plain_head(model)
     made: list[torch.Tensor] = []
@@ -43,6 +48,7 @@ def model_logprobs(
             support_NK=rows.support_NK,
             temperature=temperature,
             with_entropy=with_entropy,
+            chunk_logits=chunk_logits,
         )
         stacked = torch.stack([column for column in columns if column is not None], dim=-1)
         made.append(stacked.view(*rows.targets.shape, stacked.shape[-1]))
@@ -95,17 +101,20 @@ def head_logprobs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     chunk_logits: int | None = None,
+    bfloat16_products: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns log softmax(hidden · weightᵀ / temperature) at the targets [N], and the entropies [N] if `with_entropy`.
 
     Results are float32 (float64 for float64 inputs) and differentiable once in hidden and weight. Gradients have the
-    dtypes of the inputs. `chunk_logits` is by default the one of CHUNK_LOGITS for the device.
+    dtypes of the inputs. `chunk_logits` is by default the one of CHUNK_LOGITS for the device. On a CPU, bfloat16 inputs
+    are multiplied as such with `bfloat16_products`, by default if the CPU has instructions for them.
 
     With `support_NK`, the softmax is over the support of each token. It has token ids, each once, and negative numbers
     as padding. Each target must be in its support. Both results are 0 for a token without a support.
     """
     chunk_logits = chunk_logits or CHUNK_LOGITS[hidden_ND.device.type]
-    options = (temperature, chunk_logits, with_entropy)
+    products = _has_bfloat16_products() if bfloat16_products is None else bfloat16_products
+    options = (temperature, chunk_logits, with_entropy, products)
     if support_NK is None:
         logprobs_N, entropy_N = ChunkedHead.apply(hidden_ND, weight_VD, targets_N, *options)  # type: ignore[no-untyped-call]
     else:
@@ -189,6 +198,7 @@ class SupportHead(torch.autograd.Function):
         temperature: float,
         chunk_logits: int,
         with_entropy: bool,
+        bfloat16_products: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
         logits_NK = hidden_ND.new_zeros(support_NK.shape, dtype=dtype)
@@ -203,7 +213,7 @@ class SupportHead(torch.autograd.Function):
         logprobs_N = torch.where(is_target_NK, logp_NK, 0.0).sum(dim=1)
         entropy_N = -torch.where(inside_NK, logp_NK.exp() * logp_NK, 0.0).sum(dim=1) if with_entropy else None
         ctx.save_for_backward(hidden_ND, weight_VD, support_NK, is_target_NK, logp_NK, entropy_N)
-        ctx.temperature, ctx.chunk_logits = temperature, chunk_logits
+        ctx.temperature, ctx.chunk_logits, ctx.bfloat16_products = temperature, chunk_logits, bfloat16_products
         ctx.set_materialize_grads(False)
         return logprobs_N, entropy_N
 
@@ -235,12 +245,13 @@ class SupportHead(torch.autograd.Function):
                 temperature=ctx.temperature,
                 chunk_logits=ctx.chunk_logits,
                 with_spare=False,
+                bfloat16_products=ctx.bfloat16_products,
             )
             for rows, slope_NC in chunks.buffers():
                 is_here_NK, column_NK = located(support_NK, rows)
                 slope_NC.zero_().scatter_add_(1, column_NK, torch.where(is_here_NK, slope_NK, 0.0))
                 chunks.add_gradients(rows, slope_NC, grad_hidden_ND=None, grad_weight_VD=grad_weight_VD)
-        return grad_hidden_ND, grad_weight_VD, None, None, None, None, None
+        return grad_hidden_ND, grad_weight_VD, None, None, None, None, None, None
 
 
 def _rows(
@@ -306,9 +317,15 @@ class ChunkedHead(torch.autograd.Function):
         temperature: float,
         chunk_logits: int,
         with_entropy: bool,
+        bfloat16_products: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         chunks = Chunks.of(
-            hidden_ND, weight_VD, temperature=temperature, chunk_logits=chunk_logits, with_spare=with_entropy
+            hidden_ND,
+            weight_VD,
+            temperature=temperature,
+            chunk_logits=chunk_logits,
+            with_spare=with_entropy,
+            bfloat16_products=bfloat16_products,
         )
         # log-probs and entropies do not change if the same number is subtracted from all logits of a token
         base_N = chunks.coarse_logits(targets_N) if chunks.rounds else None
@@ -334,7 +351,7 @@ class ChunkedHead(torch.autograd.Function):
             entropy_N = (log_share_KN.exp() * (torch.stack(entropies) - log_share_KN)).sum(dim=0)
         saved_N = normalizer_N if base_N is None else normalizer_N + base_N
         ctx.save_for_backward(hidden_ND, weight_VD, targets_N, saved_N, entropy_N)
-        ctx.temperature, ctx.chunk_logits = temperature, chunk_logits
+        ctx.temperature, ctx.chunk_logits, ctx.bfloat16_products = temperature, chunk_logits, bfloat16_products
         ctx.set_materialize_grads(False)
         return chosen_N - normalizer_N, entropy_N
 
@@ -353,6 +370,7 @@ class ChunkedHead(torch.autograd.Function):
             temperature=ctx.temperature,
             chunk_logits=ctx.chunk_logits,
             with_spare=grad_entropy_N is not None,
+            bfloat16_products=ctx.bfloat16_products,
         )
         grad_N = torch.zeros_like(normalizer_N) if grad_logprobs_N is None else grad_logprobs_N
         grad_hidden_ND = torch.zeros_like(hidden_ND, dtype=chunks.dtype) if ctx.needs_input_grad[0] else None
@@ -369,7 +387,7 @@ class ChunkedHead(torch.autograd.Function):
             # slope is −∂L/∂z; the products below contain the sign
             chunks.add_gradients(rows, slope_NC, grad_hidden_ND=grad_hidden_ND, grad_weight_VD=grad_weight_VD)
         grad_hidden = None if grad_hidden_ND is None else grad_hidden_ND.to(hidden_ND.dtype)
-        return grad_hidden, grad_weight_VD, None, None, None, None
+        return grad_hidden, grad_weight_VD, None, None, None, None, None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -399,9 +417,10 @@ class Chunks:
         temperature: float,
         chunk_logits: int,
         with_spare: bool,
+        bfloat16_products: bool,
     ) -> "Chunks":
         dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
-        keeps = hidden_ND.is_cuda or (hidden_ND.dtype == weight_VD.dtype == torch.bfloat16 and _has_bfloat16_products())
+        keeps = hidden_ND.is_cuda or (hidden_ND.dtype == weight_VD.dtype == torch.bfloat16 and bfloat16_products)
         operand_ND = hidden_ND if keeps else hidden_ND.to(dtype)
         is_narrow = operand_ND.dtype != dtype
         logit_bytes = dtype.itemsize * (1 + with_spare) + operand_ND.dtype.itemsize * is_narrow

@@ -15,11 +15,12 @@ from asyncrl.algorithms.interfaces import LossFunction, LossInputType, call_with
 from asyncrl.algorithms.kernel import kernel_sums
 from asyncrl.algorithms.loss import ObjectiveLoss, entropy, gather_logprobs
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import NO_VERSION, trained_mask
+from asyncrl.data.specs import NO_VERSION, SUPPORT, trained_mask
 from asyncrl.errors import CallRefused
 from asyncrl.policy.logprobs import model_logprobs
 from asyncrl.ranks.loss_pass import MicroBatchOutcome, UpdateContext, aligned, outcome_of, slopes_of, without_slopes
 from asyncrl.ranks.model_rows import ModelRows
+from asyncrl.ranks.plan import check_columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,15 +85,28 @@ def loss_of(
     return outcome_of(outputs.columns, called, measure=measured)
 
 
-def check_input_type(loss_fn: LossFunction) -> None:
-    """Raises CallRefused for a loss that reads logits. It is for rows with supports, whose distribution has only the
-    logits of the supports."""
+def check_supports(data: BatchedDataDict, loss_fn: LossFunction, *, has_supports: bool) -> None:
+    """Checks that rows have supports if, and only if, the configuration says so (`Config.has_supports`). Raises
+    CallRefused or MissingColumns otherwise.
+
+    With supports, it also raises CallRefused for a loss that reads logits, because the distribution of the rows has
+    only the logits of the supports.
+    """
+    if not has_supports:
+        if SUPPORT in data:
+            raise CallRefused(
+                f"the rows have the column {SUPPORT}, but generator.top_k is unset; set it to the value with which the "
+                "rows were sampled"
+            )
+        return
     if not isinstance(loss_fn, ObjectiveLoss) and input_type_of(loss_fn) != LossInputType.LOGPROB:
         raise CallRefused(
             f"the loss {type(loss_fn).__name__} reads the logits of all tokens, but the rows were sampled with "
             "generator.top_k, among the tokens of their supports only; use a loss with input_type "
             f"{LossInputType.LOGPROB.value}, or sample without generator.top_k"
         )
+    if data.size:
+        check_columns(data, (SUPPORT,), reader="training with generator.top_k")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +125,7 @@ def _outputs(
     rows = ModelRows.of(data, packed=packed, with_supports=True)
     # for an objective, the chunked head computes entropies; other losses that need entropies get logits
     if not isinstance(loss_fn, ObjectiveLoss) and input_type_of(loss_fn) != LossInputType.LOGPROB:
-        assert rows.support_NK is None, "refused by check_input_type"
+        assert rows.support_NK is None, "refused by check_supports"
         logits_BSV = _logits(model, rows, temperature=temperature)
         return _Outputs(
             columns={"next_token_logits": logits_BSV},

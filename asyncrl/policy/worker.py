@@ -23,12 +23,12 @@ from asyncrl.complete_directory import prepare, unfinished
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.specs import SUPPORT
-from asyncrl.errors import CallRefused, WeightError
+from asyncrl.errors import WeightError
 from asyncrl.policy.export import convert_to_hf
 from asyncrl.policy.families import check_family
-from asyncrl.policy.flops import model_cost, peak_flops_per_s
+from asyncrl.policy.flops import device_peak_flops_per_s, model_cost
 from asyncrl.policy.logprobs import model_logprobs, rounded_weights
-from asyncrl.policy.micro_batch import OnPolicy, check_input_type, loss_of
+from asyncrl.policy.micro_batch import OnPolicy, check_supports, loss_of
 from asyncrl.policy.step_loss import add_update_shares, calibrated_loss, holds_reference
 from asyncrl.ranks.accelerator import compute_dtype, frozen
 from asyncrl.ranks.batching import token_batch, without_nonfinite
@@ -37,7 +37,7 @@ from asyncrl.ranks.gather import gather_weights, own_shards, parameter_specs
 from asyncrl.ranks.loss_pass import MicroBatchOutcome, UpdateContext, aligned
 from asyncrl.ranks.model_rows import ModelRows
 from asyncrl.ranks.packed import ATTENTION
-from asyncrl.ranks.plan import PlannedUpdate, check_columns
+from asyncrl.ranks.plan import PlannedUpdate
 from asyncrl.ranks.start_check import check_start
 from asyncrl.ranks.worker import HOST, MODEL, SCORED_COLUMNS, RankWorker, move_model
 from asyncrl.weights.delta import DeltaSender
@@ -105,15 +105,7 @@ class PolicyWorker(RankWorker[LossFunction]):
         data = copy.copy(data)
         if data.size and step is not None and "weight_versions" in data:
             data["staleness"] = (step - data["weight_versions"]).float()
-        if self._config.has_supports:
-            check_input_type(loss_fn)
-            if data.size:
-                check_columns(data, (SUPPORT,), reader="training with generator.top_k")
-        elif SUPPORT in data:
-            raise CallRefused(
-                f"the rows have the column {SUPPORT}, but generator.top_k is unset; set it to the value with which the "
-                "rows were sampled"
-            )
+        check_supports(data, loss_fn, has_supports=self._config.has_supports)
         data, _ = super()._prepared(data, loss_fn, step=step, updates=updates, eval_mode=eval_mode)
         if isinstance(loss_fn, ObjectiveLoss):
             loss_fn.check_precision(data)
@@ -150,9 +142,7 @@ class PolicyWorker(RankWorker[LossFunction]):
         return None if cost is None else cost.flops(lengths, backward=backward)
 
     def _peak_flops_per_s(self) -> float | None:
-        if self._device.type != "cuda":
-            return None
-        return peak_flops_per_s(torch.cuda.get_device_name(self._device), dtype=compute_dtype(self._config))
+        return device_peak_flops_per_s(self._device, dtype=compute_dtype(self._config))
 
     # -- scoring and weights -------------------------------------------------------------------------------------
 

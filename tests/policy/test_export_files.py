@@ -89,9 +89,8 @@ def write_tokenizer(folder: Path) -> None:
 
 @pytest.mark.parametrize("vocabulary", [64, 1024])  # the larger embedding has a file of its own
 def test_an_export_in_several_files_holds_one_file_or_its_largest_tensor(
-    vocabulary: int, group: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    vocabulary: int, group: dist.ProcessGroup, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(export, "FILE_BYTES", FILE_BYTES)
     described = Qwen3Config(
         vocab_size=vocabulary,
         hidden_size=64,
@@ -115,6 +114,7 @@ def test_an_export_in_several_files_holds_one_file_or_its_largest_tensor(
             path=tmp_path / "hf",
             dtype=torch.bfloat16,
             group=group,
+            file_bytes=FILE_BYTES,
         )
     largest = max(spec.nbytes for spec in specs)
     assert (largest > FILE_BYTES) == (vocabulary > 64)

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Qwe
 from asyncrl.config.schema import Config, LoraSection
 from asyncrl.policy import flops
 from asyncrl.policy.adapter import ranks_of, with_adapter
-from asyncrl.policy.flops import COUNTED, ModelCost, model_cost, peak_flops_per_s
-from asyncrl.policy.worker import PolicyWorker
+from asyncrl.policy.flops import COUNTED, ModelCost, device_peak_flops_per_s, model_cost, peak_flops_per_s
+from asyncrl.ranks.accelerator import compute_dtype
 from asyncrl.ranks.gather import parameter_specs
 
 SMALL = {"vocab_size": 40, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -174,7 +174,7 @@ def test_a_device_is_known_by_its_whole_name_and_only_in_bfloat16() -> None:
     assert peak_flops_per_s("NVIDIA H100 80GB HBM3", dtype=torch.float32) is None
     for name in ("NVIDIA H100", "nvidia h200", "NVIDIA H200 NVL", "NVIDIA L40", ""):
         assert peak_flops_per_s(name, dtype=torch.bfloat16) is None, name
-    assert all(math.isfinite(known) and 100 < known < 1e4 for known in flops._BF16_TFLOPS.values())
+    assert all(math.isfinite(known) and 100 < known < 1e4 for known in flops.BF16_TFLOPS.values())
 
 
 @pytest.mark.parametrize(
@@ -182,11 +182,8 @@ def test_a_device_is_known_by_its_whole_name_and_only_in_bfloat16() -> None:
     [("cuda:0", "bfloat16", 989e12), ("cuda:0", "float32", None), ("cpu", "bfloat16", None)],
 )
 def test_a_rank_tells_the_peak_of_its_device_in_the_precision_of_its_passes(
-    monkeypatch: pytest.MonkeyPatch, device: str, dtype: str, peak: float | None
+    device: str, dtype: str, peak: float | None
 ) -> None:
-    """This machine has no GPU, so the test replaces the functions of torch that describe one."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", {torch.device("cuda:0"): "NVIDIA H200"}.__getitem__)
-    rank = object.__new__(PolicyWorker)
-    rank._config = Config.model_validate({"model": {"path": "m", "dtype": dtype}})
-    rank._device = torch.device(device)
-    assert rank._peak_flops_per_s() == peak
+    passes = compute_dtype(Config.model_validate({"model": {"path": "m", "dtype": dtype}}))
+    names = {torch.device("cuda:0"): "NVIDIA H200"}
+    assert device_peak_flops_per_s(torch.device(device), dtype=passes, name_of=names.__getitem__) == peak

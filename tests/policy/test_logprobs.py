@@ -4,6 +4,8 @@ import pytest
 import torch
 from rounding import GRADIENT, OUTPUT, assert_reordered, spread
 from tiny_groups import rows_of
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -15,7 +17,6 @@ from transformers import (
 )
 
 from asyncrl.errors import ConfigError
-from asyncrl.policy import logprobs
 from asyncrl.policy.logprobs import head_logprobs, model_logprobs, rounded_weights
 
 pytestmark = pytest.mark.slow
@@ -112,14 +113,11 @@ def test_huge_logits_of_both_signs_stay_finite() -> None:
     assert bool((entropy_N >= 0).all())
 
 
-def test_bfloat16_inputs_are_multiplied_in_float32_and_rounded_once_on_a_cpu_without_bfloat16(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(logprobs, "_has_bfloat16_products", lambda: False)
+def test_bfloat16_inputs_are_multiplied_in_float32_and_rounded_once_on_a_cpu_without_bfloat16() -> None:
     hidden_ND, weight_VD, targets_N = inputs(torch.bfloat16)
     exact = [tensor.detach().float().requires_grad_() for tensor in (hidden_ND, weight_VD)]
     want_N, _ = full(exact[0] @ exact[1].t(), targets_N)
-    got_N, _ = head_logprobs(hidden_ND, weight_VD, targets_N=targets_N, chunk_logits=SMALL)
+    got_N, _ = head_logprobs(hidden_ND, weight_VD, targets_N=targets_N, chunk_logits=SMALL, bfloat16_products=False)
     assert got_N.dtype is torch.float32
     # products that were rounded to bfloat16 would have an error of 1e-2
     assert_reordered(got_N, want_N, spread=spread(8 + VOCABULARY))
@@ -142,15 +140,20 @@ def large_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_bfloat16_products_round_only_what_is_left_after_a_number_near_the_result_is_subtracted(
-    monkeypatch: pytest.MonkeyPatch, with_entropy: bool
+    with_entropy: bool,
 ) -> None:
-    monkeypatch.setattr(logprobs, "_has_bfloat16_products", lambda: True)
     hidden_ND, weight_VD, targets_N = large_inputs()
     hidden, weight = (tensor.detach().double().requires_grad_() for tensor in (hidden_ND, weight_VD))
     logits_NV = hidden @ weight.t() / 0.7
     want = torch.stack(full(logits_NV, targets_N)[: 1 + with_entropy])
     pair = head_logprobs(
-        hidden_ND, weight_VD, targets_N=targets_N, temperature=0.7, with_entropy=with_entropy, chunk_logits=SMALL
+        hidden_ND,
+        weight_VD,
+        targets_N=targets_N,
+        temperature=0.7,
+        with_entropy=with_entropy,
+        chunk_logits=SMALL,
+        bfloat16_products=True,
     )
     got = torch.stack([values for values in pair if values is not None])
     assert got.dtype is torch.float32
@@ -171,10 +174,7 @@ def test_bfloat16_products_round_only_what_is_left_after_a_number_near_the_resul
 
 
 @pytest.mark.parametrize("trains_entropy", [False, True])
-def test_gradients_from_bfloat16_products_are_those_of_full_logits_within_five_percent(
-    monkeypatch: pytest.MonkeyPatch, trains_entropy: bool
-) -> None:
-    monkeypatch.setattr(logprobs, "_has_bfloat16_products", lambda: True)
+def test_gradients_from_bfloat16_products_are_those_of_full_logits_within_five_percent(trains_entropy: bool) -> None:
     hidden_ND, weight_VD, targets_N = large_inputs()
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden_ND, weight_VD)]
     upstream_2N = torch.randn(2, len(targets_N), generator=torch.Generator().manual_seed(1))
@@ -182,7 +182,13 @@ def test_gradients_from_bfloat16_products_are_those_of_full_logits_within_five_p
     want_2N = torch.stack(full(exact[0] @ exact[1].t() / 0.7, targets_N))
     want = torch.autograd.grad((want_2N * upstream_2N).sum(), exact)
     logprobs_N, entropy_N = head_logprobs(
-        hidden_ND, weight_VD, targets_N=targets_N, temperature=0.7, with_entropy=True, chunk_logits=SMALL
+        hidden_ND,
+        weight_VD,
+        targets_N=targets_N,
+        temperature=0.7,
+        with_entropy=True,
+        chunk_logits=SMALL,
+        bfloat16_products=True,
     )
     assert entropy_N is not None
     got_2N = torch.stack([logprobs_N, entropy_N])
@@ -193,14 +199,14 @@ def test_gradients_from_bfloat16_products_are_those_of_full_logits_within_five_p
         assert float((got_part.double() - want_part).norm()) < 0.05 * float(want_part.norm())
 
 
-class Float32Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+class Float32Sizes(TorchDispatchMode):
     """Records the number of elements of the largest float32 tensor that an operation creates."""
 
     largest = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         result = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(result):
+        for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.dtype is torch.float32 and "view" not in str(func):
                 self.largest = max(self.largest, tensor.numel())
         return result
@@ -218,20 +224,23 @@ class Float32Sizes(torch.utils._python_dispatch.TorchDispatchMode):
     ],
 )
 def test_a_chunk_is_as_large_as_its_buffers_may_be(
-    monkeypatch: pytest.MonkeyPatch,
     dtype: torch.dtype,
     has_products: bool,
     trains_entropy: bool,
     float32_numbers_per_logit: float,
 ) -> None:
-    monkeypatch.setattr(logprobs, "_has_bfloat16_products", lambda: has_products)
     hidden_ND = torch.randn(100, 2, dtype=dtype, requires_grad=True)
     weight_VD = torch.randn(2000, 2, dtype=dtype, requires_grad=True)
     targets_N = torch.randint(2000, (100,))
     limit = 100 * 64 * 30
     with Float32Sizes() as sizes:
         logprobs_N, entropy_N = head_logprobs(
-            hidden_ND, weight_VD, targets_N=targets_N, with_entropy=trains_entropy, chunk_logits=limit
+            hidden_ND,
+            weight_VD,
+            targets_N=targets_N,
+            with_entropy=trains_entropy,
+            chunk_logits=limit,
+            bfloat16_products=has_products,
         )
         loss = logprobs_N.sum() if entropy_N is None else logprobs_N.sum() + entropy_N.sum()
         torch.autograd.backward(loss)
@@ -240,14 +249,17 @@ def test_a_chunk_is_as_large_as_its_buffers_may_be(
 
 
 @pytest.mark.parametrize("has_products", [False, True])
-def test_a_weight_in_bfloat16_and_its_gradient_are_never_whole_in_float32(
-    monkeypatch: pytest.MonkeyPatch, has_products: bool
-) -> None:
-    monkeypatch.setattr(logprobs, "_has_bfloat16_products", lambda: has_products)
+def test_a_weight_in_bfloat16_and_its_gradient_are_never_whole_in_float32(has_products: bool) -> None:
     hidden_ND = torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True)
     weight_VD = torch.randn(2000, 32, dtype=torch.bfloat16, requires_grad=True)
     with Float32Sizes() as sizes:
-        logprobs_N, _ = head_logprobs(hidden_ND, weight_VD, targets_N=torch.randint(2000, (16,)), chunk_logits=256 * 16)
+        logprobs_N, _ = head_logprobs(
+            hidden_ND,
+            weight_VD,
+            targets_N=torch.randint(2000, (16,)),
+            chunk_logits=256 * 16,
+            bfloat16_products=has_products,
+        )
         logprobs_N.sum().backward()
     assert sizes.largest <= 256 * 32
 
@@ -290,9 +302,8 @@ def tiny_qwen3(*, tied: bool) -> Qwen3ForCausalLM:
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_gives_the_log_probs_and_every_gradient_of_its_full_logits(
-    tied: bool, temperature: float, with_entropy: bool, monkeypatch: pytest.MonkeyPatch
+    tied: bool, temperature: float, with_entropy: bool
 ) -> None:
-    monkeypatch.setitem(logprobs.CHUNK_LOGITS, "cpu", 64 * 18)
     model = tiny_qwen3(tied=tied)
     input_ids_BS = torch.randint(1, VOCABULARY, (3, 7), generator=torch.Generator().manual_seed(2))
     weights_BT = torch.randn(3, 6, generator=torch.Generator().manual_seed(3))
@@ -306,7 +317,7 @@ def test_a_model_gives_the_log_probs_and_every_gradient_of_its_full_logits(
     want = torch.autograd.grad(want_loss, list(parameters.values()))
 
     logprobs_BT, entropy_BT = model_logprobs(
-        model, rows_of(input_ids_BS), temperature=temperature, with_entropy=with_entropy
+        model, rows_of(input_ids_BS), temperature=temperature, with_entropy=with_entropy, chunk_logits=64 * 18
     )
     assert_reordered(logprobs_BT, want_logprobs_BT, spread=OUTPUT)
     loss = (weights_BT * logprobs_BT).sum()

@@ -23,8 +23,7 @@ from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.specs import BRANCH, NO_BRANCH, NO_VERSION, SUPPORT
 from asyncrl.errors import CallRefused, MissingColumns
 from asyncrl.policy.logprobs import model_logprobs
-from asyncrl.policy.micro_batch import OnPolicy, loss_of
-from asyncrl.policy.worker import PolicyWorker
+from asyncrl.policy.micro_batch import OnPolicy, check_supports, loss_of
 from asyncrl.ranks.loss_pass import MicroBatchOutcome, UpdateContext, aligned
 from asyncrl.ranks.plan import plan_of
 
@@ -161,22 +160,19 @@ def test_what_was_sampled_from_supports_is_on_policy_and_its_entropy_is_that_of_
 
 
 def test_rows_and_the_configuration_agree_on_supports_and_a_loss_of_logits_is_refused() -> None:
-    policy = PolicyWorker.__new__(PolicyWorker)
-    policy._vocabulary = VOCABULARY
     plain, data = on_policy(0, (2, 4)), with_supports(on_policy(0, (2, 4)))
     loss = ObjectiveLoss(PRESETS["decoupled_icepop"].objective)
-    options: dict[str, Any] = {"step": STEP, "updates": 1, "eval_mode": False}
-    policy._config = load_config([], [])
-    policy._prepared(plain, loss, **options)
+    check_supports(plain, loss, has_supports=False)
     with pytest.raises(CallRefused, match=r"have the column support_ids, but generator\.top_k is unset"):
-        policy._prepared(data, loss, **options)
-    policy._config = load_config([], ["generator.top_k=3"])
-    policy._prepared(data, loss, **options)
+        check_supports(data, loss, has_supports=False)
+    check_supports(data, loss, has_supports=True)
     with pytest.raises(MissingColumns, match=r"training with generator\.top_k reads support_ids"):
-        policy._prepared(plain, loss, **options)
+        check_supports(plain, loss, has_supports=True)
     with pytest.raises(CallRefused, match="the loss Wrapped reads the logits of all tokens"):
-        policy._prepared(data, Wrapped(loss.objective, LossInputType.LOGIT), **options)
-    policy._prepared(data, Wrapped(loss.objective, LossInputType.LOGPROB), **options)
+        check_supports(data, Wrapped(loss.objective, LossInputType.LOGIT), has_supports=True)
+    check_supports(data, Wrapped(loss.objective, LossInputType.LOGPROB), has_supports=True)
+    assert not load_config([], []).has_supports
+    assert load_config([], ["generator.top_k=3"]).has_supports
 
 
 def test_logits_are_passed_by_the_keyword_that_a_loss_names_or_by_position() -> None:

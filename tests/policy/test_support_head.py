@@ -6,7 +6,6 @@ from rounding import GRADIENT, OUTPUT, assert_reordered, spread
 from tiny_groups import rows_of
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from asyncrl.policy import logprobs
 from asyncrl.policy.logprobs import head_logprobs, model_logprobs
 from asyncrl.ranks.packed import ATTENTION, PackedRows
 
@@ -130,14 +129,15 @@ def test_a_support_of_all_tokens_is_the_whole_softmax() -> None:
 
 @pytest.mark.parametrize("has_products", [False, True])
 def test_bfloat16_inputs_give_float32_values_and_gradients_of_their_own_dtype(
-    has_products: bool, monkeypatch: pytest.MonkeyPatch
+    has_products: bool,
 ) -> None:
-    monkeypatch.setattr(logprobs, "_has_bfloat16_products", lambda: has_products)
     hidden_ND, weight_VD = inputs(torch.bfloat16)
     targets_N, support_NK = supports()
     exact = [tensor.detach().float().requires_grad_() for tensor in (hidden_ND, weight_VD)]
     want_N, _ = plain(exact[0] @ exact[1].t(), targets_N, support_NK)
-    got_N, _ = head_logprobs(hidden_ND, weight_VD, targets_N=targets_N, support_NK=support_NK)
+    got_N, _ = head_logprobs(
+        hidden_ND, weight_VD, targets_N=targets_N, support_NK=support_NK, bfloat16_products=has_products
+    )
     assert got_N.dtype is torch.float32
     assert_reordered(got_N, want_N, spread=spread(8 + VOCABULARY))
     want = torch.autograd.grad(want_N.sum(), exact)
@@ -181,8 +181,7 @@ def rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_model_gives_them_for_padded_and_packed_rows(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(logprobs.CHUNK_LOGITS, "cpu", 64 * 12)
+def test_a_model_gives_them_for_padded_and_packed_rows(packed: bool) -> None:
     tokens_BS, lengths_B, support_BSK = rows()
     made = model()
     logits_BTV = made(input_ids=tokens_BS, use_cache=False).logits[:, :-1] / 0.8
@@ -196,6 +195,7 @@ def test_a_model_gives_them_for_padded_and_packed_rows(packed: bool, monkeypatch
         rows_of(tokens_BS, packed_lengths_B=lengths_B if packed else None, support_BSK=support_BSK),
         temperature=0.8,
         with_entropy=True,
+        chunk_logits=64 * 12,
     )
     assert entropy_BT is not None
     assert_reordered(logprobs_BT.flatten(), want_N, spread=OUTPUT)
