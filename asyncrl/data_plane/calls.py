@@ -97,13 +97,16 @@ def _own_errors(ref: Any, *, timeout_s: float, what: str, unchanged: tuple[type[
         raise
 
 
-async def patiently(call: Callable[[], Awaitable[Answer]], *, patience_s: float) -> Answer:
+async def patiently(
+    call: Callable[[], Awaitable[Answer]], *, patience_s: float, first_pause_s: float = PAUSE_S
+) -> Answer:
     """Returns the answer of `call`, which is repeated after each CallTimeout until `patience_s` seconds have passed.
 
     The call must be idempotent: an earlier one may have been performed, and only its answer was late. The pauses
-    between the calls grow, and are drawn at random, so that many callers do not come back at the same moment.
+    between the calls grow, and are drawn at random, so that many callers do not come back at the same moment. The first
+    one has at most `first_pause_s` seconds.
     """
-    patience = _Patience(patience_s)
+    patience = _Patience(patience_s, first_pause_s)
     while True:
         try:
             return await call()
@@ -112,9 +115,9 @@ async def patiently(call: Callable[[], Awaitable[Answer]], *, patience_s: float)
         await asyncio.sleep(pause_s)
 
 
-def patiently_in_thread(call: Callable[[], Answer], *, patience_s: float) -> Answer:
+def patiently_in_thread(call: Callable[[], Answer], *, patience_s: float, first_pause_s: float = PAUSE_S) -> Answer:
     """Works like `patiently`, and blocks the thread."""
-    patience = _Patience(patience_s)
+    patience = _Patience(patience_s, first_pause_s)
     while True:
         try:
             return call()
@@ -126,9 +129,9 @@ def patiently_in_thread(call: Callable[[], Answer], *, patience_s: float) -> Ans
 class _Patience:
     """Says how long to wait before a late call is repeated."""
 
-    def __init__(self, patience_s: float) -> None:
+    def __init__(self, patience_s: float, first_pause_s: float) -> None:
         self._deadline_s = time.monotonic() + patience_s
-        self._longest_s = PAUSE_S
+        self._longest_s = first_pause_s
 
     def pause_s(self, error: CallTimeout) -> float:
         """Returns the pause after a call that was late. Raises `error` when the time for repetitions is over."""

@@ -52,15 +52,17 @@ def open_client(config: Config) -> DataPlaneClient:
 class GroupRows:
     """Stores and drops the rows of whole groups, for processes with an event loop: each call runs in a thread.
 
-    The groups are finished groups, unless another `partition` is named. It opens its client on first use, so that it
-    can be sent to another process before. A late call is repeated until `run.stall_timeout_s`. Raises the client's
-    RunError and TimeoutError.
+    The groups are finished groups, unless another `partition` is named. Without an open `client` of this process, it
+    opens one on first use, so that it can be sent to another process before. A late call is repeated until
+    `run.stall_timeout_s`. Raises the client's RunError and TimeoutError.
     """
 
-    def __init__(self, config: Config, *, partition: str = TRAIN_PARTITION) -> None:
+    def __init__(
+        self, config: Config, *, partition: str = TRAIN_PARTITION, client: DataPlaneClient | None = None
+    ) -> None:
         self._config = config
         self._partition = partition
-        self._client: DataPlaneClient | None = None
+        self._client = client
 
     async def put(self, rows_by_key: Mapping[str, BatchedDataDict]) -> None:
         """Stores the rows [G, S] (G samples, S tokens) of the groups `<group>.<attempt>`. If it raises, it may have

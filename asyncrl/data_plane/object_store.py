@@ -39,10 +39,11 @@ OBJECT_BYTES = 2**20
 
 
 class ObjectStoreClient(PartitionedClient):
-    """A process's access to the rows of the run `namespace`. Every call to an actor has the deadline `timeout_s`."""
+    """A process's access to the rows of the run `namespace`. Every call to an actor has the deadline `timeout_s`.
+    `index` is the process's access to the run's index; without it, one is opened."""
 
-    def __init__(self, *, namespace: str, timeout_s: float) -> None:
-        super().__init__(Index(namespace=namespace, timeout_s=timeout_s))
+    def __init__(self, *, namespace: str, timeout_s: float, index: Index | None = None) -> None:
+        super().__init__(index or Index(namespace=namespace, timeout_s=timeout_s))
         self._namespace = namespace
         self._timeout_s = timeout_s
         self._own_store: str | None = None

@@ -20,16 +20,17 @@ STORE_PREFIX = "rows-"
 
 
 class RowStore:
-    """Body of the row-store actor."""
+    """Body of the row-store actor. `keep` gives rows to Ray and returns the reference."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep: Callable[[Any], Any] = ray.put) -> None:
+        self._keep = keep
         self._objects: dict[str, Any] = {}
 
     def put(self, rows_by_key: Mapping[str, Any]) -> None:
         """Stores one object for each key. Ignores keys that it has already."""
         for key, rows in rows_by_key.items():
             if key not in self._objects:
-                self._objects[key] = ray.put(rows)
+                self._objects[key] = self._keep(rows)
 
     def refs(self, keys: Sequence[str]) -> dict[str, Any]:
         """Returns references to the objects of the keys that exist. The reader fetches them with `ray.get`."""
@@ -65,10 +66,11 @@ R = TypeVar("R")
 
 
 class PartitionActor:
-    """Body of the actor."""
+    """Body of the actor. `find` returns the handle of a row store, or None for one that has ended."""
 
-    def __init__(self, namespace: str) -> None:
+    def __init__(self, namespace: str, find: Callable[..., Any] = named_actor) -> None:
         self._namespace = namespace
+        self._find = find
         self._partitions = Partitions()
         self._produced = asyncio.Event()
 
@@ -87,7 +89,7 @@ class PartitionActor:
     def _call(self, method: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         result = getattr(self._partitions, method)(*arguments, **options)
         for store, keys in self._partitions.take_unused().items():
-            actor = named_actor(store, namespace=self._namespace)
+            actor = self._find(store, namespace=self._namespace)
             if actor is not None:  # a store that has ended has dropped its objects
                 start(actor, RowStore.clear, keys)
         if method == Partitions.produce.__name__:

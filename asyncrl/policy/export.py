@@ -41,8 +41,9 @@ def convert_to_hf(
     earlier export at `path` is replaced after the new one is complete.
 
     `specs` are the model's parameters in the precision `dtype`. Of `model`, whose weights may change meanwhile, only
-    the configuration is read. Above `file_bytes` (default: `FILE_BYTES`), the weights are in several files with an index, as transformers
-    writes them. The ranks write the files in turn, and each holds one file in memory. All must see both paths.
+    the configuration is read. Above `file_bytes` (default: `FILE_BYTES`), the weights are in several files with an
+    index, as transformers writes them. The ranks write the files in turn, and each holds one file in memory. All must
+    see both paths.
 
     This is a collective, and may run in a thread of its own if `group` has no other traffic. Raises CheckpointError on
     all ranks if the export cannot be written, or if something else is at `path`.

@@ -65,13 +65,13 @@ class PolicyWorker(RankWorker[LossFunction]):
         self._shared = SharedWeights(world_size=world_size, device=self._device)
         self._on_policy = OnPolicy(whole_samples=config.weights.kv_cache == "keep")
         self._engine_dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
-        self._specs = parameter_specs(self._model, dtype=self._engine_dtype)
+        self._specs = parameter_specs(self.model, dtype=self._engine_dtype)
         self._first_weights: torch.nn.Module | None = None
         self._lora = config.model.lora
         check_start(
-            partial(_token_logprobs, self._model),
-            sharded=self._model,
-            model=self._model,
+            partial(_token_logprobs, self.model),
+            sharded=self.model,
+            model=self.model,
             config=config,
             vocabulary=self._vocabulary,
             device=self._device,
@@ -120,7 +120,7 @@ class PolicyWorker(RankWorker[LossFunction]):
     def _outcome(self, part: BatchedDataDict, context: UpdateContext[LossFunction]) -> MicroBatchOutcome:
         return loss_of(
             part,
-            model=self._model,
+            model=self.model,
             context=context,
             temperature=self._config.generator.temperature,
             packed=self._packed,
@@ -138,7 +138,7 @@ class PolicyWorker(RankWorker[LossFunction]):
             from asyncrl.policy.adapter import ranks_of
 
             adapters = ranks_of(self._specs)
-        cost = model_cost(self._model.config, adapters=adapters)
+        cost = model_cost(self.model.config, adapters=adapters)
         return None if cost is None else cost.flops(lengths, backward=backward)
 
     def _peak_flops_per_s(self) -> float | None:
@@ -150,7 +150,7 @@ class PolicyWorker(RankWorker[LossFunction]):
         """Returns `logprobs` float32 [B, S] of this rank's rows at the sampler's temperature; 0 at the first token and
         beyond a row's length. Reads `input_ids` and `input_lengths`, and with `generator.top_k` also `support_ids`:
         then they are log-probs among the tokens of the supports, and 0 for tokens without one."""
-        scored_BS = self._scored_logprobs(data, model=self._model, micro_batch_size=micro_batch_size)
+        scored_BS = self._scored_logprobs(data, model=self.model, micro_batch_size=micro_batch_size)
         return BatchedDataDict(logprobs=scored_BS)
 
     def get_reference_policy_logprobs(
@@ -162,15 +162,15 @@ class PolicyWorker(RankWorker[LossFunction]):
         else:
             from asyncrl.policy.adapter import adapter_off
 
-            with adapter_off(self._model):
-                scored_BS = self._scored_logprobs(data, model=self._model, micro_batch_size=micro_batch_size)
+            with adapter_off(self.model):
+                scored_BS = self._scored_logprobs(data, model=self.model, micro_batch_size=micro_batch_size)
         return BatchedDataDict(reference_logprobs=scored_BS)
 
     def probe(self, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
         """Returns log-probs (nats, temperature 1) of tokens[1:] given their prefixes, under the weights as they are
         published. All ranks must pass the same sequences."""
-        with rounded_weights(self._model, self._engine_dtype):
-            scored_BS = self._scored_logprobs(token_batch(sequences), model=self._model, temperature=1.0).numpy()
+        with rounded_weights(self.model, self._engine_dtype):
+            scored_BS = self._scored_logprobs(token_batch(sequences), model=self.model, temperature=1.0).numpy()
         return [row[1 : len(tokens)] for row, tokens in zip(scored_BS, sequences, strict=True)]
 
     def _reference(self) -> torch.nn.Module:
@@ -207,7 +207,7 @@ class PolicyWorker(RankWorker[LossFunction]):
         """Yields (name, full CPU tensor in the engine's precision). Every rank must exhaust the iterator before it
         communicates again."""
         self._placement.check(MODEL)
-        return gather_weights(self._model, dtype=self._engine_dtype)
+        return gather_weights(self.model, dtype=self._engine_dtype)
 
     def write_hf(self, weights_path: Path | None, path: Path) -> None:
         """Writes a Hugging Face directory that vLLM can serve, with the weights of the checkpoint at `weights_path`, or
@@ -233,7 +233,7 @@ class PolicyWorker(RankWorker[LossFunction]):
             return
         if weights_path is not None:
             convert_to_hf(
-                self._model,
+                self.model,
                 self._specs,
                 weights_path=weights_path,
                 tokenizer_path=self._model_path,
@@ -266,7 +266,7 @@ class PolicyWorker(RankWorker[LossFunction]):
         logprobs = [row.tolist() for row in self.probe(probe_tokens)] if probe_tokens else []
         self._placement.check(MODEL)
         self._snapshots[slot] = snapshot_of(
-            own_shards(self._model, rank=self.rank),
+            own_shards(self.model, rank=self.rank),
             entries,
             bucket_bytes=self._config.weights.bucket_bytes,
             shared=self._config.weights.transport == "ipc",

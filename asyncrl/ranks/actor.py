@@ -34,11 +34,20 @@ SAVING = "saving"
 
 class RankActor:
     """Call `node_address` on all ranks, `open_rendezvous` on rank 0, `setup` on all. After that, other methods may be
-    called, on all ranks."""
+    called, on all ranks. `setup` makes the `worker`, and `open_data_plane` its access to named `rows`."""
 
-    def __init__(self, *, worker: type[RankWorker[Any]], rank: int, world_size: int, config: Config) -> None:
+    def __init__(
+        self,
+        *,
+        worker: type[RankWorker[Any]],
+        rank: int,
+        world_size: int,
+        config: Config,
+        rows: Callable[[RankWorker[Any], Config], FetchedRows] = FetchedRows,
+    ) -> None:
         gc.freeze()  # see `uncollected`
         self._kind, self._rank, self._world_size, self._config = worker, rank, world_size, config
+        self._kind_of_rows = rows
         self._store: TCPStore | None = None
         self._worker: RankWorker[Any] | None = None
         self._rows: FetchedRows | None = None
@@ -78,7 +87,7 @@ class RankActor:
 
     def open_data_plane(self) -> None:
         """Opens the rank's data-plane client, for calls with rows that a meta names."""
-        self._rows = FetchedRows(self._ready(), self._config)
+        self._rows = self._kind_of_rows(self._ready(), self._config)
 
     def call(self, method: str, *args: Any, **options: Any) -> Any:
         """Calls a method of the worker. A refusal (`REFUSALS`) is returned, not raised, so the ranks stay usable."""

@@ -8,6 +8,7 @@ the steps (`send_beside`, `save_beside`) end no rank.
 import concurrent.futures
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
@@ -41,9 +42,86 @@ R = TypeVar("R")
 STARTUP = "learner.startup_timeout_s"
 """The setting that limits each call by which the ranks start."""
 FIRST_CAUSE_GRACE_S = 3.0
-"""If only broken connections are known, seconds to wait for the error of the rank that caused them."""
 CLOSE_TIMEOUT_S = 5.0
 """Seconds for a rank to leave its process group before its process is killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedRanks:
+    """The actors of a model's ranks, in rank order, and the placement group with their resources."""
+
+    actors: Sequence[Any]
+    placement: Any
+
+    def kill(self) -> None:
+        """Ends the processes of the ranks."""
+        for rank in self.actors:
+            ray.kill(rank, no_restart=True)
+
+    def release(self) -> None:
+        """Frees the resources."""
+        ray.util.remove_placement_group(self.placement)
+
+
+def place_ranks(worker: type[RankWorker[Any]], config: Config) -> PlacedRanks:
+    """Starts the actors of `config.learner.ranks` ranks. Raises PlacementError, and reserves nothing, if Ray has no
+    resources within `ray.placement_timeout_s`."""
+    require_ray("place ranks")
+    learner, timeout_s = config.learner, config.ray.placement_timeout_s
+    bundle = {"CPU": learner.cpus} | ({"GPU": learner.gpus} if learner.gpus else {})
+    placement = ray.util.placement_group(
+        [bundle] * learner.ranks,
+        strategy="PACK",
+        bundle_label_selector=[learner.node_labels] * learner.ranks if learner.node_labels else None,
+    )
+    try:
+        if not placement.wait(timeout_s):
+            there = room(bundle, node_labels=learner.node_labels, section=worker.section)
+            raise PlacementError(
+                f"Ray has no room for {learner.ranks} {worker.section} ranks ({worker.section}.ranks) of {bundle} each "
+                f"({worker.section}.cpus, {worker.section}.gpus) within ray.placement_timeout_s={timeout_s}{there}"
+            )
+        return PlacedRanks(_actors(worker, config, placement), placement)
+    except BaseException:
+        ray.util.remove_placement_group(placement)
+        raise
+
+
+def _actors(worker: type[RankWorker[Any]], config: Config, placement: Any) -> list[Any]:
+    """Starts an actor in each bundle of the placement group. Returns the actors in rank order."""
+    learner = config.learner
+    nodes = ray.util.placement_group_table(placement)["bundles_to_node_id"]
+    order = rank_order([nodes[bundle] for bundle in range(learner.ranks)], shards=learner.shards or learner.ranks)
+    if worker.section == "learner":  # the critic has no key for the size of a copy
+        _warn_of_spanning([nodes[bundle] for bundle in order], shards=learner.shards)
+    env = {"OMP_NUM_THREADS": str(learner.threads), "TOKENIZERS_PARALLELISM": "false"}
+    if not learner.gpus:
+        env |= KEPT_MEMORY
+        # otherwise torch's CUDA build would make its default device mesh of GPUs that the ranks did not request
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    actor = ray.remote(concurrency_groups={BESIDE: 1, SAVING: 1})(RankActor)  # type: ignore[call-overload]
+    return [
+        actor.options(
+            num_cpus=learner.cpus,
+            num_gpus=learner.gpus,
+            max_restarts=0,
+            runtime_env={"env_vars": env},
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=placement, placement_group_bundle_index=bundle
+            ),
+        ).remote(worker=worker, rank=rank, world_size=learner.ranks, config=config)
+        for rank, bundle in enumerate(order)
+    ]
+
+
+def _warn_of_spanning(nodes: Sequence[str], *, shards: int | None) -> None:
+    """Logs a warning if a copy of the model is on several nodes. `nodes` are the ids of the ranks' nodes."""
+    if len(set(nodes)) == 1:
+        return
+    known = ray.nodes()  # type: ignore[no-untyped-call]
+    names = {node["NodeID"]: f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})" for node in known}
+    if warning := spanning_warning([names[node] for node in nodes], shards=shards):
+        logger.warning("%s", warning)
 
 
 class RankGroup(Generic[WorkerT]):
@@ -51,18 +129,29 @@ class RankGroup(Generic[WorkerT]):
 
     Calls block, except `launch`. Several threads may call. A call takes the worker's method itself, so that its
     arguments are checked: `ranks.call(PolicyWorker.save_hf, path)`. Each rank runs its own worker's method of this
-    name.
+    name. `place` makes the actors. If only broken connections are known, a call waits `grace_s` seconds for the error
+    of the rank that caused them.
     """
 
-    def __init__(self, worker: type[WorkerT], config: Config, *, model_path: str) -> None:
+    def __init__(
+        self,
+        worker: type[WorkerT],
+        config: Config,
+        *,
+        model_path: str,
+        place: Callable[[type[RankWorker[Any]], Config], PlacedRanks] = place_ranks,
+        grace_s: float = FIRST_CAUSE_GRACE_S,
+    ) -> None:
         self._worker = worker
         self._config = config
         self._model_path = model_path
+        self._place = place
+        self._grace_s = grace_s
+        self._placed: PlacedRanks | None = None
         self._ranks: list[Any] = []
-        self._placement: Any = None
         self._ended_by: BaseException | None = None  # the failure after which all ranks were ended
         self.begun = False
-        """True after `start` or `shutdown` was called."""
+        """True after the ranks were placed, or `shutdown` was called."""
 
     @property
     def size(self) -> int:
@@ -76,12 +165,12 @@ class RankGroup(Generic[WorkerT]):
         or takes longer than `learner.startup_timeout_s`. In both cases no rank and no placement group is left. Also
         raises RunError if the ranks are already started; these ranks go on.
         """
-        require_ray("place ranks")
-        self.begun = True
-        if self._placement is not None:
+        if self._placed is not None:
             raise RunError(f"the {self._worker.section}'s ranks are already started: call shutdown() first")
+        self._placed = self._place(self._worker, self._config)
+        self.begun = True
+        self._ranks = list(self._placed.actors)
         try:
-            self._place()
             addresses = self._all("node_address")
             host = LOOPBACK if len(set(addresses)) == 1 else addresses[0]
             rendezvous = [self._ranks[0].open_rendezvous.remote(host)]
@@ -90,53 +179,6 @@ class RankGroup(Generic[WorkerT]):
         except BaseException:
             self.shutdown()
             raise
-
-    def _place(self) -> None:
-        learner, section, timeout_s = self._config.learner, self._worker.section, self._config.ray.placement_timeout_s
-        bundle = {"CPU": learner.cpus} | ({"GPU": learner.gpus} if learner.gpus else {})
-        self._placement = ray.util.placement_group(
-            [bundle] * learner.ranks,
-            strategy="PACK",
-            bundle_label_selector=[learner.node_labels] * learner.ranks if learner.node_labels else None,
-        )
-        if not self._placement.wait(timeout_s):
-            there = room(bundle, node_labels=learner.node_labels, section=section)
-            raise PlacementError(
-                f"Ray has no room for {learner.ranks} {section} ranks ({section}.ranks) of {bundle} each "
-                f"({section}.cpus, {section}.gpus) within ray.placement_timeout_s={timeout_s}{there}"
-            )
-        nodes = ray.util.placement_group_table(self._placement)["bundles_to_node_id"]
-        order = rank_order([nodes[bundle] for bundle in range(learner.ranks)], shards=learner.shards or learner.ranks)
-        if section == "learner":  # the critic has no key for the size of a copy
-            self._warn_of_spanning([nodes[bundle] for bundle in order])
-        threads = str(learner.threads)
-        env = {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
-        if not learner.gpus:
-            env |= KEPT_MEMORY
-            # otherwise torch's CUDA build would make its default device mesh of GPUs that the ranks did not request
-            env["CUDA_VISIBLE_DEVICES"] = ""
-        actor = ray.remote(concurrency_groups={BESIDE: 1, SAVING: 1})(RankActor)  # type: ignore[call-overload]
-        self._ranks = [
-            actor.options(
-                num_cpus=learner.cpus,
-                num_gpus=learner.gpus,
-                max_restarts=0,
-                runtime_env={"env_vars": env},
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=self._placement, placement_group_bundle_index=bundle
-                ),
-            ).remote(worker=self._worker, rank=rank, world_size=learner.ranks, config=self._config)
-            for rank, bundle in enumerate(order)
-        ]
-
-    def _warn_of_spanning(self, nodes: Sequence[str]) -> None:
-        """Logs a warning if a copy of the model is on several nodes. `nodes` are the ids of the ranks' nodes."""
-        if len(set(nodes)) == 1:
-            return
-        known = ray.nodes()  # type: ignore[no-untyped-call]
-        names = {node["NodeID"]: f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})" for node in known}
-        if warning := spanning_warning([names[node] for node in nodes], shards=self._config.learner.shards):
-            logger.warning("%s", warning)
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -232,7 +274,7 @@ class RankGroup(Generic[WorkerT]):
         if failures := _failures(answers):
             # The ranks fail together, but a rank whose peer has died may wait for the peer until its collective ends.
             alive = not any(isinstance(error, ray.exceptions.RayActorError) for error in failures.values())
-            concurrent.futures.wait(answers, timeout=None if lane == BESIDE and alive else FIRST_CAUSE_GRACE_S)
+            concurrent.futures.wait(answers, timeout=None if lane == BESIDE and alive else self._grace_s)
         if failures := _failures(answers):
             raise _first_cause(failures, what=name, section=self._worker.section)
         if late:
@@ -248,11 +290,10 @@ class RankGroup(Generic[WorkerT]):
         answers = [rank.close.remote().future() for rank in ranks]
         done, late = concurrent.futures.wait(answers, timeout=CLOSE_TIMEOUT_S)
         in_order = not late and all(answer.exception() is None for answer in done)
-        for rank in ranks:
-            ray.kill(rank, no_restart=True)
-        if self._placement is not None:
-            ray.util.remove_placement_group(self._placement)
-            self._placement = None
+        if self._placed is not None:
+            self._placed.kill()
+            self._placed.release()
+            self._placed = None
         return in_order
 
     # -- all ranks fail together ---------------------------------------------------------------------------------
@@ -278,7 +319,7 @@ class RankGroup(Generic[WorkerT]):
         _, late = concurrent.futures.wait(answers, timeout=deadline_s, return_when=first_failure)
         failures = _failures(answers)
         if failures and all(_is_broken_connection(error) for error in failures.values()):
-            concurrent.futures.wait(answers, timeout=FIRST_CAUSE_GRACE_S)
+            concurrent.futures.wait(answers, timeout=self._grace_s)
             failures = _failures(answers)
         if not failures and not late:
             return [answer.result() for answer in answers]
@@ -291,8 +332,8 @@ class RankGroup(Generic[WorkerT]):
                 f"ranks were ended; look at the ranks' logs, or raise the limit"
             )
         self._ended_by = cause
-        for rank in self._ranks:
-            ray.kill(rank, no_restart=True)
+        if self._placed is not None:
+            self._placed.kill()
         self._ranks = []
         raise cause
 

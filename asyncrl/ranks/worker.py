@@ -84,9 +84,10 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         # no dropout: it would make the ratio of a token's probability to itself differ from 1
         model.train(False)
         optimizer = adamw(model, learner.optimizer, device=self._device)
-        self._model, self._optimizer = self._accelerator.prepare(model, optimizer)
-        self._placement = Placement(self._model, self._optimizer.optimizer, device=self._device)
-        self._state = ShardedState(self._model, self._optimizer.optimizer, group=self._checkpoints, saving=self._saving)
+        self.model, self._optimizer = self._accelerator.prepare(model, optimizer)
+        """The live model with this rank's shards. A function of `on_rank` may read it."""
+        self._placement = Placement(self.model, self._optimizer.optimizer, device=self._device)
+        self._state = ShardedState(self.model, self._optimizer.optimizer, group=self._checkpoints, saving=self._saving)
         self._calls = 0  # number of `train` calls, which the learning-rate schedule counts
         self._updates = 0  # number of updates that the optimizer has applied
         self._trained_step: int | None = None
@@ -209,7 +210,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
 
     def weights_digest(self) -> int:
         """Returns this rank's part of the digest of the weights (`asyncrl.ranks.digest`). Not a collective."""
-        return model_digest(self._model, rank=self.rank)
+        return model_digest(self.model, rank=self.rank)
 
     def _run_updates(
         self,
@@ -257,7 +258,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         with timer.time("forward_backward"):
             self._optimizer.zero_grad()
             for i, part in enumerate(parts):
-                self._model.set_requires_gradient_sync(self._syncs_often or i == len(parts) - 1)
+                self.model.set_requires_gradient_sync(self._syncs_often or i == len(parts) - 1)
                 with torch.set_grad_enabled(train):
                     outcome = self._outcome(part.to(self._device), context)
                 if train:
@@ -270,7 +271,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         with timer.time("optimizer"):
             if train:
                 norm = self._accelerator.clip_grad_norm_(
-                    self._model.parameters(), self._config.learner.optimizer.max_grad_norm
+                    self.model.parameters(), self._config.learner.optimizer.max_grad_norm
                 )
                 grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
             verdicts = self.gather((bool(np.isfinite([loss_total, grad_norm]).all()), failure))

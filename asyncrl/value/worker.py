@@ -28,9 +28,9 @@ class ValueWorker(RankWorker[ValueLossFunction]):
     def __init__(self, *, model_path: str, config: Config, rank: int, world_size: int, store: Store) -> None:
         super().__init__(model_path=model_path, config=config, rank=rank, world_size=world_size, store=store)
         check_start(
-            partial(model_states, self._model),
-            sharded=self._model,
-            model=self._model.backbone,
+            partial(model_states, self.model),
+            sharded=self.model,
+            model=self.model.backbone,
             config=config,
             vocabulary=self._vocabulary,
             device=self._device,
@@ -53,4 +53,4 @@ class ValueWorker(RankWorker[ValueLossFunction]):
         )
 
     def _values(self, part: BatchedDataDict) -> torch.Tensor:
-        return model_values(self._model, ModelRows.of(part, packed=self._packed))
+        return model_values(self.model, ModelRows.of(part, packed=self._packed))

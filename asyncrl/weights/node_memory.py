@@ -107,11 +107,11 @@ class Block:
             self._file.close()
 
 
-def shared_block(pointer: Path, nbytes: int, *, held: Block | None) -> Block:
+def shared_block(pointer: Path, nbytes: int, *, held: Block | None, timeout_s: float = POINTER_S) -> Block:
     """Returns the node's block for `nbytes` bytes of weights, to which `pointer` leads: `held`, if that is the one, or
     if there is none yet. Makes one if needed. Raises OSError if there is no memory for it, and TimeoutError if another
-    replica has been making one for `POINTER_S`."""
-    with pointer_held(pointer) as fd:
+    replica has been making one for `timeout_s`."""
+    with pointer_held(pointer, timeout_s=timeout_s) as fd:
         block = _pointed(os.pread(fd, 4096, 0), nbytes, held=held) or held or Block(nbytes)
         os.ftruncate(fd, 0)
         os.pwrite(fd, " ".join(map(str, block.address)).encode(), 0)
@@ -129,9 +129,9 @@ def _pointed(text: bytes, nbytes: int, *, held: Block | None) -> Block | None:
 
 
 @contextlib.contextmanager
-def pointer_held(pointer: Path) -> Iterator[int]:
-    """Opens the pointer, and holds it alone. All users may create files in /dev/shm: raises PermissionError for one of
-    another user."""
+def pointer_held(pointer: Path, *, timeout_s: float = POINTER_S) -> Iterator[int]:
+    """Opens the pointer, and holds it alone. Raises TimeoutError after `timeout_s`. All users may create files in
+    /dev/shm: raises PermissionError for one of another user."""
     fd = os.open(pointer, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         if os.fstat(fd).st_uid != os.getuid():
@@ -140,10 +140,10 @@ def pointer_held(pointer: Path) -> Iterator[int]:
                 "another user has made it, who would choose the weights that this run samples",
                 str(pointer),
             )
-        deadline_s = time.monotonic() + POINTER_S
+        deadline_s = time.monotonic() + timeout_s
         while not try_lock(fd, alone=True):
             if time.monotonic() > deadline_s:
-                raise TimeoutError(f"another process has held {pointer} for {POINTER_S:g} s")
+                raise TimeoutError(f"another process has held {pointer} for {timeout_s:g} s")
             time.sleep(POLL_S)
         yield fd
     finally:
@@ -154,8 +154,9 @@ class BroadcastRoom:
     """The place of a node's block into which one of the node's replicas puts a broadcast while all of them receive
     it."""
 
-    def __init__(self, pointer: Path) -> None:
+    def __init__(self, pointer: Path, *, room_s: float = ROOM_S) -> None:
         self._pointer = pointer
+        self._room_s = room_s
         self._block: Block | None = None
         self.dropped = False
         """True if there was no place for the last broadcast."""
@@ -163,7 +164,7 @@ class BroadcastRoom:
     @contextlib.contextmanager
     def held(self, version: Version, nbytes: int) -> Iterator[Block | None]:
         """Yields the node's block, and holds it alone. Yields None if another replica puts this broadcast there, or if
-        replicas use the block for other weights for longer than `ROOM_S`."""
+        replicas use the block for other weights for longer than `room_s`."""
         self.dropped = False
         try:
             block = shared_block(self._pointer, nbytes, held=self._held(nbytes))
@@ -176,7 +177,7 @@ class BroadcastRoom:
             self._close()
             self._block = block
         number = (version.incarnation << 32) + version.step + 1
-        if not _held_alone(block, number):
+        if not _held_alone(block, number, room_s=self._room_s):
             self.dropped = block.broadcast != number
             yield None
             return
@@ -198,10 +199,10 @@ class BroadcastRoom:
             self._block = None
 
 
-def _held_alone(block: Block, number: int) -> bool:
+def _held_alone(block: Block, number: int, *, room_s: float) -> bool:
     """Waits until this replica holds the block alone. Returns False if another one puts broadcast `number` there, or
-    after `ROOM_S`."""
-    deadline_s = time.monotonic() + ROOM_S
+    after `room_s`."""
+    deadline_s = time.monotonic() + room_s
     while not block.lock(alone=True):
         if block.broadcast == number or time.monotonic() > deadline_s:
             return False

@@ -24,7 +24,7 @@ import psutil
 from asyncrl.errors import FetchFailed, WeightsDamaged
 from asyncrl.weights.delta import decode
 from asyncrl.weights.manifest import Bytes, Link, Manifest, Piece, checksum, put_bucket
-from asyncrl.weights.node_memory import POLL_S, Block, pointer_held, shared_block
+from asyncrl.weights.node_memory import POINTER_S, POLL_S, Block, pointer_held, shared_block
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +52,25 @@ class StagedWeights:
     """Memory for the flat buffer of one version at a time. `pointer` leads to the memory that the replicas of the node
     share; without it this replica has memory of its own.
 
+    After `blocked_s` seconds without a change by the replica that holds the node's memory, this one takes memory of its
+    own, if `available_bytes` says that the node has enough. It waits `pointer_s` seconds for a replica that makes the
+    node's memory.
+
     `stage` is all that a replica needs. A process that shares with no other one may also call `begin` first, and `put`
     for each `missing` part, in order.
     """
 
-    def __init__(self, pointer: Path | None = None) -> None:
+    def __init__(
+        self,
+        pointer: Path | None = None,
+        *,
+        blocked_s: float = BLOCKED_S,
+        pointer_s: float = POINTER_S,
+        available_bytes: Callable[[], int] = lambda: psutil.virtual_memory().available,
+    ) -> None:
         self._pointer = pointer
+        self._blocked_s, self._pointer_s = blocked_s, pointer_s
+        self._available_bytes = available_bytes
         self._block: Block | None = None
         self._apart: Block | None = None
         """Memory of this replica's own for one version, because it could not use that of the node."""
@@ -124,11 +137,11 @@ class StagedWeights:
                     continue
                 if changes != self._memory.changes:
                     changes, since_s = self._memory.changes, time.monotonic()
-                elif time.monotonic() - since_s > BLOCKED_S:
+                elif time.monotonic() - since_s > self._blocked_s:
                     logger.warning(
                         "another replica of this node has used the memory for staged weights for %g s without a "
                         "change, so weights %s are staged in memory of this replica's own",
-                        BLOCKED_S,
+                        self._blocked_s,
                         manifest.version,
                     )
                     await beside_loop(self._move_apart, nbytes=nbytes)
@@ -172,7 +185,7 @@ class StagedWeights:
             self.close()
         try:
             if self._pointer is not None:
-                self._use(shared_block(self._pointer, nbytes, held=self._block))
+                self._use(shared_block(self._pointer, nbytes, held=self._block, timeout_s=self._pointer_s))
             elif self._block is None:
                 self._use(Block(nbytes))
         except TimeoutError as error:
@@ -196,16 +209,16 @@ class StagedWeights:
         nbytes = self._memory.address.nbytes
         assert self._pointer is not None, "only shared memory can be in use by another replica"
         # One replica after the other: the next one then sees the memory of this one as used.
-        with pointer_held(self._pointer):
-            free = psutil.virtual_memory().available
+        with pointer_held(self._pointer, timeout_s=self._pointer_s):
+            free = self._available_bytes()
             try:
                 own = Block(nbytes) if free >= 2 * nbytes else None
             except OSError:  # a container may have less than its machine
                 own = None
         if own is None:
             raise FetchFailed(
-                f"another replica of this node has used the memory for staged weights for {BLOCKED_S:g} s without a "
-                f"change, and {free / 2**20:.0f} MiB are too few for another {nbytes / 2**20:.0f} MiB; the kernel "
+                f"another replica of this node has used the memory for staged weights for {self._blocked_s:g} s without "
+                f"a change, and {free / 2**20:.0f} MiB are too few for another {nbytes / 2**20:.0f} MiB; the kernel "
                 "frees the memory when that replica ends"
             )
         self._apart, self._seen = own, 0

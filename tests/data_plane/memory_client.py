@@ -52,7 +52,7 @@ class MemoryClient(PartitionedClient):
 
     def samples(self, partition_id: str) -> list[str]:
         """Returns the samples that were put and not cleared, oldest first."""
-        return self._index.call(lambda partitions: list(partitions._partitions[partition_id].rows))
+        return self._index.call(lambda partitions: list(partitions.sample_ids(partition_id)))
 
     def _store(self, partition_id: str, sample_ids: Sequence[str], columns: Mapping[str, Column]) -> list[StoredAt]:
         key = uuid4().hex

@@ -11,14 +11,19 @@ from asyncrl.errors import ActorGone, CallTimeout
 
 
 class Ray:
-    """Calls finish in the order of `done`. Calls that are not in `done` never finish."""
+    """Replaces the module `ray`. Calls finish in the order of `done`. Calls that are not in `done` never finish."""
 
-    def __init__(self, *done: str) -> None:
-        self._done = list(done)
+    def __init__(self) -> None:
+        self.done: list[str] = []
         self.cancelled: list[str] = []
+        self.no_actor: Exception | None = None
+
+    def get_actor(self, name: str, *, namespace: str) -> None:
+        if self.no_actor is not None:
+            raise self.no_actor
 
     def wait(self, refs: list[str], *, timeout: float) -> tuple[list[str], list[str]]:
-        done = [self._done.pop(0)] if self._done else []
+        done = [self.done.pop(0)] if self.done else []
         return done, [ref for ref in refs if ref not in done]
 
     def get(self, ref: str, *, timeout: float) -> str:
@@ -30,25 +35,33 @@ class Ray:
         self.cancelled.append(ref)
 
 
-def found(monkeypatch: pytest.MonkeyPatch, ray: Ray, *refs: str) -> list[Any]:
-    monkeypatch.setattr(calls, "ray", ray)
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
+    replaced = Ray()
+    monkeypatch.setattr(calls, "ray", replaced)
+    return replaced
+
+
+def answers(*refs: str) -> list[Any]:
     return calls.answers(refs, timeout_s=7.0, what="asking")
 
 
-def test_answers_come_in_the_order_of_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert found(monkeypatch, Ray("b", "a"), "a", "b") == ["A", "B"]
-    assert found(monkeypatch, Ray()) == []
+def test_answers_come_in_the_order_of_the_calls(ray: Ray) -> None:
+    ray.done = ["b", "a"]
+    assert answers("a", "b") == ["A", "B"]
+    assert answers() == []
 
 
-def test_a_failure_does_not_wait_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_does_not_wait_for_the_others(ray: Ray) -> None:
+    ray.done = ["bad"]
     with pytest.raises(ValueError, match="bad"):
-        found(monkeypatch, Ray("bad"), "never", "bad")
+        answers("never", "bad")
 
 
-def test_what_is_late_is_cancelled_and_the_limit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = Ray("a")
+def test_what_is_late_is_cancelled_and_the_limit_is_named(ray: Ray) -> None:
+    ray.done = ["a"]
     with pytest.raises(TimeoutError, match="asking took longer than 7 s"):
-        found(monkeypatch, ray, "a", "never")
+        answers("a", "never")
     assert ray.cancelled == ["never"]
 
 
@@ -67,10 +80,7 @@ def test_an_actor_that_has_ended_is_gone() -> None:
         asyncio.run(calls.finished(raising(RayActorError()), timeout_s=7.0, what="asking"))
 
 
-def test_a_wait_that_is_late_or_cancelled_cancels_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = Ray()
-    monkeypatch.setattr(calls, "ray", ray)
-
+def test_a_wait_that_is_late_or_cancelled_cancels_the_call(ray: Ray) -> None:
     async def cancelled() -> None:
         waiting = asyncio.create_task(calls.finished(asyncio.Event().wait(), timeout_s=7.0, what="asking"))
         await asyncio.sleep(0)
@@ -115,19 +125,17 @@ class Late:
 
 @pytest.mark.asyncio
 async def test_a_late_call_is_repeated_with_growing_pauses_until_it_answers(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(calls, "PAUSE_S", 0.001)
     late = Late(5)
-    assert await calls.patiently(late, patience_s=60.0) == "answer"
+    assert await calls.patiently(late, patience_s=60.0, first_pause_s=0.001) == "answer"
     assert late.calls == 6
     assert "the buffer's commit took longer than 30 s; it is repeated" in caplog.text
 
 
-def test_a_late_call_is_repeated_in_a_thread_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "PAUSE_S", 0.001)
+def test_a_late_call_is_repeated_in_a_thread_too() -> None:
     late = Late(3)
-    assert calls.patiently_in_thread(lambda: asyncio.run(late()), patience_s=60.0) == "answer"
+    assert calls.patiently_in_thread(lambda: asyncio.run(late()), patience_s=60.0, first_pause_s=0.001) == "answer"
     assert late.calls == 4
 
 
@@ -154,11 +162,6 @@ def test_an_actor_that_cannot_be_reached_for_a_while_is_late_and_not_gone() -> N
 
 
 @pytest.mark.parametrize("error", [ValueError("no actor with this name"), AssertionError("Expected str or bytes")])
-def test_an_actor_that_has_ended_has_no_handle_also_if_ray_still_lists_it(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def get_actor(name: str, *, namespace: str) -> None:
-        raise error
-
-    monkeypatch.setattr(calls.ray, "get_actor", get_actor)
+def test_an_actor_that_has_ended_has_no_handle_also_if_ray_still_lists_it(error: Exception, ray: Ray) -> None:
+    ray.no_actor = error
     assert calls.named_actor("buffer", namespace="run") is None

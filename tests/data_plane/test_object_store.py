@@ -83,19 +83,17 @@ class TestObjectStoreClient(ClientContract):
             connect_client().put_samples(IDS, "nowhere", fields={"kept": [1] * 4})
         assert stored("nowhere") == 0
 
-    def test_the_index_is_asked_once_whether_a_partition_is_registered(
-        self, partition: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_index_is_asked_once_whether_a_partition_is_registered(self, partition: str) -> None:
         asked: list[str] = []
-        ask = Index.call
 
-        def recorded(index: Index, method: Any, *arguments: Any, **options: Any) -> Any:
-            if method is Partitions.fields_of:
-                asked.append(arguments[0])
-            return ask(index, method, *arguments, **options)
+        class Noted(Index):
+            def call(self, method: Any, *arguments: Any, **options: Any) -> Any:
+                if method is Partitions.fields_of:
+                    asked.append(arguments[0])
+                return super().call(method, *arguments, **options)
 
-        monkeypatch.setattr(Index, "call", recorded)
-        client = connect_client()
+        index = Noted(namespace=NAMESPACE, timeout_s=TIMEOUT_S)
+        client = ObjectStoreClient(namespace=NAMESPACE, timeout_s=TIMEOUT_S, index=index)
         for field in ("kept", "not declared"):
             client.put_samples(IDS, partition, fields={field: [1] * 4})
         for _ in range(2):

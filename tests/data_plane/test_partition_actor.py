@@ -4,9 +4,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
-from asyncrl.data_plane import calls
 from asyncrl.data_plane.partitions import Claim, Partitions, StoredAt
 from asyncrl.data_plane.row_store import PartitionActor
 
@@ -20,8 +17,8 @@ async def call(
     return await actor.call(method.__name__, arguments, options, wait_s)
 
 
-async def registered() -> PartitionActor:
-    actor = PartitionActor("plane")
+async def registered(**options: Any) -> PartitionActor:
+    actor = PartitionActor("plane", **options)
     await call(actor, Partitions.register, "p", ["x"], 2, ["train"])
     return actor
 
@@ -75,25 +72,22 @@ def test_a_claim_whose_time_is_over_takes_nothing() -> None:
     asyncio.run(run())
 
 
-def test_the_stores_are_told_which_objects_are_unused_and_a_store_that_has_ended_is_skipped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_stores_are_told_which_objects_are_unused_and_a_store_that_has_ended_is_skipped() -> None:
     told: list[tuple[str, list[str]]] = []
 
     class Handle:
         def __init__(self, name: str) -> None:
-            if name == "rows-dead":
-                raise ValueError(f"no actor {name}")
             self.clear = self
             self._name = name
 
         def remote(self, keys: list[str]) -> None:
             told.append((self._name, keys))
 
-    monkeypatch.setattr(calls.ray, "get_actor", lambda name, namespace: Handle(name))
+    def find(name: str, *, namespace: str) -> Handle | None:
+        return None if name == "rows-dead" else Handle(name)
 
     async def run() -> None:
-        actor = await registered()
+        actor = await registered(find=find)
         await put(actor, *IDS, key="first", store="rows-a")
         await put(actor, IDS[0], key="second", store="rows-dead")
         assert told == []  # the other row is still in the first object

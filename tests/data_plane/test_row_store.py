@@ -1,14 +1,10 @@
 """The body of a row store, without Ray."""
 
-import pytest
-
-from asyncrl.data_plane import row_store
 from asyncrl.data_plane.row_store import RowStore
 
 
-def test_keys_and_whole_folders_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_store.ray, "put", lambda rows: rows)
-    store = RowStore()
+def test_keys_and_whole_folders_are_dropped_and_counted() -> None:
+    store = RowStore(keep=lambda rows: rows)
     store.put({"p/0.0/a": 1, "p/rows/b": 2, "pq/0.0/c": 3, "q/0.0/d": 4})
     store.put({"p/0.0/a": 9})  # a repeated key is ignored
     assert store.refs(["p/0.0/a", "nowhere"]) == {"p/0.0/a": 1}

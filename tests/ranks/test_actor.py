@@ -3,18 +3,19 @@
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import pytest
 import ray
+from fake_ranks import rank_of
 
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.policy.worker import PolicyWorker
-from asyncrl.ranks.actor import RankActor
+from asyncrl.ranks.actor import LOOPBACK, RankActor, socket_interfaces
 
 NAMED = KVBatchMeta("train", None, ["a"])
 NONE = KVBatchMeta("train", None, [])
@@ -30,6 +31,8 @@ class Worker:
     def score(self, rows: BatchedDataDict, *args: Any, **options: Any) -> BatchedDataDict:
         self.calls.append((*args, options))
         return BatchedDataDict(logprobs=rows["x"], other=rows["x"]) if rows else BatchedDataDict()
+
+    def close(self) -> None: ...
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -51,36 +54,43 @@ class Rows:
         self.written.append((meta, columns))
 
 
-def rank() -> tuple[RankActor, Worker, Rows]:
-    actor, worker, rows = RankActor(worker=PolicyWorker, rank=0, world_size=1, config=Config()), Worker(), Rows()
-    actor._worker, actor._rows = worker, rows  # type: ignore[assignment]
-    return actor, worker, rows
+@pytest.fixture
+def rank() -> Iterator[tuple[RankActor, Worker, Rows]]:
+    worker, rows = Worker(), Rows()
+    with rank_of(lambda **_: worker, rows=rows) as actor:
+        yield actor, worker, rows
 
 
-def test_named_rows_are_fetched_and_only_the_named_columns_of_the_result_are_written() -> None:
-    actor, worker, rows = rank()
+def test_named_rows_are_fetched_and_only_the_named_columns_of_the_result_are_written(
+    rank: tuple[RankActor, Worker, Rows],
+) -> None:
+    actor, worker, rows = rank
     assert actor.call_with_rows("score", NAMED, WRITES, micro_batch_size=2) is None
     assert rows.fetched == [(NAMED, None)], "only training checks the age of tokens"
     assert rows.written == [(NAMED, {"prev_logprobs": [1.0]})]
     assert worker.calls == [({"micro_batch_size": 2},)]
 
 
-def test_a_rank_without_rows_takes_part_and_writes_nothing() -> None:
-    actor, worker, rows = rank()
+def test_a_rank_without_rows_takes_part_and_writes_nothing(rank: tuple[RankActor, Worker, Rows]) -> None:
+    actor, worker, rows = rank
     assert actor.call_with_rows("score", NONE, WRITES) is None
     assert len(worker.calls) == 1, "all ranks must run the worker's collectives"
     assert rows.written == [(NONE, {})], "the write is a collective, too"
 
 
-def test_the_result_is_returned_if_no_column_is_to_be_written_and_the_step_checks_the_rows() -> None:
-    actor, worker, rows = rank()
+def test_the_result_is_returned_if_no_column_is_to_be_written_and_the_step_checks_the_rows(
+    rank: tuple[RankActor, Worker, Rows],
+) -> None:
+    actor, worker, rows = rank
     assert actor.call_with_rows("score", NAMED, {}, step=5)["logprobs"] == [1.0]
     assert (rows.fetched, rows.written) == ([(NAMED, 5)], [])
     assert worker.calls == [({"step": 5},)]
 
 
-def test_rows_in_hand_are_passed_on_with_the_objects_that_the_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    actor, worker, rows = rank()
+def test_rows_in_hand_are_passed_on_with_the_objects_that_the_ranks_share(
+    rank: tuple[RankActor, Worker, Rows], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actor, worker, rows = rank
     monkeypatch.setattr(ray, "get", lambda ref, timeout: f"opened {ref}")
     shared: Any = ["loss"]
     assert actor.call_with_rows("score", BatchedDataDict(x=[2.0]), {}, shared)["logprobs"] == [2.0]
@@ -89,20 +99,22 @@ def test_rows_in_hand_are_passed_on_with_the_objects_that_the_ranks_share(monkey
 
 
 def test_ray_names_the_rank_in_its_log() -> None:
-    assert repr(rank()[0]) == "learner rank 0"
+    assert repr(RankActor(worker=PolicyWorker, rank=0, world_size=1, config=Config())) == "learner rank 0"
     assert repr(RankActor.__new__(RankActor)) == "RankActor", "Ray asks before __init__ is called"
 
 
-def test_a_rank_connects_through_the_interface_of_its_node_unless_the_user_has_set_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+class OnLoopback(RankActor):
+    def node_address(self) -> str:
+        return LOOPBACK
+
+
+def test_a_rank_connects_through_the_interface_of_its_node_unless_the_user_has_set_another() -> None:
     """The host's name may lead to 127.0.1.1, and the first interface may be one of Docker."""
-    actor = RankActor(worker=lambda **_: Worker(), rank=1, world_size=2, config=Config())  # type: ignore[arg-type]
-    actor._store = object()  # type: ignore[assignment]
-    interfaces = {name: [SimpleNamespace(address=a)] for name, a in (("docker0", "172.17.0.1"), ("ib0", "10.0.0.7"))}
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: interfaces)
-    monkeypatch.setattr(actor, "node_address", lambda: "10.0.0.7")
-    environment = {"GLOO_SOCKET_IFNAME": "eth3"}
-    monkeypatch.setattr(os, "environ", environment)
-    actor.setup(model_path="model", host="10.0.0.3", port=1)
-    assert environment == {"GLOO_SOCKET_IFNAME": "eth3", "NCCL_SOCKET_IFNAME": "=ib0"}
+    interfaces = {name: {each.address for each in found} for name, found in psutil.net_if_addrs().items()}
+    expected = socket_interfaces(node=LOOPBACK, rendezvous=LOOPBACK, interfaces=interfaces)
+    actor = OnLoopback(worker=lambda **_: Worker(), rank=0, world_size=1, config=Config())  # type: ignore[arg-type]
+    with patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "eth3"}):
+        os.environ.pop("NCCL_SOCKET_IFNAME", None)
+        actor.setup(model_path="model", host=LOOPBACK, port=actor.open_rendezvous(LOOPBACK))
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "eth3"
+        assert os.environ["NCCL_SOCKET_IFNAME"] == expected["NCCL_SOCKET_IFNAME"]

@@ -9,7 +9,7 @@ import ray
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
 from asyncrl.policy.worker import PolicyWorker
-from asyncrl.ranks.group import RankGroup
+from asyncrl.ranks.group import RankGroup, place_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -44,13 +44,14 @@ def test_ranks_of_one_node_are_consecutive_and_a_copy_that_spans_nodes_is_warned
     nodes = {0: "n1", 1: "n2", 2: "n1", 3: "n2"}
     names = {"n1": "gpu-a", "n2": "gpu-b"}
     placed = SimpleNamespace(wait=lambda timeout_s: True)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray.util, "placement_group", lambda *_, **__: placed)
     monkeypatch.setattr(ray.util, "placement_group_table", lambda group: {"bundles_to_node_id": nodes})
     monkeypatch.setattr(ray, "remote", lambda **_: lambda _: Rank(bundles))
     known = [{"NodeID": n, "NodeManagerHostname": name, "NodeManagerAddress": "ip"} for n, name in names.items()]
     monkeypatch.setattr(ray, "nodes", lambda: known)
     config = Config.model_validate({"learner": {"ranks": 4, "shards": shards}})
-    RankGroup(PolicyWorker, config, model_path="nowhere")._place()
+    place_ranks(PolicyWorker, config)
     assert bundles == {0: 0, 1: 2, 2: 1, 3: 3}
     warned = "ranks 0 to 3 on gpu-a (ip) and gpu-b (ip)" in caplog.text
     assert warned == (shards is None)

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from fake_ranks import Rank, rank_of, started
 from tiny_groups import make_batch, make_config, make_model
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.algorithms.presets import PRESETS
 from asyncrl.errors import LossFailed, RunError
 from asyncrl.policy.worker import PolicyWorker
 from asyncrl.ranks.actor import RankActor
-from asyncrl.ranks.group import _first_cause
 from asyncrl.ranks.out_of_memory import is_out_of_memory
 
 pytestmark = pytest.mark.slow
@@ -42,10 +42,8 @@ def actor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankActor]:
     """The only rank of a policy."""
     path = make_model(tmp_path_factory.mktemp("model"))
     config = make_config(micro_batch_size=4)
-    actor = RankActor(worker=PolicyWorker, rank=0, world_size=1, config=config)
-    actor._worker = PolicyWorker(model_path=str(path), config=config, rank=0, world_size=1, store=dist.HashStore())
-    yield actor
-    actor.close()
+    with rank_of(PolicyWorker, config, model=str(path)) as actor:
+        yield actor
 
 
 def train(actor: RankActor, loss: Any = LOSS) -> Any:
@@ -54,16 +52,16 @@ def train(actor: RankActor, loss: Any = LOSS) -> Any:
     return actor.call_with_rows("train", batch, {}, (), loss_fn=loss, rows_per_update=batch.size)
 
 
-def in_the_loss(actor: RankActor, lack: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def in_the_loss(actor: RankActor, lack: Callable[[], None]) -> None:
     def loss(next_token_logits: torch.Tensor, data: Any, global_valid_seqs: Any, global_valid_toks: Any) -> Any:
         lack()
 
     train(actor, loss)
 
 
-def in_the_backward_pass(actor: RankActor, lack: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert actor._worker is not None
-    [layer] = [module for name, module in actor._worker._model.named_modules() if name.endswith("layers.1.mlp")]
+def in_the_backward_pass(actor: RankActor, lack: Callable[[], None]) -> None:
+    modules = actor.on_rank(lambda worker: list(worker.model.named_modules()))
+    [layer] = [module for name, module in modules if name.endswith("layers.1.mlp")]
     hook = layer.register_full_backward_hook(lambda *_: lack())
     try:
         train(actor)
@@ -71,25 +69,29 @@ def in_the_backward_pass(actor: RankActor, lack: Callable[[], None], monkeypatch
         hook.remove()
 
 
-def in_the_optimizer(actor: RankActor, lack: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert actor._worker is not None
-    monkeypatch.setattr(actor._worker._optimizer, "step", lack)
-    train(actor)
+def in_the_optimizer(actor: RankActor, lack: Callable[[], None]) -> None:
+    hook = register_optimizer_step_pre_hook(lambda *_: lack())
+    try:
+        train(actor)
+    finally:
+        hook.remove()
 
 
 @pytest.mark.fault("F26")
 @pytest.mark.parametrize("lack", LACKS)
 @pytest.mark.parametrize("place", [in_the_loss, in_the_backward_pass, in_the_optimizer])
 def test_a_lack_of_memory_anywhere_in_a_step_ends_the_ranks_with_advice(
-    actor: RankActor, place: Any, lack: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    actor: RankActor, place: Any, lack: Callable[[], None]
 ) -> None:
     """The rank raises the error. A refusal would be an answer, and the driver would add no advice to it."""
     with pytest.raises((RuntimeError, MemoryError)) as raised:
-        place(actor, lack, monkeypatch)
-    failure = _first_cause({3: raised.value}, what="train", section="learner")
-    assert type(failure) is RunError
-    text = str(failure)
-    assert re.match(r"learner rank 3 ran out of memory in train, and no update of this step was applied: lower ", text)
+        place(actor, lack)
+    group, _ = started(Rank(raised.value))
+    with pytest.raises(RunError) as failure:
+        group.call(PolicyWorker.train)
+    assert type(failure.value) is RunError
+    text = str(failure.value)
+    assert re.match(r"learner rank 0 ran out of memory in train, and no update of this step was applied: lower ", text)
     for key in ("learner.micro_batch_size", "learner.micro_batch_tokens", "learner.activation_checkpointing"):
         assert key in text
 

@@ -1,11 +1,13 @@
 """A refusal of a rank is returned as a result and raised by the driver, and the ranks stay usable."""
 
+from collections.abc import Iterator
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_ranks import Method, rank_of, started
 
-from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import (
@@ -20,16 +22,16 @@ from asyncrl.errors import (
     StalenessViolation,
     WeightError,
 )
-from asyncrl.policy.worker import PolicyWorker
-from asyncrl.ranks.actor import RankActor
+from asyncrl.ranks.actor import LOOPBACK, RankActor
 from asyncrl.ranks.collectives import Collectives
-from asyncrl.ranks.group import RankGroup
 
 
 class Worker:
     """Raises the errors that the test gives it."""
 
     section = "learner"
+
+    def close(self) -> None: ...
 
     def work(self, error: Exception | None) -> str:
         if error is not None:
@@ -40,10 +42,10 @@ class Worker:
         return self.work(rows.get("error"))
 
 
-def rank() -> RankActor:
-    actor = RankActor(worker=PolicyWorker, rank=0, world_size=1, config=Config())
-    actor._worker = Worker()  # type: ignore[assignment]
-    return actor
+@pytest.fixture(scope="module")
+def rank() -> Iterator[RankActor]:
+    with rank_of(lambda **_: Worker()) as actor:
+        yield actor
 
 
 def rows(error: Exception | None) -> BatchedDataDict:
@@ -78,39 +80,39 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("refusal", REFUSED, ids=lambda error: type(error).__name__)
-def test_a_refusal_is_an_answer_unless_the_caller_holds_the_reference(refusal: Exception) -> None:
-    assert rank().call("work", refusal) is refusal
-    assert rank().call_with_rows("score", rows(refusal), {}) is refusal
-    lost = rank()
-    lost._rows = LostRows(refusal)  # type: ignore[assignment]
-    assert lost.call_with_rows("score", KVBatchMeta("train", None, ["a"]), {}) is refusal
+def test_a_refusal_is_an_answer_unless_the_caller_holds_the_reference(rank: RankActor, refusal: Exception) -> None:
+    assert rank.call("work", refusal) is refusal
+    assert rank.call_with_rows("score", rows(refusal), {}) is refusal
+    with rank_of(lambda **_: Worker(), rows=LostRows(refusal)) as lost:
+        assert lost.call_with_rows("score", KVBatchMeta("train", None, ["a"]), {}) is refusal
     with pytest.raises(type(refusal)):
-        rank().attempt("work", refusal)
-    assert rank().call("work", None) == rank().attempt("work", None) == "done"
-    assert rank().call_with_rows("score", rows(None), {}) == "done"
+        rank.attempt("work", refusal)
+    assert rank.call("work", None) == rank.attempt("work", None) == "done"
+    assert rank.call_with_rows("score", rows(None), {}) == "done"
 
 
 @pytest.mark.parametrize("via", ["call", "attempt"])
-def test_a_bug_is_no_refusal(via: str) -> None:
+def test_a_bug_is_no_refusal(rank: RankActor, via: str) -> None:
     with pytest.raises(KeyError):
-        getattr(rank(), via)("work", KeyError("a"))
+        getattr(rank, via)("work", KeyError("a"))
     with pytest.raises(KeyError):
-        rank().call_with_rows("score", rows(KeyError("a")), {})
+        rank.call_with_rows("score", rows(KeyError("a")), {})
 
 
 class Remote:
-    """The handle of a rank's actor. Its calls run immediately."""
+    """The handle of a rank's actor that has started. Its calls run immediately."""
 
     def __init__(self, actor: RankActor) -> None:
         self._actor = actor
+        self.node_address, self.open_rendezvous, self.setup = Method(LOOPBACK), Method(1), Method("done")
 
     def __getattr__(self, name: str) -> Any:
         def remote(*args: Any) -> Any:
             future: Future[Any] = Future()
-            future.set_result(getattr(self._actor, name)(*args))
-            return type("Call", (), {"future": lambda self: future})()
+            future.set_result(getattr(self._actor, name)(*args))  # a refusal is an answer, too
+            return SimpleNamespace(future=lambda: future)
 
-        return type("Method", (), {"remote": staticmethod(remote)})
+        return SimpleNamespace(remote=remote)
 
 
 class Neighbours:
@@ -142,10 +144,9 @@ def test_what_one_rank_refuses_all_ranks_refuse_and_any_error_of_an_argument_is_
     assert lost.value.sample_ids == ("a", "b", "c")
 
 
-def test_the_driver_raises_a_refusal_and_ends_no_rank() -> None:
-    config = Config.model_validate({"learner": {"ranks": 2}})
-    group: RankGroup[Any] = RankGroup(Worker, config, model_path="nowhere")  # type: ignore[type-var]
-    group._ranks = [Remote(rank()), Remote(rank())]
+def test_the_driver_raises_a_refusal_and_ends_no_rank(rank: RankActor) -> None:
+    group, ended = started(Remote(rank), Remote(rank), worker=Worker)
     with pytest.raises(Offloaded):
         group.call_with_rows(Worker.score, [rows(None), rows(Offloaded("away"))], {})
     assert group.call(Worker.work, None) == ["done", "done"]
+    assert not ended

@@ -4,44 +4,26 @@ from typing import Any
 
 import pytest
 import ray
-from test_first_cause import BROKEN, Call
+from fake_ranks import Rank, started
+from test_first_cause import BROKEN
 
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.errors import ActorGone, CheckpointError, WeightError
 from asyncrl.policy.worker import PolicyWorker
-from asyncrl.ranks import group as group_module
-from asyncrl.ranks.actor import BESIDE, SAVING
-from asyncrl.ranks.group import RankGroup
-
-
-class Rank:
-    """Replaces one rank's actor. Its calls of `attempt` in the thread `lane` have a result that is known in advance."""
-
-    def __init__(self, outcome: Any, *, lane: str = SAVING) -> None:
-        self._outcome, self._lane = outcome, lane
-        self.attempt = self
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
-
-    def options(self, *, concurrency_group: str) -> "Rank":
-        assert concurrency_group == self._lane
-        return self
-
-    def remote(self, *call: Any) -> Call:
-        self.calls.append(call)
-        return Call(self._outcome)
+from asyncrl.ranks.actor import BESIDE
 
 
 def save(*outcomes: Any, timeout_s: float = 60.0) -> list[Rank]:
-    """Writes on ranks with these outcomes. Returns the ranks that the group has afterwards."""
+    """Writes on ranks with these outcomes. Returns the ranks."""
     config = Config.model_validate({"checkpoint": {"timeout_s": timeout_s}})
-    group = RankGroup(PolicyWorker, config, model_path="nowhere")
-    ranks = group._ranks = [Rank(outcome) for outcome in outcomes]
+    ranks = [Rank(outcome) for outcome in outcomes]
+    group, ended = started(*ranks, config=config)
     try:
         group.save_beside(PolicyWorker.write_checkpoint, "weights", "optimizer")
     finally:
-        assert group._ranks == ranks, "a save must end no rank"
-        assert all(rank.calls == [("write_checkpoint", "weights", "optimizer")] for rank in ranks)
+        assert not ended, "a save must end no rank"
+        assert all(rank.attempt.calls == [("write_checkpoint", "weights", "optimizer")] for rank in ranks)
     return ranks
 
 
@@ -59,8 +41,7 @@ def test_a_rank_that_dies_while_it_writes_fails_only_the_save() -> None:
         save(BROKEN, ray.exceptions.RayActorError())
 
 
-def test_a_rank_that_waits_for_a_dead_one_does_not_hold_up_the_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_module, "FIRST_CAUSE_GRACE_S", 0.01)
+def test_a_rank_that_waits_for_a_dead_one_does_not_hold_up_the_save() -> None:
     with pytest.raises(CheckpointError, match="learner rank 1 died in write_checkpoint"):
         save(None, ray.exceptions.RayActorError(), timeout_s=3600.0)
 
@@ -72,14 +53,14 @@ def test_a_disk_that_does_not_answer_fails_the_save_after_its_limit() -> None:
 
 def send(*outcomes: Any) -> list[Any]:
     """Delivers weights from ranks with these outcomes, and checks that the group keeps its ranks."""
-    group = RankGroup(PolicyWorker, Config(), model_path="nowhere")
     transport: Any = "transport"
-    ranks = group._ranks = [Rank(outcome, lane=BESIDE) for outcome in outcomes]
+    ranks = [Rank(outcome, lane=BESIDE) for outcome in outcomes]
+    group, ended = started(*ranks)
     try:
         return group.send_beside(PolicyWorker.deliver, transport, 0, Version(1, 2))
     finally:
-        assert group._ranks == ranks, "a delivery must end no rank"
-        assert all(rank.calls == [("deliver", "transport", 0, Version(1, 2))] for rank in ranks)
+        assert not ended, "a delivery must end no rank"
+        assert all(rank.attempt.calls == [("deliver", "transport", 0, Version(1, 2))] for rank in ranks)
 
 
 def test_every_rank_delivers_in_its_thread_beside_the_steps() -> None:

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from scarce_memory import no_memory
 
 from asyncrl.weights.memory_file import MemoryFile
 
@@ -33,12 +34,8 @@ def test_a_mapping_stays_readable_after_the_file_is_closed() -> None:
 
 
 @pytest.mark.fault("F11")
-def test_memory_that_ran_out_leaves_no_descriptor_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(fd: int, offset: int, nbytes: int) -> None:
-        raise OSError("no space left")
-
+def test_memory_that_ran_out_leaves_no_descriptor_behind() -> None:
     before = open_descriptors()
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match="no space"):
-        MemoryFile(1)
+    with no_memory(100), pytest.raises(OSError, match="too large"):
+        MemoryFile(101)
     assert open_descriptors() == before

@@ -2,6 +2,7 @@
 others."""
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -10,11 +11,11 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from scarce_memory import no_memory
 
 from asyncrl.common.version import Version
 from asyncrl.errors import FetchFailed
@@ -25,24 +26,24 @@ from asyncrl.weights.staging import Part, StagedWeights
 
 BUCKETS, BUCKET_BYTES = 4, 1000
 NBYTES = BUCKETS * BUCKET_BYTES
+IN_A_THREAD = 2 * staging.LOOP_BYTES
+"""Bytes of a bucket that is not handled by the event loop."""
 FORK = multiprocessing.get_context("fork")
 
 
-def bytes_of(step: int) -> Bytes:
-    return np.random.default_rng(step).integers(0, 256, NBYTES, np.uint8)
+def bytes_of(step: int, bucket_bytes: int = BUCKET_BYTES) -> Bytes:
+    return np.random.default_rng(step).integers(0, 256, BUCKETS * bucket_bytes, np.uint8)
 
 
-def bucket_of(step: int, index: int) -> Bytes:
-    return bytes_of(step)[index * BUCKET_BYTES : (index + 1) * BUCKET_BYTES]
-
-
-def manifest_of(step: int) -> Manifest:
+def manifest_of(step: int, bucket_bytes: int = BUCKET_BYTES) -> Manifest:
+    parts = np.split(bytes_of(step, bucket_bytes), BUCKETS)
+    nbytes = BUCKETS * bucket_bytes
     return Manifest(
         version=Version(1, step),
-        tensors=(TensorEntry(name="a", shape=(NBYTES,), dtype="uint8", offset=0, nbytes=NBYTES),),
+        tensors=(TensorEntry(name="a", shape=(nbytes,), dtype="uint8", offset=0, nbytes=nbytes),),
         buckets=tuple(
-            Bucket(pieces=(Piece(index * BUCKET_BYTES, BUCKET_BYTES),), checksum=checksum([bucket_of(step, index)]))
-            for index in range(BUCKETS)
+            Bucket(pieces=(Piece(index * bucket_bytes, bucket_bytes),), checksum=checksum([part]))
+            for index, part in enumerate(parts)
         ),
         probe=Probe(tokens=(), logprobs=()),
     )
@@ -51,23 +52,30 @@ def manifest_of(step: int) -> Manifest:
 class Replica:
     """Stages versions, and notes the buckets that it fetches."""
 
-    def __init__(self, pointer: Path | None) -> None:
-        self.staged = StagedWeights(pointer)
+    def __init__(self, pointer: Path | None, *, kind: type[StagedWeights] = StagedWeights, **options: Any) -> None:
+        self.staged = kind(pointer, **options)
         self.fetched: list[int] = []
 
-    async def stage(self, step: int, *, before: Callable[[int], Awaitable[None]] | None = None) -> list[int]:
+    async def stage(
+        self,
+        step: int,
+        *,
+        before: Callable[[int], Awaitable[None]] | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> list[int]:
         """Returns the buckets that were fetched for the version. `before` is awaited before each of them."""
         self.fetched = []
+        whole = bytes_of(step, bucket_bytes)
 
         async def fetch(part: Part) -> Bytes:
             await asyncio.sleep(0)
             if before is not None:
                 await before(part.bucket)
             self.fetched.append(part.bucket)
-            return bucket_of(step, part.bucket)
+            return whole[part.bucket * bucket_bytes : (part.bucket + 1) * bucket_bytes]
 
-        await self.staged.stage(manifest_of(step), fetch)
-        assert np.array_equal(self.staged.flat, bytes_of(step))
+        await self.staged.stage(manifest_of(step, bucket_bytes), fetch)
+        assert np.array_equal(self.staged.flat, whole)
         return self.fetched
 
     @property
@@ -139,7 +147,8 @@ def stage_two_buckets(pointer: Path, ready: Any) -> None:
 
     async def hang(bucket: int) -> None:
         if bucket == 2:
-            replica.staged._memory.will_change()
+            block = shared_block(pointer, NBYTES, held=None)  # the pointer leads to it, so it must stay
+            block.will_change()
             replica.staged.flat[2 * BUCKET_BYTES : 2 * BUCKET_BYTES + 500] = 7
             ready.set()
             signal.pause()
@@ -187,15 +196,13 @@ async def test_replicas_meet_again_after_their_pointer_was_removed(pointer: Path
 
 @pytest.mark.asyncio
 async def test_a_replica_that_is_stuck_with_the_memory_delays_the_others_for_a_moment_only(
-    pointer: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    pointer: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(staging, "BLOCKED_S", 0.2)
-    stuck, other = Replica(pointer), Replica(pointer)
+    free = [2 * NBYTES, 2 * NBYTES - 1]
+    stuck, other = Replica(pointer), Replica(pointer, blocked_s=0.2, available_bytes=free.pop)
     await stuck.stage(0)
-    with monkeypatch.context() as patched:
-        patched.setattr(staging.psutil, "virtual_memory", lambda: SimpleNamespace(available=2 * NBYTES - 1))
-        with pytest.raises(FetchFailed, match="too few for another"):
-            await other.stage(1)
+    with pytest.raises(FetchFailed, match="too few for another"):
+        await other.stage(1)
     assert await other.stage(1) == [*range(BUCKETS)]
     assert "staged in memory of this replica's own" in caplog.text
     assert other.memory != stuck.memory
@@ -206,63 +213,60 @@ async def test_a_replica_that_is_stuck_with_the_memory_delays_the_others_for_a_m
     assert other.memory == stuck.memory
 
 
-def test_replicas_take_memory_of_their_own_one_after_the_other(pointer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def blocks() -> set[int]:
+    """Returns the inodes of the memory files that this process keeps open."""
+    inodes = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another thread has closed it
+            if "asyncrl-weights" in os.readlink(descriptor):
+                inodes.add(descriptor.stat().st_ino)
+    return inodes
+
+
+def test_replicas_take_memory_of_their_own_one_after_the_other(pointer: Path) -> None:
     """The node has room for one of them, so the second one must see the memory of the first one as used."""
-    taken: list[int] = []
+    stuck = Replica(pointer)
+    asyncio.run(stuck.stage(0))
+    before = len(blocks())
 
-    def available() -> SimpleNamespace:
-        free = 3 * NBYTES - sum(taken)
+    def available_bytes() -> int:
+        free = 3 * NBYTES - (len(blocks()) - before) * (NBYTES + 1)
         time.sleep(0.05)
-        return SimpleNamespace(available=free)
+        return free
 
-    class Counted(Block):
-        def __init__(self, nbytes: int) -> None:
-            super().__init__(nbytes)
-            taken.append(nbytes + 1)
-
-    replicas = [StagedWeights(pointer) for _ in range(3)]
-    for replica in replicas:
-        replica.begin(manifest_of(0))
-    monkeypatch.setattr(staging.psutil, "virtual_memory", available)
-    monkeypatch.setattr(staging, "Block", Counted)
+    replicas = [Replica(pointer, blocked_s=0.0, available_bytes=available_bytes) for _ in range(3)]
     with ThreadPoolExecutor() as threads:
-        moves = [threads.submit(replica._move_apart) for replica in replicas]
-    assert [type(move.exception()) for move in moves].count(FetchFailed) == 2
-    assert len(taken) == 1
+        stages = [threads.submit(asyncio.run, replica.stage(1)) for replica in replicas]
+    assert [type(stage.exception()) for stage in stages].count(FetchFailed) == 2
+    assert len(blocks()) == before + 1
 
 
 @pytest.mark.asyncio
-async def test_a_replica_that_is_cancelled_twice_keeps_the_memory_until_it_has_written(
-    pointer: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_replica_that_is_cancelled_twice_keeps_the_memory_until_it_has_written(pointer: Path) -> None:
     writing, may_end = threading.Event(), threading.Event()
-    put = StagedWeights.put
 
-    def slow_put(self: StagedWeights, part: Part, data: Bytes) -> None:
-        writing.set()
-        may_end.wait(10)
-        put(self, part, data)
+    class Slow(StagedWeights):
+        def put(self, part: Part, data: Bytes) -> None:
+            writing.set()
+            may_end.wait(10)
+            super().put(part, data)
 
-    monkeypatch.setattr(StagedWeights, "put", slow_put)
-    monkeypatch.setattr(staging, "LOOP_BYTES", 0)
-    first, second = Replica(pointer), StagedWeights(pointer)
-    second.begin(manifest_of(0))
-    staged = asyncio.create_task(first.stage(0))
+    first, second = Replica(pointer, kind=Slow), shared_block(pointer, BUCKETS * IN_A_THREAD, held=None)
+    staged = asyncio.create_task(first.stage(0, bucket_bytes=IN_A_THREAD))
     await asyncio.to_thread(writing.wait, 10)
     for _ in range(2):
         staged.cancel()
         assert await waits(staged)
-        assert not second._memory.lock(alone=True), "the thread writes"
+        assert not second.lock(alone=True), "the thread writes"
     may_end.set()
     with pytest.raises(asyncio.CancelledError):
         await staged
-    assert second._memory.lock(alone=True)
+    assert second.lock(alone=True)
 
 
 @pytest.mark.asyncio
-async def test_a_replica_that_fetches_slowly_is_not_stuck(pointer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "BLOCKED_S", 0.3)
-    slow, other = Replica(pointer), Replica(pointer)
+async def test_a_replica_that_fetches_slowly_is_not_stuck(pointer: Path) -> None:
+    slow, other = Replica(pointer), Replica(pointer, blocked_s=0.3)
 
     async def slowly(bucket: int) -> None:
         await asyncio.sleep(0.15)
@@ -303,10 +307,9 @@ def test_a_later_file_with_the_path_of_a_block_is_not_taken_for_it(pointer: Path
     assert found.address.token not in (block.address.token, later.address.token)
 
 
-def test_a_pointer_that_another_process_keeps_has_a_deadline(pointer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_memory, "POINTER_S", 0.05)
+def test_a_pointer_that_another_process_keeps_has_a_deadline(pointer: Path) -> None:
     with node_memory.pointer_held(pointer), pytest.raises(FetchFailed, match="look for a process that is stuck"):
-        StagedWeights(pointer).begin(manifest_of(0))
+        StagedWeights(pointer, pointer_s=0.05).begin(manifest_of(0))
 
 
 def test_a_block_frees_its_memory_and_its_descriptors(pointer: Path) -> None:
@@ -336,11 +339,8 @@ def test_one_replica_of_a_node_puts_a_broadcast_into_its_memory(pointer: Path) -
     assert reader.lock(alone=True)
 
 
-def test_a_broadcast_waits_for_replicas_that_load_and_is_then_dropped(
-    pointer: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(node_memory, "ROOM_S", 0.1)
-    room, loads = BroadcastRoom(pointer), shared_block(pointer, NBYTES, held=None)
+def test_a_broadcast_waits_for_replicas_that_load_and_is_then_dropped(pointer: Path) -> None:
+    room, loads = BroadcastRoom(pointer, room_s=0.1), shared_block(pointer, NBYTES, held=None)
     assert loads.lock(alone=False)
     with room.held(Version(1, 0), NBYTES) as block:
         assert block is None
@@ -353,14 +353,11 @@ def test_a_broadcast_waits_for_replicas_that_load_and_is_then_dropped(
     soon.join()
 
 
-def test_a_broadcast_without_memory_is_dropped(pointer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(fd: int, offset: int, nbytes: int) -> None:
-        raise OSError("no space left")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+def test_a_broadcast_without_memory_is_dropped(pointer: Path) -> None:
     room = BroadcastRoom(pointer)
-    with room.held(Version(1, 0), NBYTES) as block:
-        assert block is None
-    assert room.dropped
-    with pytest.raises(FetchFailed, match="there is no memory for the"):
-        StagedWeights(pointer).begin(manifest_of(0))
+    with no_memory(NBYTES // 2):
+        with room.held(Version(1, 0), NBYTES) as block:
+            assert block is None
+        assert room.dropped
+        with pytest.raises(FetchFailed, match="there is no memory for the"):
+            StagedWeights(pointer).begin(manifest_of(0))

@@ -3,7 +3,7 @@ their own type."""
 
 import asyncio
 import os
-import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing
@@ -15,19 +15,17 @@ import numpy as np
 import pytest
 import ray
 import torch
-from local_ray import local_ray
-from ray.exceptions import GetTimeoutError, OwnerDiedError
+from local_ray import end_actor, local_ray
 
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, FetchFailed, ManifestVoid, WeightError, WeightsDamaged
-from asyncrl.weights import node_memory
 from asyncrl.weights.manifest import Bytes, Manifest, ParameterSpec, Probe, check_layout, layout
 from asyncrl.weights.publisher import MOST_BUCKETS, DeliveredBucket, Snapshot, deliver, snapshot_of
 from asyncrl.weights.staging import Part, StagedWeights
 from asyncrl.weights.store import WeightStore
 from asyncrl.weights.tensor_views import view_of
-from asyncrl.weights.transports import broadcast, filesystem, ipc, object_store
+from asyncrl.weights.transports import broadcast, filesystem
 from asyncrl.weights.transports.broadcast import CollectiveTransport
 from asyncrl.weights.transports.filesystem import FilesystemTransport
 from asyncrl.weights.transports.interfaces import BroadcastEnd, Transport
@@ -69,11 +67,13 @@ class Sending:
         self.transport, self.shared, self.store = transport, shared, store
         self.senders = [transport.sender(rank, RANKS) for rank in range(RANKS)]
         self.kept: list[Snapshot] = []
+        self.taken: list[Snapshot] = []
+        """The snapshots to publish, if they are not those of `snapshots`."""
         self.before: Sequence[Snapshot | None] = (None, None)
 
     def publish(self, step: int, *, change: float = 0.0) -> tuple[Manifest, list[Any]]:
         last, self.before = self.before, self.kept or (None, None)
-        self.kept = snapshots(shared=self.shared, change=change, last=last)
+        self.kept = self.taken or snapshots(shared=self.shared, change=change, last=last)
         version = Version(1, step)
         with ThreadPoolExecutor(RANKS) as ranks:
             by_rank = ranks.map(lambda rank: deliver(self.kept[rank], self.senders[rank], version), range(RANKS))
@@ -191,18 +191,16 @@ def _over_a_wire(handle: Any) -> Any:
 
 @pytest.mark.asyncio
 @pytest.mark.fault("F12")
-async def test_bytes_that_change_on_their_way_are_refused(sending: Sending, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_bytes_that_change_on_their_way_are_refused(sending: Sending) -> None:
     manifest, handles = await asyncio.to_thread(sending.publish, 0)
-    receive = sending.transport.receive
 
-    async def flipped(handle: Any, *, timeout_s: float) -> Any:
-        data = np.array(await receive(handle, timeout_s=timeout_s))
+    async def flipped(part: Part) -> Bytes:
+        data = np.array(await sending.transport.receive(handles[part.bucket], timeout_s=30.0))
         data[-1] ^= 1
         return data
 
-    monkeypatch.setattr(sending.transport, "receive", flipped)
     with pytest.raises(WeightsDamaged, match=r"bucket 0 .* has the checksum"):
-        await received(sending, manifest, handles)
+        await sending.staged.stage(manifest, flipped)
 
 
 # -- what only one of them does ---------------------------------------------------------------------------------------
@@ -218,10 +216,10 @@ def test_the_configuration_names_the_transport(tmp_path: Path) -> None:
     assert isinstance(chosen(transport="ipc"), SharedSnapshotTransport)
     assert isinstance(chosen(transport="collective"), CollectiveTransport)
     ours, users = chosen(transport="filesystem"), chosen(transport="filesystem", folder=str(tmp_path / "shared"))
-    assert isinstance(ours, FilesystemTransport)
-    assert isinstance(users, FilesystemTransport)
-    assert ours._folder == tmp_path / "r" / "weights"
-    assert users._folder == tmp_path / "shared" / "r-ab12", "two runs with one folder share no files"
+    for transport, folder in ((ours, tmp_path / "r" / "weights"), (users, tmp_path / "shared" / "r-ab12")):
+        assert isinstance(transport, FilesystemTransport)
+        Sending(transport, shared=False).publish(0)
+        assert _files(folder) == [folder / "1.0"], "two runs with one folder share no files"
 
 
 def _files(folder: Path) -> list[Path]:
@@ -237,29 +235,36 @@ def test_a_folder_that_cannot_be_used_is_refused_before_the_run(tmp_path: Path) 
     transport_of(config)  # a generator gets the paths from the learner
 
 
-def failing_with(error: Exception) -> Any:
-    def get(handle: Any, *, timeout: float) -> Any:
-        raise error
+class Publisher:
+    """A process that puts bytes into Ray's object store."""
 
-    return get
+    def put(self) -> list[Any]:
+        return [ray.put(np.zeros(2**20, np.uint8))]
+
+    def hang(self) -> None:
+        threading.Event().wait()
+
+
+@pytest.fixture
+def publisher(own_ray: None) -> Iterator[Any]:
+    actor = ray.remote(Publisher).options(num_cpus=0).remote()
+    yield actor
+    ray.kill(actor)
 
 
 @pytest.mark.asyncio
 @pytest.mark.fault("F11")
-async def test_a_sender_that_died_before_its_bytes_arrived_voids_the_manifest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    died = OwnerDiedError("00ffffffffffffffffffffff0100000001000000", None, "publisher")  # type: ignore[no-untyped-call]
-    monkeypatch.setattr(object_store.ray, "get", failing_with(died))
+async def test_a_sender_that_died_before_its_bytes_arrived_voids_the_manifest(publisher: Any) -> None:
+    [handle] = await publisher.put.remote()
+    end_actor(publisher)
     with pytest.raises(ManifestVoid, match="the process that published these weights has ended"):
-        await ObjectStoreTransport().receive("handle", timeout_s=1.0)
+        await ObjectStoreTransport().receive(handle, timeout_s=60.0)
 
 
 @pytest.mark.asyncio
-async def test_bytes_that_do_not_arrive_in_time_name_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_store.ray, "get", failing_with(GetTimeoutError()))
+async def test_bytes_that_do_not_arrive_in_time_name_the_deadline(publisher: Any) -> None:
     with pytest.raises(FetchFailed, match=r"took longer than weights\.load_timeout_s"):
-        await ObjectStoreTransport().receive("handle", timeout_s=7.0)
+        await ObjectStoreTransport().receive(publisher.hang.remote(), timeout_s=0.01)
 
 
 @pytest.mark.asyncio
@@ -333,12 +338,12 @@ async def test_the_memory_of_a_rank_that_has_ended_voids_the_manifest() -> None:
 
 
 @pytest.mark.asyncio
-async def test_shared_memory_of_another_node_is_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_shared_memory_of_another_node_is_refused_with_advice() -> None:
     sending = Sending(SharedSnapshotTransport(), shared=True)
     _, handles = sending.publish(0)
-    monkeypatch.setattr(ipc.platform, "node", lambda: "elsewhere")
+    theirs = msgspec.structs.replace(handles[0], node="elsewhere")
     with pytest.raises(WeightError, match=r"needs learner and generators on one node.*use object_store"):
-        await sending.transport.receive(handles[0], timeout_s=1.0)
+        await sending.transport.receive(theirs, timeout_s=1.0)
 
 
 @pytest.mark.asyncio
@@ -364,14 +369,12 @@ async def test_a_rank_stores_no_bytes_of_a_snapshot_that_a_newer_one_overwrites(
 
 @pytest.mark.asyncio
 @pytest.mark.fault("F12")
-async def test_a_replica_takes_part_again_although_the_last_rank_sends_nothing(
-    own_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_replica_takes_part_again_although_the_last_rank_sends_nothing(own_ray: None, tmp_path: Path) -> None:
     """With HSDP, only the ranks of the first copy send."""
     shards = [[(name, 0, tensor) for name, tensor in WEIGHTS.items()], []]
     taken = [snapshot_of(each, layout(SPECS), bucket_bytes=100) for each in shards]
-    monkeypatch.setattr(sys.modules[__name__], "snapshots", lambda **_: taken)
     with closing(collective_sending(tmp_path)) as sending:
+        sending.taken = taken
         async with sending.replica(takes_part=True, may_fetch=True):
             with pytest.MonkeyPatch.context() as damaging:
                 damaging.setattr(broadcast, "checksum", lambda parts: "damaged")
@@ -384,9 +387,8 @@ async def test_a_replica_takes_part_again_although_the_last_rank_sends_nothing(
 
 @pytest.mark.asyncio
 async def test_a_broadcast_that_comes_while_the_node_loads_other_weights_is_fetched_later(
-    own_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own_ray: None, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(node_memory, "ROOM_S", 0.05)
     ends: list[BroadcastEnd] = []
     loads = StagedWeights(tmp_path / "pointer")
     with closing(collective_sending(tmp_path)) as sending:

@@ -138,10 +138,9 @@ async def loaded(replica: WeightUpdates, step: int) -> None:
 @pytest.mark.fault("F38")
 @pytest.mark.parametrize("fault", ["damaged", "missing"])
 async def test_a_replica_that_cannot_get_a_link_gets_the_version_whole_and_the_next_one_as_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+    tmp_path: Path, fault: str
 ) -> None:
     """No newer version comes, because with η = 0 the learner waits for groups of this one."""
-    monkeypatch.setattr("asyncrl.generation.weight_updates.REFETCH_PAUSE_S", 0.001)
     store = LocalStore(WeightStore())
     learner = Learner(tmp_path, store)
     await learner.publish(0)
