@@ -169,11 +169,9 @@ def test_a_configuration_that_cannot_run_is_refused_before_anything_is_made(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("in_tmp_path")
 @pytest.mark.parametrize("host", ["10.0.0.7", "node", "gpu-3.example"])
-def test_metrics_that_other_machines_can_reach_are_refused(
-    host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_metrics_that_other_machines_can_reach_are_refused(host: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"metrics\.host = .*other machines can reach it.*use `asyncrl up` instead"):
         asyncrl.run("quickstart", {"metrics.host": host})
     assert not list(tmp_path.iterdir())

@@ -44,6 +44,11 @@ def assert_harmless(text: str) -> None:
     assert "\\u001b[2J" in text
 
 
+@pytest.fixture
+def judge_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", KEY)
+
+
 @given(st.text())
 def test_only_tabs_and_newlines_are_left_of_control_characters(text: str) -> None:
     assert not CONTROL.search(escaped(text))
@@ -96,14 +101,14 @@ def test_a_line_of_a_command_shows_nothing_harmful_but_has_its_own_color(capsys:
     assert_harmless(text.removesuffix("\n"))
 
 
-def test_a_command_shows_no_secret_of_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JUDGE_API_KEY", KEY)
+@pytest.mark.usefixtures("judge_key")
+def test_a_command_shows_no_secret_of_its_configuration() -> None:
     checked_config([QUICKSTART, {"environment.secrets": ["JUDGE_API_KEY", "NOT_SET"]}], [], roles=())
     assert shown_text.shown(f"401 for {KEY}") == "401 for <JUDGE_API_KEY>"
 
 
-def test_the_error_of_a_command_shows_no_escape_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("in_tmp_path")
+def test_the_error_of_a_command_shows_no_escape_sequence(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["report", "a\x1b[2Jrun"])
     assert result.exit_code == 1
     assert "there is no run a\\u001b[2Jrun" in result.stderr

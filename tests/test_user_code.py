@@ -33,27 +33,26 @@ def description(call: Callable[[], object], *, with_this_file: bool = True) -> s
     return describe_error(raised.value if with_this_file else raised.value.with_traceback(trace))
 
 
-def test_the_line_of_the_users_file_is_named_relative_to_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_the_line_of_the_users_file_is_named_relative_to_the_working_directory(tmp_path: Path) -> None:
     judge = module(tmp_path / "tasks.py", "import os\n\ndef judge():\n    return {}['JUDGE_API_KEY']\n")["judge"]
     assert description(judge) == "KeyError: 'JUDGE_API_KEY' (tasks.py:4)"
 
 
-def test_a_file_outside_the_working_directory_is_named_by_its_whole_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
+@pytest.mark.usefixtures("elsewhere")
+def test_a_file_outside_the_working_directory_is_named_by_its_whole_path(tmp_path: Path) -> None:
     judge = module(tmp_path / "tasks.py", "def judge():\n    raise ValueError('no')\n")["judge"]
     assert description(judge) == f"ValueError: no ({tmp_path / 'tasks.py'}:2)"
 
 
-def test_the_users_line_is_named_when_a_library_or_python_raised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("in_tmp_path")
+def test_the_users_line_is_named_when_a_library_or_python_raised(tmp_path: Path) -> None:
     library = module(tmp_path / "site-packages" / "library.py", "def call(f):\n    f()\n    raise OSError('late')\n")
     user = module(
         tmp_path / "tasks.py",
@@ -63,10 +62,8 @@ def test_the_users_line_is_named_when_a_library_or_python_raised(
     assert description(lambda: user["through"](library["call"])).endswith(" (tasks.py:7)")
 
 
-def test_an_installed_package_is_named_when_no_file_of_the_user_is_on_the_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("in_tmp_path")
+def test_an_installed_package_is_named_when_no_file_of_the_user_is_on_the_way(tmp_path: Path) -> None:
     names = module(tmp_path / "site-packages" / "judges.py", "def judge():\n    raise ValueError('no')\n")
     described = description(names["judge"], with_this_file=False)
     assert described == f"ValueError: no ({Path('site-packages', 'judges.py')}:2)"

@@ -92,12 +92,13 @@ def fitting(
     exact: Callable[[], Any] | None = None,
     left_out: list[LeftOutRow] | None = None,
     tools: Tools = (),
+    at_once: int = ENCODED_AT_ONCE,
 ) -> list[Task]:
     """Returns the tasks whose prompts fit, with the descriptions of the `tools`. Adds the others to `left_out`, and
     logs their number.
 
     If `tokenizer` is a LightTokenizer, `exact` returns the model's real tokenizer. It is called for prompts that fit
-    only if the real one adds no special tokens.
+    only if the real one adds no special tokens. `at_once` prompts are encoded at a time.
 
     Raises DatasetError, which names the first row that does not fit, if `data.on_bad_row` is `refuse` or if there are
     tasks but none of them fits.
@@ -106,8 +107,8 @@ def fitting(
     fit: list[Task] = []
     misfits: list[LeftOutRow] = []
     first_misfit = ""
-    for start in range(0, len(tasks), ENCODED_AT_ONCE):
-        chunk = tasks[start : start + ENCODED_AT_ONCE]
+    for start in range(0, len(tasks), at_once):
+        chunk = tasks[start : start + at_once]
         encoded = encode_prompts(tokenizer, [task.input for task in chunk], tools=tools)
         if exact is not None:
             added = tokenizer.added_at_most

@@ -217,9 +217,9 @@ class StagedWeights:
                 own = None
         if own is None:
             raise FetchFailed(
-                f"another replica of this node has used the memory for staged weights for {self._blocked_s:g} s without "
-                f"a change, and {free / 2**20:.0f} MiB are too few for another {nbytes / 2**20:.0f} MiB; the kernel "
-                "frees the memory when that replica ends"
+                f"another replica of this node has used the memory for staged weights for {self._blocked_s:g} s "
+                f"without a change, and {free / 2**20:.0f} MiB are too few for another {nbytes / 2**20:.0f} MiB; "
+                "the kernel frees the memory when that replica ends"
             )
         self._apart, self._seen = own, 0
         self._held.clear()

@@ -34,6 +34,11 @@ def verdicts(directory: Path) -> set[Verdict]:
     return {outcome.verdict for outcome in audit(directory)}
 
 
+@pytest.fixture
+def ray_token_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+
+
 @pytest.mark.asyncio
 async def test_a_run_that_was_killed_and_resumed_passes_and_its_lost_steps_do_not_count(tmp_path: Path) -> None:
     directory = await record_killed_run(tmp_path)
@@ -68,11 +73,9 @@ async def test_a_run_that_filters_groups_passes_and_their_rewards_count_in_the_m
     assert verdicts(directory) <= {Verdict.PASSED, Verdict.NOT_POSSIBLE}
 
 
+@pytest.mark.usefixtures("ray_token_mode")
 @pytest.mark.asyncio
-async def test_the_command_prints_a_line_a_check_and_exits_by_the_verdict(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")  # the command sets it, which must not outlive this test
+async def test_the_command_prints_a_line_a_check_and_exits_by_the_verdict(tmp_path: Path) -> None:
     directory = await record(tmp_path)
     passed = CliRunner().invoke(app, ["audit", str(directory)])
     assert passed.exit_code == 0, passed.output

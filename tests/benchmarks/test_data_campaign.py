@@ -11,10 +11,15 @@ pytest.importorskip("datasets")
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("seed", range(15))
 @pytest.mark.fault("F33")
-def test_the_reward_gets_what_the_file_has(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+def test_the_reward_gets_what_the_file_has(seed: int, tmp_path: Path) -> None:
     finding = compared(seed, tmp_path)
     assert finding.differences == []
     assert finding.kind == KINDS[seed % len(KINDS)]

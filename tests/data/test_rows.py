@@ -10,9 +10,8 @@ from uuid import UUID
 
 import pytest
 
-from asyncrl.data import rows
 from asyncrl.data.prompts import Task
-from asyncrl.data.rows import FIRST_ROWS, OnBadRow, jsonl_rows, read_rows
+from asyncrl.data.rows import FIRST_ROWS, MAX_ROW_BYTES, OnBadRow, jsonl_rows, read_rows
 from asyncrl.errors import DatasetError
 
 
@@ -37,7 +36,7 @@ BAD_ROWS = {
     "not_an_object": b'["x", "y"]',
     "missing_key": b'{"prompt": "x"}',
     "wrong_type": b'{"prompt": "x", "answer": [2]}',
-    "too_large": b'{"prompt": "x", "answer": "' + b"y" * 5000 + b'"}',
+    "too_large": b'{"prompt": "x", "answer": "' + b"y" * MAX_ROW_BYTES + b'"}',
 }
 
 
@@ -49,10 +48,7 @@ def test_jsonl_rows_become_tasks_with_their_other_keys_as_metadata(tmp_path: Pat
 
 @pytest.mark.parametrize("reason", BAD_ROWS)
 @pytest.mark.fault("F33")
-def test_a_bad_row_is_refused_with_file_row_and_knob(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
-) -> None:
-    monkeypatch.setattr(rows, "MAX_ROW_BYTES", 1000)
+def test_a_bad_row_is_refused_with_file_row_and_knob(tmp_path: Path, reason: str) -> None:
     path = write(tmp_path, GOOD, BAD_ROWS[reason], b'{"prompt": "2+2", "answer": "4"}')
     with pytest.raises(DatasetError, match=rf"rows\.jsonl, row 2: .*data\.on_bad_row.*\({reason}\)"):
         read_jsonl(path, on_bad_row="refuse")
@@ -60,10 +56,7 @@ def test_a_bad_row_is_refused_with_file_row_and_knob(
 
 @pytest.mark.parametrize("reason", BAD_ROWS)
 @pytest.mark.fault("F33")
-def test_a_bad_row_is_skipped_and_counted_and_the_rows_after_it_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
-) -> None:
-    monkeypatch.setattr(rows, "MAX_ROW_BYTES", 1000)
+def test_a_bad_row_is_skipped_and_counted_and_the_rows_after_it_are_read(tmp_path: Path, reason: str) -> None:
     path = write(tmp_path, GOOD, BAD_ROWS[reason], b'{"prompt": "2+2", "answer": "4"}')
     tasks, skipped = read_jsonl(path, on_bad_row="skip")
     assert [(task.answer, task.row) for task in tasks] == [("2", 1), ("4", 3)], "`row` is the number in the file"
@@ -128,14 +121,12 @@ def test_a_row_that_is_bad_in_a_subtler_way_is_refused_with_its_number_too(
 
 
 @pytest.mark.fault("F33")
-def test_a_row_at_the_limit_passes_and_the_last_row_needs_no_newline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_at_the_limit_passes_and_the_last_row_needs_no_newline(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_bytes(GOOD)
-    monkeypatch.setattr(rows, "MAX_ROW_BYTES", len(GOOD))
+    longest = GOOD + b" " * (MAX_ROW_BYTES - len(GOOD))
+    path.write_bytes(longest)
     assert len(read_jsonl(path)[0]) == 1
-    monkeypatch.setattr(rows, "MAX_ROW_BYTES", len(GOOD) - 1)
+    path.write_bytes(longest + b" ")
     with pytest.raises(DatasetError, match="row 1"):
         read_jsonl(path)
 

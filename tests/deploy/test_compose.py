@@ -42,6 +42,11 @@ def services(file: Path) -> dict[str, Any]:
     return services_of(file)
 
 
+@pytest.fixture
+def importable_configs(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(repository / "configs")
+
+
 @pytest.mark.slow
 def test_it_is_what_the_compose_specification_allows(file: Path) -> None:
     done = subprocess.run(
@@ -170,10 +175,8 @@ OWN_TASK = {
 }
 
 
-def test_a_task_of_ones_own_is_a_folder_that_the_env_file_names(
-    file: Path, tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(repository / "configs")
+@pytest.mark.usefixtures("importable_configs")
+def test_a_task_of_ones_own_is_a_folder_that_the_env_file_names(file: Path, tmp_path: Path, repository: Path) -> None:
     commented = [line.removeprefix("#").strip() for line in file.read_text().splitlines() if line.startswith("#  ")]
     assert [f"{name}={value}" for name, value in OWN_TASK.items()] == commented[-4:]
     for pool in ("learner", "generator"):

@@ -22,14 +22,19 @@ def cluster(deploy: Path) -> dict[str, Any]:
     return dict(yaml.safe_load((deploy / "ray" / "cluster.yaml").read_text()))
 
 
+@pytest.fixture
+def importable_configs(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(repository / "configs")
+
+
 def test_it_is_what_rays_launcher_takes(cluster: dict[str, Any]) -> None:
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     validate_config(prepare_config(copy.deepcopy(cluster)))
 
 
-def test_the_commands_that_it_shows_can_run(deploy: Path, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(repository / "configs")
+@pytest.mark.usefixtures("importable_configs")
+def test_the_commands_that_it_shows_can_run(deploy: Path, repository: Path) -> None:
     text = (deploy / "ray" / "cluster.yaml").read_text().replace("\\\n#", "")
     commands = [shlex.split(command)[3:] for command in re.findall(r"cluster\.yaml '(asyncrl up [^']*)'", text)]
     assert [Path(file).name for _, file, *_ in commands] == ["quickstart.yaml", "own_task.yaml"]

@@ -35,6 +35,11 @@ def sets_of(settings: Config) -> tuple[dict[str, list[Task]], list[Task], list[T
     return build_sets(settings, train=train), train, heldout
 
 
+@pytest.fixture
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
 def test_no_question_of_a_set_is_trained(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     found, train, heldout = sets_of(
@@ -64,11 +69,9 @@ def test_a_set_of_which_every_question_is_trained_is_refused() -> None:
         sets_of(settings)
 
 
+@pytest.mark.usefixtures("importable")
 @pytest.mark.asyncio
-async def test_a_set_is_scored_by_its_own_rewards_and_equal_ones_share_their_processes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+async def test_a_set_is_scored_by_its_own_rewards_and_equal_ones_share_their_processes() -> None:
     settings = config(
         {
             "lenient": {"environment": {"reward": f"{HERE}:contains"}},

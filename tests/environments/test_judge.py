@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -98,9 +100,9 @@ def test_the_question_the_answer_and_the_completion_are_in_the_request_also_with
     assert request["model"] == "m"
 
 
-def test_the_url_may_come_from_an_environment_variable(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JUDGE_URL", url_of(server))
-    assert asked(server, url="", url_variable="JUDGE_URL") == 1.0
+def test_the_url_may_come_from_an_environment_variable(server: Server) -> None:
+    with patch.dict(os.environ, {"JUDGE_URL": url_of(server)}):
+        assert asked(server, url="", url_variable="JUDGE_URL") == 1.0
     for options in ({"url": ""}, {"url_variable": "JUDGE_URL"}):
         with pytest.raises(ValueError, match="set one of them"):
             asked(server, **options)

@@ -52,6 +52,11 @@ def violations(*parts: dict[str, object], **sections: object) -> str:
     return str(caught.value)
 
 
+@pytest.fixture
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
 def test_each_part_has_its_own_dataset_template_and_held_out_share() -> None:
     train, heldout = build_tasks(config())
     assert {task.part for task in train} == {task.part for task in heldout} == {"words", "sums"}
@@ -111,9 +116,9 @@ def test_settings_survive_the_runs_own_file() -> None:
     assert part_configs(Config.model_validate_json(run.model_dump_json())) == part_configs(run)
 
 
+@pytest.mark.usefixtures("importable")
 @pytest.mark.asyncio
-async def test_each_task_is_scored_by_the_rewards_of_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+async def test_each_task_is_scored_by_the_rewards_of_its_part() -> None:
     scorers = PartScorers(part_configs(config()))
     await scorers.start()
     try:

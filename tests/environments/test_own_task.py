@@ -11,8 +11,13 @@ from asyncrl.environments.interfaces import build_tasks
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-def test_the_example_makes_questions_and_scores_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(CONFIGS))
+
+
+@pytest.mark.usefixtures("importable")
+def test_the_example_makes_questions_and_scores_answers() -> None:
     config = load_config([CONFIGS / "own_task.yaml"], [])
     train, heldout = build_tasks(config)
     assert len(train) + len(heldout) == 100 * 100

@@ -7,7 +7,6 @@ import pytest
 
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
-from asyncrl.environments import prompt_lengths
 from asyncrl.environments.prompt_lengths import fitting, longest_prompt_tokens
 from asyncrl.errors import DatasetError
 
@@ -38,19 +37,15 @@ def test_the_longest_prompt_leaves_room_for_one_token() -> None:
     assert longest_prompt_tokens(settings(max_prompt_tokens=16)) == 15
 
 
-def test_prompts_that_all_fit_are_kept_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_lengths, "ENCODED_AT_ONCE", 2)
+def test_prompts_that_all_fit_are_kept_in_their_order() -> None:
     tasks = tasks_of("a", "abcd", "ab", "abc", "b")
-    assert fitting(tasks, config=settings(), tokenizer=LetterTokenizer()) == tasks
+    assert fitting(tasks, config=settings(), tokenizer=LetterTokenizer(), at_once=2) == tasks
     assert fitting([], config=settings(), tokenizer=LetterTokenizer()) == []
 
 
 @pytest.mark.parametrize(("prompt", "tokens"), [("abcde", 5), ("", 0)])
 @pytest.mark.fault("F33")
-def test_a_prompt_of_too_many_tokens_or_none_is_refused_with_row_limit_and_knob(
-    prompt: str, tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prompt_lengths, "ENCODED_AT_ONCE", 2)
+def test_a_prompt_of_too_many_tokens_or_none_is_refused_with_row_limit_and_knob(prompt: str, tokens: int) -> None:
     tasks = tasks_of("a", "ab", "abc", prompt, "b", "abcdefgh")
     message = (
         rf"environment, row 4: the prompt '{prompt}' has {tokens} tokens, but must have 1 to 4 "
@@ -58,7 +53,7 @@ def test_a_prompt_of_too_many_tokens_or_none_is_refused_with_row_limit_and_knob(
         r"6 prompts\. .*data\.on_bad_row: skip"
     )
     with pytest.raises(DatasetError, match=message):
-        fitting(tasks, config=settings(), tokenizer=LetterTokenizer())
+        fitting(tasks, config=settings(), tokenizer=LetterTokenizer(), at_once=2)
 
 
 @pytest.mark.fault("F33")
@@ -88,10 +83,7 @@ class Light(LetterTokenizer):
 
 
 @pytest.mark.fault("F33")
-def test_prompts_about_which_a_light_tokenizer_leaves_a_doubt_are_measured_by_the_real_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(prompt_lengths, "ENCODED_AT_ONCE", 3)
+def test_prompts_about_which_a_light_tokenizer_leaves_a_doubt_are_measured_by_the_real_one() -> None:
     measured: list[str] = []
 
     class Real(LetterTokenizer):
@@ -101,7 +93,7 @@ def test_prompts_about_which_a_light_tokenizer_leaves_a_doubt_are_measured_by_th
 
     tasks = tasks_of("abc", "abcd", "abcde", "abcdef", "a")
     config = settings(on_bad_row="skip")
-    assert fitting(tasks, config=config, tokenizer=Light(), exact=Real) == [tasks[0], tasks[1], tasks[4]]
+    assert fitting(tasks, config=config, tokenizer=Light(), exact=Real, at_once=3) == [tasks[0], tasks[1], tasks[4]]
     assert measured == ["abcd", "abcde", "a"], "without a doubt, 'abc' fits and 'abcdef' does not"
 
 

@@ -1,6 +1,8 @@
 """A scoring process keeps the variables that connections and caches need, and no variable with a secret."""
 
+import os
 import threading
+from unittest.mock import patch
 
 import pytest
 
@@ -31,9 +33,9 @@ def kept(name: str) -> bool:
         ("TORCH_HOME", "/data/torch"),
     ],
 )
-def test_proxies_certificates_and_caches_are_kept(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(name, value)
-    assert kept(name)
+def test_proxies_certificates_and_caches_are_kept(name: str, value: str) -> None:
+    with patch.dict(os.environ, {name: value}):
+        assert kept(name)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,6 @@ def test_proxies_certificates_and_caches_are_kept(name: str, value: str, monkeyp
         ("HF_ENDPOINT", "https://user:password@mirror.example"),
     ],
 )
-def test_tokens_and_urls_with_a_password_are_withheld(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(name, value)
-    assert not kept(name)
+def test_tokens_and_urls_with_a_password_are_withheld(name: str, value: str) -> None:
+    with patch.dict(os.environ, {name: value}):
+        assert not kept(name)

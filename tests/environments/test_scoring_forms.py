@@ -79,6 +79,11 @@ async def failure_of(scorer: Scorer, *completions: str) -> DataError:
 # --- limits -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def judge_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", KEY)
+
+
 @pytest.mark.asyncio
 async def test_the_limit_of_a_plain_reward_begins_anew_with_each_completion() -> None:
     async with scoring("each", timeout_s=2.0) as scorer:
@@ -215,9 +220,9 @@ async def test_a_secret_reaches_the_reward_and_leaves_it_redacted() -> None:
         assert lines.wait_for(4) == ["asking with <JUDGE_API_KEY>", "again with '<JUDGE_API_KEY>'"] * 2
 
 
+@pytest.mark.usefixtures("judge_key")
 @pytest.mark.asyncio
-async def test_a_reward_that_lacks_its_key_is_told_to_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JUDGE_API_KEY", KEY)
+async def test_a_reward_that_lacks_its_key_is_told_to_name_it() -> None:
     async with scoring("keyed") as scorer:
         failure = await failure_of(scorer, "a")
         assert str(failure).startswith("environment.reward = judges:keyed raised KeyError: 'JUDGE_API_KEY' (")

@@ -86,6 +86,12 @@ async def played(made: ToolAgent, *calls: tuple[str, Mapping[str, Any]], task: T
     return await made.run(cast(Session, model), task), model
 
 
+@pytest.fixture
+def keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOL_KEY", "a key")
+    monkeypatch.setenv("OTHER_KEY", ", and one that it must not have")
+
+
 @pytest.mark.asyncio
 async def test_the_model_reads_the_results_of_its_calls_and_its_last_answer_is_scored() -> None:
     made = agent("search", "doubled")
@@ -321,14 +327,11 @@ def test_a_function_that_cannot_be_a_tool_is_refused(names: list[str], says: str
     assert says in str(caught.value)
 
 
+@pytest.mark.usefixtures("keys")
 @pytest.mark.slow
 @pytest.mark.asyncio
 @pytest.mark.timeout(120)
-async def test_the_tools_of_an_mcp_server_are_called_and_a_server_that_died_is_started_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("TOOL_KEY", "a key")
-    monkeypatch.setenv("OTHER_KEY", ", and one that it must not have")
+async def test_the_tools_of_an_mcp_server_are_called_and_a_server_that_died_is_started_again() -> None:
     made = agent("search", mcp_servers=[{"command": SERVER}], secrets=["TOOL_KEY"], tool_timeout_s=30)
     _, model = await played(
         made, ("put", {"key": "a", "value": "1"}), ("get", {"key": "a"}), ("get", {"key": "b"}), ("die", {}),

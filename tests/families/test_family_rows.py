@@ -120,8 +120,8 @@ def test_the_check_of_the_start_changes_nothing(tmp_path: Path, monkeypatch: pyt
         torch.manual_seed(99)
         policy = worker(PolicyWorker, tmp_path, batching="packed")
         state = torch.get_rng_state()
-        gradients = any(each.grad is not None for each in policy._model.parameters())
-        kinds = [type(each) for each in policy._model.parameters()]  # a shard, or a whole tensor after a pass
+        gradients = any(each.grad is not None for each in policy.model.parameters())
+        kinds = [type(each) for each in policy.model.parameters()]  # a shard, or a whole tensor after a pass
         policy.train(make_batch(), build_loss(policy._config), rows_per_update=100, step=STEP)
         digest = policy.weights_digest()
         policy.close()

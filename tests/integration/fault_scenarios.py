@@ -149,7 +149,7 @@ def run_lone_rank(rank: int, fault: str, call: str, folder: Path) -> None:
     shard = make_batch().shard_by_batch_size(WORLD)[0]
     calls: dict[str, Any] = {
         "train": lambda: policy.train(shard, LOSS, rows_per_update=shard.size),
-        "a pass": lambda: policy._model(input_ids=token_batch(PROBE)["input_ids"]),
+        "a pass": lambda: policy.model(input_ids=token_batch(PROBE)["input_ids"]),
     }
     start = time.monotonic()
     try:

@@ -49,8 +49,8 @@ def worker(name: str, way: str, rank: int, world: int, folder: Path, **lora: Any
 
 def frozen_digest(policy: PolicyWorker) -> int:
     """Returns a number that changes if this rank's shard of a frozen weight does."""
-    reshard(policy._model)
-    frozen = [p.detach().to_local() for p in policy._model.parameters() if not p.requires_grad]
+    reshard(policy.model)
+    frozen = [p.detach().to_local() for p in policy.model.parameters() if not p.requires_grad]
     return sum(int(shard.float().view(torch.int32).sum()) for shard in frozen)
 
 
@@ -79,8 +79,8 @@ def _train(way: str, rank: int, world: int, folder: Path) -> dict[str, Any]:
         "specs": policy.weights_metadata(),
         "digest": combined(policy.gather(policy.weights_digest())),
         "moments": moments_of(policy),
-        "adapters": sorted({str(p.dtype) for p in policy._model.parameters() if p.requires_grad}),
-        "bases": sorted({str(p.dtype) for p in policy._model.parameters() if not p.requires_grad}),
+        "adapters": sorted({str(p.dtype) for p in policy.model.parameters() if p.requires_grad}),
+        "bases": sorted({str(p.dtype) for p in policy.model.parameters() if not p.requires_grad}),
     }
     policy.take_snapshot(layout(policy.weights_metadata()), PROBE)
     found["sent_bytes"] = sum(policy.gather(policy._snapshots[0].memory.nbytes))

@@ -160,11 +160,11 @@ def on_fresh_workers(
     """
     for packed in (False, True):
         made = worker(f"cuts {packed}", **({"batching": "packed"} if packed else {}))
-        first = [parameter.detach().to_local().clone() for parameter in made._model.parameters()]
+        first = [parameter.detach().to_local().clone() for parameter in made.model.parameters()]
         for name, learner in cuts.items():
             if packed == (learner.get("batching") == "packed"):
-                reshard(made._model)
-                for parameter, shard in zip(made._model.parameters(), first, strict=True):
+                reshard(made.model)
+                for parameter, shard in zip(made.model.parameters(), first, strict=True):
                     parameter.detach().to_local().copy_(shard)
                 made._optimizer.optimizer.state.clear()
                 made._calls = 0
@@ -246,10 +246,10 @@ def _offload_scenario(worker: Any) -> dict[str, Any]:
         policy = worker(name, micro_batch_size=4)
         train_step(policy, make_batch(), micro_batch_size=4)
         if offloads:
-            first = next(iter(policy._model.parameters()))
+            first = next(iter(policy.model.parameters()))
             first.grad = torch.zeros_like(first)
             policy.offload_optimizer()
-            found["gradients"] = sum(parameter.grad is not None for parameter in policy._model.parameters())
+            found["gradients"] = sum(parameter.grad is not None for parameter in policy.model.parameters())
             found["before"] = _refusals(policy)
             policy.offload_after_refit()
             found["after"] = _refusals(policy)
@@ -340,7 +340,7 @@ def _weights_scenario(policy: PolicyWorker, saved: Path, *, rank: int) -> dict[s
         "logprobs": policy.get_logprobs(token_batch(PROBE[:2] if rank == 0 else []))["logprobs"].numpy(),
         "gathered": {name: tensor.numpy() for name, tensor in kept.items()},
         "after_probe": all(torch.equal(tensor, kept[name]) for name, tensor in policy.gather_weights()),
-        "types": {type(parameter).__name__ for parameter in policy._model.parameters()},
+        "types": {type(parameter).__name__ for parameter in policy.model.parameters()},
     }
     found["trained"] = train_step(policy, make_batch())
     found["snapshot_unchanged"] = all(torch.equal(before[name], kept[name]) for name in kept)

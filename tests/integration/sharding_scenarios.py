@@ -56,13 +56,13 @@ def _worker(name: str, way: str, rank: int, folder: Path) -> PolicyWorker:
 
 def _train(way: str, rank: int, folder: Path) -> dict[str, Any]:
     policy = _worker(way, way, rank, folder)
-    with _watched(policy._model) as seen:
+    with _watched(policy.model) as seen:
         before = policy.probe(PROBE)
         probed = dict(seen)
         seen.clear()
         with mock.patch("torch.distributed.reduce_scatter_single", wraps=dist.reduce_scatter_single) as reduced:
             reports = [train_step(policy, make_batch()) for _ in range(2)]
-    parameter = next(p for p in policy._model.parameters() if isinstance(p, DTensor) and p.dim() == 2)
+    parameter = next(p for p in policy.model.parameters() if isinstance(p, DTensor) and p.dim() == 2)
     found = {
         "reports": reports,
         "probe": before,
@@ -72,7 +72,7 @@ def _train(way: str, rank: int, folder: Path) -> dict[str, Any]:
         "reduced": {str(call.kwargs["input"].dtype) for call in reduced.call_args_list},
         "mesh": dict(zip(parameter.device_mesh.mesh_dim_names or (), parameter.device_mesh.shape, strict=False)),
         "ways_cut": parameter.shape.numel() / parameter.to_local().numel(),
-        "master": {str(p.dtype) for p in policy._model.parameters()},
+        "master": {str(p.dtype) for p in policy.model.parameters()},
         "moments": {str(state["exp_avg"].dtype) for state in policy._optimizer.state.values()},
         "specs": [spec.name for spec in policy.weights_metadata()],
         "weights": {name: tensor.float().numpy() for name, tensor in policy.gather_weights()},

@@ -437,7 +437,7 @@ def test_two_ranks_name_lost_rows_go_on_and_end_together(of_two_ranks: TQPolicy,
 
 
 def critic_weights(worker: Any) -> dict[str, np.ndarray]:
-    return {name: tensor.numpy() for name, tensor in gather_weights(worker._model, dtype=torch.float32)}
+    return {name: tensor.numpy() for name, tensor in gather_weights(worker.model, dtype=torch.float32)}
 
 
 def put_rows_to_value(client: Any) -> BatchedDataDict:

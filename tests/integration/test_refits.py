@@ -139,7 +139,7 @@ def pid(worker: Any) -> int:
 def change_precision(worker: Any, dtype: torch.dtype) -> None:
     """Makes the rank offer weights with a dtype that the engines' model does not have."""
     worker._engine_dtype = dtype
-    worker._specs = parameter_specs(worker._model, dtype=dtype)
+    worker._specs = parameter_specs(worker.model, dtype=dtype)
 
 
 def open_memory_files(worker: Any) -> int:

@@ -90,7 +90,7 @@ def _cut(critic: ValueWorker, learner: dict[str, Any]) -> dict[str, Any]:
         "after": critic.get_values(shard, **size)["values"].numpy(),
         "again": critic.train(shard, VALUE_LOSS, rows_per_update=rows, eval_mode=True, **size),
         "weights": _weights(critic),
-        "types": {type(parameter).__name__ for parameter in critic._model.parameters()},
+        "types": {type(parameter).__name__ for parameter in critic.model.parameters()},
     }
 
 
@@ -113,4 +113,4 @@ def _refused(critic: ValueWorker, shard: BatchedDataDict) -> str:
 
 
 def _weights(critic: ValueWorker) -> dict[str, np.ndarray]:
-    return {name: tensor.numpy() for name, tensor in gather_weights(critic._model, dtype=torch.float32)}
+    return {name: tensor.numpy() for name, tensor in gather_weights(critic.model, dtype=torch.float32)}

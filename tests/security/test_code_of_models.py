@@ -82,11 +82,9 @@ def test_code_of_a_tokenizer_is_not_run(kind: str, asked: list[str], tmp_path: P
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.usefixtures("in_tmp_path")
 @pytest.mark.parametrize("kind", MODELS)
-def test_export_of_an_adapter_asks_nothing_and_runs_no_code(
-    kind: str, asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_export_of_an_adapter_asks_nothing_and_runs_no_code(kind: str, asked: list[str], tmp_path: Path) -> None:
     run = asyncio.run(write_run(tmp_path / "runs", "sent"))
     path = model(run, MODELS[kind])
     changed = {"run": {"name": "sent", "dir": "runs"}, "model": {"path": str(path), "lora": {"rank": 1}}}

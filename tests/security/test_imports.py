@@ -189,12 +189,10 @@ def test_a_config_that_names_a_module_of_python_is_refused_before_an_import(chan
 PROGRAM = ["touch", "left"]
 
 
+@pytest.mark.usefixtures("in_tmp_path")
 @pytest.mark.usefixtures("own")
 @pytest.mark.parametrize("value", ["psutil:Popen", "own_of_imports:Program", "tempfile:NamedTemporaryFile"])
-def test_a_class_that_is_no_environment_no_dataset_and_no_reward_is_not_called(
-    value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_class_that_is_no_environment_no_dataset_and_no_reward_is_not_called(value: str, tmp_path: Path) -> None:
     options = {"args": PROGRAM}
     with pytest.raises(ConfigError, match=r"environment\.name"):
         build_environment(EnvironmentSection(name=value, options=options))

@@ -72,12 +72,10 @@ def test_the_run_of_the_directory_is_changed(command: list[str], tmp_path: Path,
     assert len(changed) == 1
 
 
+@pytest.mark.usefixtures("in_tmp_path")
 @pytest.mark.parametrize("command", COMMANDS, ids=["down", "scale"])
-def test_a_run_without_a_directory_here_is_changed(
-    command: list[str], tmp_path: Path, changed: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_without_a_directory_here_is_changed(command: list[str], tmp_path: Path, changed: list[str]) -> None:
     """The directory may be on another machine."""
-    monkeypatch.chdir(tmp_path)
     assert CliRunner().invoke(app, [word.format(run="quickstart") for word in command]).exit_code == 0
     assert len(changed) == 1
 

@@ -44,13 +44,11 @@ def config_of(path: Path, **lora: Any) -> Config:
     return Config.model_validate({"run": {"name": "sent", "dir": "runs"}, "model": {"path": str(path), **lora}})
 
 
+@pytest.mark.usefixtures("in_tmp_path")
 @pytest.mark.timeout(60)  # without the check, the command takes many minutes
 @pytest.mark.parametrize("merge", [False, True], ids=["adapter", "merged"])
 @pytest.mark.parametrize("kind", FORGED)
-def test_export_of_an_adapter_is_refused(
-    kind: str, merge: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_export_of_an_adapter_is_refused(kind: str, merge: bool, tmp_path: Path) -> None:
     run = asyncio.run(write_run(tmp_path / "runs", "sent"))
     path = model(run, **FORGED[kind])
     (run / "config.yaml").write_text(dump_config(config_of(path, lora={"rank": 1})))

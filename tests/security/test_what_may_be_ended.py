@@ -55,19 +55,19 @@ def test_a_worker_of_the_runs_session_is_ended(run: Path, worker: psutil.Popen) 
     assert not psutil.pid_exists(worker.pid)
 
 
+@pytest.mark.usefixtures("in_tmp_path")
 @pytest.mark.parametrize(
     "named",
     ["/", "//", "", ".", "..", "/tmp", "/dev", "/proc/self/cwd/..", "pipe:", "session\0", "{session}/..",
      "{session}/logs", "{session}/../..", "{link}", "{relative}", "{other}"],
 )  # fmt: skip
 def test_a_folder_without_the_mark_of_the_run_is_no_session(
-    named: str, run: Path, session: Path, worker: psutil.Popen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    named: str, run: Path, session: Path, worker: psutil.Popen, tmp_path: Path
 ) -> None:
     other = tmp_path / "ray" / "session_2"
     other.mkdir()
     (other / SESSION_MARK).write_text("0" * 16)
     (tmp_path / "link").symlink_to(tmp_path / "ray")
-    monkeypatch.chdir(tmp_path)
     given = {"session": session, "link": tmp_path / "link", "relative": session.relative_to(tmp_path), "other": other}
     rewrite(run, ray_session=named.format(**given))
     assert pids(run) == []
