@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import signal
 from pathlib import Path
 from typing import BinaryIO
 
@@ -10,14 +11,14 @@ import pytest
 from asyncrl import atomic_write
 from asyncrl.atomic_write import write_atomically
 
-KILLED = 9
+KILLED = -signal.SIGKILL
 
 
 def killed_while_writing(path: Path, data: bytes) -> None:
     """Writes `path` in a child process that ends right before it renames its temporary file."""
     child = os.fork()
     if child == 0:
-        Path.replace = lambda *_: os._exit(KILLED)  # type: ignore[assignment, method-assign]
+        Path.replace = lambda *_: signal.raise_signal(signal.SIGKILL)  # type: ignore[assignment, method-assign]
         try:
             write_atomically(path, data)
         finally:

@@ -2,6 +2,7 @@
 change of a file."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +14,7 @@ from asyncrl.complete_directory import COMPLETE, complete, discard, finish, prep
 from asyncrl.errors import CheckpointError
 
 CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate"}
-SURVIVED, KILLED = 0, 9
+SURVIVED, KILLED = 0, -signal.SIGKILL
 
 
 def save(path: Path, save_id: str) -> None:
@@ -32,7 +33,7 @@ def exit_code(work: Callable[[], object], *, changes: int) -> int:
         nonlocal left
         if event in CHANGES and (event != "open" or int(str(arguments[2])) & (os.O_WRONLY | os.O_RDWR)):
             if left == 0:
-                os._exit(KILLED)
+                signal.raise_signal(signal.SIGKILL)
             left -= 1
 
     child = os.fork()

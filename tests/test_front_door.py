@@ -13,6 +13,8 @@ PACKAGE = Path(asyncrl.__file__).parent
 PUBLIC = sorted({*asyncrl.__all__} - {"__version__"})
 PAGES = ("own-loop.md", "library.md", "python.md")
 """Pages for people who write Python. Their code needs no module of asyncrl besides the package itself."""
+MODULES = asyncrl._MODULES
+"""The module of each public name."""
 
 
 @pytest.mark.slow
@@ -20,7 +22,7 @@ PAGES = ("own-loop.md", "library.md", "python.md")
 def test_a_public_name_is_what_its_module_defines(name: str) -> None:
     found = getattr(asyncrl, name)
     assert found.__name__ == name
-    assert found.__module__ == f"asyncrl.{asyncrl._MODULES[name]}"
+    assert found.__module__ == f"asyncrl.{MODULES[name]}"
 
 
 def test_type_checkers_and_the_interpreter_see_the_same_names() -> None:
@@ -34,7 +36,7 @@ def test_type_checkers_and_the_interpreter_see_the_same_names() -> None:
         for node in block.body if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }  # fmt: skip
-    assert imported == asyncrl._MODULES
+    assert imported == MODULES
     assert set(PUBLIC) == set(imported)
 
 

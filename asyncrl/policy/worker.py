@@ -81,10 +81,10 @@ class PolicyWorker(RankWorker[LossFunction]):
 
     def _loaded(self, model_path: str) -> PreTrainedModel:
         described, _ = PreTrainedConfig.get_config_dict(model_path)
-        check_family(described, self._config, path=model_path)
-        lora = self._config.model.lora
+        check_family(described, self.config, path=model_path)
+        lora = self.config.model.lora
         # Frozen weights need no more precision than the passes compute in.
-        dtype = torch.float32 if lora is None else compute_dtype(self._config)
+        dtype = torch.float32 if lora is None else compute_dtype(self.config)
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             model_path,
             dtype=dtype,
@@ -95,7 +95,7 @@ class PolicyWorker(RankWorker[LossFunction]):
             return model
         from asyncrl.policy.adapter import with_adapter  # imports peft, which other runs do not need
 
-        return with_adapter(model, lora, seed=self._config.run.seed)
+        return with_adapter(model, lora, seed=self.config.run.seed)
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -105,7 +105,7 @@ class PolicyWorker(RankWorker[LossFunction]):
         data = copy.copy(data)
         if data.size and step is not None and "weight_versions" in data:
             data["staleness"] = (step - data["weight_versions"]).float()
-        check_supports(data, loss_fn, has_supports=self._config.has_supports)
+        check_supports(data, loss_fn, has_supports=self.config.has_supports)
         data, _ = super()._prepared(data, loss_fn, step=step, updates=updates, eval_mode=eval_mode)
         if isinstance(loss_fn, ObjectiveLoss):
             loss_fn.check_precision(data)
@@ -122,7 +122,7 @@ class PolicyWorker(RankWorker[LossFunction]):
             part,
             model=self.model,
             context=context,
-            temperature=self._config.generator.temperature,
+            temperature=self.config.generator.temperature,
             packed=self._packed,
             on_policy=self._on_policy,
         )
@@ -131,7 +131,7 @@ class PolicyWorker(RankWorker[LossFunction]):
         self._shared.void()
 
     def _model_flops(self, lengths: Sequence[int], *, backward: bool) -> int | None:
-        if self._config.generator.top_k is not None:
+        if self.config.generator.top_k is not None:
             return None  # the head multiplies the rows of supports only, and how many these are is not counted
         adapters = None
         if self._lora is not None:
@@ -142,7 +142,7 @@ class PolicyWorker(RankWorker[LossFunction]):
         return None if cost is None else cost.flops(lengths, backward=backward)
 
     def _peak_flops_per_s(self) -> float | None:
-        return device_peak_flops_per_s(self._device, dtype=compute_dtype(self._config))
+        return device_peak_flops_per_s(self._device, dtype=compute_dtype(self.config))
 
     # -- scoring and weights -------------------------------------------------------------------------------------
 
@@ -193,10 +193,10 @@ class PolicyWorker(RankWorker[LossFunction]):
 
         def score(part: BatchedDataDict) -> torch.Tensor:
             rows = ModelRows.of(part, packed=self._packed, with_supports=of_sampler)
-            of_rows = self._config.generator.temperature if temperature is None else temperature
+            of_rows = self.config.generator.temperature if temperature is None else temperature
             return _token_logprobs(model, rows, temperature=of_rows)
 
-        columns = (*SCORED_COLUMNS, *([SUPPORT] if of_sampler and self._config.has_supports else []))
+        columns = (*SCORED_COLUMNS, *([SUPPORT] if of_sampler and self.config.has_supports else []))
         return self._scored(data, score, micro_batch_size=micro_batch_size, columns=columns)
 
     def weights_metadata(self) -> tuple[ParameterSpec, ...]:
@@ -268,8 +268,8 @@ class PolicyWorker(RankWorker[LossFunction]):
         self._snapshots[slot] = snapshot_of(
             own_shards(self.model, rank=self.rank),
             entries,
-            bucket_bytes=self._config.weights.bucket_bytes,
-            shared=self._config.weights.transport == "ipc",
+            bucket_bytes=self.config.weights.bucket_bytes,
+            shared=self.config.weights.transport == "ipc",
             last=last,
         )
         return logprobs

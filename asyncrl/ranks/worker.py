@@ -59,7 +59,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
 
     def __init__(self, *, model_path: str, config: Config, rank: int, world_size: int, store: Store) -> None:
         learner = config.learner
-        self._config = config
+        self.config = config
         self._model_name = model_path
         # The run asks the Hugging Face Hub for files only here: saves and exports read the folder.
         self._model_path = model_folder(model_path, weights=True)
@@ -84,11 +84,12 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         # no dropout: it would make the ratio of a token's probability to itself differ from 1
         model.train(False)
         optimizer = adamw(model, learner.optimizer, device=self._device)
-        self.model, self._optimizer = self._accelerator.prepare(model, optimizer)
-        """The live model with this rank's shards. A function of `on_rank` may read it."""
-        self._placement = Placement(self.model, self._optimizer.optimizer, device=self._device)
-        self._state = ShardedState(self.model, self._optimizer.optimizer, group=self._checkpoints, saving=self._saving)
-        self._calls = 0  # number of `train` calls, which the learning-rate schedule counts
+        self.model, self.optimizer = self._accelerator.prepare(model, optimizer)
+        """The live model and its optimizer, with this rank's shards. Functions of `on_ranks` may read them."""
+        self._placement = Placement(self.model, self.optimizer.optimizer, device=self._device)
+        self._state = ShardedState(self.model, self.optimizer.optimizer, group=self._checkpoints, saving=self._saving)
+        self.train_calls = 0
+        """Number of `train` calls, which the learning-rate schedule counts. A checkpoint of the optimizer has it."""
         self._updates = 0  # number of updates that the optimizer has applied
         self._trained_step: int | None = None
 
@@ -154,7 +155,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         All ranks raise CallRefused together if any rank cannot use its rows, and LossFailed if the loss fails.
         """
         self._placement.check(MODEL, *([] if eval_mode else [OPTIMIZER]))
-        learner = self._config.learner
+        learner = self.config.learner
         timer = Timer()
         with self.together():
             plan = BatchingPlan.of(learner, micro_batch_size=micro_batch_size)
@@ -165,8 +166,8 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         before = self.weights_digest()
         with timer.time("log_probs"):
             loss_fn = self._step_loss(loss_fn, planned)
-        rate = learning_rate(learner.optimizer, step=self._calls, total_steps=learner.total_steps)
-        for group in self._optimizer.param_groups:
+        rate = learning_rate(learner.optimizer, step=self.train_calls, total_steps=learner.total_steps)
+        for group in self.optimizer.param_groups:
             group["lr"] = rate
         outcomes = self._run_updates(planned, loss_fn=loss_fn, step=step, eval_mode=eval_mode, timer=timer)
         after = before if eval_mode else self.weights_digest()
@@ -233,13 +234,13 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
                     outcomes.append(self._update(update.parts, context, timer=timer, train=not eval_mode))
         except LossFailed:
             # this update is not applied; if earlier updates of this call were, the learning-rate schedule advances
-            self._calls += self._updates > updates_before
+            self.train_calls += self._updates > updates_before
             raise
         finally:
             if self._updates > updates_before:
                 self._trained_step = None if step is None else step + 1
                 self._weights_changed()
-        self._calls += not eval_mode and (not outcomes or any(outcome.finite for outcome in outcomes))
+        self.train_calls += not eval_mode and (not outcomes or any(outcome.finite for outcome in outcomes))
         return tuple(outcomes)
 
     def _update(
@@ -256,7 +257,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         metrics: list[Mapping[str, float]] = []
         failure: LossFailed | None = None
         with timer.time("forward_backward"):
-            self._optimizer.zero_grad()
+            self.optimizer.zero_grad()
             for i, part in enumerate(parts):
                 self.model.set_requires_gradient_sync(self._syncs_often or i == len(parts) - 1)
                 with torch.set_grad_enabled(train):
@@ -271,15 +272,15 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         with timer.time("optimizer"):
             if train:
                 norm = self._accelerator.clip_grad_norm_(
-                    self.model.parameters(), self._config.learner.optimizer.max_grad_norm
+                    self.model.parameters(), self.config.learner.optimizer.max_grad_norm
                 )
                 grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
             verdicts = self.gather((bool(np.isfinite([loss_total, grad_norm]).all()), failure))
             finite, failures = all(own for own, _ in verdicts), [error for _, error in verdicts if error is not None]
             if train and finite and not failures:
-                self._optimizer.step()
+                self.optimizer.step()
                 self._updates += 1
-            self._optimizer.zero_grad()
+            self.optimizer.zero_grad()
             if failures:
                 raise failures[0]
         return UpdateOutcome(
@@ -331,7 +332,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
             self.check_rows(data)
             rows = copy.copy(data)
             rows["row"] = torch.arange(data.size)
-            plan = BatchingPlan.of(self._config.learner, micro_batch_size=micro_batch_size)
+            plan = BatchingPlan.of(self.config.learner, micro_batch_size=micro_batch_size)
             cuts = plan.updates(rows, rows_per_update=data.size)
             parts = [part for update in cuts for part in update]
         passes: int = max(self.gather(len(parts)))
@@ -353,7 +354,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
     def stage_checkpoint(self, optimizer: bool = True) -> None:
         """Copies this rank's part of the weights, and of the optimizer if it is wanted, for `write_checkpoint`. Raises
         CheckpointError if the last copies are still being written, or if there is no memory for them."""
-        self._state.stage(train_calls=self._calls, optimizer=optimizer)
+        self._state.stage(train_calls=self.train_calls, optimizer=optimizer)
 
     def write_checkpoint(
         self, weights_path: Path, optimizer_path: Path | None = None, tokenizer_path: Path | None = None
@@ -378,7 +379,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         """
         train_calls = self._state.load(weights_path=weights_path, optimizer_path=optimizer_path)
         if train_calls is not None:
-            self._calls = train_calls
+            self.train_calls = train_calls
         self._trained_step = None
         self._weights_changed()
 
@@ -394,7 +395,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
 
     def finish_training(self) -> None:
         """Frees the gradients."""
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
 
     def check_rows(self, data: BatchedDataDict) -> None:
         """Raises CallRefused if the model cannot use these rows. Not a collective."""

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -90,7 +91,7 @@ def wrong(size: object) -> Iterator[tuple[str, str]]:
 
 def ended(size: object) -> Iterator[tuple[str, str]]:
     yield "before", "2"
-    os._exit(9)
+    signal.raise_signal(signal.SIGKILL)
 
 
 def silent(size: object) -> Iterator[tuple[str, str]]:

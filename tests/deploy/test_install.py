@@ -17,15 +17,23 @@ import install
 
 SCRIPT = Path(install.__file__)
 HERE = sys.version_info[:2]
-GOOD = install.Machine(
-    system="Linux",
-    processor="x86_64",
-    libc="glibc",
-    free_gib=50.0,
-    pythons={(3, 12): "python3.12"},
-    can_make_venv=True,
-    can_compile=True,
-)
+
+
+def machine(**changed: Any) -> install.Machine:
+    """Returns a machine on which asyncrl can be installed, with some changes."""
+    good = {
+        "system": "Linux",
+        "processor": "x86_64",
+        "libc": "glibc",
+        "free_gib": 50.0,
+        "pythons": {(3, 12): "python3.12"},
+        "can_make_venv": True,
+        "can_compile": True,
+    }
+    return install.Machine(**{**good, **changed})
+
+
+GOOD = machine()
 
 
 def test_the_installer_runs_on_old_pythons_which_it_refuses() -> None:
@@ -41,9 +49,9 @@ def test_its_examples_hold() -> None:
 @pytest.mark.parametrize("python", install.PYTHONS)
 @pytest.mark.parametrize("processor", ["x86_64", "aarch64"])
 def test_linux_on_either_processor_is_accepted_with_each_python(python: tuple[int, int], processor: str) -> None:
-    machine = GOOD._replace(processor=processor, pythons={python: "python"})
-    assert install.refusal(machine, "cpu") is None
-    assert install.refusal(machine, "gpu") is None
+    found = machine(processor=processor, pythons={python: "python"})
+    assert install.refusal(found, "cpu") is None
+    assert install.refusal(found, "gpu") is None
 
 
 @pytest.mark.parametrize(
@@ -60,15 +68,15 @@ def test_linux_on_either_processor_is_accepted_with_each_python(python: tuple[in
     ],
 )
 def test_another_machine_is_refused_with_what_to_do(changed: dict[str, Any], said: str) -> None:
-    why = install.refusal(GOOD._replace(**changed), "cpu")
+    why = install.refusal(machine(**changed), "cpu")
     assert why is not None
     assert said in why
     assert re.search(r"Use |Install |install |Free ", why), "it says what to do"
 
 
 def test_an_installation_that_is_there_needs_little_space() -> None:
-    assert install.refusal(GOOD._replace(free_gib=2.0, has_packages=True), "gpu") is None
-    assert install.refusal(GOOD._replace(free_gib=0.5, has_packages=True), "cpu") is not None
+    assert install.refusal(machine(free_gib=2.0, has_packages=True), "gpu") is None
+    assert install.refusal(machine(free_gib=0.5, has_packages=True), "cpu") is not None
 
 
 def test_a_folder_that_is_not_an_environment_is_refused_and_an_environment_keeps_its_python(tmp_path: Path) -> None:
@@ -180,7 +188,7 @@ def test_without_any_build_for_cpus_the_one_for_cuda_is_taken_if_there_is_room(
     assert sources.made == []
     assert "(dns error). So this takes the build for CUDA" in capsys.readouterr().out
     with pytest.raises(install.Refused, match=r"only 6\.0 GiB are free"):
-        install.torch_for_cpus(Sources(), GOOD._replace(free_gib=6.0))
+        install.torch_for_cpus(Sources(), machine(free_gib=6.0))
 
 
 def test_builds_for_cpus_are_excluded_for_gpus() -> None:
@@ -203,7 +211,7 @@ def test_an_environment_without_pip_gets_it(tmp_path: Path) -> None:
 
 def test_this_machine_can_be_installed_on() -> None:
     found = install.this_machine(Path(sys.prefix), True)
-    assert install.refusal(found._replace(free_gib=50.0), "cpu") is None
+    assert install.refusal(install.Machine(*found[:3], 50.0, *found[4:]), "cpu") is None
 
 
 def test_settings_of_pip_reach_uv() -> None:
@@ -227,8 +235,9 @@ def test_settings_of_pip_reach_uv() -> None:
 
 def test_a_failure_is_told_by_its_last_error() -> None:
     said = "Using Python 3.12\nerror: Request failed\n  cause: dns error\nhint: look at the docs\n"
-    assert install._last_error(said, begins=("cause:", "error:")) == "dns error"
-    assert install._last_error("", begins=("ERROR",)) == "no message"
+    last_error = install._last_error
+    assert last_error(said, begins=("cause:", "error:")) == "dns error"
+    assert last_error("", begins=("ERROR",)) == "no message"
 
 
 class Recorded(Sources):

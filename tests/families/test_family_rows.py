@@ -122,7 +122,7 @@ def test_the_check_of_the_start_changes_nothing(tmp_path: Path, monkeypatch: pyt
         state = torch.get_rng_state()
         gradients = any(each.grad is not None for each in policy.model.parameters())
         kinds = [type(each) for each in policy.model.parameters()]  # a shard, or a whole tensor after a pass
-        policy.train(make_batch(), build_loss(policy._config), rows_per_update=100, step=STEP)
+        policy.train(make_batch(), build_loss(policy.config), rows_per_update=100, step=STEP)
         digest = policy.weights_digest()
         policy.close()
         return gradients, [int(each) for each in state], kinds, digest

@@ -7,7 +7,7 @@ import os
 import pickle
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -83,8 +83,8 @@ def _save_policy(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     policy.load_checkpoint(path / "weights")
     found["weights_only"] = {
         "weights": {name: tensor.numpy() for name, tensor in policy.gather_weights()},
-        "calls": policy._calls,
-        "moments": len(policy._optimizer.state),
+        "calls": policy.train_calls,
+        "moments": len(policy.optimizer.state),
     }
     policy.close()
     return found
@@ -98,7 +98,7 @@ def _train(policy: PolicyWorker, rank: int, world_size: int, *, steps: int) -> d
     records, rates = [], []
     for _ in range(steps):
         records.append(policy.train(shard, loss, rows_per_update=UPDATE_ROWS // world_size))
-        rates.append(policy._optimizer.param_groups[0]["lr"])
+        rates.append(records[-1].learning_rate)
     return {
         "records": records,
         "rates": rates,
@@ -228,14 +228,19 @@ def _save_beside(path: Path, *, group: dist.ProcessGroup) -> dict[str, Any]:
     loaded = Sharded(group=group, seed=9)
     loaded.load(path)
     found["loaded"] = loaded.state()
-    held = {name: copy.data_ptr() for name, copy in toy.checkpoint._weight_copies._copies.items()}
+    weights, moments = _copies(toy.checkpoint)
+    held = {name: copy.data_ptr() for name, copy in weights.items()}
     toy.save(path)
-    found["reused"] = held == {name: copy.data_ptr() for name, copy in toy.checkpoint._weight_copies._copies.items()}
+    found["reused"] = held == {name: copy.data_ptr() for name, copy in weights.items()}
     loaded.load(path)
     found["second"] = loaded.state()
-    copies = (toy.checkpoint._weight_copies, toy.checkpoint._moment_copies)
-    found["nbytes"] = [sum(copy.nbytes for copy in each._copies.values()) for each in copies]
+    found["nbytes"] = [sum(copy.nbytes for copy in each.values()) for each in (weights, moments)]
     return found
+
+
+def _copies(checkpoint: ShardedState) -> list[Mapping[str, torch.Tensor]]:
+    """Returns the memory for the copies of the weights and of the moments."""
+    return [each._copies for each in (checkpoint._weight_copies, checkpoint._moment_copies)]
 
 
 # -- faults ----------------------------------------------------------------------------------------------------------

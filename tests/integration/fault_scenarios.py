@@ -124,7 +124,7 @@ def _reference(policy: PolicyWorker, shard: BatchedDataDict) -> np.ndarray:
 def _state(policy: PolicyWorker) -> dict[str, np.ndarray]:
     """Returns this rank's shards of the weights and of the optimizer's moments."""
     state = {name: tensor.numpy() for name, tensor in policy.gather_weights()}
-    for number, moments in enumerate(policy._optimizer.state.values()):
+    for number, moments in enumerate(policy.optimizer.state.values()):
         for key in ("exp_avg", "exp_avg_sq"):
             state[f"{number} {key}"] = moments[key].to_local().numpy().copy()
     return state

@@ -9,6 +9,7 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from local_weights import staged
@@ -65,6 +66,13 @@ class Trainer:
         return float((ours - torch.tensor(completion.logprobs)).abs().max())
 
 
+def adapters(engine: VLLMEngine) -> Any:
+    """Returns the adapters that the engine has."""
+    found = engine._adapters
+    assert found is not None
+    return found
+
+
 async def sampled_while_swapping(engine: VLLMEngine, trainer: Trainer) -> dict[str, Any]:
     swapping = True
     finished: list[tuple[list[int], Completion]] = []
@@ -82,8 +90,7 @@ async def sampled_while_swapping(engine: VLLMEngine, trainer: Trainer) -> dict[s
         await asyncio.sleep(SWAP_EVERY_S)
         times = await engine.load(*trainer.publication(Version(1, step)))
         pauses.append(times.pause_s)
-        assert engine._adapters is not None
-        folders = max(folders, len(list(engine._adapters.folder.iterdir())))
+        folders = max(folders, len(list(adapters(engine).folder.iterdir())))
     swapping = False
     await asyncio.gather(*groups)
     right, other = [], []
@@ -100,7 +107,7 @@ async def sampled_while_swapping(engine: VLLMEngine, trainer: Trainer) -> dict[s
         "least_apart_from_another_version_nats": min(other),
         "longest_pause_s": max(pauses),
         "most_folders": folders,
-        "folders_left": len(list(engine._adapters.folder.iterdir())) if engine._adapters else None,
+        "folders_left": len(list(adapters(engine).folder.iterdir())),
     }
 
 
@@ -140,16 +147,14 @@ async def kept_by_running_requests(engine: VLLMEngine, trainer: Trainer) -> dict
 async def refused(engine: VLLMEngine, trainer: Trainer) -> dict[str, Any]:
     """An adapter that vLLM cannot read is refused, and the one before it stays."""
     await engine.load(*trainer.publication(Version(1, 200)))
-    lora = engine._adapters
-    assert lora is not None
-    wide = lora._lora.model_copy(update={"rank": 64})
-    narrow, lora._lora = lora._lora, wide
-    try:
-        await engine.load(*trainer.publication(Version(1, 201)))
-        error = ""
-    except WeightError as raised:
-        error = str(raised)
-    lora._lora = narrow
+    found = adapters(engine)
+    wide = found._lora.model_copy(update={"rank": 64})
+    with mock.patch.object(found, "_lora", wide):
+        try:
+            await engine.load(*trainer.publication(Version(1, 201)))
+            error = ""
+        except WeightError as raised:
+            error = str(raised)
     [completion] = await engine.generate(PROMPTS[1], n=1, seed=None, temperature=1.0, max_tokens=MAX_TOKENS)
     return {"error": error, "version": str(completion.versions[0])}
 
@@ -167,8 +172,7 @@ async def run(config: Config) -> None:
         }
     finally:
         await engine.shutdown()
-    assert engine._adapters is not None
-    print(json.dumps({**found, "folder": engine._adapters.folder.exists()}), flush=True)
+    print(json.dumps({**found, "folder": adapters(engine).folder.exists()}), flush=True)
 
 
 if __name__ == "__main__":

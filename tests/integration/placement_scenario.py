@@ -22,7 +22,7 @@ from asyncrl.deployment.cluster import patiently, placed
 from asyncrl.deployment.pool import GeneratorDeployment, Replica, ReplicaPool
 from asyncrl.errors import ActorGone, PlacementError
 from asyncrl.policy.worker import PolicyWorker
-from asyncrl.ranks.group import RankGroup
+from asyncrl.ranks.group import place_ranks
 
 CONFIG = {
     "run": {"name": "placement"},
@@ -76,12 +76,12 @@ def gpus_of(handle: Any) -> list[int]:
 
 def ranks(config: Config) -> list[str]:
     """Starts the ranks of a group, returns their nodes, and ends the ranks."""
-    group = RankGroup(PolicyWorker, config, model_path="")
+    placed_ranks = place_ranks(PolicyWorker, config)
     try:
-        group._place()
-        return sorted(placement_group_table(group._placement)["bundles_to_node_id"].values())
+        return sorted(placement_group_table(placed_ranks.placement)["bundles_to_node_id"].values())
     finally:
-        group.shutdown()
+        placed_ranks.kill()
+        placed_ranks.release()
 
 
 async def replicas(config: Config, count: int) -> list[Replica]:

@@ -166,8 +166,8 @@ def on_fresh_workers(
                 reshard(made.model)
                 for parameter, shard in zip(made.model.parameters(), first, strict=True):
                     parameter.detach().to_local().copy_(shard)
-                made._optimizer.optimizer.state.clear()
-                made._calls = 0
+                made.optimizer.optimizer.state.clear()
+                made.train_calls = 0
                 yield made, name, learner
         made.close()
 
@@ -185,7 +185,7 @@ def moments_of(policy: PolicyWorker) -> dict[str, np.ndarray]:
     """Returns the unsharded moments of the optimizer, by the number of the parameter. All ranks must call it."""
     return {
         f"{number} {key}": moments[key].full_tensor().numpy()
-        for number, moments in enumerate(policy._optimizer.state.values())
+        for number, moments in enumerate(policy.optimizer.state.values())
         for key in ("exp_avg", "exp_avg_sq")
     }
 
@@ -193,7 +193,7 @@ def moments_of(policy: PolicyWorker) -> dict[str, np.ndarray]:
 def train_step(policy: PolicyWorker, data: BatchedDataDict, *, updates_per_step: int = 1, **_: Any) -> StepReport:
     """Trains a step with the same stages as the learner's loop, on this rank's share. Returns the report of all
     ranks."""
-    ranks, loss_fn = policy.world_size, build_loss(policy._config)
+    ranks, loss_fn = policy.world_size, build_loss(policy.config)
     if data.size % (ranks * updates_per_step):
         shard = data.shard_by_batch_size(ranks, allow_uneven_shards=True)[policy.rank]
     else:
@@ -308,7 +308,7 @@ def _interface_scenarios(worker: Any, *, rank: int, world_size: int) -> dict[str
             "counted": counts,
             "kept": kept,
             "trained": trained,
-            "schedule": policy._calls,
+            "schedule": policy.train_calls,
             "reference": policy.get_reference_policy_logprobs(shard, **size)["reference_logprobs"].numpy(),
             "after": policy.get_logprobs(shard, **size)["logprobs"].numpy(),
             "weights": {key: tensor.numpy() for key, tensor in policy.gather_weights()},

@@ -73,7 +73,7 @@ def _train(way: str, rank: int, folder: Path) -> dict[str, Any]:
         "mesh": dict(zip(parameter.device_mesh.mesh_dim_names or (), parameter.device_mesh.shape, strict=False)),
         "ways_cut": parameter.shape.numel() / parameter.to_local().numel(),
         "master": {str(p.dtype) for p in policy.model.parameters()},
-        "moments": {str(state["exp_avg"].dtype) for state in policy._optimizer.state.values()},
+        "moments": {str(state["exp_avg"].dtype) for state in policy.optimizer.state.values()},
         "specs": [spec.name for spec in policy.weights_metadata()],
         "weights": {name: tensor.float().numpy() for name, tensor in policy.gather_weights()},
     }

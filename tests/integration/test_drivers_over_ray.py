@@ -7,6 +7,7 @@ this order. Which rows a rank gets with other kinds of batching: tests/policy/te
 """
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -49,6 +50,8 @@ from asyncrl.errors import (
 from asyncrl.policy.lm_policy import Policy
 from asyncrl.policy.tq_policy import STEP_FIELDS, TQPolicy
 from asyncrl.ranks.gather import gather_weights
+from asyncrl.ranks.group import RankGroup
+from asyncrl.ranks.shard_files import HostCopies
 from asyncrl.value.estimators import GAE
 from asyncrl.value.lm_value import Value
 from asyncrl.value.tq_value import TQValue
@@ -85,7 +88,7 @@ def config(**learner: Any) -> Config:
 
 def die_on_rank_1(worker: Any) -> None:
     if worker.rank == 1:
-        os._exit(1)
+        signal.raise_signal(signal.SIGKILL)
     worker.gather(None)
 
 
@@ -127,8 +130,20 @@ def put_rows(client: Any) -> BatchedDataDict:
     return batch
 
 
+class WeighedRanks(RankGroup[Any]):
+    """Counts the bytes of all calls with rows."""
+
+    passed_bytes = 0
+
+    def call_with_rows(self, *arguments: Any, **options: Any) -> list[Any]:
+        call = Counted(super().call_with_rows)
+        found: list[Any] = call(*arguments, **options)
+        WeighedRanks.passed_bytes += call.bytes
+        return found
+
+
 def started(settings: Config, model_path: str) -> TQPolicy:
-    policy = TQPolicy(settings, model_path=model_path, dp_cfg=settings.data_plane)
+    policy = TQPolicy(settings, model_path=model_path, dp_cfg=settings.data_plane, make_ranks=WeighedRanks)
     policy.start()
     policy.prepare_step(len(IDS), 3)
     return policy
@@ -157,7 +172,7 @@ def with_kl(model_path: str) -> Iterator[TQPolicy]:
 def critic(model_path: str) -> Iterator[TQValue]:
     """A critic of two ranks. Its first test needs the first weights."""
     learner = {"batching": "dynamic", "micro_batch_tokens": 32, "optimizer": {"learning_rate": 1e-2}}
-    critic = TQValue(config(ranks=2, **learner), model_path=model_path)
+    critic = TQValue(config(ranks=2, **learner), model_path=model_path, make_ranks=WeighedRanks)
     critic.start()
     yield critic
     critic.shutdown()
@@ -268,8 +283,7 @@ def test_the_kl_in_the_reward_is_whitened_over_two_ranks_as_over_one(with_kl: TQ
 
 def hold_disk(worker: Any, answers: str) -> None:
     """Makes the next write of the weights wait until the file `answers` exists."""
-    copies = worker._state._weight_copies
-    write = copies.write
+    write = HostCopies.write
 
     def waits(*arguments: Any, **options: Any) -> None:
         deadline_s = time.monotonic() + 300.0
@@ -277,7 +291,7 @@ def hold_disk(worker: Any, answers: str) -> None:
             time.sleep(0.01)  # a disk that is slow, in the rank's thread for saving
         write(*arguments, **options)
 
-    copies.write = waits
+    HostCopies.write = waits  # type: ignore[method-assign]
 
 
 def test_ranks_train_while_they_write_a_checkpoint_which_has_the_state_of_its_own_step(
@@ -310,7 +324,7 @@ def test_ranks_train_while_they_write_a_checkpoint_which_has_the_state_of_its_ow
 
 def die_while_writing(worker: Any) -> None:
     if worker.rank == 1:
-        worker._state._weight_copies.write = lambda *_, **__: os._exit(1)
+        HostCopies.write = lambda *_, **__: signal.raise_signal(signal.SIGKILL)  # type: ignore[method-assign]
 
 
 @pytest.mark.fault("F34")
@@ -344,10 +358,9 @@ def test_no_bulk_passes_the_driver(of_two_ranks: TQPolicy, monkeypatch: pytest.M
         )
         wide["input_lengths"] = torch.full((len(IDS),), wide["input_ids"].shape[1])
         client.put_samples(IDS, TRAIN_PARTITION, fields={name: wide[name] for name in BULK})
-        calls = Counted(policy._ranks.call_with_rows)
+        before = WeighedRanks.passed_bytes
         puts, gets = Counted(policy.dp_client.put_samples), Counted(policy.dp_client.get_data)
         with monkeypatch.context() as patched:
-            patched.setattr(policy._ranks, "call_with_rows", calls)
             patched.setattr(policy.dp_client, "put_samples", puts)
             patched.setattr(policy.dp_client, "get_data", gets)
             meta = named()
@@ -355,7 +368,7 @@ def test_no_bulk_passes_the_driver(of_two_ranks: TQPolicy, monkeypatch: pytest.M
             result = learn(policy, wide, meta)
         assert result["report"].trained_tokens > 0
         policy.finish_step(meta)
-        sizes[repeats] = calls.bytes + puts.bytes + gets.bytes
+        sizes[repeats] = WeighedRanks.passed_bytes - before + puts.bytes + gets.bytes
         row_bytes = sum(wide[name].nbytes for name in BULK)
     assert abs(sizes[100] - sizes[1]) < 1000, sizes
     assert sizes[100] < 0.1 * row_bytes
@@ -500,18 +513,16 @@ def test_rows_by_name_train_a_critic_bit_for_bit_as_the_rows_themselves(critic: 
 
 
 def test_no_bulk_passes_the_driver_of_a_critic_and_lost_rows_are_named_by_ranks_that_go_on(
-    critic: TQValue, monkeypatch: pytest.MonkeyPatch
+    critic: TQValue,
 ) -> None:
     namespace = make_config().run.name
     client = open_client(config())
     client.clear_samples(IDS, TRAIN_PARTITION)  # other tests have written more columns
     put_rows_to_value(client)
-    calls = Counted(critic._ranks.call_with_rows)
-    with monkeypatch.context() as patched:
-        patched.setattr(critic._ranks, "call_with_rows", calls)
-        report = learn_values(critic, named_to_value())["report"]
+    passed_bytes = WeighedRanks.passed_bytes
+    report = learn_values(critic, named_to_value())["report"]
     assert (report.updates_applied, report.trained_tokens, report.trained_samples) == (3, 44, 11)
-    assert calls.bytes < 16_000, "three stages need only the metadata of 12 rows"
+    assert WeighedRanks.passed_bytes - passed_bytes < 16_000, "three stages need only the metadata of 12 rows"
 
     before = critic.on_ranks(critic_weights)[0]
     store = ensure_row_store(namespace=namespace)

@@ -86,7 +86,7 @@ def _cut(critic: ValueWorker, learner: dict[str, Any]) -> dict[str, Any]:
         "by sequence": by_sequence,
         "kept": kept,
         "trained": trained,
-        "schedule": critic._calls,
+        "schedule": critic.train_calls,
         "after": critic.get_values(shard, **size)["values"].numpy(),
         "again": critic.train(shard, VALUE_LOSS, rows_per_update=rows, eval_mode=True, **size),
         "weights": _weights(critic),

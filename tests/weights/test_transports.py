@@ -3,6 +3,7 @@ their own type."""
 
 import asyncio
 import os
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -146,6 +147,7 @@ async def fetch_nothing(part: Part) -> Bytes:
 
 @pytest.fixture(scope="module")
 def own_ray() -> Iterator[None]:
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors cannot import a test module
     with local_ray(cpus=1):
         yield
 
