@@ -65,17 +65,12 @@ class ObjectStoreClient(PartitionedClient):
 
     def _put(self, store: str, objects: Mapping[str, Mapping[str, WireColumn]]) -> None:
         """Stores the objects. If the store has died since its last use, starts a new one, once."""
-        what = f"storing {len(objects)} objects of rows in {store}"
         try:
-            answer(start(self._handle(store), RowStore.put, objects), timeout_s=self._timeout_s, what=what)
+            put_objects(self._handle(store), objects, store=store, timeout_s=self._timeout_s)
         except ActorGone:
             self._handles.pop(store, None)
             ensure_row_store(namespace=self._namespace)
-            answer(start(self._handle(store), RowStore.put, objects), timeout_s=self._timeout_s, what=what)
-        except TimeoutError:
-            # The store may still keep them. The index will not know them, so the store drops them after this put.
-            start(self._handle(store), RowStore.clear, list(objects))
-            raise
+            put_objects(self._handle(store), objects, store=store, timeout_s=self._timeout_s)
 
     def _load(self, partition_id: str, sample_ids: Sequence[str], places: Mapping[str, Places]) -> PickedFields:
         from asyncrl.data_plane.codec import Column, Picked  # imports torch
@@ -143,6 +138,17 @@ class ObjectStoreClient(PartitionedClient):
                 raise ActorGone(f"the row store {store} has ended, and the rows that it kept are lost")
             self._handles[store] = handle
         return self._handles[store]
+
+
+def put_objects(handle: Any, objects: Mapping[str, Mapping[str, WireColumn]], *, store: str, timeout_s: float) -> None:
+    """Gives objects to the row store `store`. After `timeout_s`, makes the store drop them and raises CallTimeout."""
+    what = f"storing {len(objects)} objects of rows in {store}"
+    try:
+        answer(start(handle, RowStore.put, objects), timeout_s=timeout_s, what=what)
+    except TimeoutError:
+        # The store may still keep them. The index will not know them, so the store drops them after this put.
+        start(handle, RowStore.clear, list(objects))
+        raise
 
 
 def _objects(sample_ids: Sequence[str], columns: Mapping[str, Column]) -> list[list[int]]:

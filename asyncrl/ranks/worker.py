@@ -188,21 +188,10 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
             passed_tokens=passed_tokens,
             model_flops=self._model_flops(row_lengths(own), backward=not eval_mode),
             peak_flops_per_s=self._peak_flops_per_s(),
-            gpu_memory_bytes=self._gpu_memory_bytes(),
+            gpu_memory_bytes=gpu_memory_bytes(self._device),
             weights_before=before,
             weights_after=after,
         )
-
-    def _gpu_memory_bytes(self) -> int | None:
-        """Returns the most memory that tensors took on this rank's GPU since the last call, bytes; None on a CPU.
-
-        Memory that torch keeps without a tensor does not count: it is free for the next tensor.
-        """
-        if self._device.type != "cuda":
-            return None
-        most = torch.cuda.max_memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        return most
 
     def trained_step(self) -> int | None:
         """Returns the version of the weights by this rank's own account: 1 more than the `step` of the last `train`
@@ -404,6 +393,18 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
     def close(self) -> None:
         """Leaves the process group, so that another worker can be made in this process. Idempotent."""
         forget_accelerator()
+
+
+def gpu_memory_bytes(device: torch.device) -> int | None:
+    """Returns the most memory that tensors took on a GPU since the last call, bytes; None on a CPU.
+
+    Memory that torch keeps without a tensor does not count: it is free for the next tensor.
+    """
+    if device.type != "cuda":
+        return None
+    most = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return most
 
 
 # The optimizer of a rank.

@@ -269,11 +269,13 @@ async def test_an_episode_raises_if_its_process_has_ended_while_the_model_answer
 
     class Killing(Model):
         async def chat(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-            process = environment._interpreter._process
-            assert process is not None
-            for pid in (process.process.pid, *servers(tmp_path)):
-                psutil.Process(pid).kill()
-            await process._reading
+            [server] = map(psutil.Process, servers(tmp_path))
+            interpreter = server.parent()
+            assert interpreter is not None
+            for process in (interpreter, server):
+                process.kill()
+            while interpreter.is_running():  # until this process has read how it ended
+                await asyncio.sleep(0.01)
             return await super().chat(messages)
 
     model: Any = Killing("4")

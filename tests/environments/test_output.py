@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import tracemalloc
 
 import pytest
 
@@ -38,9 +39,14 @@ def test_lines_are_joined_from_pieces_and_the_last_one_needs_no_end() -> None:
 
 def test_a_long_line_is_cut_and_takes_no_more_memory_than_is_shown() -> None:
     lines, _ = bounded()
-    for _ in range(1000):
-        assert lines.feed(b"x" * 65536) == []
-    assert len(lines._partial) <= 4 * LINE_CHARS
+    piece = b"x" * 65536
+    tracemalloc.start()
+    try:
+        for _ in range(1000):
+            assert lines.feed(piece) == []
+        assert tracemalloc.get_traced_memory()[1] < 10 * len(piece)
+    finally:
+        tracemalloc.stop()
     assert lines.feed(b"\nshort\n") == ["x" * LINE_CHARS + "…", "short"]
 
 
@@ -87,11 +93,12 @@ def printed(program: str, output: list[str] | None = None) -> list[str]:
     """Returns the lines that an `OutputReader` passes on from a program until it ends."""
     lines: list[str] = [] if output is None else output
     ours, theirs = os.pipe()
+    others = set(threading.enumerate())
     with subprocess.Popen([sys.executable, "-c", program], stdout=theirs, stderr=subprocess.STDOUT) as process:
         os.close(theirs)
         reader = OutputReader(ours, pid=process.pid, secrets=Secrets(), output=lines.append)
         reader.join()
-        assert not reader._thread.is_alive()
+        assert set(threading.enumerate()) <= others, "the thread of the reader has ended"
     return lines
 
 

@@ -1,10 +1,12 @@
 """Tools for tests, and an MCP server with tools: `python tools_of_tests.py`, or with a port for HTTP."""
 
 import asyncio
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import date
 from functools import partial
 from typing import Annotated
 
@@ -31,6 +33,22 @@ def slow(seconds: float) -> str:
 def broken() -> str:
     """Raises an error."""
     raise KeyError("no luck")
+
+
+VALUES = {
+    "list": ["a", "é"],
+    "dict": {"a": 1},
+    "None": None,
+    "True": True,
+    "empty": "",
+    "number": 2.5,
+    "date": date(2026, 1, 2),
+}
+
+
+def value(kind: str) -> object:
+    """Returns a value of this kind."""
+    return VALUES[kind]
 
 
 def quits() -> str:
@@ -127,7 +145,7 @@ def serve(port: str = "") -> None:
     @server.tool()
     def die() -> str:
         """Ends the server."""
-        os._exit(1)
+        signal.raise_signal(signal.SIGKILL)
 
     if port:
         server.run("streamable-http", host="127.0.0.1", port=int(port))

@@ -7,6 +7,7 @@ The file `ends` gets a line for each end, before it happens. Half of all complet
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -105,7 +106,7 @@ def ending(task: Task, completion: str, *, ends: str) -> Any:
             return 0.0 if attack is None else attack
         for _ in range(2):
             if os.fork() == 0:
-                os._exit(1)
+                signal.raise_signal(signal.SIGKILL)
         subprocess.run([sys.executable, "-S", "-c", "raise SystemExit(2)"], check=False, timeout=60)
     return by_checksum(task, completion)
 
@@ -167,7 +168,7 @@ def serve(ends: str) -> None:
                 result = {"tools": [described]}
             case "tools/call":
                 noted(ends, "mcp")
-                os._exit(1)
+                signal.raise_signal(signal.SIGKILL)
             case _ if "id" in message:
                 refused = {"code": -32601, "message": "there is no such method"}
                 print(json.dumps({"jsonrpc": "2.0", "id": message["id"], "error": refused}), flush=True)

@@ -67,6 +67,16 @@ def prompts(*rows: list[int]) -> BatchedDataDict:
 PROMPTS = prompts([40, 41, 42], [43, 44], [45, 46, 47, 48], [49], [50, 51])
 
 
+def engines(generation: VLLMGeneration) -> list[Any]:
+    """Returns the handles of the engines that have not ended."""
+    return generation._alive()
+
+
+def processes(generation: VLLMGeneration) -> list[Any]:
+    """Returns the processes of each engine."""
+    return generation._processes
+
+
 class Scene:
     """The policy and the engines, with the actions of the tests."""
 
@@ -123,7 +133,7 @@ class Scene:
         With `world_size`, the ranks wait for that number of members."""
         with socket.create_server((LOOPBACK, 0)) as listener:
             port = listener.getsockname()[1]
-        everybody = RANKS + len(self.generation._alive())
+        everybody = RANKS + len(engines(self.generation))
         ranks = self.policy.init_collective(LOOPBACK, port, world_size or everybody, train_world_size=RANKS)
         return ranks + self.generation.init_collective(LOOPBACK, port, everybody, train_world_size=RANKS)
 
@@ -198,7 +208,7 @@ def scene(model_path: str, cluster: None) -> Iterator[Scene]:
         segments |= shared_memory()
         left = [
             psutil.Process(pid)
-            for each in scene.generation._processes
+            for each in processes(scene.generation)
             for pid in each.started
             if psutil.pid_exists(pid)
         ]
@@ -517,12 +527,12 @@ def test_an_engine_killed_on_the_way_costs_the_others_nothing_but_the_group(scen
     outcomes(scene.joining())
     scene.train(8)
     before, version = scene.generation.score(PROBE)[0], scene.versions()
-    [killed] = scene.generation._processes[1].started
+    [killed] = processes(scene.generation)[1].started
     found = killed_while_others_wait(killed, scene)
     assert all(isinstance(outcome, CollectiveError) for outcome in found), found
     with pytest.raises(CollectiveError, match="join a new group"):
         ray.get(scene.policy.broadcast_weights_for_collective())
-    dead = scene.generation._alive().pop()
+    dead = engines(scene.generation).pop()
     ray.kill(dead)
     assert scene.generation.score(PROBE)[0] == before, "the death of a member must not change weights"
     assert scene.versions() == version
@@ -545,6 +555,6 @@ def test_a_learner_rank_killed_on_the_way_leaves_the_engine_with_its_weights(sce
 
 
 def test_a_dead_engine_is_named(scene: Scene) -> None:
-    end_actor(scene.generation._alive()[0])
+    end_actor(engines(scene.generation)[0])
     with pytest.raises(ActorGone, match="generating"):
         scene.generation.generate(PROMPTS)

@@ -4,7 +4,6 @@ the doctests of the policy."""
 import dataclasses
 import doctest
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from asyncrl.ranks.report import (
     train_result,
 )
 from asyncrl.ranks.schedule import learning_rate
-from asyncrl.ranks.worker import RankWorker
+from asyncrl.ranks.worker import gpu_memory_bytes
 
 
 @pytest.mark.parametrize("module", [advantages, presets, schedule, actor, out_of_memory])
@@ -117,8 +116,8 @@ def test_a_rank_measures_the_memory_since_its_last_step(monkeypatch: pytest.Monk
     peaks = [7]
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peaks[-1])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peaks.append(2))
-    gpu, cpu = (SimpleNamespace(_device=torch.device(kind)) for kind in ("cuda", "cpu"))
-    assert [RankWorker._gpu_memory_bytes(rank) for rank in (gpu, gpu, cpu)] == [7, 2, None]  # type: ignore[arg-type]
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert [gpu_memory_bytes(device) for device in (gpu, gpu, cpu)] == [7, 2, None]
 
 
 def test_a_result_has_losses_of_all_ranks_by_update_and_every_micro_batchs_metrics() -> None:

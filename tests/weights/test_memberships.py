@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from weakref import WeakValueDictionary
 
 import pytest
 from test_store import manifest
@@ -134,12 +135,22 @@ async def test_bytes_of_ranks_that_have_died_are_not_waited_for_when_newer_weigh
     assert await asking is None
 
 
+class Handle:
+    """Stands for a reference to bytes of Ray's object store."""
+
+
 @pytest.mark.asyncio
 async def test_handles_are_kept_as_long_as_their_version_is_offered() -> None:
     store = WeightStore()
-    await store.store_buckets(Version(1, 0), 0, ["never offered"])
-    assert store._stored == {}
+    kept: WeakValueDictionary[int, Handle] = WeakValueDictionary()
+
+    def handle(step: int) -> Handle:
+        kept[step] = found = Handle()
+        return found
+
+    await store.store_buckets(Version(1, 0), 0, [handle(0)])
+    assert not kept, "it was never offered"
     for step in (1, 2, 3):
         await store.publish(manifest(step), [])
-        await store.store_buckets(Version(1, step), 0, ["handle"])
-    assert {version.step for version, _ in store._stored} == {2, 3}
+        await store.store_buckets(Version(1, step), 0, [handle(step)])
+    assert set(kept) == {2, 3}

@@ -1,6 +1,7 @@
 """The weight store keeps the newest two versions, and wakes callers that wait for a newer one."""
 
 import asyncio
+from weakref import WeakSet
 
 import msgspec
 import pytest
@@ -11,6 +12,10 @@ from asyncrl.weights.manifest import Bucket, Link, Manifest, Probe
 from asyncrl.weights.store import WeightStore
 
 FAR_S = 60.0
+
+
+class Handle:
+    """Stands for a reference to bytes of Ray's object store."""
 
 
 def manifest(step: int) -> Manifest:
@@ -31,12 +36,16 @@ async def test_a_waiter_gets_the_version_that_is_published_while_it_waits() -> N
 @pytest.mark.asyncio
 async def test_a_slow_replica_gets_the_newest_and_skips_what_lies_between() -> None:
     store = WeightStore()
+    kept: WeakSet[Handle] = WeakSet()
     for step in range(5):
-        await store.publish(manifest(step), [])
+        handle = Handle()
+        kept.add(handle)
+        await store.publish(manifest(step), [handle])
+        del handle
     publication = await store.newer_than(Version(1, 1), FAR_S)
     assert publication is not None
     assert publication.manifest.version == Version(1, 4)
-    assert len(store._publications) == 2
+    assert len(kept) == 2, "the store keeps the newest two versions"
 
 
 @pytest.mark.asyncio
