@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import ray
 import torch
-from local_ray import end_actor, local_ray
+from local_ray import local_ray
 
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
@@ -238,10 +238,11 @@ def test_a_folder_that_cannot_be_used_is_refused_before_the_run(tmp_path: Path) 
 
 
 class Publisher:
-    """A process that puts bytes into Ray's object store."""
+    """A process that offers bytes which never arrive."""
 
-    def put(self) -> list[Any]:
-        return [ray.put(np.zeros(2**20, np.uint8))]
+    def offer(self) -> list[Any]:
+        """Returns the reference of an object that this process owns."""
+        return [ray.get_runtime_context().current_actor.hang.remote()]
 
     def hang(self) -> None:
         threading.Event().wait()
@@ -257,8 +258,8 @@ def publisher(own_ray: None) -> Iterator[Any]:
 @pytest.mark.asyncio
 @pytest.mark.fault("F11")
 async def test_a_sender_that_died_before_its_bytes_arrived_voids_the_manifest(publisher: Any) -> None:
-    [handle] = await publisher.put.remote()
-    end_actor(publisher)
+    [handle] = await publisher.offer.remote()
+    ray.kill(publisher)
     with pytest.raises(ManifestVoid, match="the process that published these weights has ended"):
         await ObjectStoreTransport().receive(handle, timeout_s=60.0)
 
