@@ -36,6 +36,7 @@ def test_a_mapping_stays_readable_after_the_file_is_closed() -> None:
 @pytest.mark.fault("F11")
 def test_memory_that_ran_out_leaves_no_descriptor_behind() -> None:
     before = open_descriptors()
-    with no_memory(100), pytest.raises(OSError, match="too large"):
+    with no_memory(100), pytest.raises(OSError, match="too large") as failure:
         MemoryFile(101)
     assert open_descriptors() == before
+    del failure  # until here its traceback keeps the object, whose end would close the descriptor, too
