@@ -151,7 +151,7 @@ class RankGroup(Generic[WorkerT]):
         self._ranks: list[Any] = []
         self._ended_by: BaseException | None = None  # the failure after which all ranks were ended
         self.begun = False
-        """True after the ranks were placed, or `shutdown` was called."""
+        """True after the ranks were placed or found no room, or `shutdown` was called."""
 
     @property
     def size(self) -> int:
@@ -167,7 +167,11 @@ class RankGroup(Generic[WorkerT]):
         """
         if self._placed is not None:
             raise RunError(f"the {self._worker.section}'s ranks are already started: call shutdown() first")
-        self._placed = self._place(self._worker, self._config)
+        try:
+            self._placed = self._place(self._worker, self._config)
+        except PlacementError:
+            self.begun = True  # the next call does not wait for resources again
+            raise
         self.begun = True
         self._ranks = list(self._placed.actors)
         try:

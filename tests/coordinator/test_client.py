@@ -135,7 +135,6 @@ async def test_a_late_call_is_repeated_if_the_client_has_patience(monkeypatch: p
         return answer
 
     monkeypatch.setattr("asyncrl.coordinator.client.finished", finished)
-    monkeypatch.setattr("asyncrl.data_plane.calls.PAUSE_S", 0.001)
     handle = SimpleNamespace(perform=SimpleNamespace(remote=lambda call: call))
     patient = CoordinatorClient.over_ray(handle, timeout_s=30.0, patience_s=60.0)
     assert await patient.call(Coordinator.status) == "status"
