@@ -7,57 +7,43 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncrl.checkpoints.directory import HF, folder_of
-from asyncrl.checkpoints.run import RunParts, read_snapshot
+from asyncrl.checkpoints.run import read_snapshot
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.tasks import Stopped, running, unless_one_fails, unless_stopped
-from asyncrl.config.load import shared_config
-from asyncrl.config.schema import HELDOUT, Config
+from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import LearnerCalls
-from asyncrl.coordinator.registry import Endpoints, Registry
+from asyncrl.coordinator.registry import Endpoints
 from asyncrl.coordinator.status import Restored
-from asyncrl.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from asyncrl.deployment.cluster import ray_nodes
-from asyncrl.deployment.inputs import Prompts, data_record, lines_on_data, tags_of_rewards
+from asyncrl.deployment.inputs import Prompts
 from asyncrl.deployment.known_runs import has_checkpoint
 from asyncrl.deployment.learner_log import LearnerLog
-from asyncrl.deployment.run_dir import STOPPED_EARLY, RunDir, processor, provenance
+from asyncrl.deployment.run_dir import STOPPED_EARLY, RunDir
 from asyncrl.deployment.screen import LearnerDisplay, Screen
 from asyncrl.deployment.shared_actors import (
+    JOINED,
+    JoinedCluster,
     RunHandles,
-    enter_run,
     keep_attached,
     leave_run,
     new_deployment,
-    open_data_plane,
 )
+from asyncrl.deployment.training import Training
 from asyncrl.errors import AsyncRLError, CheckpointError, RunError
-from asyncrl.learner.audit_records import Began, Machine, PublishedVersion, manifest_digest
-from asyncrl.learner.checkpoint import Checkpoints, KeptSteps
-from asyncrl.learner.heldout import HeldoutEvaluation, ReplicaClient, nothing_trained
-from asyncrl.learner.loop import LearnerLoop
-from asyncrl.learner.publication import Publisher, probe_sequences
-from asyncrl.learner.recording import FailureWatch, StepEnd, StepRecorder, described_metrics
-from asyncrl.learner.records import RunLog, RunTotals, Summary, groups_by_reason
-from asyncrl.learner.sample_records import Texts
-from asyncrl.learner.step import Stages
+from asyncrl.learner.heldout import nothing_trained
+from asyncrl.learner.recording import FailureWatch, described_metrics
+from asyncrl.learner.records import Summary, groups_by_reason
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.metrics.discovery import Target, ray_targets, target_groups, targets_of, write_targets
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.metrics.server import MetricsServer
 from asyncrl.metrics.states import StateClock
-from asyncrl.policy.tq_policy import TQPolicy
 from asyncrl.shown_text import redacted
-from asyncrl.value.lm_value import critic_config
-from asyncrl.value.tq_value import TQValue
 from asyncrl.views.run_facts import usable_cores
-from asyncrl.weights.manifest import Manifest, layout
-from asyncrl.weights.transports.of_config import transport_of
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +52,7 @@ class LearnerDeployment:
     """`run` trains the run and returns its summary, or None if the run was stopped before its first step.
 
     `supervised` returns whether it is started again after an error that a restart may fix. The generators then stay.
+    `new_training` makes the training of the run.
     """
 
     def __init__(
@@ -77,9 +64,12 @@ class LearnerDeployment:
         prompts: Awaitable[Prompts],
         screen: Screen,
         supervised: Callable[[], bool] = lambda: False,
+        cluster: JoinedCluster = JOINED,
+        new_training: Callable[..., Training] = Training,
     ) -> None:
         self._config = config
         self._supervised = supervised
+        self._cluster = cluster
         self._run_dir = run_dir
         self._model_path = model_path
         self._prompts = prompts
@@ -87,12 +77,16 @@ class LearnerDeployment:
         self._states = StateClock(states=LEARNER_STATES, initial="starting", started_s=screen.started_s)
         self._metrics = self._described_metrics()
         self._log = LearnerLog(config, run_dir)
-        self._targets = Targets(run=config.run.name, path=run_dir.targets_path)
+        self._targets = Targets(run=config.run.name, path=run_dir.targets_path, ray_nodes=cluster.nodes)
         self._display = LearnerDisplay(config=config, screen=screen, log=self._log, cores=lambda: self._targets.cores)
-        self._transport = transport_of(config, nonce=run_dir.nonce)
-        self._checkpoints: Checkpoints | None = None
-        self._save_hf: Callable[[Path], None] = lambda path: None
-        self._trained_step: Callable[[], int | None] = lambda: None
+        self._training = new_training(
+            config=config,
+            run_dir=run_dir,
+            display=self._display,
+            log=self._log,
+            metrics=self._metrics,
+            states=self._states,
+        )
         self._failure = ""
         """The error that ended the run; empty if it ended in order."""
         self._starts_again = False
@@ -113,7 +107,9 @@ class LearnerDeployment:
                 self._failure = redacted(f"{type(error).__name__}: {error}")
                 mends = error.restart_mends if isinstance(error, AsyncRLError) else isinstance(error, Exception)
                 self._starts_again = mends and self._supervised() and has_checkpoint(self._config)
-                await self._rescue_weights()  # now, because the ranks that hold the weights end with their stack
+                if self._training.checkpoints is not None and self._log.steps:
+                    # now, because the ranks that hold the weights end with their stack
+                    await self._training.checkpoints.rescue(self._log.trained_steps)
                 raise
 
     async def _run(
@@ -124,8 +120,8 @@ class LearnerDeployment:
         self._display.enter("starting the buffer")
         restored = self._restored()
         deployment = new_deployment(Role.LEARNER, nonce=self._run_dir.nonce)
-        rows = await open_data_plane(config, deployment=deployment, restores=restored is not None)
-        handles = await enter_run(config, deployment=deployment, tasks=prompts.train, restored=restored)
+        rows = await self._cluster.open_data_plane(config, deployment=deployment, restores=restored is not None)
+        handles = await self._cluster.enter_run(config, deployment=deployment, tasks=prompts.train, restored=restored)
         entered.push_async_callback(self._leave, handles)
         entered.push_async_callback(asyncio.to_thread, self._log.close)
         server = MetricsServer(
@@ -151,14 +147,9 @@ class LearnerDeployment:
         await handles.coordinator.call(Endpoints.set, "learner", server.address)
         self._display.enter("preparing the model")
         model_path = await unless_one_fails(beside, unless_stopped(stop, self._model_path))
-        ranks.push_async_callback(self._delete_weights, handles)
-        policy = TQPolicy(config, model_path=model_path, dp_cfg=config.data_plane, dp_client=rows)
-        ranks.push_async_callback(asyncio.to_thread, policy.shutdown)
-        critic: TQValue | None = None
-        if config.critic is not None:
-            critic = TQValue(critic_config(config), model_path=model_path)
-            ranks.push_async_callback(asyncio.to_thread, critic.shutdown)
-        training = self._train(handles, policy, critic, model_path, prompts, stop)
+        training = self._training.run(
+            handles, rows=rows, model_path=model_path, prompts=prompts, stop=stop, ranks=ranks
+        )
         totals = await unless_one_fails(beside, training)
         if not stop.is_set():
             await self._check_trained(failures)
@@ -188,140 +179,6 @@ class LearnerDeployment:
             return None
         return Restored(snapshot=read_snapshot(resumed.path), lineage=self._run_dir.lineage)
 
-    async def _train(
-        self,
-        handles: RunHandles,
-        policy: TQPolicy,
-        critic: TQValue | None,
-        model_path: str,
-        prompts: Prompts,
-        stop: asyncio.Event,
-    ) -> RunTotals:
-        config = self._config
-        self._display.enter("loading the tokenizer")
-        tokenizer = load_tokenizer(model_path, chat=config.data.chat, chat_options=config.data.chat_options)
-        fingerprint = tokenizer_fingerprint(tokenizer)
-        await handles.coordinator.call(Registry.handshake, who="the learner", fingerprint=fingerprint)
-        record = data_record(prompts, hidden_tags=tags_of_rewards(config, tokenizer))
-        self._run_dir.write_data(record)
-        self._display.hidden_tags = record.hidden_tags
-        for line in lines_on_data(record, prompts, config=config, tokenizer=tokenizer):
-            self._screen.report(line)
-        self._display.enter("starting the learner's ranks")
-        await unless_stopped(stop, asyncio.to_thread(policy.start))
-        if critic is not None:
-            self._display.enter("starting the critic's ranks")
-            await unless_stopped(stop, asyncio.to_thread(critic.start))
-        packages = provenance()
-        parts = RunParts(
-            config=config,
-            policy=policy,
-            critic=critic,
-            lineage=handles.lineage,
-            nonce=self._run_dir.nonce,
-            packages=packages,
-        )
-        if (resumed := self._run_dir.resumed) is not None:
-            self._display.enter(f"restoring step {resumed.step}")
-            await asyncio.to_thread(parts.load, resumed.path)
-        log = self._log.for_loop(
-            Began(
-                lineage=handles.lineage,
-                settings=shared_config(config),
-                machine=Machine(
-                    processor=processor(), ranks=config.learner.ranks, threads=config.learner.threads, packages=packages
-                ),
-            )
-        )
-        loop = self._loop(handles, parts, prompts, tokenizer, log)
-        self._display.phase = lambda: loop.phase
-        return await loop.run(stop)
-
-    def _loop(
-        self,
-        handles: RunHandles,
-        parts: RunParts,
-        prompts: Prompts,
-        tokenizer: Any,
-        log: RunLog,
-    ) -> LearnerLoop:
-        """Builds the learner's loop from its parts. The ranks have started."""
-        config, policy = self._config, parts.policy
-        resumed, before = self._run_dir.resumed, self._log.before
-        # The time of a resumed run continues from its last record.
-        started_s = self._screen.started_s - (before.wall_s if before else 0.0)
-        heldout = HeldoutEvaluation(
-            config=config,
-            tasks={HELDOUT: prompts.heldout, **prompts.sets},
-            coordinator=handles.coordinator,
-            replicas=ReplicaClient(namespace=config.run.name, timeout_s=config.eval.timeout_s),
-            log=log,
-            metrics=self._metrics,
-            started_s=started_s,
-        )
-        self._checkpoints = Checkpoints(
-            config.checkpoint,
-            folder=self._run_dir.checkpoints,
-            run=parts,
-            sync_records=self._run_dir.sync,
-            metrics=self._metrics,
-            restored_step=resumed.step if resumed else 0,
-            best=partial(self._log.best_steps, running=lambda: heldout.running_step),
-        )
-        self._save_hf, self._trained_step = policy.save_hf, policy.trained_step
-        incarnation = handles.lineage.incarnation
-        stages = Stages(config=config, policy=policy, critic=parts.critic, states=self._states)
-        step_end = StepEnd(
-            stages=stages,
-            incarnation=incarnation,
-            coordinator=handles.coordinator,
-            checkpoints=self._checkpoints,
-            recorder=StepRecorder(
-                log=log,
-                metrics=self._metrics,
-                elapsed_s=lambda: time.monotonic() - started_s,
-                state_seconds=self._states.seconds,
-                before=before,
-            ),
-            texts=Texts.of(tokenizer, config),
-        )
-        return LearnerLoop(
-            config=config,
-            incarnation=incarnation,
-            coordinator=handles.coordinator,
-            stages=stages,
-            step_end=step_end,
-            publisher=self._publisher(handles, policy, prompts, tokenizer, log),
-            heldout=heldout,
-            checkpoints=self._checkpoints,
-            kept=KeptSteps(self._run_dir.path) if config.audit.keep_weights == "all" else None,
-        )
-
-    def _publisher(
-        self,
-        handles: RunHandles,
-        policy: TQPolicy,
-        prompts: Prompts,
-        tokenizer: Any,
-        log: RunLog,
-    ) -> Publisher:
-        config = self._config
-
-        def delivered(manifest: Manifest) -> None:
-            log.append_audit(PublishedVersion(manifest.version, manifest_digest(manifest)))
-
-        return Publisher(
-            config=config,
-            policy=policy,
-            entries=layout(policy.weights_metadata()),
-            probe_tokens=probe_sequences(tokenizer, prompts.train, max_length=config.model.max_length),
-            transport=self._transport,
-            coordinator=handles.coordinator,
-            weights=handles.weights,
-            metrics=self._metrics,
-            delivered=delivered,
-        )
-
     async def _check_trained(self, failures: FailureWatch) -> None:
         """Raises RunError if the prompts ran out before a step was trained."""
         if self._log.steps:
@@ -331,33 +188,12 @@ class LearnerDeployment:
 
     def _check_saved(self) -> None:
         """Raises CheckpointError if the last weights of the run could not be saved."""
-        if self._checkpoints is None or (error := self._checkpoints.unsaved) is None:
+        if (checkpoints := self._training.checkpoints) is None or (error := checkpoints.unsaved) is None:
             return
         raise CheckpointError(
             f"the weights of step {self._log.trained_steps} are lost, because they could not be saved: {error}\n"
             f"free space on the disk of {self._run_dir.path}, or set run.dir to another disk, before the next run"
         ) from error
-
-    async def _rescue_weights(self) -> None:
-        """Saves the newest weights of a run that failed, if its ranks can still do it. Raises nothing."""
-        if self._checkpoints is None or not self._log.steps or self._checkpoints.unsaved is not None:
-            return
-        await self._checkpoints.settle()  # the save that runs may be the last one of this run
-        # The weights only, because the failure may have come in the middle of a step: then they belong to no state of
-        # the buffer. The ranks may also hold the update of a step that failed before it was recorded.
-        try:
-            trained_step = await asyncio.to_thread(self._trained_step)
-            step = max(self._log.steps[-1].version_after, trained_step or 0)
-            folder = folder_of(self._run_dir.checkpoints, step)
-            if step > 0 and not folder.exists():
-                await asyncio.to_thread(self._save_hf, folder / HF)
-        except Exception as error:
-            logger.error("the trained weights could not be saved: %s", error)
-
-    async def _delete_weights(self, handles: RunHandles) -> None:
-        """Deletes what the transport keeps of this learner's versions outside of the ranks."""
-        own = handles.lineage.incarnation
-        await asyncio.to_thread(self._transport.delete, lambda version: version.incarnation == own)
 
     # --- the end of the run, in this order -------------------------------------------------------------------------
 
@@ -397,8 +233,8 @@ class LearnerDeployment:
         Warns when `stop` is set if the grace is too short for the rest of the run.
         """
         await stop.wait()
-        if self._checkpoints is not None and self._log.steps:
-            step_s, save_s = self._log.steps[-1].duration_s, self._checkpoints.expected_end_s()
+        if (checkpoints := self._training.checkpoints) is not None and self._log.steps:
+            step_s, save_s = self._log.steps[-1].duration_s, checkpoints.expected_end_s()
             if warning := short_grace(self._config.run.shutdown_grace_s, step_s=step_s, save_s=save_s):
                 logger.warning("%s", warning)
         await asyncio.sleep(max(0.0, self._config.run.shutdown_grace_s - LEAVE_S))
@@ -410,11 +246,17 @@ TARGETS_EVERY_S = 2.0
 
 
 class Targets:
-    """The endpoints of the run's processes and of Ray's nodes, and the number of cores of the run's machines."""
+    """The endpoints of the run's processes and of Ray's nodes, and the number of cores of the run's machines.
 
-    def __init__(self, *, run: str, path: Path) -> None:
+    `ray_nodes` lists Ray's nodes.
+    """
+
+    def __init__(
+        self, *, run: str, path: Path, ray_nodes: Callable[..., Awaitable[list[dict[str, Any]]]] = ray_nodes
+    ) -> None:
         self._run = run
         self._path = path
+        self._ray_nodes = ray_nodes
         self._written: list[Target] | None = None
         self.current: list[Target] = []
         self.cores = usable_cores()
@@ -437,8 +279,10 @@ class Targets:
         except OSError as error:
             logger.warning("%s is not up to date: %s", self._path, error)
 
-    async def follow(self, coordinator: CoordinatorClient, *, timeout_s: float) -> None:
-        """Updates the list every `TARGETS_EVERY_S` until it is cancelled, because replicas and Ray's nodes come and
+    async def follow(
+        self, coordinator: CoordinatorClient, *, timeout_s: float, every_s: float = TARGETS_EVERY_S
+    ) -> None:
+        """Updates the list every `every_s` seconds until it is cancelled, because replicas and Ray's nodes come and
         go."""
         own_cores = self.cores
         serial, addresses = 0, dict[str, str]()
@@ -446,7 +290,7 @@ class Targets:
             try:
                 changes = await coordinator.call(Endpoints.since, serial)
                 serial, addresses = changes.serial, changes.applied_to(addresses)
-                nodes = await ray_nodes(timeout_s=timeout_s)
+                nodes = await self._ray_nodes(timeout_s=timeout_s)
             except (RunError, TimeoutError) as error:
                 logger.warning("Prometheus' targets are not up to date: %s", error)
             else:
@@ -455,7 +299,7 @@ class Targets:
                 # A cluster reports the CPUs of all its machines.
                 cores = sum(int(node["Resources"].get("CPU", 0)) for node in nodes if node["Alive"])
                 self.cores = max(own_cores, cores)
-            await asyncio.sleep(TARGETS_EVERY_S)
+            await asyncio.sleep(every_s)
 
 
 # The time that a run needs to end when a signal asks it to.

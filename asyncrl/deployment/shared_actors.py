@@ -10,7 +10,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from asyncrl.data_plane.calls import detached, named_actor
 from asyncrl.data_plane.clients import TRAIN_PARTITION, open_client
 from asyncrl.data_plane.interfaces import DataPlaneClient
 from asyncrl.data_plane.row_store import PARTITIONS, STORE_PREFIX
-from asyncrl.deployment.cluster import placed
+from asyncrl.deployment.cluster import placed, ray_nodes
 from asyncrl.errors import ActorGone, AnotherRun, Fenced, RunEnded, RunError, RunLocked
 from asyncrl.weights.store import WeightClient, WeightStore
 
@@ -156,6 +156,19 @@ async def open_data_plane(config: Config, *, deployment: Deployment, restores: b
     client.close()
     await _gone(end_actors(config.run.name), namespace=config.run.name)
     return await asyncio.to_thread(open_client, config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinedCluster:
+    """The calls by which a deployment uses the cluster that its process has joined: it opens the run's data plane,
+    enters the run, and lists Ray's nodes."""
+
+    open_data_plane: Callable[..., Awaitable[DataPlaneClient]] = open_data_plane
+    enter_run: Callable[..., Awaitable[RunHandles]] = enter_run
+    nodes: Callable[..., Awaitable[list[dict[str, Any]]]] = ray_nodes
+
+
+JOINED = JoinedCluster()
 
 
 async def _has_partition(config: Config, learner: Deployment, client: DataPlaneClient) -> bool:

@@ -24,7 +24,7 @@ from safetensors.torch import load, save
 
 from asyncrl.atomic_write import write_atomically
 from asyncrl.buffer.records import Lease
-from asyncrl.checkpoints.directory import folder_of
+from asyncrl.checkpoints.directory import HF, folder_of
 from asyncrl.checkpoints.run import RunParts
 from asyncrl.common.version import Version
 from asyncrl.complete_directory import COMPLETE, discard, unfinished
@@ -138,6 +138,25 @@ class Checkpoints:
             return
         await self._begin(snapshot, hf=True, at_end=True)
         await self.settle()
+
+    async def rescue(self, recorded_step: int) -> None:
+        """Saves the newest weights of a run that failed after `recorded_step`, if its ranks can still do it. Raises
+        nothing.
+
+        Saves the weights only, because the failure may have come in the middle of a step: then they belong to no state
+        of the buffer. The ranks may also hold the update of a step that failed before it was recorded.
+        """
+        if self.unsaved is not None:
+            return
+        await self.settle()  # the save that runs may be the last one of this run
+        try:
+            trained_step = await asyncio.to_thread(self.run.policy.trained_step)
+            step = max(recorded_step, trained_step or 0)
+            folder = folder_of(self.folder, step)
+            if step > 0 and not folder.exists():
+                await asyncio.to_thread(self.run.policy.save_hf, folder / HF)
+        except Exception as error:
+            logger.error("the trained weights could not be saved: %s", error)
 
     async def _begin(self, snapshot: RunSnapshot, *, hf: bool, at_end: bool) -> None:
         step, started_s = snapshot.version.step, self.clock()

@@ -6,7 +6,10 @@ import json
 import threading
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,71 +17,77 @@ from typing import Any
 import msgspec
 import pytest
 from buffer_scenes import Scene
+from joined_scene import LocalCluster
 from made_up_run import TOTALS, make_step
-from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
 
-from asyncrl import shown_text
-from asyncrl.buffer.records import Failure, FailureCount
+from asyncrl.buffer.records import Failure
 from asyncrl.common.roles import RunState
 from asyncrl.common.tasks import Stopped
-from asyncrl.common.version import Lineage, Version
+from asyncrl.common.version import Version
 from asyncrl.complete_directory import COMPLETE, unfinished
 from asyncrl.config.schema import CheckpointSection, Config
-from asyncrl.coordinator.coordinator import FailureReports, LearnerCalls
-from asyncrl.coordinator.registry import EndpointChanges, Endpoints
+from asyncrl.coordinator.client import Call
+from asyncrl.coordinator.registry import Endpoints
 from asyncrl.coordinator.status import RunSnapshot
 from asyncrl.data.prompts import PromptCursor
-from asyncrl.deployment import learner, shared_actors
-from asyncrl.deployment import learner as targets_module
 from asyncrl.deployment.inputs import Prompts
-from asyncrl.deployment.learner import LEAVE_S, LearnerDeployment
+from asyncrl.deployment.learner import LEAVE_S, LearnerDeployment, Targets
+from asyncrl.deployment.learner_log import LearnerLog
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.screen import Screen
+from asyncrl.deployment.training import Training
 from asyncrl.errors import ActorGone, CheckpointError, FailureClass, Fenced, RunError, StallError
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.records import RunTotals, StepRecord
-from asyncrl.metrics import server as server_module
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.metrics.discovery import Target
 from asyncrl.metrics.recorders import LearnerMetrics
-from asyncrl.metrics.server import MetricsServer
+from asyncrl.metrics.server import REFRESH_HEADER
+from asyncrl.shown_text import hide
 
 DEADLINE_S = 120.0
 
 
-def deployment_in(run: RunDir, config: Config) -> LearnerDeployment:
-    nothing: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    return LearnerDeployment(
-        config,
-        run_dir=run,
-        model_path=nothing,
-        prompts=nothing,
-        screen=Screen(started_s=0.0, show=lambda view: None, report=lambda line: None),
-    )
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return config_in(tmp_path)
 
 
+def config_in(folder: Path, **sections: Any) -> Config:
+    sections["run"] = {"name": "quick", "dir": str(folder)} | sections.get("run", {})
+    return Config.model_validate(sections)
+
+
+@dataclass
 class Saved:
-    """A run whose checkpoints `write` writes."""
+    """A run whose checkpoints `write` writes. Its ranks hold `ranks_have` trained steps, and `save_hf` saves them."""
 
-    def __init__(self, write: Callable[[Path], None]) -> None:
-        self._write = write
+    write_checkpoint: Callable[[Path], None] = lambda path: None
+    save_hf: Callable[[Path], None] = lambda path: None
+    ranks_have: Callable[[], int | None] = lambda: None
+
+    @property
+    def policy(self) -> Any:
+        return SimpleNamespace(save_hf=self.save_hf, trained_step=self.ranks_have)
 
     def check_folder(self, folder: Path) -> None: ...
 
     def stage(self) -> None: ...
 
     def write(self, path: Path, snapshot: RunSnapshot, *, hf: bool) -> None:
-        self._write(path)
+        self.write_checkpoint(path)
 
 
-def checkpoints_in(run: RunDir, write: Callable[[Path], None] = lambda path: None) -> Checkpoints:
-    run.checkpoints.mkdir()
+def checkpoints_in(run: RunDir, saved: Any, *, clock: Callable[[], float] = time.monotonic) -> Checkpoints:
+    run.checkpoints.mkdir(exist_ok=True)
     return Checkpoints(
         CheckpointSection(),
         folder=run.checkpoints,
-        run=Saved(write),
+        run=saved,
         sync_records=run.sync,
         metrics=LearnerMetrics(),
+        clock=clock,
     )
 
 
@@ -88,57 +97,121 @@ def snapshot_after(step: int) -> RunSnapshot:
     return RunSnapshot(buffer=buffer, prompts=PromptCursor(issued=0, fingerprint=""))
 
 
+Train = Callable[[Training], Awaitable[RunTotals]]
+
+
+@dataclass(kw_only=True)
+class OtherTraining(Training):
+    """A training that `train` replaces. It calls `ended` when its ranks end."""
+
+    train: Train
+    ended: Callable[[], None] = lambda: None
+
+    async def run(self, *_: object, ranks: AsyncExitStack, **__: object) -> RunTotals:
+        ranks.callback(self.ended)
+        return await self.train(self)
+
+
+def deployed(
+    run: RunDir,
+    config: Config,
+    *,
+    train: Train,
+    cluster: LocalCluster | None = None,
+    ended: Callable[[], None] = lambda: None,
+    model_path: Awaitable[str] | None = None,
+    **options: Any,
+) -> LearnerDeployment:
+    """Returns a learner deployment in a cluster without Ray. It trains with `train`, and calls `ended` when its ranks
+    end."""
+    defaults = {"screen": Screen(started_s=0.0, show=lambda view: None, report=lambda line: None)}
+    return LearnerDeployment(
+        config,
+        run_dir=run,
+        model_path=asyncio.sleep(0, "model") if model_path is None else model_path,
+        prompts=asyncio.sleep(0, Prompts(train=(), heldout=())),
+        cluster=(cluster or LocalCluster(config)).joined,
+        new_training=partial(OtherTraining, train=train, ended=ended),
+        **(defaults | options),
+    )
+
+
+def records(*steps: StepRecord) -> Train:
+    """Returns a training that records these steps."""
+
+    async def train(training: Training) -> RunTotals:
+        for step in steps:
+            training.log.append_step(step)
+        return TOTALS
+
+    return train
+
+
+SKIPPED = {"trained": False, "trained_samples": 0, "trained_tokens": 0}
+
+
 @pytest.mark.asyncio
 @pytest.mark.fault("F21")
-async def test_a_run_whose_steps_were_all_skipped_has_no_summary(tmp_path: Path) -> None:
-    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
+async def test_a_run_whose_steps_were_all_skipped_has_no_summary(config: Config) -> None:
     with RunDir.create(config) as run:
-        deployment = deployment_in(run, config)
-        deployment._log.append_step(make_step(0, trained=False, trained_samples=0, trained_tokens=0))
-        assert deployment._log.summary(TOTALS) is None
-        deployment._log.append_step(make_step(0))
-        deployment._log.append_step(make_step(1, trained=False, trained_samples=0, trained_tokens=0))
-        summary = deployment._log.summary(TOTALS)
+        assert await deployed(run, config, train=records(make_step(0, **SKIPPED))).run(asyncio.Event()) is None
+        assert not (run.path / "summary.json").exists()
+        one = records(make_step(0), make_step(1, **SKIPPED))
+        summary = await deployed(run, config, train=one).run(asyncio.Event())
         assert summary is not None
         assert summary.steps == 1
         assert (run.path / "summary.json").exists()
 
 
 @pytest.mark.asyncio
-async def test_a_failed_run_keeps_what_it_has_trained_if_its_ranks_still_can(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("steps", "saved_before", "saves"),
+    [
+        ([], None, []),
+        ([make_step(0, **SKIPPED)], None, []),
+        ([make_step(0), make_step(1, **SKIPPED)], None, ["step-1"]),
+        ([make_step(0), make_step(1)], "step-2", []),
+    ],
+    ids=["no step", "a skipped step", "a step", "a step that has a checkpoint"],
+)
+async def test_a_failed_run_keeps_what_it_has_trained_while_its_ranks_are_there(
+    steps: list[StepRecord], saved_before: str | None, saves: list[str], config: Config
 ) -> None:
-    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
-    saved: list[str] = []
+    done: list[str] = []
 
+    async def train(training: Training) -> RunTotals:
+        training.checkpoints = checkpoints_in(run, Saved(save_hf=lambda path: done.append(path.parent.name)))
+        if saved_before is not None:
+            (run.checkpoints / saved_before).mkdir()
+        await records(*steps)(training)
+        raise StallError("nothing moves")
+
+    with RunDir.create(config) as run:
+        deployment = deployed(run, config, train=train, ended=lambda: done.append("ended"))
+        with pytest.raises(StallError):
+            await deployment.run(asyncio.Event())
+    assert done == [*saves, "ended"]
+
+
+@pytest.mark.asyncio
+async def test_weights_that_a_failed_run_cannot_save_are_logged_and_its_own_error_is_raised(
+    config: Config, caplog: pytest.LogCaptureFixture
+) -> None:
     def dead(path: Path) -> None:
         raise RunError("rank 0 is gone")
 
-    with RunDir.create(config) as run:
-        deployment = deployment_in(run, config)
-        await deployment._rescue_weights()
-        deployment._checkpoints = checkpoints_in(run)
-        deployment._save_hf = lambda path: saved.append(path.parent.name)
-        deployment._log.append_step(make_step(0, trained=False, trained_samples=0, trained_tokens=0))
-        await deployment._rescue_weights()
-        assert saved == []
-        deployment._log.append_step(make_step(0))
-        deployment._log.append_step(make_step(1, trained=False, trained_samples=0, trained_tokens=0))
-        await deployment._rescue_weights()
-        assert saved == ["step-1"]
-        deployment._log.append_step(make_step(1))
-        deployment._save_hf = dead
-        await deployment._rescue_weights()
-        deployment._save_hf = lambda path: saved.append(path.parent.name)
-        (run.checkpoints / "step-2").mkdir()
-        await deployment._rescue_weights()
-        assert saved == ["step-1"], "there is a checkpoint of this step"
+    async def train(training: Training) -> RunTotals:
+        training.checkpoints = checkpoints_in(run, Saved(save_hf=dead))
+        await records(make_step(0))(training)
+        raise StallError("nothing moves")
+
+    with RunDir.create(config) as run, pytest.raises(StallError):
+        await deployed(run, config, train=train).run(asyncio.Event())
     assert "could not be saved: rank 0 is gone" in caplog.text
 
 
 @pytest.mark.asyncio
-async def test_a_failed_run_first_waits_for_the_save_that_is_running(tmp_path: Path) -> None:
-    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
+async def test_a_failed_run_first_waits_for_the_save_that_is_running(config: Config) -> None:
     go_on, rescued = threading.Event(), list[Path]()
 
     def slow(path: Path) -> None:
@@ -146,23 +219,22 @@ async def test_a_failed_run_first_waits_for_the_save_that_is_running(tmp_path: P
         path.mkdir()
         (path / COMPLETE).touch()
 
-    with RunDir.create(config) as run:
-        deployment = deployment_in(run, config)
-        deployment._checkpoints = checkpoints_in(run, slow)
-        deployment._save_hf = rescued.append
-        deployment._log.append_step(make_step(0))
-        await deployment._checkpoints.begin(snapshot_after(1), last_step=False)
-        rescue = asyncio.create_task(deployment._rescue_weights())
-        go_on.set()
-        await rescue
-        assert not rescued, "the checkpoint of this step was being written"
+    async def train(training: Training) -> RunTotals:
+        training.checkpoints = checkpoints_in(run, Saved(slow, save_hf=rescued.append))
+        await records(make_step(0))(training)
+        await training.checkpoints.begin(snapshot_after(1), last_step=False)
+        asyncio.get_running_loop().call_soon(go_on.set)
+        raise StallError("nothing moves")
+
+    with RunDir.create(config) as run, pytest.raises(StallError):
+        await deployed(run, config, train=train).run(asyncio.Event())
+    assert not rescued, "the checkpoint of this step was being written"
 
 
 @pytest.mark.asyncio
 @pytest.mark.fault("F7")
-async def test_a_run_that_fails_with_its_running_save_ends_and_leaves_no_unfinished_checkpoint(tmp_path: Path) -> None:
+async def test_a_run_that_fails_with_its_running_save_ends_and_leaves_no_unfinished_checkpoint(config: Config) -> None:
     """A rank died: the save ends with an error, and the ranks cannot save their weights either."""
-    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
     died = threading.Event()
 
     def dies(path: Path) -> None:
@@ -173,94 +245,36 @@ async def test_a_run_that_fails_with_its_running_save_ends_and_leaves_no_unfinis
     def no_ranks() -> int:
         raise RunError("the learner has no ranks")
 
-    with RunDir.create(config) as run:
-        deployment = deployment_in(run, config)
-        deployment._checkpoints = checkpoints_in(run, dies)
-        deployment._trained_step = no_ranks
-        deployment._log.append_step(make_step(0))
-        await deployment._checkpoints.begin(snapshot_after(1), last_step=False)
+    async def train(training: Training) -> RunTotals:
+        training.checkpoints = checkpoints_in(run, Saved(dies, ranks_have=no_ranks))
+        await records(make_step(0))(training)
+        await training.checkpoints.begin(snapshot_after(1), last_step=False)
         died.set()
+        raise ActorGone("learner rank 1 died")
+
+    with RunDir.create(config) as run:
         async with asyncio.timeout(DEADLINE_S):
-            await deployment._rescue_weights()
+            with pytest.raises(ActorGone):
+                await deployed(run, config, train=train).run(asyncio.Event())
         assert list(run.checkpoints.iterdir()) == []
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(("ranks_have", "saved_as"), [(None, "step-1"), (1, "step-1"), (2, "step-2")])
 async def test_rescued_weights_have_the_number_of_the_last_update_that_the_ranks_applied(
-    ranks_have: int | None, saved_as: str, tmp_path: Path
+    ranks_have: int | None, saved_as: str, config: Config
 ) -> None:
-    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
     saved: list[str] = []
-    with RunDir.create(config) as run:
-        deployment = deployment_in(run, config)
-        deployment._checkpoints = checkpoints_in(run)
-        deployment._save_hf = lambda path: saved.append(path.parent.name)
-        deployment._trained_step = lambda: ranks_have
-        deployment._log.append_step(make_step(0))
-        await deployment._rescue_weights()
+
+    async def train(training: Training) -> RunTotals:
+        ranks = Saved(save_hf=lambda path: saved.append(path.parent.name), ranks_have=lambda: ranks_have)
+        training.checkpoints = checkpoints_in(run, ranks)
+        await records(make_step(0))(training)
+        raise StallError("nothing moves")
+
+    with RunDir.create(config) as run, pytest.raises(StallError):
+        await deployed(run, config, train=train).run(asyncio.Event())
     assert saved == [saved_as], "step 1 is recorded; the run may have failed after the update of step 2"
-
-
-async def nothing(*_: object, **__: object) -> None:
-    pass
-
-
-async def no_nodes(**_: object) -> list[dict[str, Any]]:
-    return []
-
-
-def deployment_without_ray(
-    run: RunDir,
-    config: Config,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    train: Callable[..., Awaitable[RunTotals]],
-    ended: Callable[[], None] = lambda: None,
-    failures: tuple[FailureCount, ...] = (),
-    steps: Sequence[StepRecord] = (),
-    states: list[object] | None = None,
-) -> LearnerDeployment:
-    """A learner deployment with a fake coordinator, which lists two endpoints and adds the run's states to `states`.
-
-    It has recorded `steps`, trains with `train`, and calls `ended` when its ranks end.
-    """
-
-    async def call(method: object, *arguments: object, **__: object) -> object:
-        if method is LearnerCalls.set_state and states is not None:
-            states.append(arguments[1])
-        if method is Endpoints.since:
-            addresses = {"learner": "127.0.0.1:1", "buffer": "127.0.0.1:2"}
-            return EndpointChanges(serial=2, whole=True, addresses=addresses)
-        return failures if method is FailureReports.more_than else None
-
-    async def run_of(*_: object, **__: object) -> Any:
-        return SimpleNamespace(
-            coordinator=SimpleNamespace(call=call), deployment=SimpleNamespace(id="learner-1"), lineage=Lineage()
-        )
-
-    rows = object()
-
-    async def open_data_plane(*_: object, **__: object) -> object:
-        return rows
-
-    def policy(*_: object, dp_client: object, **__: object) -> Any:
-        assert dp_client is rows, "another client would not notice that the index of the data plane has died"
-        return SimpleNamespace(shutdown=ended)
-
-    monkeypatch.setattr(learner, "open_data_plane", open_data_plane)
-    monkeypatch.setattr(learner, "enter_run", run_of)
-    monkeypatch.setattr(learner, "leave_run", nothing)
-    monkeypatch.setattr(learner, "keep_attached", nothing)
-    monkeypatch.setattr(targets_module, "ray_nodes", no_nodes)
-    monkeypatch.setattr(learner, "TQPolicy", policy)
-    deployment = deployment_in(run, config)
-    deployment._prompts = asyncio.sleep(0, Prompts(train=(), heldout=()))
-    deployment._model_path = finished_model = asyncio.get_running_loop().create_future()
-    finished_model.set_result("model")
-    deployment._log.steps = list(steps)
-    monkeypatch.setattr(deployment, "_train", train)
-    return deployment
 
 
 @pytest.mark.asyncio
@@ -276,148 +290,121 @@ def deployment_without_ray(
     ],
 )
 async def test_the_generators_stay_only_if_the_learner_is_started_again(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    error: type[Exception],
-    supervised: bool,
-    saved: bool,
-    state: RunState,
+    config: Config, error: type[Exception], supervised: bool, saved: bool, state: RunState
 ) -> None:
-    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
-    states: list[object] = []
+    cluster = LocalCluster(config)
 
-    async def fail(*_: object) -> RunTotals:
+    async def fail(_: Training) -> RunTotals:
         raise error("a rank died")
 
     with RunDir.create(config) as run:
         if saved:
             (run.checkpoints / "step-2").mkdir(parents=True)
             (run.checkpoints / "step-2" / COMPLETE).touch()
-        deployment = deployment_without_ray(run, config, monkeypatch, train=fail, states=states)
-        deployment._supervised = lambda: supervised
+        deployment = deployed(run, config, cluster=cluster, train=fail, supervised=lambda: supervised)
         with pytest.raises(error):
             await deployment.run(asyncio.Event())
-    assert states == [state]
-
-
-@pytest.mark.asyncio
-async def test_what_a_failed_run_has_trained_is_saved_while_its_ranks_are_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
-    done: list[str] = []
-
-    async def fail(*_: object) -> RunTotals:
-        raise StallError("nothing moves")
-
-    async def rescue() -> None:
-        done.append("saved")
-
-    with RunDir.create(config) as run:
-        deployment = deployment_without_ray(run, config, monkeypatch, train=fail, ended=lambda: done.append("ended"))
-        monkeypatch.setattr(deployment, "_rescue_weights", rescue)
-        with pytest.raises(StallError):
-            await deployment.run(asyncio.Event())
-    assert done == ["saved", "ended"]
+    assert [arguments[1] for arguments in cluster.called("set_state")] == [state]
+    assert cluster.coordinator.registry.message == f"{error.__name__}: a rank died"
 
 
 @pytest.mark.asyncio
 @pytest.mark.fault("F13")
 @pytest.mark.parametrize("in_training", [False, True])
-async def test_a_learner_that_was_replaced_ends_at_its_next_heartbeat(
-    in_training: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
-    training = asyncio.Event()
+async def test_a_learner_that_was_replaced_ends_at_its_next_heartbeat(in_training: bool, config: Config) -> None:
+    cluster, training = LocalCluster(config), asyncio.Event()
 
-    async def train(*_: object) -> RunTotals:
+    async def train(_: Training) -> RunTotals:
         training.set()
         await asyncio.Event().wait()
         return TOTALS
 
-    async def keep_attached(*arguments: Any, **options: Any) -> None:
+    async def replaced(_: Call) -> None:
         if in_training:
             await training.wait()
-        # the fake coordinator's answer is that it is not attached
-        await shared_actors.keep_attached(*arguments, **options)
+        cluster.replace_learner()
 
+    cluster.before["keep"] = replaced
     with RunDir.create(config) as run:
-        deployment = deployment_without_ray(run, config, monkeypatch, train=train)
-        if not in_training:
-            deployment._model_path = asyncio.get_running_loop().create_future()
-        monkeypatch.setattr(learner, "keep_attached", keep_attached)
+        never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        model_path = None if in_training else never
+        deployment = deployed(run, config, cluster=cluster, train=train, model_path=model_path)
         with pytest.raises(Fenced, match=r"incarnation 1.*another learner has taken over"):
             async with asyncio.timeout(DEADLINE_S):
                 await deployment.run(asyncio.Event())
     assert training.is_set() is in_training
-    assert "has taken over" in deployment._failure
+    ((_, state, message),) = cluster.called("set_state")
+    assert state is RunState.FAILED
+    assert "has taken over" in message
+
+
+@pytest.fixture
+def hidden_key() -> Iterator[str]:
+    """A secret that is hidden in all text that this process shows."""
+    key = "sk-0123456789"
+    hide(lambda text: text.replace(key, "<KEY>"))
+    yield key
+    hide(str)
 
 
 @pytest.mark.asyncio
 async def test_the_error_that_the_run_gets_from_a_failed_learner_shows_no_secret(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: Config, hidden_key: str
 ) -> None:
-    async def train(*_: object) -> RunTotals:
-        raise RunError("401 for sk-0123456789")
+    cluster = LocalCluster(config)
 
-    monkeypatch.setattr(shown_text, "_redact", lambda text: text.replace("sk-0123456789", "<KEY>"))
-    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
-    with RunDir.create(config) as run:
-        deployment = deployment_without_ray(run, config, monkeypatch, train=train)
-        with pytest.raises(RunError):
-            async with asyncio.timeout(DEADLINE_S):
-                await deployment.run(asyncio.Event())
-    assert deployment._failure == "RunError: 401 for <KEY>"
+    async def train(_: Training) -> RunTotals:
+        raise RunError(f"401 for {hidden_key}")
+
+    with RunDir.create(config) as run, pytest.raises(RunError):
+        async with asyncio.timeout(DEADLINE_S):
+            await deployed(run, config, cluster=cluster, train=train).run(asyncio.Event())
+    assert cluster.coordinator.registry.message == "RunError: 401 for <KEY>"
 
 
 @pytest.mark.asyncio
-async def test_a_step_of_closing_that_fails_does_not_keep_the_others_from_taking_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
-    done: list[str] = []
+async def test_a_step_of_closing_that_fails_does_not_keep_the_others_from_taking_place(config: Config) -> None:
+    cluster, done, closing = LocalCluster(config), list[str](), list[bool]()
 
-    async def train(*_: object) -> RunTotals:
-        return TOTALS
+    async def train(training: Training) -> RunTotals:
+        closing.append(True)
+        return await records(make_step(0))(training)
 
-    async def leave(*_: object, **__: object) -> None:
+    async def left(_: Call) -> None:
         done.append("left")
 
-    def no_tracker() -> None:
-        raise RunError("the tracker does not answer")
+    def show(_: object) -> None:
+        if closing:
+            raise RunError("the screen does not answer")
 
+    cluster.before["detach"] = left
+    screen = Screen(started_s=0.0, show=show, report=lambda line: None)
     with RunDir.create(config) as run:
-        deployment = deployment_without_ray(
-            run, config, monkeypatch, train=train, ended=lambda: done.append("ranks ended"), steps=[make_step(0)]
+        deployment = deployed(
+            run, config, cluster=cluster, train=train, ended=lambda: done.append("ranks ended"), screen=screen
         )
-        monkeypatch.setattr(learner, "leave_run", leave)
-        deployment._log.close = no_tracker
-        with pytest.raises(RunError, match="the tracker does not answer"):
+        with pytest.raises(RunError, match="the screen does not answer"):
             await deployment.run(asyncio.Event())
     assert done == ["left", "ranks ended"]
-
-
-def full_disk(path: Path) -> None:
-    raise CheckpointError("rank 0: OSError: No space left on device")
 
 
 @pytest.mark.asyncio
 @pytest.mark.fault("F27")
 async def test_a_run_whose_last_weights_cannot_be_saved_records_the_rest_and_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    config: Config, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
+    def full_disk(path: Path) -> None:
+        raise CheckpointError("rank 0: OSError: No space left on device")
 
-    async def train(*_: object) -> RunTotals:
-        deployment._log.append_step(make_step(0))
-        deployment._checkpoints = checkpoints_in(run, full_disk)
-        await deployment._checkpoints.save_last(snapshot_after(1))
+    async def train(training: Training) -> RunTotals:
+        training.checkpoints = checkpoints_in(run, Saved(full_disk))
+        await records(make_step(0))(training)
+        await training.checkpoints.save_last(snapshot_after(1))
         return TOTALS
 
-    with RunDir.create(config) as run:
-        deployment = deployment_without_ray(run, config, monkeypatch, train=train)
-        with pytest.raises(CheckpointError, match=r"(?s)weights of step 1 are lost, .*No space left.*\nfree space on"):
-            await deployment.run(asyncio.Event())
+    lost = r"(?s)weights of step 1 are lost, .*No space left.*\nfree space on"
+    with RunDir.create(config) as run, pytest.raises(CheckpointError, match=lost):
+        await deployed(run, config, train=train).run(asyncio.Event())
     assert (run.path / "summary.json").exists()
     assert "could not be saved" not in caplog.text, "the error is raised and not logged as well"
 
@@ -425,56 +412,41 @@ async def test_a_run_whose_last_weights_cannot_be_saved_records_the_rest_and_fai
 @pytest.mark.asyncio
 @pytest.mark.fault("F27")
 async def test_a_summary_without_room_is_said_and_does_not_hide_that_the_weights_are_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    config: Config, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
     with RunDir.create(config) as run:
-        deployment = deployment_in(run, config)
-        deployment._log.append_step(make_step(0))
-        monkeypatch.setattr(run, "write_summary", full_disk_error)
-        assert deployment._log.summary(TOTALS) is not None
-    assert "summary.json was not written: no space" in caplog.text
+        (run.path / "summary.json").mkdir()  # so that the file cannot be written
+        log = LearnerLog(config, run)
+        log.append_step(make_step(0))
+        assert log.summary(TOTALS) is not None
+    assert "summary.json was not written: " in caplog.text
 
 
 @pytest.mark.parametrize("trained", [1, 2])
 @pytest.mark.asyncio
-async def test_a_run_is_stopped_when_it_was_asked_to_end_before_its_last_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: int
-) -> None:
-    config = Config.model_validate(
-        {
-            "run": {"name": "quick", "dir": str(tmp_path)},
-            "learner": {"total_steps": 2, "optimizer": {"warmup_steps": 0}},
-        }
-    )
+async def test_a_run_is_stopped_when_it_was_asked_to_end_before_its_last_step(tmp_path: Path, trained: int) -> None:
+    config = config_in(tmp_path, learner={"total_steps": 2, "optimizer": {"warmup_steps": 0}})
     stop = asyncio.Event()
 
-    async def train(*_: object) -> RunTotals:
-        for step in range(trained):
-            deployment._log.append_step(make_step(step))
+    async def train(training: Training) -> RunTotals:
         stop.set()
-        return TOTALS
+        return await records(*map(make_step, range(trained)))(training)
 
     with RunDir.create(config) as run:
-        deployment = deployment_without_ray(run, config, monkeypatch, train=train)
-        await deployment.run(stop)
+        await deployed(run, config, train=train).run(stop)
     info = json.loads((run.path / "run.json").read_bytes())
     stopped = ("stopped", "asked to end by a signal, after step 1 of 2")
     assert (info["state"], info["exit_reason"]) == (stopped if trained == 1 else ("finished", "done"))
 
 
 @pytest.mark.asyncio
-async def test_a_run_that_an_evaluation_ended_is_finished_and_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
-
-    async def train(*_: object) -> RunTotals:
-        return msgspec.structs.replace(TOTALS, stop_reason="ended after step 1 of 200, because …")
+async def test_a_run_that_an_evaluation_ended_is_finished_and_says_why(config: Config) -> None:
+    async def train(training: Training) -> RunTotals:
+        totals = await records(make_step(0))(training)
+        return msgspec.structs.replace(totals, stop_reason="ended after step 1 of 200, because …")
 
     with RunDir.create(config) as run:
-        deployment = deployment_without_ray(run, config, monkeypatch, train=train, steps=[make_step(0)])
-        await deployment.run(asyncio.Event())
+        await deployed(run, config, train=train).run(asyncio.Event())
     info = json.loads((run.path / "run.json").read_bytes())
     assert (info["state"], info["exit_reason"]) == ("finished", "ended after step 1 of 200, because …")
     assert json.loads((run.path / "summary.json").read_bytes())["stop_reason"] == info["exit_reason"]
@@ -482,18 +454,41 @@ async def test_a_run_that_an_evaluation_ended_is_finished_and_says_why(
 
 def listed(run: RunDir) -> list[str]:
     """Returns the endpoints in the run's metrics/targets.json."""
-    return [target for group in json.loads(run.targets_path.read_bytes()) for target in group["targets"]]
+    return targets_in(run.targets_path.read_bytes())
+
+
+def targets_in(groups: bytes) -> list[str]:
+    return [target for group in json.loads(groups) for target in group["targets"]]
+
+
+@dataclass
+class Client:
+    """A client of a learner's HTTP endpoint, which asks for the targets every `refresh_s` seconds."""
+
+    cluster: LocalCluster
+    refresh_s: int = 10
+    answers: list[list[str]] = field(default_factory=list)
+
+    async def get(self, path: str) -> bytes:
+        address = self.cluster.coordinator.registry.endpoints.since(0).addresses["learner"]
+        question = urllib.request.Request(f"http://{address}{path}", headers={REFRESH_HEADER: str(self.refresh_s)})
+        with await asyncio.to_thread(urllib.request.urlopen, question, timeout=DEADLINE_S) as answer:
+            body: bytes = answer.read()
+            return body
+
+    async def targets(self) -> list[str]:
+        return targets_in(await self.get("/sd"))
 
 
 @pytest.mark.parametrize("end", ["done", "stopped", "stopped before the first step", "failed", "cancelled"])
 @pytest.mark.asyncio
-async def test_what_ended_in_order_is_listed_no_more_and_what_failed_still_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
-) -> None:
-    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
+async def test_what_ended_in_order_is_listed_no_more_and_what_failed_still_is(config: Config, end: str) -> None:
+    cluster = LocalCluster(config)
+    client, over_http = Client(cluster), list[list[str]]()
     stop, errors = asyncio.Event(), {"failed": StallError, "cancelled": asyncio.CancelledError}
 
-    async def train(*_: object) -> RunTotals:
+    async def train(training: Training) -> RunTotals:
+        await records(make_step(0))(training)
         async with asyncio.timeout(DEADLINE_S):
             while not run.targets_path.exists():
                 await asyncio.sleep(0)
@@ -505,63 +500,47 @@ async def test_what_ended_in_order_is_listed_no_more_and_what_failed_still_is(
             raise Stopped
         return TOTALS
 
+    async def at_the_end(_: Call) -> None:
+        over_http.append(await client.targets())
+
+    cluster.before["detach"] = at_the_end
     with RunDir.create(config) as run:
-        deployment = deployment_without_ray(run, config, monkeypatch, train=train, steps=[make_step(0)])
         with pytest.raises(errors[end]) if end in errors else contextlib.nullcontext():
-            await deployment.run(stop)
-        left = ["127.0.0.1:2", "127.0.0.1:1"] if end in errors else []
+            await deployed(run, config, cluster=cluster, train=train).run(stop)
+        found = cluster.coordinator.registry.endpoints.since(0).addresses
+        left = [found["buffer"], found["learner"]] if end in errors else []
         assert listed(run) == left
-        assert len(deployment._targets.current) == len(left), "the HTTP discovery has the same targets"
+        assert over_http == [left], "the HTTP discovery has the same targets"
 
 
 @pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.asyncio
 async def test_a_run_that_ends_serves_until_who_discovers_over_http_has_the_empty_list(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: bool
+    tmp_path: Path, stopped: bool
 ) -> None:
     """The last request for the targets comes when everything else is closed. The run ends after the answer."""
-    grace_s = 10 * DEADLINE_S
-    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path), "shutdown_grace_s": grace_s}})
-    stop, closed = asyncio.Event(), asyncio.Event()
-    servers: list[MetricsServer] = []
+    config = config_in(tmp_path, run={"shutdown_grace_s": 10 * DEADLINE_S})
+    cluster, stop, closed = LocalCluster(config), asyncio.Event(), asyncio.Event()
+    client = Client(cluster)
 
-    def serve(*arguments: Any, **options: Any) -> MetricsServer:
-        servers.append(MetricsServer(*arguments, **options))
-        return servers[-1]
-
-    async def ask() -> list[Any]:
-        headers = {server_module.REFRESH_HEADER: "10"}
-        question = urllib.request.Request(f"http://{servers[0].address}/sd", headers=headers)
-        with await asyncio.to_thread(urllib.request.urlopen, question, timeout=DEADLINE_S) as answer:
-            return list(json.loads(answer.read()))
-
-    async def train(*_: object) -> RunTotals:
+    async def train(training: Training) -> RunTotals:
+        await records(make_step(0))(training)
         async with asyncio.timeout(DEADLINE_S):
-            while not await ask():
+            while not await client.targets():
                 pass
         if stopped:
             stop.set()
         return TOTALS
 
-    loop = asyncio.get_running_loop()
-    monkeypatch.setattr(learner, "MetricsServer", serve)
-    monkeypatch.setattr(server_module, "DISCOVERY_S", grace_s)
     with RunDir.create(config) as run:
-        deployment = deployment_without_ray(
-            run,
-            config,
-            monkeypatch,
-            train=train,
-            ended=lambda: loop.call_soon_threadsafe(closed.set),
-            steps=[make_step(0)],
-        )
+        deployment = deployed(run, config, cluster=cluster, train=train, ended=closed.set)
         running = asyncio.create_task(deployment.run(stop))
         async with asyncio.timeout(DEADLINE_S):
             await closed.wait()
             for _ in range(100):
                 await asyncio.sleep(0)
             assert not running.done(), "the client still has the old list of targets"
-            assert await ask() == []
+            assert await client.targets() == []
             await running
 
 
@@ -570,43 +549,46 @@ async def test_a_run_that_ends_serves_until_who_discovers_over_http_has_the_empt
 async def test_a_run_that_was_asked_to_end_waits_within_its_grace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path), "shutdown_grace_s": LEAVE_S}})
-    stop = asyncio.Event()
+    config = config_in(tmp_path, run={"shutdown_grace_s": LEAVE_S})
+    cluster, stop = LocalCluster(config), asyncio.Event()
+    monkeypatch.setattr("asyncrl.metrics.server.DISCOVERY_S", 10 * DEADLINE_S)
 
-    async def train(*_: object) -> RunTotals:
+    async def train(training: Training) -> RunTotals:
+        async with asyncio.timeout(DEADLINE_S):
+            while not await Client(cluster).targets():  # the client never gets the empty list
+                pass
         stop.set()
         return TOTALS
 
-    async def never_told(*_: object, **__: object) -> None:
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(MetricsServer, "told", never_told)
     with RunDir.create(config) as run:
-        deployment = deployment_without_ray(run, config, monkeypatch, train=train)
         async with asyncio.timeout(DEADLINE_S):
-            await deployment.run(stop)
+            await deployed(run, config, cluster=cluster, train=train).run(stop)
 
 
 @pytest.mark.parametrize(("save_s", "warns"), [(4.0, False), (30.0, True), (None, False)])
 @pytest.mark.asyncio
 @pytest.mark.fault("F29")
 async def test_a_grace_that_is_too_short_for_step_save_and_closing_is_named_when_the_run_is_asked_to_end(
-    save_s: float | None, warns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    save_s: float | None, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path), "shutdown_grace_s": LEAVE_S + 5}})
-    stop = asyncio.Event()
+    config = config_in(tmp_path, run={"shutdown_grace_s": LEAVE_S + 5})
+    stop, now_s = asyncio.Event(), [0.0]
 
-    async def train(*_: object) -> RunTotals:
+    def write(path: Path) -> None:
+        now_s[0] += save_s or 0.0
+
+    async def train(training: Training) -> RunTotals:
+        training.checkpoints = checkpoints_in(run, Saved(write), clock=lambda: now_s[0])
+        await records(make_step(0, duration_s=1.0))(training)
+        if save_s is not None:
+            await training.checkpoints.save_last(snapshot_after(1))
         stop.set()
         await asyncio.sleep(0)
         return TOTALS
 
     with RunDir.create(config) as run:
-        step = make_step(0, duration_s=1.0)
-        deployment = deployment_without_ray(run, config, monkeypatch, train=train, steps=[step])
-        monkeypatch.setattr(deployment, "_checkpoints", SimpleNamespace(expected_end_s=lambda: save_s, unsaved=None))
         async with asyncio.timeout(DEADLINE_S):
-            await deployment.run(stop)
+            await deployed(run, config, train=train).run(stop)
     said = "the run needs about 41 s to end: 1 s for its step, 30 s for its checkpoint and 10 s to close, but"
     assert (said in caplog.text) is warns
     assert ("run.shutdown_grace_s = 15 s" in caplog.text) is warns
@@ -614,30 +596,23 @@ async def test_a_grace_that_is_too_short_for_step_save_and_closing_is_named_when
 
 @pytest.mark.asyncio
 async def test_from_the_first_scrape_on_a_learner_shows_its_whole_life_and_the_limits_that_alerts_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    config = Config.model_validate(
-        {"run": {"name": "quick", "dir": str(tmp_path), "stall_timeout_s": 71.0}, "weights": {"load_timeout_s": 13.0}}
-    )
-    shown: dict[str, float] = {}
+    config = config_in(tmp_path, run={"stall_timeout_s": 71.0}, weights={"load_timeout_s": 13.0})
+    cluster, shown = LocalCluster(config), dict[str, float]()
 
-    async def run_of(*_: object, **__: object) -> Any:
-        return SimpleNamespace(coordinator=None, deployment=None)
-
-    def serve(registry: CollectorRegistry, **_: object) -> None:
-        families = list(registry.collect())
-        samples = [sample for family in families for sample in family.samples]
+    async def scrape(call: Call) -> None:
+        cluster.coordinator.registry.endpoints.set("learner", call.arguments[1])
+        text = (await Client(cluster).get("/metrics")).decode()
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
         shown.update({f"{sample.name}{''.join(sample.labels.values())}": sample.value for sample in samples})
-        raise OSError("no port")
+        raise RunError("the first scrape is enough")
 
-    monkeypatch.setattr(learner, "open_data_plane", nothing)
-    monkeypatch.setattr(learner, "enter_run", run_of)
-    monkeypatch.setattr(learner, "MetricsServer", serve)
+    cluster.before["set"] = scrape
     with RunDir.create(config) as run:
-        deployment = deployment_in(run, config)
-        deployment._prompts = asyncio.sleep(0, Prompts(train=(), heldout=()))
+        deployment = deployed(run, config, cluster=cluster, train=records())
         before_s = time.monotonic()
-        with pytest.raises(OSError, match="no port"):
+        with pytest.raises(RunError, match="the first scrape is enough"):
             await deployment.run(asyncio.Event())
         after_s = time.monotonic()
     seconds = {state: shown[f"asyncrl_learner_state_seconds_total{state}"] for state in LEARNER_STATES}
@@ -646,99 +621,72 @@ async def test_from_the_first_scrape_on_a_learner_shows_its_whole_life_and_the_l
     assert shown["asyncrl_weight_sync_timeout_seconds"] == 13.0
 
 
-@pytest.mark.asyncio
 @pytest.mark.fault("F27")
-async def test_targets_that_could_not_be_written_are_written_later_and_are_over_http_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_targets_that_could_not_be_written_are_written_later_and_are_over_http_at_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
-    targets = [Target(role="buffer", replica="buffer", address="127.0.0.1:1")]
-    with RunDir.create(config) as run:
-        deployment = deployment_in(run, config)
-        with monkeypatch.context() as full_disk:
-            full_disk.setattr(targets_module, "write_targets", full_disk_error)
-            deployment._targets.publish(targets)
-        assert "is not up to date: no space" in caplog.text
-        assert deployment._targets.current == targets
-        assert not run.targets_path.exists()
-        deployment._targets.publish(targets)
-        assert json.loads(run.targets_path.read_bytes())[0]["targets"] == ["127.0.0.1:1"]
-        deployment._targets.publish([])
-        assert json.loads(run.targets_path.read_bytes()) == []
+    folder = tmp_path / "metrics"
+    folder.touch()  # a file in the place of the folder, so that no file can be written there
+    targets = Targets(run="quick", path=folder / "targets.json")
+    of_buffer = [Target(role="buffer", replica="buffer", address="127.0.0.1:1")]
+    targets.publish(of_buffer)
+    assert f"{folder / 'targets.json'} is not up to date: " in caplog.text
+    assert targets_in(targets.groups()) == ["127.0.0.1:1"]
+    folder.unlink()
+    folder.mkdir()
+    targets.publish(of_buffer)
+    assert targets_in((folder / "targets.json").read_bytes()) == ["127.0.0.1:1"]
+    targets.publish([])
+    assert json.loads((folder / "targets.json").read_bytes()) == []
 
 
 @pytest.mark.asyncio
 async def test_prometheus_finds_the_runs_processes_and_rays_nodes_again_once_ray_answers_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, config: Config, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
     node = {"NodeID": "0123456789", "Alive": True, "NodeManagerAddress": "127.0.0.1", "MetricsExportPort": 2}
-    answers = iter([RunError("Ray does not list its nodes"), [node]])
+    answers = iter([RunError("Ray does not list its nodes"), [{**node, "Resources": {"CPU": 4}}]])
 
     async def nodes(*, timeout_s: float) -> Any:
-        answer = next(answers)
-        if isinstance(answer, RunError):
+        if isinstance(answer := next(answers), RunError):
             raise answer
         return answer
 
-    endpoints = Endpoints()
-    endpoints.set("learner", "127.0.0.1:1")
-
-    async def changes(_: object, since: int) -> EndpointChanges:
-        return endpoints.since(since)
-
-    found = asyncio.Event()
-    monkeypatch.setattr(targets_module, "TARGETS_EVERY_S", 0.0)
-    monkeypatch.setattr(targets_module, "ray_nodes", nodes)
-    monkeypatch.setattr(targets_module, "write_targets", lambda path, **arguments: found.set())
-    with RunDir.create(config) as run:
-        deployment = deployment_in(run, config)
-        coordinator: Any = SimpleNamespace(call=changes)
-        discovering = asyncio.create_task(deployment._targets.follow(coordinator, timeout_s=1.0))
-        await asyncio.wait_for(found.wait(), DEADLINE_S)
-        discovering.cancel()
+    cluster = LocalCluster(config)
+    await cluster.client.call(Endpoints.set, "learner", "127.0.0.1:1")
+    path = tmp_path / "targets.json"
+    targets = Targets(run="quick", path=path, ray_nodes=nodes)
+    following = asyncio.create_task(targets.follow(cluster.client, timeout_s=1.0, every_s=0.0))
+    async with asyncio.timeout(DEADLINE_S):
+        while not path.exists():
+            await asyncio.sleep(0)
+    following.cancel()
     assert "targets are not up to date: Ray does not list its nodes" in caplog.text
-    assert deployment._targets.current == [
+    assert targets.current == [
+        Target(role="buffer", replica="buffer", address="127.0.0.1:2"),
         Target(role="learner", replica="learner", address="127.0.0.1:1"),
         Target(role="ray", replica="ray-01234567", address="127.0.0.1:2"),
     ]
 
 
-def full_disk_error(_: object, **arguments: Any) -> None:
-    raise OSError("no space")
-
-
 @pytest.mark.asyncio
-async def test_a_run_whose_prompts_all_failed_ends_with_the_first_cause(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
+async def test_a_run_whose_prompts_all_failed_ends_with_the_first_cause(config: Config) -> None:
+    cluster = LocalCluster(config)
     failure = Failure(failure_class=FailureClass.DATA, reason="reward_raised", message="KeyError: 'KEY' (tasks.py:30)")
-
-    failures = (FailureCount(rollouts=7, groups=7, first=failure),)
-
-    async def nothing_left(*_: object) -> RunTotals:
-        return TOTALS
-
+    for number in range(7):
+        cluster.coordinator.failures.heldout_failed(f"report {number}", failure)
     with RunDir.create(config) as run:
-        deployment = deployment_without_ray(run, config, monkeypatch, train=nothing_left, failures=failures)
         with pytest.raises(
             RunError, match=r"rollouts failed \(reward_raised 7 rollouts\).*KeyError: 'KEY' \(tasks\.py:30\)"
         ):
-            await deployment.run(asyncio.Event())
+            await deployed(run, config, cluster=cluster, train=records()).run(asyncio.Event())
         assert "reward_raised" in run.failures_path.read_text()
 
 
 @pytest.mark.asyncio
-async def test_a_run_whose_prompts_ran_out_before_its_first_step_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
-
-    async def nothing_left(*_: object) -> RunTotals:
-        return TOTALS
-
-    with RunDir.create(config) as run:
-        deployment = deployment_without_ray(run, config, monkeypatch, train=nothing_left)
-        with pytest.raises(RunError, match=r"the prompts ran out before there were learner\.groups_per_step"):
-            await deployment.run(asyncio.Event())
+async def test_a_run_whose_prompts_ran_out_before_its_first_step_fails(config: Config) -> None:
+    with (
+        RunDir.create(config) as run,
+        pytest.raises(RunError, match=r"the prompts ran out before there were learner\.groups_per_step"),
+    ):
+        await deployed(run, config, train=records()).run(asyncio.Event())

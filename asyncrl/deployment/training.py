@@ -1,0 +1,214 @@
+"""The training of a run that the learner has entered: starts the ranks, builds the learner's loop, and runs it."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from asyncrl.checkpoints.run import RunParts
+from asyncrl.common.tasks import unless_stopped
+from asyncrl.config.load import shared_config
+from asyncrl.config.schema import HELDOUT, Config
+from asyncrl.coordinator.registry import Registry
+from asyncrl.data.tokenizer import load_tokenizer, tokenizer_fingerprint
+from asyncrl.data_plane.interfaces import DataPlaneClient
+from asyncrl.deployment.inputs import Prompts, data_record, lines_on_data, tags_of_rewards
+from asyncrl.deployment.learner_log import LearnerLog
+from asyncrl.deployment.run_dir import RunDir, processor, provenance
+from asyncrl.deployment.screen import LearnerDisplay
+from asyncrl.deployment.shared_actors import RunHandles
+from asyncrl.learner.audit_records import Began, Machine, PublishedVersion, manifest_digest
+from asyncrl.learner.checkpoint import Checkpoints, KeptSteps
+from asyncrl.learner.heldout import HeldoutEvaluation, ReplicaClient
+from asyncrl.learner.loop import LearnerLoop
+from asyncrl.learner.publication import Publisher, probe_sequences
+from asyncrl.learner.recording import StepEnd, StepRecorder
+from asyncrl.learner.records import RunLog, RunTotals
+from asyncrl.learner.sample_records import Texts
+from asyncrl.learner.step import Stages
+from asyncrl.metrics.recorders import LearnerMetrics
+from asyncrl.metrics.states import StateClock
+from asyncrl.policy.tq_policy import TQPolicy
+from asyncrl.value.lm_value import critic_config
+from asyncrl.value.tq_value import TQValue
+from asyncrl.weights.manifest import Manifest, layout
+from asyncrl.weights.transports.of_config import transport_of
+
+
+@dataclass(kw_only=True)
+class Training:
+    """`run` trains the run once. `new_policy` builds the policy, whose ranks have not started yet."""
+
+    config: Config
+    run_dir: RunDir
+    display: LearnerDisplay
+    log: LearnerLog
+    metrics: LearnerMetrics
+    states: StateClock
+    new_policy: Callable[..., TQPolicy] = TQPolicy
+    checkpoints: Checkpoints | None = field(default=None, init=False)
+    """The checkpoints of the run; None until its ranks have started."""
+
+    def __post_init__(self) -> None:
+        self._transport = transport_of(self.config, nonce=self.run_dir.nonce)
+
+    async def run(
+        self,
+        handles: RunHandles,
+        *,
+        rows: DataPlaneClient,
+        model_path: str,
+        prompts: Prompts,
+        stop: asyncio.Event,
+        ranks: AsyncExitStack,
+    ) -> RunTotals:
+        """Trains with the rows of `rows`. The ranks, and the weights that they have published, end with `ranks`."""
+        config, own = self.config, handles.lineage.incarnation
+        ranks.push_async_callback(asyncio.to_thread, self._transport.delete, lambda version: version.incarnation == own)
+        policy = self.new_policy(config, model_path=model_path, dp_cfg=config.data_plane, dp_client=rows)
+        ranks.push_async_callback(asyncio.to_thread, policy.shutdown)
+        critic: TQValue | None = None
+        if config.critic is not None:
+            critic = TQValue(critic_config(config), model_path=model_path)
+            ranks.push_async_callback(asyncio.to_thread, critic.shutdown)
+        self.display.enter("loading the tokenizer")
+        tokenizer = load_tokenizer(model_path, chat=config.data.chat, chat_options=config.data.chat_options)
+        fingerprint = tokenizer_fingerprint(tokenizer)
+        await handles.coordinator.call(Registry.handshake, who="the learner", fingerprint=fingerprint)
+        self._record_data(prompts, tokenizer)
+        self.display.enter("starting the learner's ranks")
+        await unless_stopped(stop, asyncio.to_thread(policy.start))
+        if critic is not None:
+            self.display.enter("starting the critic's ranks")
+            await unless_stopped(stop, asyncio.to_thread(critic.start))
+        return await self._trained(handles, policy, critic, prompts, tokenizer, stop)
+
+    def _record_data(self, prompts: Prompts, tokenizer: Any) -> None:
+        """Writes data.json and prints its lines, with the first prompt as the model gets it."""
+        record = data_record(prompts, hidden_tags=tags_of_rewards(self.config, tokenizer))
+        self.run_dir.write_data(record)
+        self.display.hidden_tags = record.hidden_tags
+        for line in lines_on_data(record, prompts, config=self.config, tokenizer=tokenizer):
+            self.display.screen.report(line)
+
+    async def _trained(
+        self,
+        handles: RunHandles,
+        policy: TQPolicy,
+        critic: TQValue | None,
+        prompts: Prompts,
+        tokenizer: Any,
+        stop: asyncio.Event,
+    ) -> RunTotals:
+        """Restores the checkpoint of a resumed run and runs the learner's loop. The ranks have started."""
+        config, packages = self.config, provenance()
+        parts = RunParts(
+            config=config,
+            policy=policy,
+            critic=critic,
+            lineage=handles.lineage,
+            nonce=self.run_dir.nonce,
+            packages=packages,
+        )
+        if (resumed := self.run_dir.resumed) is not None:
+            self.display.enter(f"restoring step {resumed.step}")
+            await asyncio.to_thread(parts.load, resumed.path)
+        log = self.log.for_loop(
+            Began(
+                lineage=handles.lineage,
+                settings=shared_config(config),
+                machine=Machine(
+                    processor=processor(), ranks=config.learner.ranks, threads=config.learner.threads, packages=packages
+                ),
+            )
+        )
+        loop = self._loop(handles, parts, prompts, tokenizer, log)
+        self.display.phase = lambda: loop.phase
+        return await loop.run(stop)
+
+    def _loop(
+        self,
+        handles: RunHandles,
+        parts: RunParts,
+        prompts: Prompts,
+        tokenizer: Any,
+        log: RunLog,
+    ) -> LearnerLoop:
+        """Builds the learner's loop from its parts. The ranks have started."""
+        config, policy = self.config, parts.policy
+        resumed, before = self.run_dir.resumed, self.log.before
+        # The time of a resumed run continues from its last record.
+        started_s = self.display.screen.started_s - (before.wall_s if before else 0.0)
+        heldout = HeldoutEvaluation(
+            config=config,
+            tasks={HELDOUT: prompts.heldout, **prompts.sets},
+            coordinator=handles.coordinator,
+            replicas=ReplicaClient(namespace=config.run.name, timeout_s=config.eval.timeout_s),
+            log=log,
+            metrics=self.metrics,
+            started_s=started_s,
+        )
+        self.checkpoints = Checkpoints(
+            config.checkpoint,
+            folder=self.run_dir.checkpoints,
+            run=parts,
+            sync_records=self.run_dir.sync,
+            metrics=self.metrics,
+            restored_step=resumed.step if resumed else 0,
+            best=partial(self.log.best_steps, running=lambda: heldout.running_step),
+        )
+        incarnation = handles.lineage.incarnation
+        stages = Stages(config=config, policy=policy, critic=parts.critic, states=self.states)
+        step_end = StepEnd(
+            stages=stages,
+            incarnation=incarnation,
+            coordinator=handles.coordinator,
+            checkpoints=self.checkpoints,
+            recorder=StepRecorder(
+                log=log,
+                metrics=self.metrics,
+                elapsed_s=lambda: time.monotonic() - started_s,
+                state_seconds=self.states.seconds,
+                before=before,
+            ),
+            texts=Texts.of(tokenizer, config),
+        )
+        return LearnerLoop(
+            config=config,
+            incarnation=incarnation,
+            coordinator=handles.coordinator,
+            stages=stages,
+            step_end=step_end,
+            publisher=self._publisher(handles, policy, prompts, tokenizer, log),
+            heldout=heldout,
+            checkpoints=self.checkpoints,
+            kept=KeptSteps(self.run_dir.path) if config.audit.keep_weights == "all" else None,
+        )
+
+    def _publisher(
+        self,
+        handles: RunHandles,
+        policy: TQPolicy,
+        prompts: Prompts,
+        tokenizer: Any,
+        log: RunLog,
+    ) -> Publisher:
+        config = self.config
+
+        def delivered(manifest: Manifest) -> None:
+            log.append_audit(PublishedVersion(manifest.version, manifest_digest(manifest)))
+
+        return Publisher(
+            config=config,
+            policy=policy,
+            entries=layout(policy.weights_metadata()),
+            probe_tokens=probe_sequences(tokenizer, prompts.train, max_length=config.model.max_length),
+            transport=self._transport,
+            coordinator=handles.coordinator,
+            weights=handles.weights,
+            metrics=self.metrics,
+            delivered=delivered,
+        )
