@@ -42,7 +42,7 @@ from asyncrl.data_plane.calls import finished, reason_of_death
 from asyncrl.deployment.cluster import placed
 from asyncrl.deployment.inputs import Prompts
 from asyncrl.deployment.run_dir import reward_log_path
-from asyncrl.deployment.shared_actors import RunHandles, enter_run, keep_attached, leave_run, new_deployment
+from asyncrl.deployment.shared_actors import JOINED, JoinedCluster, RunHandles, keep_attached, leave_run, new_deployment
 from asyncrl.environments.secrets import Secrets, read_secrets, warn_of_short
 from asyncrl.errors import (
     ActorGone,
@@ -61,7 +61,72 @@ from asyncrl.policy.model_directory import read_json
 
 logger = logging.getLogger(__name__)
 
-# One replica of a generator deployment: its present actor, and what its deployment knows of it.
+# The actor of a replica, and what its deployment knows of the replica.
+
+ACTOR_CONCURRENCY = 10_000
+EXIT_S = 10.0
+"""Deadline of each call that ends a replica, seconds."""
+
+
+class ReplicaActor:
+    """The Ray actor `name` of one start of a replica. The constructor asks Ray to make it, and does not wait."""
+
+    def __init__(self, config: Config, *, replica: str, name: str, deployment: str) -> None:
+        generator = config.generator
+        self._config, self._replica = config, replica
+        self.handle = (
+            ray.remote(GeneratorActor)
+            .options(
+                name=name,
+                namespace=config.run.name,
+                num_cpus=generator.cpus,
+                num_gpus=generator.gpus,
+                label_selector=generator.node_labels or None,
+                max_restarts=0,
+                max_concurrency=ACTOR_CONCURRENCY,
+            )
+            .remote(config=config, name=name, deployment=deployment)
+        )
+
+    async def placed(self) -> None:
+        """Waits until its process has imported its libraries. Raises PlacementError and RunError (`placed`)."""
+        generator = self._config.generator
+        await placed(
+            self.handle,
+            config=self._config,
+            what=f"replica {self._replica}",
+            cpus=generator.cpus,
+            gpus=generator.gpus,
+            node_labels=generator.node_labels,
+        )
+
+    async def start(self, model_path: str, *, secrets: Secrets, reward_log: Path) -> EngineProcesses:
+        """Starts the engine. Raises CallTimeout after `generator.startup_timeout_s`."""
+        # Secrets are arguments of a method call, because Ray's head keeps the arguments of an actor's constructor.
+        started = self.handle.start.remote(model_path, secrets=secrets, reward_log=reward_log)
+        timeout_s, what = self._config.generator.startup_timeout_s, f"starting {self._replica}"
+        processes: EngineProcesses = await finished(started, timeout_s=timeout_s, what=what)
+        return processes
+
+    async def run(self) -> None:
+        """Generates until it is drained. Raises what `GeneratorActor.run` raises, and Ray's errors."""
+        await self.handle.run.remote()
+
+    async def check_alive(self, *, timeout_s: float) -> None:
+        """Raises RunError or TimeoutError if its process does not answer."""
+        await finished(self.handle.is_alive.remote(), timeout_s=timeout_s, what=f"asking {self._replica}")
+
+    async def drain(self) -> None:
+        """Lets it start no new groups. `run` returns when those in flight are finished."""
+        await finished(self.handle.drain.remote(), timeout_s=EXIT_S, what=f"draining {self._replica}")
+
+    async def shutdown(self) -> None:
+        """Ends its engine."""
+        await finished(self.handle.shutdown.remote(), timeout_s=EXIT_S, what=f"ending {self._replica}")
+
+    def kill(self) -> None:
+        """Ends its process."""
+        ray.kill(self.handle, no_restart=True)
 
 
 class Replica:
@@ -71,7 +136,8 @@ class Replica:
         self.name = name
         self.start = 0
         """Number of the present start, counted from 1."""
-        self.handle: Any = None
+        self.process: ReplicaActor | None = None
+        """The actor of the present start."""
         self.begun = False
         """Whether the call that starts the engine was sent. Before that call, the actor only imports vLLM."""
         self.processes: EngineProcesses | None = None
@@ -111,9 +177,6 @@ class Replica:
         return error or RunError("its rollout loop returned without an error")
 
 
-ACTOR_CONCURRENCY = 10_000
-EXIT_S = 10.0
-"""Deadline of each call that ends a replica, seconds."""
 WINDOW_S = 3600.0
 """`generator.max_restarts` limits the restarts within this time, seconds."""
 BACK_OFF_S = 1.0
@@ -131,7 +194,7 @@ NOT_MENDED = (ConfigError, HandshakeError, ManifestMismatch)
 @dataclass
 class ReplicaPool:
     """The replicas of the deployment `deployment`. `started` is called for each engine that has started, with its
-    processes."""
+    processes. `new_actor` makes the actor of each start."""
 
     config: Config
     _: KW_ONLY
@@ -139,7 +202,9 @@ class ReplicaPool:
     model_path: Awaitable[str]
     secrets: Secrets
     started: Callable[[EngineProcesses], None]
+    new_actor: Callable[..., ReplicaActor] = ReplicaActor
     clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
     def __post_init__(self) -> None:
         self.coordinator: CoordinatorClient | None = None
@@ -211,7 +276,8 @@ class ReplicaPool:
         """Replaces a silent replica if its process does not answer. One that answers may only be late."""
         timeout_s = self.config.buffer.heartbeat_timeout_s
         try:
-            await finished(replica.handle.is_alive.remote(), timeout_s=timeout_s, what=f"asking {replica.name}")
+            assert replica.process is not None
+            await replica.process.check_alive(timeout_s=timeout_s)
         except (RunError, TimeoutError) as error:
             if not replica.generates:  # it has ended meanwhile, and the next look finds the cause
                 return
@@ -252,7 +318,7 @@ class ReplicaPool:
             replica.fruitless = 0 if replica.samples > replica.samples_before else replica.fruitless + 1
             replica.samples_before = replica.samples
             if replica.fruitless > 1:
-                await asyncio.sleep(min(LONGEST_BACK_OFF_S, BACK_OFF_S * 2 ** (replica.fruitless - 2)))
+                await self.sleep(min(LONGEST_BACK_OFF_S, BACK_OFF_S * 2 ** (replica.fruitless - 2)))
             replica.restarted_s.append(self.clock())
             try:
                 await self._bring_up(replica)
@@ -355,51 +421,32 @@ class ReplicaPool:
         replica.running = asyncio.create_task(self._run(replica), name=replica.name)
 
     def _make_actor(self, replica: Replica) -> None:
-        generator = self.config.generator
         replica.start += 1
         replica.begun, replica.processes, replica.running = False, None, None
-        replica.handle = (
-            ray.remote(GeneratorActor)
-            .options(
-                name=replica.actor,
-                namespace=self.config.run.name,
-                num_cpus=generator.cpus,
-                num_gpus=generator.gpus,
-                label_selector=generator.node_labels or None,
-                max_restarts=0,
-                max_concurrency=ACTOR_CONCURRENCY,
-            )
-            .remote(config=self.config, name=replica.actor, deployment=self.deployment)
+        replica.process = self.new_actor(
+            self.config, replica=replica.name, name=replica.actor, deployment=self.deployment
         )
 
     async def _start(self, replica: Replica) -> None:
-        generator = self.config.generator
-        await placed(
-            replica.handle,
-            config=self.config,
-            what=f"replica {replica.name}",
-            cpus=generator.cpus,
-            gpus=generator.gpus,
-            node_labels=generator.node_labels,
-        )
+        assert replica.process is not None
+        await replica.process.placed()
         model_path = await self.model_path
         replica.begun = True
-        # Secrets are arguments of a method call, because Ray's head keeps the arguments of an actor's constructor.
-        started = replica.handle.start.remote(model_path, secrets=self.secrets, reward_log=reward_log_path(self.config))
         try:
-            replica.processes = await finished(
-                started, timeout_s=generator.startup_timeout_s, what=f"starting {replica.name}"
+            replica.processes = await replica.process.start(
+                model_path, secrets=self.secrets, reward_log=reward_log_path(self.config)
             )
         except TimeoutError:
+            limit_s = self.config.generator.startup_timeout_s
             raise RunError(
-                f"replica {replica.name} was not ready within generator.startup_timeout_s = "
-                f"{generator.startup_timeout_s:g} s: its engine is still loading or compiling the model; "
-                "raise the limit"
+                f"replica {replica.name} was not ready within generator.startup_timeout_s = {limit_s:g} s: its engine "
+                "is still loading or compiling the model; raise the limit"
             ) from None
         self.started(replica.processes)
 
     async def _run(self, replica: Replica) -> None:
-        await replica.handle.run.remote()
+        assert replica.process is not None
+        await replica.process.run()
 
     async def _end_and_leave(self, replica: Replica, *, grace_s: float | None = None) -> None:
         """Ends a replica that does not come back, and its supervision first. It leaves the run also if it had to be
@@ -423,21 +470,22 @@ class ReplicaPool:
         Errors are logged and not raised, so that one replica cannot prevent the end of the others.
         """
         grace_s = self.config.run.shutdown_grace_s if grace_s is None else grace_s
+        if (process := replica.process) is None:
+            return
         try:
             if drain and replica.generates:
                 assert replica.running is not None
-                await finished(replica.handle.drain.remote(), timeout_s=EXIT_S, what=f"draining {replica.name}")
+                await process.drain()
                 async with asyncio.timeout(grace_s):
                     await asyncio.wait([replica.running])
             if replica.begun and answers:
-                await finished(replica.handle.shutdown.remote(), timeout_s=EXIT_S, what=f"ending {replica.name}")
+                await process.shutdown()
         except Exception as error:
             logger.warning("replica %s did not end cleanly: %s", replica.name, error)
         finally:
             if replica.running is not None:
                 await cancelled(replica.running)
-            if replica.handle is not None:
-                ray.kill(replica.handle, no_restart=True)
+            process.kill()
             if (left := replica.processes) is not None:
                 await asyncio.to_thread(reap, left, timeout_s=EXIT_S)
 
@@ -482,7 +530,8 @@ class Progress:
 class GeneratorDeployment:
     """`run` starts the replicas and returns when the run has ended or `stop` is set.
 
-    `started` is called once for each replica whose engine has started, with the processes of the replica.
+    `started` is called once for each replica whose engine has started, with the processes of the replica. `new_actor`
+    makes the actor of each start of a replica. The run and the replicas are checked every `watch_every_s` seconds.
     """
 
     def __init__(
@@ -492,8 +541,13 @@ class GeneratorDeployment:
         model_path: Awaitable[str],
         prompts: Awaitable[Prompts],
         started: Callable[[EngineProcesses], None] = lambda _: None,
+        cluster: JoinedCluster = JOINED,
+        new_actor: Callable[..., ReplicaActor] = ReplicaActor,
+        watch_every_s: float = WATCH_EVERY_S,
     ) -> None:
         self._config = config
+        self._cluster = cluster
+        self._watch_every_s = watch_every_s
         self._prompts = prompts
         self._deployment = new_deployment(Role.GENERATOR, replicas=config.generator.replicas)
         secrets = read_secrets(config.environment, os.environ)
@@ -504,6 +558,7 @@ class GeneratorDeployment:
             model_path=model_path,
             secrets=secrets,
             started=started,
+            new_actor=new_actor,
         )
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -515,7 +570,7 @@ class GeneratorDeployment:
             made.push_async_callback(self._pool.end)
             self._pool.make()
             tasks = (await self._prompts).train
-            handles = await enter_run(config, deployment=self._deployment, tasks=tasks)
+            handles = await self._cluster.enter_run(config, deployment=self._deployment, tasks=tasks)
             self._pool.coordinator = handles.coordinator
             entered.push_async_callback(leave_run, handles.coordinator, self._deployment, namespace=config.run.name)
             # Heartbeats begin now and continue while engines start and drain. Without them the run would count this
@@ -560,5 +615,5 @@ class GeneratorDeployment:
                 )
             await self._pool.look_after(own)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(WATCH_EVERY_S):
+                async with asyncio.timeout(self._watch_every_s):
                     await stop.wait()

@@ -1,7 +1,9 @@
 """A cluster in this process: the real coordinator of a run, without Ray."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from asyncrl.common.roles import Role
@@ -13,6 +15,8 @@ from asyncrl.coordinator.registry import Deployment
 from asyncrl.coordinator.status import Restored
 from asyncrl.data.prompts import Task
 from asyncrl.deployment.shared_actors import JoinedCluster, RunHandles
+from asyncrl.environments.secrets import Secrets
+from asyncrl.generation.shared_memory import EngineProcesses, node_id
 
 TASKS = (Task(question="ab", prompt="ab>", answer="ba"),)
 
@@ -29,7 +33,8 @@ class NoRows:
 class LocalCluster:
     """A cluster with one run. `calls` lists the calls that its coordinator got.
 
-    `before` has functions that run before a call of a method, by the method's name. They get the call.
+    `before` has functions that run before a call of a method, by the method's name. They get the call. `answers` has
+    functions whose results are the answers to a method's calls, instead of those of the coordinator.
     """
 
     def __init__(self, config: Config, *, tasks: Sequence[Task] = TASKS) -> None:
@@ -46,6 +51,7 @@ class LocalCluster:
         )
         self.calls: list[Call] = []
         self.before: dict[str, Callable[[Call], Awaitable[None]]] = {}
+        self.answers: dict[str, Callable[[], Any]] = {}
         self.client = CoordinatorClient(self._send)
         self.rows: Any = object()
         self.nodes: list[dict[str, Any]] = []
@@ -65,6 +71,8 @@ class LocalCluster:
         self.calls.append(call)
         if call.method in self.before:
             await self.before[call.method](call)
+        if call.method in self.answers:
+            return self.answers[call.method]()
         return await perform(self.coordinator, call)
 
     async def _open(self, *_: object, **__: object) -> Any:
@@ -80,3 +88,72 @@ class LocalCluster:
 
     async def _nodes(self, *, timeout_s: float) -> list[dict[str, Any]]:
         return self.nodes
+
+
+class LocalActors:
+    """Makes the actors of replicas, without processes. An actor generates until a test ends it, or until it is drained
+    or killed. `actors` has the newest actor by its name, and `said` the calls that end actors.
+
+    The next starts raise `start_errors`. A start waits for `starting`, a shutdown for `shutdown`, and an actor that is
+    asked whether it lives for `alive`.
+    """
+
+    def __init__(self) -> None:
+        self.actors: dict[str, LocalActor] = {}
+        self.said: list[tuple[str, str]] = []
+        self.make_errors: list[Exception | None] = []
+        self.start_errors: list[Exception] = []
+        self.starting: Callable[[], Awaitable[object]] = partial(asyncio.sleep, 0)
+        self.alive: Callable[[], Awaitable[None]] = partial(asyncio.sleep, 0)
+        self.shutdown: Callable[[], Awaitable[None]] = partial(asyncio.sleep, 0)
+
+    def __call__(self, config: Config, *, replica: str, name: str, deployment: str) -> Any:
+        if self.make_errors and (error := self.make_errors.pop(0)) is not None:
+            raise error
+        self.actors[name] = LocalActor(self, name)
+        return self.actors[name]
+
+    @property
+    def made(self) -> list[str]:
+        return list(self.actors)
+
+    @property
+    def killed(self) -> list[str]:
+        return [name for what, name in self.said if what == "kill"]
+
+
+class LocalActor:
+    """Stands for `ReplicaActor`."""
+
+    def __init__(self, actors: LocalActors, name: str) -> None:
+        self._actors, self._name = actors, name
+        self.given: dict[str, Any] = {}
+        self.ends: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def placed(self) -> None: ...
+
+    async def start(self, model_path: str, *, secrets: Secrets, reward_log: Path) -> EngineProcesses:
+        self.given = {"model_path": model_path, "secrets": secrets, "reward_log": reward_log}
+        if self._actors.start_errors:
+            raise self._actors.start_errors.pop(0)
+        await self._actors.starting()
+        return EngineProcesses(node=node_id(), started={}, shared_memory=[])
+
+    async def run(self) -> None:
+        await self.ends
+
+    async def check_alive(self, *, timeout_s: float) -> None:
+        self._actors.said.append(("check_alive", self._name))
+        await self._actors.alive()
+
+    async def drain(self) -> None:
+        self._actors.said.append(("drain", self._name))
+        if not self.ends.done():
+            self.ends.set_result(None)
+
+    async def shutdown(self) -> None:
+        self._actors.said.append(("shutdown", self._name))
+        await self._actors.shutdown()
+
+    def kill(self) -> None:
+        self._actors.said.append(("kill", self._name))

@@ -1,6 +1,5 @@
 """A deployment that the run refuses gets the error before anything is started for it."""
 
-import asyncio
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -111,26 +110,6 @@ def test_what_is_refused_has_started_nothing_and_says_one_line(
     assert result.exit_code == 1
     assert result.stderr.splitlines()[-1] == f"error: not this {role}"
     assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("begun", [False, True])
-async def test_a_replica_that_was_not_told_to_start_is_ended_without_a_word(
-    begun: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    said: list[str] = []
-
-    async def shutdown() -> None:
-        said.append("shutdown")
-
-    handle = SimpleNamespace(shutdown=SimpleNamespace(remote=shutdown))
-    monkeypatch.setattr(pool.ray, "kill", lambda *_, **__: said.append("kill"))
-    replica = pool.Replica("generator-a")
-    replica.handle, replica.begun = handle, begun
-    never: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    await pool.GeneratorDeployment(Config(), model_path=never, prompts=never)._pool._end_actor(replica)
-    assert said == (["shutdown", "kill"] if begun else ["kill"])
-    assert caplog.text == ""
 
 
 @pytest.mark.asyncio

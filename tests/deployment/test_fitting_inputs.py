@@ -5,15 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from joined_scene import LocalActors
 
 from asyncrl.config.schema import Config, EvalSection, RunSection
 from asyncrl.data.left_out import LeftOutRow
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.demo.tiny_model import build_tokenizer
-from asyncrl.deployment import inputs, pool
+from asyncrl.deployment import inputs
 from asyncrl.deployment.inputs import Inputs, Prompts
-from asyncrl.deployment.pool import GeneratorDeployment, ReplicaPool
+from asyncrl.deployment.pool import GeneratorDeployment
+from asyncrl.deployment.shared_actors import JoinedCluster
 from asyncrl.errors import DatasetError
 
 pytestmark = pytest.mark.slow
@@ -107,7 +109,7 @@ def test_the_real_tokenizer_is_loaded_only_for_prompts_whose_length_is_in_doubt(
 @pytest.mark.asyncio
 @pytest.mark.fault("F33")
 async def test_a_generator_deployment_enters_the_run_with_the_prompts_that_fit(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path,
 ) -> None:
     """It may be the first deployment of the run, whose prompts the buffer takes."""
     config = settings(model, on_bad_row="skip")
@@ -118,11 +120,14 @@ async def test_a_generator_deployment_enters_the_run_with_the_prompts_that_fit(
     async def enter_run(*_: Any, tasks: Any, **__: Any) -> Any:
         raise Entered(*tasks)
 
-    monkeypatch.setattr(pool, "enter_run", enter_run)
-    monkeypatch.setattr(ReplicaPool, "make", lambda self: None)
-    monkeypatch.setattr(ReplicaPool, "end", lambda *_: asyncio.sleep(0))
     async with Inputs(config, loaded=Prompts(train=tasks(LONG, SHORT), heldout=())) as made:
-        deployment = GeneratorDeployment(config, model_path=made.engine_model, prompts=made.prompts)
+        deployment = GeneratorDeployment(
+            config,
+            model_path=made.engine_model,
+            prompts=made.prompts,
+            cluster=JoinedCluster(enter_run=enter_run),
+            new_actor=LocalActors(),
+        )
         with pytest.raises(Entered) as caught:
             await deployment.run(asyncio.Event())
     assert [task.prompt for task in caught.value.args] == [SHORT]

@@ -2,36 +2,58 @@
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from joined_scene import LocalActors, LocalCluster
 from made_up_run import make_status
 
 from asyncrl.common.roles import RunState
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
-from asyncrl.coordinator.coordinator import Coordinator
-from asyncrl.coordinator.registry import Registry
+from asyncrl.coordinator.client import Call
 from asyncrl.coordinator.status import OwnReplicas, RunStatus
 from asyncrl.deployment import pool
-from asyncrl.deployment import pool as pool_module
 from asyncrl.deployment.inputs import Prompts
-from asyncrl.deployment.pool import COUNT_EVERY_S, GeneratorDeployment, Progress, Replica
-from asyncrl.errors import CallTimeout, ConfigError, RunError, StallError
+from asyncrl.deployment.pool import COUNT_EVERY_S, GeneratorDeployment, Progress
+from asyncrl.errors import CallTimeout, ConfigError, RunError, RunMismatch, StallError
 
 
-def deployment_of(config: Config) -> GeneratorDeployment:
-    loop = asyncio.get_running_loop()
-    model_path: asyncio.Future[str] = loop.create_future()
-    prompts: asyncio.Future[Prompts] = loop.create_future()
-    prompts.set_result(Prompts(train=(), heldout=()))
-    return GeneratorDeployment(config, model_path=model_path, prompts=prompts)
+def deployment_of(
+    config: Config, *, cluster: LocalCluster | None = None, actors: LocalActors | None = None, **options: Any
+) -> GeneratorDeployment:
+    """Returns a deployment in a cluster without Ray."""
+    return GeneratorDeployment(
+        config,
+        model_path=finished("model"),
+        prompts=finished(Prompts(train=(), heldout=())),
+        cluster=(cluster or LocalCluster(config)).joined,
+        new_actor=actors or LocalActors(),
+        **options,
+    )
 
 
-async def _nothing(*_: object) -> None:
-    """The replicas need nothing."""
+def finished(result: Any) -> asyncio.Future[Any]:
+    future = asyncio.get_running_loop().create_future()
+    future.set_result(result)
+    return future
+
+
+@pytest.fixture
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def judge_key(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str | None:
+    """The secret JUDGE_API_KEY of this process's environment, which a test chooses."""
+    key: str | None = request.param
+    monkeypatch.delenv("JUDGE_API_KEY", raising=False)
+    if key is not None:
+        monkeypatch.setenv("JUDGE_API_KEY", key)
+    return key
 
 
 def test_replicas_say_when_they_generate_and_then_how_much() -> None:
@@ -59,70 +81,37 @@ def own_replicas_of(status: RunStatus) -> OwnReplicas:
     )
 
 
-def answers_of(status: RunStatus) -> dict[object, Any]:
-    """Returns the answers of a coordinator whose run has this status."""
-    return {Coordinator.brief_status: status, Coordinator.own_replicas: own_replicas_of(status)}
-
-
 @pytest.mark.asyncio
+@pytest.mark.parametrize("judge_key", ["sk-1"], indirect=True)
 async def test_a_replica_gets_the_secrets_of_the_command_with_its_start_and_a_path_that_holds_anywhere(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    in_an_empty_folder: Path, judge_key: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("JUDGE_API_KEY", "sk-1")
     config = Config.model_validate({"environment": {"secrets": ["JUDGE_API_KEY"]}, "run": {"dir": "runs", "name": "a"}})
-    deployment = deployment_of(config)
-    deployment._pool.model_path.set_result("model")  # type: ignore[attr-defined]
-    given: dict[str, Any] = {}
-
-    async def done(*_: Any, **__: Any) -> None:
-        """Stands for an answer of Ray."""
-
-    def start(model_path: str, **options: Any) -> Any:
-        given.update(options)
-        return done()
-
-    monkeypatch.setattr(pool_module, "placed", done)
-    monkeypatch.setattr(pool_module, "finished", lambda call, **_: call)
-    ready = SimpleNamespace(remote=lambda: None)
-    replica = Replica("generator-a")
-    replica.handle = SimpleNamespace(__ray_ready__=ready, start=SimpleNamespace(remote=start))
-    await deployment._pool._start(replica)
-    assert given["secrets"].environment == {"JUDGE_API_KEY": "sk-1"}
-    assert given["reward_log"] == tmp_path / "runs" / "a" / "logs" / "reward.log"
+    actors, stop = LocalActors(), asyncio.Event()
+    await deployment_of(config, actors=actors, started=lambda _: stop.set()).run(stop)
+    (actor,) = actors.actors.values()
+    assert actor.given["secrets"].environment == {"JUDGE_API_KEY": judge_key}
+    assert actor.given["reward_log"] == in_an_empty_folder / "runs" / "a" / "logs" / "reward.log"
 
 
 @pytest.mark.asyncio
-async def test_an_engine_that_starts_too_slowly_is_an_error_with_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    deployment = deployment_of(Config.model_validate({"generator": {"startup_timeout_s": 7.0}}))
-    deployment._pool.model_path.set_result("model")  # type: ignore[attr-defined]
-
-    async def placed(*_: Any, **__: Any) -> None:
-        """Ray has placed it."""
-
-    async def late(*_: Any, **__: Any) -> None:
-        raise CallTimeout("starting generator-a took longer than 7 s")
-
-    monkeypatch.setattr(pool_module, "placed", placed)
-    monkeypatch.setattr(pool_module, "finished", late)
-    method = SimpleNamespace(remote=lambda *_, **__: None)
-    replica = Replica("generator-a")
-    replica.handle = SimpleNamespace(__ray_ready__=method, start=method)
-    with pytest.raises(RunError, match=r"generator-a was not ready within generator\.startup_timeout_s = 7 s"):
-        await deployment._pool._start(replica)
+async def test_an_engine_that_starts_too_slowly_is_an_error_with_its_limit() -> None:
+    actors = LocalActors()
+    actors.start_errors = [CallTimeout("starting generator-a took longer than 7 s")]
+    deployment = deployment_of(Config.model_validate({"generator": {"startup_timeout_s": 7.0}}), actors=actors)
+    with pytest.raises(RunError, match=r"generator-\w+ was not ready within generator\.startup_timeout_s = 7 s"):
+        await deployment.run(asyncio.Event())
 
 
 @pytest.mark.asyncio
-async def test_a_secret_that_the_command_lacks_is_an_error_before_replicas_are_made(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("JUDGE_API_KEY", raising=False)
+@pytest.mark.parametrize("judge_key", [None], indirect=True)
+@pytest.mark.usefixtures("judge_key")
+async def test_a_secret_that_the_command_lacks_is_an_error_before_replicas_are_made() -> None:
     with pytest.raises(ConfigError, match="export JUDGE_API_KEY"):
         deployment_of(Config.model_validate({"environment": {"secrets": ["JUDGE_API_KEY"]}}))
 
 
-@pytest.mark.asyncio
-async def test_a_replica_asks_for_the_gpus_that_the_config_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_asks_for_the_gpus_that_the_config_names(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 
     class Actor:
@@ -133,68 +122,65 @@ async def test_a_replica_asks_for_the_gpus_that_the_config_names(monkeypatch: py
         def remote(self, **_: Any) -> None:
             """Stands for the call that returns the actor's handle."""
 
-    monkeypatch.setattr(pool_module.ray, "remote", lambda _: Actor())
-    deployment_of(Config.model_validate({"generator": {"gpus": 2.0, "tensor_parallel_size": 2}}))._pool.make()
+    monkeypatch.setattr(pool.ray, "remote", lambda _: Actor())
+    config = Config.model_validate({"generator": {"gpus": 2.0, "tensor_parallel_size": 2}})
+    pool.ReplicaActor(config, replica="generator-a", name="generator-a-1", deployment="d")
     assert asked["num_gpus"] == 2.0
 
 
 @pytest.mark.asyncio
-async def test_a_replica_that_was_made_ends_if_the_next_one_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    deployment = deployment_of(Config.model_validate({"generator": {"replicas": 2}}))
-    made: list[str] = []
-    ended: list[str] = []
-
-    def make(replica: Replica) -> None:
-        if made:
-            raise RunError("no second one")
-        made.append(replica.name)
-
-    async def end(replica: Replica, **_: object) -> None:
-        ended.append(replica.name)
-
-    monkeypatch.setattr(deployment._pool, "_make_actor", make)
-    monkeypatch.setattr(deployment._pool, "_end_actor", end)
+async def test_a_replica_that_was_made_ends_if_the_next_one_cannot_be_made() -> None:
+    actors = LocalActors()
+    actors.make_errors = [None, RunError("no second one")]
+    deployment = deployment_of(Config.model_validate({"generator": {"replicas": 2}}), actors=actors)
     with pytest.raises(RunError, match="no second one"):
         await deployment.run(asyncio.Event())
-    assert ended[:1] == made
+    assert len(actors.made) == 1
+    assert actors.killed == actors.made
 
 
 @pytest.mark.asyncio
-async def test_the_buffer_hears_of_a_deployment_while_its_engines_start_and_end(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_replica_that_was_not_told_to_start_is_ended_without_a_word(
+    begun: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept = asyncio.Event()
-    calls: list[object] = []
+    config, actors = Config(), LocalActors()
+    cluster = LocalCluster(config)
 
-    async def call(method: object, *_: Any, **__: Any) -> bool:
-        calls.append(method)
-        if method is Registry.keep:
-            kept.set()
-        return method is Registry.keep  # other deployments stay, so `detach` is not the last one
+    async def refuse(_: Call) -> None:
+        raise RunMismatch("another run")
 
-    async def enter_run(*_: Any, **__: Any) -> Any:
-        return SimpleNamespace(coordinator=SimpleNamespace(call=call), deployment=SimpleNamespace(id="d"))
+    if begun:
+        actors.start_errors = [RunError("no engine")]
+    else:
+        cluster.before["attach"] = refuse
+    with pytest.raises(RunError if begun else RunMismatch):
+        await deployment_of(config, cluster=cluster, actors=actors).run(asyncio.Event())
+    assert [what for what, _ in actors.said] == (["shutdown", "kill"] if begun else ["kill"])
+    assert caplog.text == ""
 
-    async def never(*_: Any) -> None:
-        await asyncio.Event().wait()
 
-    async def ended(*_: Any) -> None:
+@pytest.mark.asyncio
+async def test_the_buffer_hears_of_a_deployment_while_its_engines_start_and_end() -> None:
+    kept, stop, actors = asyncio.Event(), asyncio.Event(), LocalActors()
+    config = Config.model_validate({"buffer": {"heartbeat_timeout_s": 0.005}})
+    cluster = LocalCluster(config)
+
+    async def keep(_: Call) -> None:
+        kept.set()
+
+    async def shutdown() -> None:
         kept.clear()
-        async with asyncio.timeout(60):
-            await kept.wait()
+        await kept.wait()
 
-    monkeypatch.setattr(pool, "enter_run", enter_run)
-    deployment = deployment_of(Config.model_validate({"buffer": {"heartbeat_timeout_s": 0.005}}))
-    monkeypatch.setattr(deployment._pool, "make", lambda: None)
-    monkeypatch.setattr(deployment._pool, "start", never)
-    monkeypatch.setattr(deployment._pool, "end", ended)
-    stop = asyncio.Event()
+    cluster.before["keep"], actors.starting, actors.shutdown = keep, asyncio.Event().wait, shutdown
+    deployment = deployment_of(config, cluster=cluster, actors=actors)
     running = asyncio.create_task(deployment.run(stop))
     async with asyncio.timeout(60):
         await kept.wait()
         stop.set()
         await running
-    assert calls[-1] is Registry.detach, "no heartbeat may follow the detach"
+    assert cluster.calls[-1].method == "detach", "no heartbeat may follow the detach"
 
 
 @pytest.mark.asyncio
@@ -211,27 +197,22 @@ async def test_the_buffer_hears_of_a_deployment_while_its_engines_start_and_end(
     ],
 )
 async def test_a_deployment_ends_when_nothing_moves_or_no_learner_comes_back(
-    monkeypatch: pytest.MonkeyPatch, state: RunState, step: int, learner: bool, ends: bool
+    state: RunState, step: int, learner: bool, ends: bool
 ) -> None:
-    monkeypatch.setattr(pool, "WATCH_EVERY_S", 0.0)
-    deployment = deployment_of(Config())
-    quiet_s = deployment._config.run.stall_timeout_s + 1.0
-    whole = make_status(state=state, quiet_s=quiet_s, version=Version(1, step), learner_attached=learner)
-    asked = 0
+    config = Config()
+    cluster, asked = LocalCluster(config), list[RunState]()
+    quiet_s = config.run.stall_timeout_s + 1.0
 
-    async def call(method: object, *_: object) -> Any:
-        nonlocal asked
-        asked += method is Coordinator.brief_status
-        status = msgspec.structs.replace(whole, state=RunState.FINISHED) if asked == 3 else whole
-        return answers_of(status)[method]
+    def status() -> RunStatus:
+        asked.append(state if len(asked) < 2 else RunState.FINISHED)
+        return make_status(state=asked[-1], quiet_s=quiet_s, version=Version(1, step), learner_attached=learner)
 
-    handles: Any = SimpleNamespace(coordinator=SimpleNamespace(call=call))
-    monkeypatch.setattr(deployment._pool, "look_after", _nothing)
-    watching = deployment._watch(handles, asyncio.Event())
+    cluster.answers["brief_status"] = status
+    deployment = deployment_of(config, cluster=cluster, watch_every_s=0.0)
     async with asyncio.timeout(60):
         if ends:
             with pytest.raises(StallError, match="attached" if learner else "gone"):
-                await watching
+                await deployment.run(asyncio.Event())
         else:
-            await watching
-    assert asked == (1 if ends else 3)
+            await deployment.run(asyncio.Event())
+    assert len(asked) == (1 if ends else 3)

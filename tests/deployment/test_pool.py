@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from joined_scene import LocalActors
 from made_up_run import make_status
 from ray.exceptions import RayActorError
 
@@ -17,8 +18,7 @@ from asyncrl.buffer.fleet import Cause, ReplicaState, actor_of
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.status import OwnReplicas
-from asyncrl.deployment import pool as pool_module
-from asyncrl.deployment.pool import Replica, ReplicaPool
+from asyncrl.deployment.pool import ReplicaPool
 from asyncrl.environments.secrets import Secrets
 from asyncrl.errors import (
     CallTimeout,
@@ -33,60 +33,42 @@ from asyncrl.errors import (
 
 
 class MadeUpPool:
-    """A pool whose actors are made up: a call that generates runs until a test ends it."""
+    """A pool whose actors are made up: a call that generates runs until a test ends it. `model_path` is a folder."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **generator: Any) -> None:
+    def __init__(self, *, model_path: str = "model", **generator: Any) -> None:
         self.now_s = 0.0
-        self.made: list[str] = []
-        self.ended: list[str] = []
-        self.ends: dict[str, asyncio.Future[None]] = {}
+        self.actors = LocalActors()
         self.calls: list[tuple[Any, ...]] = []
-        self.start_errors: list[Exception] = []
         self.paused_s: list[float] = []
-        model_path: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        model_path.set_result("model")
+        model: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        model.set_result(model_path)
         self.pool = ReplicaPool(
             Config.model_validate({"generator": generator}),
             deployment="d",
-            model_path=model_path,
+            model_path=model,
             secrets=Secrets(),
             started=lambda _: None,
+            new_actor=self.actors,
             clock=lambda: self.now_s,
+            sleep=self._pause,
         )
-        sleep = asyncio.sleep
-
-        async def pause(seconds: float) -> None:
-            self.paused_s.append(seconds)
-            await sleep(0)
-
-        monkeypatch.setattr(pool_module, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": pause}))
-        monkeypatch.setattr(self.pool, "_make_actor", self._make)
-        monkeypatch.setattr(self.pool, "_start", self._start)
-        monkeypatch.setattr(self.pool, "_run", self._run)
-        monkeypatch.setattr(self.pool, "_end_actor", self._end)
         coordinator: Any = SimpleNamespace(call=self._call)
         self.pool.coordinator = coordinator
 
-    def _make(self, replica: Replica) -> None:
-        replica.start += 1
-        replica.running = None
-        self.made.append(replica.actor)
-
-    async def _start(self, replica: Replica) -> None:
-        if self.start_errors:
-            raise self.start_errors.pop(0)
-
-    async def _run(self, replica: Replica) -> None:
-        self.ends[replica.actor] = asyncio.get_running_loop().create_future()
-        await self.ends[replica.actor]
-
-    async def _end(self, replica: Replica, **_: object) -> None:
-        self.ended.append(replica.actor)
-        if replica.running is not None:
-            replica.running.cancel()
+    async def _pause(self, seconds: float) -> None:
+        self.paused_s.append(seconds)
+        await asyncio.sleep(0)
 
     async def _call(self, method: Callable[..., Any], *arguments: Any) -> None:
         self.calls.append((method.__name__, *arguments))
+
+    @property
+    def made(self) -> list[str]:
+        return self.actors.made
+
+    @property
+    def ended(self) -> list[str]:
+        return self.actors.killed
 
     async def begin(self) -> list[str]:
         self.pool.make()
@@ -108,21 +90,25 @@ class MadeUpPool:
         }
         return OwnReplicas(wanted=wanted, scalings=0 if wanted is None else wanted, views=views, reports={})
 
-    async def look(self, own: OwnReplicas | None = None) -> None:
+    async def look(self, own: OwnReplicas | None = None, *, until_done: bool = True) -> None:
+        """Looks after the replicas, and waits until what it began is done."""
         await self.pool.look_after(own or self.own())
+        begun = [replica.work for replica in self.pool.replicas if replica.work is not None]
+        if begun and until_done:
+            await asyncio.wait(begun)
         for _ in range(20):
             await asyncio.sleep(0)
 
     def kill(self, actor: str, error: Exception | None = None) -> None:
-        self.ends[actor].set_exception(
+        self.actors.actors[actor].ends.set_exception(
             error or RayActorError(error_msg="the worker died.\n\tclass_name: GeneratorActor")
         )
 
 
 @pytest.mark.asyncio
 @pytest.mark.fault("F1")
-async def test_a_replica_whose_process_dies_is_started_again_under_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = MadeUpPool(monkeypatch, replicas=2)
+async def test_a_replica_whose_process_dies_is_started_again_under_its_name() -> None:
+    scene = MadeUpPool(replicas=2)
     first, second = await scene.begin()
     scene.kill(first)
     await asyncio.sleep(0)
@@ -139,8 +125,8 @@ async def test_a_replica_whose_process_dies_is_started_again_under_its_name(monk
 
 
 @pytest.mark.asyncio
-async def test_the_cause_that_the_replica_names_reaches_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = MadeUpPool(monkeypatch)
+async def test_the_cause_that_the_replica_names_reaches_the_buffer() -> None:
+    scene = MadeUpPool()
     [only] = await scene.begin()
     scene.kill(only, EngineDied("the engine of replica a has died: killed"))
     await asyncio.sleep(0)
@@ -150,10 +136,8 @@ async def test_the_cause_that_the_replica_names_reaches_the_buffer(monkeypatch: 
 
 
 @pytest.mark.asyncio
-async def test_restarts_without_a_committed_group_wait_longer_and_longer_up_to_a_limit_and_then_the_pool_ends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    scene = MadeUpPool(monkeypatch, max_restarts=4)
+async def test_restarts_without_a_committed_group_wait_longer_and_longer_up_to_a_limit_and_then_the_pool_ends() -> None:
+    scene = MadeUpPool(max_restarts=4)
     [only] = await scene.begin()
     for start in range(1, 5):
         scene.kill(actor_of(only, start), EngineDied("killed"))
@@ -182,10 +166,8 @@ async def test_restarts_without_a_committed_group_wait_longer_and_longer_up_to_a
 
 
 @pytest.mark.asyncio
-async def test_a_replica_that_committed_groups_is_started_again_at_once_and_old_restarts_are_forgotten(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    scene = MadeUpPool(monkeypatch, max_restarts=2)
+async def test_a_replica_that_committed_groups_is_started_again_at_once_and_old_restarts_are_forgotten() -> None:
+    scene = MadeUpPool(max_restarts=2)
     [only] = await scene.begin()
     for start in range(1, 7):
         own = scene.own()
@@ -202,8 +184,8 @@ async def test_a_replica_that_committed_groups_is_started_again_at_once_and_old_
 
 
 @pytest.mark.asyncio
-async def test_an_error_that_every_start_would_have_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = MadeUpPool(monkeypatch, replicas=2)
+async def test_an_error_that_every_start_would_have_is_not_tried_again() -> None:
+    scene = MadeUpPool(replicas=2)
     first, second = await scene.begin()
     scene.kill(first, HandshakeError("another tokenizer"))
     await asyncio.sleep(0)
@@ -216,10 +198,10 @@ async def test_an_error_that_every_start_would_have_is_not_tried_again(monkeypat
 
 @pytest.mark.asyncio
 @pytest.mark.fault("F26")
-async def test_a_start_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = MadeUpPool(monkeypatch)
+async def test_a_start_that_fails_is_tried_again() -> None:
+    scene = MadeUpPool()
     [only] = await scene.begin()
-    scene.start_errors = [RunError("vLLM did not start: no memory")]
+    scene.actors.start_errors = [RunError("vLLM did not start: no memory")]
     scene.kill(only)
     await asyncio.sleep(0)
     await scene.look()
@@ -231,22 +213,15 @@ async def test_a_start_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.asyncio
-async def test_too_few_replicas_end_the_deployment_only_after_the_time_to_replace_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    scene = MadeUpPool(monkeypatch, replicas=2, min_replicas=2, replace_timeout_s=60.0)
+async def test_too_few_replicas_end_the_deployment_only_after_the_time_to_replace_them() -> None:
+    scene = MadeUpPool(replicas=2, min_replicas=2, replace_timeout_s=60.0)
     first, _ = await scene.begin()
-    started = asyncio.Event()
-
-    async def slow(_: Replica) -> None:
-        await started.wait()
-
-    monkeypatch.setattr(scene.pool, "_start", slow)
+    scene.actors.starting = asyncio.Event().wait
     scene.kill(first)
     await asyncio.sleep(0)
-    await scene.look()
+    await scene.look(until_done=False)
     scene.now_s += 60.0
-    await scene.look()
+    await scene.look(until_done=False)
     scene.now_s += 0.1
     with pytest.raises(
         GeneratorPoolExhausted,
@@ -260,21 +235,18 @@ async def test_too_few_replicas_end_the_deployment_only_after_the_time_to_replac
 @pytest.mark.parametrize("state", [ReplicaState.SUSPECT, ReplicaState.QUARANTINED])
 @pytest.mark.parametrize("answers", [True, False])
 async def test_a_silent_replica_is_asked_and_replaced_only_if_it_does_not_answer(
-    monkeypatch: pytest.MonkeyPatch, state: ReplicaState, answers: bool
+    state: ReplicaState, answers: bool
 ) -> None:
-    scene = MadeUpPool(monkeypatch)
+    scene = MadeUpPool()
     [only] = await scene.begin()
-    [replica] = scene.pool.replicas
-    asked: list[None] = []
-    replica.handle = SimpleNamespace(is_alive=SimpleNamespace(remote=lambda: asked.append(None)))
 
-    async def finished(*_: object, **__: object) -> None:
+    async def alive() -> None:
         if not answers:
             raise CallTimeout("no answer")
 
-    monkeypatch.setattr(pool_module, "finished", finished)
+    scene.actors.alive = alive
     await scene.look(scene.own(**{only.replace("-", "_"): state}))
-    assert len(asked) == 1
+    assert [name for what, name in scene.actors.said if what == "check_alive"] == [only]
     await scene.look()
     assert scene.made == ([only] if answers else [only, actor_of(only, 2)])
     assert [call[2] for call in scene.calls] == ([] if answers else [Cause.NO_HEARTBEATS])
@@ -282,8 +254,8 @@ async def test_a_silent_replica_is_asked_and_replaced_only_if_it_does_not_answer
 
 
 @pytest.mark.asyncio
-async def test_the_pool_grows_and_shrinks_to_the_wanted_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = MadeUpPool(monkeypatch, replicas=2)
+async def test_the_pool_grows_and_shrinks_to_the_wanted_number() -> None:
+    scene = MadeUpPool(replicas=2)
     first, second = await scene.begin()
     await scene.look(scene.own(wanted=4))
     await scene.look(scene.own(wanted=4))
@@ -292,7 +264,7 @@ async def test_the_pool_grows_and_shrinks_to_the_wanted_number(monkeypatch: pyte
     assert all(replica.generates for replica in scene.pool.replicas)
     scene.kill(first)
     await asyncio.sleep(0)
-    monkeypatch.setattr(scene.pool, "_start", asyncio.Event().wait)
+    scene.actors.starting = asyncio.Event().wait
     await scene.look(scene.own(wanted=1))
     assert len(scene.pool.replicas) == 1
     assert set(scene.ended) >= set(names[2:])
@@ -300,10 +272,8 @@ async def test_the_pool_grows_and_shrinks_to_the_wanted_number(monkeypatch: pyte
 
 
 @pytest.mark.asyncio
-async def test_a_replica_that_was_given_up_is_not_replaced_by_another_one_until_the_next_scaling(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    scene = MadeUpPool(monkeypatch, replicas=2, max_restarts=0)
+async def test_a_replica_that_was_given_up_is_not_replaced_by_another_one_until_the_next_scaling() -> None:
+    scene = MadeUpPool(replicas=2, max_restarts=0)
     first, _ = await scene.begin()
     scene.kill(first)
     await asyncio.sleep(0)
@@ -340,12 +310,10 @@ async def looked_twice(scene: MadeUpPool) -> None:
 @pytest.mark.parametrize(("first", "second"), [(5.2, 5.2), (0.3, 0.3001), (math.inf, math.inf), (1e-3, 1.005e-3)])
 @pytest.mark.parametrize("between", [None, EngineDied("killed")], ids=["in a row", "with another failure between"])
 async def test_two_starts_with_the_same_wrong_first_weights_end_the_run_with_the_family(
-    first: float, second: float, between: Exception | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    first: float, second: float, between: Exception | None, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "zebra"}')
-    scene = MadeUpPool(monkeypatch, max_restarts=10)
-    scene.pool.model_path = asyncio.get_running_loop().create_future()
-    scene.pool.model_path.set_result(str(tmp_path))
+    scene = MadeUpPool(model_path=str(tmp_path), max_restarts=10)
     [name] = await scene.begin()
     errors = [wrong(first), *([between] if between else []), wrong(second)]
     for start, error in enumerate(errors[:-1], start=1):
@@ -359,10 +327,8 @@ async def test_two_starts_with_the_same_wrong_first_weights_end_the_run_with_the
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(("first", "second"), [(5.2, 4.1), (0.3, 0.31), (math.inf, 1.0)])
-async def test_other_differences_of_the_first_weights_are_a_start_that_is_repeated(
-    first: float, second: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scene = MadeUpPool(monkeypatch, max_restarts=10)
+async def test_other_differences_of_the_first_weights_are_a_start_that_is_repeated(first: float, second: float) -> None:
+    scene = MadeUpPool(max_restarts=10)
     [name] = await scene.begin()
     for start, error in enumerate([wrong(first), wrong(second), ParityError("later weights")], start=1):
         await fail(scene, name, start, error)
@@ -371,8 +337,8 @@ async def test_other_differences_of_the_first_weights_are_a_start_that_is_repeat
 
 
 @pytest.mark.asyncio
-async def test_one_wrong_replica_of_several_that_generate_is_given_up_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = MadeUpPool(monkeypatch, replicas=2, min_replicas=1)
+async def test_one_wrong_replica_of_several_that_generate_is_given_up_alone() -> None:
+    scene = MadeUpPool(replicas=2, min_replicas=1)
     name, other = await scene.begin()
     next(each for each in scene.pool.replicas if each.name == other).samples = 5
     await fail(scene, name, 1, wrong(0.5))

@@ -18,8 +18,8 @@ from asyncrl.colocated.generation import VLLMGeneration
 from asyncrl.config.schema import Config
 from asyncrl.data_plane.calls import has_process
 from asyncrl.deployment import pool as pools
-from asyncrl.deployment.cluster import patiently, placed
-from asyncrl.deployment.pool import GeneratorDeployment, Replica, ReplicaPool
+from asyncrl.deployment.cluster import patiently
+from asyncrl.deployment.pool import ReplicaActor
 from asyncrl.errors import ActorGone, PlacementError
 from asyncrl.policy.worker import PolicyWorker
 from asyncrl.ranks.group import place_ranks
@@ -84,42 +84,22 @@ def ranks(config: Config) -> list[str]:
         placed_ranks.release()
 
 
-async def replicas(config: Config, count: int) -> list[Replica]:
-    """Starts replicas that the pool places. On a busy machine, Ray may end a new process that starts too slowly. A run
-    starts such a replica again; this does too."""
+async def replicas(config: Config, count: int) -> list[ReplicaActor]:
+    """Starts the actors of replicas. On a busy machine, Ray may end a new process that starts too slowly. A run starts
+    such a replica again; this does too."""
     for left in reversed(range(STARTS)):
-        pool = pool_of(config, count)
+        names = [f"generator-{number}-start-{left}" for number in range(count)]
+        actors = [ReplicaActor(config, replica=name, name=name, deployment="d") for name in names]
         try:
-            for replica in pool.replicas:
-                await ray_ready(replica, config)
+            for actor in actors:
+                await actor.placed()
             break
         except ActorGone:
-            for replica in pool.replicas:
-                ray.kill(replica.handle)
+            for actor in actors:
+                actor.kill()
             if not left:
                 raise
-    return pool.replicas
-
-
-def pool_of(config: Config, count: int) -> ReplicaPool:
-    nothing: Any = None
-    generator = config.generator.model_copy(update={"replicas": count})
-    wanted = config.model_copy(update={"generator": generator})
-    pool = GeneratorDeployment(wanted, model_path=nothing, prompts=nothing)._pool
-    pool.make()
-    return pool
-
-
-async def ray_ready(replica: Replica, config: Config) -> None:
-    generator = config.generator
-    await placed(
-        replica.handle,
-        config=config,
-        what="a replica",
-        cpus=generator.cpus,
-        gpus=generator.gpus,
-        node_labels=generator.node_labels,
-    )
+    return actors
 
 
 def error_of(config: Config, what: str) -> str:
@@ -164,7 +144,7 @@ def scenario() -> dict[str, Any]:
             "processes": known_processes(),
         }
         for replica in pair:
-            ray.kill(replica.handle)
+            replica.kill()
         return found
     finally:
         ray.shutdown()
