@@ -38,6 +38,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if marks and any(f"mark.{name}" in marks[1] for name in left_out) else None
 
 
+@pytest.fixture
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test runs in its own folder."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def no_process_group_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """A process group of torch that a file leaves would fail each later file of its pytest worker that makes one."""

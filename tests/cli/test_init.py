@@ -19,7 +19,7 @@ from asyncrl.data.prompts import Task, split
 from asyncrl.demo.chat_tokenizer import build_chat_tokenizer
 from asyncrl.environments.interfaces import build_reward, build_tasks, read_tasks
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_tmp_path")]
 
 runner = CliRunner()
 GPU = Gpu(name="NVIDIA A10G", memory_mib=24576, used_mib=0, compute_mode="Default")
@@ -48,10 +48,7 @@ def questions(tmp_path: Path) -> Path:
     return file
 
 
-def test_the_file_that_it_writes_holds_what_it_measured(
-    model: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_file_that_it_writes_holds_what_it_measured(model: Path, questions: Path, tmp_path: Path) -> None:
     result = runner.invoke(app, ["init", "models/small", "sums.jsonl"])
     assert result.exit_code == 0, result.output
     _, heldout = build_tasks(load_config([tmp_path / "run.yaml"], []))
@@ -72,7 +69,6 @@ def test_on_a_machine_with_a_gpu_the_numbers_are_those_of_its_memory(
 ) -> None:
     from tiny_groups import make_model
 
-    monkeypatch.chdir(tmp_path)
     make_model(tmp_path / "small")
     monkeypatch.setattr(init, "query_gpus", lambda: Gpus(driver="580", cuda="13.0", gpus=(GPU,)))
     monkeypatch.setattr(presence, "_gpus", lambda config: [])  # this machine has none
@@ -87,7 +83,6 @@ def test_on_a_machine_with_a_gpu_the_numbers_are_those_of_its_memory(
 def test_a_dataset_may_be_a_function_that_yields_dicts(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     Path("init_tasks.py").write_text(
         "def sums():\n    for n in range(9):\n        yield {'prompt': f'{n}+{n}=', 'answer': str(2 * n)}\n"
@@ -98,10 +93,7 @@ def test_a_dataset_may_be_a_function_that_yields_dicts(
     assert (config.run.name, config.data.dataset, config.data.path) == ("init-tasks", "init_tasks:sums", None)
 
 
-def test_a_run_without_a_held_out_evaluation_is_noted(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_run_without_a_held_out_evaluation_is_noted(model: Path) -> None:
     sums = [f"{n}+{n}=" for n in range(9)]
     train, heldout = split([Task(question=each, prompt=each, answer="0") for each in sums], 0.1)
     assert heldout
@@ -114,10 +106,7 @@ def test_a_run_without_a_held_out_evaluation_is_noted(
     assert "note: the run will have no held-out evaluation, because none of the prompts is held out" in result.stderr
 
 
-def test_a_file_that_is_there_is_written_over_only_when_that_is_asked_for(
-    model: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_file_that_is_there_is_written_over_only_when_that_is_asked_for(model: Path, questions: Path) -> None:
     Path("run.yaml").write_text("mine")
     refused = runner.invoke(app, ["init", "models/small", "sums.jsonl"])
     assert refused.exit_code == 2
@@ -127,10 +116,7 @@ def test_a_file_that_is_there_is_written_over_only_when_that_is_asked_for(
     assert Path("run.yaml").read_text() != "mine"
 
 
-def test_a_model_or_data_that_is_not_there_is_refused_before_anything_is_written(
-    model: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_model_or_data_that_is_not_there_is_refused_before_anything_is_written(model: Path, questions: Path) -> None:
     asked_for = (
         ["models/smal", "sums.jsonl"],
         ["models/small", "nosuch.jsonl"],
@@ -144,10 +130,7 @@ def test_a_model_or_data_that_is_not_there_is_refused_before_anything_is_written
     assert not Path("run.yaml").exists()
 
 
-def test_a_configuration_that_cannot_run_is_refused_and_no_file_is_left(
-    model: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_configuration_that_cannot_run_is_refused_and_no_file_is_left(model: Path, questions: Path) -> None:
     arguments = ["init", "models/small", "sums.jsonl", "--reward", "exact_mach"]
     refused = runner.invoke(app, arguments)
     assert refused.exit_code == 2
@@ -160,9 +143,8 @@ def test_a_configuration_that_cannot_run_is_refused_and_no_file_is_left(
 
 @pytest.mark.parametrize("reward", ["judge", "regex", "length"])
 def test_a_reward_that_needs_options_is_refused_with_lines_that_can_be_used(
-    reward: str, model: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reward: str, model: Path, questions: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     refused = runner.invoke(app, ["init", "models/small", "sums.jsonl", "--reward", reward, "-o", "mine.yaml"])
     assert refused.exit_code == 2
     found = re.search(rf"--reward {reward}: needs options .* leave --reward out, and write `(.*?)`", refused.stderr)
@@ -176,10 +158,7 @@ def test_a_reward_that_needs_options_is_refused_with_lines_that_can_be_used(
     build_reward(section)  # raises ConfigError for options that the reward does not take
 
 
-def test_a_model_as_short_as_the_quickstarts_is_enough_for_short_answers(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_model_as_short_as_the_quickstarts_is_enough_for_short_answers(model: Path, tmp_path: Path) -> None:
     (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 16}))
     rows = [{"prompt": f"word{n}>", "answer": "abcd"} for n in range(40)]
     Path("words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -195,11 +174,8 @@ def csv_of(path: Path, *, head: str = "question,solution") -> Path:
     return path
 
 
-def test_the_columns_of_a_csv_file_are_found_and_written(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_columns_of_a_csv_file_are_found_and_written(model: Path, tmp_path: Path) -> None:
     pytest.importorskip("datasets")
-    monkeypatch.chdir(tmp_path)
     csv_of(tmp_path / "my sums.csv")
     result = runner.invoke(app, ["init", "models/small", "my sums.csv"])
     assert result.exit_code == 0, result.output
@@ -213,10 +189,7 @@ def test_the_columns_of_a_csv_file_are_found_and_written(
     assert {task.prompt: task.answer for task in train}["7+7="] == "14"
 
 
-def test_rows_that_cannot_be_used_are_skipped_if_that_is_asked_for(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_rows_that_cannot_be_used_are_skipped_if_that_is_asked_for(model: Path, tmp_path: Path) -> None:
     rows = [{"prompt": f"{n}+{n}=", "answer": str(2 * n) if n != 7 else None} for n in range(120)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     refused = runner.invoke(app, ["init", "models/small", "sums.jsonl"])
@@ -231,11 +204,8 @@ def test_rows_that_cannot_be_used_are_skipped_if_that_is_asked_for(
     assert len(read_tasks(config)) == 119
 
 
-def test_columns_may_be_named_and_answers_may_be_left_out(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_columns_may_be_named_and_answers_may_be_left_out(model: Path, tmp_path: Path) -> None:
     pytest.importorskip("datasets")
-    monkeypatch.chdir(tmp_path)
     csv_of(tmp_path / "sums.csv", head="left,right")
     unknown = runner.invoke(app, ["init", "models/small", "sums.csv"])
     assert unknown.exit_code == 2
@@ -249,11 +219,8 @@ def test_columns_may_be_named_and_answers_may_be_left_out(
     assert load_config([tmp_path / "run.yaml"], []).data.columns == {"prompt": "left", "answer": "right"}
 
 
-def test_a_jsonl_file_and_a_folder_may_have_columns_of_their_own(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_jsonl_file_and_a_folder_may_have_columns_of_their_own(model: Path, tmp_path: Path) -> None:
     pytest.importorskip("datasets")
-    monkeypatch.chdir(tmp_path)
     Path("sums").mkdir()
     rows = [{"problem": f"{n}+{n}=", "answer": str(2 * n)} for n in range(120)]
     Path("sums/a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -264,10 +231,7 @@ def test_a_jsonl_file_and_a_folder_may_have_columns_of_their_own(
         assert (config.data.dataset, config.data.columns) == (dataset, {"prompt": "problem"})
 
 
-def test_data_that_is_not_there_or_has_no_columns_is_refused(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_data_that_is_not_there_or_has_no_columns_is_refused(model: Path) -> None:
     absent = runner.invoke(app, ["init", "models/small", "absent.csv"])
     assert absent.exit_code == 1
     assert "data.path = absent.csv: there is no such file" in absent.stderr

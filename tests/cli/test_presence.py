@@ -123,20 +123,16 @@ def test_a_damaged_model_in_the_cache_of_the_hub_is_an_error_with_its_cause(
 
 @pytest.mark.parametrize("path", ["models/llama-cat", "mine/llama-cat", "a/b/llama-cat"])
 @pytest.mark.fault("F28")
-def test_a_typo_in_a_relative_path_is_a_folder_that_is_missed_and_the_nearest_is_named(
-    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("in_tmp_path")
+def test_a_typo_in_a_relative_path_is_a_folder_that_is_missed_and_the_nearest_is_named(path: str) -> None:
     near = Path(path).with_name("llama-chat")
     near.mkdir(parents=True)
     [line] = missing("model.tiny=null", f"model.path={path}")
     assert f"there is no such folder; did you mean {near}? If not, name a model's directory" in line
 
 
-def test_a_typo_in_the_name_of_a_parent_folder_is_found_and_the_first_remedy_is_the_folder_that_was_meant(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("in_tmp_path")
+def test_a_typo_in_the_name_of_a_parent_folder_is_found_and_the_first_remedy_is_the_folder_that_was_meant() -> None:
     Path("models/tiny-speller").mkdir(parents=True)
     Path("other").mkdir()
     [line] = missing("model.path=modles/tiny-spller")
@@ -148,10 +144,8 @@ def test_a_typo_in_the_name_of_a_parent_folder_is_found_and_the_first_remedy_is_
     assert "did you mean" not in line
 
 
-def test_a_tiny_model_is_built_only_where_path_and_tiny_are_set_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("in_tmp_path")
+def test_a_tiny_model_is_built_only_where_path_and_tiny_are_set_together(tmp_path: Path) -> None:
     assert missing() == [], "the quickstart's file sets both"
     for path in ("models/llama-cat", str(tmp_path / "other")):
         [line] = missing(f"model.path={path}")
@@ -166,13 +160,11 @@ def test_a_tiny_model_is_built_only_where_path_and_tiny_are_set_together(
 @pytest.mark.parametrize("tiny", [[], ["model.tiny={}"], ["model.tiny=null"]], ids=["file's", "set again", "none"])
 @pytest.mark.parametrize("there", [True, False], ids=["there", "missing"])
 @pytest.mark.fault("F28")
-def test_a_run_does_not_begin_with_what_its_own_start_moves_aside(
-    tiny: list[str], there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("in_tmp_path")
+def test_a_run_does_not_begin_with_what_its_own_start_moves_aside(tiny: list[str], there: bool, tmp_path: Path) -> None:
     model = tmp_path / "runs" / "quickstart" / "checkpoints" / "step-20" / "hf"
     if there:
         write_model(model)
-    monkeypatch.chdir(tmp_path)
     for path in (model, model.relative_to(tmp_path)):
         [line] = missing(*tiny, f"model.path={path}")
         assert line.startswith(f"model.path = {path}: is in runs/quickstart, and the start of a run with that name mov")

@@ -163,10 +163,8 @@ def test_an_error_that_ends_a_run_comes_after_where_its_weights_are(
 
 
 @pytest.mark.parametrize("named", ["quick", "runs/quick"])
-def test_a_report_takes_a_runs_name_or_its_directory(
-    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("in_tmp_path")
+def test_a_report_takes_a_runs_name_or_its_directory(named: str) -> None:
     with run_in(Path("runs")):
         pass
     result = runner.invoke(app, ["report", named])
@@ -174,16 +172,16 @@ def test_a_report_takes_a_runs_name_or_its_directory(
     assert result.stdout == "runs/quick/report.html\n"
 
 
-def test_a_directory_comes_before_a_run_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("in_tmp_path")
+def test_a_directory_comes_before_a_run_of_the_same_name() -> None:
     for folder in ("runs", "."):
         with run_in(Path(folder)):
             pass
     assert runner.invoke(app, ["report", "quick"]).stdout == "quick/report.html\n"
 
 
-def test_a_report_of_no_run_names_what_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("in_tmp_path")
+def test_a_report_of_no_run_names_what_was_asked_for() -> None:
     result = runner.invoke(app, ["report", "quik"])
     assert result.exit_code == 1
     assert "there is no run quik in runs/; existing runs: none" in result.stderr

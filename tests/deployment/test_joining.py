@@ -6,7 +6,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +19,44 @@ from asyncrl.deployment.local_clusters import LocalCluster, check_no_head, own_c
 from asyncrl.errors import RunError
 
 
+@dataclass
+class Ray:
+    """What joins see of Ray in this test. `noted` is the file to which `ray start` writes the address of its cluster,
+    and does not exist. `asked` has the addresses with which `ray.init` was called, and `nodes` lists the nodes."""
+
+    noted: Path
+    found: list[LocalCluster] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+    refuses: Exception | None = None
+    nodes: Callable[[], object] = list
+
+    def init(self, *, address: str, **_: Any) -> None:
+        self.asked.append(address)
+        if self.refuses is not None:
+            raise self.refuses
+
+
 @pytest.fixture(autouse=True)
-def noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file to which `ray start` writes the address of its cluster. It does not exist, and no cluster runs."""
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(cluster, "get_ray_address_file", lambda _: str(tmp_path / "ray_current_cluster"))
-    monkeypatch.setattr(cluster, "own_clusters", list)
-    return tmp_path / "ray_current_cluster"
+def its_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ray:
+    """A Ray that is asked nothing else. No cluster of this user runs, and no variable names one."""
+    own = Ray(noted=tmp_path / "ray_current_cluster")
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cluster, "get_ray_address_file", lambda _: str(own.noted))
+    monkeypatch.setattr(cluster, "own_clusters", lambda: own.found)
+    monkeypatch.setattr(cluster.ray, "init", own.init)
+    monkeypatch.setattr(cluster.ray, "nodes", lambda: own.nodes())
+    return own
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Returns the list of addresses with which `ray.init` is called."""
-    addresses: list[str] = []
+def noted(its_ray: Ray) -> Path:
+    return its_ray.noted
 
-    def init(*, address: str, **_: Any) -> None:
-        addresses.append(address)
 
-    monkeypatch.setattr(cluster.ray, "init", init)
-    return addresses
+@pytest.fixture
+def asked(its_ray: Ray) -> list[str]:
+    return its_ray.asked
 
 
 @pytest.fixture
@@ -127,46 +147,37 @@ def heads(*runs: str, port: int, command: str = "head", folder: str = HERE) -> l
     ids=["own", "another before", "many", "only another", "ray start"],
 )
 def test_auto_is_the_head_of_the_run_and_else_the_only_one(
-    runs: list[str], asked: list[str], port: int, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(cluster, "own_clusters", lambda: heads(*runs, port=port))
+    runs: list[str], its_ray: Ray, port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    its_ray.found = heads(*runs, port=port)
     cluster.join("auto", namespace="run")
-    assert asked == [f"127.0.0.1:{port}"]
+    assert its_ray.asked == [f"127.0.0.1:{port}"]
     assert ("no Ray was started for run run; it joins" in caplog.text) is (runs == ["b"])
 
 
 @pytest.mark.parametrize("runs", [["b", "c"], ["", ""], ["run", "run"], ["", "b", "c"]])
-def test_several_possible_clusters_are_refused_and_listed(
-    runs: list[str], asked: list[str], port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = heads(*runs, port=port)
-    monkeypatch.setattr(cluster, "own_clusters", lambda: found)
+def test_several_possible_clusters_are_refused_and_listed(runs: list[str], its_ray: Ray, port: int) -> None:
+    its_ray.found = found = heads(*runs, port=port)
     with pytest.raises(RunError, match=rf"{len(runs)} Ray clusters run on this machine.*set ray\.address") as raised:
         cluster.join("auto", namespace="run")
     assert str(raised.value).splitlines()[1:] == [f"  {each}" for each in found]
-    assert asked == []
+    assert its_ray.asked == []
 
 
-def test_ray_address_is_stronger_than_what_runs_here(
-    asked: list[str], port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cluster, "own_clusters", lambda: heads("b", "c", "run", port=1))
+def test_ray_address_is_stronger_than_what_runs_here(its_ray: Ray, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    its_ray.found = heads("b", "c", "run", port=1)
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
     cluster.join("auto", namespace="run")
-    assert asked == [f"127.0.0.1:{port}"]
+    assert its_ray.asked == [f"127.0.0.1:{port}"]
 
 
 @pytest.mark.parametrize("runs", [["b"], ["b", "c"]])
-def test_a_cluster_that_up_started_is_only_for_its_run(
-    runs: list[str], asked: list[str], port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = heads(*runs, port=port, command="up")
-    monkeypatch.setattr(cluster, "own_clusters", lambda: found)
+def test_a_cluster_that_up_started_is_only_for_its_run(runs: list[str], its_ray: Ray, port: int) -> None:
+    its_ray.found = heads(*runs, port=port, command="up")
     with pytest.raises(RunError, match="are of `asyncrl up`, and each is for its own run"):
         cluster.join("auto", namespace="run")
     cluster.join("auto", namespace=runs[-1])
-    assert asked == [f"127.0.0.1:{port}"]
+    assert its_ray.asked == [f"127.0.0.1:{port}"]
 
 
 def test_a_second_head_says_that_there_is_one() -> None:
@@ -182,13 +193,11 @@ def test_a_second_head_says_that_there_is_one() -> None:
 
 
 @pytest.mark.parametrize("command", ["head", "up"])
-def test_of_two_runs_with_one_name_each_joins_that_of_its_folder(
-    command: str, asked: list[str], port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_runs_with_one_name_each_joins_that_of_its_folder(command: str, its_ray: Ray, port: int) -> None:
     other = heads("run", port=1, command=command, folder="/elsewhere/runs")
-    monkeypatch.setattr(cluster, "own_clusters", lambda: [*other, *heads("run", port=port)])
+    its_ray.found = [*other, *heads("run", port=port)]
     cluster.join("auto", namespace="run")
-    assert asked == [f"127.0.0.1:{port}"]
+    assert its_ray.asked == [f"127.0.0.1:{port}"]
 
 
 def test_the_mark_of_a_cluster_is_in_the_environment_of_its_processes() -> None:
@@ -233,14 +242,9 @@ def test_other_kinds_of_addresses_are_rays(address: str, asked: list[str]) -> No
     assert asked == [address]
 
 
-def test_a_refused_token_is_told_apart_from_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    def init(**_: Any) -> None:
-        try:
-            raise RuntimeError("Last connection error: RPC error: InvalidAuthToken: missing or incorrect")
-        except RuntimeError as error:
-            raise ConnectionError("Failed to connect to Ray cluster at 192.0.2.2:6379") from error
-
-    monkeypatch.setattr(cluster.ray, "init", init)
+def test_a_refused_token_is_told_apart_from_a_cluster_that_is_not_there(its_ray: Ray) -> None:
+    its_ray.refuses = ConnectionError("Failed to connect to Ray cluster at 192.0.2.2:6379")
+    its_ray.refuses.__cause__ = RuntimeError("Last connection error: RPC error: InvalidAuthToken: missing or incorrect")
     with pytest.raises(RunError, match="refuses our token; set RAY_AUTH_TOKEN"):
         cluster.join("ray://192.0.2.2:1", namespace="run")
 
@@ -249,7 +253,6 @@ def test_a_refused_token_is_told_apart_from_a_cluster_that_is_not_there(monkeypa
 def test_a_cluster_that_asks_for_no_token_is_named(
     mode: str | None, asked: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     if mode is not None:
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
     cluster.join("ray://192.0.2.2:1", namespace="run")
@@ -258,16 +261,16 @@ def test_a_cluster_that_asks_for_no_token_is_named(
 
 @pytest.mark.asyncio
 async def test_a_ray_that_does_not_list_its_nodes_is_a_failure_that_its_caller_knows(
-    monkeypatch: pytest.MonkeyPatch,
+    its_ray: Ray,
 ) -> None:
     def gone() -> None:
         raise RaySystemError("Ray has not been started yet")
 
-    monkeypatch.setattr(cluster.ray, "nodes", gone)
+    its_ray.nodes = gone
     with pytest.raises(RunError, match=r"does not list its nodes.*not been started"):
         await cluster.ray_nodes(timeout_s=60)
     ended = threading.Event()
-    monkeypatch.setattr(cluster.ray, "nodes", lambda: ended.wait(60))
+    its_ray.nodes = lambda: ended.wait(60)
     try:
         with pytest.raises(TimeoutError):
             await cluster.ray_nodes(timeout_s=0.01)

@@ -50,6 +50,25 @@ def record(folder: Path, name: str, **changed: Any) -> Path:
     return path
 
 
+@pytest.fixture
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No Ray answers."""
+
+    def join(*_: Any, **__: Any) -> None:
+        raise RunError("no Ray cluster answers")
+
+    monkeypatch.setattr(cluster, "join", join)
+    # The real function would set RAY_AUTH_MODE in this process, for every Ray of later tests.
+    monkeypatch.setattr("asyncrl.deployment.ray_token.use_ray_token", lambda: None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+@pytest.fixture
+def a_node_of_each_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine is a node of all clusters."""
+    monkeypatch.setattr(known_runs, "own_address", lambda _, address: address)
+
+
 def gone_pid() -> int:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait(60)
@@ -116,9 +135,9 @@ def test_no_line_of_a_reason_looks_like_a_line_of_the_command(state: str, newlin
     assert not any(line.startswith("error") for line in said.splitlines())
 
 
-def test_a_run_that_lives_here_tells_its_ray_and_has_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("a_node_of_each_cluster")
+def test_a_run_that_lives_here_tells_its_ray_and_has_not_ended(tmp_path: Path) -> None:
     live = record(tmp_path, "live", ray_address="127.0.0.1:32839")
-    monkeypatch.setattr(known_runs, "own_address", lambda _, address: address)  # this machine is a node of the cluster
     (live / "report.html").touch()
     over = record(tmp_path, "over", ray_address="127.0.0.1:1", **ENDED)
     assert address_of(live) == "127.0.0.1:32839"
@@ -202,10 +221,8 @@ def test_the_newest_weights_are_those_of_the_last_step_by_number(tmp_path: Path)
     assert newest_weights(tmp_path) == tmp_path / "checkpoints" / "step-10" / "hf"
 
 
-def test_a_run_that_is_not_there_is_answered_with_those_that_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("in_tmp_path")
+def test_a_run_that_is_not_there_is_answered_with_those_that_are() -> None:
     elsewhere = r"\. If run\.dir is another folder, give the path: FOLDER/"
     with pytest.raises(RunError, match=rf"^there is no run quik in runs/; existing runs: none{elsewhere}quik$"):
         check_there(named_run(Path("quik")))
@@ -228,11 +245,8 @@ def test_a_run_that_is_not_there_is_answered_with_those_that_are(
 
 
 @pytest.mark.parametrize("command", ["status", "top", "report", "down"])
-def test_every_command_about_a_run_that_is_not_there_says_which_are(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    no_ray(monkeypatch)
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("in_tmp_path", "no_ray")
+def test_every_command_about_a_run_that_is_not_there_says_which_are(command: str) -> None:
     record(Path("runs"), "quick", **ENDED)
     answer = CliRunner().invoke(app, [command, "quik"])
     assert answer.exit_code == 1
@@ -244,21 +258,11 @@ def test_every_command_about_a_run_that_is_not_there_says_which_are(
     assert before == (["connecting to the run's Ray ..."] if command == "status" else [])
 
 
-def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    def join(*_: Any, **__: Any) -> None:
-        raise RunError("no Ray cluster answers")
-
-    monkeypatch.setattr(cluster, "join", join)
-    # The real function would set RAY_AUTH_MODE in this process, for every Ray of later tests.
-    monkeypatch.setattr("asyncrl.deployment.ray_token.use_ray_token", lambda: None)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-
-
+@pytest.mark.usefixtures("a_node_of_each_cluster")
 def test_an_option_and_the_environment_come_before_what_a_run_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     live = record(tmp_path, "live", ray_address="127.0.0.1:32839")
-    monkeypatch.setattr(known_runs, "own_address", lambda _, address: address)  # this machine is a node of the cluster
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert running_address(live, None) == "127.0.0.1:32839"
     assert running_address(tmp_path / "nowhere", None) == "auto"
@@ -267,9 +271,8 @@ def test_an_option_and_the_environment_come_before_what_a_run_says(
     assert running_address(live, "10.0.0.2:6379") == "10.0.0.2:6379"
 
 
-def test_a_run_that_has_ended_is_no_reason_to_start_a_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    no_ray(monkeypatch)
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("in_tmp_path", "no_ray")
+def test_a_run_that_has_ended_is_no_reason_to_start_a_ray() -> None:
     (record(Path("runs"), "quick", **ENDED) / "report.html").touch()
     ended = "run quick finished 2026-11-20 16:50 UTC (done): see runs/quick/report.html\n"
     answer = CliRunner().invoke(app, ["top", "quick"])
@@ -280,8 +283,8 @@ def test_a_run_that_has_ended_is_no_reason_to_start_a_ray(tmp_path: Path, monkey
     assert json.loads(answer.stdout)["state"] == "finished"
 
 
-def test_the_status_of_an_ended_run_has_its_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    no_ray(monkeypatch)
+@pytest.mark.usefixtures("no_ray")
+def test_the_status_of_an_ended_run_has_its_warning(tmp_path: Path) -> None:
     steps = [make_step(step, zero_variance_ratio=1.0) for step in range(3)]
     path = write_run(tmp_path, steps)
     _, warning = CliRunner().invoke(app, ["status", str(path)]).stdout.splitlines()
@@ -289,11 +292,8 @@ def test_the_status_of_an_ended_run_has_its_warning(tmp_path: Path, monkeypatch:
     assert "all rewards are equal" in warning
 
 
-def test_at_an_address_that_the_user_names_the_cluster_is_asked_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    no_ray(monkeypatch)
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("in_tmp_path", "no_ray")
+def test_at_an_address_that_the_user_names_the_cluster_is_asked_first() -> None:
     (record(Path("runs"), "quick", **ENDED) / "report.html").touch()
     answer = CliRunner().invoke(app, ["status", "quick", "--address", "10.0.0.1:6379"])
     _, ended, unanswered = answer.stderr.splitlines()
@@ -302,8 +302,8 @@ def test_at_an_address_that_the_user_names_the_cluster_is_asked_first(
 
 
 @pytest.mark.parametrize("command", ["status", "top"])
-def test_a_dead_run_is_called_dead(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    no_ray(monkeypatch)
+@pytest.mark.usefixtures("no_ray")
+def test_a_dead_run_is_called_dead(command: str, tmp_path: Path) -> None:
     path, pid = dead_run(tmp_path, steps=3, saved=(2,))
     answer = CliRunner().invoke(app, [command, str(path)])
     line = answer.stdout

@@ -22,20 +22,16 @@ def paths(*overrides: str) -> set[str]:
     return asyncio.run(both())
 
 
-def test_a_folder_goes_by_its_whole_path_and_a_model_of_the_hub_by_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("in_tmp_path")
+def test_a_folder_goes_by_its_whole_path_and_a_model_of_the_hub_by_its_name(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     assert paths("model.tiny=null", "model.path=mine") == {str(tmp_path / "mine")}
     assert paths("model.tiny=null", "model.path=Qwen/Qwen2.5-0.5B") == {"Qwen/Qwen2.5-0.5B"}
 
 
 @pytest.mark.slow
-def test_a_tiny_model_that_is_built_here_goes_by_its_whole_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("in_tmp_path")
+def test_a_tiny_model_that_is_built_here_goes_by_its_whole_path(tmp_path: Path) -> None:
     tiny = ["model.tiny.warmup_steps=0", "model.tiny.hidden_size=32", "model.tiny.layers=1", "model.tiny.heads=1"]
     told = paths("model.path=models/mine", *tiny)
     assert all(Path(path).is_absolute() and Path(path).is_dir() for path in told), told

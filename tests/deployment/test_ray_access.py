@@ -1,5 +1,6 @@
 """A Ray that asyncrl starts has a token that no other user can read, and listens only on this machine."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,14 @@ import pytest
 from asyncrl.deployment import cluster, ray_token
 from asyncrl.deployment.temporary_folders import close_to_others
 from asyncrl.errors import RunError
+
+SetVariable = Callable[[str, str], None]
+
+
+@pytest.fixture
+def set_variable(monkeypatch: pytest.MonkeyPatch) -> SetVariable:
+    """Returns the function that sets a variable of the environment."""
+    return monkeypatch.setenv
 
 
 @pytest.fixture
@@ -40,17 +49,17 @@ def test_a_token_that_others_may_read_is_named(home: Path, caplog: pytest.LogCap
     assert f"chmod 600 {home / '.ray' / 'auth_token'}" in caplog.text
 
 
-def test_a_token_in_the_environment_is_taken_as_it_is(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "theirs")
+def test_a_token_in_the_environment_is_taken_as_it_is(home: Path, set_variable: SetVariable) -> None:
+    set_variable("RAY_AUTH_TOKEN", "theirs")
     ray_token.require_token()
     assert list(home.iterdir()) == []
 
 
 def test_a_file_that_the_environment_names_is_taken_and_looked_at(
-    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    home: Path, set_variable: SetVariable, caplog: pytest.LogCaptureFixture
 ) -> None:
     token = home / "token"
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+    set_variable("RAY_AUTH_TOKEN_PATH", str(token))
     with pytest.raises(RunError, match=r"RAY_AUTH_TOKEN_PATH = .*no such file"):
         ray_token.require_token()
     token.write_text("theirs")
@@ -63,8 +72,8 @@ def test_a_file_that_the_environment_names_is_taken_and_looked_at(
     assert [path.name for path in home.iterdir()] == ["token"]
 
 
-def test_a_blank_token_is_refused_before_ray_waits_for_an_answer(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_AUTH_TOKEN", " ")
+def test_a_blank_token_is_refused_before_ray_waits_for_an_answer(home: Path, set_variable: SetVariable) -> None:
+    set_variable("RAY_AUTH_TOKEN", " ")
     with pytest.raises(RunError, match="RAY_AUTH_TOKEN is blank"):
         ray_token.require_token()
 
@@ -75,8 +84,8 @@ def test_no_place_for_a_token_says_what_to_set_instead(home: Path) -> None:
         ray_token.require_token()
 
 
-def test_an_environment_that_forbids_tokens_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+def test_an_environment_that_forbids_tokens_is_refused(home: Path, set_variable: SetVariable) -> None:
+    set_variable("RAY_AUTH_MODE", "disabled")
     with pytest.raises(RunError, match=r"RAY_AUTH_MODE = 'disabled'.*unset RAY_AUTH_MODE"):
         ray_token.require_token()
 

@@ -14,12 +14,16 @@ from asyncrl.cli.main import app
 from asyncrl.deployment import temporary_folders
 from asyncrl.deployment.temporary_folders import LONGEST_FOLDERS, temporary_folder_problems
 
+SetVariable = Callable[[str, str], None]
+
 
 @pytest.fixture(autouse=True)
-def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def set_variable(monkeypatch: pytest.MonkeyPatch) -> SetVariable:
+    """Returns the function that sets a variable of the environment. None of those that name the folders is set."""
     for name in ("RAY_TMPDIR", "TMPDIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(tempfile, "tempdir", None)  # Python chooses the folder once
+    return monkeypatch.setenv
 
 
 def texts(**uses: bool) -> list[str]:
@@ -36,7 +40,11 @@ def long_folder(size: int) -> str:
 
 def test_the_longest_folder_is_what_ray_itself_allows() -> None:
     utils = pytest.importorskip("ray._private.utils")
-    path = "/" + "x" * (LONGEST_FOLDERS["Ray"] - 1) + temporary_folders._RAY_SOCKET
+    path = (
+        "/"
+        + "x" * (LONGEST_FOLDERS["Ray"] - 1)
+        + "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+    )
     utils.validate_socket_filepath(path)
     with pytest.raises(OSError, match="path length cannot exceed"):
         utils.validate_socket_filepath(f"/x{path[1:]}")
@@ -45,31 +53,31 @@ def test_the_longest_folder_is_what_ray_itself_allows() -> None:
 @pytest.mark.parametrize("size", [40, 55, 90])
 @pytest.mark.parametrize("variable", ["TMPDIR", "RAY_TMPDIR"])
 def test_a_long_folder_is_refused_with_the_variables_that_change_it(
-    variable: str, size: int, monkeypatch: pytest.MonkeyPatch
+    variable: str, size: int, set_variable: SetVariable
 ) -> None:
     folder = long_folder(size)
-    monkeypatch.setenv(variable, folder)
+    set_variable(variable, folder)
     [text] = texts()
     assert text.startswith(f"{variable} = {folder}: has {size} bytes, so Ray cannot make its sockets there (at most")
     assert "set RAY_TMPDIR (for Ray) or TMPDIR (for all programs) to a shorter path" in text
     assert bool(texts(ray=False)) is (variable == "TMPDIR" and size > 70), "vLLM's sockets have shorter names"
 
 
-def test_bytes_count_and_not_characters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_TMPDIR", "/tmp/" + "ü" * 20)
+def test_bytes_count_and_not_characters(set_variable: SetVariable) -> None:
+    set_variable("RAY_TMPDIR", "/tmp/" + "ü" * 20)
     assert re.search("has 45 bytes", texts()[0])
 
 
 def test_a_folder_of_ray_that_differs_from_the_one_of_vllm_is_a_problem_of_its_own(
-    monkeypatch: pytest.MonkeyPatch,
+    set_variable: SetVariable,
 ) -> None:
-    monkeypatch.setenv("TMPDIR", long_folder(72))
-    monkeypatch.setenv("RAY_TMPDIR", long_folder(41))
+    set_variable("TMPDIR", long_folder(72))
+    set_variable("RAY_TMPDIR", long_folder(41))
     assert [re.findall(r"^\w+|has \d+ bytes|Ray cannot|vLLM cannot", text) for text in texts()] == [
         ["RAY_TMPDIR", "has 41 bytes", "Ray cannot"],
         ["TMPDIR", "has 72 bytes", "vLLM cannot"],
     ]
-    monkeypatch.setenv("RAY_TMPDIR", "/tmp")
+    set_variable("RAY_TMPDIR", "/tmp")
     assert [text[:6] for text in texts()] == ["TMPDIR"]
 
 
@@ -93,9 +101,9 @@ UNUSABLE: dict[str, tuple[Callable[[Path], Path], str]] = {
 
 
 @pytest.mark.parametrize("name", UNUSABLE)
-def test_a_folder_that_cannot_be_used_is_refused_with_the_reason(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_used_is_refused_with_the_reason(name: str, set_variable: SetVariable) -> None:
     make, says = UNUSABLE[name]
-    monkeypatch.setenv("RAY_TMPDIR", str(make(Path(tempfile.mkdtemp(dir="/tmp")))))
+    set_variable("RAY_TMPDIR", str(make(Path(tempfile.mkdtemp(dir="/tmp")))))
     [text] = texts()
     assert re.search(says, text)
     assert "set RAY_TMPDIR" in text
@@ -123,19 +131,19 @@ def test_a_full_disk_is_refused_before_the_workers_die_of_it(free_mib: int, monk
     assert f"has {free_mib} MiB free, and Ray needs 64 MiB; delete files there" in text
 
 
-def test_a_folder_that_does_not_exist_yet_is_made_by_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_TMPDIR", tempfile.mkdtemp(dir="/tmp") + "/new")
+def test_a_folder_that_does_not_exist_yet_is_made_by_ray(tmp_path: Path, set_variable: SetVariable) -> None:
+    set_variable("RAY_TMPDIR", tempfile.mkdtemp(dir="/tmp") + "/new")
     assert texts() == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["config check", "up", "head"])
+@pytest.mark.usefixtures("in_tmp_path")
 def test_each_command_that_starts_ray_says_so_in_one_line(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, tmp_path: Path, set_variable: SetVariable
 ) -> None:
-    monkeypatch.setenv("TMPDIR", long_folder(90))
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
+    set_variable("TMPDIR", long_folder(90))
+    set_variable("HOME", str(tmp_path))
     done = CliRunner().invoke(app, [*command.split(), "-c", "quickstart"])
     assert done.exit_code != 0
     said = str(done.exception) if done.exception and not isinstance(done.exception, SystemExit) else done.output
