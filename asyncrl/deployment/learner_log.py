@@ -30,9 +30,12 @@ TRACKED_COLUMNS = ("group", "prompt", "completion", "answer", "reward", "advanta
 
 
 class LearnerLog:
-    """Keeps and writes the records of the learner's loop. `close` ends the trackers, which may take seconds."""
+    """Keeps and writes the records of the learner's loop. `close` ends the trackers, which may take seconds.
 
-    def __init__(self, config: Config, run_dir: RunDir) -> None:
+    `new_trackers` makes the run's trackers.
+    """
+
+    def __init__(self, config: Config, run_dir: RunDir, *, new_trackers: Callable[..., Trackers] = Trackers) -> None:
         self._run_dir = run_dir
         self._staleness_limit = config.staleness.max_versions
         self._keep_best, self._best_eval = config.checkpoint.keep_best, config.checkpoint.best_eval
@@ -42,7 +45,7 @@ class LearnerLog:
         self.evals = read_lines(run_dir.path / "evals.jsonl", EvalRecord) if resumed else []
         self.before = self.steps[-1] if self.steps else None
         """The last record before the run was resumed; None in a new run."""
-        self._trackers = Trackers(
+        self._trackers = new_trackers(
             config.metrics.trackers,
             project=config.metrics.project,
             run=config.run.name,

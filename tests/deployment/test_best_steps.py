@@ -1,10 +1,8 @@
 """The checkpoints that a learner keeps for their rewards, also after it was resumed."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from made_up_run import make_step
 
 from asyncrl.config.schema import CheckpointSection, Config, EvalSection
 from asyncrl.deployment.learner_log import LearnerLog
@@ -34,18 +32,6 @@ def test_a_checkpoint_whose_evaluation_still_runs_stays(tmp_path: Path) -> None:
         assert log.best_steps([10, 20], running=lambda: 20) == {10, 20}
 
 
-def test_a_resumed_run_knows_the_evaluations_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_in(tmp_path, keep_best=1)
-    with RunDir.create(config) as run:
-        first = LearnerLog(config, run)
-        for step in range(3):
-            first.append_step(make_step(step))
-        for step, reward in ((1, 0.9), (2, 0.5)):
-            first.append_eval(EvalRecord(version=step, wall_s=1, prompts=8, reward_mean=reward))
-        monkeypatch.setattr(run, "resumed", SimpleNamespace(step=2))
-        assert LearnerLog(config, run).best_steps([1, 2], running=lambda: None) == {1}
-
-
 def test_only_the_set_that_the_config_names_counts(tmp_path: Path) -> None:
     sets = {"sums": {"environment": {"reward": "math_verify"}}}
     config = config_in(tmp_path, keep_best=1).model_copy(
@@ -61,15 +47,25 @@ def test_only_the_set_that_the_config_names_counts(tmp_path: Path) -> None:
         assert log.best_steps([10, 20], running=lambda: None) == {10}
 
 
-def test_each_set_has_its_own_numbers_in_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_in(tmp_path, keep_best=0)
-    logged: list[dict[str, float | None]] = []
+class KeptNumbers:
+    """Stands for trackers, and keeps the numbers that they get."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.logged: list[tuple[int, dict[str, float | None]]] = []
+
+    def log(self, step: int, numbers: dict[str, float | None]) -> None:
+        self.logged.append((step, numbers))
+
+    def close(self) -> None: ...
+
+
+def test_each_set_has_its_own_numbers_in_trackers(tmp_path: Path) -> None:
+    config, trackers = config_in(tmp_path, keep_best=0), KeptNumbers()
     with RunDir.create(config) as run:
-        log = LearnerLog(config, run)
-        monkeypatch.setattr(log._trackers, "log", lambda step, numbers: logged.append(numbers))
+        log = LearnerLog(config, run, new_trackers=lambda *_, **__: trackers)
         for name in ("heldout", "sums"):
             log.append_eval(EvalRecord(name=name, version=4, wall_s=1, prompts=8, reward_mean=0.5, pass_at={2: 0.75}))
-    assert logged == [
-        {"reward/heldout_mean": 0.5, "reward/heldout_version": 4, "reward/heldout_pass_at_2": 0.75},
-        {"reward/heldout_sums_mean": 0.5, "reward/heldout_sums_version": 4, "reward/heldout_sums_pass_at_2": 0.75},
+    assert trackers.logged == [
+        (4, {"reward/heldout_mean": 0.5, "reward/heldout_version": 4, "reward/heldout_pass_at_2": 0.75}),
+        (4, {"reward/heldout_sums_mean": 0.5, "reward/heldout_sums_version": 4, "reward/heldout_sums_pass_at_2": 0.75}),
     ]

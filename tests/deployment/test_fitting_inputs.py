@@ -71,7 +71,7 @@ def test_the_prompts_of_a_named_set_are_measured_too(model: Path) -> None:
 @pytest.mark.parametrize("side", ["train", "heldout"])
 @pytest.mark.fault("F33")
 def test_a_prompt_that_is_too_long_ends_the_start_with_its_row(model: Path, side: str) -> None:
-    loaded = Prompts(train=tasks(SHORT), heldout=tasks(SHORT))._replace(**{side: tasks(SHORT, LONG)})
+    loaded = Prompts(**{"train": tasks(SHORT), "heldout": tasks(SHORT)} | {side: tasks(SHORT, LONG)})
     with pytest.raises(DatasetError, match=r"row 2: the prompt 'abcd>' has 5 tokens, but must have 1 to 4 "):
         fitting(settings(model), loaded)
 

@@ -23,7 +23,7 @@ from asyncrl.complete_directory import COMPLETE, unfinished
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.deployment import resuming
-from asyncrl.deployment.learner_log import going_on
+from asyncrl.deployment.learner_log import LearnerLog, going_on
 from asyncrl.deployment.resuming import Choice, chosen_checkpoint, no_checkpoint, step_of, unfinished_run
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import CheckpointDamaged, CheckpointError, ConfigError, RunError, RunLocked
@@ -191,6 +191,20 @@ def saved_often(folder: Path, *, state: str = "stopped") -> RunDir:
             run.stopped("asked to end by a signal")
     assert info_of(run)["state"] == state
     return run
+
+
+def test_a_resumed_run_knows_the_evaluations_before(tmp_path: Path) -> None:
+    config = config_in(tmp_path, checkpoint={"keep_best": 1})
+    with RunDir.create(config) as run:
+        for step in range(4):
+            run.append_step(make_step(step))
+        for version, reward in ((2, 0.9), (4, 0.5)):
+            run.append_eval(EvalRecord(version=version, wall_s=1, prompts=8, reward_mean=reward))
+            save(run, version)
+        run.stopped("asked to end by a signal")
+    with RunDir.create(config) as again:
+        assert again.resumed is not None
+        assert LearnerLog(config, again).best_steps([2, 4], running=lambda: None) == {2}
 
 
 def content_of(folder: Path) -> dict[str, bytes]:
