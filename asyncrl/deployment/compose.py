@@ -7,6 +7,7 @@ a function starts here ends before the function returns, in the opposite order.
 import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.common.tasks import Stopped, check_stop, running
@@ -16,10 +17,54 @@ from asyncrl.deployment.inputs import Inputs, Prompts
 from asyncrl.deployment.pool import GeneratorDeployment
 from asyncrl.deployment.run_dir import STOPPED_EARLY, RunDir
 from asyncrl.deployment.screen import Screen
+from asyncrl.deployment.shared_actors import JOINED, JoinedCluster
 from asyncrl.learner.records import Summary
 
 if TYPE_CHECKING:
     from asyncrl.deployment.learner import LearnerDeployment
+
+
+def start_ray(config: Config) -> tuple[str, str]:
+    """Starts a local Ray. Returns its address and its session folder."""
+    return start_local(config), session_folder()
+
+
+def new_learner(
+    config: Config,
+    inputs: Inputs,
+    *,
+    run_dir: RunDir,
+    screen: Screen,
+    supervised: Callable[[], bool] = lambda: False,
+    cluster: JoinedCluster = JOINED,
+) -> "LearnerDeployment":
+    """Returns the learner deployment of the run. Imports torch, which takes seconds."""
+    from asyncrl.deployment.learner import LearnerDeployment
+
+    return LearnerDeployment(
+        config,
+        run_dir=run_dir,
+        model_path=inputs.learner_model,
+        prompts=inputs.prompts,
+        screen=screen,
+        supervised=supervised,
+        cluster=cluster,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The functions that make the parts of a run's process. `joined_address` returns the address of the joined
+    cluster."""
+
+    start_ray: Callable[[Config], tuple[str, str]] = start_ray
+    joined_address: Callable[[], str] = joined_address
+    new_inputs: Callable[..., Inputs] = Inputs
+    new_generators: Callable[..., GeneratorDeployment] = GeneratorDeployment
+    new_learner: Callable[..., "LearnerDeployment"] = new_learner
+
+
+PARTS = Parts()
 
 
 async def run_generators(config: Config, stop: asyncio.Event, *, prompts: Prompts | None) -> None:
@@ -37,20 +82,28 @@ async def run_learner(
     screen: Screen,
     prompts: Prompts | None,
     supervised: Callable[[], bool] = lambda: False,
+    parts: Parts = PARTS,
 ) -> Summary | None:
     """Runs the learner deployment on the cluster that this process has joined. Returns the run's summary.
 
     `supervised` returns whether the learner is started again after an error that a restart may fix.
     """
-    run_dir.started_ray(joined_address())
-    async with Inputs(config, loaded=prompts, report=screen.report) as inputs:
+    run_dir.started_ray(parts.joined_address())
+    async with parts.new_inputs(config, loaded=prompts, report=screen.report) as inputs:
         screen.starting(config, "making prompts")
         await _loaded(inputs)
-        return await _learner(config, inputs, run_dir=run_dir, screen=screen, supervised=supervised).run(stop)
+        learner = parts.new_learner(config, inputs, run_dir=run_dir, screen=screen, supervised=supervised)
+        return await learner.run(stop)
 
 
 async def run_both(
-    config: Config, stop: asyncio.Event, *, run_dir: RunDir, screen: Screen, prompts: Prompts | None
+    config: Config,
+    stop: asyncio.Event,
+    *,
+    run_dir: RunDir,
+    screen: Screen,
+    prompts: Prompts | None,
+    parts: Parts = PARTS,
 ) -> Summary | None:
     """Runs both deployments, on a local Ray or on the cluster at `ray.address`, which this process has joined.
 
@@ -58,31 +111,37 @@ async def run_both(
     ended and the error is raised.
     """
     try:
-        return await _run_both(config, stop, run_dir=run_dir, screen=screen, prompts=prompts)
+        return await _run_both(config, stop, run_dir=run_dir, screen=screen, prompts=prompts, parts=parts)
     except Stopped:
         run_dir.stopped(STOPPED_EARLY)
         return None
 
 
 async def _run_both(
-    config: Config, stop: asyncio.Event, *, run_dir: RunDir, screen: Screen, prompts: Prompts | None
+    config: Config,
+    stop: asyncio.Event,
+    *,
+    run_dir: RunDir,
+    screen: Screen,
+    prompts: Prompts | None,
+    parts: Parts,
 ) -> Summary | None:
     await check_stop(stop)  # importing Ray, starting Ray and importing torch block the event loop for seconds
     # Ray starts first. Its start takes three times as long while the interpreter is busy. Replicas need Ray, and their
     # import of vLLM is the longest part of a start. Prompts, torch and the model are loaded meanwhile.
     if config.ray.address is None:
         screen.starting(config, "starting Ray")
-        address = start_local(config)
-        run_dir.started_ray(address, session=session_folder())
+        address, session = parts.start_ray(config)
+        run_dir.started_ray(address, session=session)
     else:
-        run_dir.started_ray(joined_address() if config.ray.address == "auto" else config.ray.address)
+        run_dir.started_ray(parts.joined_address() if config.ray.address == "auto" else config.ray.address)
     await check_stop(stop)
     end = asyncio.Event()
     async with AsyncExitStack() as closing:
-        inputs = await closing.enter_async_context(Inputs(config, loaded=prompts, report=screen.report))
+        inputs = await closing.enter_async_context(parts.new_inputs(config, loaded=prompts, report=screen.report))
         # The local Ray was made for this run. Its replicas ask for no CPUs, so that `asyncrl scale` can add some.
         pool = config.generator.model_copy(update={"cpus": 0.0} if config.ray.address is None else {})
-        generator_deployment = GeneratorDeployment(
+        generator_deployment = parts.new_generators(
             config.model_copy(update={"generator": pool}),
             model_path=inputs.generator_model,
             prompts=inputs.prompts,
@@ -93,7 +152,7 @@ async def _run_both(
         await _loaded(inputs)  # meanwhile the task of the generators creates the replicas
         await check_stop(stop)
         screen.starting(config, "importing the learner")
-        learner_deployment = _learner(config, inputs, run_dir=run_dir, screen=screen)
+        learner_deployment = parts.new_learner(config, inputs, run_dir=run_dir, screen=screen)
         learner = await closing.enter_async_context(running(learner_deployment.run(stop), name="learner"))
         stopping = await closing.enter_async_context(running(stop.wait(), name="stopping"))
         first: tuple[asyncio.Future[Any], ...] = (learner, generators, stopping)
@@ -110,18 +169,3 @@ async def _loaded(inputs: Inputs) -> None:
     the same time, one may see half of it.
     """
     await asyncio.wait([inputs.prompts, inputs.generator_model])
-
-
-def _learner(
-    config: Config, inputs: Inputs, *, run_dir: RunDir, screen: Screen, supervised: Callable[[], bool] = lambda: False
-) -> "LearnerDeployment":
-    from asyncrl.deployment.learner import LearnerDeployment  # imports torch, which takes seconds
-
-    return LearnerDeployment(
-        config,
-        run_dir=run_dir,
-        model_path=inputs.learner_model,
-        prompts=inputs.prompts,
-        screen=screen,
-        supervised=supervised,
-    )

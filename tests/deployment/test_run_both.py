@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +14,11 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import Config
-from asyncrl.deployment import compose
+from asyncrl.deployment.compose import Parts, new_learner, run_both, run_learner
 from asyncrl.deployment.inputs import Inputs, Prompts
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.screen import Screen
+from asyncrl.deployment.shared_actors import JoinedCluster
 from asyncrl.errors import GeneratorPoolExhausted, RunError, StallError
 from asyncrl.generation.shared_memory import EngineProcesses, node_id
 from asyncrl.learner.records import known_info
@@ -27,27 +31,39 @@ def screen_that(show: Callable[[str], None] = lambda phase: None) -> Screen:
     return Screen(started_s=0.0, show=lambda view: show(view.phase), report=lambda line: None)
 
 
+async def ran(
+    folder: Path, stop: asyncio.Event, parts: Parts, *, screen: Screen | None = None, own_ray: bool = False
+) -> object:
+    """Runs both deployments, which `parts` makes, on a joined Ray or on an own one."""
+    ray = {} if own_ray else {"address": "10.0.0.7:6379"}
+    config = Config.model_validate({"run": {"dir": str(folder)}, "model": {"path": str(folder)}, "ray": ray})
+    async with asyncio.timeout(DEADLINE_S):
+        with RunDir.create(config) as run_dir:
+            return await run_both(
+                config, stop, run_dir=run_dir, screen=screen or screen_that(), prompts=NO_PROMPTS, parts=parts
+            )
+
+
 @pytest.mark.asyncio
-async def test_the_first_phase_is_shown_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_first_phase_is_shown_before_ray_starts(tmp_path: Path) -> None:
     shown: list[str] = []
 
-    def no_ray(*_: object, **__: object) -> str:
+    def no_ray(_: Config) -> tuple[str, str]:
         raise RunError(f"no Ray after {shown}")
 
-    monkeypatch.setattr(compose, "start_local", no_ray)
-    config = Config.model_validate({"run": {"dir": str(tmp_path)}})
-    screen = screen_that(shown.append)
-    with RunDir.create(config) as run_dir, pytest.raises(RunError, match="starting Ray"):
-        await compose.run_both(config, asyncio.Event(), run_dir=run_dir, screen=screen, prompts=NO_PROMPTS)
+    with pytest.raises(RunError, match="starting Ray"):
+        await ran(tmp_path, asyncio.Event(), Parts(start_ray=no_ray), screen=screen_that(shown.append), own_ray=True)
 
 
 class Pools:
     """Two deployments that run until they are asked to end or cancelled. `ended` lists how each one ended."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, generators: Exception | None, learner: Exception | None):
+    def __init__(self, *, generators: Exception | None = None, learner: Exception | None = None):
         self.ended: list[str] = []
-        monkeypatch.setattr(compose, "GeneratorDeployment", self._deployment("generators", generators))
-        monkeypatch.setattr(compose, "_learner", self._deployment("learner", learner))
+        self.parts = Parts(
+            new_generators=self._deployment("generators", generators),
+            new_learner=self._deployment("learner", learner),
+        )
 
     def _deployment(self, name: str, error: Exception | None) -> Callable[..., Any]:
         async def run(stop: asyncio.Event) -> str:
@@ -63,54 +79,44 @@ class Pools:
 
         return lambda *_, **__: SimpleNamespace(run=run)
 
-    async def run(self, folder: Path, stop: asyncio.Event) -> object:
-        config = Config.model_validate({"run": {"dir": str(folder)}, "ray": {"address": "10.0.0.7:6379"}})
-        async with asyncio.timeout(DEADLINE_S):
-            with RunDir.create(config) as run_dir:
-                screen = screen_that()
-                return await compose.run_both(config, stop, run_dir=run_dir, screen=screen, prompts=NO_PROMPTS)
+    def when_imported(self, imported: Callable[[], object]) -> Parts:
+        """Returns the parts, with a learner that calls `imported` when it is made."""
+
+        def new_learner(*arguments: Any, **options: Any) -> Any:
+            imported()
+            return self.parts.new_learner(*arguments, **options)
+
+        return replace(self.parts, new_learner=new_learner)
 
 
 @pytest.mark.asyncio
-async def test_generators_that_fail_end_the_learner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pools = Pools(monkeypatch, generators=GeneratorPoolExhausted("none lives"), learner=None)
+async def test_generators_that_fail_end_the_learner(tmp_path: Path) -> None:
+    pools = Pools(generators=GeneratorPoolExhausted("none lives"))
     with pytest.raises(GeneratorPoolExhausted):
-        await pools.run(tmp_path, asyncio.Event())
+        await ran(tmp_path, asyncio.Event(), pools.parts)
     assert pools.ended == ["learner cancelled"]
 
 
 @pytest.mark.asyncio
-async def test_a_learner_that_fails_lets_the_generators_end_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pools = Pools(monkeypatch, generators=None, learner=StallError("nothing moves"))
+async def test_a_learner_that_fails_lets_the_generators_end_in_order(tmp_path: Path) -> None:
+    pools = Pools(learner=StallError("nothing moves"))
     with pytest.raises(StallError):
-        await pools.run(tmp_path, asyncio.Event())
+        await ran(tmp_path, asyncio.Event(), pools.parts)
     assert pools.ended == ["generators in order"]
 
 
 @pytest.mark.asyncio
 @pytest.mark.fault("F29")
-async def test_a_run_that_is_asked_to_end_ends_both_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stop = asyncio.Event()
-    pools = Pools(monkeypatch, generators=None, learner=None)
-    build = compose._learner
-
-    def imported(*arguments: Any, **options: Any) -> Any:
-        stop.set()
-        return build(*arguments, **options)
-
-    monkeypatch.setattr(compose, "_learner", imported)
-    assert await pools.run(tmp_path, stop) == "learner"
+async def test_a_run_that_is_asked_to_end_ends_both_in_order(tmp_path: Path) -> None:
+    stop, pools = asyncio.Event(), Pools()
+    assert await ran(tmp_path, stop, pools.when_imported(stop.set)) == "learner"
     assert sorted(pools.ended) == ["generators in order", "learner in order"]
 
 
 @pytest.mark.asyncio
 @pytest.mark.fault("F29")
 @pytest.mark.parametrize("during", ["importing Ray", "starting Ray", "making prompts"])
-async def test_a_signal_while_a_library_is_imported_or_ray_starts_ends_the_start(
-    during: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_signal_while_a_library_is_imported_or_ray_starts_ends_the_start(during: str, tmp_path: Path) -> None:
     stop, shown = asyncio.Event(), ["importing Ray"]
     asked = asyncio.get_running_loop().call_soon_threadsafe
 
@@ -119,86 +125,82 @@ async def test_a_signal_while_a_library_is_imported_or_ray_starts_ends_the_start
         if phase == during:
             asked(stop.set)  # from another thread, while a call blocks the event loop: `stop` is not set yet
 
-    monkeypatch.setattr(compose, "start_local", lambda config: "127.0.0.1:1")
-    monkeypatch.setattr(compose, "session_folder", lambda: str(tmp_path))
-    pools = Pools(monkeypatch, generators=None, learner=RunError("the learner was imported"))
+    pools = Pools(learner=RunError("the learner was imported"))
+    parts = replace(pools.parts, start_ray=lambda _: ("127.0.0.1:1", str(tmp_path)))
     if during == "importing Ray":
         asked(stop.set)
-    config = Config.model_validate({"run": {"dir": str(tmp_path)}})
-    async with asyncio.timeout(DEADLINE_S):
-        with RunDir.create(config) as run_dir:
-            run = compose.run_both(config, stop, run_dir=run_dir, screen=screen_that(show), prompts=NO_PROMPTS)
-            assert await run is None
+    assert await ran(tmp_path, stop, parts, screen=screen_that(show), own_ray=True) is None
     assert shown[-1] == during
-    info = json.loads((run_dir.path / "run.json").read_bytes())
+    info = json.loads((tmp_path / Config().run.name / "run.json").read_bytes())
     assert (info["state"], info["exit_reason"]) == ("stopped", "asked to end by a signal, before the first step")
     assert pools.ended == (["generators cancelled"] if during == "making prompts" else [])
 
 
-@pytest.mark.asyncio
-async def test_inputs_end_with_their_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def never(*_: object) -> Prompts:
-        await asyncio.Event().wait()
-        raise AssertionError
+go_on = threading.Event()
 
-    monkeypatch.setattr(Inputs, "_load_prompts", never)
-    async with Inputs(Config()) as inputs:
-        tasks = [inputs.prompts, inputs.engine_model, inputs.learner_model]
-        await asyncio.sleep(0)
-    assert all(task.cancelled() or task.done() for task in tasks)
-    assert inputs.prompts.cancelled()
+
+def endless() -> list[dict[str, str]]:
+    """A dataset that cannot be read before the test ends."""
+    go_on.wait(DEADLINE_S)
+    return []
 
 
 @pytest.mark.asyncio
-async def test_the_learner_is_imported_when_no_thread_imports_the_tiny_model_any_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_inputs_end_with_their_block(tmp_path: Path) -> None:
+    config = Config.model_validate(
+        {"data": {"dataset": f"{__name__}:endless"}, "model": {"path": str(tmp_path), "tiny": None}}
+    )
+    try:
+        async with Inputs(config) as inputs:
+            tasks = [inputs.prompts, inputs.engine_model, inputs.learner_model]
+            await asyncio.sleep(0)
+        assert all(task.cancelled() or task.done() for task in tasks)
+        assert inputs.prompts.cancelled()
+    finally:
+        go_on.set()
+
+
+@pytest.mark.asyncio
+async def test_the_learner_is_imported_when_no_thread_imports_the_tiny_model_any_more(tmp_path: Path) -> None:
     """Both import transformers. The second of two simultaneous imports fails with `cannot import name`."""
     events: list[str] = []
-    pools = Pools(monkeypatch, generators=None, learner=StallError("nothing moves"))
-    build = compose._learner
+    pools = Pools(learner=StallError("nothing moves"))
 
-    async def describe(_: Inputs) -> str:
+    async def describe() -> str:
         await asyncio.to_thread(time.sleep, 0.2)
         events.append("described")
         return "models/tiny"
 
-    def imported(*arguments: Any, **options: Any) -> Any:
-        events.append("imported")
-        return build(*arguments, **options)
+    def new_inputs(config: Config, **options: Any) -> Inputs:
+        inputs = Inputs(config, **options)
+        inputs.engine_model = asyncio.create_task(describe())
+        return inputs
 
-    monkeypatch.setattr(Inputs, "_describe_model", describe)
-    monkeypatch.setattr(compose, "_learner", imported)
+    parts = replace(pools.when_imported(lambda: events.append("imported")), new_inputs=new_inputs)
     with pytest.raises(StallError):
-        await pools.run(tmp_path, asyncio.Event())
+        await ran(tmp_path, asyncio.Event(), parts)
     assert events == ["described", "imported"]
 
 
 @pytest.mark.slow
 @pytest.mark.asyncio
 @pytest.mark.parametrize("both", [True, False], ids=["up", "learner"])
-async def test_each_phase_of_a_start_is_shown_once(both: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def no_buffer(*_: object, **__: object) -> None:
+async def test_each_phase_of_a_start_is_shown_once(both: bool, tmp_path: Path) -> None:
+    async def no_buffer(*_: object, **__: object) -> Any:
         raise RunError("no buffer")
 
-    async def until_the_end(_: object, end: asyncio.Event) -> None:
-        await end.wait()
-
-    monkeypatch.setattr("asyncrl.deployment.learner.open_data_plane", no_buffer)
-    monkeypatch.setattr(compose.GeneratorDeployment, "run", until_the_end)
-    monkeypatch.setattr(Inputs, "_describe_model", lambda _: asyncio.sleep(0, "models/tiny"))
-    config, stop, shown = Config.model_validate({"run": {"dir": str(tmp_path)}}), asyncio.Event(), list[str]()
+    shown: list[str] = []
+    parts = replace(
+        Pools().parts,
+        start_ray=lambda _: ("127.0.0.1:6379", str(tmp_path)),
+        joined_address=lambda: "127.0.0.1:6379",
+        new_learner=partial(new_learner, cluster=JoinedCluster(open_data_plane=no_buffer)),
+    )
+    run = run_both if both else run_learner
+    config = Config.model_validate({"run": {"dir": str(tmp_path)}, "model": {"path": str(tmp_path)}})
     screen = screen_that(shown.append)
-    with RunDir.create(config) as run_dir:
-        if both:
-            monkeypatch.setattr(compose, "start_local", lambda _: "127.0.0.1:6379")
-            monkeypatch.setattr(compose, "session_folder", lambda: str(tmp_path))
-            run = compose.run_both(config, stop, run_dir=run_dir, screen=screen, prompts=NO_PROMPTS)
-        else:
-            monkeypatch.setattr(compose, "joined_address", lambda: "127.0.0.1:6379")
-            run = compose.run_learner(config, stop, run_dir=run_dir, screen=screen, prompts=NO_PROMPTS)
-        with pytest.raises(RunError, match="no buffer"):
-            await run
+    with RunDir.create(config) as run_dir, pytest.raises(RunError, match="no buffer"):
+        await run(config, asyncio.Event(), run_dir=run_dir, screen=screen, prompts=NO_PROMPTS, parts=parts)
     first = ["starting Ray"] if both else []
     imported = ["importing the learner"] if both else []
     assert shown == [*first, "making prompts", *imported, "starting the buffer"]
@@ -206,10 +208,7 @@ async def test_each_phase_of_a_start_is_shown_once(both: bool, tmp_path: Path, m
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("here", [True, False])
-async def test_run_json_names_the_files_of_engines_on_this_machine_only(
-    here: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pools = Pools(monkeypatch, generators=None, learner=None)
+async def test_run_json_names_the_files_of_engines_on_this_machine_only(here: bool, tmp_path: Path) -> None:
     node = node_id() if here else "another node"
 
     def generators(*_: object, started: Callable[[EngineProcesses], None], **__: object) -> Any:
@@ -219,9 +218,9 @@ async def test_run_json_names_the_files_of_engines_on_this_machine_only(
     async def trained(_: asyncio.Event) -> None:
         """The learner has trained its last step."""
 
-    monkeypatch.setattr(compose, "GeneratorDeployment", generators)
-    monkeypatch.setattr(compose, "_learner", lambda *_, **__: SimpleNamespace(run=trained))
-    await pools.run(tmp_path, asyncio.Event())
+    trains: Any = SimpleNamespace(run=trained)
+    parts = replace(Pools().parts, new_generators=generators, new_learner=lambda *_, **__: trains)
+    await ran(tmp_path, asyncio.Event(), parts)
     info = known_info(tmp_path / Config().run.name)
     assert info is not None
     assert info.shared_memory == (["psm_a"] if here else [])

@@ -6,6 +6,7 @@ replicas' processes have no engine, whose import takes ten seconds of a core for
 
 import asyncio
 import json
+import secrets
 import threading
 import time
 from typing import Any
@@ -88,7 +89,7 @@ async def replicas(config: Config, count: int) -> list[ReplicaActor]:
     """Starts the actors of replicas. On a busy machine, Ray may end a new process that starts too slowly. A run starts
     such a replica again; this does too."""
     for left in reversed(range(STARTS)):
-        names = [f"generator-{number}-start-{left}" for number in range(count)]
+        names = [f"generator-{secrets.token_hex(3)}" for _ in range(count)]
         actors = [ReplicaActor(config, replica=name, name=name, deployment="d") for name in names]
         try:
             for actor in actors:
