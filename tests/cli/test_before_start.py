@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 import threading
 from collections.abc import Sequence
@@ -85,6 +86,7 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JUDGE_API_KEY", "set here, but not in a scoring process")
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")  # commands set it in this process
 
 
 def settings(*overrides: str) -> Config:
@@ -154,15 +156,14 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
     ]
 
 
-def test_each_role_tries_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[str] = []
-    for trial in ("_try_scoring", "_try_loss", "_try_advantage"):
-        monkeypatch.setattr(before_start, trial, lambda *_, trial=trial: tried.append(trial))
-    config = settings(f"environment.reward={OWN}:reward", f"algorithm.loss={OWN}:l", f"algorithm.advantage={OWN}:a")
-    prepare(config, roles=[Role.GENERATOR])
-    assert tried == ["_try_scoring"]
-    prepare(config, roles=[Role.LEARNER])
-    assert tried == ["_try_scoring", "_try_loss", "_try_advantage"]
+@pytest.mark.parametrize(("role", "tried"), [(Role.GENERATOR, {"rewrd"}), (Role.LEARNER, {"los", "advantag"})])
+def test_each_role_tries_what_it_needs(role: Role, tried: set[str]) -> None:
+    config = settings(
+        f"environment.reward={OWN}:rewrd", f"algorithm.loss={OWN}:los", f"algorithm.advantage={OWN}:advantag"
+    )
+    with pytest.raises(ConfigError) as caught:
+        prepare(config, roles=[role])
+    assert set(re.findall(r"names '(\w+)', which", str(caught.value))) == tried
 
 
 @pytest.mark.parametrize(
@@ -182,12 +183,12 @@ def test_names_in_a_judges_prompt_that_no_row_has_are_noted(prompt: str, unknown
         "data.dataset=jsonl", f"data.path={tmp_path / 'rows.jsonl'}", f"environment.rewards={rewards}",
         "data.prompt_template='{question}'", "eval.prompts=0",
     )  # fmt: skip
-    notes = [note for note in before_start._first_rows(config) if "options.prompt" in note]
+    notes = [note for note in look(config) if "options.prompt" in note]
     assert len(notes) == (unknown is not None)
     assert unknown is None or (unknown in notes[0] and "known are question, answer, completion, topic" in notes[0])
 
 
-def test_a_scoring_process_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scoring_process_does_not_stay() -> None:
     before = threading.active_count()
     [note] = look(settings(f"environment.reward={OWN}:reward", f"data.dataset={OWN}:good", *ROWS))
     assert "the first 100 rows were read" in note
@@ -332,10 +333,8 @@ def test_a_model_that_the_hub_does_not_give_is_refused_after_one_try(
 
 @pytest.mark.fault("F28")
 def test_the_commands_that_run_refuse_the_users_mistakes_before_ray_and_before_a_directory_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    # The commands set this variable in this process. monkeypatch removes it after the test.
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
     for command in ("up", "learner", "generator"):
         result = CliRunner().invoke(
             app, [command, "-c", str(QUICKSTART), f"run.dir={tmp_path}/runs", f"data.dataset={OWN}:fails", *ROWS]
