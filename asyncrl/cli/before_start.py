@@ -64,17 +64,18 @@ def prepared(
     command that starts deployments of `roles`."""
     outlive_terminal()
     config, warnings = checked_config(files, overrides, roles=roles, allow_public=allow_public)
-    check_restart(config)
+    check_restart(config, restarts())
     print_warnings(warnings)
     use_ray_token(own=len(roles) == len(Role) and config.ray.address is None)  # only `asyncrl up` has all roles
     return config, prepare(config, roles=roles)
 
 
-def check_restart(config: Config) -> None:
-    """Raises RunError if this process is a restart, but one too many or without a checkpoint."""
-    if not restarts():
+def check_restart(config: Config, number: int) -> None:
+    """Raises RunError if this process is restart number `number`, but one too many or without a checkpoint. The first
+    process of a command has the number 0."""
+    if not number:
         return
-    if restarts() > config.run.max_restarts:
+    if number > config.run.max_restarts:
         raise RunError(
             f"the run is not restarted: run.max_restarts = {config.run.max_restarts} within an hour. Mend the cause of "
             "the failure; then the same command resumes the run from its newest checkpoint"

@@ -61,9 +61,8 @@ def test_our_errors_are_clean_lines_on_stderr_with_their_exit_code(raising: str,
 
 
 @pytest.mark.parametrize("raising", [RunLocked("run q is held by pid 3")], indirect=True)
-def test_debug_shows_the_traceback(raising: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ASYNCRL_DEBUG", "1")
-    assert isinstance(runner.invoke(main.app, [raising]).exception, AsyncRLError)
+def test_debug_shows_the_traceback(raising: str) -> None:
+    assert isinstance(runner.invoke(main.app, [raising], env={"ASYNCRL_DEBUG": "1"}).exception, AsyncRLError)
 
 
 @pytest.mark.parametrize("raising", [ZeroDivisionError("our bug")], indirect=True)

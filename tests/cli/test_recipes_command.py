@@ -46,9 +46,7 @@ def test_the_list_has_a_line_for_each_recipe_with_its_gpus_and_says_how_to_run_a
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_a_copy_has_all_files_that_the_recipe_needs_and_is_not_changed(
-    name: str, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_has_all_files_that_the_recipe_needs_and_is_not_changed(name: str, here: Path) -> None:
     source = (REPOSITORY / "configs" / name).parent
     assert command("recipes", "copy", name).exit_code == 0
     written = contents(here)
@@ -160,6 +158,6 @@ def test_a_command_takes_the_name_of_a_recipe_and_notes_a_file_that_it_does_not_
     assert "comes with" not in command("config", "check", "-c", "quickstart.yaml").stderr
 
 
-def test_a_module_of_a_recipe_by_name_is_tried_without_a_search_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_of_a_recipe_by_name_is_tried_without_a_search_path() -> None:
     done = command("config", "check", "-c", "own_task")
     assert (done.exit_code, done.stdout.partition("\n")[0]) == (0, "ok"), done.stderr

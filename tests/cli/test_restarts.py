@@ -142,16 +142,15 @@ def test_the_child_dies_with_the_process_that_supervises_it() -> None:
     ],
 )
 def test_a_restart_needs_a_checkpoint_and_has_a_limit(
-    number: int, saved: bool, refusal: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, saved: bool, refusal: str | None, tmp_path: Path
 ) -> None:
     config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
     if saved:
         checkpoint = tmp_path / "quick" / "checkpoints" / "step-3"
         checkpoint.mkdir(parents=True)
         (checkpoint / COMPLETE).touch()
-    monkeypatch.setattr("asyncrl.cli.before_start.restarts", lambda: number)
     if refusal is None:
-        check_restart(config)
+        check_restart(config, number)
     else:
         with pytest.raises(RunError, match=refusal):
-            check_restart(config)
+            check_restart(config, number)

@@ -6,6 +6,7 @@ import doctest
 import os
 import re
 import signal
+import threading
 from pathlib import Path
 
 import msgspec
@@ -14,7 +15,7 @@ from made_up_run import make_step
 
 from asyncrl.common.tasks import Stopped, unless_one_fails, unless_stopped
 from asyncrl.config.schema import Config
-from asyncrl.deployment import launch, learner
+from asyncrl.deployment import learner
 from asyncrl.deployment.launch import INTERRUPTED, asked_to_end, ended_at_once, give_up, run_until_done
 from asyncrl.deployment.learner import short_grace
 from asyncrl.deployment.run_dir import RunDir
@@ -91,21 +92,14 @@ def test_a_run_that_a_second_signal_ends_does_not_stay_running(run: RunDir) -> N
 
 
 @pytest.mark.fault("F29")
-def test_the_grace_is_counted_beside_an_event_loop_that_hangs(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    timers: list[tuple[float, object, list[object]]] = []
-
-    class Timer:
-        daemon = False
-
-        def __init__(self, after_s: float, call: object, arguments: list[object]) -> None:
-            timers.append((after_s, call, arguments))
-
-        def start(self) -> None:
-            assert self.daemon, "the timer must not keep the process alive"
-
-    monkeypatch.setattr(launch.threading, "Timer", Timer)
-    asked_to_end(run, 20.0)
-    assert timers == [(20.0, give_up, [run, 20.0])]
+def test_the_grace_is_counted_beside_an_event_loop_that_hangs(run: RunDir) -> None:
+    before = set(threading.enumerate())
+    asked_to_end(run, 3600.0)
+    [timer] = set(threading.enumerate()) - before
+    assert isinstance(timer, threading.Timer)
+    timer.cancel()
+    assert (timer.interval, timer.function, timer.args) == (3600.0, give_up, [run, 3600.0])
+    assert timer.daemon, "the timer must not keep the process alive"
     assert written(run).exit_reason == "asked to end by a signal"
 
 

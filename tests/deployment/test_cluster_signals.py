@@ -19,19 +19,34 @@ from asyncrl.errors import RunError
 pytestmark = pytest.mark.slow
 
 
+class RayInit:
+    """Stands for `ray.init`. `starts` is called in its place; `answer` is what Ray's function returns."""
+
+    def __init__(self, session: Path) -> None:
+        self.starts: Callable[[], object] = lambda: None
+        self.answer = SimpleNamespace(address_info={"address": "127.0.0.1:1", "session_dir": session})
+
+    def __call__(self, **_: Any) -> Any:
+        self.starts()
+        return self.answer
+
+
 @pytest.fixture
-def ray_takes_sigterm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Replaces `ray.init` by a function that takes the SIGTERM handler, as the real one does."""
+def ray_init(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RayInit:
+    fake = RayInit(tmp_path)
+    monkeypatch.setattr(cluster.ray, "init", fake)
+    return fake
+
+
+@pytest.fixture
+def ray_takes_sigterm(ray_init: RayInit, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Lets `ray.init` take the SIGTERM handler, as the real one does."""
 
     def ends_everything(number: int, frame: Any) -> None:
         raise AssertionError("Ray ended its processes and this one")
 
-    def init(**_: Any) -> Any:
-        signal.signal(signal.SIGTERM, ends_everything)
-        return SimpleNamespace(address_info={"address": "127.0.0.1:1", "session_dir": tmp_path})
-
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(cluster.ray, "init", init)
+    ray_init.starts = lambda: signal.signal(signal.SIGTERM, ends_everything)
     monkeypatch.setattr(cluster, "_knock", lambda address: None)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -59,9 +74,7 @@ async def test_sigterm_asks_for_a_clean_end_after_ray_was_started(start: Callabl
 
 
 @pytest.mark.fault("F29")
-def test_what_ray_starts_is_in_a_session_of_its_own_and_nothing_else_is(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_ray_starts_is_in_a_session_of_its_own_and_nothing_else_is(ray_init: RayInit) -> None:
     sessions: list[bool] = []
 
     def start() -> None:
@@ -70,32 +83,25 @@ def test_what_ray_starts_is_in_a_session_of_its_own_and_nothing_else_is(
         child = subprocess.run([sys.executable, "-c", code], preexec_fn=lambda: None, capture_output=True, check=True)
         sessions.append(child.stdout.strip() == b"True")
 
-    def init(**_: Any) -> Any:
-        start()
-        return SimpleNamespace(address_info={"address": "127.0.0.1:1", "session_dir": tmp_path})
-
-    monkeypatch.setattr(cluster.ray, "init", init)
+    ray_init.starts = start
     cluster.start_local(Config())
     start()
     assert sessions == [True, False]
 
 
-def test_a_ray_that_does_not_start_in_time_is_ended_and_started_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_ray_that_does_not_start_in_time_is_ended_and_started_again(ray_init: RayInit) -> None:
     daemons: list[subprocess.Popen[bytes]] = []
     others: list[subprocess.Popen[bytes]] = []
     program = os.path.join(os.path.dirname(cluster.ray.__file__), "core", "raylet")
 
-    def late(**_: Any) -> Any:
+    def late() -> None:
         waiting = [sys.executable, "-c", "input()"]
         daemons.append(subprocess.Popen([*waiting, program], stdin=subprocess.PIPE))
         others.append(subprocess.Popen(waiting, stdin=subprocess.PIPE))  # as another thread of a notebook may do
         if len(daemons) < late_starts + 1:
             raise Exception("The current node timed out during startup. This could happen because some of the raylet")
-        return SimpleNamespace(address_info={"address": "127.0.0.1:1", "session_dir": tmp_path})
 
-    monkeypatch.setattr(cluster.ray, "init", late)
+    ray_init.starts = late
     late_starts = 2
     assert cluster.start_local(Config()) == "127.0.0.1:1"
     *ended, last = daemons
@@ -122,12 +128,12 @@ def test_a_ray_that_does_not_start_in_time_is_ended_and_started_again(
     ids=["permission", "disk", "twice", "gcs"],
 )
 def test_another_error_of_rays_start_is_one_line_with_the_folder_of_the_logs(
-    error: Exception, says: str, monkeypatch: pytest.MonkeyPatch
+    error: Exception, says: str, ray_init: RayInit
 ) -> None:
-    def fail(**_: Any) -> Any:
+    def fail() -> None:
         raise error
 
-    monkeypatch.setattr(cluster.ray, "init", fail)
+    ray_init.starts = fail
     with pytest.raises(RunError, match=rf"^Ray did not start \({says}") as raised:
         cluster.start_local(Config())
     assert str(raised.value).endswith("/ray/session_latest/logs")

@@ -18,12 +18,10 @@ CONFIG = Config.model_validate(
 class Ray:
     """Fakes an actor whose constructor returns after `constructor_s` seconds, if Ray has placed it at once."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, has_process: bool, constructor_s: float) -> None:
-        self.now_s, self.constructor_s = 0.0, constructor_s
+    def __init__(self) -> None:
+        self.now_s, self.constructor_s = 0.0, 0.0
+        self.has_process = True
         self.handle: Any = SimpleNamespace(__ray_ready__=SimpleNamespace(remote=lambda: None))
-        monkeypatch.setattr(cluster, "finished", self.finished)
-        monkeypatch.setattr(cluster, "has_process", lambda handle: has_process and handle is self.handle)
-        monkeypatch.setattr(cluster, "room", lambda *_, **__: "; the cluster has 2 CPU (0 free)")
 
     async def finished(self, _: object, *, timeout_s: float, what: str) -> None:
         if self.now_s + timeout_s < self.constructor_s:
@@ -34,9 +32,18 @@ class Ray:
         await cluster.placed(self.handle, config=CONFIG, what="replica a", cpus=3.0, gpus=1.0, **options)
 
 
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
+    fake = Ray()
+    monkeypatch.setattr(cluster, "finished", fake.finished)
+    monkeypatch.setattr(cluster, "has_process", lambda handle: fake.has_process and handle is fake.handle)
+    monkeypatch.setattr(cluster, "room", lambda *_, **__: "; the cluster has 2 CPU (0 free)")
+    return fake
+
+
 @pytest.mark.asyncio
-async def test_an_actor_without_a_process_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = Ray(monkeypatch, has_process=False, constructor_s=8.0)
+async def test_an_actor_without_a_process_has_no_room(ray: Ray) -> None:
+    ray.has_process, ray.constructor_s = False, 8.0
     message = (
         r"Ray did not place replica a within ray\.placement_timeout_s = 5 s: it asks for 3 CPUs and 1 GPUs; the cluster"
     )
@@ -47,13 +54,15 @@ async def test_an_actor_without_a_process_has_no_room(monkeypatch: pytest.Monkey
 
 @pytest.mark.asyncio
 async def test_a_process_that_imports_for_longer_than_placement_may_take_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ray: Ray, caplog: pytest.LogCaptureFixture
 ) -> None:
+    ray.constructor_s = 74.0
     with caplog.at_level(logging.WARNING):
-        await Ray(monkeypatch, has_process=True, constructor_s=74.0).place()
+        await ray.place()
     assert "Ray has placed replica a, and its process still imports its libraries after 5 s" in caplog.text
     caplog.clear()
-    await Ray(monkeypatch, has_process=True, constructor_s=4.0).place()
+    ray.now_s, ray.constructor_s = 0.0, 4.0
+    await ray.place()
     assert caplog.text == ""
 
 
@@ -63,9 +72,9 @@ async def test_a_process_that_imports_for_longer_than_placement_may_take_is_wait
     [({}, "generator.startup_timeout_s = 70 s"), ({"startup": "learner.startup_timeout_s"}, "learner.* = 9 s")],
 )
 async def test_a_process_that_imports_for_too_long_is_no_lack_of_room(
-    options: dict[str, str], limit: str, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, str], limit: str, ray: Ray
 ) -> None:
-    ray = Ray(monkeypatch, has_process=True, constructor_s=1000.0)
+    ray.constructor_s = 1000.0
     with pytest.raises(RunError, match=f"did not import its libraries within {limit}; the disk") as raised:
         await ray.place(**options)
     assert not isinstance(raised.value, PlacementError)

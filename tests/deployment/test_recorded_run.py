@@ -1,5 +1,6 @@
 """The log of a run has the error that ended it, and lines go to the present stderr."""
 
+import contextlib
 import io
 import logging
 from pathlib import Path
@@ -24,24 +25,18 @@ def test_the_log_of_a_failed_run_says_why_and_stderr_is_left_to_the_command(
 
 @pytest.mark.fault("F27")
 def test_a_log_that_has_no_room_does_not_hide_why_the_run_ended(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def no_room(handler: logging.FileHandler) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as full:
-        full.setattr(logging.FileHandler, "close", no_room)
-        with pytest.raises(RunError, match="nothing moves"), log_to(tmp_path / "up-0.log"):
-            raise RunError("nothing moves")
+    (tmp_path / "up-0.log").symlink_to("/dev/full")
+    with pytest.raises(RunError, match="nothing moves"), log_to(tmp_path / "up-0.log"):
+        raise RunError("nothing moves")
     assert "up-0.log is incomplete: [Errno 28] No space left on device" in caplog.text
 
 
 def test_what_is_logged_goes_to_the_stderr_of_the_moment_as_a_live_view_replaces_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    above = io.StringIO()
-    with log_to(tmp_path / "up-0.log"):
-        monkeypatch.setattr("sys.stderr", above)
+    with log_to(tmp_path / "up-0.log"), contextlib.redirect_stderr(io.StringIO()) as above:
         logging.getLogger("asyncrl").warning("a reward failed")
         logging.getLogger("asyncrl").info("only in the log")
     assert above.getvalue().endswith("WARNING asyncrl: a reward failed\n")

@@ -160,10 +160,14 @@ def test_a_run_without_a_ray_of_its_own_has_no_processes_that_could_be_told_from
     assert engine.poll() is None
 
 
-def test_status_names_what_is_left_and_down_ends_it(
-    killed: Killed, engine: psutil.Popen, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def no_ray_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variable names a cluster."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+@pytest.mark.usefixtures("no_ray_address")
+def test_status_names_what_is_left_and_down_ends_it(killed: Killed, engine: psutil.Popen) -> None:
     answer = CliRunner().invoke(app, ["status", str(killed.path)])
     assert answer.exit_code == 0
     dead, left, *_ = answer.stdout.splitlines()
