@@ -71,13 +71,20 @@ def new_deployment(role: Role, *, nonce: str = "", replicas: int = 0) -> Deploym
     return Deployment(id=name, role=role, host=socket.gethostname(), pid=os.getpid(), nonce=nonce, replicas=replicas)
 
 
-async def check_admission(config: Config, *, role: Role, restores: str | None = None, patience_s: float = 0.0) -> None:
+async def check_admission(
+    config: Config,
+    *,
+    role: Role,
+    restores: str | None = None,
+    patience_s: float = 0.0,
+    poll_s: float = LOCKED_POLL_S,
+) -> None:
     """Raises the error of `enter_run` if the run exists and would refuse this deployment. `restores` is the nonce of
     the run of which a learner restores a checkpoint; None if it restores none.
 
     The commands call it first, so that nothing is started for a deployment that the run refuses. While the run still
-    has a learner, waits up to `patience_s` seconds: one that was killed counts as gone only after
-    `buffer.heartbeat_timeout_s`.
+    has a learner, waits up to `patience_s` seconds and asks every `poll_s` seconds: one that was killed counts as gone
+    only after `buffer.heartbeat_timeout_s`.
     """
     handle = named_actor(COORDINATOR, namespace=config.run.name)
     if handle is None:
@@ -92,7 +99,7 @@ async def check_admission(config: Config, *, role: Role, restores: str | None = 
         except RunLocked:
             if time.monotonic() >= deadline_s:
                 raise
-        await asyncio.sleep(LOCKED_POLL_S)
+        await asyncio.sleep(poll_s)
 
 
 async def enter_run(

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,6 @@ from asyncrl.cli.gpu_checks import Gpu, Gpus
 from asyncrl.cli.main import app
 from asyncrl.cli.options import checked_config
 from asyncrl.config.load import load_config, parse_yaml
-from asyncrl.config.schema import Config
-from asyncrl.config.starter import starter_yaml
 from asyncrl.data.prompts import Task, split
 from asyncrl.demo.chat_tokenizer import build_chat_tokenizer
 from asyncrl.environments.interfaces import build_reward, build_tasks, read_tasks
@@ -260,18 +259,17 @@ def test_data_that_is_not_there_or_has_no_columns_is_refused(model: Path) -> Non
     ],
     ids=["messages", "system message", "prompts", "mixed", "texts"],
 )
-def test_rows_with_messages_get_no_prompt_template(
-    rows: list[dict[str, Any]], templated: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("asyncrl.data.tokenizer.load_tokenizer", lambda *_, **__: build_chat_tokenizer(max_length=512))
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    section = {"dataset": "jsonl", "path": str(path)}
-    tasks = read_tasks(Config.model_validate({"data": section}))
-    facts = init._facts(str(model), section, tasks, prompts=len(rows), reward="exact_match", completion=None)
-    text = starter_yaml(facts)
-    assert ("prompt_template" in text) is templated
-    Config.model_validate(parse_yaml(text, source="the file"))
+def test_rows_with_messages_get_no_prompt_template(rows: list[dict[str, Any]], templated: bool, model: Path) -> None:
+    build_chat_tokenizer(max_length=512).save_pretrained(model)
+    assert ("prompt_template" in written(model, rows)) is templated
+
+
+def written(model: Path, rows: Sequence[Mapping[str, Any]], *options: str) -> str:
+    """Returns the configuration that the command writes for these rows."""
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    result = runner.invoke(app, ["init", str(model), "rows.jsonl", *options])
+    assert result.exit_code == 0, result.output
+    return Path("run.yaml").read_text()
 
 
 @pytest.mark.parametrize(
@@ -289,8 +287,7 @@ def test_rows_with_messages_get_no_prompt_template(
     ],
 )
 def test_a_column_of_nulls_is_not_chosen(
-    rows: list[dict[str, Any]], columns: dict[str, str] | None, tmp_path: Path
+    rows: list[dict[str, Any]], columns: dict[str, str] | None, model: Path
 ) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    assert init._section(str(path), subset=None, split="train", prompt=None, answer=None).get("columns") == columns
+    data = parse_yaml(written(model, rows, "--on-bad-row", "skip"), source="the file")["data"]
+    assert data.get("columns") == columns

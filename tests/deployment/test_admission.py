@@ -27,36 +27,42 @@ from asyncrl.errors import ActorGone, RunLocked, RunMismatch
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
-def a_run_is_there(
-    config: Config, monkeypatch: pytest.MonkeyPatch, *, clock: Callable[[], float] = lambda: 0.0
-) -> Registry:
-    """Puts a run into the fake cluster, and returns the members of the run."""
-    members = Registry(shared=shared_config(config), timeout_s=10.0, clock=clock)
+RunThere = Callable[..., Registry]
+
+
+@pytest.fixture
+def a_run_is_there(monkeypatch: pytest.MonkeyPatch) -> RunThere:
+    """Returns a function that puts a run into a fake Ray, and returns the members of the run."""
 
     async def ready() -> None:
         """Stands for Ray's answer that the actor is placed."""
 
-    async def perform(call: Call) -> Any:
-        if call.method == "brief_status":
-            return SimpleNamespace(published=members.published)
-        assert (call.door, call.method) == ("Attachments", "check")
-        return members.check(*call.arguments, shared=call.options["shared"])
+    def put(config: Config, *, clock: Callable[[], float] = lambda: 0.0) -> Registry:
+        members = Registry(shared=shared_config(config), timeout_s=10.0, clock=clock)
 
-    def get_actor(name: str, *, namespace: str) -> Any:
-        if (name, namespace) != ("buffer", config.run.name):
-            raise ValueError("no such actor")
-        return SimpleNamespace(__ray_ready__=SimpleNamespace(remote=ready), perform=SimpleNamespace(remote=perform))
+        async def perform(call: Call) -> Any:
+            if call.method == "brief_status":
+                return SimpleNamespace(published=members.published)
+            assert (call.door, call.method) == ("Attachments", "check")
+            return members.check(*call.arguments, shared=call.options["shared"])
 
-    monkeypatch.setattr(calls.ray, "get_actor", get_actor)
-    return members
+        def get_actor(name: str, *, namespace: str) -> Any:
+            if (name, namespace) != ("buffer", config.run.name):
+                raise ValueError("no such actor")
+            return SimpleNamespace(__ray_ready__=SimpleNamespace(remote=ready), perform=SimpleNamespace(remote=perform))
+
+        monkeypatch.setattr(calls.ray, "get_actor", get_actor)
+        return members
+
+    return put
 
 
 @pytest.mark.asyncio
 async def test_a_run_that_is_there_is_asked_and_one_that_is_not_takes_everybody(
-    monkeypatch: pytest.MonkeyPatch,
+    a_run_is_there: RunThere,
 ) -> None:
     config = Config()
-    members = a_run_is_there(config, monkeypatch)
+    members = a_run_is_there(config)
     other = Config.model_validate({"eval": {"prompts": 16}})
     for role in Role:
         await shared_actors.check_admission(config, role=role)
@@ -75,16 +81,15 @@ async def test_a_run_that_is_there_is_asked_and_one_that_is_not_takes_everybody(
 
 @pytest.mark.asyncio
 @pytest.mark.fault("F6")
-async def test_a_learner_waits_until_the_one_that_was_killed_counts_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_learner_waits_until_the_one_that_was_killed_counts_as_gone(a_run_is_there: RunThere) -> None:
     config, now = Config(), itertools.count(0.0, 3.0)
-    members = a_run_is_there(config, monkeypatch, clock=lambda: next(now))
-    monkeypatch.setattr(shared_actors, "LOCKED_POLL_S", 0.0)
+    members = a_run_is_there(config, clock=lambda: next(now))
     killed = Deployment(id="l", role=Role.LEARNER, host="h", pid=7)
     members.attach(killed, shared=shared_config(config))
     with pytest.raises(RunLocked):
         await shared_actors.check_admission(config, role=Role.LEARNER, restores="n")
     members.keep(killed.id)
-    await shared_actors.check_admission(config, role=Role.LEARNER, restores="n", patience_s=60.0)
+    await shared_actors.check_admission(config, role=Role.LEARNER, restores="n", patience_s=60.0, poll_s=0.0)
     assert members.live() == []
 
 
@@ -148,11 +153,11 @@ class Rows:
 @pytest.mark.parametrize("published", [False, True])
 @pytest.mark.parametrize("lives", [False, True])
 async def test_a_learner_that_restores_ends_a_buffer_whose_index_has_died(
-    restores: bool, published: bool, lives: bool, monkeypatch: pytest.MonkeyPatch
+    restores: bool, published: bool, lives: bool, a_run_is_there: RunThere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A learner registers the partition before it publishes. Until then, an index without it need not be a new one."""
     config, opened = Config(), list[Rows]()
-    members = a_run_is_there(config, monkeypatch)
+    members = a_run_is_there(config)
     members.published = Version(1, 4) if published else None
     ended: list[str] = []
     # Another deployment starts a new buffer before the weight store has ended.
@@ -187,12 +192,9 @@ async def test_a_learner_that_restores_ends_a_buffer_whose_index_has_died(
 class AttachedCluster:
     """A fake cluster with the registry of a run. The answer to an attach is lost after the registry has booked it."""
 
-    def __init__(self, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, config: Config) -> None:
         self.members = Registry(shared=shared_config(config), timeout_s=10.0, clock=lambda: 0.0)
         self.ended: list[str] = []
-        monkeypatch.setattr(shared_actors.ray, "put", lambda tasks: tasks)
-        monkeypatch.setattr(shared_actors.ray, "remote", lambda _: SimpleNamespace(options=lambda **_: self))
-        monkeypatch.setattr(shared_actors, "end_actors", self.ended.append)
 
     def remote(self, *_: object) -> Any:
         return SimpleNamespace(
@@ -212,14 +214,22 @@ class AttachedCluster:
         return None
 
 
+@pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch) -> AttachedCluster:
+    fake = AttachedCluster(Config())
+    monkeypatch.setattr(shared_actors.ray, "put", lambda tasks: tasks)
+    monkeypatch.setattr(shared_actors.ray, "remote", lambda _: SimpleNamespace(options=lambda **_: fake))
+    monkeypatch.setattr(shared_actors, "end_actors", fake.ended.append)
+    return fake
+
+
 @pytest.mark.asyncio
 @pytest.mark.fault("F6")
 @pytest.mark.parametrize("others", [False, True])
 async def test_a_learner_that_gets_no_answer_to_its_attach_does_not_keep_the_next_one_out(
-    others: bool, monkeypatch: pytest.MonkeyPatch
+    others: bool, there: AttachedCluster
 ) -> None:
     config = Config()
-    there = AttachedCluster(config, monkeypatch)
     if others:
         generator = Deployment(id="g", role=Role.GENERATOR, host="h", pid=1)
         there.members.attach(generator, shared=shared_config(config))
