@@ -212,23 +212,31 @@ async def test_weights_that_a_failed_run_cannot_save_are_logged_and_its_own_erro
 
 @pytest.mark.asyncio
 async def test_a_failed_run_first_waits_for_the_save_that_is_running(config: Config) -> None:
-    go_on, rescued = threading.Event(), list[Path]()
+    go_on, done = threading.Event(), list[str]()
 
     def slow(path: Path) -> None:
         go_on.wait()
         path.mkdir()
         (path / COMPLETE).touch()
+        done.append("checkpoint written")
+
+    async def later() -> None:
+        for _ in range(100):
+            await asyncio.sleep(0)
+        go_on.set()
 
     async def train(training: Training) -> RunTotals:
-        training.checkpoints = checkpoints_in(run, Saved(slow, save_hf=rescued.append))
+        ranks = Saved(slow, save_hf=lambda _: done.append("weights saved"), ranks_have=lambda: done.append("asked"))
+        training.checkpoints = checkpoints_in(run, ranks)
         await records(make_step(0))(training)
         await training.checkpoints.begin(snapshot_after(1), last_step=False)
-        asyncio.get_running_loop().call_soon(go_on.set)
+        waiting.append(asyncio.create_task(later()))
         raise StallError("nothing moves")
 
+    waiting: list[asyncio.Task[None]] = []
     with RunDir.create(config) as run, pytest.raises(StallError):
         await deployed(run, config, train=train).run(asyncio.Event())
-    assert not rescued, "the checkpoint of this step was being written"
+    assert done == ["checkpoint written", "asked"], "the checkpoint of this step was being written"
 
 
 @pytest.mark.asyncio
