@@ -30,7 +30,7 @@ class NoRows:
         return []
 
 
-class LocalCluster:
+class OneProcessCluster:
     """A cluster with one run. `calls` lists the calls that its coordinator got.
 
     `before` has functions that run before a call of a method, by the method's name. They get the call. `answers` has
@@ -90,7 +90,7 @@ class LocalCluster:
         return self.nodes
 
 
-class LocalActors:
+class MadeUpActors:
     """Makes the actors of replicas, without processes. An actor generates until a test ends it, or until it is drained
     or killed. `actors` has the newest actor by its name, and `said` the calls that end actors.
 
@@ -99,7 +99,7 @@ class LocalActors:
     """
 
     def __init__(self) -> None:
-        self.actors: dict[str, LocalActor] = {}
+        self.actors: dict[str, MadeUpActor] = {}
         self.said: list[tuple[str, str]] = []
         self.make_errors: list[Exception | None] = []
         self.start_errors: list[Exception] = []
@@ -110,7 +110,7 @@ class LocalActors:
     def __call__(self, config: Config, *, replica: str, name: str, deployment: str) -> Any:
         if self.make_errors and (error := self.make_errors.pop(0)) is not None:
             raise error
-        self.actors[name] = LocalActor(self, name)
+        self.actors[name] = MadeUpActor(self, name)
         return self.actors[name]
 
     @property
@@ -122,10 +122,10 @@ class LocalActors:
         return [name for what, name in self.said if what == "kill"]
 
 
-class LocalActor:
+class MadeUpActor:
     """Stands for `ReplicaActor`."""
 
-    def __init__(self, actors: LocalActors, name: str) -> None:
+    def __init__(self, actors: MadeUpActors, name: str) -> None:
         self._actors, self._name = actors, name
         self.given: dict[str, Any] = {}
         self.ends: asyncio.Future[None] = asyncio.get_running_loop().create_future()

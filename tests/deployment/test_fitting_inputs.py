@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from joined_scene import LocalActors
+from joined_scene import MadeUpActors
 
 from asyncrl.config.schema import Config, EvalSection, RunSection
 from asyncrl.data.left_out import LeftOutRow
@@ -126,7 +126,7 @@ async def test_a_generator_deployment_enters_the_run_with_the_prompts_that_fit(
             model_path=made.engine_model,
             prompts=made.prompts,
             cluster=JoinedCluster(enter_run=enter_run),
-            new_actor=LocalActors(),
+            new_actor=MadeUpActors(),
         )
         with pytest.raises(Entered) as caught:
             await deployment.run(asyncio.Event())

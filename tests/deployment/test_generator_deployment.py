@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from joined_scene import LocalActors, LocalCluster
+from joined_scene import MadeUpActors, OneProcessCluster
 from made_up_run import make_status
 
 from asyncrl.common.roles import RunState
@@ -21,15 +21,15 @@ from asyncrl.errors import CallTimeout, ConfigError, RunError, RunMismatch, Stal
 
 
 def deployment_of(
-    config: Config, *, cluster: LocalCluster | None = None, actors: LocalActors | None = None, **options: Any
+    config: Config, *, cluster: OneProcessCluster | None = None, actors: MadeUpActors | None = None, **options: Any
 ) -> GeneratorDeployment:
     """Returns a deployment in a cluster without Ray."""
     return GeneratorDeployment(
         config,
         model_path=finished("model"),
         prompts=finished(Prompts(train=(), heldout=())),
-        cluster=(cluster or LocalCluster(config)).joined,
-        new_actor=actors or LocalActors(),
+        cluster=(cluster or OneProcessCluster(config)).joined,
+        new_actor=actors or MadeUpActors(),
         **options,
     )
 
@@ -87,7 +87,7 @@ async def test_a_replica_gets_the_secrets_of_the_command_with_its_start_and_a_pa
     in_an_empty_folder: Path, judge_key: str
 ) -> None:
     config = Config.model_validate({"environment": {"secrets": ["JUDGE_API_KEY"]}, "run": {"dir": "runs", "name": "a"}})
-    actors, stop = LocalActors(), asyncio.Event()
+    actors, stop = MadeUpActors(), asyncio.Event()
     await deployment_of(config, actors=actors, started=lambda _: stop.set()).run(stop)
     (actor,) = actors.actors.values()
     assert actor.given["secrets"].environment == {"JUDGE_API_KEY": judge_key}
@@ -96,7 +96,7 @@ async def test_a_replica_gets_the_secrets_of_the_command_with_its_start_and_a_pa
 
 @pytest.mark.asyncio
 async def test_an_engine_that_starts_too_slowly_is_an_error_with_its_limit() -> None:
-    actors = LocalActors()
+    actors = MadeUpActors()
     actors.start_errors = [CallTimeout("starting generator-a took longer than 7 s")]
     deployment = deployment_of(Config.model_validate({"generator": {"startup_timeout_s": 7.0}}), actors=actors)
     with pytest.raises(RunError, match=r"generator-\w+ was not ready within generator\.startup_timeout_s = 7 s"):
@@ -130,7 +130,7 @@ def test_a_replica_asks_for_the_gpus_that_the_config_names(monkeypatch: pytest.M
 
 @pytest.mark.asyncio
 async def test_a_replica_that_was_made_ends_if_the_next_one_cannot_be_made() -> None:
-    actors = LocalActors()
+    actors = MadeUpActors()
     actors.make_errors = [None, RunError("no second one")]
     deployment = deployment_of(Config.model_validate({"generator": {"replicas": 2}}), actors=actors)
     with pytest.raises(RunError, match="no second one"):
@@ -144,8 +144,8 @@ async def test_a_replica_that_was_made_ends_if_the_next_one_cannot_be_made() -> 
 async def test_a_replica_that_was_not_told_to_start_is_ended_without_a_word(
     begun: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config, actors = Config(), LocalActors()
-    cluster = LocalCluster(config)
+    config, actors = Config(), MadeUpActors()
+    cluster = OneProcessCluster(config)
 
     async def refuse(_: Call) -> None:
         raise RunMismatch("another run")
@@ -162,9 +162,9 @@ async def test_a_replica_that_was_not_told_to_start_is_ended_without_a_word(
 
 @pytest.mark.asyncio
 async def test_the_buffer_hears_of_a_deployment_while_its_engines_start_and_end() -> None:
-    kept, stop, actors = asyncio.Event(), asyncio.Event(), LocalActors()
+    kept, stop, actors = asyncio.Event(), asyncio.Event(), MadeUpActors()
     config = Config.model_validate({"buffer": {"heartbeat_timeout_s": 0.005}})
-    cluster = LocalCluster(config)
+    cluster = OneProcessCluster(config)
 
     async def keep(_: Call) -> None:
         kept.set()
@@ -200,7 +200,7 @@ async def test_a_deployment_ends_when_nothing_moves_or_no_learner_comes_back(
     state: RunState, step: int, learner: bool, ends: bool
 ) -> None:
     config = Config()
-    cluster, asked = LocalCluster(config), list[RunState]()
+    cluster, asked = OneProcessCluster(config), list[RunState]()
     quiet_s = config.run.stall_timeout_s + 1.0
 
     def status() -> RunStatus:

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 from buffer_scenes import Scene
-from joined_scene import LocalCluster
+from joined_scene import OneProcessCluster
 from made_up_run import TOTALS, make_step
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -117,7 +117,7 @@ def deployed(
     config: Config,
     *,
     train: Train,
-    cluster: LocalCluster | None = None,
+    cluster: OneProcessCluster | None = None,
     ended: Callable[[], None] = lambda: None,
     model_path: Awaitable[str] | None = None,
     **options: Any,
@@ -130,7 +130,7 @@ def deployed(
         run_dir=run,
         model_path=asyncio.sleep(0, "model") if model_path is None else model_path,
         prompts=asyncio.sleep(0, Prompts(train=(), heldout=())),
-        cluster=(cluster or LocalCluster(config)).joined,
+        cluster=(cluster or OneProcessCluster(config)).joined,
         new_training=partial(OtherTraining, train=train, ended=ended),
         **(defaults | options),
     )
@@ -300,7 +300,7 @@ async def test_rescued_weights_have_the_number_of_the_last_update_that_the_ranks
 async def test_the_generators_stay_only_if_the_learner_is_started_again(
     config: Config, error: type[Exception], supervised: bool, saved: bool, state: RunState
 ) -> None:
-    cluster = LocalCluster(config)
+    cluster = OneProcessCluster(config)
 
     async def fail(_: Training) -> RunTotals:
         raise error("a rank died")
@@ -320,7 +320,7 @@ async def test_the_generators_stay_only_if_the_learner_is_started_again(
 @pytest.mark.fault("F13")
 @pytest.mark.parametrize("in_training", [False, True])
 async def test_a_learner_that_was_replaced_ends_at_its_next_heartbeat(in_training: bool, config: Config) -> None:
-    cluster, training = LocalCluster(config), asyncio.Event()
+    cluster, training = OneProcessCluster(config), asyncio.Event()
 
     async def train(_: Training) -> RunTotals:
         training.set()
@@ -359,7 +359,7 @@ def hidden_key() -> Iterator[str]:
 async def test_the_error_that_the_run_gets_from_a_failed_learner_shows_no_secret(
     config: Config, hidden_key: str
 ) -> None:
-    cluster = LocalCluster(config)
+    cluster = OneProcessCluster(config)
 
     async def train(_: Training) -> RunTotals:
         raise RunError(f"401 for {hidden_key}")
@@ -372,7 +372,7 @@ async def test_the_error_that_the_run_gets_from_a_failed_learner_shows_no_secret
 
 @pytest.mark.asyncio
 async def test_a_step_of_closing_that_fails_does_not_keep_the_others_from_taking_place(config: Config) -> None:
-    cluster, done, closing = LocalCluster(config), list[str](), list[bool]()
+    cluster, done, closing = OneProcessCluster(config), list[str](), list[bool]()
 
     async def train(training: Training) -> RunTotals:
         closing.append(True)
@@ -473,7 +473,7 @@ def targets_in(groups: bytes) -> list[str]:
 class Client:
     """A client of a learner's HTTP endpoint, which asks for the targets every `refresh_s` seconds."""
 
-    cluster: LocalCluster
+    cluster: OneProcessCluster
     refresh_s: int = 10
     answers: list[list[str]] = field(default_factory=list)
 
@@ -491,7 +491,7 @@ class Client:
 @pytest.mark.parametrize("end", ["done", "stopped", "stopped before the first step", "failed", "cancelled"])
 @pytest.mark.asyncio
 async def test_what_ended_in_order_is_listed_no_more_and_what_failed_still_is(config: Config, end: str) -> None:
-    cluster = LocalCluster(config)
+    cluster = OneProcessCluster(config)
     client, over_http = Client(cluster), list[list[str]]()
     stop, errors = asyncio.Event(), {"failed": StallError, "cancelled": asyncio.CancelledError}
 
@@ -528,7 +528,7 @@ async def test_a_run_that_ends_serves_until_who_discovers_over_http_has_the_empt
 ) -> None:
     """The last request for the targets comes when everything else is closed. The run ends after the answer."""
     config = config_in(tmp_path, run={"shutdown_grace_s": 10 * DEADLINE_S})
-    cluster, stop, closed = LocalCluster(config), asyncio.Event(), asyncio.Event()
+    cluster, stop, closed = OneProcessCluster(config), asyncio.Event(), asyncio.Event()
     client = Client(cluster)
 
     async def train(training: Training) -> RunTotals:
@@ -558,7 +558,7 @@ async def test_a_run_that_was_asked_to_end_waits_within_its_grace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_in(tmp_path, run={"shutdown_grace_s": LEAVE_S})
-    cluster, stop = LocalCluster(config), asyncio.Event()
+    cluster, stop = OneProcessCluster(config), asyncio.Event()
     monkeypatch.setattr("asyncrl.metrics.server.DISCOVERY_S", 10 * DEADLINE_S)
 
     async def train(training: Training) -> RunTotals:
@@ -607,7 +607,7 @@ async def test_from_the_first_scrape_on_a_learner_shows_its_whole_life_and_the_l
     tmp_path: Path,
 ) -> None:
     config = config_in(tmp_path, run={"stall_timeout_s": 71.0}, weights={"load_timeout_s": 13.0})
-    cluster, shown = LocalCluster(config), dict[str, float]()
+    cluster, shown = OneProcessCluster(config), dict[str, float]()
 
     async def scrape(call: Call) -> None:
         cluster.coordinator.registry.endpoints.set("learner", call.arguments[1])
@@ -660,7 +660,7 @@ async def test_prometheus_finds_the_runs_processes_and_rays_nodes_again_once_ray
             raise answer
         return answer
 
-    cluster = LocalCluster(config)
+    cluster = OneProcessCluster(config)
     await cluster.client.call(Endpoints.set, "learner", "127.0.0.1:1")
     path = tmp_path / "targets.json"
     targets = Targets(run="quick", path=path, ray_nodes=nodes)
@@ -679,7 +679,7 @@ async def test_prometheus_finds_the_runs_processes_and_rays_nodes_again_once_ray
 
 @pytest.mark.asyncio
 async def test_a_run_whose_prompts_all_failed_ends_with_the_first_cause(config: Config) -> None:
-    cluster = LocalCluster(config)
+    cluster = OneProcessCluster(config)
     failure = Failure(failure_class=FailureClass.DATA, reason="reward_raised", message="KeyError: 'KEY' (tasks.py:30)")
     for number in range(7):
         cluster.coordinator.failures.heldout_failed(f"report {number}", failure)

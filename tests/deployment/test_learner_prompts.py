@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from joined_scene import LocalCluster
+from joined_scene import OneProcessCluster
 
 from asyncrl.config.schema import Config
 from asyncrl.data.left_out import LeftOutRow
@@ -46,7 +46,7 @@ class FakePolicy:
 
 
 def deployed(
-    run_dir: RunDir, config: Config, *, policy: FakePolicy, cluster: LocalCluster, prompts: Prompts, screen: Screen
+    run_dir: RunDir, config: Config, *, policy: FakePolicy, cluster: OneProcessCluster, prompts: Prompts, screen: Screen
 ) -> LearnerDeployment:
     """Returns a learner deployment of `policy` with the model in model/ beside the directory of the run."""
     return LearnerDeployment(
@@ -69,7 +69,7 @@ def config_in(folder: Path) -> Config:
 @pytest.mark.fault("F29")
 async def test_ranks_that_do_not_start_do_not_keep_a_run_that_is_asked_to_end(tmp_path: Path) -> None:
     config, stop, released, shown = config_in(tmp_path), asyncio.Event(), threading.Event(), list[str]()
-    policy, cluster = FakePolicy(lambda: released.wait(60)), LocalCluster(config)
+    policy, cluster = FakePolicy(lambda: released.wait(60)), OneProcessCluster(config)
 
     def show(view: LiveView) -> None:
         shown.append(view.phase)
@@ -108,7 +108,7 @@ async def test_the_first_prompt_is_printed_as_the_model_gets_it_before_the_ranks
             run_dir,
             config,
             policy=FakePolicy(no_ranks),
-            cluster=LocalCluster(config),
+            cluster=OneProcessCluster(config),
             prompts=prompts,
             screen=Screen(started_s=0.0, show=lambda view: None, report=printed.append),
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from joined_scene import LocalActors
+from joined_scene import MadeUpActors
 from made_up_run import make_status
 from ray.exceptions import RayActorError
 
@@ -37,7 +37,7 @@ class MadeUpPool:
 
     def __init__(self, *, model_path: str = "model", **generator: Any) -> None:
         self.now_s = 0.0
-        self.actors = LocalActors()
+        self.actors = MadeUpActors()
         self.calls: list[tuple[Any, ...]] = []
         self.paused_s: list[float] = []
         model: asyncio.Future[str] = asyncio.get_running_loop().create_future()
