@@ -74,7 +74,7 @@ class ReplicaActor:
     def __init__(self, config: Config, *, replica: str, name: str, deployment: str) -> None:
         generator = config.generator
         self._config, self._replica = config, replica
-        self.handle = (
+        self.handle: Any = (
             ray.remote(GeneratorActor)
             .options(
                 name=name,
