@@ -124,11 +124,13 @@ def deployed(
 ) -> LearnerDeployment:
     """Returns a learner deployment in a cluster without Ray. It trains with `train`, and calls `ended` when its ranks
     end."""
+    model: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    model.set_result("model")
     defaults = {"screen": Screen(started_s=0.0, show=lambda view: None, report=lambda line: None)}
     return LearnerDeployment(
         config,
         run_dir=run,
-        model_path=asyncio.sleep(0, "model") if model_path is None else model_path,
+        model_path=model if model_path is None else model_path,
         prompts=asyncio.sleep(0, Prompts(train=(), heldout=())),
         cluster=(cluster or OneProcessCluster(config)).joined,
         new_training=partial(OtherTraining, train=train, ended=ended),
