@@ -8,9 +8,10 @@ The path of a group: `Coordinator.reserve` and `commit` (a generator), `LearnerC
 """
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,7 +190,9 @@ class Coordinator:
     """The groups, deployments and replicas of one run.
 
     `rows` are the rows of groups, and `prefixes` their partial generations; None if the replicas store none. The
-    seconds of the states count from `started_s` (monotonic); if it is left out, from the start of the process.
+    seconds of the states count from `started_s` (monotonic); if it is left out, from the start of the process. `sleep`
+    waits until `clock` has moved by a number of seconds.
+
     `learner` answers the calls of the learner, `attachments` admits deployments, `registry` has them and the state of
     the run, `failures` the failed rollouts.
     """
@@ -203,6 +206,7 @@ class Coordinator:
         prefixes: GroupRows | None = None,
         started_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         timeout_s = config.buffer.heartbeat_timeout_s
         data, weights = config.data, {part.name: part.weight for part in config.data.mixture}
@@ -239,19 +243,20 @@ class Coordinator:
         self.learner = LearnerCalls(self._parts)
         self.registry = self._parts.registry
         self.failures = FailureReports(self._parts)
-        self._server: MetricsServer | None = None
+        self._sleep = sleep
         self._tick_s = min(1.0, timeout_s / 5)
         self._ticked_s: float | None = None
         self._stalled = False
         self._expiry: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Starts the expiry clock and the metrics endpoint. A second call does nothing."""
+        """Starts the expiry clock and the metrics endpoint, which end with the event loop. A second call does
+        nothing."""
         if self._expiry is None:
-            self._server = MetricsServer(self._parts.metrics.registry, host=self._parts.config.metrics.host, port=0)
-            self.registry.endpoints.set(COORDINATOR, self._server.address)
+            server = MetricsServer(self._parts.metrics.registry, host=self._parts.config.metrics.host, port=0)
+            self.registry.endpoints.set(COORDINATOR, server.address)
             self._states.enter("nobody_waits")
-            self._expiry = asyncio.create_task(self._expire_regularly(), name="expiry")
+            self._expiry = asyncio.create_task(self._expire_regularly(server), name="expiry")
 
     def brief_status(self) -> BriefStatus:
         """Returns the numbers of the run, for processes that poll them."""
@@ -409,17 +414,18 @@ class Coordinator:
 
     # --- private ------------------------------------------------------------------------------------------------
 
-    async def _expire_regularly(self) -> None:
-        while True:
-            await asyncio.sleep(self._tick_s)
-            try:
-                await self._tick()
-                self._record()
-            except Exception:
-                # Expiry must go on after an error: without it, the tickets of dead replicas would block the run.
-                logger.exception("the buffer failed to expire tickets; it tries again")
+    async def _expire_regularly(self, server: MetricsServer) -> None:
+        with contextlib.closing(server):
+            while True:
+                await self._sleep(self._tick_s)
+                try:
+                    self._tick()
+                    self._record()
+                except Exception:
+                    # Expiry must go on after an error: without it, the tickets of dead replicas would block the run.
+                    logger.exception("the buffer failed to expire tickets; it tries again")
 
-    async def _tick(self) -> None:
+    def _tick(self) -> None:
         """Expires tickets and replicas, unless the last call is longer ago than two periods.
 
         This process has then stalled, and the heartbeats that arrived meanwhile are only answered after this call. The

@@ -80,6 +80,12 @@ HEARTBEATS_PER_TIMEOUT = 5
 """At least this many heartbeats are sent within `buffer.heartbeat_timeout_s`."""
 
 
+def throttle_of(starts_per_s: float) -> Throttler:
+    """Returns a throttle that lets so many rollouts start in a second on average, also if this is less than one."""
+    burst = max(1, round(starts_per_s))
+    return Throttler(rate_limit=burst, period=burst / starts_per_s)
+
+
 class Generator:
     """Generates until `drain` is called. `run` raises when the replica cannot go on.
 
@@ -118,9 +124,7 @@ class Generator:
             stored=self._held.stored,
         )
         self._metrics, self._clock = metrics, clock
-        starts_per_s = config.generator.max_starts_per_s
-        burst = max(1, round(starts_per_s))
-        self._throttle = Throttler(rate_limit=burst, period=burst / starts_per_s)
+        self._throttle = throttle_of(config.generator.max_starts_per_s)
 
         self._slots = config.generator.max_concurrent_groups
         self._states = SlotStates(

@@ -119,7 +119,7 @@ class BufferModel:
         return ReplayBuffer(
             limits=self.limits,
             prompts=self.prompts,
-            clock=self.clock.read,
+            clock=self.clock,
             drop_last=self.drop_last,
             on_deadline=self.on_deadline,
             most_filtered=self.most_filtered,

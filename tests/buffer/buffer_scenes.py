@@ -1,5 +1,6 @@
 """Helpers of the buffer's tests: a manual clock, a source of numbered prompts, and short ways to a buffer's states."""
 
+import asyncio
 import itertools
 from collections.abc import Collection
 
@@ -12,13 +13,47 @@ from asyncrl.data.prompts import Task
 
 
 class Clock:
-    """A monotonic clock that the test moves by setting `now_s`."""
+    """A monotonic clock that the test moves by setting `now_s`. A `sleep` on it ends when the clock has moved so far.
 
-    def __init__(self) -> None:
-        self.now_s = 1000.0
+    It belongs to no event loop until something sleeps on it.
+    """
 
-    def read(self) -> float:
-        return self.now_s
+    def __init__(self, now_s: float = 1000.0) -> None:
+        self._now_s = now_s
+        self._sleepers: list[tuple[float, asyncio.Future[None]]] = []
+
+    def __call__(self) -> float:
+        return self._now_s
+
+    @property
+    def now_s(self) -> float:
+        return self._now_s
+
+    @now_s.setter
+    def now_s(self, now_s: float) -> None:
+        self._now_s = now_s
+        for due_s, sleeper in self._sleepers:
+            if due_s <= now_s and not sleeper.done():
+                sleeper.set_result(None)
+        self._sleepers = [each for each in self._sleepers if not each[1].done()]
+
+    async def sleep(self, seconds: float) -> None:
+        sleeper = asyncio.get_running_loop().create_future()
+        self._sleepers.append((self._now_s + seconds, sleeper))
+        await sleeper
+
+    async def passes(self, seconds: float) -> None:
+        """Moves the clock on, second by second, and lets all other tasks do after each what they can do then."""
+        end_s = self._now_s + seconds
+        while self._now_s < end_s:
+            self.now_s = min(end_s, self._now_s + 1.0)
+            await everything_else_runs()
+
+
+async def everything_else_runs() -> None:
+    """Yields to the event loop often enough that all other tasks do what they can do now."""
+    for _ in range(200):
+        await asyncio.sleep(0)
 
 
 class NumberedPrompts:
@@ -132,7 +167,7 @@ class Scene:
         self.buffer = ReplayBuffer(
             limits=self.limits,
             prompts=self.prompts,
-            clock=self.clock.read,
+            clock=self.clock,
             drop_last=drop_last,
             on_deadline=on_deadline,
         )

@@ -103,9 +103,9 @@ class Simulation:
                 heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
             ),
             prompts=prompts,
-            clock=self.clock.read,
+            clock=self.clock,
         )
-        self.seen = Replicas(may_come_back=lambda _: True, clock=self.clock.read)
+        self.seen = Replicas(may_come_back=lambda _: True, clock=self.clock)
         self.published: Version | None = None
         self.replicas = [_Replica(f"r{i}") for i in range(pool.replicas)]
         self.lease: Lease | None = None

@@ -18,7 +18,7 @@ def buffer_of(most_filtered: int = 4, **changes: float) -> ReplayBuffer:
     return ReplayBuffer(
         limits=limits(**changes),  # type: ignore[arg-type]
         prompts=prompts,
-        clock=Clock().read,
+        clock=Clock(),
         most_filtered=most_filtered,
     )
 

@@ -32,7 +32,7 @@ INFRA = Failure(failure_class=FailureClass.INFRA, reason="engine")
 
 
 def fleet_of(clock: Clock) -> Fleet:
-    return Fleet(max_infra_failures=MOST, timeout_s=TIMEOUT_S, clock=clock.read)
+    return Fleet(max_infra_failures=MOST, timeout_s=TIMEOUT_S, clock=clock)
 
 
 def found_silent(fleet: Fleet) -> list[str]:
@@ -107,7 +107,7 @@ def test_a_replica_that_comes_after_a_check_is_found_silent_in_time() -> None:
 
 def test_infra_failures_in_a_row_make_a_replica_wait_longer_and_longer_and_then_quarantine_it() -> None:
     clock = Clock()
-    fleet = Fleet(max_infra_failures=10, timeout_s=10**6, clock=clock.read)
+    fleet = Fleet(max_infra_failures=10, timeout_s=10**6, clock=clock)
     fleet.hear("a", has_weights=True)
     assert not fleet.failed("a", INFRA)
     assert fleet.refusal("a") is None, "one failure is nothing special"

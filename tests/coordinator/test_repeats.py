@@ -66,9 +66,7 @@ class Run:
         self.clock = Clock()
         self.cleared: list[str] = []
         questions = [Task(question=str(i), prompt=str(i), answer="") for i in range(tasks)]
-        self.coordinator = Coordinator(
-            config=self.config, tasks=questions, rows=self, started_s=0.0, clock=self.clock.read
-        )
+        self.coordinator = Coordinator(config=self.config, tasks=questions, rows=self, started_s=0.0, clock=self.clock)
         self.client = CoordinatorClient(self._perform)
 
     async def _perform(self, call: Call) -> Any:

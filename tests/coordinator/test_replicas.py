@@ -22,7 +22,7 @@ class Seen(Scene):
     def __init__(self, **changes: int) -> None:
         super().__init__(**changes)
         self.replicas = Replicas(
-            may_come_back=lambda replica: self.buffer.fleet.life(replica) is not None, clock=self.clock.read
+            may_come_back=lambda replica: self.buffer.fleet.life(replica) is not None, clock=self.clock
         )
 
     def reserve(self, count: int, *, step: int | None = None, replica: str = "a") -> tuple[Ticket, ...]:
@@ -191,8 +191,8 @@ def test_the_running_numbers_are_those_of_all_replicas_after_every_message(
     messages: list[tuple[str, str, int | None, int]],
 ) -> None:
     clock = Clock()
-    fleet = Fleet(max_infra_failures=5, timeout_s=10.0, clock=clock.read)
-    replicas = Replicas(may_come_back=lambda replica: fleet.life(replica) is not None, clock=clock.read)
+    fleet = Fleet(max_infra_failures=5, timeout_s=10.0, clock=clock)
+    replicas = Replicas(may_come_back=lambda replica: fleet.life(replica) is not None, clock=clock)
     refusals = {Version(1, 0): Refusal.STALENESS, Version(1, 1): Refusal.CAPACITY}
     samples: Counter[str] = Counter()
     starts = Counter("abc")

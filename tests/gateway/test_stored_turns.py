@@ -8,7 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 from agent_pool import ANSWER_TOKENS, AgentPool, LocalSession, agent_pool
-from pool import WEIGHTS, everything_else_runs, manifest_of, until
+from buffer_scenes import everything_else_runs
+from pool import WEIGHTS, manifest_of, until
 from test_stored_prefixes import killed_in_the_middle
 
 from asyncrl.buffer.ledger import Event

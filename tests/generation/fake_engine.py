@@ -51,6 +51,8 @@ class FakeEngine:
         self.gate = asyncio.Event()
         self.gate.set()
         self.running = 0
+        self.tokens = 0
+        """The number of tokens that it has sampled."""
         self.dead = asyncio.Event()
         self.loads: list[Version] = []
         self.fail_next_load: Exception | None = None
@@ -121,6 +123,7 @@ class FakeEngine:
                 draw = zlib.crc32(repr((seed, prompt + tokens, self.version.step)).encode())
                 token = EOS if draw % self.ends_one_in == 0 else 2 + draw % LETTERS
                 tokens.append(token)
+                self.tokens += 1
                 logprobs.append(log_prob_of(token, self.version))
                 versions.append(self.version)
                 if on_progress is not None:

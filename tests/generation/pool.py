@@ -4,16 +4,16 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
+from buffer_scenes import Clock
 from fake_engine import FakeEngine, log_prob_of
 
-from asyncrl.buffer.records import Counts, Lease
+from asyncrl.buffer.records import Counts, HeldReport, Lease, OpenGroup
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
-from asyncrl.coordinator.client import CoordinatorClient, perform
+from asyncrl.coordinator.client import Call, CoordinatorClient, perform
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
@@ -31,13 +31,6 @@ PROBE = (5, 6, 7)
 PARAMETERS = {"w": ((2,), "float32")}
 WEIGHTS = bytes(8)
 TASKS = [Task(question=f"q{index}", prompt=f"q{index}", answer="a") for index in range(200)]
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class MemoryRows:
@@ -125,7 +118,7 @@ class Pool:
         for section, values in overrides.items():
             settings[section] = settings.get(section, {}) | values
         self.config = Config.model_validate(settings)
-        self.clock = Clock()
+        self.clock = Clock(0.0)
         self.rows, self.prefixes = MemoryRows(), MemoryRows()
         self.coordinator = Coordinator(
             config=self.config,
@@ -134,20 +127,24 @@ class Pool:
             prefixes=self.prefixes,
             started_s=0.0,
             clock=self.clock,
+            sleep=self.clock.sleep,
         )
+        self.calls: list[Call] = []
+        """The calls of the replicas to the coordinator."""
         self.store = WeightStore()
         self.engines: dict[str, FakeEngine] = {}
         self.scorer = LengthScorer()
         self.running: dict[str, asyncio.Task[None]] = {}
         self.generators: dict[str, Generator] = {}
         self.rollouts: dict[str, Rollouts] = {}
+        self.updates: dict[str, WeightUpdates] = {}
         self.metrics: dict[str, GeneratorMetrics] = {}
 
-    def add(self, name: str) -> FakeEngine:
+    def add(self, name: str, *, metrics_address: str = "") -> FakeEngine:
         engine = FakeEngine()
         rollouts = self.rollouts[name] = self.rollouts_with(engine, name=name)
         metrics = self.metrics[name] = GeneratorMetrics(environment="test")
-        updates = WeightUpdates(
+        updates = self.updates[name] = WeightUpdates(
             config=self.config,
             name=name,
             engine=engine,
@@ -161,17 +158,22 @@ class Pool:
             name=name,
             deployment="d",
             rollouts=rollouts,
-            coordinator=CoordinatorClient(partial(perform, self.coordinator)),
+            coordinator=CoordinatorClient(self._perform),
             rows=self.rows,
             prefix_rows=self.prefixes,
             weights=updates,
             metrics=metrics,
             started_s=0.0,
+            metrics_address=metrics_address,
             clock=self.clock,
         )
         self.engines[name] = engine
         self.running[name] = asyncio.create_task(self.generators[name].run())
         return engine
+
+    async def _perform(self, call: Call) -> Any:
+        self.calls.append(call)
+        return await perform(self.coordinator, call)
 
     def rollouts_with(self, engine: FakeEngine, *, name: str) -> Rollouts:
         return Rollouts(config=self.config, engine=engine, tokenizer=Tokenizer(), scorer=self.scorer, replica=name)
@@ -194,16 +196,36 @@ class Pool:
         await self.publish(lease.step + 1)
         return lease
 
+    async def expire_tickets(self) -> None:
+        """Lets the heartbeat timeout pass at once. The tickets of all replicas expire, although the replicas live."""
+        await self.coordinator.start()
+        await asyncio.sleep(0)
+        self.clock.now_s += self.config.buffer.heartbeat_timeout_s + 1.0
+        for _ in range(5):
+            await asyncio.sleep(0)
+
     @property
     def counts(self) -> Counts:
-        return self.coordinator._parts.buffer.counts()
+        return self.coordinator.brief_status().counts
+
+    @property
+    def groups(self) -> tuple[OpenGroup, ...]:
+        """The groups in the buffer. The buffer retains them for a learner that goes back to this moment."""
+        return self.coordinator.learner.snapshot(self.coordinator.brief_status().version.incarnation).buffer.open
+
+    def tickets(self, replica: str) -> set[str]:
+        """Returns the keys of the tickets that a replica holds, as the buffer knows them."""
+        return {group.ticket.key for group in self.groups if group.meta is None and group.ticket.replica == replica}
+
+    def heartbeats(self, replica: str) -> list[HeldReport]:
+        """Returns what the heartbeats of a replica said of its tickets."""
+        heartbeats = [call.arguments for call in self.calls if call.method == Coordinator.heartbeat.__name__]
+        return [held for name, _, _, held, _ in heartbeats if name == replica]
 
     @property
     def failures(self) -> Counter[str]:
         """Counts failed rollouts by class and reason."""
-        return Counter(
-            {count.first.label: count.rollouts for count in self.coordinator._parts.buffer.failures.counts()}
-        )
+        return Counter({count.first.label: count.rollouts for count in self.coordinator.status().failures})
 
     async def close(self) -> None:
         for task in self.running.values():
@@ -247,9 +269,3 @@ async def until(condition: Callable[[], object]) -> None:
             return
         await asyncio.sleep(0)
     raise AssertionError("it never came to that")
-
-
-async def everything_else_runs() -> None:
-    """Yields to the event loop often enough that all other tasks do what they can do now."""
-    for _ in range(200):
-        await asyncio.sleep(0)

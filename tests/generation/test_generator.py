@@ -4,22 +4,23 @@ import asyncio
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import pytest
-from pool import TASKS, empty_pool, everything_else_runs, started_pool, until
+from buffer_scenes import everything_else_runs
+from pool import TASKS, empty_pool, started_pool, until
+from scraped import scraped
 
-from asyncrl import __version__
+import asyncrl
 from asyncrl.buffer.ledger import Event, Fate
-from asyncrl.buffer.records import CommitOutcome, Failure, GroupMeta, Refusal
+from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, GroupMeta, LeaseWait, Refusal
 from asyncrl.common.version import Version
 from asyncrl.coordinator.client import CoordinatorClient, perform
-from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
 from asyncrl.environments.scores import Score
 from asyncrl.errors import ActorGone, DataError, FailureClass
 from asyncrl.generation.evaluation import evaluate
+from asyncrl.generation.generator import throttle_of
 from asyncrl.generation.interfaces import LoadTimes
 from asyncrl.metrics.catalogue import GENERATOR_STATES
 from asyncrl.metrics.vllm_counters import PromptTokens
@@ -68,7 +69,7 @@ async def test_groups_that_end_shortly_after_each_other_are_delivered_together()
 async def test_a_replica_asks_for_nothing_before_it_has_loaded_a_version() -> None:
     async with empty_pool() as pool:
         engine = pool.add("a")
-        await until(lambda: "a" in pool.coordinator._parts.replicas.reports)
+        await until(lambda: "a" in pool.coordinator.status().reports)
         await everything_else_runs()
         assert pool.coordinator.status().account.issued.groups == 0
         await pool.publish(0)
@@ -78,14 +79,14 @@ async def test_a_replica_asks_for_nothing_before_it_has_loaded_a_version() -> No
 @pytest.mark.asyncio
 async def test_a_ticket_that_waits_for_the_throttle_takes_a_slot_like_one_that_is_generated() -> None:
     async with started_pool(generator={"max_starts_per_s": 0.01}) as (pool, _):
-        generator = pool.generators["a"]
-        await until(lambda: len(generator._held) > 1)
-        held = len(generator._held)
-        await generator.report()
-        (view,) = pool.coordinator.status().replicas
-        assert (view.reserved_groups, view.free_slots) == (held, generator._slots - held)
-        report = pool.coordinator._parts.replicas.reports["a"]
-        assert (report.running_groups, report.slots) == (1, generator._slots), "the other groups wait for their start"
+        await until(lambda: pool.counts.reserved > 1)
+        held, slots = pool.counts.reserved, pool.config.generator.max_concurrent_groups
+        await pool.generators["a"].report()
+        status = pool.coordinator.status()
+        (view,) = status.replicas
+        assert (view.reserved_groups, view.free_slots) == (held, slots - held)
+        report = status.reports["a"]
+        assert (report.running_groups, report.slots) == (1, slots), "the other groups wait for their start"
 
 
 @pytest.mark.asyncio
@@ -134,15 +135,19 @@ async def test_a_rollout_that_takes_too_long_says_whether_its_scoring_did(
 @pytest.mark.asyncio
 async def test_heartbeats_carry_the_progress_of_held_tickets() -> None:
     async with started_pool() as (pool, engine):
-        await until(lambda: len(pool.generators["a"]._held) == 3 and engine.running == 6)
+        engine.ends_one_in = 10**9
+        await until(lambda: pool.counts.reserved == 3 and engine.running == 6 and engine.tokens)
         engine.gate.clear()
         await everything_else_runs()
+        assert engine.running == 6
         await pool.generators["a"].report()
-        slots = pool.coordinator._parts.buffer._state.groups.table.reserved
-        progress = {key: slot.sampled_tokens for key, slot in slots.items()}
-        assert any(progress.values())
-        assert progress == pool.generators["a"]._held._tokens
-        assert pool.generators["a"]._held.report().tokens == {}, "the buffer knows all of it"
+        progress = dict[str, int]()
+        for held in pool.heartbeats("a"):
+            progress |= held.tokens
+        assert progress.keys() == pool.tickets("a")
+        assert sum(progress.values()) == engine.tokens
+        await pool.generators["a"].report()
+        assert pool.heartbeats("a")[-1].tokens == {}, "the buffer knows all of it"
 
 
 @pytest.mark.asyncio
@@ -151,11 +156,13 @@ async def test_the_rollout_of_a_ticket_that_the_buffer_has_ended_is_ended_and_is
         engine.gate.clear()
         generator = pool.generators["a"]
         await until(lambda: engine.running == 6)
-        ended = pool.coordinator._parts.buffer.tickets.leave("a")
-        assert set(ended) == set(generator._running)
+        assert pool.tickets("a") == {"0.0", "1.0", "2.0"}
+        await pool.expire_tickets()
+        assert pool.tickets("a") == set()
         await generator.report()
-        await until(lambda: not set(ended) & set(generator._running))
-        assert not set(ended) & set(generator._held)
+        await until(lambda: engine.running == 0)
+        await until(lambda: engine.running == 6)
+        assert pool.tickets("a") == {"0.1", "1.1", "2.1"}
         engine.gate.set()
         lease = await pool.step()
         assert {(group.meta.group, group.meta.attempt) for group in lease.groups} >= {(0, 1), (1, 1), (2, 1)}
@@ -164,6 +171,8 @@ async def test_the_rollout_of_a_ticket_that_the_buffer_has_ended_is_ended_and_is
         assert status.account.events[Event.FAIL_REFUSED] == status.account.events[Event.COMMIT_LATE] == 0
         samples = pool.metrics["a"].registry.get_sample_value
         assert samples("asyncrl_generator_samples_total", {"outcome": "cancelled"}) == 6
+        generator.drain()
+        await pool.running["a"]  # it holds none of the tickets that have ended
 
 
 @pytest.mark.asyncio
@@ -171,16 +180,23 @@ async def test_a_ticket_that_the_buffer_ended_while_it_waited_for_its_start_is_n
     async with empty_pool() as pool:
         engine = pool.add("a")
         engine.gate.clear()
-        throttle = pool.generators["a"]._throttle = asyncio.Semaphore(0)  # type: ignore[assignment]
+        startable, may_start = pool.updates["a"].startable, asyncio.Event()
+
+        async def late() -> Version:
+            if pool.counts.reserved:
+                await may_start.wait()
+            return await startable()
+
+        pool.updates["a"].startable = late  # type: ignore[method-assign]
         await pool.publish(0)
-        generator = pool.generators["a"]
-        await until(lambda: len(generator._held) == 3)
-        pool.coordinator._parts.buffer.tickets.leave("a")
-        await generator.report()
-        assert not generator._held
-        throttle.release()  # each start releases it for the next one
-        await until(lambda: len(generator._running) == 3)
-        assert set(generator._running) == set(generator._held) == {"0.1", "1.1", "2.1"}
+        await until(lambda: pool.tickets("a") == {"0.0", "1.0", "2.0"})
+        await pool.generators["a"].report()
+        await pool.expire_tickets()
+        await pool.generators["a"].report()
+        may_start.set()
+        await until(lambda: engine.running == 6)
+        assert pool.tickets("a") == {"0.1", "1.1", "2.1"}
+        assert len(engine.prompts) == 3, "no ticket that has ended was started"
 
 
 @pytest.mark.asyncio
@@ -191,16 +207,14 @@ async def test_a_killed_replica_loses_its_tickets_and_no_committed_group() -> No
         doomed.gate.clear()
         await until(lambda: doomed.running > 0)
         committed = dict(pool.rows.kept)
-        pool.generators["a"]._coordinator.call = _no_answer  # type: ignore[method-assign]  # a dead process says no goodbye
+        pool.coordinator.leave = _no_answer  # type: ignore[method-assign]  # a dead process says no goodbye
         pool.running["a"].cancel()
         await asyncio.gather(pool.running["a"], return_exceptions=True)
-        held = set(pool.generators["a"]._held)
+        held = pool.tickets("a")
         assert held
+        await pool.expire_tickets()
+        assert pool.tickets("a") == set()
         pool.add("b")
-        pool.clock.now_s += 100.0
-        expired = pool.coordinator._parts.buffer.tickets.expire()
-        assert set(expired) == held
-        pool.coordinator._parts.waiting.groups_changed()
         trained = {group.meta.key for _ in range(3) for group in (await pool.step()).groups}
         assert set(committed) - held <= trained | set(pool.rows.kept)
         status = pool.coordinator.status()
@@ -240,11 +254,10 @@ async def test_a_failed_sample_is_left_out_of_its_group_and_counted_in_metrics_a
         lease = await pool.step()
         assert {reward is None for group in lease.groups for reward in group.meta.rewards[:1]} == {True}
         assert all(group.meta.rewards[1] is not None for group in lease.groups)
-        failures = pool.coordinator._parts.buffer.failures
-        await until(lambda: failures.total >= 4)
+        await until(lambda: sum(count.samples for count in pool.coordinator.status().failures) >= 4)
         status = pool.coordinator.status()
         [count] = status.failures
-        assert (count.rollouts, count.groups, count.samples) == (0, 0, failures.total)
+        assert (count.rollouts, count.groups) == (0, 0)
         assert count.first.prompt in {task.prompt for task in TASKS}
         assert status.failure_streak is None
         assert status.account.fates[Fate.FAILED].groups == 0
@@ -288,7 +301,7 @@ async def test_a_reward_that_always_fails_stops_the_run_also_if_failed_samples_g
         pool.scorer.fail = True
         pool.add("a")
         await pool.publish(0)
-        await until(lambda: pool.coordinator._parts.buffer.failures.too_many)
+        assert await pool.coordinator.learner.lease(1, wait_s=60.0) is LeaseWait.TOO_MANY_FAILURES
 
 
 @pytest.mark.asyncio
@@ -313,7 +326,7 @@ async def test_failures_do_not_overtake_groups_whose_rows_are_still_being_stored
         for _ in range(4):
             await pool.step()
         assert pool.failures["data/reward_raised"] > 10
-        assert not pool.coordinator._parts.buffer.failures.too_many
+        assert await pool.coordinator.learner.lease(1, wait_s=0.0) is not LeaseWait.TOO_MANY_FAILURES
 
 
 @pytest.mark.asyncio
@@ -344,7 +357,7 @@ async def test_a_drained_replica_commits_what_is_in_flight_and_takes_nothing_new
         await until(lambda: engine.running > 0)
         engine.gate.clear()
         pool.generators["a"].drain()
-        assert len(pool.generators["a"]._held) > 0
+        assert pool.counts.reserved > 0
         ready = pool.counts.ready
         engine.gate.set()
         await pool.running["a"]
@@ -383,11 +396,12 @@ async def test_generator_and_buffer_say_in_their_metrics_which_run_they_are_of()
     async with empty_pool(model={"path": "models/m"}, algorithm={"loss": "tis"}) as pool:
         pool.add("a")
         labels = {
-            "run_name": pool.config.run.name, "version": __version__, "model": "models/m",
+            "run_name": pool.config.run.name, "version": asyncrl.__version__, "model": "models/m",
             "environment": "reasoning_gym", "loss": "tis",
         }  # fmt: skip
-        for metrics in (pool.metrics["a"], pool.coordinator._parts.metrics):
-            assert metrics.registry.get_sample_value("asyncrl_run_info", labels) == 1
+        await pool.coordinator.start()
+        for registry in (pool.metrics["a"].registry, await scraped(pool.coordinator)):
+            assert registry.get_sample_value("asyncrl_run_info", labels) == 1
 
 
 @pytest.mark.asyncio
@@ -396,12 +410,11 @@ async def test_a_replica_that_was_declared_dead_clears_the_rows_that_it_comes_ba
     async with started_pool() as (pool, engine):
         engine.gate.clear()
         await until(lambda: engine.running > 0)
-        buffer = pool.coordinator._parts.buffer
-        mine = {key for key, slot in buffer._state.groups.table.reserved.items() if slot.ticket.replica == "a"}
+        mine = pool.tickets("a")
         pool.coordinator.learner.pause(1)
-        buffer.tickets.leave("a")  # the buffer counts it as dead, although it was only slow
+        await pool.expire_tickets()  # the buffer counts it as dead, although it was only slow
         engine.gate.set()
-        await until(lambda: buffer.account.events[Event.COMMIT_LATE] == len(mine))
+        await until(lambda: pool.coordinator.status().account.events[Event.COMMIT_LATE] == len(mine))
         await until(lambda: not mine & pool.rows.kept.keys())
         await pool.coordinator.learner.resume(1)
         leases = [await pool.step() for _ in range(3)]
@@ -457,23 +470,30 @@ async def test_a_failure_that_the_buffer_did_not_hear_of_expires() -> None:
     async with empty_pool() as pool:
         pool.scorer.fail = True
         pool.add("a")
-        generator = pool.generators["a"]
-        call = generator._coordinator.call
+        generator, unheard, known = pool.generators["a"], list[FailedTicket](), 0
 
-        async def unheard(method: Any, /, *arguments: Any, **options: Any) -> Any:
-            if method is Coordinator.fail:
-                raise TimeoutError("the buffer's fail took longer than 30 s")
-            return await call(method, *arguments, **options)
+        async def fail(tickets: Sequence[FailedTicket]) -> None:
+            nonlocal known
+            unheard.extend(tickets)
+            known = len(pool.heartbeats("a"))
+            raise TimeoutError("the buffer's fail took longer than 30 s")
 
-        generator._coordinator.call = unheard  # type: ignore[method-assign]
+        pool.coordinator.fail = fail  # type: ignore[method-assign]
         await pool.publish(0)
-        await until(lambda: pool.counts.reserved == 8 and not generator._running and not generator._held)
-        assert generator._held.report().complete, "it tells the buffer which tickets it does not hold any longer"
+        await until(lambda: len(unheard) == pool.counts.reserved == 8)
+        await everything_else_runs()
+        await generator.report()
+        assert any(held.complete and not held.tokens for held in pool.heartbeats("a")[known:]), (
+            "it tells the buffer which tickets it does not hold any longer"
+        )
         for _ in range(2):
             await generator.report()
             pool.clock.now_s += 20.0
         await generator.report()
-        assert len(pool.coordinator._parts.buffer.tickets.expire()) == 8
+        await pool.coordinator.start()
+        await everything_else_runs()
+        await pool.clock.passes(1.0)
+        assert pool.coordinator.status().account.events[Event.TICKET_EXPIRED] == 8
 
 
 @pytest.mark.asyncio
@@ -499,26 +519,25 @@ async def test_a_heldout_question_whose_reward_fails_does_not_spoil_the_others()
             prompt=TASKS[1].prompt,
             completion="c",
         )
-        [reported] = pool.coordinator._parts.buffer.failures.counts()
+        status = pool.coordinator.status()
+        [reported] = status.failures
         assert (reported.rollouts, reported.groups, reported.first) == (1, 0, rewards[1])
-        assert pool.coordinator._parts.buffer.failures.streak is None, "it is no group of the training"
+        assert status.failure_streak is None, "it is no group of the training"
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("starts_per_s", "burst", "period_s"), [(0.25, 1, 4.0), (2.4, 2, 2 / 2.4), (200.0, 200, 1.0)])
-async def test_the_pace_of_starts_is_the_configured_one_below_one_a_second_too(
+def test_the_pace_of_starts_is_the_configured_one_below_one_a_second_too(
     starts_per_s: float, burst: int, period_s: float
 ) -> None:
-    async with empty_pool(generator={"max_starts_per_s": starts_per_s}) as pool:
-        pool.add("a")
-        throttle = pool.generators["a"]._throttle
-        assert (throttle.rate_limit, throttle.period) == (burst, pytest.approx(period_s))
+    throttle = throttle_of(starts_per_s)
+    assert (throttle.rate_limit, throttle.period) == (burst, pytest.approx(period_s))
 
 
 @pytest.mark.asyncio
 async def test_the_endpoint_of_a_replica_that_left_is_no_target_any_more() -> None:
-    async with started_pool() as (pool, _):
-        pool.generators["a"]._metrics_address = "127.0.0.1:9"
+    async with empty_pool() as pool:
+        pool.add("a", metrics_address="127.0.0.1:9")
+        await pool.publish(0)
         await pool.generators["a"].report()
         assert pool.coordinator.status().targets == {"a": "127.0.0.1:9"}
         pool.generators["a"].drain()
@@ -543,9 +562,10 @@ async def test_what_a_replica_took_until_its_engine_was_ready_is_its_start_and_n
 @pytest.mark.asyncio
 async def test_slots_of_groups_that_are_scored_wait_for_the_environment() -> None:
     async with started_pool() as (pool, _):
-        generator, score, scored = pool.generators["a"], pool.scorer.score, asyncio.Event()
+        score, scoring, scored = pool.scorer.score, list[Task](), asyncio.Event()
 
         async def slow(task: Task, completions: Sequence[str]) -> list[Score]:
+            scoring.append(task)
             await scored.wait()
             return await score(task, completions)
 
@@ -557,12 +577,11 @@ async def test_slots_of_groups_that_are_scored_wait_for_the_environment() -> Non
 
         pool.scorer.score = slow  # type: ignore[method-assign]
         await pool.publish(0)
-        await until(lambda: len(generator._running) > 0 and generator._running.generating == 0)
+        await until(lambda: len(scoring) == pool.counts.reserved == 8)
         before = shown("generating"), shown("waiting_for_environment")
         pool.clock.now_s += 8.0
-        part = min(generator._slots, len(generator._running)) / generator._slots
         assert shown("generating") == before[0]
-        assert shown("waiting_for_environment") == pytest.approx(before[1] + 8.0 * part)
+        assert shown("waiting_for_environment") == pytest.approx(before[1] + 8.0), "more groups than slots are scored"
         scored.set()
 
 
@@ -594,7 +613,9 @@ async def test_while_weights_load_all_slots_are_paused_for_weights_and_no_longer
         await pool.train()
         engine.gate.clear()
         await everything_else_runs()
-        part = len(generator._running) / generator._slots
+        await generator.report()
+        report = pool.coordinator.status().reports["a"]
+        part = report.running_groups / report.slots
         assert part > 0
         assert growth(6.0)["generating"] == pytest.approx(6.0 * part)
         engine.load = slow_load  # type: ignore[method-assign]

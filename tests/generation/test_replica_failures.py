@@ -4,7 +4,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from pool import everything_else_runs, started_pool, until
+from buffer_scenes import everything_else_runs
+from pool import started_pool, until
 
 from asyncrl.buffer.fleet import Cause, ReplicaState
 from asyncrl.buffer.ledger import Fate

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from buffer_scenes import everything_else_runs
 from fake_engine import FakeEngine
-from pool import Pool, empty_pool, everything_else_runs, until
+from pool import Pool, empty_pool, until
 
 from asyncrl.buffer.ledger import Event
 from asyncrl.buffer.records import Prefix, Ticket, VersionSpan

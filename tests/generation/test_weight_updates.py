@@ -11,8 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
+from buffer_scenes import everything_else_runs
 from fake_engine import FakeEngine
-from pool import WEIGHTS, Pool, empty_pool, everything_else_runs, manifest_of, started_pool, until
+from pool import WEIGHTS, Pool, empty_pool, manifest_of, started_pool, until
 from update_scene import Scene, waits
 
 from asyncrl.buffer.ledger import Fate

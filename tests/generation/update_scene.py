@@ -6,8 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from buffer_scenes import Clock, everything_else_runs
 from fake_engine import FakeEngine
-from pool import PARAMETERS, WEIGHTS, Clock, Wire, everything_else_runs, manifest_of
+from pool import PARAMETERS, WEIGHTS, Wire, manifest_of
 
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
@@ -67,7 +68,7 @@ class Scene:
     def __init__(self, *, staged_at: Path | None = None, **weights: Any) -> None:
         self.engine = FakeEngine()
         self.source = ScriptedSource()
-        self.clock = Clock()
+        self.clock = Clock(0.0)
         self.metrics = GeneratorMetrics(environment="test")
         self.wire = BroadcastingWire()
         self.loading: list[bool] = []
