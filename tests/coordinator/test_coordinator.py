@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 import msgspec
 import pytest
-from buffer_scenes import finished, progress_of
+from buffer_scenes import Clock, everything_else_runs, finished, progress_of
+from scraped import scraped
 
 from asyncrl.buffer.ledger import Event
 from asyncrl.buffer.records import (
@@ -25,6 +26,8 @@ from asyncrl.buffer.records import (
     Renewal,
     Reservation,
 )
+from asyncrl.buffer.replay_buffer import Tickets
+from asyncrl.common.names import COORDINATOR
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Lineage, Version
 from asyncrl.config.load import shared_config
@@ -41,6 +44,11 @@ FAR_S = 60.0
 NOW = Version(1, 0)
 CONFIG = {"learner": {"groups_per_step": 2, "group_size": 2}, "staleness": {"max_versions": 0}}
 """A buffer with room for two groups: η = 0 and two groups in a step."""
+
+SHARED = shared_config(Config.model_validate(CONFIG))
+FIRST, SECOND = (Deployment(id=name, role=Role.LEARNER, host="h", pid=7) for name in ("first", "second"))
+TIMEOUT_S = Config().buffer.heartbeat_timeout_s
+SILENT_S = TIMEOUT_S + 1.0
 
 
 async def no_keys() -> list[str]:
@@ -63,12 +71,21 @@ def made(
     *,
     started_s: float | None = None,
     clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     tasks: int = 20,
     **sections: Any,
 ) -> Coordinator:
     config = Config.model_validate(CONFIG | sections)
     questions = [Task(question=str(i), prompt=str(i), answer="") for i in range(tasks)]
-    return Coordinator(config=config, tasks=questions, rows=rows, started_s=started_s, clock=clock)
+    return Coordinator(config=config, tasks=questions, rows=rows, started_s=started_s, clock=clock, sleep=sleep)
+
+
+async def started(rows: ClearedRows, clock: Clock, **options: Any) -> Coordinator:
+    """Returns a coordinator whose expiry clock runs."""
+    coordinator = made(rows, clock=clock, sleep=clock.sleep, **options)
+    await coordinator.start()
+    await everything_else_runs()
+    return coordinator
 
 
 def report_of(replica: str) -> ReplicaReport:
@@ -100,6 +117,18 @@ async def a_waiting_reserve(coordinator: Coordinator) -> asyncio.Task[Reservatio
     return waiting
 
 
+def asked_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Returns a list to which each question for tickets adds the replica that asks."""
+    reserve, asked = Tickets.reserve, list[str]()
+
+    def noted(tickets: Tickets, replica: str, *, version: Version, count: int) -> Reservation:
+        asked.append(replica)
+        return reserve(tickets, replica, version=version, count=count)
+
+    monkeypatch.setattr(Tickets, "reserve", noted)
+    return asked
+
+
 async def free_a_slot(coordinator: Coordinator, key: str) -> None:
     await coordinator.fail(
         [FailedTicket(key=key, incarnation=1, failure=Failure(failure_class=FailureClass.DATA, reason="x"))]
@@ -125,7 +154,7 @@ async def test_a_wait_cancelled_in_the_moment_of_its_ticket_leaks_no_slot() -> N
     await free_a_slot(coordinator, held.tickets[0].key)  # wakes the waiting task, which has not run yet
     waiting.cancel()
     assert isinstance((await asyncio.gather(waiting, return_exceptions=True))[0], asyncio.CancelledError)
-    assert coordinator._parts.buffer.counts().reserved == 1
+    assert coordinator.status().counts.reserved == 1
     assert len((await coordinator.reserve("c", NOW, 9, wait_s=0.0)).tickets) == 1, "the cancelled wait kept the slot"
 
 
@@ -157,7 +186,7 @@ async def test_a_step_that_ends_the_ticket_of_a_straggler_clears_its_rows_and_wa
     assert isinstance(lease, Lease)
     (again,) = (await soon(waiting)).tickets
     assert (again.group, again.attempt) == (straggler.group, 1)
-    await asyncio.gather(*coordinator._parts.clearing.tasks)
+    await everything_else_runs()
     assert rows.cleared == [[straggler.key]]
     held = progress_of(straggler, again)
     assert (await coordinator.heartbeat("a", Version(1, 1), 0, held, report_of("a"))).ended == (straggler.key,)
@@ -193,7 +222,7 @@ async def test_rows_of_a_generator_that_was_declared_dead_are_cleared_and_its_co
     (ticket, other) = (await coordinator.reserve("zombie", NOW, 2, wait_s=0.0)).tickets
     await coordinator.heartbeat("zombie", NOW, 0, progress_of(ticket, other), report_of("zombie"))
     await coordinator.leave("zombie")
-    await asyncio.gather(*coordinator._parts.clearing.tasks)
+    await everything_else_runs()
     assert rows.cleared == [[ticket.key, other.key]]
     (winner, _) = (await coordinator.reserve("b", NOW, 2, wait_s=0.0)).tickets
     assert (winner.group, winner.seed) == (ticket.group, ticket.seed)
@@ -206,25 +235,24 @@ async def test_rows_of_a_generator_that_was_declared_dead_are_cleared_and_its_co
 
 @pytest.mark.asyncio
 async def test_state_seconds_say_who_waits_and_add_up() -> None:
-    now_s = 7.0
-    coordinator = made(ClearedRows(), started_s=3.0, clock=lambda: now_s)
-    await coordinator.start()
+    clock = Clock(7.0)
+    coordinator = await started(ClearedRows(), clock, started_s=3.0, buffer={"heartbeat_timeout_s": 1000.0})
     tasks: list[asyncio.Task[Any]] = []
     try:
-        now_s = 8.0
+        clock.now_s = 8.0
         tickets = (await coordinator.reserve("a", NOW, 2, wait_s=FAR_S)).tickets  # takes all tickets, without a wait
         tasks.append(await a_waiting_reserve(coordinator))
-        now_s = 10.0
+        clock.now_s = 10.0
         tasks.append(asyncio.create_task(coordinator.learner.lease(1, wait_s=FAR_S)))
         await asyncio.sleep(0)
-        now_s = 14.0
+        clock.now_s = 14.0
         await coordinator.commit([finished(ticket) for ticket in tickets])
         await tasks[1]
-        now_s = 22.0
+        clock.now_s = 22.0
         tasks[0].cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        now_s = 38.0
-        read, name = coordinator._parts.metrics.registry.get_sample_value, "asyncrl_buffer_state_seconds_total"
+        clock.now_s = 38.0
+        read, name = (await scraped(coordinator)).get_sample_value, "asyncrl_buffer_state_seconds_total"
         assert {state: read(name, {"state": state}) for state in BUFFER_WAITS} == {
             "starting": 4.0,
             "nobody_waits": 1.0 + 16.0,
@@ -235,15 +263,12 @@ async def test_state_seconds_say_who_waits_and_add_up() -> None:
         await coordinator.learner.ack(1, 0)
         tasks.append(asyncio.create_task(coordinator.learner.lease(1, wait_s=FAR_S)))
         await asyncio.sleep(0)
-        now_s = 39.0
-        assert read(name, {"state": "learner_waits"}) == 1.0
+        clock.now_s = 39.0
+        assert (await scraped(coordinator)).get_sample_value(name, {"state": "learner_waits"}) == 1.0
     finally:
-        for task in (*tasks, coordinator._expiry):
-            if task is not None:
-                task.cancel()
+        for task in tasks:
+            task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if coordinator._server is not None:
-            coordinator._server.close()
 
 
 @pytest.mark.asyncio
@@ -266,12 +291,13 @@ async def test_only_a_commit_that_is_accepted_is_progress() -> None:
 
 @pytest.mark.asyncio
 async def test_metrics_show_replicas_by_state_and_an_account_that_closes_while_groups_are_under_way() -> None:
-    coordinator = made(ClearedRows())
+    clock = Clock()
+    coordinator = await started(ClearedRows(), clock)
     await coordinator.heartbeat("new", None, 2, progress_of(), report_of("new"))
     await coordinator.heartbeat("idle", NOW, 2, progress_of(), report_of("idle"))
     await coordinator.reserve("busy", NOW, 2, wait_s=0.0)
-    coordinator._record()
-    read = coordinator._parts.metrics.registry.get_sample_value
+    await clock.passes(1.0)
+    read = (await scraped(coordinator)).get_sample_value
     shown = {state: read("asyncrl_replicas", {"state": state}) for state in REPLICA_STATES}
     assert {state: count for state, count in shown.items() if count} == {
         "generating": 1, "waiting": 1, "without_weights": 1
@@ -306,29 +332,30 @@ async def test_the_status_has_the_learners_seconds_by_state_of_its_last_heartbea
 
 @pytest.mark.asyncio
 async def test_endpoints_are_those_of_replicas_that_have_one_until_they_leave() -> None:
-    now_s = 0.0
-    coordinator = made(ClearedRows(), clock=lambda: now_s)
+    clock = Clock()
+    coordinator = await started(ClearedRows(), clock)
     for name, address in (("a", "127.0.0.1:1"), ("b", "127.0.0.1:2"), ("starting", "")):
         report = msgspec.structs.replace(report_of(name), metrics_address=address)
         await coordinator.heartbeat(name, NOW, 2, progress_of(), report)
-    assert coordinator.status().targets == {"a": "127.0.0.1:1", "b": "127.0.0.1:2"}
+    own = {COORDINATOR: coordinator.status().targets[COORDINATOR]}
+    assert coordinator.status().targets == own | {"a": "127.0.0.1:1", "b": "127.0.0.1:2"}
     await coordinator.leave("a")
-    assert coordinator.status().targets == {"b": "127.0.0.1:2"}, "the replica has left, although its report is kept"
-    now_s = SILENT_S
-    coordinator._expire()
-    assert coordinator.registry.endpoints.since(0).addresses == coordinator.status().targets == {}, (
+    assert coordinator.status().targets == own | {"b": "127.0.0.1:2"}, (
+        "the replica has left, although its report is kept"
+    )
+    await clock.passes(SILENT_S)
+    assert coordinator.registry.endpoints.since(0).addresses == coordinator.status().targets == own, (
         "it is silent for too long"
     )
 
 
 @pytest.mark.asyncio
 async def test_the_age_of_what_waits_longest_is_shown() -> None:
-    now_s = 0.0
-    coordinator = made(ClearedRows(), clock=lambda: now_s)
+    clock = Clock()
+    coordinator = await started(ClearedRows(), clock)
     await coordinator.reserve("a", NOW, 1, wait_s=0.0)
-    now_s = 7.0
-    coordinator._record()
-    assert coordinator._parts.metrics.registry.get_sample_value("asyncrl_buffer_oldest_group_age_seconds") == 7.0
+    await clock.passes(7.0)
+    assert (await scraped(coordinator)).get_sample_value("asyncrl_buffer_oldest_group_age_seconds") == 7.0
 
 
 @pytest.mark.asyncio
@@ -378,18 +405,16 @@ async def test_a_learner_that_waits_learns_at_once_that_too_many_groups_failed()
 @pytest.mark.asyncio
 @pytest.mark.fault("F2")
 async def test_a_replica_that_is_silent_too_long_is_counted_as_lost_and_its_tickets_go_elsewhere() -> None:
-    now_s, rows = 0.0, ClearedRows()
-    coordinator = made(rows, clock=lambda: now_s)
-    timeout_s = coordinator._parts.config.buffer.heartbeat_timeout_s
+    clock, rows = Clock(), ClearedRows()
+    coordinator = await started(rows, clock)
     lost = (await coordinator.reserve("killed", NOW, 1, wait_s=0.0)).tickets[0]
     kept = (await coordinator.reserve("survivor", NOW, 1, wait_s=0.0)).tickets[0]
-    now_s = timeout_s
+    await clock.passes(TIMEOUT_S)
     await coordinator.heartbeat("survivor", NOW, 0, progress_of(kept), report_of("survivor"))
     waiting = await a_waiting_reserve(coordinator)
-    now_s = timeout_s + 0.1
-    coordinator._expire()
+    await clock.passes(1.0)
     assert (await soon(waiting)).tickets[0].group == lost.group
-    await asyncio.gather(*coordinator._parts.clearing.tasks)
+    await everything_else_runs()
     assert rows.cleared == [[lost.key]]
     status = coordinator.status()
     assert (status.account.events[Event.REPLICA_LOST], status.account.events[Event.TICKET_EXPIRED]) == (1, 1)
@@ -422,16 +447,12 @@ async def test_a_replica_quarantined_for_its_failures_loses_its_tickets_its_endp
 @pytest.mark.asyncio
 @pytest.mark.fault("F2")
 async def test_a_silent_replica_that_waits_in_line_is_lost_once_and_holds_up_no_publication() -> None:
-    now_s = 0.0
-    coordinator = made(ClearedRows(), clock=lambda: now_s)
+    clock = Clock()
+    coordinator = await started(ClearedRows(), clock)
     await coordinator.reserve("a", NOW, 2, wait_s=0.0)
     await coordinator.heartbeat("b", NOW, 2, progress_of(), report_of("b"))
     waiting = await a_waiting_reserve(coordinator)
-    for _ in range(30):
-        now_s += 1.0
-        coordinator._expire()
-        for _ in range(5):
-            await asyncio.sleep(0)
+    await clock.passes(30.0)
     status = coordinator.status()
     assert status.account.events[Event.REPLICA_LOST] == 2, "replica a is silent too"
     assert status.able == ()
@@ -448,14 +469,7 @@ async def test_a_change_does_not_wake_a_replica_that_has_to_pause(monkeypatch: p
     await coordinator.fail([FailedTicket(key=each.key, incarnation=1, failure=failure) for each in failing])
     waiting = [asyncio.create_task(coordinator.reserve(name, NOW, 1, wait_s=FAR_S)) for name in ("a", "b")]
     await asyncio.sleep(0)
-    asked: list[str] = []
-    reserve = coordinator._parts.buffer.tickets.reserve
-
-    def noted(replica: str, **options: Any) -> Reservation:
-        asked.append(replica)
-        return reserve(replica, **options)
-
-    monkeypatch.setattr(coordinator._parts.buffer.tickets, "reserve", noted)
+    asked = asked_in(monkeypatch)
     await coordinator.learner.resume(1)
     assert (await soon(waiting[1])).tickets
     assert asked == ["b"]
@@ -479,10 +493,9 @@ async def test_a_repeated_heartbeat_is_answered_again() -> None:
 @pytest.mark.asyncio
 async def test_a_deployment_is_told_of_its_own_replicas_only() -> None:
     coordinator = made(ClearedRows())
-    shared = shared_config(coordinator._parts.config)
     for name, replicas in (("d", 2), ("e", 1)):
         generators = Deployment(id=name, role=Role.GENERATOR, host="h", pid=1, replicas=replicas)
-        await coordinator.attachments.attach(generators, shared=shared)
+        await coordinator.attachments.attach(generators, shared=SHARED)
     for replica in ("own", "other"):
         await coordinator.heartbeat(replica, NOW, 2, progress_of(), report_of(replica))
     told = coordinator.own_replicas("d", ["own", "not started yet"])
@@ -495,31 +508,27 @@ async def test_a_deployment_is_told_of_its_own_replicas_only() -> None:
 @pytest.mark.asyncio
 @pytest.mark.fault("F2")
 async def test_a_stall_of_the_buffers_process_expires_nothing_that_is_still_held() -> None:
-    now_s = 0.0
-    coordinator = made(ClearedRows(), clock=lambda: now_s)
+    clock = Clock()
+    coordinator = await started(ClearedRows(), clock)
     [held, lost] = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
-    await coordinator._tick()
-    now_s += coordinator._parts.config.buffer.heartbeat_timeout_s + 1.0
-    await coordinator._tick()  # before the heartbeats that waited
+    await clock.passes(1.0)
+    clock.now_s += SILENT_S
+    await everything_else_runs()  # it looks before the heartbeats that waited
     assert coordinator.status().account.events[Event.TICKET_EXPIRED] == 0
     assert [view.replica for view in coordinator.status().replicas] == ["a"]
     await coordinator.heartbeat("a", NOW, 0, progress_of(held), report_of("a"))
-    now_s += 3.0
-    await coordinator._tick()  # late again, because the machine is busy
+    clock.now_s += 3.0
+    await everything_else_runs()  # late again, because the machine is busy
     assert coordinator.status().account.events[Event.TICKET_EXPIRED] == 1, "no heartbeat names the second one"
-    assert (
-        lost.key in coordinator._parts.buffer._state.groups.table.reserved,
-        held.key in coordinator._parts.buffer._state.groups.table.reserved,
-    ) == (
-        False,
-        True,
-    )
+    snapshot = coordinator.learner.snapshot(1).buffer
+    assert [group.ticket.key for group in snapshot.open] == [held.key]
+    assert [prompt.group for prompt in snapshot.waiting] == [lost.group]
 
 
 @pytest.mark.asyncio
 @pytest.mark.fault("F40")
 async def test_rows_that_a_dead_replica_stored_after_its_ticket_expired_are_cleared() -> None:
-    now_s, asked = 0.0, [0]
+    clock, asked = Clock(), [0]
 
     async def stored_keys() -> list[str]:
         asked[0] += 1
@@ -528,13 +537,11 @@ async def test_rows_that_a_dead_replica_stored_after_its_ticket_expired_are_clea
         return [lost.key, kept.key]
 
     rows = ClearedRows(stored_keys)
-    coordinator = made(rows, clock=lambda: now_s)
+    coordinator = await started(rows, clock)
     [lost, kept] = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
     for _ in range(int(2 * SWEEP_EVERY_S)):
-        now_s += 1.0
         await coordinator.heartbeat("a", NOW, 0, progress_of(kept), report_of("a"))
-        await coordinator._tick()
-        await asyncio.gather(*coordinator._parts.clearing.tasks)
+        await clock.passes(1.0)
     assert rows.cleared == [[lost.key], [lost.key]], "once when the ticket expired, once because rows came later"
     assert asked == [2], "a search that failed is repeated a minute later"
 
@@ -544,11 +551,6 @@ async def performed(call: Callable[[], Any]) -> None:
     answer = call()
     if inspect.isawaitable(answer):
         await answer
-
-
-SHARED = shared_config(Config.model_validate(CONFIG))
-FIRST, SECOND = (Deployment(id=name, role=Role.LEARNER, host="h", pid=7) for name in ("first", "second"))
-SILENT_S = Config().buffer.heartbeat_timeout_s + 1.0
 
 
 @pytest.mark.asyncio
@@ -621,7 +623,7 @@ async def test_a_lease_call_that_waits_is_refused_when_another_learner_takes_ove
     now_s = 0.0
     coordinator = made(ClearedRows(), clock=lambda: now_s)
     await coordinator.attachments.attach(FIRST, shared=SHARED)
-    restored = Restored(snapshot=coordinator._parts.snapshot(), lineage=Lineage((NOW,))) if restores else None
+    restored = Restored(snapshot=coordinator.learner.snapshot(1), lineage=Lineage((NOW,))) if restores else None
     waiting = asyncio.create_task(coordinator.learner.lease(1, wait_s=FAR_S))
     await asyncio.sleep(0)
     now_s = SILENT_S
@@ -678,10 +680,11 @@ async def test_rows_of_a_dropped_step_are_cleared_once_and_not_before_the_learne
     await coordinator.commit([finished(ticket)])
     for _ in range(2):
         assert await coordinator.learner.lease(1, wait_s=0.0) is LeaseWait.FINISHED
-    assert not coordinator._parts.clearing.tasks, "a save may still read them"
+    await everything_else_runs()
+    assert rows.cleared == [], "a save may still read them"
     for _ in range(2):
         coordinator.learner.clear_dropped(1)
-    await asyncio.gather(*coordinator._parts.clearing.tasks)
+    await everything_else_runs()
     assert rows.cleared == [[ticket.key]]
 
 
@@ -746,7 +749,7 @@ async def test_a_learner_goes_back_to_its_checkpoint_and_the_generators_go_on() 
     assert [group.meta.key for group in lease.groups] == [trained.key, also_trained.key]
     assert coordinator.status().counts.waiting == 1, "the prompt of the group with a token of a lost step"
     assert coordinator.status().account.closed
-    await asyncio.gather(*coordinator._parts.clearing.tasks)
+    await everything_else_runs()
     assert rows.cleared == [["0.0", "1.0"]], "the first learner did not clear them before it died"
 
 
@@ -760,13 +763,13 @@ async def test_a_checkpoint_of_another_run_is_refused_and_changes_nothing() -> N
         SECOND, shared=SHARED, restored=Restored(snapshot=snapshot, lineage=Lineage((NOW,)))
     )
     now_s = 2 * SILENT_S
-    before = coordinator._parts.snapshot()
+    before = coordinator.learner.snapshot(2)
     for branches in ((), (Version(1, 1), Version(2, 1)), (NOW,)):
         with pytest.raises(LearnerNotRestored, match="of another run with this name"):
             await coordinator.attachments.attach(
                 FIRST, shared=SHARED, restored=Restored(snapshot=snapshot, lineage=Lineage(branches))
             )
-    assert coordinator._parts.snapshot() == before
+    assert coordinator.learner.snapshot(2) == before
 
 
 @pytest.mark.asyncio
@@ -779,7 +782,7 @@ async def test_a_checkpoint_that_the_run_made_on_another_cluster_is_refused_wher
     snapshot = await trained_once(here)
     second = Lineage((snapshot.version,))
     await there.attachments.attach(SECOND, shared=SHARED, restored=Restored(snapshot=snapshot, lineage=second))
-    elsewhere = there._parts.snapshot()
+    elsewhere = there.learner.snapshot(2)
     third = msgspec.structs.replace(SECOND, id="third")
     restored = Restored(snapshot=elsewhere, lineage=second.child(elsewhere.version))
     now_s = SILENT_S
@@ -813,7 +816,7 @@ async def test_a_learner_in_the_directory_of_another_run_of_this_name_is_refused
     snapshot = await trained_once(coordinator, learner=first)
     restored = Restored(snapshot=snapshot, lineage=Lineage((snapshot.version,)))
     now_s = SILENT_S
-    before = coordinator._parts.snapshot()
+    before = coordinator.learner.snapshot(1)
     for refused in (
         functools.partial(coordinator.attachments.attach, other, restored=restored),
         functools.partial(coordinator.attachments.check, other, restores=True),
@@ -822,7 +825,7 @@ async def test_a_learner_in_the_directory_of_another_run_of_this_name_is_refused
             LearnerNotRestored, match=r"has the nonce 'n1'.* another run .*the nonce 'n0'; set run\.dir"
         ):
             await performed(functools.partial(refused, shared=SHARED))
-    assert coordinator._parts.snapshot() == before
+    assert coordinator.learner.snapshot(1) == before
     assert (await coordinator.attachments.attach(second, shared=SHARED, restored=restored)).incarnation == 2
 
 
@@ -834,19 +837,6 @@ async def test_a_snapshot_of_other_prompts_is_refused() -> None:
         await made(ClearedRows()).attachments.attach(SECOND, shared=SHARED, restored=restored)
 
 
-def asked_of(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Returns a list to which each question for tickets adds the replica that asks."""
-    tickets, asked = coordinator._parts.buffer.tickets, list[str]()
-    reserve = tickets.reserve
-
-    def noted(replica: str, *, version: Version, count: int) -> Reservation:
-        asked.append(replica)
-        return reserve(replica, version=version, count=count)
-
-    monkeypatch.setattr(tickets, "reserve", noted)
-    return asked
-
-
 @pytest.mark.asyncio
 async def test_what_happens_to_groups_wakes_only_generators_that_can_get_a_ticket_in_the_order_of_their_calls(
     monkeypatch: pytest.MonkeyPatch,
@@ -855,7 +845,7 @@ async def test_what_happens_to_groups_wakes_only_generators_that_can_get_a_ticke
     held = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
     calls = [asyncio.create_task(coordinator.reserve(f"waits-{n}", NOW, 1, wait_s=FAR_S)) for n in range(1000)]
     await asyncio.sleep(0)
-    asked = asked_of(coordinator, monkeypatch)
+    asked = asked_in(monkeypatch)
     await coordinator.commit([finished(held[0])])
     await coordinator.heartbeat("a", NOW, 0, progress_of(held[1]), report_of("a"))
     for _ in range(10):
@@ -889,14 +879,14 @@ async def test_a_waiting_generator_is_seen_to_need_newer_weights_after_the_step_
 async def test_a_waiting_generator_that_has_loaded_other_weights_asks_again() -> None:
     """Without its question, the gate would not know that it is refused at these weights too."""
     coordinator = made(ClearedRows())
+    await trained_once(coordinator)
     coordinator.learner.pause(1)
-    coordinator._parts.buffer._state.step = 1
     waiting = await a_waiting_reserve(coordinator)
     await coordinator.heartbeat("b", Version(1, 1), 2, progress_of(), report_of("b"))
-    assert [view.refused_for for view in coordinator.status().replicas] == [None]
+    assert [view.refused_for for view in coordinator.status().replicas if view.replica == "b"] == [None]
     for _ in range(5):
         await asyncio.sleep(0)
-    assert [view.refused_for for view in coordinator.status().replicas] == [Refusal.PAUSED]
+    assert [view.refused_for for view in coordinator.status().replicas if view.replica == "b"] == [Refusal.PAUSED]
     await coordinator.learner.resume(1)
     assert [ticket.version for ticket in (await soon(waiting)).tickets] == [Version(1, 1)] * 2
 
@@ -934,13 +924,13 @@ async def test_an_evaluation_waits_for_a_replica_that_has_loaded_its_version() -
 async def test_the_brief_status_agrees_with_the_whole_one_and_does_not_grow_with_the_run() -> None:
     sections = {"buffer": {"capacity_bytes": 10**12}, "learner": {"groups_per_step": 1000}}
     coordinator = made(ClearedRows(), clock=lambda: 0.0, **sections)
+    shared = shared_config(Config.model_validate(CONFIG | sections))
     sizes: list[int] = []
     for replicas in (1, 200):
         for number in range(replicas):
             name = f"replica-{number}"
             await coordinator.attachments.attach(
-                Deployment(id=name, role=Role.GENERATOR, host="h", pid=number),
-                shared=shared_config(coordinator._parts.config),
+                Deployment(id=name, role=Role.GENERATOR, host="h", pid=number), shared=shared
             )
             await coordinator.heartbeat(name, NOW, 2, progress_of(), report_of(name))
             await coordinator.reserve(name, NOW, 2, wait_s=0.0)
@@ -972,7 +962,7 @@ async def test_a_lease_has_the_tasks_of_the_logged_groups_only_and_a_snapshot_ha
     lease = await coordinator.learner.lease(1, wait_s=0.0)
     assert isinstance(lease, Lease)
     assert (len(lease.groups), lease.logged_tasks) == (2, (tickets[0].task,))
-    snapshot = coordinator._parts.snapshot()
+    snapshot = coordinator.learner.snapshot(1)
     assert [group.ticket.task for group in snapshot.buffer.open] == [NO_TASK, NO_TASK]
     again = made(ClearedRows())
     await again.attachments.attach(FIRST, shared=SHARED, restored=Restored(snapshot=snapshot, lineage=Lineage((NOW,))))
@@ -986,12 +976,12 @@ async def test_a_running_number_that_is_wrong_is_found_at_a_snapshot(caplog: pyt
     coordinator = made(ClearedRows())
     tickets = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
     await coordinator.commit([finished(ticket) for ticket in tickets])
-    coordinator._parts.snapshot()
+    coordinator.learner.snapshot(1)
     assert coordinator.status().account.closed
     assert "bug of asyncrl" not in caplog.text
     coordinator._parts.buffer._state.groups.table.ready.tokens -= 1
     assert not coordinator.status().account.closed, "the ledger counts the issued tokens by itself"
-    coordinator._parts.snapshot()
+    coordinator.learner.snapshot(1)
     assert "bug of asyncrl" in caplog.text
 
 
