@@ -16,8 +16,9 @@ from asyncrl.demo.chat_tokenizer import build_chat_tokenizer
 from asyncrl.environments.agents import Session
 from asyncrl.environments.scores import Score
 from asyncrl.gateway.agent_rollouts import AgentRollouts
+from asyncrl.gateway.conversations import SessionSettings
+from asyncrl.gateway.gateway import EndedSession, Gateway, Sample
 from asyncrl.gateway.rendering import Renderer
-from asyncrl.gateway.server import GatewayServer
 from asyncrl.generation.rollout import Rollouts
 
 ANSWER_TOKENS = 4
@@ -27,10 +28,10 @@ ANSWER_TOKENS = 4
 class LocalSession:
     """The model, as an agent on a replica sees it."""
 
-    def __init__(self, session: Session, *, gateway: GatewayServer, replica: str) -> None:
+    def __init__(self, session: Session, *, gateway: "LocalGateway", replica: str) -> None:
         self.replica = replica
         self._client = httpx.AsyncClient(
-            transport=httpx.ASGITransport(app=gateway._gateway.app),
+            transport=httpx.ASGITransport(app=gateway.app),
             base_url=session.base_url,
             headers={"Authorization": f"Bearer {session.api_key}"},
         )
@@ -45,13 +46,28 @@ class LocalSession:
 Agent = Callable[[LocalSession, Task], Awaitable[float]]
 
 
+class LocalGateway:
+    """Has the methods of `GatewayServer` that a replica calls, without a server."""
+
+    def __init__(self, *, renderer: Renderer, sample: Sample, url: str) -> None:
+        self._gateway = Gateway(renderer=renderer, sample=sample, model="m")
+        self._url = url
+        self.app = self._gateway.app
+
+    async def open(self, sessions: Sequence[SessionSettings]) -> list[tuple[str, Session]]:
+        return [self._gateway.open(settings, url=self._url) for settings in sessions]
+
+    async def close(self, ids: Sequence[str]) -> list[EndedSession]:
+        return list(await asyncio.gather(*map(self._gateway.close, ids)))
+
+
 class LocalAgents:
     """A scorer that runs the agents of a replica in this process."""
 
     def __init__(self, agent: Agent, *, replica: str) -> None:
         self._agent = agent
         self._replica = replica
-        self.gateway: GatewayServer
+        self.gateway: LocalGateway
 
     def runs_agent(self, task: Task) -> bool:
         return True
@@ -81,13 +97,12 @@ class AgentPool(Pool):
     def rollouts_with(self, engine: FakeEngine, *, name: str) -> Rollouts:
         scorer = LocalAgents(self._agent, replica=name)
         tokenizer = _tokenizer()
-        scorer.gateway = gateway = GatewayServer(
-            config=self.config, renderer=Renderer(tokenizer), sample=lambda asked: agents.sample(asked)
+        scorer.gateway = gateway = LocalGateway(
+            renderer=Renderer(tokenizer), sample=lambda asked: agents.sample(asked), url=f"http://{name}"
         )
-        gateway._url = f"http://{name}"
         agents = AgentRollouts(
             config=self.config,
-            gateway=gateway,
+            gateway=gateway,  # type: ignore[arg-type]
             engine=engine,
             scorer=scorer,  # type: ignore[arg-type]
             tokenizer=tokenizer,

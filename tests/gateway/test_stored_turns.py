@@ -57,11 +57,10 @@ async def talk(session: LocalSession, task: Task) -> float:
 
 async def finished_by(pool: AgentPool, replica: str) -> GroupMeta:
     """Lets a replica with newer weights play group 0 to its end. Returns the metadata of the group."""
-    pool.coordinator._parts.buffer._state.step = 1  # another replica's group was trained meanwhile
-    await pool.publish(1)
+    await pool.step_elsewhere()
     pool.add(replica).ends_one_in = 10**9
     await until(lambda: pool.counts.ready)
-    meta = next(iter(pool.coordinator._parts.buffer._state.groups.table.ready.slots())).meta
+    meta = pool.ready()[0].meta
     assert meta is not None
     assert meta.key == "0.1"
     return meta
@@ -148,10 +147,10 @@ async def test_after_a_learner_went_back_only_answers_of_surviving_weights_are_g
         engine.gate.clear()
         await pool.publish(0)
         await until(lambda: engine.running)
-        snapshot = coordinator._parts.snapshot()
+        snapshot = coordinator.learner.snapshot(1)
+        await pool.reserve_elsewhere()
         await stored_tokens(pool, at_least=13)
-        coordinator._parts.buffer._state.step = 1
-        await pool.publish(1)
+        await pool.step_elsewhere()
         await until(lambda: engine.version == Version(1, 1))
         mixed = await stored_tokens(pool, at_least=27)
         assert mixed.versions == (Version(1, 0), Version(1, 1))
@@ -167,8 +166,8 @@ async def test_after_a_learner_went_back_only_answers_of_surviving_weights_are_g
         await pool.store.publish(again, [WEIGHTS])
         engine.gate.set()
         await pool.generators["a"].report()
-        await until(lambda: pool.counts.ready)
-        meta = next(iter(coordinator._parts.buffer._state.groups.table.ready.slots())).meta
+        await until(lambda: pool.counts.ready > pool.config.learner.groups_per_step)  # those of the lost step are back
+        [meta] = [group.meta for group in pool.ready() if group.ticket.group == 0]
         assert meta is not None
         assert (meta.group, meta.attempt, meta.continued_tokens) == (0, 1, sum(kept))
         for spans, tokens in zip(meta.version_spans, kept, strict=True):
@@ -177,8 +176,7 @@ async def test_after_a_learner_went_back_only_answers_of_surviving_weights_are_g
 
 async def stored_tokens(pool: AgentPool, *, at_least: int) -> Prefix:
     """Lets replica `a` sample until it has reported so many stored tokens of group 0."""
-    reserved = pool.coordinator._parts.buffer._state.groups.table.reserved
-    while (prefix := reserved["0.0"].prefix) is None or prefix.tokens < at_least:
+    while (prefix := pool.tickets("a")["0.0"].prefix) is None or prefix.tokens < at_least:
         pool.engines["a"].gate.set()
         await asyncio.sleep(0)
         pool.engines["a"].gate.clear()
@@ -194,9 +192,7 @@ async def test_answers_of_versions_that_the_ticket_does_not_name_are_not_given_a
         await killed_in_the_middle(pool, tokens=STORED)
         rows = pool.prefixes.kept["0.0"]
         rows["weight_versions"][:, 9:] = 1  # only one token of the third answer is good
-        front = pool.coordinator._parts.buffer._state.groups.table.front
-        waits = front.get(0)
-        assert waits is not None
+        [waits] = [prompt for prompt in pool.snapshot().waiting if prompt.group == 0]
         assert waits.prefix is not None
         assert waits.prefix.versions == (Version(1, 0),)
         meta = await finished_by(pool, "b")

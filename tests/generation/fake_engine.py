@@ -59,7 +59,7 @@ class FakeEngine:
         self.score_error_nats = 0.0
         self._paused = asyncio.Event()
         self._paused.set()
-        self._aborted = 0
+        self.aborts = 0
         self.prefixes: list[list[int]] = []
         self.prompts: list[list[int]] = []
         self.ends_one_in = 5
@@ -108,7 +108,7 @@ class FakeEngine:
     ) -> Completion:
         sample = so_far.samples[child]
         tokens, logprobs, versions = sample.token_ids, sample.logprobs, sample.versions
-        aborted = self._aborted
+        aborts = self.aborts
         self.running += 1
         try:
             while not sample.finished and len(tokens) < max_tokens and not _ended(tokens, stop):
@@ -117,7 +117,7 @@ class FakeEngine:
                 await asyncio.sleep(0)
                 if self.dead.is_set():
                     raise InfraError("the engine is dead", reason="engine")
-                if aborted != self._aborted:
+                if aborts != self.aborts:
                     raise InfraError("the request was aborted", reason="aborted")
                 assert self.version is not None, "a request came before the first version"
                 draw = zlib.crc32(repr((seed, prompt + tokens, self.version.step)).encode())
@@ -161,7 +161,7 @@ class FakeEngine:
         return self.live
 
     async def abort(self) -> None:
-        self._aborted += 1
+        self.aborts += 1
         self._paused.set()
         await asyncio.sleep(0)
 

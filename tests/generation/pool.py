@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from buffer_scenes import Clock
+from buffer_scenes import Clock, finished
 from fake_engine import FakeEngine, log_prob_of
 
-from asyncrl.buffer.records import Counts, HeldReport, Lease, OpenGroup
+from asyncrl.buffer.records import Counts, HeldReport, Lease, OpenGroup, Ticket
+from asyncrl.buffer.snapshot import BufferSnapshot
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import Call, CoordinatorClient, perform
@@ -129,6 +130,7 @@ class Pool:
             clock=self.clock,
             sleep=self.clock.sleep,
         )
+        self._elsewhere: tuple[Ticket, ...] = ()
         self.calls: list[Call] = []
         """The calls of the replicas to the coordinator."""
         self.store = WeightStore()
@@ -196,6 +198,18 @@ class Pool:
         await self.publish(lease.step + 1)
         return lease
 
+    async def reserve_elsewhere(self) -> None:
+        """Another replica, which is not here, begins the groups of a step."""
+        count = self.config.learner.groups_per_step
+        self._elsewhere = (await self.coordinator.reserve("elsewhere", Version(1, 0), count, wait_s=0.0)).tickets
+        assert len(self._elsewhere) == count
+
+    async def step_elsewhere(self) -> None:
+        """The learner trains a step with the groups of the other replica, and publishes the next version."""
+        await self.coordinator.commit([finished(ticket) for ticket in self._elsewhere])
+        lease = await self.step()
+        assert [group.meta.group for group in lease.groups] == [ticket.group for ticket in self._elsewhere]
+
     async def expire_tickets(self) -> None:
         """Lets the heartbeat timeout pass at once. The tickets of all replicas expire, although the replicas live."""
         await self.coordinator.start()
@@ -208,14 +222,18 @@ class Pool:
     def counts(self) -> Counts:
         return self.coordinator.brief_status().counts
 
-    @property
-    def groups(self) -> tuple[OpenGroup, ...]:
-        """The groups in the buffer. The buffer retains them for a learner that goes back to this moment."""
-        return self.coordinator.learner.snapshot(self.coordinator.brief_status().version.incarnation).buffer.open
+    def snapshot(self) -> BufferSnapshot:
+        """Returns the groups in the buffer. It keeps them from now on for a learner that goes back to this moment."""
+        return self.coordinator.learner.snapshot(self.coordinator.brief_status().version.incarnation).buffer
 
-    def tickets(self, replica: str) -> set[str]:
-        """Returns the keys of the tickets that a replica holds, as the buffer knows them."""
-        return {group.ticket.key for group in self.groups if group.meta is None and group.ticket.replica == replica}
+    def ready(self) -> list[OpenGroup]:
+        """Returns the groups that were committed and are not trained yet."""
+        return [group for group in self.snapshot().open if group.meta is not None]
+
+    def tickets(self, replica: str) -> dict[str, OpenGroup]:
+        """Returns the groups whose tickets a replica holds, as the buffer knows them, by their keys."""
+        held = [group for group in self.snapshot().open if group.meta is None and group.ticket.replica == replica]
+        return {group.ticket.key: group for group in held}
 
     def heartbeats(self, replica: str) -> list[HeldReport]:
         """Returns what the heartbeats of a replica said of its tickets."""

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from buffer_scenes import everything_else_runs
 from pool import started_pool, until
+from scraped import scraped
 
 from asyncrl.buffer.fleet import Cause, ReplicaState
 from asyncrl.buffer.ledger import Fate
@@ -23,7 +24,7 @@ async def test_a_replica_whose_engine_dies_ends_at_once_and_its_groups_go_elsewh
         await until(lambda: pool.counts.ready >= 2)
         doomed.gate.clear()
         await until(lambda: doomed.running > 0)
-        held = set(pool.generators["a"]._held)
+        held = pool.counts.reserved
         doomed.die()
         with pytest.raises(EngineDied, match="engine of replica a has died: killed by a test"):
             await pool.running["a"]
@@ -116,11 +117,11 @@ async def test_a_replica_whose_rollouts_fail_in_a_row_waits_and_then_ends_and_no
         await until(lambda: pool.counts.ready >= 2)
         engine.generate = fails  # type: ignore[method-assign,assignment]
         pool.add("b")
+        await pool.coordinator.start()
         async with asyncio.timeout(60):
             while not pool.running["a"].done():
                 pool.clock.now_s += 1.0
                 await pool.generators["b"].report()
-                await pool.coordinator._tick()
                 await asyncio.sleep(0.01)
         with pytest.raises(Quarantined, match=r"3 of its rollouts failed in a row \(generator\.max_infra_failures\)"):
             await pool.running["a"]
@@ -128,7 +129,11 @@ async def test_a_replica_whose_rollouts_fail_in_a_row_waits_and_then_ends_and_no
             await pool.step()
         status = pool.coordinator.status()
         assert status.account.fates[Fate.FAILED].groups == 0
-        assert pool.coordinator._parts.buffer.fleet.quarantines == {Cause.INFRA_FAILURES: 1}
+        pool.clock.now_s += 1.0
+        await everything_else_runs()
+        read = (await scraped(pool.coordinator)).get_sample_value
+        counts = {cause: read("asyncrl_replica_quarantines_total", {"cause": cause}) for cause in Cause}
+        assert {cause: count for cause, count in counts.items() if count} == {Cause.INFRA_FAILURES: 1}
 
 
 @pytest.mark.asyncio
@@ -136,7 +141,7 @@ async def test_a_replica_whose_rollouts_fail_in_a_row_waits_and_then_ends_and_no
 async def test_a_replica_that_was_started_again_waits_for_the_current_weights_and_continues_its_totals() -> None:
     async with started_pool() as (pool, doomed):
         await pool.step()
-        await until(lambda: pool.coordinator._parts.replicas.reports["a"].samples >= 8)
+        await until(lambda: pool.coordinator.status().reports["a"].samples >= 8)
         doomed.die()
         await asyncio.gather(pool.running["a"], return_exceptions=True)
         before = pool.coordinator.status().reports["a"]
@@ -174,7 +179,7 @@ async def test_a_replica_that_left_gets_no_tickets_for_a_reserve_that_still_wait
 @pytest.mark.asyncio
 async def test_a_replica_does_not_take_groups_faster_than_it_can_deliver_them() -> None:
     async with started_pool(generator={"max_concurrent_groups": 2}) as (pool, _):
-        generator, gate = pool.generators["a"], asyncio.Event()
+        gate, most = asyncio.Event(), HELD_PER_SLOT * pool.config.generator.max_concurrent_groups
 
         async def slow(*_: object) -> None:
             await gate.wait()
@@ -183,7 +188,7 @@ async def test_a_replica_does_not_take_groups_faster_than_it_can_deliver_them() 
         for _ in range(5):
             await everything_else_runs()
             pool.clock.now_s += 1.0
-        assert len(generator._held) == HELD_PER_SLOT * generator._slots < 8, "8 groups are within the staleness limit"
+        assert pool.counts.reserved == most < 8, "8 groups are within the staleness limit"
         gate.set()
         await until(lambda: pool.counts.ready == 8)
 
@@ -191,7 +196,7 @@ async def test_a_replica_does_not_take_groups_faster_than_it_can_deliver_them() 
 @pytest.mark.asyncio
 async def test_groups_that_are_only_scored_take_no_slot() -> None:
     async with started_pool(generator={"max_concurrent_groups": 2}) as (pool, engine):
-        generator, scores = pool.generators["a"], asyncio.Event()
+        scores, most = asyncio.Event(), HELD_PER_SLOT * pool.config.generator.max_concurrent_groups
         score = pool.scorer.score
 
         async def slow(*arguments: Any) -> list[Score]:
@@ -199,10 +204,10 @@ async def test_groups_that_are_only_scored_take_no_slot() -> None:
             return await score(*arguments)
 
         pool.scorer.score = slow  # type: ignore[method-assign]
-        await until(lambda: len(generator._running) == HELD_PER_SLOT * generator._slots)
+        await until(lambda: pool.counts.reserved == most)
         await everything_else_runs()
-        assert (engine.running, generator._running.generating) == (0, 0)
-        await generator.report()
+        assert engine.running == 0
+        await pool.generators["a"].report()
         assert pool.coordinator.status().reports["a"].running_groups == 0
         scores.set()
         await until(lambda: pool.counts.ready == 8)
@@ -215,6 +220,6 @@ async def test_a_replica_that_asks_for_no_groups_hears_in_its_heartbeat_that_it_
         await until(lambda: pool.counts.ready >= 2)
         engine.gate.clear()
         await until(lambda: engine.running > 0)
-        pool.coordinator._parts.buffer.fleet.quarantine("a", Cause.INFRA_FAILURES, "made up")
+        await pool.coordinator.quarantine("a", Cause.INFRA_FAILURES, "made up")
         with pytest.raises(Quarantined, match="replica a gets no groups any more"):
             await pool.generators["a"].report()

@@ -14,6 +14,7 @@ from pool import Pool, empty_pool, until
 from asyncrl.buffer.ledger import Event
 from asyncrl.buffer.records import Prefix, Ticket, VersionSpan
 from asyncrl.common.version import Version
+from asyncrl.coordinator.coordinator import SWEEP_EVERY_S
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
 from asyncrl.data.specs import SUPPORT
@@ -119,8 +120,7 @@ async def killed_in_the_middle(pool: Pool, *, tokens: int = 6) -> tuple[FakeEngi
     await pool.publish(0)
     generator = pool.generators["a"]
     await until(lambda: engine.running)
-    reserved = pool.coordinator._parts.buffer._state.groups.table.reserved
-
+    await pool.reserve_elsewhere()
     prefix: Prefix | None = None
     while prefix is None or prefix.tokens < tokens:
         engine.gate.set()
@@ -128,11 +128,11 @@ async def killed_in_the_middle(pool: Pool, *, tokens: int = 6) -> tuple[FakeEngi
         engine.gate.clear()
         await everything_else_runs()
         await generator.report()
-        prefix = reserved["0.0"].prefix
+        prefix = pool.tickets("a")["0.0"].prefix
     before = samples_of_rows(pool.prefixes.kept["0.0"], prefix=prefix)
     pool.running["a"].cancel()
     await asyncio.gather(pool.running["a"], return_exceptions=True)  # it leaves, so its ticket expires
-    assert "0.0" not in reserved
+    assert not pool.tickets("a")
     return engine, before
 
 
@@ -151,14 +151,16 @@ async def test_another_replica_continues_the_tokens_of_a_killed_one() -> None:
             assert rows["input_ids"][place, stored].tolist() == each.token_ids
             assert torch.equal(rows["generation_logprobs"][place, stored], torch.tensor(each.logprobs))
         await until(lambda: pool.counts.ready)
-        slot = next(iter(pool.coordinator._parts.buffer._state.groups.table.ready.slots()))
+        [group] = pool.ready()
         continued = sum(len(each.token_ids) for each in before)
-        assert slot.meta is not None
-        assert (slot.meta.key, slot.meta.replica, slot.meta.continued_tokens) == ("0.1", "b", continued)
-        assert slot.meta.generated_tokens > continued
+        assert group.meta is not None
+        assert (group.meta.key, group.meta.replica, group.meta.continued_tokens) == ("0.1", "b", continued)
+        assert group.meta.generated_tokens > continued
         events = pool.coordinator.status().account.events
         assert (events[Event.TOKENS_CONTINUED], events[Event.TOKENS_DROPPED]) == (continued, 0)
-        await pool.coordinator._tick()
+        await pool.coordinator.start()
+        await everything_else_runs()
+        await pool.clock.passes(1.0)
         await until(lambda: not {"0.0", "0.1"} & set(pool.prefixes.kept))
 
 
@@ -166,14 +168,13 @@ async def test_another_replica_continues_the_tokens_of_a_killed_one() -> None:
 async def test_a_prefix_keeps_its_versions_when_newer_weights_continue_it() -> None:
     async with empty_pool(**STORED, learner={"groups_per_step": 1, "group_size": 2, "total_steps": 50}) as pool:
         _, before = await killed_in_the_middle(pool)
-        pool.coordinator._parts.buffer._state.step = 1  # another replica's group was trained meanwhile
-        await pool.publish(1)
+        await pool.step_elsewhere()
         pool.add("b")
         await until(lambda: pool.counts.ready)
-        slot = next(iter(pool.coordinator._parts.buffer._state.groups.table.ready.slots()))
-        assert slot.meta is not None
-        assert (slot.meta.oldest, slot.meta.newest, slot.ticket.deadline) == (0, 1, 2)
-        for each, spans, tokens in zip(before, slot.meta.version_spans, slot.meta.completion_tokens, strict=True):
+        [group] = pool.ready()
+        assert group.meta is not None
+        assert (group.meta.oldest, group.meta.newest, group.deadline) == (0, 1, 2)
+        for each, spans, tokens in zip(before, group.meta.version_spans, group.meta.completion_tokens, strict=True):
             new = tokens - len(each.token_ids)
             assert spans == (VersionSpan(1, 0, len(each.token_ids)), *([VersionSpan(1, 1, new)] if new else []))
 
@@ -209,38 +210,12 @@ async def test_a_put_that_fails_does_not_fail_the_rollout() -> None:
 
 
 @pytest.mark.asyncio
-async def test_tokens_of_weights_that_fail_their_probe_are_not_stored() -> None:
-    """The rollout goes on after the verdict, as one that is being scored does."""
-    async with empty_pool(**STORED) as pool:
-        engine = pool.add("a")
-        engine.ends_one_in = 10**9
-        engine.gate.clear()
-        await pool.publish(0)
-        await until(lambda: engine.running)
-        generator = pool.generators["a"]
-        verified = generator._weights._verified
-        verified.clear()  # an update is being verified
-        engine.gate.set()
-        await until(lambda: "0.0" in generator._prefixes._puts)
-        engine.gate.clear()
-        await generator._fail_unverified(InfraError("the probe failed", reason="parity"))
-        verified.set()  # a later update is good
-        await everything_else_runs()
-        assert "0.0" in generator._running
-        engine.gate.set()
-        await until(lambda: "0.0" not in generator._running)
-        assert "0.0" not in pool.prefixes.kept
-        await until(lambda: pool.failures["infra/parity"] == 1)
-
-
-@pytest.mark.asyncio
 async def test_a_commit_names_what_the_attempt_has_stored() -> None:
     async with empty_pool(**STORED) as pool:
         pool.add("a")
         await pool.publish(0)
         await until(lambda: pool.counts.ready >= 1)
-        open_groups = pool.coordinator._parts.buffer._state.groups.table.open.values()
-        metas = [slot.meta for slot in open_groups if slot.meta is not None]
+        metas = [group.meta for group in pool.ready() if group.meta is not None]
         stored = [meta.stored for meta in metas if meta.stored is not None]
         assert stored, metas
         assert all(
@@ -262,5 +237,7 @@ async def test_what_no_attempt_needs_is_swept() -> None:
     async with empty_pool(**STORED) as pool:
         await killed_in_the_middle(pool)
         pool.prefixes.kept |= {"0.5": rows_of([sample(1)]), "77.0": rows_of([sample(1)])}
-        await pool.coordinator._parts.clearing._sweep_prefixes(pool.prefixes)
+        await pool.coordinator.start()
+        await everything_else_runs()
+        await pool.clock.passes(SWEEP_EVERY_S)
         assert set(pool.prefixes.kept) == {"0.0"}

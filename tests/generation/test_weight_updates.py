@@ -44,7 +44,7 @@ async def test_a_version_that_is_held_stays_and_the_next_one_is_loaded_afterward
     async with started_pool() as (pool, engine):
         await pool.step()
         await until(lambda: engine.version == Version(1, 1))
-        updates = pool.generators["a"]._weights
+        updates = pool.updates["a"]
         async with updates.held() as version:
             assert version == Version(1, 1)
             loads = len(engine.loads)
@@ -259,11 +259,11 @@ async def test_a_group_of_weights_that_fail_the_probe_is_not_committed_after_the
         generator = pool.generators["a"]
         await pool.step()
         await until(lambda: engine.version == Version(1, 1))
-        await until(lambda: generator._held and not engine.running)
+        await until(lambda: pool.counts.reserved and not engine.running)
         if held_back == "by the verdict":
             may_score.set()
             await everything_else_runs()
-        spoiled = set(generator._held)
+        spoiled = pool.tickets("a").keys()
         may_probe.set()
         await until(lambda: generator.version is None)
         may_score.set()
@@ -272,6 +272,45 @@ async def test_a_group_of_weights_that_fail_the_probe_is_not_committed_after_the
         trained = {group.meta.key for lease in leases for group in lease.groups}
         assert not spoiled & (trained | set(pool.rows.kept))
         assert pool.coordinator.status().account.fates[Fate.FAILED].groups == 0
+
+
+@pytest.mark.asyncio
+async def test_tokens_of_weights_that_fail_their_probe_are_not_stored() -> None:
+    """The rollout goes on after the verdict, because it is being scored."""
+    limits = {"max_concurrent_groups": 1, "max_completion_tokens": 40, "persist_every_tokens": 2}
+    async with empty_pool(generator=limits) as pool:
+        engine, generator = pool.add("a"), pool.generators["a"]
+        may_probe, may_score, score, reward = asyncio.Event(), asyncio.Event(), engine.score, pool.scorer.score
+        scoring: list[Task] = []
+
+        async def probed(tokens: Sequence[int]) -> list[float]:
+            await may_probe.wait()
+            return await score(tokens)
+
+        async def scored(task: Task, completions: Sequence[str]) -> list[float]:
+            scoring.append(task)
+            await may_score.wait()
+            return await reward(task, completions)
+
+        engine.gate.clear()
+        await pool.publish(0)
+        await until(lambda: engine.running)
+        engine.score, pool.scorer.score = probed, scored  # type: ignore[method-assign]
+        engine.score_error_nats = 0.5
+        await pool.reserve_elsewhere()
+        await pool.step_elsewhere()
+        await until(lambda: engine.version == Version(1, 1))
+        engine.gate.set()
+        await until(lambda: scoring)
+        may_probe.set()
+        await until(lambda: generator.version is None)
+        engine.score_error_nats = 0.0
+        await until(lambda: generator.version == Version(1, 1))
+        await everything_else_runs()
+        assert "0.0" not in pool.prefixes.kept
+        may_score.set()
+        await until(lambda: pool.failures["infra/parity"] == 1)
+        assert "0.0" not in pool.prefixes.kept
 
 
 @pytest.mark.asyncio
@@ -293,13 +332,13 @@ async def test_tickets_that_arrive_while_the_replica_is_torn_wait_for_a_whole_up
         await pool.publish(1)
         generator = pool.generators["a"]
         await until(lambda: engine.loads == [Version(1, 0), Version(1, 1)] and generator.version is None)
-        ready = next(iter(pool.coordinator._parts.buffer._state.groups.table.ready.slots())).ticket.key
-        await pool.coordinator.learner.rows_lost(1, [ready])
-        await until(lambda: generator._held)
+        begun = len(engine.prompts)
+        await pool.coordinator.learner.rows_lost(1, [pool.ready()[0].ticket.key])
+        await until(lambda: pool.counts.reserved)
         await everything_else_runs()
-        assert generator._held
-        assert not generator._running, "a torn replica starts no rollout"
-        assert not generator._delivery._ended
+        assert pool.counts.reserved
+        assert len(engine.prompts) == begun, "a torn replica starts no rollout"
+        assert pool.failures.total() == 0
         may_mend.set()
         await until(lambda: pool.counts.ready >= 4)
         assert generator.version == Version(1, 1)
@@ -382,7 +421,7 @@ async def test_a_probe_that_fails_ends_what_runs_and_fails_what_is_finished(
     scene.source.offer(1, serial=2)
     await until(lambda: scene.failed)
     assert scene.updates.version is None
-    assert scene.engine._aborted == 1
+    assert scene.engine.aborts == 1
     [error] = scene.failed
     assert error.reason == "parity"
     assert "the largest difference of 2 tokens is 0.5 nats, and weights.parity_tolerance_nats = 0.0001" in str(error)
