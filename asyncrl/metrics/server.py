@@ -4,8 +4,8 @@ The endpoint shows the process's asyncrl registry and the default registry, to w
 endpoint also answers `GET /sd`, Prometheus' HTTP service discovery, for the whole run.
 
 The endpoint cannot block training. If the port is taken, it uses a free port and logs a warning (F31). Each connection
-has a thread of its own and takes one request. It is closed after `SCRAPE_TIMEOUT_S`, however slowly its client sends or
-reads. Beyond `CONNECTIONS` open ones, a new connection ends the oldest one of the address that has most. A scrape takes
+has a thread of its own and takes one request. It is closed after `scrape_timeout_s`, however slowly its client sends or
+reads. Beyond `connections` open ones, a new connection ends the oldest one of the address that has most. A scrape takes
 milliseconds, so clients that hold connections end each other's and not the scrape's.
 """
 
@@ -18,6 +18,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import ThreadingHTTPServer
 from threading import Lock, Thread
@@ -31,16 +32,6 @@ from asyncrl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-SCRAPE_TIMEOUT_S = 10.0
-"""Time limit of a connection. It is Prometheus' default scrape timeout, so no scraper waits longer."""
-
-CONNECTIONS = 16
-"""Largest number of open connections. Each job of a Prometheus needs one for some milliseconds."""
-
-THREADS = 2 * CONNECTIONS
-"""Largest number of threads of connections, with those of connections that were ended. Beyond it, a new connection is
-closed at once."""
-
 CLOSE_TIMEOUT_S = 5.0
 
 POLL_S = 0.1
@@ -50,20 +41,32 @@ LINGER_S = 6.0
 """How long the server stays up after the run has removed its targets. Prometheus scrapes a removed target for up to
 five seconds more."""
 
-WATCHED_S = 60.0
-"""A client that has sent no request for this time does not watch the run any more."""
-
 DISCOVERY_S = 20.0
 """Longest wait for the next discovery request of a client: twice the longest refresh interval in deploy/."""
-
-CLIENTS = 16
-"""Largest number of clients of `/sd` for which the end of a run waits."""
 
 DISCOVERY_PATH = "/sd"
 REFRESH_HEADER = "X-Prometheus-Refresh-Interval-Seconds"
 """Header of a client of `/sd` that will ask again. Prometheus sends it with every request for a target list."""
 
 PORT_REFUSED = {errno.EADDRINUSE, errno.EACCES}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLimits:
+    """How many clients the server serves, and for how long. Times are seconds."""
+
+    scrape_timeout_s: float = 10.0
+    """Time limit of a connection. It is Prometheus' default scrape timeout, so no scraper waits longer."""
+    connections: int = 16
+    """Largest number of open connections. Each job of a Prometheus needs one for some milliseconds."""
+    threads: int = 32
+    """Largest number of threads of connections, with those of connections that were ended. Beyond it, a new connection
+    is closed at once."""
+    watched_s: float = 60.0
+    """A client that has sent no request for this time does not watch the run any more."""
+    discovery_s: float = DISCOVERY_S
+    clients: int = 16
+    """Largest number of clients of `/sd` for which the end of a run waits."""
 
 
 class MetricsServer:
@@ -76,6 +79,7 @@ class MetricsServer:
         host: str,
         port: int,
         discovery: Callable[[], bytes] = lambda: b"[]\n",
+        limits: ServerLimits | None = None,
     ) -> None:
         """Starts the server. The host `node` is this node's Ray address; the process must have joined Ray before.
 
@@ -88,7 +92,8 @@ class MetricsServer:
         both = CollectorRegistry()
         both.register(registry)
         both.register(REGISTRY)
-        self._server = _bind(host, port, both, discovery)
+        self._limits = limits or ServerLimits()
+        self._server = _bind(host, port, both, discovery, self._limits)
         self._thread = Thread(target=self._server.serve_forever, args=(POLL_S,), name="metrics", daemon=True)
         self._thread.start()
 
@@ -105,22 +110,22 @@ class MetricsServer:
     @property
     def linger_s(self) -> float:
         """Seconds to keep serving after the end of the run; 0 when the endpoint was not scraped in the last
-        `WATCHED_S`.
+        `watched_s`.
 
         In this time Prometheus scrapes the last values, and it does not report a listed target that is down.
         """
         last_s = self._server.scraped_s
-        return LINGER_S if last_s is not None and time.monotonic() - last_s < WATCHED_S else 0.0
+        return LINGER_S if last_s is not None and time.monotonic() - last_s < self._limits.watched_s else 0.0
 
     async def told(self, *, since_s: float) -> None:
         """Waits until every client of `/sd` has read the list as it is since `since_s` on the monotonic clock.
 
-        A client counts only if it sent a request for `/sd` in the `WATCHED_S` before `since_s`, and announced that it
-        asks again. Returns after `DISCOVERY_S` even if a client has not asked again.
+        A client counts only if it sent a request for `/sd` in the `watched_s` before `since_s`, and announced that it
+        asks again. Returns after `discovery_s` even if a client has not asked again.
         """
         told_s = self._server.told_s
-        waiting = [path for path, asked_s in told_s.copy().items() if since_s - asked_s < WATCHED_S]
-        while time.monotonic() - since_s < DISCOVERY_S:
+        waiting = [path for path, asked_s in told_s.copy().items() if since_s - asked_s < self._limits.watched_s]
+        while time.monotonic() - since_s < self._limits.discovery_s:
             if all(told_s.get(path, since_s) >= since_s for path in waiting):
                 return
             await asyncio.sleep(POLL_S)
@@ -169,13 +174,21 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 128
     """Connections that the kernel keeps until they are accepted. With Python's 5, one of many waits a second."""
 
-    def __init__(self, host: str, port: int, registry: CollectorRegistry, discovery: Callable[[], bytes]) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        registry: CollectorRegistry,
+        discovery: Callable[[], bytes],
+        limits: ServerLimits,
+    ) -> None:
         self.address_family, _, _, _, _ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         self.discovery = discovery
+        self._limits = limits
         self.scraped_s: float | None = None
         """Time of the last scrape on the monotonic clock."""
         self.told_s: dict[str, float] = {}
-        """Time of the last `/sd` request on the monotonic clock, by path and query, of at most `CLIENTS` clients that
+        """Time of the last `/sd` request on the monotonic clock, by path and query, of at most `clients` clients that
         will ask again. Each job of a Prometheus sends its own requests, so two jobs with different queries are two
         clients."""
         self._told_lock = Lock()
@@ -189,14 +202,14 @@ class _Server(ThreadingHTTPServer):
         """Remembers that a client of `/sd` which will ask again has asked."""
         with self._told_lock:
             self.told_s[client] = asked_s
-            if len(self.told_s) > CLIENTS:
+            if len(self.told_s) > self._limits.clients:
                 del self.told_s[min(self.told_s, key=self.told_s.__getitem__)]
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if len(self._opened) >= CONNECTIONS:
+        if len(self._opened) >= self._limits.connections:
             self._end_oldest()
-        if len(self._opened) + len(self._ending) >= THREADS:
-            logger.debug("a connection by %s is closed, because %d threads run", client_address, THREADS)
+        if len(self._opened) + len(self._ending) >= self._limits.threads:
+            logger.debug("a connection by %s is closed, because %d threads run", client_address, self._limits.threads)
             self.shutdown_request(request)
             return
         self._opened[request] = _Connection(opened_s=time.monotonic(), peer=str(client_address[0]))
@@ -210,7 +223,7 @@ class _Server(ThreadingHTTPServer):
 
     def service_actions(self) -> None:
         """Ends connections that take too long. Their threads then see the end of the data. Called every `POLL_S`."""
-        self._end_connections(opened_before_s=time.monotonic() - SCRAPE_TIMEOUT_S)
+        self._end_connections(opened_before_s=time.monotonic() - self._limits.scrape_timeout_s)
 
     def server_close(self) -> None:
         super().server_close()
@@ -243,18 +256,20 @@ class _Server(ThreadingHTTPServer):
         logger.debug("a scrape by %s broke off", client_address, exc_info=True)
 
 
-def _bind(host: str, port: int, registry: CollectorRegistry, discovery: Callable[[], bytes]) -> _Server:
+def _bind(
+    host: str, port: int, registry: CollectorRegistry, discovery: Callable[[], bytes], limits: ServerLimits
+) -> _Server:
     if host == NODE:
         import ray
 
         host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
     try:
         try:
-            return _Server(host, port, registry, discovery)
+            return _Server(host, port, registry, discovery, limits)
         except OSError as error:
             if port == 0 or error.errno not in PORT_REFUSED:
                 raise
-            server = _Server(host, 0, registry, discovery)
+            server = _Server(host, 0, registry, discovery, limits)
             logger.warning(
                 "metrics.learner_port = %d cannot be used on %s (%s): metrics and /sd are on port %d instead, which "
                 "metrics/targets.json lists; end the process that uses the port, or choose another port",

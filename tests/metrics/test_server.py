@@ -1,6 +1,7 @@
 """The metrics endpoint: it serves both registries over HTTP, and the faults of F31 do not affect its process."""
 
 import asyncio
+import http.client
 import json
 import logging
 import socket
@@ -9,7 +10,8 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
 
 import pytest
 import ray
@@ -19,13 +21,15 @@ from asyncrl.errors import ConfigError
 from asyncrl.metrics import server as server_module
 from asyncrl.metrics.discovery import Target, target_groups
 from asyncrl.metrics.recorders import LearnerMetrics
-from asyncrl.metrics.server import MetricsServer
+from asyncrl.metrics.server import MetricsServer, ServerLimits
 
 pytestmark = pytest.mark.slow
 
 DEADLINE_S = 120.0
 """Time limit of a failing test. A passing test does not wait that long."""
 FOR_EVER_S = 10 * DEADLINE_S
+PATIENT = ServerLimits(scrape_timeout_s=FOR_EVER_S, discovery_s=FOR_EVER_S)
+"""With the real limits, the server would close connections and give up waiting, and some tests could not fail."""
 
 
 def scrape(url: str | urllib.request.Request) -> str:
@@ -43,12 +47,28 @@ def discover(server: MetricsServer, query: str = "") -> str:
     return scrape(urllib.request.Request(url, headers={server_module.REFRESH_HEADER: "10"}))
 
 
-@pytest.fixture
-def server() -> Iterator[MetricsServer]:
+@contextmanager
+def served(limits: ServerLimits | None = None) -> Iterator[MetricsServer]:
     metrics = LearnerMetrics()
     metrics.versions(learner=7, published=6)
-    with closing(MetricsServer(metrics.registry, host="127.0.0.1", port=0)) as running:
+    with closing(MetricsServer(metrics.registry, host="127.0.0.1", port=0, limits=limits)) as running:
         yield running
+
+
+@pytest.fixture
+def server() -> Iterator[MetricsServer]:
+    with served() as running:
+        yield running
+
+
+@pytest.fixture
+def patient() -> Iterator[MetricsServer]:
+    with served(PATIENT) as running:
+        yield running
+
+
+def client_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if "process_request_thread" in thread.name]
 
 
 def test_it_serves_our_registry_and_the_default_one(server: MetricsServer) -> None:
@@ -135,26 +155,22 @@ def test_a_taken_port_becomes_a_free_one_with_a_warning(caplog: pytest.LogCaptur
 
 
 @pytest.mark.fault("F31")
-def test_scrapers_that_say_nothing_or_do_not_read_hold_up_nobody(
-    monkeypatch: pytest.MonkeyPatch, server: MetricsServer
-) -> None:
-    # With the real limit, the server would close these connections, and the test could not fail.
-    monkeypatch.setattr(server_module, "SCRAPE_TIMEOUT_S", FOR_EVER_S)
-    address = ("127.0.0.1", server.port)
+def test_scrapers_that_say_nothing_or_do_not_read_hold_up_nobody(patient: MetricsServer) -> None:
+    address = ("127.0.0.1", patient.port)
     with socket.create_connection(address, DEADLINE_S), socket.create_connection(address, DEADLINE_S) as deaf:
         deaf.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 100)
         for _ in range(3):
-            assert "asyncrl_learner_policy_version 7.0" in metrics_of(server)
+            assert "asyncrl_learner_policy_version 7.0" in metrics_of(patient)
 
 
 @pytest.mark.fault("F31")
 @pytest.mark.parametrize("sent", [b"", b"x"])
-def test_a_client_is_dropped_after_the_time_of_a_scrape_also_if_it_goes_on_sending(
-    monkeypatch: pytest.MonkeyPatch, server: MetricsServer, sent: bytes
-) -> None:
-    address, deadline_s = ("127.0.0.1", server.port), time.monotonic() + DEADLINE_S
-    with monkeypatch.context() as patched, socket.create_connection(address, DEADLINE_S) as slow:
-        patched.setattr(server_module, "SCRAPE_TIMEOUT_S", 0.05)
+def test_a_client_is_dropped_after_the_time_of_a_scrape_also_if_it_goes_on_sending(sent: bytes) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    with (
+        served(ServerLimits(scrape_timeout_s=0.05)) as hasty,
+        socket.create_connection(("127.0.0.1", hasty.port), DEADLINE_S) as slow,
+    ):
         slow.settimeout(0.01)
         dropped = False
         while not dropped:
@@ -166,7 +182,6 @@ def test_a_client_is_dropped_after_the_time_of_a_scrape_also_if_it_goes_on_sendi
                 continue
             except ConnectionError:
                 dropped = True
-    assert "asyncrl_learner_policy_version 7.0" in metrics_of(server)
 
 
 REQUEST = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -182,32 +197,30 @@ HOLDERS = {
 
 @pytest.mark.fault("F31")
 @pytest.mark.parametrize(("sent", "deaf"), HOLDERS.values(), ids=HOLDERS)
-def test_a_scrape_is_answered_however_many_clients_hold_connections(
-    monkeypatch: pytest.MonkeyPatch, sent: bytes, deaf: int
-) -> None:
-    monkeypatch.setattr(server_module, "SCRAPE_TIMEOUT_S", FOR_EVER_S)
+def test_a_scrape_is_answered_however_many_clients_hold_connections(sent: bytes, deaf: int) -> None:
     registry = CollectorRegistry()
     gauge = Gauge("asyncrl_gauge_of_this_test", "x" * 2**10, ["name"], registry=registry)
     for number in range(3000 * deaf):
         gauge.labels(f"{number:02000d}").set(number)  # an answer that no buffer of a socket holds
-    with closing(MetricsServer(registry, host="127.0.0.1", port=0)) as server, ExitStack() as held:
+    with (
+        closing(MetricsServer(registry, host="127.0.0.1", port=0, limits=PATIENT)) as server,
+        ExitStack() as held,
+    ):
         for _ in range(3):
             for _ in range(30):
                 holder = held.enter_context(socket.create_connection(("127.0.0.1", server.port), DEADLINE_S))
                 with suppress(ConnectionError):
                     holder.sendall(sent)
             assert "# TYPE asyncrl_gauge_of_this_test gauge" in metrics_of(server)
-        threads = [thread for thread in threading.enumerate() if "process_request_thread" in thread.name]
-        assert len(threads) <= server_module.THREADS
+        assert len(client_threads()) <= PATIENT.threads
 
 
 @pytest.mark.fault("F31")
 @pytest.mark.parametrize("peers", [["127.0.0.2"], ["127.0.0.2", "127.0.0.3"], ["127.0.0.2", "127.0.0.2", "127.0.0.4"]])
 def test_clients_of_an_address_with_many_connections_do_not_end_those_of_another(
-    monkeypatch: pytest.MonkeyPatch, server: MetricsServer, peers: list[str]
+    patient: MetricsServer, peers: list[str]
 ) -> None:
-    monkeypatch.setattr(server_module, "SCRAPE_TIMEOUT_S", FOR_EVER_S)
-    address = ("127.0.0.1", server.port)
+    address = ("127.0.0.1", patient.port)
     with ExitStack() as held:
         slow = held.enter_context(socket.create_connection(address, DEADLINE_S))
         for number in range(60):
@@ -218,12 +231,8 @@ def test_clients_of_an_address_with_many_connections_do_not_end_those_of_another
 
 
 @pytest.mark.fault("F31")
-def test_beyond_the_limit_of_threads_a_client_is_refused_until_a_thread_has_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(server_module, "SCRAPE_TIMEOUT_S", FOR_EVER_S)
-    monkeypatch.setattr(server_module, "CONNECTIONS", 2)
-    monkeypatch.setattr(server_module, "THREADS", 4)
+def test_beyond_the_limit_of_threads_a_client_is_refused_until_a_thread_has_ended() -> None:
+    limits = ServerLimits(scrape_timeout_s=FOR_EVER_S, connections=2, threads=4)
     go, begun = threading.Event(), threading.Semaphore(0)
 
     def discovery() -> bytes:
@@ -232,7 +241,9 @@ def test_beyond_the_limit_of_threads_a_client_is_refused_until_a_thread_has_ende
         return b"[]"
 
     with (
-        closing(MetricsServer(CollectorRegistry(), host="127.0.0.1", port=0, discovery=discovery)) as server,
+        closing(
+            MetricsServer(CollectorRegistry(), host="127.0.0.1", port=0, discovery=discovery, limits=limits)
+        ) as server,
         ExitStack() as held,
     ):
         for _ in range(4):
@@ -244,22 +255,27 @@ def test_beyond_the_limit_of_threads_a_client_is_refused_until_a_thread_has_ende
                 assert refused.recv(1) == b"", "the server closes the connection at once"
         go.set()
         deadline_s = time.monotonic() + DEADLINE_S
-        while server._server._ending:
+        answer = ""
+        while not answer:
             assert time.monotonic() < deadline_s, "an ended connection still has its thread"
-            time.sleep(0.01)  # polls other threads
-        assert "# HELP python_info" in metrics_of(server)
+            with suppress(OSError, http.client.HTTPException):
+                answer = metrics_of(server)
+        assert "# HELP python_info" in answer
 
 
 @pytest.mark.fault("F31")
-def test_a_closed_server_leaves_no_thread_of_a_client(monkeypatch: pytest.MonkeyPatch, server: MetricsServer) -> None:
-    monkeypatch.setattr(server_module, "SCRAPE_TIMEOUT_S", FOR_EVER_S)
-    with socket.create_connection(("127.0.0.1", server.port), DEADLINE_S) as silent:
+def test_a_closed_server_leaves_no_thread_of_a_client(patient: MetricsServer) -> None:
+    before = client_threads()
+    with socket.create_connection(("127.0.0.1", patient.port), DEADLINE_S) as silent:
         deadline_s = time.monotonic() + DEADLINE_S
-        while not server._server._opened:
+        while not (begun := set(client_threads()) - {*before}):
             assert time.monotonic() < deadline_s, "the server accepts no connection"
             time.sleep(0.01)  # polls another thread
-        server.close()
+        patient.close()
         assert silent.recv(1) == b""
+    for thread in begun:
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
 
 
 @pytest.mark.fault("F31")
@@ -292,101 +308,113 @@ def test_an_address_of_another_machine_is_refused_by_key() -> None:
     assert "metrics.host" in str(refused.value)
 
 
-def test_it_lingers_for_who_watches_and_for_nobody_else(server: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_lingers_for_who_watches_and_for_nobody_else(server: MetricsServer) -> None:
     scrape(f"http://{server.address}/sd")
     assert server.linger_s == 0.0
     metrics_of(server)
     assert server.linger_s == server_module.LINGER_S > 5.0
-    monkeypatch.setattr(server_module, "WATCHED_S", 0.0)
-    assert server.linger_s == 0.0
+    with served(ServerLimits(watched_s=0.0)) as unwatched:
+        metrics_of(unwatched)
+        assert unwatched.linger_s == 0.0
 
 
 @pytest.mark.asyncio
 async def test_who_discovers_over_http_is_waited_for_until_the_list_of_the_end_was_given(
-    server: MetricsServer, monkeypatch: pytest.MonkeyPatch
+    patient: MetricsServer,
 ) -> None:
-    monkeypatch.setattr(server_module, "DISCOVERY_S", FOR_EVER_S)
     async with asyncio.timeout(DEADLINE_S):
-        await asyncio.to_thread(metrics_of, server)
+        await asyncio.to_thread(metrics_of, patient)
         # The scrape above is not a discovery request, so there is no client to wait for.
-        await server.told(since_s=time.monotonic())
-        await asyncio.to_thread(discover, server)
-        told = asyncio.create_task(server.told(since_s=time.monotonic()))
-        await asyncio.to_thread(metrics_of, server)
+        await patient.told(since_s=time.monotonic())
+        await asyncio.to_thread(discover, patient)
+        told = asyncio.create_task(patient.told(since_s=time.monotonic()))
+        await asyncio.to_thread(metrics_of, patient)
         assert not told.done(), "the client's list is older than `since_s`"
-        await asyncio.to_thread(discover, server)
+        await asyncio.to_thread(discover, patient)
         await told
 
 
 @pytest.mark.asyncio
 async def test_jobs_that_discover_each_for_itself_are_all_waited_for(
-    server: MetricsServer, monkeypatch: pytest.MonkeyPatch
+    patient: MetricsServer,
 ) -> None:
-    monkeypatch.setattr(server_module, "DISCOVERY_S", FOR_EVER_S)
     queries = ["", "?job=ray"]
     async with asyncio.timeout(DEADLINE_S):
         for query in queries:
-            await asyncio.to_thread(discover, server, query)
-        told = asyncio.create_task(server.told(since_s=time.monotonic()))
-        await asyncio.to_thread(discover, server, queries[0])
-        await asyncio.sleep(2 * server_module.POLL_S)
-        assert not told.done(), "the other job's list is older than `since_s`"
-        await asyncio.to_thread(discover, server, queries[1])
+            await asyncio.to_thread(discover, patient, query)
+        told = asyncio.create_task(patient.told(since_s=time.monotonic()))
+        await asyncio.to_thread(discover, patient, queries[0])
+        assert await still_waits(told), "the other job's list is older than `since_s`"
+        await asyncio.to_thread(discover, patient, queries[1])
         await told
 
 
-@pytest.mark.asyncio
-async def test_a_request_that_announces_no_next_one_is_not_waited_for_and_not_remembered(
-    server: MetricsServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server_module, "DISCOVERY_S", FOR_EVER_S)
-    for number in range(3):
-        assert await asyncio.to_thread(scrape, f"http://{server.address}/sd?{number}") == "[]\n"
-    async with asyncio.timeout(DEADLINE_S):
-        await server.told(since_s=time.monotonic())
-    assert server._server.told_s == {}
+async def still_waits(told: asyncio.Task[None]) -> bool:
+    """Returns whether a wait for the clients goes on after it has looked again."""
+    await asyncio.sleep(2 * server_module.POLL_S)
+    return not told.done()
 
 
 @pytest.mark.asyncio
-async def test_the_clients_that_asked_last_are_remembered_up_to_a_limit(
-    server: MetricsServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server_module, "CLIENTS", 3)
-    monkeypatch.setattr(server_module, "DISCOVERY_S", FOR_EVER_S)
-    for number in (0, 1, 2, 0, 3):
-        await asyncio.to_thread(discover, server, f"?{number}")
-    assert sorted(server._server.told_s) == ["/sd?0", "/sd?2", "/sd?3"]
-    told = asyncio.create_task(server.told(since_s=time.monotonic()))
-    await asyncio.sleep(0)
-    async with asyncio.timeout(DEADLINE_S):
-        for number in (4, 5, 6):
-            await asyncio.to_thread(discover, server, f"?{number}")
-        await told  # not for the clients that are forgotten now
+async def test_a_request_that_announces_no_next_one_is_not_waited_for_and_not_remembered() -> None:
+    with served(replace(PATIENT, clients=1)) as server:
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.to_thread(scrape, f"http://{server.address}/sd")
+            await server.told(since_s=time.monotonic())
+            await asyncio.to_thread(discover, server)
+            for number in range(3):
+                assert await asyncio.to_thread(scrape, f"http://{server.address}/sd?{number}") == "[]\n"
+            told = asyncio.create_task(server.told(since_s=time.monotonic()))
+            assert await still_waits(told), "the client that asks again is not forgotten for the others"
+            await asyncio.to_thread(discover, server)
+            await told
 
 
-@pytest.mark.parametrize("limit", ["WATCHED_S", "DISCOVERY_S"])
 @pytest.mark.asyncio
-async def test_who_does_not_ask_again_is_not_waited_for(
-    server: MetricsServer, monkeypatch: pytest.MonkeyPatch, limit: str
-) -> None:
-    await asyncio.to_thread(discover, server)
-    monkeypatch.setattr(server_module, "DISCOVERY_S", FOR_EVER_S)
-    monkeypatch.setattr(server_module, limit, 0.0)
-    async with asyncio.timeout(DEADLINE_S):
-        await server.told(since_s=time.monotonic())
+async def test_the_clients_that_asked_last_are_remembered_up_to_a_limit() -> None:
+    with served(replace(PATIENT, clients=3)) as server:
+        async with asyncio.timeout(DEADLINE_S):
+            for number in (0, 1, 2, 0, 3):
+                await asyncio.to_thread(discover, server, f"?{number}")
+            told = asyncio.create_task(server.told(since_s=time.monotonic()))
+            for number in (0, 2, 3):
+                assert await still_waits(told)
+                await asyncio.to_thread(discover, server, f"?{number}")
+            await told  # not for client 1
+            told = asyncio.create_task(server.told(since_s=time.monotonic()))
+            await asyncio.sleep(0)
+            for number in (4, 5, 6):
+                await asyncio.to_thread(discover, server, f"?{number}")
+            await told  # not for the clients that are forgotten now
 
 
-def test_an_answer_that_was_being_made_when_the_list_changed_is_none() -> None:
+@pytest.mark.parametrize("limits", [replace(PATIENT, watched_s=0.0), replace(PATIENT, discovery_s=0.0)])
+@pytest.mark.asyncio
+async def test_who_does_not_ask_again_is_not_waited_for(limits: ServerLimits) -> None:
+    with served(limits) as server:
+        await asyncio.to_thread(discover, server)
+        async with asyncio.timeout(DEADLINE_S):
+            await server.told(since_s=time.monotonic())
+
+
+@pytest.mark.asyncio
+async def test_an_answer_that_was_being_made_when_the_list_changed_is_none() -> None:
     """The recorded time of a request is before its list is made: only then is a list from after the change certain."""
-    asked_s: list[float] = []
+    made_s: list[float] = []
 
     def discovery() -> bytes:
-        asked_s.append(time.monotonic())
+        made_s.append(time.monotonic())
         return b"[]"
 
-    with closing(MetricsServer(CollectorRegistry(), host="127.0.0.1", port=0, discovery=discovery)) as running:
-        discover(running)
-        assert running._server.told_s["/sd"] <= asked_s[0]
+    with closing(
+        MetricsServer(CollectorRegistry(), host="127.0.0.1", port=0, discovery=discovery, limits=PATIENT)
+    ) as running:
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.to_thread(discover, running)
+            told = asyncio.create_task(running.told(since_s=made_s[0]))
+            assert await still_waits(told)
+            await asyncio.to_thread(discover, running)
+            await told
 
 
 def test_close_frees_the_port_and_may_be_called_twice() -> None:
