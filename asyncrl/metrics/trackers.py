@@ -62,11 +62,24 @@ class TrackerRun(msgspec.Struct, frozen=True, kw_only=True):
     sent: int = -1
 
 
+def accelerate_classes() -> Mapping[str, Callable[..., Any]]:
+    """Returns accelerate's classes of trackers by name."""
+    from accelerate import PartialState
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    # accelerate's trackers ask PartialState whether this is the main process. With `cpu=True` it does not initialise a
+    # GPU.
+    PartialState(cpu=True)
+    classes: Mapping[str, Callable[..., Any]] = LOGGER_TYPE_TO_CLASS
+    return classes
+
+
 class Trackers:
     """Sends numbers to the trackers called `names`, as the run `run` of the experiment `project`.
 
     `settings` is the run's configuration by dotted key. `folder` is the run's directory: trackers that write files
-    write them there. `going` is None for a new run.
+    write them there. `going` is None for a new run. `classes` returns the classes of the trackers by name; the thread
+    of the trackers calls it. At the end, the trackers get `close_s` seconds to send the rest.
 
     >>> trackers = Trackers([], project="asyncrl", run="quickstart", folder=Path("runs/quickstart"), settings={})
     >>> trackers.log(1, {"reward/mean": 0.5, "staleness/parity_nats": None})
@@ -82,7 +95,11 @@ class Trackers:
         folder: Path,
         settings: Settings,
         going: Going | None = None,
+        classes: Callable[[], Mapping[str, Callable[..., Any]]] = accelerate_classes,
+        close_s: float = CLOSE_S,
     ) -> None:
+        self._classes = classes
+        self._close_s = close_s
         self._names = tuple(names)
         self._folder = folder
         self._going = going
@@ -114,16 +131,16 @@ class Trackers:
             self._work.put(lambda: self._each(partial(_log_table, step=step, columns=columns, rows=rows), step=step))
 
     def close(self) -> None:
-        """Ends the trackers, and waits at most `CLOSE_S` seconds until they have sent everything."""
+        """Ends the trackers, and waits at most `close_s` seconds until they have sent everything."""
         self._work.put(lambda: self._each(lambda _, tracker: tracker.finish()))
         self._work.put(None)
-        self._thread.join(CLOSE_S)
+        self._thread.join(self._close_s)
         if self._thread.is_alive():
             self._given_up.set()
             logger.warning(
                 "the trackers did not send all numbers within %g s of the run's end, and are stopped; all numbers are "
                 "in the run directory",
-                CLOSE_S,
+                self._close_s,
             )
 
     # -- in the thread -----------------------------------------------------------------------------------------------
@@ -134,15 +151,10 @@ class Trackers:
 
     def _start(self, name: str, *, project: str, run: str, folder: Path, settings: Settings) -> None:
         try:
-            from accelerate import PartialState
-            from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-
-            # accelerate's trackers ask PartialState whether this is the main process. With `cpu=True` it does not
-            # initialise a GPU.
-            PartialState(cpu=True)
+            classes = self._classes()
             known, named = self._continued(name, run=run)
             arguments = _arguments(name, project=project, run=named, folder=folder, known=known, going=self._going)
-            tracker: Any = LOGGER_TYPE_TO_CLASS[name](**arguments)
+            tracker: Any = classes[name](**arguments)
             tracker.start()
             # MLflow refuses other values of its parameters, and TensorBoard would show a second set of them.
             if known is None or name not in ("mlflow", "tensorboard"):

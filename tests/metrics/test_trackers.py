@@ -22,15 +22,28 @@ pytestmark = pytest.mark.slow
 REWARDS = {1: 0.25, 2: 0.5}
 
 
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tracker may need more than `CLOSE_S` on a busy machine."""
-    monkeypatch.setattr(module, "CLOSE_S", 600.0)
+PATIENCE_S = 600.0
+"""A tracker may need more than `CLOSE_S` on a busy machine."""
+
+
+@pytest.fixture
+def mlflow_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    uri = f"file://{tmp_path}/mlruns"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow's default store is a server or a database
+    return uri
+
+
+@pytest.fixture
+def offline_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
 
 
 def follow(name: str, folder: Path) -> None:
     """Logs a run of two steps and an evaluation to the tracker `name`."""
-    trackers = Trackers([name], project="tests", run="quick", folder=folder, settings={"staleness.max_versions": 3})
+    settings = {"staleness.max_versions": 3}
+    trackers = Trackers([name], project="tests", run="quick", folder=folder, settings=settings, close_s=PATIENCE_S)
     for step, reward in REWARDS.items():
         trackers.log(
             step, {"reward/mean": reward, "staleness/parity_nats": None, "critic/explained_variance": float("nan")}
@@ -62,14 +75,11 @@ def test_tensorboard_has_a_scalar_a_step_and_the_settings(tmp_path: Path) -> Non
     assert settings.read_text() == "staleness.max_versions: 3\n"
 
 
-def test_mlflow_has_the_history_of_every_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_has_the_history_of_every_metric(tmp_path: Path, mlflow_uri: str) -> None:
     import mlflow
 
-    uri = f"file://{tmp_path}/mlruns"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow's default store is a server or a database
     follow("mlflow", tmp_path)
-    client: Any = mlflow.MlflowClient(tracking_uri=uri)
+    client: Any = mlflow.MlflowClient(tracking_uri=mlflow_uri)
     (experiment,) = client.search_experiments(filter_string="name = 'tests'")
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.info.run_name == "quick"
@@ -81,11 +91,10 @@ def test_mlflow_has_the_history_of_every_metric(tmp_path: Path, monkeypatch: pyt
     assert {point.step: point.value for point in history} == REWARDS
 
 
-def test_wandb_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("offline_wandb")
+def test_wandb_writes_an_offline_run(tmp_path: Path) -> None:
     import wandb
 
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
     follow("wandb", tmp_path)
     wandb.teardown()  # its process writes the log's end after `finish` has returned; Python's exit waits for it too
     (log,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
@@ -141,7 +150,9 @@ def follow_twice(name: str, folder: Path, *, went_back: bool = False) -> None:
         if going is not None:
             time.sleep(1.0)  # wandb names the folder of an offline run by its id and the second of its start
         settings = {"learner.total_steps": 4 if going is None else 5}
-        trackers = Trackers([name], project="tests", run="quick", folder=folder, settings=settings, going=going)
+        trackers = Trackers(
+            [name], project="tests", run="quick", folder=folder, settings=settings, going=going, close_s=PATIENCE_S
+        )
         for step, reward in rewards.items():
             trackers.log(step, {"reward/mean": reward})
         trackers.close()
@@ -170,16 +181,11 @@ def test_tensorboard_shows_the_new_numbers_of_steps_that_are_trained_again(went_
 
 
 @pytest.mark.parametrize("went_back", [False, True])
-def test_mlflow_goes_on_in_its_run_and_has_each_step_once(
-    went_back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlflow_goes_on_in_its_run_and_has_each_step_once(went_back: bool, tmp_path: Path, mlflow_uri: str) -> None:
     import mlflow
 
-    uri = f"file://{tmp_path}/mlruns"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     follow_twice("mlflow", tmp_path, went_back=went_back)
-    client: Any = mlflow.MlflowClient(tracking_uri=uri)
+    client: Any = mlflow.MlflowClient(tracking_uri=mlflow_uri)
     (experiment,) = client.search_experiments(filter_string="name = 'tests'")
     histories = {
         run.info.run_name: [
@@ -196,12 +202,11 @@ def test_mlflow_goes_on_in_its_run_and_has_each_step_once(
         assert histories == {"quick": list(KEPT.items())}
 
 
+@pytest.mark.usefixtures("offline_wandb")
 @pytest.mark.parametrize("went_back", [False, True])
-def test_wandb_goes_on_under_its_id(went_back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_goes_on_under_its_id(went_back: bool, tmp_path: Path) -> None:
     import wandb
 
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
     follow_twice("wandb", tmp_path, went_back=went_back)
     wandb.teardown()
     logs = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
@@ -264,6 +269,12 @@ class Failing:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
+    def start(self) -> None:
+        self.calls.append("start")
+
+    def store_init_configuration(self, settings: dict[str, Any]) -> None:
+        pass
+
     def log(self, values: dict[str, float], step: int) -> None:
         self.calls.append(f"log {step}")
         if step == 2:
@@ -273,33 +284,48 @@ class Failing:
         self.calls.append("finish")
 
 
+class Working(Failing):
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.calls.append(f"log {step}")
+
+
+def fed(folder: Path, *, close_s: float = PATIENCE_S, **made: Any) -> Trackers:
+    """Returns the trackers that were `made`, by their names, as those of a run."""
+    classes = {name: lambda tracker=tracker, **_: tracker for name, tracker in made.items()}
+    return Trackers(
+        [*made], project="tests", run="quick", folder=folder, settings={}, classes=lambda: classes, close_s=close_s
+    )
+
+
 def test_a_tracker_that_fails_is_fed_no_more_and_the_others_are(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trackers = Trackers([], project="tests", run="quick", folder=tmp_path, settings={})
-    failing, working = Failing(), Failing()
-    working.log = lambda values, step: working.calls.append(f"log {step}")  # type: ignore[method-assign]
-    trackers._names, trackers._live = ("a", "b"), {"a": failing, "b": working}
+    failing, working = Failing(), Working()
     with caplog.at_level(logging.WARNING):
+        trackers = fed(tmp_path, a=failing, b=working)
         for step in (1, 2, 3):
             trackers.log(step, {"reward/mean": 0.5})
         trackers.close()
-    assert failing.calls == ["log 1", "log 2"]
-    assert working.calls == ["log 1", "log 2", "log 3", "finish"]
+    assert failing.calls == ["start", "log 1", "log 2"]
+    assert working.calls == ["start", "log 1", "log 2", "log 3", "finish"]
     assert ["the tracker a failed" in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_a_tracker_that_hangs_holds_up_neither_the_steps_nor_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "CLOSE_S", 0.1)
-    trackers = Trackers([], project="tests", run="quick", folder=tmp_path, settings={})
-    released, hanging = threading.Event(), Failing()
-    hanging.log = lambda values, step: released.wait(60)  # type: ignore[assignment,method-assign,return-value]
-    trackers._names, trackers._live = ("a",), {"a": hanging}
+    released, begun = threading.Event(), threading.Event()
+
+    class Hanging(Failing):
+        def log(self, values: dict[str, float], step: int) -> None:
+            begun.set()
+            released.wait(60)
+
+    trackers = fed(tmp_path, a=Hanging(), close_s=0.1)
     try:
         for step in range(100):
             trackers.log(step, {"reward/mean": 0.5})
+        assert begun.wait(60)
         with caplog.at_level(logging.WARNING):
             trackers.close()
         assert "did not send all numbers" in caplog.text
@@ -311,22 +337,23 @@ def test_a_process_whose_tracker_hangs_for_ever_ends_all_the_same(tmp_path: Path
     """Runs in another process, which has to exit: at exit, Python waits for every thread that is not a daemon."""
     code = f"""
 import threading
-import time
 from pathlib import Path
-from asyncrl.metrics import trackers as module
+from test_trackers import Failing, fed
 
-class Hanging:
+begun = threading.Event()
+
+class Hanging(Failing):
     def log(self, values, step):
+        begun.set()
         threading.Event().wait()
 
-module.CLOSE_S = 0.1
-trackers = module.Trackers([], project="tests", run="quick", folder=Path({str(tmp_path)!r}), settings={{}})
-trackers._names, trackers._live = ("a",), {{"a": Hanging()}}
+trackers = fed(Path({str(tmp_path)!r}), a=Hanging(), close_s=0.1)
 trackers.log(1, {{"reward/mean": 0.5}})
+assert begun.wait(60)
 trackers.close()
 print("closed")
 """
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
     )
