@@ -75,6 +75,7 @@ class HeldoutEvaluation:
     log: RunLog
     metrics: LearnerMetrics
     started_s: float
+    repeat_pause_s: float = REPEAT_PAUSE_S
     clock: Callable[[], float] = time.monotonic
     reached: EvalRecord | None = field(default=None, init=False)
     """The first evaluation of trained weights whose reward ends the run (`run.stop_when`)."""
@@ -285,7 +286,7 @@ class HeldoutEvaluation:
                 if not infra or not left:
                     return actor, at, answers
                 why = f"{len(infra)} of {len(answers)} rollouts failed as INFRA, the first one: {infra[0].words}"
-                await asyncio.sleep(REPEAT_PAUSE_S)  # by then a replica whose engine has died is known
+                await asyncio.sleep(self.repeat_pause_s)  # by then a replica whose engine has died is known
             logger.warning("%s of %s: %s; it is repeated", _on(name), version.words, why)
             actor = await self.replica_at(version, rather_not=actor)
         raise StallError(f"{_on(name)} of {version.words}: {why}; {EVALUATIONS} attempts have failed")

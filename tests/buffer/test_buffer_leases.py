@@ -194,11 +194,12 @@ def test_a_short_last_step_that_is_given_back_and_loses_its_rows_is_generated_an
 
 def test_an_exhausted_source_is_the_reason_given_even_where_the_bound_refuses_as_well() -> None:
     scene = Scene(eta=0, per_step=2, prompts=2)
-    assert len(scene.reserve(2)) == 2
+    tickets = scene.reserve(2)
+    assert len(tickets) == 2
     assert (
         scene.buffer.tickets.reserve("a", version=Version(1, 0), count=1).refusal is Refusal.STALENESS
     )  # the end of the prompts is not known yet
-    scene.commit(*[slot.ticket for slot in list(scene.buffer._state.groups.table.reserved.values())])
+    scene.commit(*tickets)
     scene.train()
     assert scene.buffer.tickets.reserve("a", version=Version(1, 1), count=1).refusal is Refusal.NO_PROMPTS
     assert scene.buffer.tickets.reserve("a", version=Version(1, 0), count=1).refusal is Refusal.NO_PROMPTS

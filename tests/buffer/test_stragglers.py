@@ -60,7 +60,7 @@ def test_the_stragglers_with_the_fewest_tokens_are_chosen(policy: OnDeadline) ->
     for ticket, tokens in ((slow, 7), (slowest, 2), (far, 30), (also_far, 30)):
         heartbeat(scene, ticket, tokens=tokens)
     scene.lease()
-    slots = scene.buffer._state.groups.table.reserved
+    slots = {group.ticket.key: group for group in scene.buffer.snapshot().open if group.meta is None}
     acted = {key for key, slot in slots.items() if slot.deadline != 2} if policy == "mask" else {
         ticket.key for ticket in (slow, slowest, far, also_far) if ticket.key not in slots
     }  # fmt: skip
@@ -218,7 +218,7 @@ def test_a_group_with_more_tokens_is_masked_if_only_its_replica_has_newer_weight
     heartbeat(scene, *others, tokens=8)
     scene.lease()
     assert scene.buffer.account.events[Event.STRAGGLER_MASKED] == 1
-    slots = scene.buffer._state.groups.table.reserved
+    slots = {group.ticket.key: group for group in scene.buffer.snapshot().open}
     assert [slots[ticket.key].deadline for ticket in (fewest, *others)] == [2, 3, 2]
 
 
@@ -233,8 +233,9 @@ def test_an_extended_deadline_survives_a_checkpoint() -> None:
     restored.buffer.restore(snapshot, lineage=Lineage().child(snapshot.version))
     assert restored.buffer.leases.lease().groups == scene.buffer.leases.lease().groups  # type: ignore[union-attr]
     for each in (scene, restored):
-        slots = each.buffer._state.groups.table.ready.slots()
-        assert sorted((slot.ticket.group, slot.deadline) for slot in slots) == [(2, 3)]
+        leased = {group.meta.group for group in each.buffer.leases.lease().groups}  # type: ignore[union-attr]
+        groups = [(group.ticket.group, group.deadline) for group in each.buffer.snapshot().open]
+        assert [(group, deadline) for group, deadline in groups if group not in leased] == [(2, 3)]
 
 
 @pytest.mark.parametrize("policy", ACTED)
@@ -254,8 +255,8 @@ def test_groups_in_the_way_at_a_later_deadline_are_treated_in_the_same_call(poli
     assert scene.groups(scene.lease()) == [8, 9]
     assert scene.buffer.account.events[ACTED[policy]] == 2
     if policy == "mask":
-        slots = scene.buffer._state.groups.table.reserved.values()
-        assert sorted(slot.ticket.group for slot in slots if slot.deadline == 4) == [g3.group, due_at_3[1].group]
+        groups = [group for group in scene.buffer.snapshot().open if group.meta is None]
+        assert sorted(group.ticket.group for group in groups if group.deadline == 4) == [g3.group, due_at_3[1].group]
     else:
         assert scene.buffer.leases.cancelled == [g3.key, due_at_3[1].key]
 

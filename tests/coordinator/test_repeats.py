@@ -4,7 +4,6 @@ The table has every method that a client can call. Each row makes the call once 
 Both runs must have the same state afterwards, and must give the same answers to the calls that follow.
 """
 
-import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from buffer_scenes import Clock, finished
+from buffer_scenes import Clock, everything_else_runs, finished
 
 from asyncrl.buffer.fleet import Cause
 from asyncrl.buffer.ledger import Event
@@ -27,7 +26,7 @@ from asyncrl.buffer.records import (
     Ticket,
 )
 from asyncrl.common.roles import Role, RunState
-from asyncrl.common.version import Version
+from asyncrl.common.version import Lineage, Version
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.coordinator import coordinator
@@ -66,7 +65,9 @@ class Run:
         self.clock = Clock()
         self.cleared: list[str] = []
         questions = [Task(question=str(i), prompt=str(i), answer="") for i in range(tasks)]
-        self.coordinator = Coordinator(config=self.config, tasks=questions, rows=self, started_s=0.0, clock=self.clock)
+        self.coordinator = Coordinator(
+            config=self.config, tasks=questions, rows=self, started_s=0.0, clock=self.clock, sleep=self.clock.sleep
+        )
         self.client = CoordinatorClient(self._perform)
 
     async def _perform(self, call: Call) -> Any:
@@ -103,8 +104,7 @@ class Run:
         status = self.coordinator.status()
         snapshot = self.coordinator.learner.snapshot(status.version.incarnation)
         endpoints = self.coordinator.registry.endpoints.since(0)
-        while tasks := self.coordinator._parts.clearing.tasks:
-            await asyncio.gather(*tasks)
+        await everything_else_runs()  # rows are cleared in the background
         account = msgspec.structs.replace(status.account, events={})
         ledger = msgspec.structs.replace(snapshot.buffer.ledger, events={})
         return {
@@ -381,9 +381,6 @@ async def test_a_call_whose_answer_was_lost_is_repeated_without_effect(row: Row)
         answers += [uncounted(await run.client.call(row.method, *arguments, **options)) for _ in range(times)]
         states.append(await run.state())
         states.append(await run.afterwards())
-        if run.coordinator._expiry is not None:
-            run.coordinator._expiry.cancel()
-            run.coordinator._server.close()
     once, first, second = answers
     assert once == first, "the two runs are equal"
     assert second == (first if row.second is None else row.second)
@@ -416,7 +413,7 @@ async def test_a_learner_that_restores_again_because_its_answer_was_lost_keeps_i
     await before.ready()
     snapshot = before.coordinator.learner.snapshot(1)
     run = Run({}, tasks=20)
-    restored = Restored(snapshot=snapshot, lineage=before.coordinator._parts.buffer.lineage.child(NOW))
+    restored = Restored(snapshot=snapshot, lineage=Lineage((NOW,)))
     lineage = await run.client.call(Attachments.attach, LEARNER, shared=run.shared, restored=restored)
     await run.ready(1, version=Version(2, 0))
     assert run.coordinator.status().counts.ready == 3
@@ -443,7 +440,9 @@ async def test_a_repeated_reserve_gets_other_tickets_and_those_of_the_lost_answe
         report = HeldReport(number=number, complete=True, tokens={held[0].key: 1})
         await run.client.call(Coordinator.heartbeat, "a", NOW, 1, report, REPORT)
         run.clock.now_s += 0.7 * run.config.buffer.heartbeat_timeout_s
-    await run.coordinator._tick()
+    await run.coordinator.start()
+    await everything_else_runs()
+    await run.clock.passes(1.0)
     status = run.coordinator.status()
     assert (status.counts.reserved, status.counts.waiting) == (1, 1)
     assert status.account.closed

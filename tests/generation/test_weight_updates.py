@@ -57,7 +57,7 @@ async def test_a_version_that_is_held_stays_and_the_next_one_is_loaded_afterward
 
 @pytest.mark.asyncio
 async def test_a_version_that_waits_for_an_evaluation_leaves_the_memory_to_the_other_replicas_of_its_node(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     scene = Scene(staged_at=tmp_path / "pointer")
     receive, load = scene.wire.receive, scene.engine.load
@@ -86,8 +86,7 @@ async def test_a_version_that_waits_for_an_evaluation_leaves_the_memory_to_the_o
             while not condition():
                 await asyncio.sleep(0.001)
 
-    monkeypatch.setattr(scene.wire, "receive", noted)
-    monkeypatch.setattr(scene.engine, "load", noting)
+    scene.wire.receive, scene.engine.load = noted, noting  # type: ignore[method-assign,assignment]
     scene.source.offer(0, serial=1)
     await reached(lambda: scene.updates.version == Version(1, 0))
     await other_replica_stages(8)
@@ -618,7 +617,7 @@ async def test_lost_weights_are_asked_for_with_growing_pauses_until_there_are_ot
 
 @pytest.mark.asyncio
 async def test_weights_that_are_late_are_not_asked_for_again_and_another_model_neither(
-    make_scene: MakeScene, monkeypatch: pytest.MonkeyPatch
+    make_scene: MakeScene,
 ) -> None:
     scene = make_scene()
     scene.source.offer(0, serial=1)
@@ -627,7 +626,7 @@ async def test_weights_that_are_late_are_not_asked_for_again_and_another_model_n
     async def late(handle: Any, *, timeout_s: float) -> Any:
         raise FetchFailed("too late")
 
-    monkeypatch.setattr(scene.wire, "receive", late)
+    scene.wire.receive = late  # type: ignore[method-assign]
     scene.source.offer(1, serial=2, delivery=2)
     async with asyncio.timeout(5.0):
         while scene.outcomes("refused") != 1:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from memory_client import MemoryClient
 
 from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
@@ -139,7 +140,7 @@ class FakePublisher:
     """Delivers a version only in `settle`, because a real delivery may take that long."""
 
     def __init__(self, delivered: Callable[[Version], Awaitable[None]]) -> None:
-        self._delivered = delivered
+        self.delivered = delivered
         self._under_way: Version | None = None
         self.history: list[Version] = []
         self.fails_at: int | None = None
@@ -159,7 +160,7 @@ class FakePublisher:
     async def settle(self) -> None:
         if self._under_way is not None:
             version, self._under_way = self._under_way, None
-            await self._delivered(version)
+            await self.delivered(version)
 
     def check(self) -> None: ...
 
@@ -340,11 +341,19 @@ def skipped() -> StepReport:
 
 class Scene:
     """A learner's loop with all of its parts. `settings` are sections of the configuration, `sets` the tasks of named
-    held-out sets."""
+    held-out sets, `prompts` the number of training prompts. `group` are fields of the groups that the replica
+    commits."""
 
     def __init__(
-        self, *, log: RunLog | None = None, sets: Mapping[str, Sequence[Task]] | None = None, **settings: Any
+        self,
+        *,
+        log: RunLog | None = None,
+        sets: Mapping[str, Sequence[Task]] | None = None,
+        prompts: int = len(TASKS),
+        group: Mapping[str, Any] | None = None,
+        **settings: Any,
     ) -> None:
+        self.group = group or {}
         defaults: dict[str, Any] = {
             "learner": {"groups_per_step": GROUPS_PER_STEP, "group_size": GROUP_SIZE, "total_steps": 3},
             "staleness": {"max_versions": 1},
@@ -365,7 +374,7 @@ class Scene:
         self.ended: set[str] = set()
         self.coordinator = Coordinator(
             config=self.config,
-            tasks=TASKS,
+            tasks=TASKS[:prompts],
             rows=BufferRows(self.trainer.client),
             started_s=0.0,
             clock=self.clock,
@@ -382,6 +391,7 @@ class Scene:
             log=log or self.log,
             metrics=self.metrics,
             started_s=0.0,
+            repeat_pause_s=0.0,
             clock=self.clock,
         )
         self.folder = tempfile.TemporaryDirectory(prefix="checkpoints-")
@@ -433,7 +443,7 @@ class Scene:
     async def deliver(self, version: Version, *, replica: str = "a") -> None:
         self.coordinator.learner.published(version)
         self.loaded = version
-        await self._heartbeat(replica)
+        await self.heartbeat(replica)
 
     async def evaluate(
         self, actor: str, tasks: Sequence[Task], *, name: str, share: float = 1.0
@@ -447,17 +457,19 @@ class Scene:
     async def generate(self, wait_s: float) -> None:
         """Commits one group for each ticket that the buffer grants."""
         await self.publisher.settle()
-        await self.commit(await self._tickets())
+        await self.commit(await self.tickets())
 
     async def commit(self, tickets: Iterable[Ticket]) -> None:
         """Commits a group for each ticket."""
         for ticket in tickets:
             self.trainer.client.put_samples(ids_of([ticket.key]), TRAIN_PARTITION, fields=rows_of(ticket))
-            assert await self.coordinator.commit([meta_of(ticket)]) == [CommitOutcome.ACCEPTED]
+            assert await self.coordinator.commit([msgspec.structs.replace(meta_of(ticket), **self.group)]) == [
+                CommitOutcome.ACCEPTED
+            ]
 
     async def fail(self, wait_s: float) -> None:
         """Reports a failure for each ticket that the buffer grants."""
-        for ticket in await self._tickets():
+        for ticket in await self.tickets():
             failure = Failure(failure_class=FailureClass.DATA, reason="too_long", message="the prompt is too long")
             await self.coordinator.fail([FailedTicket(key=ticket.key, incarnation=1, failure=failure)])
 
@@ -465,12 +477,12 @@ class Scene:
         """Advances the clock by `wait_s` without generating."""
         self.clock.now_s += wait_s
 
-    async def _tickets(self) -> tuple[Ticket, ...]:
+    async def tickets(self, replica: str = "a") -> tuple[Ticket, ...]:
         return (
-            await self.coordinator.reserve("a", self.loaded or Version(1, 0), 2 * GROUPS_PER_STEP, wait_s=0.0)
+            await self.coordinator.reserve(replica, self.loaded or Version(1, 0), 2 * GROUPS_PER_STEP, wait_s=0.0)
         ).tickets
 
-    async def _heartbeat(self, replica: str = "a") -> None:
+    async def heartbeat(self, replica: str = "a") -> None:
         report = ReplicaReport(
             actor=replica,
             deployment="d",

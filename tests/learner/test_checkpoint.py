@@ -9,8 +9,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-import learner_scenes
 import pytest
+from buffer_scenes import everything_else_runs
 from learner_scenes import Scene, skipped
 
 from asyncrl.complete_directory import COMPLETE, unfinished
@@ -373,16 +373,13 @@ async def test_rows_that_a_checkpoint_needs_stay_until_a_newer_one_is_complete()
 
 
 @pytest.mark.asyncio
-async def test_rows_of_groups_that_are_dropped_at_the_end_stay_until_the_running_save_has_read_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(learner_scenes, "TASKS", learner_scenes.TASKS[:3])
-    run = Scene(checkpoint={"every_steps": 1}, data={"epochs": 1, "drop_last": True}, eval={"prompts": 0})
+async def test_rows_of_groups_that_are_dropped_at_the_end_stay_until_the_running_save_has_read_them() -> None:
+    run = Scene(prompts=3, checkpoint={"every_steps": 1}, data={"epochs": 1, "drop_last": True}, eval={"prompts": 0})
     disk = SlowDisk(run, rows_at=99, files_at=99)
     settle = run.checkpoints.settle
 
     async def answers_at_the_end() -> None:
-        await asyncio.gather(*run.coordinator._parts.clearing.tasks)
+        await everything_else_runs()
         disk.rows.set()
         disk.files.set()
         await settle()

@@ -139,7 +139,7 @@ async def test_updates_are_shared_by_the_critic_s_own_ranks() -> None:
 @pytest.mark.parametrize("stage", ["get_values_from_meta", "get_advantages_from_meta", "train_from_meta"])
 @pytest.mark.fault("F37")
 async def test_rows_lost_in_any_of_its_stages_give_the_lease_back_before_the_policy_is_trained(
-    stage: str, monkeypatch: pytest.MonkeyPatch
+    stage: str,
 ) -> None:
     run, critic = scene()
     do, lost = getattr(critic, stage), []
@@ -150,7 +150,7 @@ async def test_rows_lost_in_any_of_its_stages_give_the_lease_back_before_the_pol
             raise RowsLost("a node is gone", sample_ids=meta.sample_ids[:1])
         return do(meta, *args, **options)
 
-    monkeypatch.setattr(critic, stage, lose_one)
+    setattr(critic, stage, lose_one)
     await run.run()
     assert run.trainer.stages.index("train") > 0
     assert [step for step, _ in run.trainer.asked] == [0, 1, 2], "no step trained the policy twice"

@@ -16,7 +16,7 @@ from asyncrl.generation.evaluation import Answer
 async def loads(scene: Scene, version: Version) -> None:
     """A replica reports that it has loaded a version."""
     scene.loaded = version
-    await scene._heartbeat()
+    await scene.heartbeat()
 
 
 FAILURE = Failure(failure_class=FailureClass.DATA, reason="reward_raised", message="a bug")

@@ -72,8 +72,7 @@ ENGINE = Failure(failure_class=FailureClass.INFRA, reason="engine", message="the
 
 @pytest.mark.asyncio
 @pytest.mark.fault("F2")
-async def test_an_evaluation_whose_engine_dies_is_repeated_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.learner.heldout.REPEAT_PAUSE_S", 0.0)
+async def test_an_evaluation_whose_engine_dies_is_repeated_and_the_run_goes_on() -> None:
     scene = await scene_with([1.0, ENGINE], [ENGINE, ENGINE], [1.0, 0.5])
     await scene.heldout.evaluate(Version(1, 0), actor="a")
     [record] = scene.log.evals
@@ -82,10 +81,7 @@ async def test_an_evaluation_whose_engine_dies_is_repeated_and_the_run_goes_on(m
 
 @pytest.mark.asyncio
 @pytest.mark.fault("F2")
-async def test_an_evaluation_is_repeated_on_another_replica_than_the_one_that_failed_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("asyncrl.learner.heldout.REPEAT_PAUSE_S", 0.0)
+async def test_an_evaluation_is_repeated_on_another_replica_than_the_one_that_failed_it() -> None:
     scene, asked = Scene(), list[str]()
     for replica in ("a", "b"):
         await scene.deliver(Version(1, 0), replica=replica)
@@ -103,10 +99,7 @@ async def test_an_evaluation_is_repeated_on_another_replica_than_the_one_that_fa
 
 
 @pytest.mark.asyncio
-async def test_an_evaluation_that_fails_on_every_replica_is_recorded_as_it_is_in_the_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("asyncrl.learner.heldout.REPEAT_PAUSE_S", 0.0)
+async def test_an_evaluation_that_fails_on_every_replica_is_recorded_as_it_is_in_the_end() -> None:
     scene = await scene_with(*[[1.0, ENGINE]] * EVALUATIONS)
     await scene.heldout.evaluate(Version(1, 0), actor="a")
     [record] = scene.log.evals
@@ -263,7 +256,7 @@ async def test_a_set_that_fails_is_named_and_the_others_are_evaluated(caplog: py
     sets = {"sums": {"environment": {"reward": "math_verify"}}}
     scene = Scene(sets={"sums": SUMS}, eval={"sets": sets})
     scene.loaded = Version(1, 2)
-    await scene._heartbeat()
+    await scene.heartbeat()
 
     async def evaluate(
         actor: str, tasks: Sequence[Task], *, name: str, share: float = 1.0
@@ -319,7 +312,7 @@ async def test_the_reward_of_another_set_does_not_end_the_run() -> None:
 async def test_an_evaluation_beside_training_whose_engine_failed_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     scene = Scene(run={"stop_when": {"reward": 0.5}}, eval={"every_steps": 2}, learner={"total_steps": 50})
     scene.loaded = Version(1, 2)
-    await scene._heartbeat()
+    await scene.heartbeat()
 
     async def evaluate(actor: str, tasks: Sequence[Task], **_: object) -> tuple[Version | None, list[Answer]]:
         lost = msgspec.structs.replace(FAILURE, failure_class=FailureClass.INFRA)

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-import learner_scenes
 import pytest
 from learner_scenes import GROUPS_PER_STEP, Scene, skipped, trained
 
@@ -289,9 +288,7 @@ async def test_token_advantages_are_made_on_the_ranks_after_what_they_are_made_o
 
 @pytest.mark.asyncio
 @pytest.mark.fault("F37")
-async def test_rows_lost_while_token_advantages_are_made_give_the_lease_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_rows_lost_while_token_advantages_are_made_give_the_lease_back() -> None:
     scene = Scene(algorithm={"advantage": {"name": "reinforce_pp", "kl": {"beta": 0.1}}})
     make, lost = scene.trainer.get_advantages_from_meta, []
 
@@ -301,7 +298,7 @@ async def test_rows_lost_while_token_advantages_are_made_give_the_lease_back(
             raise RowsLost("a node is gone", sample_ids=meta.sample_ids[:1])
         make(meta, estimator)
 
-    monkeypatch.setattr(scene.trainer, "get_advantages_from_meta", lose_one)
+    scene.trainer.get_advantages_from_meta = lose_one  # type: ignore[method-assign]
     await scene.run()
     assert [step for step, _ in scene.trainer.asked] == [0, 1, 2]
     assert (await groups_by_fate(scene))[Fate.ROWS_LOST] == 1
@@ -310,10 +307,9 @@ async def test_rows_lost_while_token_advantages_are_made_give_the_lease_back(
 @pytest.mark.asyncio
 @pytest.mark.parametrize(("drop_last", "steps", "gbs"), [(False, 2, [4, 2]), (True, 1, [4])])
 async def test_when_prompts_run_out_a_short_step_ends_the_run_or_is_dropped_and_no_row_stays(
-    drop_last: bool, steps: int, gbs: list[int], monkeypatch: pytest.MonkeyPatch
+    drop_last: bool, steps: int, gbs: list[int]
 ) -> None:
-    monkeypatch.setattr(learner_scenes, "TASKS", learner_scenes.TASKS[:3])
-    scene = Scene(data={"epochs": 1, "drop_last": drop_last})
+    scene = Scene(prompts=3, data={"epochs": 1, "drop_last": drop_last})
     totals = await scene.run()
     assert scene.trainer.gbs == gbs
     assert len(scene.log.steps) == steps
@@ -430,7 +426,7 @@ async def test_without_any_generator_the_error_says_how_to_start_one() -> None:
     async def delivered(version: Version) -> None:
         scene.coordinator.learner.published(version)
 
-    scene.publisher._delivered = delivered
+    scene.publisher.delivered = delivered
     with pytest.raises(StallError, match=r"no generator has joined: start one with `asyncrl generator`"):
         await scene.run()
 
@@ -525,7 +521,7 @@ async def test_weights_that_the_generators_need_are_published_while_the_learner_
         if len(history) == 2:
             while tickets := (await scene.coordinator.reserve("a", Version(1, 0), 1, wait_s=0.0)).tickets:
                 held.extend(tickets)
-                await scene._heartbeat()  # it has more slots than it got tickets
+                await scene.heartbeat()  # it has more slots than it got tickets
         elif len(history) == 4:
             await scene.commit(held)
         elif len(history) != 3:

@@ -8,7 +8,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import learner_scenes
 import msgspec
 import pytest
 from learner_scenes import Scene, judged, skipped, trained
@@ -392,12 +391,8 @@ async def test_what_was_not_measured_reads_as_such_and_not_as_healthy() -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.fault("F19")
-async def test_rewards_that_failed_are_in_no_mean_of_a_step_and_their_share_is_recorded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made = learner_scenes.meta_of
-    monkeypatch.setattr(learner_scenes, "meta_of", lambda t: msgspec.structs.replace(made(t), rewards=(None, 0.75)))
-    scene = Scene(learner={"groups_logged": 1})
+async def test_rewards_that_failed_are_in_no_mean_of_a_step_and_their_share_is_recorded() -> None:
+    scene = Scene(group={"rewards": (None, 0.75)}, learner={"groups_logged": 1})
     await scene.run()
     step = scene.log.steps[0]
     assert (step.reward_mean, step.reward_std, step.reward_min, step.reward_max) == (0.75, 0.0, 0.75, 0.75)
@@ -409,13 +404,13 @@ async def test_rewards_that_failed_are_in_no_mean_of_a_step_and_their_share_is_r
 @pytest.mark.asyncio
 async def test_groups_that_failed_are_told_apart_by_reason_and_those_that_expired_are_among_them() -> None:
     scene = Scene()
-    tickets = await scene._tickets()
+    tickets = await scene.tickets()
     for ticket in tickets[:3]:
         failure = Failure(failure_class=FailureClass.DATA, reason="reward_raised", message="m")
         await scene.coordinator.fail([FailedTicket(key=ticket.key, incarnation=1, failure=failure)])
-    for _ in range(scene.config.buffer.max_attempts):
-        await scene._tickets()
-        scene.coordinator._parts.buffer.tickets.leave("a")
+    for replica in ["a", *(f"b{number}" for number in range(1, scene.config.buffer.max_attempts))]:
+        await scene.tickets(replica)
+        await scene.coordinator.leave(replica)
     status = await scene.status()
     assert status.account.fates[Fate.FAILED].groups == 3 + 4
     totals = scene.loop.step_end.recorder.run_totals(status, rows_outstanding=0)

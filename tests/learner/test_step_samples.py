@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import learner_scenes
 import msgspec
 import pytest
 import torch
@@ -204,9 +203,7 @@ def test_the_critic_gets_a_mask_for_a_sample_whose_reward_failed() -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("critic", [False, True])
-async def test_rewards_and_groups_go_to_the_ranks_where_the_objective_counts_by_them(
-    monkeypatch: pytest.MonkeyPatch, critic: bool
-) -> None:
+async def test_rewards_and_groups_go_to_the_ranks_where_the_objective_counts_by_them(critic: bool) -> None:
     axes = {"aggregation": "prompt_mean", "penalties": [{"kind": "positive_nll", "beta": 0.1}]}
     section = {"loss": "tis", "overrides": axes}
     scene = Scene(algorithm=section | {"advantage": "gae"}, critic={}) if critic else Scene(algorithm=section)
@@ -218,7 +215,7 @@ async def test_rewards_and_groups_go_to_the_ranks_where_the_objective_counts_by_
         seen.append([rows["group_ids"].tolist(), rows["rewards"].tolist()])
         return train(meta, *given, **settings)
 
-    monkeypatch.setattr(scene.trainer, "train_from_meta", watched)
+    scene.trainer.train_from_meta = watched  # type: ignore[method-assign]
     await scene.run()
     assert all({"group_ids", "rewards"} <= fields for fields in scene.trainer.fields)
     assert len(seen) == 3
@@ -341,12 +338,8 @@ def test_a_step_names_its_rows_with_their_lengths_and_limits_in_the_lease_s_orde
 
 @pytest.mark.asyncio
 @pytest.mark.fault("F24")
-async def test_a_run_whose_every_sample_is_masked_goes_on_and_accounts_for_every_group(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made = learner_scenes.meta_of
-    monkeypatch.setattr(learner_scenes, "meta_of", lambda t: msgspec.structs.replace(made(t), rewards=(1.0, 1.0)))
-    scene = Scene(algorithm={"zero_variance": "mask"})
+async def test_a_run_whose_every_sample_is_masked_goes_on_and_accounts_for_every_group() -> None:
+    scene = Scene(group={"rewards": (1.0, 1.0)}, algorithm={"zero_variance": "mask"})
     seen: list[float] = []
 
     def nothing_to_train(meta: KVBatchMeta) -> StepReport:
@@ -366,10 +359,8 @@ async def test_a_run_whose_every_sample_is_masked_goes_on_and_accounts_for_every
 
 
 @pytest.mark.asyncio
-async def test_overlong_samples_are_counted_whatever_becomes_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = learner_scenes.meta_of
-    monkeypatch.setattr(learner_scenes, "meta_of", lambda t: msgspec.structs.replace(made(t), truncated=(False, True)))
-    scene = Scene()
+async def test_overlong_samples_are_counted_whatever_becomes_of_them() -> None:
+    scene = Scene(group={"truncated": (False, True)})
     await scene.run()
     read = scene.metrics.registry.get_sample_value
     assert read("asyncrl_learner_overlong_ratio") == 0.5

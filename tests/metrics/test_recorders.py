@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from prometheus_client import generate_latest
 
-from asyncrl import __version__
+import asyncrl
 from asyncrl.buffer.fleet import Cause
 from asyncrl.buffer.ledger import Account, Amount, Event, Fate
 from asyncrl.buffer.records import Counts, GroupMeta
@@ -140,7 +140,7 @@ def test_every_public_method_is_guarded(kind: type[ProcessMetrics]) -> None:
 @pytest.mark.parametrize("role", RECORDED)
 def test_the_run_is_described_alike_by_every_process(role: str) -> None:
     labels = {
-        "run_name": "tried", "version": __version__, "model": "models/tiny", "environment": "reasoning_gym",
+        "run_name": "tried", "version": asyncrl.__version__, "model": "models/tiny", "environment": "reasoning_gym",
         "loss": "tis",
     }  # fmt: skip
     assert value(RECORDED[role](), "asyncrl_run_info", **labels) == 1
