@@ -52,7 +52,15 @@ class Registry:
     `scale`. `given_up` says why deployments do not start replicas again, by replica, since the last of these calls.
     """
 
-    def __init__(self, *, shared: Mapping[str, object], timeout_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        *,
+        shared: Mapping[str, object],
+        timeout_s: float,
+        clock: Callable[[], float],
+        gone_members: int = GONE_MEMBERS,
+    ) -> None:
+        self._gone_members = gone_members
         self._shared = dict(shared)
         self._timeout_s = timeout_s
         self._clock = clock
@@ -151,12 +159,12 @@ class Registry:
         return self._heard_within(self._timeout_s)
 
     def _forget_gone(self) -> None:
-        """Forgets the deployments that are silent for the longest time, beyond `GONE_MEMBERS` silent ones."""
-        if len(self._members) <= GONE_MEMBERS:
+        """Forgets the deployments that are silent for the longest time, beyond `gone_members` silent ones."""
+        if len(self._members) <= self._gone_members:
             return
         live = {deployment.id for deployment in self.live()}
         gone = sorted((heard_at_s, name) for name, (_, heard_at_s) in self._members.items() if name not in live)
-        for _, name in gone[: max(0, len(gone) - GONE_MEMBERS)]:
+        for _, name in gone[: max(0, len(gone) - self._gone_members)]:
             del self._members[name]
 
     def _heard_within(self, seconds: float) -> list[Deployment]:
@@ -300,7 +308,7 @@ class Endpoints:
 # The replicas of a run: their versions, their free concurrency slots, their last refusals, and their reports.
 #
 # A replica is known from its first message until its actor leaves or may not be used any more (`asyncrl.buffer.fleet`).
-# Its last report is kept after that, because the run's totals need it. Beyond `GONE_REPORTS` reports of replicas that
+# Its last report is kept after that, because the run's totals need it. Beyond `gone_reports` reports of replicas that
 # do not come back, the oldest are added up. The totals of all replicas are running sums, so reading them takes as long
 # with 1,000 replicas as with one. This module makes no decisions and is pure. It gives the broadcast gate
 # (`asyncrl.weights.gate`) its input.
@@ -447,7 +455,14 @@ class Replicas:
     `may_come_back` returns False for the name of a replica that is gone for good.
     """
 
-    def __init__(self, *, may_come_back: Callable[[str], bool], clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        *,
+        may_come_back: Callable[[str], bool],
+        clock: Callable[[], float],
+        gone_reports: int = GONE_REPORTS,
+    ) -> None:
+        self._gone_reports = gone_reports
         self._may_come_back = may_come_back
         self._clock = clock
         self._by_name: dict[str, _Replica] = {}
@@ -503,7 +518,7 @@ class Replicas:
                 # the reports of replicas that are gone are in the order in which they went
                 self.reports[name] = self.reports.pop(name)
         gone = [name for name in self.reports if name != SUM and not self._may_come_back(name)]
-        for name in gone[: max(0, len(gone) - GONE_REPORTS)]:
+        for name in gone[: max(0, len(gone) - self._gone_reports)]:
             report = self.reports.pop(name)
             self._earlier.pop(name, None)
             self.reports[SUM] = self.reports.get(SUM, NO_REPORT).plus(report)

@@ -5,7 +5,6 @@ import pytest
 
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
-from asyncrl.coordinator import registry as registry_module
 from asyncrl.coordinator.registry import MOST_REPLICAS, Deployment, Registry
 from asyncrl.errors import HandshakeError, RunError, RunLocked, RunMismatch, VersionRegression
 
@@ -21,8 +20,8 @@ def deployment(name: str, role: Role) -> Deployment:
     return Deployment(id=name, role=role, host="node-1", pid=17)
 
 
-def registry(clock: Clock) -> Registry:
-    return Registry(shared={"staleness.max_versions": 2, "run.seed": 0}, timeout_s=10.0, clock=clock)
+def registry(clock: Clock, **limits: int) -> Registry:
+    return Registry(shared={"staleness.max_versions": 2, "run.seed": 0}, timeout_s=10.0, clock=clock, **limits)
 
 
 @pytest.mark.fault("F32")
@@ -199,10 +198,9 @@ def test_a_new_number_of_replicas_is_divided_among_the_living_generator_deployme
     assert (members.wanted_of("new"), members.wanted_of("nobody")) == (2, None)
 
 
-def test_of_many_silent_deployments_only_the_newest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry_module, "GONE_MEMBERS", 2)
+def test_of_many_silent_deployments_only_the_newest_are_remembered() -> None:
     clock = Clock()
-    members = registry(clock)
+    members = registry(clock, gone_members=2)
     shared = {"staleness.max_versions": 2, "run.seed": 0}
     for number in range(5):
         members.attach(deployment(f"g{number}", Role.GENERATOR), shared=shared)

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from asyncrl.buffer.fleet import Fleet, actor_of
 from asyncrl.buffer.records import Failure, Refusal, Reservation, Ticket
 from asyncrl.common.version import Version
-from asyncrl.coordinator import registry as replicas_module
 from asyncrl.coordinator.registry import ReplicaReport, Replicas, ReplicaView
 from asyncrl.errors import FailureClass
 from asyncrl.learner.recording import mean_states
@@ -22,7 +21,9 @@ class Seen(Scene):
     def __init__(self, **changes: int) -> None:
         super().__init__(**changes)
         self.replicas = Replicas(
-            may_come_back=lambda replica: self.buffer.fleet.life(replica) is not None, clock=self.clock
+            may_come_back=lambda replica: self.buffer.fleet.life(replica) is not None,
+            clock=self.clock,
+            gone_reports=2,
         )
 
     def reserve(self, count: int, *, step: int | None = None, replica: str = "a") -> tuple[Ticket, ...]:
@@ -134,8 +135,7 @@ def report(samples: int, *, actor: str = "a") -> ReplicaReport:
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_replicas_that_are_gone_for_long_are_kept_as_one_sum(silent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas_module, "GONE_REPORTS", 2)
+def test_replicas_that_are_gone_for_long_are_kept_as_one_sum(silent: bool) -> None:
     scene = Seen()
     for number in range(6):
         name = f"generator-{number}"
@@ -161,8 +161,7 @@ def test_replicas_that_are_gone_for_long_are_kept_as_one_sum(silent: bool, monke
     assert (gone.prompt_tokens, gone.cached_prompt_tokens) == (24, 18)
 
 
-def test_replicas_that_were_all_silent_for_a_while_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas_module, "GONE_REPORTS", 2)
+def test_replicas_that_were_all_silent_for_a_while_are_counted_once() -> None:
     scene = Seen()
     names = [f"generator-{number}" for number in range(6)]
     for _ in range(2):

@@ -75,9 +75,11 @@ class Engine:
 class Served:
     """A gateway with a session, and a client with its key."""
 
-    def __init__(self, *, turns: int = 8, branches: int = 8, length: int = 400) -> None:
+    def __init__(
+        self, *, turns: int = 8, branches: int = 8, length: int = 400, renderer: Renderer | None = None
+    ) -> None:
         self.engine = Engine()
-        self.gateway = Gateway(renderer=Renderer(TOKENIZER), sample=self.engine.sample, model="run")
+        self.gateway = Gateway(renderer=renderer or Renderer(TOKENIZER), sample=self.engine.sample, model="run")
         limits = {"max_calls": turns, "max_branches": branches, "max_length": length}
         self.settings = session_settings(seed=98, child=2, temperature=0.7, **limits)
         self.id, self.access = self.open()
@@ -490,13 +492,12 @@ async def test_the_openai_client_runs_a_conversation(client: openai.AsyncOpenAI)
 
 
 @pytest.mark.parametrize("error", [IndexError, ZeroDivisionError, AssertionError, OSError, RecursionError, Exception])
-async def test_any_error_of_a_template_refuses_the_call(
-    served: Served, error: type[Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*_: Any, **__: Any) -> None:
-        raise error("of the template")
+async def test_any_error_of_a_template_refuses_the_call(error: type[Exception]) -> None:
+    class Failing(Renderer):
+        def first(self, *_: Any, **__: Any) -> Any:
+            raise error("of the template")
 
-    monkeypatch.setattr(Renderer, "first", fails)
+    served = Served(renderer=Failing(TOKENIZER))
     assert refused(await served.post(json={"messages": HELLO})) == (400, "bad_messages")
     assert served.engine.asked == []
 
@@ -507,10 +508,11 @@ async def test_any_error_of_a_template_refuses_the_call(
     [{"type": "function", "function": {"name": "without_parameters"}}],
 ], ids=["one", "two", "without parameters"])  # fmt: skip
 async def test_tools_that_the_template_does_not_write_refuse_the_call(
-    served: Served, tools: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    tools: list[dict[str, Any]],
 ) -> None:
-    template = TOKENIZER.chat_template.replace("tools", "none")
-    monkeypatch.setattr(TOKENIZER, "chat_template", template)
+    without_tools = build_chat_tokenizer(max_length=4096)
+    without_tools.chat_template = without_tools.chat_template.replace("tools", "none")
+    served = Served(renderer=Renderer(without_tools))
     assert refused(await served.post(json={"messages": HELLO, "tools": tools})) == (400, "tools_ignored")
     assert served.engine.asked == []
     assert await served.say(HELLO)
