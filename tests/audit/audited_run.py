@@ -216,7 +216,7 @@ class AuditedRun(Scene):
     async def generate(self, wait_s: float) -> None:
         """Like a scene's, but rewards of `FAILED_GROUP` and `MASKED_GROUP` fail."""
         await self.publisher.settle()
-        for ticket in await self._tickets():
+        for ticket in await self.tickets():
             if ticket.group == FAILED_GROUP:
                 failure = Failure(failure_class=FailureClass.DATA, reason="reward_raised", message="a bug")
                 failed = FailedTicket(key=ticket.key, incarnation=ticket.version.incarnation, failure=failure)

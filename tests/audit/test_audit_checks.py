@@ -205,7 +205,7 @@ class WithStragglers(AuditedRun):
 
     async def generate(self, wait_s: float) -> None:
         await self.publisher.settle()
-        for ticket in await self._tickets():
+        for ticket in await self.tickets():
             if ticket.group == 2 and not ticket.attempt:
                 self.late = ticket
                 self.held = {ticket.key: 3}
