@@ -52,9 +52,3 @@ def no_process_group_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     if dist is not None and dist.is_initialized():
         dist.destroy_process_group()
         warnings.warn(f"{request.node.name} has left a process group", stacklevel=1)
-
-
-@pytest.fixture
-def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The working directory is `tmp_path`."""
-    monkeypatch.chdir(tmp_path)

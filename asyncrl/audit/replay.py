@@ -162,7 +162,7 @@ def _replay(
     stages = Stages(config=config, policy=policy, critic=None, states=states, clock=time.monotonic)
     for step, (lease, rows) in zip(steps, batches, strict=True):
         extra = extra_fields(rows)
-        meta, samples = step_meta(lease, extra=extra), stages.judge(lease)
+        meta, samples = step_meta(lease, extra=extra), stages.prepare(lease)
         masks = [sample.trained for group in step.groups for sample in group.samples]
         if masks != (samples.mask_B > 0).tolist():
             raise Counterexample(f"step {step.step} masks other samples when its filters are applied again")

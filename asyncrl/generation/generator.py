@@ -33,6 +33,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from asyncio_throttle.throttler import Throttler
@@ -120,7 +121,7 @@ class Generator:
             prefix_rows,
             every_tokens=config.generator.persist_every_tokens,
             support=config.has_supports,
-            verdict=weights.verdict,
+            verified=weights.verified,
             stored=self._held.stored,
         )
         self._metrics, self._clock = metrics, clock
@@ -141,7 +142,7 @@ class Generator:
             rows=rows,
             held=self._held,
             running=self._running,
-            verdict=weights.verdict,
+            verified=weights.verified,
             metrics=metrics,
             group_size=config.learner.group_size,
             clock=clock,
@@ -274,7 +275,7 @@ class Generator:
 
     def _progressed(self, ticket: Ticket, prefix: Sequence[PartialCompletion], sampled: Sampled) -> None:
         if ticket.key in self._held and ticket.key not in self._unverified:
-            if self._held.generated(ticket.key, sum(sampled.lengths)):
+            if self._held.progressed(ticket.key, sum(sampled.lengths)):
                 self._last_token_s = self._clock()
             self._prefixes.sampled(ticket, sampled, continued=prefix)
 
@@ -287,7 +288,7 @@ class Generator:
             if self._running.cancel(key):
                 logger.info("the buffer has ended the ticket of group %s, so its rollout ends", key)
                 self._metrics.samples(self._config.learner.group_size, outcome="cancelled")
-            self._held.settle(key)
+            self._held.forget(key)
 
     # --- calls of a weight update ---------------------------------------------------------------------------------
 
@@ -397,8 +398,8 @@ class RunningRollouts:
     now on."""
 
     def __init__(self) -> None:
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._scored: set[str] = set()
+        self._tasks: dict[str, asyncio.Task[object]] = {}
+        self._only_scoring: set[str] = set()
         self._in_environment: set[str] = set()
         self._one_ended = asyncio.Event()
         self._none_left = asyncio.Event()
@@ -412,7 +413,7 @@ class RunningRollouts:
     @property
     def generating(self) -> int:
         """The number of rollouts whose groups are not generated yet."""
-        return len(self._tasks) - len(self._scored)
+        return len(self._tasks) - len(self._only_scoring)
 
     @property
     def in_environment(self) -> int:
@@ -422,10 +423,10 @@ class RunningRollouts:
     def waits_for_environment(self, key: str, waits: bool) -> None:
         (self._in_environment.add if waits and key in self._tasks else self._in_environment.discard)(key)
 
-    def start(self, key: str, rollout: Coroutine[None, None, None], *, ended: Callable[[], None]) -> None:
+    def start(self, key: str, rollout: Coroutine[Any, Any, object], *, ended: Callable[[], None]) -> None:
         """Starts a rollout. `ended` is called when it does not run any more."""
 
-        def end(_: asyncio.Task[None]) -> None:
+        def end(_: asyncio.Task[object]) -> None:
             self._ended(key)
             ended()
 
@@ -435,13 +436,13 @@ class RunningRollouts:
         self._none_left.clear()
 
     def generated(self, key: str) -> None:
-        self._scored.add(key)
+        self._only_scoring.add(key)
         self._in_environment.discard(key)
         self._one_ended.set()
 
     def _ended(self, key: str) -> None:
         self._tasks.pop(key, None)
-        self._scored.discard(key)
+        self._only_scoring.discard(key)
         self._in_environment.discard(key)
         self._one_ended.set()
         if not self._tasks:
@@ -538,7 +539,7 @@ class HeldTickets:
         self._tokens |= new
         self._new_tokens |= new
 
-    def generated(self, key: str, tokens: int) -> bool:
+    def progressed(self, key: str, tokens: int) -> bool:
         """Records the number of tokens that the ticket's rollout has sampled so far. Returns whether it has changed."""
         if self._tokens.get(key, tokens) == tokens:
             return False
@@ -554,7 +555,7 @@ class HeldTickets:
         """Returns what is stored of the ticket's group; None if nothing is, or if the ticket is not held."""
         return self._prefixes.get(key)
 
-    def settle(self, key: str) -> None:
+    def forget(self, key: str) -> None:
         """Ends the holding of a ticket that the buffer has ended, or whose commit or failure it has recorded."""
         for kept in (self._tokens, self._new_tokens, self._prefixes, self._new_prefixes):
             kept.pop(key, None)
@@ -563,7 +564,7 @@ class HeldTickets:
     def give_up(self, key: str) -> None:
         """Ends the holding of a ticket although the buffer may still count it as held. The next report is complete, so
         the buffer sees that the ticket is not held any longer."""
-        self.settle(key)
+        self.forget(key)
         self.report_all()
 
     async def all_settled(self) -> None:
@@ -583,14 +584,14 @@ three calls to other processes."""
 
 @dataclass(kw_only=True)
 class Delivery:
-    """Delivers what has ended, in the order in which it ended. `verdict` waits until the weights of the replica are
+    """Delivers what has ended, in the order in which it ended. `verified` waits until the weights of the replica are
     verified."""
 
     coordinator: CoordinatorClient
     rows: GroupRows
     held: HeldTickets
     running: RunningRollouts
-    verdict: Callable[[], Awaitable[object]]
+    verified: Callable[[], Awaitable[object]]
     metrics: GeneratorMetrics
     group_size: int
     clock: Callable[[], float] = time.monotonic
@@ -622,8 +623,8 @@ class Delivery:
         while True:
             await self._something_ended.wait()
             await self.running.more_ends(wait_s=delivered_s + DELIVER_EVERY_S - self.clock())
-            # Groups stay in `_ended` until the verdict: `fail_finished` fails what it finds there.
-            await self.verdict()
+            # Groups stay in `_ended` until the weights are verified: `fail_finished` fails what it finds there.
+            await self.verified()
             delivered_s, ended = self.clock(), self._take()
             groups = [each for each in ended if isinstance(each, FinishedGroup)]
             stored = True
@@ -658,7 +659,7 @@ class Delivery:
                 # Only this replica has the ticket, and it commits a group once. So the call was repeated, because its
                 # first answer, ACCEPTED, was late.
                 outcome = CommitOutcome.ACCEPTED
-            self.held.settle(group.meta.key)
+            self.held.forget(group.meta.key)
             self.metrics.samples(len(group.meta.rewards), outcome=outcome)
             if outcome is CommitOutcome.ACCEPTED:
                 self.samples += len(group.meta.rewards)
@@ -694,7 +695,7 @@ class Delivery:
                 self.held.give_up(key)
         else:
             for key in keys:
-                self.held.settle(key)
+                self.held.forget(key)
 
     def _as_failed(self, ended: FinishedGroup | FailedTicket, error: InfraError) -> FailedTicket:
         """Turns a finished group that cannot be used into a failure. Leaves a failure as it is."""

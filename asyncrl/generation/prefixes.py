@@ -184,7 +184,7 @@ class PrefixKeeper:
     """Stores a group whenever one of its samples has grown by `every_tokens` tokens. With 0, it stores nothing.
     `support`: tokens have supports (`generator.top_k`).
 
-    `verdict` waits until the last weight update is verified. `stored` is called with a group's key after each put.
+    `verified` waits until the last weight update is verified. `stored` is called with a group's key after each put.
     """
 
     def __init__(
@@ -193,13 +193,13 @@ class PrefixKeeper:
         *,
         every_tokens: int,
         support: bool = False,
-        verdict: Callable[[], Awaitable[None]],
+        verified: Callable[[], Awaitable[None]],
         stored: Callable[[str, Prefix], None],
     ) -> None:
         self._rows = rows
         self._every_tokens = every_tokens
         self._columns = (*PREFIX_COLUMNS, *([SUPPORT] if support else []))
-        self._verdict = verdict
+        self._verified = verified
         self._stored = stored
         self._lengths: dict[str, Sequence[int]] = {}  # tokens of each sample at the last put of a group
         self._puts: dict[str, asyncio.Task[None]] = {}
@@ -250,7 +250,7 @@ class PrefixKeeper:
         def built() -> tuple[BatchedDataDict, Prefix]:
             return rows_of(samples), prefix_of(samples, attempt=ticket.attempt, continued=continued)
 
-        await self._verdict()
+        await self._verified()
         try:
             rows, prefix = await beside_loop(built, tokens=sum(len(sample.token_ids) for sample in samples))
             await self._rows.put({ticket.key: rows})

@@ -119,7 +119,7 @@ class WeightUpdates:
         assert self.version is not None
         return self.version
 
-    async def verdict(self) -> None:
+    async def verified(self) -> None:
         """Waits until the last update is verified. From then on finished groups may be committed."""
         await self._verified.wait()
 

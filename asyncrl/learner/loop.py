@@ -212,7 +212,7 @@ class LearnerLoop:
         """
         started_s = self.stages.clock()
         check_staleness(lease)
-        samples = self.stages.judge(lease)
+        samples = self.stages.prepare(lease)
         meta = step_meta(lease, extra=self.config.extra_columns)
         only_critic = self.stages.trains_only_critic(lease.step)
         self.phase = "training only the critic (critic.warmup_steps)" if only_critic else TRAINING

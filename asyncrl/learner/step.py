@@ -102,7 +102,7 @@ class StepSamples:
     numbers: dict[str, float]
 
 
-def judge_samples(lease: Lease, *, estimator: Estimator | None, config: Config) -> StepSamples:
+def prepare_samples(lease: Lease, *, estimator: Estimator | None, config: Config) -> StepSamples:
     """Computes the advantages and masks of all samples of a step.
 
     A sample whose tokens are all too old to train is masked, but its reward still counts in the advantages. A sample
@@ -230,9 +230,9 @@ class Stages:
         """
         return self.critic is not None and step < self._critic.warmup_steps
 
-    def judge(self, lease: Lease) -> StepSamples:
+    def prepare(self, lease: Lease) -> StepSamples:
         """Returns the filtered samples of a step, with their advantages if these are per sample."""
-        return judge_samples(lease, estimator=self._estimator, config=self.config)
+        return prepare_samples(lease, estimator=self._estimator, config=self.config)
 
     async def train(
         self, meta: KVBatchMeta, samples: StepSamples, *, step: int

@@ -239,7 +239,7 @@ class BufferModel:
             assert renewal is not None
             held.answered(report)
             for key in renewal.ended:
-                held.settle(key)
+                held.forget(key)
             if not renewal.report_all:
                 break
             held.report_all()
@@ -268,7 +268,7 @@ class BufferModel:
         held = self.held[replica]
         for n, key in enumerate(sorted(held)):
             self.sampled[key] += self.tickets[key].group % 3
-            held.generated(key, self.sampled[key])
+            held.progressed(key, self.sampled[key])
             if store is not None:
                 held.stored(key, self.store(key, store + n, newest=self.loaded[replica]))
 
@@ -429,7 +429,7 @@ class BufferModel:
         else:
             assert outcome is CommitOutcome.LATE
         if row_bytes % 3:  # else the answer is still under way
-            self.held[ticket.replica].settle(key)
+            self.held[ticket.replica].forget(key)
 
     def fail(self, pick: int) -> None:
         if not self.tickets:
@@ -446,7 +446,7 @@ class BufferModel:
         elif held:
             self.attempt_over(key)
         if pick % 2:
-            self.held[self.tickets[key].replica].settle(key)
+            self.held[self.tickets[key].replica].forget(key)
 
     def leave(self, replica: str) -> None:
         theirs = {key for key in self.having("reserved") if self.tickets[key].replica == replica}

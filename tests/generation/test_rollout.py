@@ -26,7 +26,7 @@ from asyncrl.errors import DataError, HandshakeError
 from asyncrl.generation.episodes import Attempt, Episode, Played, single_turn
 from asyncrl.generation.interfaces import Completion
 from asyncrl.generation.rollout import FinishedGroup, Rollouts, finished_group
-from asyncrl.learner.step import judge_samples
+from asyncrl.learner.step import prepare_samples
 from asyncrl.weights.staging import StagedWeights
 
 TICKET = Ticket(
@@ -228,7 +228,7 @@ def test_resampling_masking_and_the_ratio_compare_what_the_estimator_compares(
         {"algorithm": section | {"zero_variance": "mask"}, "generator": {"max_completion_tokens": 4}}
     )
     lease = Lease(incarnation=1, step=8, groups=tuple(leased))
-    samples = judge_samples(lease, estimator=resolve_estimator(advantage), config=masking)
+    samples = prepare_samples(lease, estimator=resolve_estimator(advantage), config=masking)
     assert bool(samples.mask_B[: len(rewards)].any()) is teaches
     assert samples.numbers["zero_variance_ratio"] == (0.0 if teaches else 0.5)
     if advantage != "reinforce_pp":  # whitened over the whole step

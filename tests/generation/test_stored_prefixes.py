@@ -84,7 +84,7 @@ async def test_supports_are_read_if_samples_have_them(support: bool) -> None:
 
     keeper = PrefixKeeper(
         Rows(),  # type: ignore[arg-type]
-        every_tokens=2, support=support, verdict=verified, stored=lambda *_: None,
+        every_tokens=2, support=support, verified=verified, stored=lambda *_: None,
     )  # fmt: skip
     ticket = Ticket(
         group=3, attempt=1, task=Task(question="q", prompt="q", answer="a"), seed=0, version=Version(1, 0),

@@ -368,11 +368,11 @@ async def test_nothing_starts_and_nothing_may_be_committed_before_the_first_verd
     scene.may_load.clear()
     scene.source.offer(3, serial=1)
     assert await waits(scene.updates.startable())
-    assert await waits(scene.updates.verdict())
+    assert await waits(scene.updates.verified())
     assert scene.loading == [True], "generation of the replica has paused"
     scene.may_load.set()
     assert await scene.updates.startable() == Version(1, 3)
-    await scene.updates.verdict()
+    await scene.updates.verified()
     assert scene.loading == [True, False]
     assert scene.reported == [Version(1, 3)], "the replica reports the version to the buffer at once"
     assert (scene.updates.updates, scene.outcomes("applied")) == (1, 1)
@@ -387,9 +387,9 @@ async def test_during_an_update_rollouts_start_and_no_commit_passes(make_scene: 
     scene.source.offer(1, serial=2)
     await until(lambda: scene.loading[-1])
     assert await scene.updates.startable() == Version(1, 0), "the old version stays until the verdict"
-    assert await waits(scene.updates.verdict())
+    assert await waits(scene.updates.verified())
     scene.may_load.set()
-    await scene.updates.verdict()
+    await scene.updates.verified()
     assert scene.updates.version == Version(1, 1)
 
 
@@ -425,7 +425,7 @@ async def test_a_probe_that_fails_ends_what_runs_and_fails_what_is_finished(
     assert error.reason == "parity"
     assert "the largest difference of 2 tokens is 0.5 nats, and weights.parity_tolerance_nats = 0.0001" in str(error)
     assert await waits(scene.updates.startable())
-    assert await waits(scene.updates.verdict())
+    assert await waits(scene.updates.verified())
     scene.engine.score_error_nats = 0.0
     scene.source.offer(1, serial=2)
     assert await scene.updates.startable() == Version(1, 1), "a whole update of the same version repairs the replica"

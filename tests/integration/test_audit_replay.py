@@ -90,7 +90,7 @@ def recorded_steps(policy: TQPolicy, config: Config, kept: KeptSteps) -> list[Tr
         fresh = [generated(policy, group=2 * step + place, step=step) for place in (1, 2)]
         groups, waiting = [*waiting, fresh[0]], [fresh[1]]
         lease = Lease(incarnation=1, step=step, groups=tuple(group for group, _ in groups))
-        meta, samples = step_meta(lease), stages.judge(lease)
+        meta, samples = step_meta(lease), stages.prepare(lease)
         rows = BatchedDataDict.from_batches([rows for _, rows in groups], pad_value_dict=dict(PAD_VALUES))
         policy.dp_client.put_samples(meta.sample_ids, TRAIN_PARTITION, fields=rows)
         report, _ = asyncio.run(stages.train(meta, samples, step=step))

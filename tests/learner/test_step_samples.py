@@ -23,7 +23,7 @@ from asyncrl.errors import StalenessViolation
 from asyncrl.learner import step as stages
 from asyncrl.learner.recording import counts_by_staleness
 from asyncrl.learner.sample_records import Texts, sample_record
-from asyncrl.learner.step import StepSamples, check_staleness, judge_samples, step_meta
+from asyncrl.learner.step import StepSamples, check_staleness, prepare_samples, step_meta
 from asyncrl.ranks.named_rows import LIMIT, MASKS_STALE
 from asyncrl.ranks.report import StepReport
 
@@ -54,7 +54,7 @@ def judged(
 ) -> StepSamples:
     config = Config.model_validate({"algorithm": settings, "generator": {"max_completion_tokens": 10}})
     lease = Lease(incarnation=1, step=step, groups=tuple(groups))
-    return judge_samples(lease, estimator=resolve_estimator(estimator), config=config)
+    return prepare_samples(lease, estimator=resolve_estimator(estimator), config=config)
 
 
 def advantages(samples: StepSamples, *sizes: int) -> list[list[float]]:
@@ -119,10 +119,10 @@ async def test_shares_that_were_not_measured_are_no_numbers_in_metrics_and_recor
     unmeasured = dict.fromkeys(("zero_variance_ratio", "all_right_ratio", "all_wrong_ratio"), math.nan)
 
     def judged_without(*given: Any, **settings: Any) -> StepSamples:
-        samples = judge_samples(*given, **settings)
+        samples = prepare_samples(*given, **settings)
         return dataclasses.replace(samples, numbers=samples.numbers | unmeasured)
 
-    monkeypatch.setattr(stages, "judge_samples", judged_without)
+    monkeypatch.setattr(stages, "prepare_samples", judged_without)
     scene = Scene()
     await scene.run()
     read = scene.metrics.registry.get_sample_value
@@ -196,7 +196,7 @@ def test_failed_samples_are_in_no_length_weighted_baseline_and_get_no_length_pen
 @pytest.mark.fault("F19")
 def test_the_critic_gets_a_mask_for_a_sample_whose_reward_failed() -> None:
     lease = Lease(incarnation=1, step=0, groups=(leased(0, [1.0, None]),))
-    samples = judge_samples(lease, estimator=None, config=Config())
+    samples = prepare_samples(lease, estimator=None, config=Config())
     assert samples.advantages_B is None
     assert (samples.rewards_B.tolist(), samples.mask_B.tolist()) == ([1.0, 0.0], [1.0, 0.0])
 
