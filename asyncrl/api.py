@@ -101,12 +101,12 @@ def run(
 
     console = ShownConsole(quiet=not progress)
     showing = shown_run(checked, role="up", console=console, started_s=time.monotonic(), choose=choose)
-    with _sigterm_interrupts(), showing as (run_dir, screen):
+    with sigterm_interrupts(), showing as (run_dir, screen):
         from asyncrl.deployment.compose import run_both  # imports Ray
 
         run_dir.on_step, run_dir.on_eval = stepped, evaluated
         training = partial(run_both, checked, run_dir=run_dir, screen=screen, prompts=prompts)
-        summary, interruption = _attended(training, calls=calls, run_dir=run_dir)
+        summary, interruption = attended_run(training, calls=calls, run_dir=run_dir)
     if interruption is not None:
         raise interruption
     if summary is None:
@@ -134,7 +134,7 @@ def _enter_ray(config: Config, choose: Choice) -> Choice:
 
 
 @contextlib.contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
+def sigterm_interrupts() -> Iterator[None]:
     """Makes SIGTERM raise KeyboardInterrupt within the block, as Ctrl-C does.
 
     Does nothing if SIGTERM has a handler already, or outside of the main thread, where Python allows no handler.
@@ -150,7 +150,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _attended(
+def attended_run(
     training: Training, *, calls: "SimpleQueue[Callable[[], object] | None]", run_dir: RunDir
 ) -> tuple[Summary | None, BaseException | None]:
     """Runs `training` in a thread of its own, and makes the queued calls in this thread until the training has ended.

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import asyncrl
-from asyncrl.api import _attended, _sigterm_interrupts
+from asyncrl.api import attended_run, sigterm_interrupts
 from asyncrl.config.schema import Config
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import ConfigError, StallError
@@ -28,8 +28,8 @@ def run_dir(tmp_path: Path) -> Iterator[RunDir]:
 
 
 def attended(run_dir: RunDir, training: Any, calls: "SimpleQueue[Any] | None" = None) -> Any:
-    with _sigterm_interrupts():
-        return _attended(training, calls=SimpleQueue() if calls is None else calls, run_dir=run_dir)
+    with sigterm_interrupts():
+        return attended_run(training, calls=SimpleQueue() if calls is None else calls, run_dir=run_dir)
 
 
 def test_calls_are_made_in_order_in_the_callers_thread_while_the_training_has_its_own(run_dir: RunDir) -> None:

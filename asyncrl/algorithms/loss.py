@@ -185,11 +185,13 @@ class ObjectiveLoss:
         a column of some tokens by its name, and `logprobs` are the current log-probs of these tokens."""
         found = {name: column(source) for name, source in SOURCE_COLUMNS.items() if source in self.columns}
         if self.objective.proximal == "interpolated":
-            found["proximal"] = _interpolated(logprobs, behaviour=found["behaviour"], staleness=column("staleness"))
+            found["proximal"] = interpolated_policy(
+                logprobs, behaviour=found["behaviour"], staleness=column("staleness")
+            )
         return found
 
 
-def _interpolated(logprobs: torch.Tensor, *, behaviour: torch.Tensor, staleness: torch.Tensor) -> torch.Tensor:
+def interpolated_policy(logprobs: torch.Tensor, *, behaviour: torch.Tensor, staleness: torch.Tensor) -> torch.Tensor:
     """Returns proximal log-probs without a forward pass (A-3PO, 2512.06547).
 
     For a token that is d versions old, it is behaviour + (1 − 1/d) · (sg lp − behaviour), where sg is stop-gradient.

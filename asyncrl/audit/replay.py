@@ -213,7 +213,7 @@ def _rescore(
     limits = ParityLimits.of(config, temperature=config.generator.temperature)
     spans: dict[Version, list[_Span]] = defaultdict(list)
     for step, (_, rows) in zip(steps, batches, strict=True):
-        for version, span in _spans(step, rows):
+        for version, span in token_spans(step, rows):
             spans[version].append(span)
     if missing := sorted(spans.keys() - set(kept.versions())):
         raise NotPossible(f"the weights of version {missing[0]} were not kept")
@@ -237,7 +237,7 @@ def _rescore(
     return found
 
 
-def _spans(step: TrainedStep, rows: BatchedDataDict) -> Iterator[tuple[Version, _Span]]:
+def token_spans(step: TrainedStep, rows: BatchedDataDict) -> Iterator[tuple[Version, _Span]]:
     """Yields the spans of the trained samples of a step."""
     columns = (*SCORED_COLUMNS, "generation_logprobs", *extra_fields(rows))
     scored = BatchedDataDict({name: rows[name] for name in columns})

@@ -177,8 +177,8 @@ def fitting_prompts(prompts: Prompts, *, config: Config, model: str) -> Prompts:
     out: dict[str, list[LeftOutRow]] = {part: [] for part in all_configs(config)}
     configs = eval_configs(config)
     return Prompts(
-        train=_fitting_of_parts(prompts.train, config=config, fit=fit, left_out=out, tools=prompts.tools),
-        heldout=_fitting_of_parts(prompts.heldout, config=config, fit=fit, left_out=out, tools=prompts.tools),
+        train=fitting_of_parts(prompts.train, config=config, fit=fit, left_out=out, tools=prompts.tools),
+        heldout=fitting_of_parts(prompts.heldout, config=config, fit=fit, left_out=out, tools=prompts.tools),
         sets={
             name: fit(
                 tasks,
@@ -224,7 +224,7 @@ def _usable(
     return fitting(plain, config=config, tokenizer=tokenizer, exact=exact, left_out=left_out, tools=tools)
 
 
-def _fitting_of_parts(
+def fitting_of_parts(
     tasks: Sequence[Task],
     *,
     config: Config,

@@ -8,7 +8,7 @@ from test_preset_metamorphic import counts, padded, rows, runnable
 
 from asyncrl.algorithms.advantages import Samples, resolve_estimator
 from asyncrl.algorithms.baselines import Whitening
-from asyncrl.algorithms.loss import ObjectiveLoss, _interpolated
+from asyncrl.algorithms.loss import ObjectiveLoss, interpolated_policy
 from asyncrl.algorithms.objective import Gate, Linear, Objective, Reinforce, Weight, pooled_sources
 from asyncrl.algorithms.presets import PRESETS
 from asyncrl.algorithms.returns import TokenAdvantages
@@ -169,7 +169,7 @@ def test_a_product_of_rounded_ratios_is_another_number() -> None:
 def test_the_interpolated_policy_of_fresh_tokens_is_exactly_the_current_one(seed: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(seed)
     logprobs, behaviour = (-10 * torch.rand(2, 4096, generator=generator, dtype=torch.float64)).to(dtype)
-    found = _interpolated(logprobs, behaviour=behaviour, staleness=torch.zeros(4096))
+    found = interpolated_policy(logprobs, behaviour=behaviour, staleness=torch.zeros(4096))
     assert torch.equal(found, wide(logprobs))
 
 

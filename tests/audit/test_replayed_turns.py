@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any, cast
 
-from asyncrl.audit.replay import _spans
+from asyncrl.audit.replay import token_spans
 from asyncrl.common.version import Version
 from asyncrl.generation.episodes import Episode, Node, Origin, episode_rows
 from asyncrl.learner.audit_records import TrainedSample
@@ -37,7 +37,7 @@ def test_each_version_has_the_sampled_tokens_of_all_turns_and_no_token_that_was_
     step: Any = SimpleNamespace(step=8, groups=[SimpleNamespace(group=3, samples=samples)])
     found = [
         (version, span.row["input_ids"][0, span.places].tolist(), span.row["generation_logprobs"][0, span.places])
-        for version, span in _spans(step, cast(Any, episode_rows([turns, answer, answer])))
+        for version, span in token_spans(step, cast(Any, episode_rows([turns, answer, answer])))
     ]
     assert [(version, tokens) for version, tokens, _ in found] == [
         (Version(1, 4), [11, 12, 13]),

@@ -9,7 +9,7 @@ from asyncrl.config.parts import environment_name, part_configs
 from asyncrl.config.schema import Config
 from asyncrl.data.left_out import LeftOutRow
 from asyncrl.data.prompts import Task
-from asyncrl.deployment.inputs import _fitting_of_parts
+from asyncrl.deployment.inputs import fitting_of_parts
 from asyncrl.environments.interfaces import build_tasks
 from asyncrl.environments.scoring import PartScorers
 from asyncrl.errors import ConfigError, DatasetError
@@ -175,6 +175,6 @@ def test_prompts_that_do_not_fit_are_skipped_as_their_part_says(caplog: pytest.L
         assert config.data.on_bad_row == ("skip" if tasks[0].part == "words" else "refuse")
         return tasks[1:]
 
-    kept = _fitting_of_parts(tasks, config=run, fit=fit, left_out={"words": [], "sums": []}, tools={})
+    kept = fitting_of_parts(tasks, config=run, fit=fit, left_out={"words": [], "sums": []}, tools={})
     assert len(kept) == len(tasks) - 2
     assert [task for task in tasks if task in kept] == list(kept), "in their order"
