@@ -169,7 +169,7 @@ async def at_scale(*, groups: int, replicas: int) -> dict[str, float]:
     def all_sampled(tickets: HeldTickets) -> None:
         tokens = next(sampled)
         for key in tickets:
-            tickets.generated(key, tokens)
+            tickets.progressed(key, tokens)
 
     serial, own = coordinator.registry.endpoints.since(0).serial, list(held)[:REPLICAS_OF_DEPLOYMENT]
     times = 200
@@ -186,7 +186,7 @@ async def at_scale(*, groups: int, replicas: int) -> dict[str, float]:
         "metrics": cpu_us(coordinator._record, times=10),
         "heartbeat": cpu_us(heartbeat(lambda _: None), times=times),
         "heartbeat, all sampled": cpu_us(heartbeat(all_sampled), times=times),
-        "heartbeat, complete": cpu_us(heartbeat(HeldTickets.name_all), times=times),
+        "heartbeat, complete": cpu_us(heartbeat(HeldTickets.report_all), times=times),
     }
 
 
@@ -194,8 +194,8 @@ async def beat(coordinator: Coordinator, name: str, tickets: HeldTickets) -> Non
     held = tickets.report()
     renewal = await coordinator.heartbeat(name, NOW, 0, held, report_of(name))
     tickets.answered(held)
-    if renewal.name_all:
-        tickets.name_all()
+    if renewal.report_all:
+        tickets.report_all()
 
 
 def step(coroutine: Any) -> None:
