@@ -82,7 +82,7 @@ def rows() -> BatchedDataDict:
 def memcpy(worker: PolicyWorker) -> tuple[int, float]:
     """Copies as many bytes as this rank's checkpoint has. Returns the bytes and the seconds."""
     copies = (worker._state._weight_copies, worker._state._moment_copies)
-    nbytes = sum(each.nbytes for each in copies)
+    nbytes = sum(copy.nbytes for each in copies for copy in each._copies.values())
     blocks = getattr(worker, "blocks", None)
     if blocks is None:
         blocks = worker.blocks = (torch.ones(nbytes // 4), torch.ones(nbytes // 4))  # type: ignore[attr-defined]
