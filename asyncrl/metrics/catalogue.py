@@ -397,7 +397,7 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         counter(
             LEARNER,
             "asyncrl_learner_steps_total",
-            "Steps by outcome. `skipped`: a loss or gradient was not finite, so no weights were changed.",
+            "Steps by outcome. `skipped`: a loss or gradient was not finite, so the policy's weights stayed.",
             {"outcome": ("trained", "skipped")},
         ),
         counter(LEARNER, "asyncrl_learner_tokens_total", "Trained completion tokens."),

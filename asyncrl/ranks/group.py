@@ -42,6 +42,7 @@ R = TypeVar("R")
 STARTUP = "learner.startup_timeout_s"
 """The setting that limits each call by which the ranks start."""
 FIRST_CAUSE_GRACE_S = 3.0
+"""If only broken connections are known, seconds to wait for the error of the rank that caused them."""
 CLOSE_TIMEOUT_S = 5.0
 """Seconds for a rank to leave its process group before its process is killed."""
 

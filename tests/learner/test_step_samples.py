@@ -20,7 +20,6 @@ from asyncrl.data.prompts import Task
 from asyncrl.data.specs import BRANCH, NO_VERSION
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import StalenessViolation
-from asyncrl.learner import step as stages
 from asyncrl.learner.recording import counts_by_staleness
 from asyncrl.learner.sample_records import Texts, sample_record
 from asyncrl.learner.step import StepSamples, check_staleness, prepare_samples, step_meta
@@ -122,7 +121,7 @@ async def test_shares_that_were_not_measured_are_no_numbers_in_metrics_and_recor
         samples = prepare_samples(*given, **settings)
         return dataclasses.replace(samples, numbers=samples.numbers | unmeasured)
 
-    monkeypatch.setattr(stages, "prepare_samples", judged_without)
+    monkeypatch.setattr("asyncrl.learner.step.prepare_samples", judged_without)
     scene = Scene()
     await scene.run()
     read = scene.metrics.registry.get_sample_value
