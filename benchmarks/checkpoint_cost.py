@@ -118,10 +118,10 @@ def measure(policy: Policy, loss: LossFunction, folder: Path, *, rounds: int) ->
 
     train()
     print(f"stage, the first time: {timed(policy.stage_checkpoint):.3f} s")
-    ranks = policy.on_ranks(memcpy)
+    ranks = policy.ranks.call(memcpy)
     print(f"copied by each rank: {', '.join(f'{nbytes / MIB:.0f} MiB' for nbytes, _ in ranks)}")
     for number in range(rounds):
-        measured["memcpy"].append(max(seconds for _, seconds in policy.on_ranks(memcpy)))
+        measured["memcpy"].append(max(seconds for _, seconds in policy.ranks.call(memcpy)))
         measured["stage"].append(timed(policy.stage_checkpoint))
         measured["alone"] += [timed(train) for _ in range(3)]
         path = folder / str(number)

@@ -112,7 +112,7 @@ class Bench:
         self.published: Weights = {}
 
     def publish(self) -> None:
-        [found] = self.policy.on_ranks(weights_of)
+        [found] = self.policy.ranks.call(weights_of)
         self.published = found
 
     def train(self, steps: int, *, first: int = 0, rows: int = 8) -> None:
@@ -175,7 +175,7 @@ class Bench:
         parameters that were read back."""
         live = await self.engine.read_back(*self.staged(self.published))
         scores = await asyncio.gather(*[self.engine.score(tokens) for tokens in self.probe])
-        ours = self.policy.on_ranks(PolicyWorker.probe, self.probe)[0]
+        ours = self.policy.ranks.call(PolicyWorker.probe, self.probe)[0]
         probe = Differences.of(
             abs(engine - learner)
             for row, own in zip(scores, ours, strict=True)

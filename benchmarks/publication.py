@@ -50,6 +50,7 @@ from asyncrl.errors import WeightError
 from asyncrl.generation.vllm_engine import VLLMEngine, prepare_environment
 from asyncrl.policy.lm_policy import Policy
 from asyncrl.policy.worker import PolicyWorker
+from asyncrl.ranks.actor import SENDING
 from asyncrl.ranks.gather import own_shards, parameter_specs
 from asyncrl.weights.manifest import Bytes, Manifest, Probe, layout
 from asyncrl.weights.publisher import snapshot_of
@@ -86,16 +87,16 @@ def learners_part(config: Config, model: Path, *, rounds: int) -> Measured:
         policy.start()
         entries = layout(policy.weights_metadata())
         for slot in (0, 1):  # the first snapshots get their memory from the system
-            policy.on_ranks(PolicyWorker.take_snapshot, entries, PROBE, slot)
-        ranks = policy.on_ranks(memcpy)
+            policy.ranks.call(PolicyWorker.take_snapshot, entries, PROBE, slot)
+        ranks = policy.ranks.call(memcpy)
         print(f"sent by each rank: {', '.join(f'{nbytes / MIB:.0f} MiB' for nbytes, _ in ranks)}")
         for number in range(rounds):
             slot = number % 2
-            measured["memcpy"].append(max(seconds for _, seconds in policy.on_ranks(memcpy)))
+            measured["memcpy"].append(max(seconds for _, seconds in policy.ranks.call(memcpy)))
             measured["snapshot"].append(
-                timed(lambda at=slot: policy.on_ranks(PolicyWorker.take_snapshot, entries, [], at))  # type: ignore[misc]
+                timed(lambda at=slot: policy.ranks.call(PolicyWorker.take_snapshot, entries, [], at))  # type: ignore[misc]
             )
-            measured["probe"].append(timed(lambda: policy.on_ranks(PolicyWorker.probe, PROBE)))
+            measured["probe"].append(timed(lambda: policy.ranks.call(PolicyWorker.probe, PROBE)))
     finally:
         policy.shutdown()
     return measured
@@ -153,12 +154,12 @@ def slow_replicas_part(config: Config, model: Path, *, rounds: int, replicas: in
         policy.start()
         entries = layout(policy.weights_metadata())
         for slot in (0, 1):
-            policy.on_ranks(PolicyWorker.take_snapshot, entries, PROBE, slot)
+            policy.ranks.call(PolicyWorker.take_snapshot, entries, PROBE, slot)
 
         def deliver(number: int) -> float:
             started_s = time.perf_counter()
             version = Version(1, number)
-            by_rank = policy.send_beside(PolicyWorker.deliver, transport, number % 2, version, None)
+            by_rank = policy.ranks.beside(SENDING, PolicyWorker.deliver, transport, number % 2, version, None)
             sent = [bucket for rank in by_rank for bucket in rank]
             manifest = Manifest(
                 version=version,
@@ -176,7 +177,7 @@ def slow_replicas_part(config: Config, model: Path, *, rounds: int, replicas: in
                 for _ in range(SNAPSHOTS):
                     time.sleep(random.uniform(0.5, 1.5) * BUCKET_S)  # at any moment of a delivery to slow replicas
                     snapshots_s.append(
-                        timed(lambda at=1 - number % 2: policy.on_ranks(PolicyWorker.take_snapshot, entries, [], at))  # type: ignore[misc]
+                        timed(lambda at=1 - number % 2: policy.ranks.call(PolicyWorker.take_snapshot, entries, [], at))  # type: ignore[misc]
                     )
                 delivery_s = delivery.result()
                 if number:  # the first delivery opens the group

@@ -6,8 +6,9 @@ Legend: B rows, S tokens, V vocabulary. Rows are padded on the right. Log-probs 
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from enum import StrEnum
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -129,8 +130,21 @@ def input_type_of(loss_fn: object) -> LossInputType:
 _LOGITS = ("next_token_logits", "logits")
 
 
+def of_outputs(
+    loss_fn: Callable[..., Any], outputs: Collection[str], data: BatchedDataDict, counts: Mapping[str, torch.Tensor]
+) -> Callable[..., Any]:
+    """Returns the loss of these columns as a function of the model's `outputs`, which it takes as keyword arguments:
+    `next_token_logits`, or `next_token_logprobs` and perhaps `next_token_entropies`."""
+    if "next_token_logits" in outputs:
+        return partial(call_with_logits, loss_fn, data=data, counts=counts)
+    return partial(loss_fn, data=data, **counts)
+
+
 def call_with_logits(
-    loss_fn: Callable[..., Any], logits: torch.Tensor, data: BatchedDataDict, counts: Mapping[str, torch.Tensor]
+    loss_fn: Callable[..., Any],
+    next_token_logits: torch.Tensor,
+    data: BatchedDataDict,
+    counts: Mapping[str, torch.Tensor],
 ) -> Any:
     """Calls the loss with logits [B, S, V]: by keyword if its signature has one for them, else as the first
     argument."""
@@ -141,8 +155,8 @@ def call_with_logits(
     if not names and any_keyword and misfit(signature, data=data, **counts) is None:
         names = [*_LOGITS]
     if not names:
-        return loss_fn(logits, data, **counts)
-    return loss_fn(data=data, **counts, **dict.fromkeys(names, logits))
+        return loss_fn(next_token_logits, data, **counts)
+    return loss_fn(data=data, **counts, **dict.fromkeys(names, next_token_logits))
 
 
 def misfit(signature: inspect.Signature, *values: Any, **keywords: Any) -> str | None:

@@ -152,7 +152,7 @@ def _replay(
     policy: TQPolicy, config: Config, steps: Sequence[TrainedStep], batches: Sequence[tuple[Lease, BatchedDataDict]]
 ) -> None:
     """Trains the steps again, and compares every result. Raises Counterexample at the first difference."""
-    start = combined(policy.on_ranks(PolicyWorker.weights_digest))
+    start = combined(policy.ranks.call(PolicyWorker.weights_digest))
     if start != steps[0].before:
         raise NotPossible(
             f"the run began with weights of the digest {steps[0].before:016x}, but the model at model.path = "

@@ -13,7 +13,7 @@ import torch
 
 from asyncrl.algorithms.advantages import Samples, compute_advantages, resolve_estimator
 from asyncrl.algorithms.baselines import reward_kl
-from asyncrl.algorithms.interfaces import LossInputType, call_with_logits, input_type_of
+from asyncrl.algorithms.interfaces import LossInputType, input_type_of, of_outputs
 from asyncrl.algorithms.loss import build_loss
 from asyncrl.algorithms.presets import advantage_of
 from asyncrl.cli.terminal import say
@@ -106,16 +106,10 @@ def call_loss(config: Config) -> None:
     data = BatchedDataDict({name: rows for name, rows in _small_batch().items() if name in known - unread})
     counts = {"global_valid_seqs": torch.tensor(2.0), "global_valid_toks": torch.tensor(6.0)}
     generator = torch.Generator().manual_seed(0)
-
-    def called(leaves: dict[str, torch.Tensor]) -> object:
-        if "next_token_logits" in leaves:
-            return call_with_logits(loss, leaves["next_token_logits"], data, counts)
-        return loss(data=data, **counts, **leaves)
-
     outputs = {"next_token_logits": torch.randn(2, _TOKENS, _VOCABULARY, generator=generator)}
     if input_type_of(loss) == LossInputType.LOGPROB:
         outputs = {"next_token_logprobs": -torch.rand(2, _TOKENS - 1, generator=generator)}
-    if (failure := outcome_of(outputs, called).failure) is not None:
+    if (failure := outcome_of(outputs, of_outputs(loss, outputs, data, counts)).failure) is not None:
         raise ConfigError(f"{named}: {failure}. It was called with a batch of two rows")
 
 

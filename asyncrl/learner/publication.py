@@ -28,6 +28,7 @@ from asyncrl.errors import ActorGone, CallTimeout, Fenced, RunEnded, StallError,
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.policy.tq_policy import TQPolicy
 from asyncrl.policy.worker import PolicyWorker
+from asyncrl.ranks.actor import SENDING
 from asyncrl.weights.manifest import Manifest, Probe, TensorEntry
 from asyncrl.weights.publisher import DeliveredBucket
 from asyncrl.weights.store import WeightClient
@@ -109,7 +110,7 @@ class Publisher:
         started_s = time.monotonic()
         probe_tokens = tuple(map(tuple, self.probe_tokens))
         logprobs, *_ = await asyncio.to_thread(
-            self.policy.on_ranks, PolicyWorker.take_snapshot, self.entries, probe_tokens, slot
+            self.policy.ranks.call, PolicyWorker.take_snapshot, self.entries, probe_tokens, slot
         )
         self._waiting = _Taken(
             version=version,
@@ -200,7 +201,8 @@ class Publisher:
         stored = None if self._stored is None else self._stored[1]
         again = stored is not None and stored.version == taken.version
         by_rank: list[list[DeliveredBucket]] = await asyncio.to_thread(
-            self.policy.send_beside,
+            self.policy.ranks.beside,
+            SENDING,
             PolicyWorker.deliver,
             self.transport,
             taken.slot,

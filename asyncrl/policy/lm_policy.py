@@ -18,11 +18,13 @@ import ray
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data.specs import DP_TRAIN_FIELDS, SUPPORT
 from asyncrl.errors import CollectiveError, ConfigError
 from asyncrl.policy.families import check_family
 from asyncrl.policy.interfaces import ColocatablePolicyInterface
 from asyncrl.policy.model_directory import counts_problem, read_json
 from asyncrl.policy.worker import PolicyWorker
+from asyncrl.ranks.actor import SAVING
 from asyncrl.ranks.driver import RankDriver, ignore_arguments
 from asyncrl.ranks.timer import Timer
 from asyncrl.weights.manifest import ParameterSpec
@@ -37,6 +39,8 @@ class Policy(RankDriver[PolicyWorker], ColocatablePolicyInterface):
 
     _worker = PolicyWorker
     _training = "policy_training"
+    _advantages = ("advantages",)
+    _trained_fields = (*DP_TRAIN_FIELDS, "weight_versions", SUPPORT)
     _sent: Version | None = None
     """The newest version that was sent."""
     _sharing = False
@@ -63,7 +67,7 @@ class Policy(RankDriver[PolicyWorker], ColocatablePolicyInterface):
     def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> None:
         """Loads the weights onto the ranks' devices, for `get_logprobs`."""
         ignore_arguments("prepare_for_lp_inference", args, kwargs)
-        self._ranks.call(PolicyWorker.prepare_for_training)
+        self.ranks.call(PolicyWorker.prepare_for_training)
 
     def save_hf(self, path: Path) -> None:
         """Writes a Hugging Face directory that vLLM can serve, to a path that all ranks share. A reader sees the
@@ -72,27 +76,27 @@ class Policy(RankDriver[PolicyWorker], ColocatablePolicyInterface):
         Raises CheckpointError if it cannot be written within `checkpoint.timeout_s`, or if something other than an
         export is at `path`; the ranks stay usable.
         """
-        self._ranks.call(PolicyWorker.stage_checkpoint, False)
-        self._ranks.save_beside(PolicyWorker.write_hf, None, path.absolute())
+        self.ranks.call(PolicyWorker.stage_checkpoint, False)
+        self.ranks.beside(SAVING, PolicyWorker.write_hf, None, path.absolute())
 
     def write_hf(self, weights_path: Path, path: Path) -> None:
         """Writes the directory of `save_hf` with the weights that `write_checkpoint` wrote to `weights_path`.
 
         It blocks, but another thread may make any other call meanwhile. Raises CheckpointError if it cannot be written.
         """
-        self._ranks.save_beside(PolicyWorker.write_hf, weights_path.absolute(), path.absolute())
+        self.ranks.beside(SAVING, PolicyWorker.write_hf, weights_path.absolute(), path.absolute())
 
     def trained_step(self) -> int | None:
         """Returns the version of the weights by the ranks' own account: see `RankWorker.trained_step`. A call that
         trains is finished first."""
-        return self._ranks.call(PolicyWorker.trained_step)[0]
+        return self.ranks.call(PolicyWorker.trained_step)[0]
 
     # -- weights -------------------------------------------------------------------------------------------------
 
     def weights_metadata(self) -> tuple[ParameterSpec, ...]:
         """Returns names, shapes, dtypes and sizes of the weights that `PolicyWorker.gather_weights` yields, in
         order."""
-        return self._ranks.call(PolicyWorker.weights_metadata)[0]
+        return self.ranks.call(PolicyWorker.weights_metadata)[0]
 
     def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], str]]:
         return {spec.name: (spec.shape, spec.dtype) for spec in self.weights_metadata()}
@@ -103,7 +107,7 @@ class Policy(RankDriver[PolicyWorker], ColocatablePolicyInterface):
         self, ip: str, port: int, world_size: int, *args: Any, train_world_size: int | None = None, **kwargs: Any
     ) -> list["ray.ObjectRef[None]"]:
         ignore_arguments("init_collective", args, kwargs)
-        ranks = self._ranks.size
+        ranks = self.ranks.size
         if train_world_size not in (None, ranks) or world_size <= ranks:
             raise CollectiveError(
                 f"this policy has {ranks} ranks (learner.ranks), and the rest of the group are the engines' workers: "
@@ -117,13 +121,13 @@ class Policy(RankDriver[PolicyWorker], ColocatablePolicyInterface):
             train_world_size=ranks,
             timeout_s=self._config.weights.load_timeout_s,
         )
-        return self._ranks.launch(PolicyWorker.init_collective, rendezvous)
+        return self.ranks.launch(PolicyWorker.init_collective, rendezvous)
 
     def broadcast_weights_for_collective(
         self, *args: Any, version: Version | None = None, **kwargs: Any
     ) -> list["ray.ObjectRef[None]"]:
         ignore_arguments("broadcast_weights_for_collective", args, kwargs)
-        return self._ranks.launch(PolicyWorker.broadcast_weights, self._next(version))
+        return self.ranks.launch(PolicyWorker.broadcast_weights, self._next(version))
 
     # -- by shared memory ----------------------------------------------------------------------------------------
 
@@ -132,7 +136,7 @@ class Policy(RankDriver[PolicyWorker], ColocatablePolicyInterface):
     ) -> list[list[str]]:
         ignore_arguments("prepare_weights_for_ipc", args, kwargs)
         limit = None if refit_buffer_size_gb is None else int(refit_buffer_size_gb * GIB)
-        groups = self._ranks.call(PolicyWorker.prepare_weights_for_ipc, limit, self._next(version))[0]
+        groups = self.ranks.call(PolicyWorker.prepare_weights_for_ipc, limit, self._next(version))[0]
         self._sharing = True
         return groups
 
@@ -142,16 +146,16 @@ class Policy(RankDriver[PolicyWorker], ColocatablePolicyInterface):
             raise TypeError(
                 f"keys are {keys!r}; they must be names of weights, as in a group of prepare_weights_for_ipc()"
             )
-        by_rank = self._ranks.call(PolicyWorker.get_weights_ipc_handles, list(keys))
+        by_rank = self.ranks.call(PolicyWorker.get_weights_ipc_handles, list(keys))
         # ranks on one device share the same bytes, so the first rank's handle is enough
         return {device: group for handles in reversed(by_rank) for device, group in handles.items()}
 
     def offload_before_refit(self) -> None:
-        self._ranks.call(PolicyWorker.offload_optimizer)
+        self.ranks.call(PolicyWorker.offload_optimizer)
 
     def offload_after_refit(self) -> None:
         self._sharing = False
-        self._ranks.call(PolicyWorker.offload_after_refit)
+        self.ranks.call(PolicyWorker.offload_after_refit)
 
     def _next(self, version: Version | None) -> Version:
         if not isinstance(version, Version | None):

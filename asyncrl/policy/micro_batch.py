@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from asyncrl.algorithms.diagnostics import MetricSums, off_policy_sums
-from asyncrl.algorithms.interfaces import LossFunction, LossInputType, call_with_logits, input_type_of
+from asyncrl.algorithms.interfaces import LossFunction, LossInputType, input_type_of, of_outputs
 from asyncrl.algorithms.kernel import kernel_sums
 from asyncrl.algorithms.loss import ObjectiveLoss, entropy, gather_logprobs
 from asyncrl.data.batched_data_dict import BatchedDataDict
@@ -68,12 +68,8 @@ def loss_of(
         # before the first update, the current weights are those of the step's start
         data["prev_logprobs"] = proximal_BS
 
-    def called(leaves: dict[str, torch.Tensor]) -> object:
-        columns = copy.copy(data)  # the loss may change its columns, and the diagnostics read them afterwards
-        if "next_token_logits" in leaves:
-            return call_with_logits(context.loss_fn, leaves["next_token_logits"], columns, context.counts)
-        return context.loss_fn(data=columns, **context.counts, **leaves)
-
+    # the loss may change its columns, and the diagnostics read them afterwards
+    loss = of_outputs(context.loss_fn, outputs.columns, copy.copy(data), context.counts)
     measured = partial(
         _diagnosed,
         data=data,
@@ -82,7 +78,7 @@ def loss_of(
         proximal_BT=proximal_BS[:, 1:].float(),
         on_policy=on_policy,
     )
-    return outcome_of(outputs.columns, called, measure=measured)
+    return outcome_of(outputs.columns, loss, measure=measured)
 
 
 def check_supports(data: BatchedDataDict, loss_fn: LossFunction, *, has_supports: bool) -> None:

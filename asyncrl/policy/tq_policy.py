@@ -23,7 +23,7 @@ from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from asyncrl.policy.lm_policy import Policy
 from asyncrl.policy.worker import PolicyWorker
-from asyncrl.ranks.driver import NamedRowsDriver, ignore_arguments
+from asyncrl.ranks.driver import ignore_arguments
 from asyncrl.ranks.named_rows import DataPlane
 from asyncrl.ranks.plan import BatchingPlan
 from asyncrl.ranks.timer import Timer
@@ -34,16 +34,13 @@ TRAIN_TASKS = ("prev_lp", "ref_lp", "train")
 """Consumer tasks of the training partition, with the names that trainers on TransferQueue use."""
 
 
-class TQPolicy(NamedRowsDriver[PolicyWorker], Policy):
+class TQPolicy(Policy):
     """A `Policy` with rows on the data plane that `dp_cfg` selects, in the partition `tq_partition_id`.
 
     `dp_cfg` is a `data_plane` section, or the dict of a TransferQueue user (`data_plane_section` lists its keys).
     Positional arguments and `kwargs` are those of `Policy`. The attributes `dp_cfg` and `tq_partition_id` are the
     arguments. `dp_client` is an open client of this process; without it, the first use opens one.
     """
-
-    _advantages = ("advantages",)
-    _trained_fields = (*DP_TRAIN_FIELDS, "weight_versions", SUPPORT)
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ import ray
 
 from asyncrl.common.imports import uncollected
 from asyncrl.config.schema import Config
+from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import REFUSALS
 
@@ -26,15 +27,19 @@ with uncollected():  # these import torch and transformers
     from asyncrl.ranks.worker import RankWorker
 
 LOOPBACK = "127.0.0.1"
-BESIDE = "beside"
-"""Ray concurrency group for calls that run in a second thread, in parallel with the rank's steps."""
+SENDING = "sending"
+"""Ray concurrency group for sending weights. Its calls run in their own thread, beside the rank's steps."""
 SAVING = "saving"
-"""Ray concurrency group for writing checkpoints. It has its own thread, so that a slow disk delays no other call."""
+"""Ray concurrency group for writing checkpoints. It has its own thread too, so that a slow disk delays no other
+call."""
 
 
 class RankActor:
     """Call `node_address` on all ranks, `open_rendezvous` on rank 0, `setup` on all. After that, other methods may be
-    called, on all ranks. `setup` makes the `worker`, and `open_data_plane` its access to named `rows`."""
+    called, on all ranks. `setup` makes the `worker`, and its access to named `rows` if the calls have named rows.
+
+    A call has a function, whose first argument is the worker: a method of the worker's class, or a function of another
+    layer that reads the rank's model."""
 
     def __init__(
         self,
@@ -74,8 +79,8 @@ class RankActor:
         )
         return port
 
-    def setup(self, *, model_path: str, host: str, port: int) -> None:
-        """Connects to the other ranks and loads the model."""
+    def setup(self, *, model_path: str, host: str, port: int, named_rows: bool) -> None:
+        """Connects to the other ranks and loads the model. With `named_rows`, also opens a data-plane client."""
         has = {name: {each.address for each in found} for name, found in psutil.net_if_addrs().items()}
         for name, value in socket_interfaces(node=self.node_address(), rendezvous=host, interfaces=has).items():
             os.environ.setdefault(name, value)
@@ -84,23 +89,26 @@ class RankActor:
         self._worker = self._kind(
             model_path=model_path, config=self._config, rank=self._rank, world_size=self._world_size, store=store
         )
+        if named_rows:
+            self._rows = self._kind_of_rows(self._worker, self._config)
 
-    def open_data_plane(self) -> None:
-        """Opens the rank's data-plane client, for calls with rows that a meta names."""
-        self._rows = self._kind_of_rows(self._ready(), self._config)
-
-    def call(self, method: str, *args: Any, **options: Any) -> Any:
-        """Calls a method of the worker. A refusal (`REFUSALS`) is returned, not raised, so the ranks stay usable."""
+    def call(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Calls `function(worker, *args)`. A refusal (`REFUSALS`) is returned, not raised, so the ranks stay usable."""
         try:
-            return self.attempt(method, *args, **options)
+            return function(self._ready(), *args, **options)
         except REFUSALS as refusal:
             return refusal
 
     def call_with_rows(
-        self, method: str, rows: Any, writes: Mapping[str, str], shared: Sequence[Any] = (), **options: Any
+        self,
+        function: Callable[..., Any],
+        rows: BatchedDataDict | KVBatchMeta,
+        writes: Mapping[str, str],
+        shared: Sequence[Any] = (),
+        **options: Any,
     ) -> Any:
-        """Calls a method of the worker with its rows. `rows` are the rows themselves, or a meta that names them.
-        `shared` are references to objects of the caller, such as a loss.
+        """Calls `function(worker, rows, *shared)`. `rows` are the rows themselves, or a meta that names them. `shared`
+        are references to objects of the caller, such as a loss.
 
         For a meta, the rank fetches the rows and writes columns of the result back: `writes` maps their names in the
         result to their names on the data plane. A refusal (`REFUSALS`) is returned, not raised.
@@ -108,22 +116,17 @@ class RankActor:
         try:
             args = self._opened(shared)
             if not isinstance(rows, KVBatchMeta):
-                return self.attempt(method, rows, *args, **options)
-            assert self._rows is not None, "call open_data_plane() first"
-            found = self.attempt(method, self._rows.fetch(rows, step=options.get("step")), *args, **options)
+                return function(self._ready(), rows, *args, **options)
+            assert self._rows is not None, "call setup() with named_rows first"
+            found = function(self._ready(), self._rows.fetch(rows, step=options.get("step")), *args, **options)
             if not writes:
                 return found
             self._rows.write(rows, {name: found[column] for column, name in writes.items() if rows.size})
         except REFUSALS as refusal:
             return refusal
 
-    def attempt(self, method: str, *args: Any, **options: Any) -> Any:
-        """Calls a method of the worker. A refusal is raised where the reference to the result is resolved."""
-        return getattr(self._ready(), method)(*args, **options)
-
-    def on_rank(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Calls `function(worker, *args)`. Other layers, such as weight publication, access a rank's model in this
-        way."""
+    def attempt(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Calls `function(worker, *args)`. A refusal is raised where the reference to the result is resolved."""
         return function(self._ready(), *args, **options)
 
     def close(self) -> None:

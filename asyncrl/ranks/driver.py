@@ -1,8 +1,9 @@
 """The driver's side of a sharded model: it cuts the rows for the ranks and combines their results.
 
-A driver has a `RankGroup`, and access to rows: the rows of a call are in hand (`RowsInHand`) or named (`NamedRows`).
-The policy and the critic share this code, which does not depend on the model. Arguments that no rank can use are
-refused before any rank is called, or by all ranks together. In both cases the ranks stay usable.
+A driver has a `RankGroup`, and access to rows: the rows of a call are in hand (`RowsInHand`), or a meta names rows on
+the data plane (`NamedRows`): then the driver handles only their names, and the ranks fetch and write them. The policy
+and the critic share this code, which does not depend on the model. Arguments that no rank can use are refused before
+any rank is called, or by all ranks together. In both cases the ranks stay usable.
 """
 
 import shutil
@@ -20,6 +21,7 @@ from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import CheckpointError
+from asyncrl.ranks.actor import SAVING
 from asyncrl.ranks.group import RankGroup, WorkerT
 from asyncrl.ranks.named_rows import DataPlane, NamedRows, name_fields
 from asyncrl.ranks.plan import BatchingPlan, check_columns, required_columns
@@ -66,13 +68,17 @@ class RankDriver(Generic[WorkerT]):
     """The model at `model_path` (default: `config.model.path`) on `config.learner.ranks` ranks.
 
     `start`, or the first call that needs them, starts the ranks. With `weights_path`, and optionally `optimizer_path`,
-    they begin with the checkpoint that `save_checkpoint` wrote there. With `data_plane`, rows may also be named.
-    `make_ranks` makes the ranks of a worker, a configuration and a model's path.
+    they begin with the checkpoint that `save_checkpoint` wrote there. The calls `*_from_meta` need a `data_plane`.
+    `make_ranks` makes the ranks.
     """
 
     _worker: type[WorkerT]
-    _training = "training"
+    _training: str
     """Name of `train` for a timer."""
+    _advantages: Sequence[str]
+    """The columns that `get_advantages_from_meta` adds."""
+    _trained_fields: Sequence[str]
+    """The columns that `train_from_meta` fetches if the rows have them, beside those that the loss reads."""
 
     def __init__(
         self,
@@ -90,9 +96,11 @@ class RankDriver(Generic[WorkerT]):
                 "the same checkpoint"
             )
         self._config = config
-        self._group = make_ranks(self._worker, config, model_path=model_path or config.model.path)
+        self._group = make_ranks(
+            self._worker, config, model_path=model_path or config.model.path, named_rows=data_plane is not None
+        )
         self._first_checkpoint = (weights_path, optimizer_path)
-        self._data_plane = data_plane
+        self._opened = data_plane
 
     def start(self) -> None:
         """Starts the ranks and loads the model. Raises the errors of `RankGroup.start` and `load_checkpoint`."""
@@ -100,14 +108,20 @@ class RankDriver(Generic[WorkerT]):
         weights_path, optimizer_path = self._first_checkpoint
         if weights_path is not None:
             self.load_checkpoint(weights_path, optimizer_path)
-        if self._data_plane is not None:
-            self._group.open_data_plane()
 
     @property
-    def _ranks(self) -> RankGroup[WorkerT]:
+    def ranks(self) -> RankGroup[WorkerT]:
+        """The ranks. The first use starts them."""
         if not self._group.begun:
             self.start()
         return self._group
+
+    @property
+    def _data_plane(self) -> DataPlane:
+        if self._opened is None:
+            name = type(self).__name__
+            raise TypeError(f"this {name} has no data plane, so it cannot read rows that are named; use TQ{name}")
+        return self._opened
 
     def train(
         self,
@@ -121,18 +135,51 @@ class RankDriver(Generic[WorkerT]):
     ) -> dict[str, Any]:
         return self._train(RowsInHand(data, reader="the loss"), loss_fn, eval_mode, gbs, mbs, timer)
 
+    def train_from_meta(
+        self,
+        meta: KVBatchMeta,
+        loss_fn: LossFunction | ValueLossFunction,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        timer: Timer | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Trains like `train`, on the rows' training columns and the fields that `meta` names, with the same result. It
+        clears no rows.
+
+        Raises MissingColumns, before any rank is called, if the rows lack a column that the loss reads or that `meta`
+        names. If `extra_info["step"]` is set to the version of the weights, the age of every token is checked against
+        its row's `tags["max_staleness_versions"]`, and a token beyond it raises StalenessViolation.
+        """
+        ignore_arguments("train_from_meta", (), kwargs)
+        rows = NamedRows(meta, self._data_plane, self._trained_fields)
+        return self._train(rows, loss_fn, eval_mode, gbs, mbs, timer)
+
+    def get_advantages_from_meta(
+        self, meta: KVBatchMeta, estimator: TokenEstimator, timer: Timer | None = None
+    ) -> None:
+        """Adds the column `advantages` [B, S], whitened over the trained tokens of these rows, and records it in
+        `meta`. A critic also adds `returns`. A policy takes an estimator without a critic, such as `DiscountedReturns`.
+
+        The rows must have the columns `estimator.reads`. Raises CallRefused if a number is not finite or if `estimator`
+        fails. Raises MissingColumns if a column is missing.
+        """
+        writes = {name: name for name in self._advantages}
+        self._add_columns(meta, estimator.reads, writes, timer, self._worker.get_advantages, estimator)
+
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
         ignore_arguments("prepare_for_training", args, kwargs)
-        self._ranks.call(self._worker.prepare_for_training)
+        self.ranks.call(self._worker.prepare_for_training)
 
     def finish_training(self, *args: Any, **kwargs: Any) -> None:
         ignore_arguments("finish_training", args, kwargs)
-        self._ranks.call(self._worker.finish_training)
+        self.ranks.call(self._worker.finish_training)
 
     def finish_inference(self, *args: Any, **kwargs: Any) -> None:
         """Frees the gradients. Scoring keeps no other state."""
         ignore_arguments("finish_inference", args, kwargs)
-        self._ranks.call(self._worker.finish_training)
+        self.ranks.call(self._worker.finish_training)
 
     def save_checkpoint(
         self,
@@ -145,8 +192,8 @@ class RankDriver(Generic[WorkerT]):
         ignore_arguments("save_checkpoint", args, kwargs)
         optimizer, tokenizer = (None if path is None else _absolute(path) for path in (optimizer_path, tokenizer_path))
         weights = _absolute(weights_path)
-        self._ranks.call(self._worker.stage_checkpoint, optimizer is not None)
-        self._ranks.save_beside(self._worker.write_checkpoint, weights, optimizer, tokenizer)
+        self.ranks.call(self._worker.stage_checkpoint, optimizer is not None)
+        self.ranks.beside(SAVING, self._worker.write_checkpoint, weights, optimizer, tokenizer)
 
     def check_folder(self, folder: Path) -> None:
         """Raises CheckpointError unless this process and all ranks can write to `folder` and see each other's files
@@ -154,9 +201,9 @@ class RankDriver(Generic[WorkerT]):
         probe = _absolute(folder) / f"probe-{uuid.uuid4().hex}"
         try:
             probe.mkdir(parents=True)
-            self._ranks.call(self._worker.write_probe, probe)
+            self.ranks.call(self._worker.write_probe, probe)
             found = {path.name for path in probe.iterdir()}
-            if missing := sorted({str(rank) for rank in range(self._ranks.size)} - found):
+            if missing := sorted({str(rank) for rank in range(self.ranks.size)} - found):
                 raise CheckpointError(
                     f"this process does not see the files that ranks {', '.join(missing)} wrote there"
                 )
@@ -171,12 +218,13 @@ class RankDriver(Generic[WorkerT]):
     def stage_checkpoint(self) -> None:
         """Copies weights and optimizer on the ranks, for `write_checkpoint`. Call it between two steps. Raises
         CheckpointError if the last copies are still being written, or if there is no memory for them."""
-        self._ranks.call(self._worker.stage_checkpoint)
+        self.ranks.call(self._worker.stage_checkpoint)
 
     def write_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path) -> None:
         """Writes what `stage_checkpoint` copied, with the result of `save_checkpoint`. It blocks, but another thread
         may make any other call meanwhile. Raises CheckpointError if it cannot be written; no rank ends."""
-        self._ranks.save_beside(self._worker.write_checkpoint, _absolute(weights_path), _absolute(optimizer_path))
+        paths = _absolute(weights_path), _absolute(optimizer_path)
+        self.ranks.beside(SAVING, self._worker.write_checkpoint, *paths)
 
     def load_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None) -> None:
         """Loads the weights that `save_checkpoint` wrote, from any number of ranks. With `optimizer_path`, also loads
@@ -186,21 +234,12 @@ class RankDriver(Generic[WorkerT]):
         ranks were started.
         """
         optimizer = None if optimizer_path is None else _absolute(optimizer_path)
-        self._ranks.call(self._worker.load_checkpoint, _absolute(weights_path), optimizer)
+        self.ranks.call(self._worker.load_checkpoint, _absolute(weights_path), optimizer)
 
     def shutdown(self) -> bool:
-        if self._data_plane is not None:
-            self._data_plane.close()
+        if self._opened is not None:
+            self._opened.close()
         return self._group.shutdown()
-
-    def on_ranks(self, function: Callable[Concatenate[WorkerT, P], R], *args: P.args, **options: P.kwargs) -> list[R]:
-        """Calls `function(worker, *args)` on every rank: see `RankGroup.on_ranks`. Other layers, such as weight
-        publication, access the ranks' models in this way."""
-        return self._ranks.on_ranks(function, *args, **options)
-
-    def send_beside(self, method: Callable[Concatenate[WorkerT, P], R], *args: P.args, **options: P.kwargs) -> list[R]:
-        """Calls a worker's method on every rank in a thread beside its steps: see `RankGroup.send_beside`."""
-        return self._ranks.send_beside(method, *args, **options)
 
     # -- passes over rows ----------------------------------------------------------------------------------------
 
@@ -228,7 +267,7 @@ class RankDriver(Generic[WorkerT]):
             per_update,
             self._worker.train,
             loss_fn,
-            rows_per_update=-(-per_update // self._ranks.size),
+            rows_per_update=-(-per_update // self.ranks.size),
             micro_batch_size=mbs,
             eval_mode=eval_mode,
             step=rows.step,
@@ -247,6 +286,22 @@ class RankDriver(Generic[WorkerT]):
         rows = RowsInHand(data, reader=method.__name__)
         rows.require(SCORED_COLUMNS)
         return rows.joined(self._pass(rows, method.__name__, timer, None, method, *args, **options))
+
+    def _add_columns(
+        self,
+        meta: KVBatchMeta,
+        fields: Sequence[str],
+        writes: Mapping[str, str],
+        timer: Timer | None,
+        method: Callable[Concatenate[WorkerT, BatchedDataDict, P], BatchedDataDict],
+        *args: P.args,
+        **options: P.kwargs,
+    ) -> None:
+        """Makes the ranks fetch `fields` of the rows and write the columns that a worker's method computes. `writes`
+        maps these to their names on the data plane, which `meta` then has. The stage has the method's name."""
+        rows = NamedRows(meta, self._data_plane, fields, writes=writes)
+        self._pass(rows, method.__name__, timer, None, method, *args, **options)
+        name_fields(meta, writes.values())
 
     def _pass(
         self,
@@ -267,69 +322,9 @@ class RankDriver(Generic[WorkerT]):
         settings: Mapping[str, Any] = options
         with timed(timer, f"{stage}/shard_data"):
             plan = BatchingPlan.of(self._config.learner, micro_batch_size=settings.get("micro_batch_size"))
-            shards = rows.cut(plan, ranks=self._ranks.size, rows_per_update=per_update)
+            shards = rows.cut(plan, ranks=self.ranks.size, rows_per_update=per_update)
         with timed(timer, f"{stage}/ranks"):
-            return self._ranks.call_with_rows(method, shards, rows.writes, *shared, **options)
-
-
-class NamedRowsDriver(RankDriver[WorkerT]):
-    """A model whose rows may also be on a data plane: the driver handles only their names, and the ranks fetch and
-    write the rows."""
-
-    _data_plane: DataPlane
-    _advantages: Sequence[str]
-    """The columns that `get_advantages_from_meta` adds."""
-    _trained_fields: Sequence[str]
-    """The columns that are fetched for training if the rows have them, beside those that the loss reads."""
-
-    def get_advantages_from_meta(
-        self, meta: KVBatchMeta, estimator: TokenEstimator, timer: Timer | None = None
-    ) -> None:
-        """Adds the column `advantages` [B, S], whitened over the trained tokens of these rows, and records it in
-        `meta`. A critic also adds `returns`. A policy takes an estimator without a critic, such as `DiscountedReturns`.
-
-        The rows must have the columns `estimator.reads`. Raises CallRefused if a number is not finite or if `estimator`
-        fails. Raises MissingColumns if a column is missing.
-        """
-        writes = {name: name for name in self._advantages}
-        self._add_columns(meta, estimator.reads, writes, timer, self._worker.get_advantages, estimator)
-
-    def train_from_meta(
-        self,
-        meta: KVBatchMeta,
-        loss_fn: LossFunction | ValueLossFunction,
-        eval_mode: bool = False,
-        gbs: int | None = None,
-        mbs: int | None = None,
-        timer: Timer | None = None,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """Trains like `train`, on the rows' training columns and the fields that `meta` names, with the same result. It
-        clears no rows.
-
-        Raises MissingColumns, before any rank is called, if the rows lack a column that the loss reads or that `meta`
-        names. If `extra_info["step"]` is set to the version of the weights, the age of every token is checked against
-        its row's `tags["max_staleness_versions"]`, and a token beyond it raises StalenessViolation.
-        """
-        ignore_arguments("train_from_meta", (), kwargs)
-        rows = NamedRows(meta, self._data_plane, self._trained_fields)
-        return self._train(rows, loss_fn, eval_mode, gbs, mbs, timer)
-
-    def _add_columns(
-        self,
-        meta: KVBatchMeta,
-        fields: Sequence[str],
-        writes: Mapping[str, str],
-        timer: Timer | None,
-        method: Callable[Concatenate[WorkerT, BatchedDataDict, P], BatchedDataDict],
-        *args: P.args,
-        **options: P.kwargs,
-    ) -> None:
-        """Makes the ranks fetch `fields` of the rows and write the columns that a worker's method computes. `writes`
-        maps these to their names on the data plane, which `meta` then has. The stage has the method's name."""
-        rows = NamedRows(meta, self._data_plane, fields, writes=writes)
-        self._pass(rows, method.__name__, timer, None, method, *args, **options)
-        name_fields(meta, writes.values())
+            return self.ranks.call_with_rows(method, shards, rows.writes, *shared, **options)
 
 
 def ignore_arguments(call: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 Invariants: every wait has a deadline, except that for a delivery of weights. If one rank fails, all other ranks are
 ended, and the error that is raised is the first cause, not the broken connection of another rank (F34). Calls beside
-the steps (`send_beside`, `save_beside`) end no rank.
+the steps (`beside`) end no rank.
 """
 
 import concurrent.futures
@@ -29,7 +29,7 @@ from asyncrl.errors import (
     PlacementError,
     RunError,
 )
-from asyncrl.ranks.actor import BESIDE, LOOPBACK, SAVING, RankActor, rank_order, spanning_warning
+from asyncrl.ranks.actor import LOOPBACK, SAVING, SENDING, RankActor, rank_order, spanning_warning
 from asyncrl.ranks.out_of_memory import LESS_MEMORY, is_out_of_memory
 from asyncrl.ranks.worker import RankWorker
 
@@ -100,7 +100,7 @@ def _actors(worker: type[RankWorker[Any]], config: Config, placement: Any) -> li
         env |= KEPT_MEMORY
         # otherwise torch's CUDA build would make its default device mesh of GPUs that the ranks did not request
         env["CUDA_VISIBLE_DEVICES"] = ""
-    actor = ray.remote(concurrency_groups={BESIDE: 1, SAVING: 1})(RankActor)  # type: ignore[call-overload]
+    actor = ray.remote(concurrency_groups={SENDING: 1, SAVING: 1})(RankActor)  # type: ignore[call-overload]
     return [
         actor.options(
             num_cpus=learner.cpus,
@@ -128,10 +128,10 @@ def _warn_of_spanning(nodes: Sequence[str], *, shards: int | None) -> None:
 class RankGroup(Generic[WorkerT]):
     """The model at `model_path` on `config.learner.ranks` ranks, each with a `worker`.
 
-    Calls block, except `launch`. Several threads may call. A call takes the worker's method itself, so that its
-    arguments are checked: `ranks.call(PolicyWorker.save_hf, path)`. Each rank runs its own worker's method of this
-    name. `place` makes the actors. If only broken connections are known, a call waits `grace_s` seconds for the error
-    of the rank that caused them.
+    Calls block, except `launch`. Several threads may call. A call takes a function whose first argument is the rank's
+    worker, and its further arguments: `ranks.call(PolicyWorker.load_checkpoint, path)`. The ranks must be able to
+    import it. With `named_rows`, a call may name its rows. `place` makes the actors. If only broken connections are
+    known, a call waits `grace_s` seconds for the error of the rank that caused them.
     """
 
     def __init__(
@@ -140,12 +140,14 @@ class RankGroup(Generic[WorkerT]):
         config: Config,
         *,
         model_path: str,
+        named_rows: bool = False,
         place: Callable[[type[RankWorker[Any]], Config], PlacedRanks] = place_ranks,
         grace_s: float = FIRST_CAUSE_GRACE_S,
     ) -> None:
         self._worker = worker
         self._config = config
         self._model_path = model_path
+        self._named_rows = named_rows
         self._place = place
         self._grace_s = grace_s
         self._placed: PlacedRanks | None = None
@@ -180,85 +182,74 @@ class RankGroup(Generic[WorkerT]):
             host = LOOPBACK if len(set(addresses)) == 1 else addresses[0]
             rendezvous = [self._ranks[0].open_rendezvous.remote(host)]
             [port] = self._wait(rendezvous, what="open_rendezvous", knob=STARTUP)
-            self._all("setup", model_path=self._model_path, host=host, port=port)
+            self._all("setup", model_path=self._model_path, host=host, port=port, named_rows=self._named_rows)
         except BaseException:
             self.shutdown()
             raise
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
-    def call(self, method: Callable[Concatenate[WorkerT, P], R], *args: P.args, **options: P.kwargs) -> list[R]:
-        """Calls a worker's method on every rank with the same arguments. Returns the results in rank order.
+    def call(self, function: Callable[Concatenate[WorkerT, P], R], *args: P.args, **options: P.kwargs) -> list[R]:
+        """Calls `function(worker, *args)` on every rank at the same time. Returns the results in rank order.
 
         If a rank refuses the call (`REFUSALS`), the refusal is raised here, and the ranks stay usable. The deadline is
         `run.stall_timeout_s`. The deadline of a single collective does not fit, because the time of such a call depends
         on its number of rows.
         """
-        name = method.__name__
-        return self._answers(name, [rank.call.remote(name, *args, **options) for rank in self._alive()])
+        return self._answers(function, [rank.call.remote(function, *args, **options) for rank in self._alive()])
 
     def call_with_rows(
         self,
-        method: Callable[Concatenate[WorkerT, BatchedDataDict, P], R],
+        function: Callable[Concatenate[WorkerT, BatchedDataDict, P], R],
         shards: Sequence[BatchedDataDict] | Sequence[KVBatchMeta],
         writes: Mapping[str, str],
         *shared: P.args,
         **options: P.kwargs,
     ) -> list[R]:
-        """Calls a worker's method on every rank with the rank's shard. Returns the results like `call`.
+        """Calls `function(worker, rows, *shared)` on every rank with the rank's shard. Returns the results like `call`.
 
         A shard has the rows, or it is a meta that names them; `RankActor.call_with_rows` explains `writes`. The
         positional arguments `shared` may be any object of the caller, such as a loss.
         """
-        name, ranks = method.__name__, self._alive()
+        ranks = self._alive()
         common = [ray.put(item) for item in shared]
         calls = [
-            rank.call_with_rows.remote(name, shard, writes, common, **options)
+            rank.call_with_rows.remote(function, shard, writes, common, **options)
             for rank, shard in zip(ranks, shards, strict=True)
         ]
-        return self._answers(name, calls)
+        return self._answers(function, calls)
 
     def launch(
-        self, method: Callable[Concatenate[WorkerT, P], R], *args: P.args, **options: P.kwargs
+        self, function: Callable[Concatenate[WorkerT, P], R], *args: P.args, **options: P.kwargs
     ) -> list["ray.ObjectRef[R]"]:
-        """Calls a worker's method on every rank without waiting. Returns references to the results, in rank order.
+        """Calls `function(worker, *args)` on every rank without waiting. Returns references to the results, in rank
+        order.
 
-        The method has its own deadline. Its errors are raised where the references are resolved, and end no rank.
+        The function has its own deadline. Its errors are raised where the references are resolved, and end no rank.
         """
-        return [rank.attempt.remote(method.__name__, *args, **options) for rank in self._alive()]
+        return [rank.attempt.remote(function, *args, **options) for rank in self._alive()]
 
-    def open_data_plane(self) -> None:
-        """Opens the data-plane client of every rank."""
-        self._all("open_data_plane")
+    def beside(
+        self, lane: str, function: Callable[Concatenate[WorkerT, P], R], *args: P.args, **options: P.kwargs
+    ) -> list[R]:
+        """Calls `function(worker, *args)` on every rank in the thread `lane` beside the rank's steps. Returns the
+        results in rank order. A failure ends no rank, because training needs neither the delivery nor the files.
 
-    def on_ranks(self, function: Callable[Concatenate[WorkerT, P], R], *args: P.args, **options: P.kwargs) -> list[R]:
-        """Calls `function(worker, *args)` on every rank at the same time. Returns the results in rank order.
-
-        The ranks must be able to import `function`. The deadline is `learner.collective_timeout_s`.
+        - `SENDING`: sends weights. There is no deadline. Raises ActorGone when a rank has died. Raises any other error
+          only when all ranks have ended the call: otherwise a repetition would have to wait for a rank that still
+          sends.
+        - `SAVING`: writes files. Raises CheckpointError if a rank fails or dies, or if a rank takes longer than
+          `checkpoint.timeout_s`.
         """
-        calls = [rank.on_rank.remote(function, *args, **options) for rank in self._alive()]
-        return self._wait(calls, what=function.__name__, knob="learner.collective_timeout_s")
-
-    def send_beside(self, method: Callable[Concatenate[WorkerT, P], R], *args: P.args, **options: P.kwargs) -> list[R]:
-        """Calls a worker's method that sends weights, on every rank in a thread beside the rank's steps. Returns the
-        results in rank order.
-
-        There is no deadline, and a failure ends no rank, because training does not need the delivery. Raises ActorGone
-        when a rank has died. Raises any other error only when all ranks have ended the call: otherwise a repetition
-        would have to wait for a rank that still sends.
-        """
-        return self._beside(BESIDE, method.__name__, args, options)
-
-    def save_beside(self, method: Callable[Concatenate[WorkerT, P], R], *args: P.args, **options: P.kwargs) -> list[R]:
-        """Calls a worker's method that writes files, on every rank in a thread beside the rank's steps. Returns the
-        results in rank order.
-
-        A failure ends no rank, because training does not need the files. Raises CheckpointError if a rank fails or
-        dies, or if a rank takes longer than `checkpoint.timeout_s`.
-        """
+        calls = [
+            rank.attempt.options(concurrency_group=lane).remote(function, *args, **options) for rank in self._alive()
+        ]
+        name = function.__name__
+        if lane == SENDING:
+            return self._ended_beside(name, calls, timeout_s=None)
         timeout_s = self._config.checkpoint.timeout_s
         try:
-            return self._beside(SAVING, method.__name__, args, options, timeout_s=timeout_s)
+            return self._ended_beside(name, calls, timeout_s=timeout_s)
         except CheckpointError:
             raise
         except _Unfinished as late:
@@ -269,17 +260,16 @@ class RankGroup(Generic[WorkerT]):
         except AsyncRLError as error:
             raise CheckpointError(str(error)) from error
 
-    def _beside(self, lane: str, name: str, args: Any, options: Any, *, timeout_s: float | None = None) -> list[Any]:
-        """Calls a worker's method on every rank in the thread `lane` beside its steps. Raises the first cause when a
-        rank fails, and `_Unfinished` after `timeout_s`. Ends no rank."""
-        calls = [rank.attempt.options(concurrency_group=lane).remote(name, *args, **options) for rank in self._alive()]
+    def _ended_beside(self, name: str, calls: Sequence[Any], *, timeout_s: float | None) -> list[Any]:
+        """Returns the results of one call to each rank, in rank order. Without a limit, a failure is raised when all
+        ranks that live have ended the call. Raises `_Unfinished` after `timeout_s`. Ends no rank."""
         answers: list[concurrent.futures.Future[Any]] = [call.future() for call in calls]
         first_failure = concurrent.futures.FIRST_EXCEPTION
         _, late = concurrent.futures.wait(answers, timeout=timeout_s, return_when=first_failure)
         if failures := _failures(answers):
             # The ranks fail together, but a rank whose peer has died may wait for the peer until its collective ends.
             alive = not any(isinstance(error, ray.exceptions.RayActorError) for error in failures.values())
-            concurrent.futures.wait(answers, timeout=None if lane == BESIDE and alive else self._grace_s)
+            concurrent.futures.wait(answers, timeout=None if timeout_s is None and alive else self._grace_s)
         if failures := _failures(answers):
             raise _first_cause(failures, what=name, section=self._worker.section)
         if late:
@@ -303,8 +293,8 @@ class RankGroup(Generic[WorkerT]):
 
     # -- all ranks fail together ---------------------------------------------------------------------------------
 
-    def _answers(self, method: str, calls: Sequence[Any]) -> list[Any]:
-        answers = self._wait(calls, what=method, knob="run.stall_timeout_s")
+    def _answers(self, function: Callable[..., Any], calls: Sequence[Any]) -> list[Any]:
+        answers = self._wait(calls, what=function.__name__, knob="run.stall_timeout_s")
         for answer in answers:
             if isinstance(answer, REFUSALS):
                 raise answer

@@ -67,20 +67,20 @@ def checked_loss(returned: object) -> tuple[torch.Tensor, dict[str, float]]:
 
 def outcome_of(
     outputs: Mapping[str, torch.Tensor],
-    loss: Callable[[dict[str, torch.Tensor]], object],
+    loss: Callable[..., object],
     *,
     measure: Callable[[dict[str, torch.Tensor]], MetricSums] = lambda slopes: MetricSums(),
 ) -> MicroBatchOutcome:
     """Differentiates a loss with respect to the model's outputs, also in eval mode.
 
-    `loss` gets copies of the outputs without their graph, so a loss that fails never reaches the model. `measure` gets
-    the slopes by the outputs' names. An error of either becomes the outcome's failure, except a lack of memory: that is
-    raised, as everywhere else in the pass.
+    `loss` gets copies of the outputs without their graph as keyword arguments, so a loss that fails never reaches the
+    model. `measure` gets the slopes by the outputs' names. An error of either becomes the outcome's failure, except a
+    lack of memory: that is raised, as everywhere else in the pass.
     """
     leaves = {name: output.detach().requires_grad_() for name, output in outputs.items()}
     try:
         with torch.enable_grad():
-            scalar, metrics = checked_loss(loss(leaves))
+            scalar, metrics = checked_loss(loss(**leaves))
             slopes = slopes_of(scalar, *leaves.values())
             value = float(scalar.detach())
         sums = measure(dict(zip(leaves, slopes, strict=True)))

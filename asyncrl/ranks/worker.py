@@ -85,7 +85,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         model.train(False)
         optimizer = adamw(model, learner.optimizer, device=self._device)
         self.model, self.optimizer = self._accelerator.prepare(model, optimizer)
-        """The live model and its optimizer, with this rank's shards. Functions of `on_ranks` may read them."""
+        """The live model and its optimizer, with this rank's shards. Functions of `RankGroup.call` may read them."""
         self._placement = Placement(self.model, self.optimizer.optimizer, device=self._device)
         self._state = ShardedState(self.model, self.optimizer.optimizer, group=self._checkpoints, saving=self._saving)
         self.train_calls = 0
@@ -223,13 +223,15 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
                     outcomes.append(self._update(update.parts, context, timer=timer, train=not eval_mode))
         except LossFailed:
             # this update is not applied; if earlier updates of this call were, the learning-rate schedule advances
-            self.train_calls += self._updates > updates_before
+            if self._updates > updates_before:
+                self.train_calls += 1
             raise
         finally:
             if self._updates > updates_before:
                 self._trained_step = None if step is None else step + 1
                 self._weights_changed()
-        self.train_calls += not eval_mode and (not outcomes or any(outcome.finite for outcome in outcomes))
+        if not eval_mode and (not outcomes or any(outcome.finite for outcome in outcomes)):
+            self.train_calls += 1
         return tuple(outcomes)
 
     def _update(

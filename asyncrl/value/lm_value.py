@@ -10,6 +10,7 @@ from typing import Any
 
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data.specs import LP_SEED_FIELDS
 from asyncrl.ranks.driver import RankDriver, ignore_arguments
 from asyncrl.ranks.timer import Timer
 from asyncrl.value.interfaces import ValueInterface
@@ -22,6 +23,8 @@ class Value(RankDriver[ValueWorker], ValueInterface):
 
     _worker = ValueWorker
     _training = "value_training"
+    _advantages = ("advantages", "returns")
+    _trained_fields = (*LP_SEED_FIELDS, "returns", "values", "weight_versions")
 
     def get_values(self, data: BatchedDataDict, timer: Timer | None = None) -> BatchedDataDict:
         return self._score(data, timer, ValueWorker.get_values)
@@ -29,7 +32,7 @@ class Value(RankDriver[ValueWorker], ValueInterface):
     def prepare_for_inference(self, *args: Any, **kwargs: Any) -> None:
         ignore_arguments("prepare_for_inference", args, kwargs)
         # moving to the devices also frees the gradients
-        self._ranks.call(ValueWorker.prepare_for_training)
+        self.ranks.call(ValueWorker.prepare_for_training)
 
 
 def critic_config(config: Config) -> Config:

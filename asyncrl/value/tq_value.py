@@ -15,19 +15,15 @@ from typing import Any
 from asyncrl.config.schema import Config
 from asyncrl.data.specs import BRANCH, LP_SEED_FIELDS
 from asyncrl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
-from asyncrl.ranks.driver import NamedRowsDriver
 from asyncrl.ranks.named_rows import DataPlane
 from asyncrl.ranks.timer import Timer
 from asyncrl.value.lm_value import Value
 from asyncrl.value.worker import ValueWorker
 
 
-class TQValue(NamedRowsDriver[ValueWorker], Value):
+class TQValue(Value):
     """A critic (`Value`) whose ranks read and write rows on the data plane that `config.data_plane` names. `dp_client`
     is an open client of this process; without it, the first use opens one."""
-
-    _advantages = ("advantages", "returns")
-    _trained_fields = (*LP_SEED_FIELDS, "returns", "values", "weight_versions")
 
     def __init__(self, config: Config, *, dp_client: DataPlaneClient | None = None, **options: Any) -> None:
         super().__init__(config, data_plane=DataPlane(config, client=dp_client), **options)

@@ -49,7 +49,7 @@ class ValueWorker(RankWorker[ValueLossFunction]):
         if not bool(trained_mask(part).any()):
             return MicroBatchOutcome(differentiable=without_slopes(values_BS))
         return outcome_of(
-            {"values": values_BS}, lambda leaves: context.loss_fn(leaves["values"], copy.copy(part), **context.counts)
+            {"values": values_BS}, lambda values: context.loss_fn(values, copy.copy(part), **context.counts)
         )
 
     def _values(self, part: BatchedDataDict) -> torch.Tensor:

@@ -76,21 +76,28 @@ def adapters(engine: VLLMEngine) -> Any:
 async def sampled_while_swapping(engine: VLLMEngine, trainer: Trainer) -> dict[str, Any]:
     swapping = True
     finished: list[tuple[list[int], Completion]] = []
+    held: dict[int, Any] = {}
+    """The adapter of each group that runs."""
 
     async def group(number: int) -> None:
         prompt, tokens = PROMPTS[number % len(PROMPTS)], MAX_TOKENS - number
         while swapping:
+            held[number] = adapters(engine).newest
             found = await engine.generate(prompt, n=2, seed=None, temperature=1.0, max_tokens=tokens)
             finished.extend((prompt, completion) for completion in found)
 
     groups = [asyncio.create_task(group(number)) for number in range(GROUPS)]
     pauses = []
-    folders = 0
+    not_held = 0
+    before: set[str] = set()
     for step in range(1, SWAPS + 1):
         await asyncio.sleep(SWAP_EVERY_S)
+        in_use = {adapter.name for adapter in held.values()}
         times = await engine.load(*trainer.publication(Version(1, step)))
         pauses.append(times.pause_s)
-        folders = max(folders, len(list(adapters(engine).folder.iterdir())))
+        # A directory stays until the load after the one that drops its adapter.
+        not_held = max(not_held, len(list(adapters(engine).folder.iterdir())) - len(in_use | before))
+        before = in_use
     swapping = False
     await asyncio.gather(*groups)
     right, other = [], []
@@ -106,8 +113,7 @@ async def sampled_while_swapping(engine: VLLMEngine, trainer: Trainer) -> dict[s
         "apart_nats": max(right),
         "least_apart_from_another_version_nats": min(other),
         "longest_pause_s": max(pauses),
-        "most_folders": folders,
-        "folders_left": len(list(adapters(engine).folder.iterdir())),
+        "most_folders_of_no_running_group": not_held,
     }
 
 

@@ -9,10 +9,12 @@ this order. Which rows a rank gets with other kinds of batching: tests/policy/te
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -178,11 +180,13 @@ def critic(model_path: str) -> Iterator[TQValue]:
     critic.shutdown()
 
 
-def learn(policy: TQPolicy, batch: BatchedDataDict, meta: KVBatchMeta, **options: Any) -> dict[str, Any]:
+def learn(
+    policy: TQPolicy, batch: BatchedDataDict, meta: KVBatchMeta, *, loss: ObjectiveLoss = LOSS, **options: Any
+) -> dict[str, Any]:
     """Trains a step with the same stages as the learner's loop."""
     policy.write_to_dataplane(meta, {"advantages": batch["advantages"], "sample_mask": batch["sample_mask"]})
     policy.get_logprobs_from_meta(meta)
-    return policy.train_from_meta(meta, LOSS, **options)
+    return policy.train_from_meta(meta, loss, **options)
 
 
 def check_rows_by_name(policy: TQPolicy, folder: Path) -> None:
@@ -197,16 +201,16 @@ def check_rows_by_name(policy: TQPolicy, folder: Path) -> None:
     result = learn(policy, batch, meta, gbs=4)
     written = policy.read_from_dataplane(meta, select_fields=["prev_logprobs"])["prev_logprobs"]
     assert torch.equal(written, scored), "the log-probs must be equal and in the same order"
-    trained = policy.on_ranks(weights)[0]
+    trained = policy.ranks.call(weights)[0]
 
     policy.load_checkpoint(*first)
-    assert not same(trained, policy.on_ranks(weights)[0])
+    assert not same(trained, policy.ranks.call(weights)[0])
     expected = policy.train(BatchedDataDict(**batch, prev_logprobs=scored), LOSS, gbs=4)
     for name in ("loss", "grad_norm"):
         assert torch.equal(result[name], expected[name]), name
     assert len(result["loss"]) == 3
     assert result["all_mb_metrics"] == expected["all_mb_metrics"]
-    assert same(trained, policy.on_ranks(weights)[0])
+    assert same(trained, policy.ranks.call(weights)[0])
 
     reference = policy.get_reference_policy_logprobs(batch)["reference_logprobs"]
     assert torch.equal(reference, scored), "the reference must be the first weights"
@@ -216,7 +220,7 @@ def check_rows_by_name(policy: TQPolicy, folder: Path) -> None:
 
     evaluated = policy.train_from_meta(meta, LOSS, eval_mode=True, gbs=4)
     assert not evaluated["grad_norm"].any()
-    assert same(trained, policy.on_ranks(weights)[0])
+    assert same(trained, policy.ranks.call(weights)[0])
     policy.finish_step(meta)
     assert policy.rows_outstanding() == {TRAIN_PARTITION: 0}
 
@@ -251,7 +255,7 @@ def test_the_kl_in_the_reward_is_whitened_over_two_ranks_as_over_one(with_kl: TQ
     policy, client = with_kl, with_kl.dp_client
     of_samples, of_tokens = resolve_estimators(KL)
     assert of_tokens is not None
-    assert policy.on_ranks(has_reference) == [True, True], "the ranks must load the reference at their start"
+    assert policy.ranks.call(has_reference) == [True, True], "the ranks must load the reference at their start"
     batch = put_rows(client)
     learn(policy, batch, named())
     meta = named()
@@ -300,14 +304,14 @@ def test_ranks_train_while_they_write_a_checkpoint_which_has_the_state_of_its_ow
     policy = with_kl
     put_rows(policy.dp_client)
     learn(policy, make_batch(), named())
-    saved, answers = policy.on_ranks(weights)[0], tmp_path / "answers"
+    saved, answers = policy.ranks.call(weights)[0], tmp_path / "answers"
     policy.stage_checkpoint()
-    policy.on_ranks(hold_disk, str(answers))
+    policy.ranks.call(hold_disk, str(answers))
     paths = tmp_path / "weights", tmp_path / "optimizer"
     with ThreadPoolExecutor() as threads:
         writing = threads.submit(policy.write_checkpoint, *paths)
         learn(policy, make_batch(), named())
-        assert not same(saved, policy.on_ranks(weights)[0])
+        assert not same(saved, policy.ranks.call(weights)[0])
         with pytest.raises(CheckpointError, match="the previous checkpoint is still being written"):
             policy.stage_checkpoint()
         assert not any((path / COMPLETE).exists() for path in paths)
@@ -316,7 +320,7 @@ def test_ranks_train_while_they_write_a_checkpoint_which_has_the_state_of_its_ow
     exported = tmp_path / "hf"
     policy.write_hf(paths[0], exported)
     policy.load_checkpoint(*paths)
-    assert same(saved, policy.on_ranks(weights)[0])
+    assert same(saved, policy.ranks.call(weights)[0])
     policy.save_hf(tmp_path / "live")
     name = "model.safetensors"
     assert (exported / name).read_bytes() == (tmp_path / "live" / name).read_bytes()
@@ -333,7 +337,7 @@ def test_a_rank_that_dies_while_it_writes_ends_the_save_at_once_and_leaves_no_ch
 ) -> None:
     policy = with_kl
     policy.stage_checkpoint()
-    policy.on_ranks(die_while_writing)
+    policy.ranks.call(die_while_writing)
     with pytest.raises(CheckpointError, match="learner rank 1 died in write_checkpoint"):
         policy.write_checkpoint(tmp_path / "weights", tmp_path / "optimizer")
     assert not list(tmp_path.rglob(COMPLETE))
@@ -383,13 +387,65 @@ def test_a_start_that_fails_leaves_no_place_taken_and_a_second_one_is_refused(of
     assert ours == ["REMOVED"]
     with pytest.raises(RunError, match="already started"):
         of_two_ranks.start()
-    assert of_two_ranks.on_ranks(pid) != [os.getpid()], "the ranks must still work"
+    assert of_two_ranks.ranks.call(pid) != [os.getpid()], "the ranks must still work"
 
 
 def test_a_short_last_step_of_rows_that_ranks_cannot_share_evenly_trains_them_all(of_two_ranks: TQPolicy) -> None:
     batch = put_rows(of_two_ranks.dp_client)
     result = learn(of_two_ranks, batch.slice(0, 3), named(IDS[:3]))
     assert (result["report"].trained_samples, result["report"].trained_tokens) == (3, 14)
+
+
+def functions_of_asyncrl(frame: FrameType | None) -> list[str]:
+    """Returns the functions of asyncrl on a stack, from the outermost one."""
+    names: list[str] = []
+    while frame is not None:
+        if frame.f_globals["__name__"].startswith("asyncrl."):
+            names.insert(0, frame.f_code.co_qualname)
+        frame = frame.f_back
+    return names
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 300.0
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)  # another process acts meanwhile
+
+
+class Observed(ObjectiveLoss):
+    """Notes the functions that have called it, and returns when the file `seen` exists."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(LOSS.objective)
+        self.folder = folder
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        (self.folder / f"rank-{os.getpid()}").write_text("\n".join(functions_of_asyncrl(sys._getframe())))
+        wait_for((self.folder / "seen").exists)
+        return super().__call__(*arguments, **options)
+
+
+def test_few_functions_are_between_a_driver_and_its_loss(of_two_ranks: TQPolicy, tmp_path: Path) -> None:
+    """A reader has to know them all: `docs/how-a-step-works.md` names their files."""
+    batch, meta, learner = put_rows(of_two_ranks.dp_client), named(), threading.get_ident()
+    of_driver: list[str] = []
+
+    def observe() -> None:
+        wait_for(lambda: len(list(tmp_path.glob("rank-*"))) == 2)
+        of_driver[:] = functions_of_asyncrl(sys._current_frames()[learner])
+        (tmp_path / "seen").touch()
+
+    with ThreadPoolExecutor() as threads:
+        observing = threads.submit(observe)
+        learn(of_two_ranks, batch, meta, loss=Observed(tmp_path))
+        observing.result()
+    assert of_driver[0].endswith(".train_from_meta")
+    assert len(of_driver) <= 6, of_driver
+    for path in tmp_path.glob("rank-*"):
+        on_rank = path.read_text().splitlines()
+        assert on_rank[0].endswith(".call_with_rows")
+        assert len(on_rank) <= 7, on_rank
 
 
 @pytest.mark.fault("F34", "F37")
@@ -406,7 +462,7 @@ def test_two_ranks_name_lost_rows_go_on_and_end_together(of_two_ranks: TQPolicy,
     policy.finish_training()
 
     # another layer of the program can call functions on the ranks' models
-    trained = policy.on_ranks(weights)
+    trained = policy.ranks.call(weights)
     assert [list(names) for names in trained] == [[spec.name for spec in policy.weights_metadata()]] * 2
     policy.save_hf(tmp_path / "hf")
     assert (tmp_path / "hf" / "model.safetensors").exists()
@@ -425,7 +481,7 @@ def test_two_ranks_name_lost_rows_go_on_and_end_together(of_two_ranks: TQPolicy,
     with pytest.raises(RowsLost) as lost:
         policy.train_from_meta(meta, LOSS)
     assert set(lost.value.sample_ids) == set(IDS[6:]), "rank 0 has all its rows, but must not train without rank 1"
-    assert same(trained[0], policy.on_ranks(weights)[0])
+    assert same(trained[0], policy.ranks.call(weights)[0])
 
     # Rank 1 refuses its rows, and rank 0 does not wait for it in a collective.
     put_rows(client)
@@ -435,11 +491,11 @@ def test_two_ranks_name_lost_rows_go_on_and_end_together(of_two_ranks: TQPolicy,
     old.tags[-1]["max_staleness_versions"] = 0
     with pytest.raises(StalenessViolation, match=r"sample 3\.0_g2"):
         policy.train_from_meta(old, LOSS)
-    assert same(trained[0], policy.on_ranks(weights)[0])
+    assert same(trained[0], policy.ranks.call(weights)[0])
 
     # F34: rank 1 fails while rank 0 waits for it in a collective.
     with pytest.raises(RunError, match="learner rank 1 failed in fail_on_rank_1: ValueError: a bug"):
-        policy.on_ranks(fail_on_rank_1)
+        policy.ranks.call(fail_on_rank_1)
     with pytest.raises(RunError, match="no ranks"):
         policy.train_from_meta(named(), LOSS)
     policy.shutdown()
@@ -485,7 +541,7 @@ def test_rows_by_name_train_a_critic_bit_for_bit_as_the_rows_themselves(critic: 
         result = learn_values(critic, meta)
         assert meta.fields == [*BULK, "rewards", "sample_mask", "values", "advantages", "returns"]
         by_name.append((result, client.get_data(meta, [*CRITIC_FIELDS, "advantages"])))
-    trained = critic.on_ranks(critic_weights)[0]
+    trained = critic.ranks.call(critic_weights)[0]
 
     critic.load_checkpoint(*first)
     critic.prepare_for_training()
@@ -507,7 +563,7 @@ def test_rows_by_name_train_a_critic_bit_for_bit_as_the_rows_themselves(critic: 
             assert torch.equal(result[name], expected[name]), name
         assert len(result["loss"]) == 3
         assert result["all_mb_metrics"] == expected["all_mb_metrics"]
-    assert same(trained, critic.on_ranks(critic_weights)[0])
+    assert same(trained, critic.ranks.call(critic_weights)[0])
     evaluated = critic.train_from_meta(meta, VALUE_LOSS, eval_mode=True)
     assert not evaluated["grad_norm"].any()
 
@@ -524,7 +580,7 @@ def test_no_bulk_passes_the_driver_of_a_critic_and_lost_rows_are_named_by_ranks_
     assert (report.updates_applied, report.trained_tokens, report.trained_samples) == (3, 44, 11)
     assert WeighedRanks.passed_bytes - passed_bytes < 16_000, "three stages need only the metadata of 12 rows"
 
-    before = critic.on_ranks(critic_weights)[0]
+    before = critic.ranks.call(critic_weights)[0]
     store = ensure_row_store(namespace=namespace)
     end_actor(ray.get_actor(store, namespace=namespace))
     for stage in (critic.get_values_from_meta, lambda meta: critic.get_advantages_from_meta(meta, ESTIMATOR)):
@@ -533,13 +589,13 @@ def test_no_bulk_passes_the_driver_of_a_critic_and_lost_rows_are_named_by_ranks_
         assert set(lost.value.sample_ids) == set(IDS), "the error must name the rows that any rank lacks"
     with pytest.raises(RowsLost):
         critic.train_from_meta(named_to_value().with_fields(["values", "returns"]), VALUE_LOSS)
-    assert same(before, critic.on_ranks(critic_weights)[0])
+    assert same(before, critic.ranks.call(critic_weights)[0])
 
 
 @pytest.mark.fault("F34")
 def test_a_rank_that_dies_is_named(critic: TQValue) -> None:
     with pytest.raises(RunError, match="critic rank 1 died in die_on_rank_1"):
-        critic.on_ranks(die_on_rank_1)
+        critic.ranks.call(die_on_rank_1)
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def config_of(model_path: str, ranks: int) -> Config:
 
 
 def pids(policy: Policy) -> list[int]:
-    return policy.on_ranks(process_of)
+    return policy.ranks.call(process_of)
 
 
 def process_of(worker: Any) -> int:
@@ -129,7 +129,7 @@ def probe(worker: Any) -> list[list[float]]:
 
 
 def parity_nats(policy: Policy, generation: VLLMGeneration) -> float:
-    [ours, *_] = policy.on_ranks(probe)
+    [ours, *_] = policy.ranks.call(probe)
     [theirs] = generation.score(PROBE)
     return max(abs(a - b) for row, other in zip(ours, theirs, strict=True) for a, b in zip(row, other, strict=True))
 

@@ -55,9 +55,8 @@ def test_every_token_of_a_sequence_has_the_version_of_its_adapter(found: Any) ->
 
 def test_generation_does_not_pause_and_directories_do_not_pile_up(found: Any) -> None:
     assert found["swapping"]["longest_pause_s"] == 0.0
-    # Those of the newest adapter and of running requests, of dropped ones until the next load, and the new one.
-    # A busy machine had 9 of 30.
-    assert found["swapping"]["most_folders"] <= 3 * (MAX_VERSIONS + 2)
+    # The newest adapters of the last two loads and the new one, and one that became the newest while a group began.
+    assert found["swapping"]["most_folders_of_no_running_group"] <= 4
     assert not found["folder"], "the engine left its folder in /dev/shm"
 
 

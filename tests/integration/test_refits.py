@@ -115,7 +115,7 @@ class Scene:
 
     def parity_nats(self) -> float:
         """Returns the largest difference between the log-probs of any engine and of the policy."""
-        scored = self.policy.on_ranks(probe_logprobs)[0]
+        scored = self.policy.ranks.call(probe_logprobs)[0]
         return max(
             abs(ours - theirs)
             for engine in self.generation.score(PROBE)
@@ -396,7 +396,7 @@ def test_two_ranks_bring_two_engines_to_the_same_weights(scene: Scene) -> None:
 @pytest.mark.fault("F12")
 def test_a_refusal_reaches_every_process_by_its_type_and_changes_nothing(scene: Scene) -> None:
     before = scene.generation.score(PROBE)
-    scene.policy.on_ranks(change_precision, torch.bfloat16)
+    scene.policy.ranks.call(change_precision, torch.bfloat16)
     refs = scene.generation.update_weights_from_collective() + scene.policy.broadcast_weights_for_collective()
     *engines, rank_0, rank_1 = outcomes(refs)
     for refusal in engines:
@@ -410,7 +410,7 @@ def test_a_refusal_reaches_every_process_by_its_type_and_changes_nothing(scene: 
         refit_colocated(scene.policy, scene.generation)
     assert scene.generation.score(PROBE) == before
 
-    scene.policy.on_ranks(change_precision, torch.float32)
+    scene.policy.ranks.call(change_precision, torch.float32)
     refit_by_broadcast(scene.policy, scene.generation)  # in the same group, which stays usable after a refusal
     assert scene.parity_nats() < PARITY_NATS
 
@@ -431,7 +431,7 @@ def test_a_refit_on_one_device_leaves_engines_that_generate_and_a_policy_that_tr
     versions = scene.versions()
     with pytest.raises(Offloaded, match="offloaded: the model"):
         scene.policy.get_logprobs(PROMPTS.slice(0, 4))
-    assert scene.policy.on_ranks(open_memory_files) == [0] * RANKS
+    assert scene.policy.ranks.call(open_memory_files) == [0] * RANKS
     scene.policy.prepare_for_training()
     assert scene.parity_nats() < PARITY_NATS
     assert len(versions) == 1
@@ -546,7 +546,7 @@ def test_an_engine_killed_on_the_way_costs_the_others_nothing_but_the_group(scen
 @pytest.mark.fault("F11")
 def test_a_learner_rank_killed_on_the_way_leaves_the_engine_with_its_weights(scene: Scene) -> None:
     version, before = scene.versions(), scene.generation.score(PROBE)
-    engine, rank_0, rank_1 = killed_while_others_wait(scene.policy.on_ranks(pid)[1], scene)
+    engine, rank_0, rank_1 = killed_while_others_wait(scene.policy.ranks.call(pid)[1], scene)
     assert isinstance(engine, CollectiveError), engine
     assert isinstance(rank_0, CollectiveError), rank_0
     assert isinstance(rank_1, ray.exceptions.RayActorError), rank_1

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ class Ranks:
         self.whole: list[bool] = []
         self.links: dict[int, list[int]] = {}
 
-    def on_ranks(self, function: Any, entries: Any, probe_tokens: Any, slot: int) -> list[list[list[float]]]:
+    def call(self, function: Any, entries: Any, probe_tokens: Any, slot: int) -> list[list[list[float]]]:
         assert slot not in self.sending, "a snapshot that is being sent must not change"
         assert slot in (0, 1), "memory for two snapshots"
         self.used.append(slot)
@@ -41,8 +42,8 @@ class Ranks:
         self.taken += 1
         return [[]]
 
-    def send_beside(
-        self, method: Any, transport: Any, slot: int, version: Version, previous: Version | None, whole: bool
+    def beside(
+        self, lane: str, method: Any, transport: Any, slot: int, version: Version, previous: Version | None, whole: bool
     ) -> list[list[DeliveredBucket]]:
         self.sending.add(slot)
         self.previous.append(previous)
@@ -70,11 +71,11 @@ class Scene:
         config = Config.model_validate(settings)
         self.metrics = described_metrics(config)
         self.deleted: list[int] = []
-        ranks: Any = self.ranks
+        policy: Any = SimpleNamespace(ranks=self.ranks)
         anything: Any = self
         self.publisher = Publisher(
             config=config,
-            policy=ranks,
+            policy=policy,
             entries=(),
             probe_tokens=[],
             transport=anything,

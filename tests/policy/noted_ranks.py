@@ -33,9 +33,10 @@ DYNAMIC = {"batching": "dynamic", "micro_batch_tokens": 32}
 class NotedRanks:
     """Replaces a `RankGroup`. Scoring returns the rows' own ids, so that a test can see their order."""
 
-    def __init__(self, worker: type[Any], config: Config, *, model_path: str) -> None:
+    def __init__(self, worker: type[Any], config: Config, *, model_path: str, named_rows: bool) -> None:
         self.size = config.learner.ranks
         self.model_path = model_path
+        self.named_rows = named_rows
         self.calls: list[tuple[str, list[tuple[Any, ...]], dict[str, Any]]] = []
         self.lost: RowsLost | None = None
         self.begun = False
@@ -46,8 +47,6 @@ class NotedRanks:
         self.begun = True
         self.starts += 1
 
-    def open_data_plane(self) -> None: ...
-
     def shutdown(self) -> bool:
         self.calls.append(("shutdown", [], {}))
         return True
@@ -56,8 +55,8 @@ class NotedRanks:
         self.calls.append((method.__name__, [args], {}))
         return [()] * self.size
 
-    def save_beside(self, method: Callable[..., Any], *args: Any) -> list[Any]:
-        self.calls.append((method.__name__, [args], {"beside": True}))
+    def beside(self, lane: str, method: Callable[..., Any], *args: Any) -> list[Any]:
+        self.calls.append((method.__name__, [args], {"lane": lane}))
         return [()] * self.size
 
     def launch(self, method: Callable[..., Any], *args: Any) -> list[Any]:

@@ -77,9 +77,8 @@ def rank_of(
     kind: Any = worker
     actor = RankActor(worker=kind, rank=0, world_size=1, config=config or Config(), rows=lambda *_: rows)
     with patch.dict(os.environ):
-        actor.setup(model_path=model, host=LOOPBACK, port=actor.open_rendezvous(LOOPBACK))
-    if rows is not None:
-        actor.open_data_plane()
+        port = actor.open_rendezvous(LOOPBACK)
+        actor.setup(model_path=model, host=LOOPBACK, port=port, named_rows=rows is not None)
     try:
         yield actor
     finally:

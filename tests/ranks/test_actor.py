@@ -65,7 +65,7 @@ def test_named_rows_are_fetched_and_only_the_named_columns_of_the_result_are_wri
     rank: tuple[RankActor, Worker, Rows],
 ) -> None:
     actor, worker, rows = rank
-    assert actor.call_with_rows("score", NAMED, WRITES, micro_batch_size=2) is None
+    assert actor.call_with_rows(Worker.score, NAMED, WRITES, micro_batch_size=2) is None
     assert rows.fetched == [(NAMED, None)], "only training checks the age of tokens"
     assert rows.written == [(NAMED, {"prev_logprobs": [1.0]})]
     assert worker.calls == [({"micro_batch_size": 2},)]
@@ -73,7 +73,7 @@ def test_named_rows_are_fetched_and_only_the_named_columns_of_the_result_are_wri
 
 def test_a_rank_without_rows_takes_part_and_writes_nothing(rank: tuple[RankActor, Worker, Rows]) -> None:
     actor, worker, rows = rank
-    assert actor.call_with_rows("score", NONE, WRITES) is None
+    assert actor.call_with_rows(Worker.score, NONE, WRITES) is None
     assert len(worker.calls) == 1, "all ranks must run the worker's collectives"
     assert rows.written == [(NONE, {})], "the write is a collective, too"
 
@@ -82,7 +82,7 @@ def test_the_result_is_returned_if_no_column_is_to_be_written_and_the_step_check
     rank: tuple[RankActor, Worker, Rows],
 ) -> None:
     actor, worker, rows = rank
-    assert actor.call_with_rows("score", NAMED, {}, step=5)["logprobs"] == [1.0]
+    assert actor.call_with_rows(Worker.score, NAMED, {}, step=5)["logprobs"] == [1.0]
     assert (rows.fetched, rows.written) == ([(NAMED, 5)], [])
     assert worker.calls == [({"step": 5},)]
 
@@ -93,7 +93,7 @@ def test_rows_in_hand_are_passed_on_with_the_objects_that_the_ranks_share(
     actor, worker, rows = rank
     monkeypatch.setattr(ray, "get", lambda ref, timeout: f"opened {ref}")
     shared: Any = ["loss"]
-    assert actor.call_with_rows("score", BatchedDataDict(x=[2.0]), {}, shared)["logprobs"] == [2.0]
+    assert actor.call_with_rows(Worker.score, BatchedDataDict(x=[2.0]), {}, shared)["logprobs"] == [2.0]
     assert worker.calls == [("opened loss", {})]
     assert not rows.fetched
 
@@ -115,6 +115,6 @@ def test_a_rank_connects_through_the_interface_of_its_node_unless_the_user_has_s
     actor = OnLoopback(worker=lambda **_: Worker(), rank=0, world_size=1, config=Config())  # type: ignore[arg-type]
     with patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "eth3"}):
         os.environ.pop("NCCL_SOCKET_IFNAME", None)
-        actor.setup(model_path="model", host=LOOPBACK, port=actor.open_rendezvous(LOOPBACK))
+        actor.setup(model_path="model", host=LOOPBACK, port=actor.open_rendezvous(LOOPBACK), named_rows=False)
         assert os.environ["GLOO_SOCKET_IFNAME"] == "eth3"
         assert os.environ["NCCL_SOCKET_IFNAME"] == expected["NCCL_SOCKET_IFNAME"]

@@ -148,7 +148,7 @@ def test_lifecycle_calls_reach_every_rank_and_paths_are_the_callers() -> None:
         driver.save_checkpoint(Path("weights"))
         driver.stage_checkpoint()
         driver.write_checkpoint("a/weights", Path("a/optimizer"))
-        beside = {"beside": True}  # a slow disk ends no rank
+        beside = {"lane": "saving"}  # a slow disk ends no rank
         assert ranks.calls == [
             ("prepare_for_training", [()], {}),
             ("finish_training", [()], {}),
@@ -164,7 +164,7 @@ def test_lifecycle_calls_reach_every_rank_and_paths_are_the_callers() -> None:
     policy.save_hf(Path("a/hf"))
     assert ranks.calls == [
         ("stage_checkpoint", [(False,)], {}),
-        ("write_hf", [(None, here / "a/hf")], {"beside": True}),
+        ("write_hf", [(None, here / "a/hf")], {"lane": "saving"}),
     ], "the path is absolute: a rank has another working directory"
     critic, ranks = noted(Value, settings())
     critic.prepare_for_inference()

@@ -49,7 +49,7 @@ def actor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankActor]:
 def train(actor: RankActor, loss: Any = LOSS) -> Any:
     batch = make_batch()
     batch["prev_logprobs"] = batch["generation_logprobs"]
-    return actor.call_with_rows("train", batch, {}, (), loss_fn=loss, rows_per_update=batch.size)
+    return actor.call_with_rows(PolicyWorker.train, batch, {}, (), loss_fn=loss, rows_per_update=batch.size)
 
 
 def in_the_loss(actor: RankActor, lack: Callable[[], None]) -> None:
@@ -60,7 +60,7 @@ def in_the_loss(actor: RankActor, lack: Callable[[], None]) -> None:
 
 
 def in_the_backward_pass(actor: RankActor, lack: Callable[[], None]) -> None:
-    modules = actor.on_rank(lambda worker: list(worker.model.named_modules()))
+    modules = actor.call(lambda worker: list(worker.model.named_modules()))
     [layer] = [module for name, module in modules if name.endswith("layers.1.mlp")]
     hook = layer.register_full_backward_hook(lambda *_: lack())
     try:

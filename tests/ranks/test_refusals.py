@@ -81,22 +81,22 @@ REFUSED = [
 
 @pytest.mark.parametrize("refusal", REFUSED, ids=lambda error: type(error).__name__)
 def test_a_refusal_is_an_answer_unless_the_caller_holds_the_reference(rank: RankActor, refusal: Exception) -> None:
-    assert rank.call("work", refusal) is refusal
-    assert rank.call_with_rows("score", rows(refusal), {}) is refusal
+    assert rank.call(Worker.work, refusal) is refusal
+    assert rank.call_with_rows(Worker.score, rows(refusal), {}) is refusal
     with rank_of(lambda **_: Worker(), rows=LostRows(refusal)) as lost:
-        assert lost.call_with_rows("score", KVBatchMeta("train", None, ["a"]), {}) is refusal
+        assert lost.call_with_rows(Worker.score, KVBatchMeta("train", None, ["a"]), {}) is refusal
     with pytest.raises(type(refusal)):
-        rank.attempt("work", refusal)
-    assert rank.call("work", None) == rank.attempt("work", None) == "done"
-    assert rank.call_with_rows("score", rows(None), {}) == "done"
+        rank.attempt(Worker.work, refusal)
+    assert rank.call(Worker.work, None) == rank.attempt(Worker.work, None) == "done"
+    assert rank.call_with_rows(Worker.score, rows(None), {}) == "done"
 
 
 @pytest.mark.parametrize("via", ["call", "attempt"])
 def test_a_bug_is_no_refusal(rank: RankActor, via: str) -> None:
     with pytest.raises(KeyError):
-        getattr(rank, via)("work", KeyError("a"))
+        getattr(rank, via)(Worker.work, KeyError("a"))
     with pytest.raises(KeyError):
-        rank.call_with_rows("score", rows(KeyError("a")), {})
+        rank.call_with_rows(Worker.score, rows(KeyError("a")), {})
 
 
 class Remote:

@@ -1,5 +1,6 @@
 """A save or a delivery beside training on ranks that fail: the caller gets one error, and no rank is ended."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.errors import ActorGone, CheckpointError, WeightError
 from asyncrl.policy.worker import PolicyWorker
-from asyncrl.ranks.actor import BESIDE
+from asyncrl.ranks.actor import SAVING, SENDING
 
 
 def save(*outcomes: Any, timeout_s: float = 60.0) -> list[Rank]:
@@ -20,10 +21,13 @@ def save(*outcomes: Any, timeout_s: float = 60.0) -> list[Rank]:
     ranks = [Rank(outcome) for outcome in outcomes]
     group, ended = started(*ranks, config=config)
     try:
-        group.save_beside(PolicyWorker.write_checkpoint, "weights", "optimizer")
+        group.beside(SAVING, PolicyWorker.write_checkpoint, Path("weights"), Path("optimizer"))
     finally:
         assert not ended, "a save must end no rank"
-        assert all(rank.attempt.calls == [("write_checkpoint", "weights", "optimizer")] for rank in ranks)
+        assert all(
+            rank.attempt.calls == [(PolicyWorker.write_checkpoint, Path("weights"), Path("optimizer"))]
+            for rank in ranks
+        )
     return ranks
 
 
@@ -54,13 +58,15 @@ def test_a_disk_that_does_not_answer_fails_the_save_after_its_limit() -> None:
 def send(*outcomes: Any) -> list[Any]:
     """Delivers weights from ranks with these outcomes, and checks that the group keeps its ranks."""
     transport: Any = "transport"
-    ranks = [Rank(outcome, lane=BESIDE) for outcome in outcomes]
+    ranks = [Rank(outcome, lane=SENDING) for outcome in outcomes]
     group, ended = started(*ranks)
     try:
-        return group.send_beside(PolicyWorker.deliver, transport, 0, Version(1, 2))
+        return group.beside(SENDING, PolicyWorker.deliver, transport, 0, Version(1, 2), None)
     finally:
         assert not ended, "a delivery must end no rank"
-        assert all(rank.attempt.calls == [("deliver", "transport", 0, Version(1, 2))] for rank in ranks)
+        assert all(
+            rank.attempt.calls == [(PolicyWorker.deliver, "transport", 0, Version(1, 2), None)] for rank in ranks
+        )
 
 
 def test_every_rank_delivers_in_its_thread_beside_the_steps() -> None:

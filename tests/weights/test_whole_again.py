@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,10 +54,11 @@ class Learner:
         """The bytes of each delivery, and whether it was whole."""
         config = Config.model_validate({})
         anything: Any = self
+        policy: Any = SimpleNamespace(ranks=SimpleNamespace(call=self._take, beside=self._deliver))
         self.metrics = described_metrics(config)
         self.publisher = Publisher(
             config=config,
-            policy=anything,
+            policy=policy,
             entries=layout(SPECS),
             probe_tokens=[],
             transport=FilesystemTransport(folder),
@@ -68,14 +70,14 @@ class Learner:
 
     async def call(self, method: Any, version: Version) -> None: ...
 
-    def on_ranks(self, method: Any, entries: Any, probe_tokens: Any, slot: int) -> list[list[list[float]]]:
+    def _take(self, method: Any, entries: Any, probe_tokens: Any, slot: int) -> list[list[list[float]]]:
         a, b = self.weights.values()
         shards = ([("a", 0, a[:ROWS])], [("a", ROWS * a.shape[1], a[ROWS:]), ("b", 0, b)])
         self.snapshots[slot] = [snapshot_of(each, entries, bucket_bytes=400) for each in shards]
         return [[]]
 
-    def send_beside(
-        self, method: Any, transport: Any, slot: int, version: Version, previous: Version | None, whole: bool
+    def _deliver(
+        self, lane: str, method: Any, transport: Any, slot: int, version: Version, previous: Version | None, whole: bool
     ) -> list[list[DeliveredBucket]]:
         pairs = zip(self.senders, self.snapshots[slot], strict=True)
         by_rank = [
