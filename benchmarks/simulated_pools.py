@@ -42,7 +42,7 @@ from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import LearnerCalls
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.clients import PREFIX_PARTITION, TRAIN_PARTITION, GroupRows
-from asyncrl.deployment.cluster import patiently
+from asyncrl.deployment.cluster import start_node
 from asyncrl.deployment.shared_actors import (
     RunHandles,
     enter_run,
@@ -393,11 +393,11 @@ def _loop(config: Config, handles: RunHandles, ranks: Any, append_step: Callable
             coordinator=handles.coordinator,
             checkpoints=checkpoints,
             recorder=StepRecorder(
-                log=log,
                 metrics=metrics,
                 elapsed_s=lambda: time.monotonic() - started_s,
                 state_seconds=states.seconds,
             ),
+            log=log,
             texts=Texts(tokens=str, answer=lambda ids, part: ""),
         ),
         publisher=publisher,
@@ -444,7 +444,7 @@ def _name(process: psutil.Process) -> str:
 @contextmanager
 def local_ray() -> Iterator[None]:
     """A Ray cluster of this process, without GPUs."""
-    patiently(
+    start_node(
         lambda: ray.init(
             address="local",
             num_cpus=2,

@@ -8,14 +8,14 @@ from typing import Any
 import psutil
 import ray
 
-from asyncrl.deployment.cluster import patiently, without_unused_daemons
+from asyncrl.deployment.cluster import start_node, without_unused_daemons
 
 
 @contextlib.contextmanager
 def local_ray(*, cpus: int, object_store_mb: int = 80, **options: Any) -> Iterator[None]:
     """A new Ray cluster of this process, without GPUs. It ends with the context."""
     with without_unused_daemons():
-        patiently(
+        start_node(
             lambda: ray.init(
                 address="local",  # start a new cluster, even if another test left the address of one
                 num_cpus=cpus,

@@ -67,14 +67,11 @@ class CoordinatorClient:
         the actor's process has ended.
         """
 
-        async def send(call: Call) -> Any:
-            wait_s: float = call.options.get("wait_s", 0.0)
-            what = f"the buffer's {call.method}"
-
-            async def once() -> Any:
-                return await finished(handle.perform.remote(call), timeout_s=timeout_s + wait_s, what=what)
-
-            return await patiently(once, patience_s=patience_s)
+        def send(call: Call) -> Awaitable[Any]:
+            limit_s, what = timeout_s + call.options.get("wait_s", 0.0), f"the buffer's {call.method}"
+            return patiently(
+                lambda: finished(handle.perform.remote(call), timeout_s=limit_s, what=what), patience_s=patience_s
+            )
 
         return cls(send)
 

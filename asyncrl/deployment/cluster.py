@@ -72,7 +72,7 @@ def start_local(config: Config, *, generators: int = 1, command: str = "up") -> 
         _without_outer_cluster(),
         started_for(command, config.run.dir / config.run.name),
     ):
-        context: Any = patiently(
+        context: Any = start_node(
             lambda: _connect(
                 address="local",  # start a new cluster, even if another one runs on this machine
                 num_cpus=max(1, round(logical_cpus + 0.5)),
@@ -144,7 +144,7 @@ def _without_outer_cluster() -> Iterator[None]:
         os.environ.update(hidden)
 
 
-def patiently(start: Callable[[], Started]) -> Started:
+def start_node(start: Callable[[], Started]) -> Started:
     """Starts a Ray node with `start` and returns its result.
 
     Raises RunError after `STARTS` attempts that exceeded Ray's time limit, and at once after any other failure.

@@ -168,12 +168,12 @@ class Training:
             coordinator=handles.coordinator,
             checkpoints=self.checkpoints,
             recorder=StepRecorder(
-                log=log,
                 metrics=self.metrics,
                 elapsed_s=lambda: time.monotonic() - started_s,
                 state_seconds=self.states.seconds,
                 before=before,
             ),
+            log=log,
             texts=Texts.of(tokenizer, config),
         )
         return LearnerLoop(

@@ -142,7 +142,7 @@ class LearnerLoop:
             if await self._last_delivered() and not self.heldout.has_evaluated(version):
                 await self._evaluate(version, stop)
         ledger = await self.coordinator.call(LearnerCalls.ledger_entry, self.incarnation)
-        self.step_end.recorder.log.append_audit(Ended(version, ledger))
+        self.step_end.log.append_audit(Ended(version, ledger))
         if version != first:  # a run that trained no step has no new weights to save
             snapshot = await self.coordinator.call(LearnerCalls.snapshot, self.incarnation)
             await self._while_saving(self.checkpoints.save_last(snapshot), version)

@@ -77,13 +77,12 @@ class EndedStep:
 
 @dataclass(kw_only=True)
 class StepRecorder:
-    """Records the steps of a run in order.
+    """Makes the records of the steps of a run in order, and shows them in the metrics.
 
     `elapsed_s` returns the seconds since the start of the run, `state_seconds` the learner's seconds by state. `before`
     is the last record before the run was resumed: totals that processes count from their start continue from it.
     """
 
-    log: RunLog
     metrics: LearnerMetrics
     elapsed_s: Callable[[], float]
     state_seconds: Callable[[], dict[str, float]]
@@ -94,13 +93,12 @@ class StepRecorder:
         self._mid_sequence_updates = self.before.mid_sequence_updates if self.before else 0
 
     def record(self, step: EndedStep) -> StepRecord:
-        """Records a step that was acked, or that changed no weights because a loss or a gradient was not finite.
-        Returns the record."""
+        """Returns the record of a step that was acked, or that changed no weights because a loss or a gradient was not
+        finite. Shows it in the metrics."""
         if not step.report.skipped:
             self._mid_sequence_updates += sum(group.meta.mid_sequence_updates for group in step.lease.groups)
         record = self._record(step)
         self._show(step, record)
-        self.log.append_step(record)
         return record
 
     def run_totals(self, status: RunStatus, *, rows_outstanding: int, stop_reason: str | None = None) -> RunTotals:
@@ -346,13 +344,15 @@ POLL_S = 0.1
 
 @dataclass(kw_only=True)
 class StepEnd:
-    """Ends the steps of a run in order, one at a time. Reads and clears rows, and counts those that are left."""
+    """Ends the steps of a run in order, one at a time: writes their records to `log`, reads and clears rows, and counts
+    those that are left."""
 
     stages: Stages
     incarnation: int
     coordinator: CoordinatorClient
     checkpoints: Checkpoints
     recorder: StepRecorder
+    log: RunLog
     texts: Texts
     _running: asyncio.Task[None] | None = field(default=None, init=False)
     _released: int = field(default=0, init=False)
@@ -387,9 +387,10 @@ class StepEnd:
         self, step: EndedStep, clearable: Sequence[str], meta: KVBatchMeta, ledger: LedgerEntry | None
     ) -> None:
         record = self.recorder.record(step)
+        self.log.append_step(record)
         if ledger is not None:
             line = msgspec.json.encode(record)
-            self.recorder.log.append_audit(
+            self.log.append_audit(
                 trained_step(step.lease, samples=step.samples, report=step.report, ledger=ledger, line=line)
             )
             await self._write_samples(step.lease, meta)
@@ -421,7 +422,7 @@ class StepEnd:
                 sample_record(group, task, rows, step=lease.step, row=row, sample=sample, texts=self.texts)
                 for row, (group, task, sample) in enumerate(logged)
             ]
-            self.recorder.log.write_samples(lease.step, records)
+            self.log.write_samples(lease.step, records)
         except Exception as error:
             logger.warning("the samples of step %d were not logged: %s: %s", lease.step, type(error).__name__, error)
 

@@ -141,10 +141,9 @@ class WeightClient:
         **options: P.kwargs,
     ) -> Answer:
         """Calls a method of the store, which waits up to `wait_s` seconds by itself."""
-
-        async def once() -> Answer:
-            ref = start(self._handle, method, *arguments, **options)
-            answer: Answer = await finished(ref, timeout_s=self._timeout_s + wait_s, what=what)
-            return answer
-
-        return await patiently(once, patience_s=self._patience_s)
+        limit_s = self._timeout_s + wait_s
+        answer: Answer = await patiently(
+            lambda: finished(start(self._handle, method, *arguments, **options), timeout_s=limit_s, what=what),
+            patience_s=self._patience_s,
+        )
+        return answer

@@ -183,7 +183,7 @@ class AuditedRun(Scene):
         )
         stages = Stages(config=self.config, policy=self.trainer, critic=None, states=self.states, clock=self.clock)
         recorder = StepRecorder(
-            log=log, metrics=self.metrics, elapsed_s=self.clock, state_seconds=self.states.seconds, before=before
+            metrics=self.metrics, elapsed_s=self.clock, state_seconds=self.states.seconds, before=before
         )
         self.loop = LearnerLoop(
             config=self.config,
@@ -196,6 +196,7 @@ class AuditedRun(Scene):
                 coordinator=self.client,
                 checkpoints=self.checkpoints,
                 recorder=recorder,
+                log=log,
                 texts=Texts(tokens=lambda ids: "", answer=lambda ids, part: ""),
             ),
             publisher=self.publisher,

@@ -9,8 +9,10 @@ import pytest
 from buffer_scenes import everything_else_runs
 from pool import TASKS, empty_pool, started_pool, until
 from scraped import scraped
+from stacks import functions_of_asyncrl
 
 import asyncrl
+from asyncrl.buffer.groups import GroupTable, Slot
 from asyncrl.buffer.ledger import Event, Fate
 from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, GroupMeta, LeaseWait, Refusal
 from asyncrl.common.version import Version
@@ -47,6 +49,25 @@ async def test_steps_are_filled_and_every_sample_is_accounted_for() -> None:
         rollouts = read("asyncrl_rollout_duration_seconds_count", labels)
         assert read("asyncrl_reward_duration_seconds_count", labels) == rollouts
         assert (rollouts or 0) >= 24
+
+
+@pytest.mark.asyncio
+async def test_few_functions_are_between_a_delivery_and_the_change_of_its_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Over Ray there are three more: `patiently`, `finished` and `CoordinatorActor.perform`."""
+    found: list[list[str]] = []
+    commit = GroupTable.commit
+
+    def noted(table: GroupTable, slot: Slot, meta: GroupMeta, *, step: int) -> None:
+        found.append([*functions_of_asyncrl(), GroupTable.commit.__qualname__])
+        commit(table, slot, meta, step=step)
+
+    monkeypatch.setattr(GroupTable, "commit", noted)
+    async with started_pool() as (pool, _):
+        await pool.step()
+    assert found[0][0] == "Delivery.run"
+    assert max(map(len, found)) <= 8, found
 
 
 @pytest.mark.asyncio

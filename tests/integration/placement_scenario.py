@@ -19,7 +19,7 @@ from asyncrl.colocated.generation import VLLMGeneration
 from asyncrl.config.schema import Config
 from asyncrl.data_plane.calls import has_process
 from asyncrl.deployment import pool as pools
-from asyncrl.deployment.cluster import patiently
+from asyncrl.deployment.cluster import start_node
 from asyncrl.deployment.pool import ReplicaActor
 from asyncrl.errors import ActorGone, PlacementError
 from asyncrl.policy.worker import PolicyWorker
@@ -119,8 +119,8 @@ def error_of(config: Config, what: str) -> str:
 def scenario() -> dict[str, Any]:
     pools.GeneratorActor = NoEngine  # type: ignore[misc, assignment]
     head = {"num_cpus": 1, "labels": {"pool": "learn"}}
-    cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
-    patiently(lambda: cluster.add_node(num_cpus=1, num_gpus=1, labels={"pool": "gen"}))
+    cluster = start_node(lambda: Cluster(initialize_head=True, head_node_args=head))
+    start_node(lambda: cluster.add_node(num_cpus=1, num_gpus=1, labels={"pool": "gen"}))
     ray.init(address=cluster.address, namespace="placement", log_to_driver=False)
     try:
         cluster.wait_for_nodes()

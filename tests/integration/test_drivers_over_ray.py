@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 import ray
+import stacks
 import torch
 from counted_calls import Counted
 from local_ray import end_actor, local_ray
@@ -76,8 +76,9 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    # The ranks cannot import a test module, so its functions are pickled by value.
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    # The ranks cannot import test modules, so their functions are pickled by value.
+    for module in (sys.modules[__name__], stacks):
+        ray.cloudpickle.register_pickle_by_value(module)
     with local_ray(cpus=3, namespace=make_config().run.name):
         yield
 
@@ -396,16 +397,6 @@ def test_a_short_last_step_of_rows_that_ranks_cannot_share_evenly_trains_them_al
     assert (result["report"].trained_samples, result["report"].trained_tokens) == (3, 14)
 
 
-def functions_of_asyncrl(frame: FrameType | None) -> list[str]:
-    """Returns the functions of asyncrl on a stack, from the outermost one."""
-    names: list[str] = []
-    while frame is not None:
-        if frame.f_globals["__name__"].startswith("asyncrl."):
-            names.insert(0, frame.f_code.co_qualname)
-        frame = frame.f_back
-    return names
-
-
 def wait_for(condition: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + 300.0
     while not condition():
@@ -421,7 +412,7 @@ class Observed(ObjectiveLoss):
         self.folder = folder
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        (self.folder / f"rank-{os.getpid()}").write_text("\n".join(functions_of_asyncrl(sys._getframe())))
+        (self.folder / f"rank-{os.getpid()}").write_text("\n".join(stacks.functions_of_asyncrl()))
         wait_for((self.folder / "seen").exists)
         return super().__call__(*arguments, **options)
 
@@ -433,7 +424,7 @@ def test_few_functions_are_between_a_driver_and_its_loss(of_two_ranks: TQPolicy,
 
     def observe() -> None:
         wait_for(lambda: len(list(tmp_path.glob("rank-*"))) == 2)
-        of_driver[:] = functions_of_asyncrl(sys._current_frames()[learner])
+        of_driver[:] = stacks.functions_of_asyncrl(sys._current_frames()[learner])
         (tmp_path / "seen").touch()
 
     with ThreadPoolExecutor() as threads:

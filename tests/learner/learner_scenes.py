@@ -406,9 +406,7 @@ class Scene:
         stages = Stages(
             config=self.config, policy=self.trainer, critic=self.critic, states=self.states, clock=self.clock
         )
-        recorder = StepRecorder(
-            log=log or self.log, metrics=self.metrics, elapsed_s=self.clock, state_seconds=self.states.seconds
-        )
+        recorder = StepRecorder(metrics=self.metrics, elapsed_s=self.clock, state_seconds=self.states.seconds)
         self.loop = LearnerLoop(
             config=self.config,
             incarnation=1,
@@ -420,6 +418,7 @@ class Scene:
                 coordinator=self.client,
                 checkpoints=self.checkpoints,
                 recorder=recorder,
+                log=log or self.log,
                 texts=Texts(tokens=lambda ids: decoded(ids, True), answer=lambda ids, _: decoded(ids, False)),
             ),
             publisher=self.publisher,

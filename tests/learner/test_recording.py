@@ -11,13 +11,15 @@ from typing import Any
 import msgspec
 import pytest
 from learner_scenes import Scene, judged, skipped, trained
+from stacks import functions_of_asyncrl
 
 from asyncrl.buffer.ledger import Fate
 from asyncrl.buffer.records import FailedTicket, Failure, FilteredGroup
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.registry import ReplicaReport, mean_states
-from asyncrl.deployment.run_dir import RunDir
+from asyncrl.deployment.learner_log import LearnerLog
+from asyncrl.deployment.run_dir import RecordFile, RunDir
 from asyncrl.errors import FailureClass
 from asyncrl.learner.audit_records import Began, Machine
 from asyncrl.learner.recording import EndedStep, StepRecorder
@@ -101,9 +103,8 @@ async def test_the_record_has_the_means_over_the_episodes_of_agents(
     meta = msgspec.structs.replace(first.meta, turns=turns, tool_calls=calls, failed_tool_calls=failed)
     groups = (msgspec.structs.replace(first, meta=meta), *others)  # the other groups have no agent
     step = dataclasses.replace(step, lease=msgspec.structs.replace(step.lease, groups=groups))
-    log = Scene().log
-    StepRecorder(log=log, metrics=LearnerMetrics(), elapsed_s=lambda: 1.0, state_seconds=dict).record(step)
-    found = {name: value for name, value in log.steps[-1].diagnostics.items() if name in AGENT_NUMBERS}
+    record = StepRecorder(metrics=LearnerMetrics(), elapsed_s=lambda: 1.0, state_seconds=dict).record(step)
+    found = {name: value for name, value in record.diagnostics.items() if name in AGENT_NUMBERS}
     assert found == ({} if means is None else dict(zip(AGENT_NUMBERS, means, strict=True)))
 
 
@@ -139,7 +140,7 @@ async def test_every_gauge_of_a_trained_step_shows_the_number_that_bears_its_nam
         published=Version(1, 40),
     )
     metrics = LearnerMetrics()
-    recorder = StepRecorder(log=Scene().log, metrics=metrics, elapsed_s=lambda: 1.0, state_seconds=dict)
+    recorder = StepRecorder(metrics=metrics, elapsed_s=lambda: 1.0, state_seconds=dict)
     record = recorder.record(step)
     declared = {number.name for number in NUMBERS}
     assert record.diagnostics.keys() - of_loss.keys() - measured.keys() <= declared, "declare it in metrics/numbers.py"
@@ -211,9 +212,7 @@ async def test_the_largest_difference_of_the_probes_is_recorded_whether_tokens_w
         status=msgspec.structs.replace(step.status, totals=totals),
         report=dataclasses.replace(step.report, on_policy_tokens=compared, on_policy_parity_max_nats=1e-6),
     )
-    recorder = StepRecorder(log=scene.log, metrics=scene.metrics, elapsed_s=lambda: 1.0, state_seconds=dict)
-    recorder.record(ended)
-    record = scene.log.steps[-1]
+    record = StepRecorder(metrics=scene.metrics, elapsed_s=lambda: 1.0, state_seconds=dict).record(ended)
     assert (record.diagnostics["parity_probe_nats"], record.diagnostics["parity_tokens"]) == (probe, compared)
     assert record.parity_nats == (1e-6 if compared else None)
 
@@ -222,10 +221,9 @@ async def test_the_largest_difference_of_the_probes_is_recorded_whether_tokens_w
 async def test_the_share_of_cached_prompt_tokens_is_recorded() -> None:
     step = await an_ended_step()
     totals = msgspec.structs.replace(step.status.totals, prompt_tokens=64, cached_prompt_tokens=40)
-    scene = Scene()
-    recorder = StepRecorder(log=scene.log, metrics=scene.metrics, elapsed_s=lambda: 1.0, state_seconds=dict)
-    recorder.record(dataclasses.replace(step, status=msgspec.structs.replace(step.status, totals=totals)))
-    assert scene.log.steps[-1].diagnostics["cached_prompt_ratio"] == 40 / 64
+    recorder = StepRecorder(metrics=Scene().metrics, elapsed_s=lambda: 1.0, state_seconds=dict)
+    record = recorder.record(dataclasses.replace(step, status=msgspec.structs.replace(step.status, totals=totals)))
+    assert record.diagnostics["cached_prompt_ratio"] == 40 / 64
 
 
 @pytest.mark.asyncio
@@ -292,6 +290,29 @@ async def test_a_skipped_step_is_recorded_without_anything_trained() -> None:
     assert read("asyncrl_learner_steps_total", {"outcome": "skipped"}) == 1
     assert read("asyncrl_learner_step_duration_seconds_sum") == 4.0
     assert read("asyncrl_learner_tokens_total") == 18
+
+
+@pytest.mark.asyncio
+async def test_few_functions_are_between_the_end_of_a_step_and_its_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
+    found: list[list[str]] = []
+    append = RecordFile.append
+
+    def noted(file: RecordFile, record: bytes) -> None:
+        found.append([*functions_of_asyncrl(), RecordFile.append.__qualname__])
+        append(file, record)
+
+    monkeypatch.setattr(RecordFile, "append", noted)
+    with RunDir.create(config) as run:
+        log = LearnerLog(config, run).for_loop(
+            Began(lineage=run.lineage, settings={}, machine=Machine(processor="", ranks=1, threads=1, packages={}))
+        )
+        await Scene(log=log).run()
+    of_steps = [functions for functions in found if functions[0] == "StepEnd._end"]
+    assert of_steps
+    assert max(map(len, of_steps)) <= 4, of_steps
 
 
 @pytest.mark.asyncio
