@@ -256,6 +256,7 @@ def test_generators_the_learner_and_the_index_are_killed_and_no_group_is_lost(
     in_this_process("audit", str(run))
 
 
+@pytest.mark.campaign
 def test_learner_first_then_a_generator_and_down_ends_what_a_killed_learner_left(
     run_command: Run, ray_head: str, engines: Engines, status: Status, model_path: str, tmp_path: Path
 ) -> None:

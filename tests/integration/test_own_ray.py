@@ -228,6 +228,7 @@ for number, example in enumerate(sys.argv[1:]):
 """Runs all examples in one process, because each new one would import torch, transformers and Ray again."""
 
 
+@pytest.mark.campaign
 def test_the_examples_of_own_loops_run_as_they_are_and_on_this_machine_alone(model_path: str, tmp_path: Path) -> None:
     codes = re.findall(r"```python\n(.*?)```", OWN_LOOP.read_text(), re.DOTALL)
     assert len(codes) == len(SAID)

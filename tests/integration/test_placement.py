@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.campaign]
 
 SCENARIO = Path(__file__).parent / "placement_scenario.py"
 NICENESS = "RAY_worker_niceness"
