@@ -45,6 +45,16 @@ def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
+def ray_reads_its_mode_again() -> Iterator[None]:
+    """Ray's C++ part keeps the mode that it has read first. `ray.init` makes it read the mode again only if the
+    variable is unset. A file that sets it, and starts no Ray, would fail each later Ray of its pytest worker."""
+    before = os.environ.get("RAY_AUTH_MODE")
+    yield
+    if before is None:
+        os.environ.pop("RAY_AUTH_MODE", None)
+
+
+@pytest.fixture(autouse=True, scope="module")
 def no_process_group_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """A process group of torch that a file leaves would fail each later file of its pytest worker that makes one."""
     yield

@@ -129,7 +129,7 @@ class Life:
     """
 
     actor: str
-    heard_at_s: float
+    last_seen_s: float
     state: ReplicaState = ReplicaState.STALE
     cause: Cause | None = None
     reason: str = ""
@@ -175,7 +175,7 @@ class Fleet:
         life = self._lives.get(replica)
         if life is None:
             return None
-        silent = self._clock() - life.heard_at_s > self._timeout_s / 2
+        silent = self._clock() - life.last_seen_s > self._timeout_s / 2
         if silent and life.state in (ReplicaState.STALE, ReplicaState.HEALTHY):
             life.state = ReplicaState.SUSPECT
         return life
@@ -205,7 +205,7 @@ class Fleet:
         quarantined = life.state is ReplicaState.QUARANTINED and life.cause is not Cause.NO_HEARTBEATS
         return actor == life.actor and not quarantined and life.state is not ReplicaState.RESTARTING
 
-    def hear(self, actor: str, *, has_weights: bool) -> Life | None:
+    def seen(self, actor: str, *, has_weights: bool) -> Life | None:
         """Records a heartbeat. Returns the life of the replica; None if the actor is not heard any more: it must
         end."""
         if not self.is_heard(actor):
@@ -214,7 +214,7 @@ class Fleet:
         if life is None or life.actor != actor:
             cause, reason = (None, "") if life is None else (life.cause, life.reason)
             life = self._lives[replica_of(actor)] = Life(actor, self._clock(), cause=cause, reason=reason)
-        life.heard_at_s = self._clock()
+        life.last_seen_s = self._clock()
         life.state = ReplicaState.HEALTHY if has_weights else ReplicaState.STALE
         return life
 
@@ -258,13 +258,13 @@ class Fleet:
         if now_s <= self._none_silent_until_s:
             return
         for name, life in list(self._lives.items()):
-            silent_s = now_s - life.heard_at_s
+            silent_s = now_s - life.last_seen_s
             if silent_s > self._forget_s(life):
                 del self._lives[name]
             elif silent_s > self._timeout_s and life.may_be_used:
                 self.quarantine(life.actor, Cause.NO_HEARTBEATS, f"no heartbeat for {self._timeout_s:g} s")
         # The timeout from now on is the limit of a replica whose first heartbeat comes later.
-        limits_s = [life.heard_at_s + self._next_limit_s(life) for life in self._lives.values()]
+        limits_s = [life.last_seen_s + self._next_limit_s(life) for life in self._lives.values()]
         self._none_silent_until_s = min([now_s + self._timeout_s, *limits_s])
 
     def restarting(self, actor: str, cause: Cause, reason: str) -> None:

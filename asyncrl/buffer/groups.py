@@ -33,7 +33,7 @@ class Slot:
 
     `reserved_step` and `ready_step` are the learner's step at the reserve and at the commit. A ticket is `confirmed`
     when a heartbeat of its replica has named it. It then lives as long as its replica sends heartbeats. A ticket that
-    is not confirmed ends some time after `heard_at_s`, because the reply with it may be lost. `sampled_tokens` is the
+    is not confirmed ends some time after `last_seen_s`, because the reply with it may be lost. `sampled_tokens` is the
     number of tokens that the replica reported last, and `newest_step` is the step of the newest weights that it
     reported. `deadline` is that of the ticket, unless `staleness.on_deadline: mask` has extended it. `prefix` is what
     the data plane has of a reserved group, from this attempt or from an earlier one.
@@ -42,7 +42,7 @@ class Slot:
     ticket: Ticket
     reserved_step: int
     reserved_at_s: float
-    heard_at_s: float
+    last_seen_s: float
     booked_bytes: int
     meta: GroupMeta | None = None
     ready_step: int = 0
@@ -133,7 +133,7 @@ class ReadyQueue:
         self.tokens -= sum(slot.tokens for slot in slots)
 
 
-class Front:
+class WaitingPrompts:
     """Prompts that are issued before any new prompt, in prompt order. They hold no slot."""
 
     def __init__(self) -> None:
@@ -190,9 +190,10 @@ class GroupTable:
     - `reserved`: the reserved slots by key.
     - `held`: the reserved slots of each replica, by key. A replica without a ticket is not in it.
     - `unconfirmed`: the reserved slots whose tickets no heartbeat has named, by key, the oldest first.
-    - `to_ask`: the replicas that have to name all of their tickets, because a ticket that they may hold has ended.
+    - `must_report_all`: the replicas that have to name all of their tickets, because a ticket that they may hold has
+      ended.
     - `ready`, `leased`: the slots of committed groups. `leased_tokens` is the sum of the tokens of the leased ones.
-    - `front`: the prompts that wait for their next attempt. They hold no slot.
+    - `waiting_prompts`: the prompts that wait for their next attempt. They hold no slot.
     - `unleased_by_deadline`: the number of reserved and ready groups by deadline. `-=` forgets the deadlines that no
       group has, so it does not grow with every step of the run.
     """
@@ -202,11 +203,11 @@ class GroupTable:
         self.reserved: dict[str, Slot] = {}
         self.held: dict[str, dict[str, Slot]] = {}
         self.unconfirmed: dict[str, Slot] = {}
-        self.to_ask: set[str] = set()
+        self.must_report_all: set[str] = set()
         self.ready = ReadyQueue()
         self.leased: list[Slot] = []
         self.leased_tokens = 0
-        self.front = Front()
+        self.waiting_prompts = WaitingPrompts()
         self.unleased_by_deadline: Counter[int] = Counter()
         self.booked_bytes = 0
 
@@ -241,17 +242,17 @@ class GroupTable:
     def unconfirm(self, slot: Slot, *, now_s: float) -> None:
         """Records that the replica does not hold the ticket of a reserved group any longer. The ticket ends like one
         whose reply was lost now."""
-        slot.confirmed, slot.heard_at_s = False, now_s
+        slot.confirmed, slot.last_seen_s = False, now_s
         self.unconfirmed[slot.ticket.key] = slot
 
     def unconfirmed_before(self, cutoff_s: float) -> list[Slot]:
         """Returns the reserved groups that are not confirmed since before `cutoff_s`. Takes O(their number)."""
-        return list(takewhile(lambda slot: slot.heard_at_s < cutoff_s, self.unconfirmed.values()))
+        return list(takewhile(lambda slot: slot.last_seen_s < cutoff_s, self.unconfirmed.values()))
 
     def sort_unconfirmed(self) -> None:
         """Puts the groups that are not confirmed into the order of their times, after groups have entered in another
         order."""
-        self.unconfirmed = dict(sorted(self.unconfirmed.items(), key=lambda each: each[1].heard_at_s))
+        self.unconfirmed = dict(sorted(self.unconfirmed.items(), key=lambda each: each[1].last_seen_s))
 
     def commit(self, slot: Slot, meta: GroupMeta, *, step: int) -> None:
         """Moves a group from reserved to ready. The booked bytes that its rows do not need are free again."""
@@ -271,7 +272,7 @@ class GroupTable:
         """Removes a reserved group and frees its slot. Its replica may not know it, so the replica has to name its
         tickets."""
         if slot.confirmed:
-            self.to_ask.add(slot.ticket.replica)
+            self.must_report_all.add(slot.ticket.replica)
         self.leave_filtered(slot)
 
     def leave_filtered(self, slot: Slot) -> None:
@@ -441,7 +442,7 @@ class Groups:
         self._count_thrown_away(meta.generated_tokens - _stored_tokens(slot))
         self.table.leave_reserved(slot)
         prefix = self.prefixes.surviving(slot.prefix, lineage)
-        self.table.front.push(self.attempts.again(slot.ticket, issued=True, prefix=prefix))
+        self.table.waiting_prompts.push(self.attempts.again(slot.ticket, issued=True, prefix=prefix))
 
     def fail(self, slot: Slot) -> None:
         """Ends a reserved group that will never be committed. Another prompt may take its slot."""
@@ -493,11 +494,11 @@ class Groups:
         """
         self.fates.settle(fate, slot)
         stored = slot.prefix if slot.meta is None else None
-        self.table.front.push(self.attempts.again(slot.ticket, issued=False, prefix=stored))
+        self.table.waiting_prompts.push(self.attempts.again(slot.ticket, issued=False, prefix=stored))
 
     def _again(self, slot: Slot) -> None:
         self.table.leave_reserved(slot)
-        self.table.front.push(self.attempts.again(slot.ticket, issued=True, failed=True, prefix=slot.prefix))
+        self.table.waiting_prompts.push(self.attempts.again(slot.ticket, issued=True, failed=True, prefix=slot.prefix))
 
     def _count_thrown_away(self, tokens: int) -> None:
         """Counts tokens of an attempt that ends without a commit. Stored tokens are counted when they are dropped. The
@@ -684,7 +685,7 @@ class StoredPrefixes:
 
     def _stored(self, group: int) -> list[Prefix]:
         """Returns what a waiting or reserved group continues, before what is stored of its commit."""
-        holders = (self._table.front.get(group), self._reserved(group), self._split.get(group))
+        holders = (self._table.waiting_prompts.get(group), self._reserved(group), self._split.get(group))
         return [holder.prefix for holder in holders if holder is not None and holder.prefix is not None]
 
     def _reserved(self, group: int) -> Slot | None:
@@ -771,8 +772,8 @@ class Attempts:
         def other_may_try(prompt: DuePrompt) -> bool:
             return replica in prompt.failed_on and self.fleet.has_other_than(prompt.failed_on)
 
-        front = self.table.front
-        return front.pop(unless=other_may_try) or self.new_prompt() or front.pop(unless=lambda _: False)
+        waiting = self.table.waiting_prompts
+        return waiting.pop(unless=other_may_try) or self.new_prompt() or waiting.pop(unless=lambda _: False)
 
     def again(self, ticket: Ticket, *, issued: bool, failed: bool = False, prefix: Prefix | None = None) -> DuePrompt:
         """Returns the prompt of a ticket that has ended, for its next attempt, which begins with `prefix`."""
@@ -811,7 +812,7 @@ class Attempts:
             return None
         if slot := self.table.open.get(group):
             return slot.ticket.attempt, slot.meta is not None
-        if due := self.table.front.get(group):
+        if due := self.table.waiting_prompts.get(group):
             return due.attempt - 1, False
         return self.last_of_ended.get(group, (0, True))
 
@@ -864,7 +865,7 @@ class Fates:
         """Returns the ledger's account, including the groups that are open now. Takes O(1) in the number of groups."""
         table = self._table
         return self._ledger.account(
-            reserved=self._amount(len(table.reserved) + table.front.issued_groups),
+            reserved=self._amount(len(table.reserved) + table.waiting_prompts.issued_groups),
             ready=self._amount(len(table.ready), tokens=table.ready.tokens),
             leased=self._amount(len(table.leased), tokens=table.leased_tokens),
         )
@@ -873,7 +874,7 @@ class Fates:
         """Returns the account with all open groups counted one by one. It differs from `account` only if a running
         number is wrong, which is a bug. Takes O(slots)."""
         table = self._table
-        issued = [prompt for prompt in table.front.prompts() if prompt.issued]
+        issued = [prompt for prompt in table.waiting_prompts.prompts() if prompt.issued]
         return self._ledger.account(
             reserved=self.amount(table.reserved.values()) + self._amount(len(issued)),
             ready=self.amount(table.ready.slots()),
@@ -884,7 +885,7 @@ class Fates:
         """Returns the ledger's entry of this moment. `of_ack` begins a new list of ended groups; otherwise the open
         groups are counted one by one. Takes O(slots), because the entry has the numbers of all open groups."""
         account = self.account() if of_ack else self.recount()
-        waiting = (prompt.group for prompt in self._table.front.prompts())
+        waiting = (prompt.group for prompt in self._table.waiting_prompts.prompts())
         entry = LedgerEntry(
             prompts=self._attempts.groups,
             open=tuple(sorted([*self._table.open, *waiting])),

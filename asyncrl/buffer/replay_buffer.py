@@ -49,7 +49,7 @@ from asyncrl.buffer.records import (
     oldest_step,
 )
 from asyncrl.buffer.snapshot import BufferSnapshot, restore, take_snapshot
-from asyncrl.buffer.staleness import Limits, Room, admissible, earliest, lease_violation, prefix_fits
+from asyncrl.buffer.staleness import Admission, Limits, admissible, earliest, lease_violation, prefix_fits
 from asyncrl.common.version import Lineage, Version
 from asyncrl.config.schema import OnDeadline
 from asyncrl.data.prompts import PromptSource
@@ -171,7 +171,7 @@ class ReplayBuffer:
             reserved=len(groups.reserved),
             ready=len(groups.ready),
             leased=len(groups.leased),
-            waiting=len(groups.front),
+            waiting=len(groups.waiting_prompts),
             booked_bytes=groups.booked_bytes,
             oldest_group_age_s=0.0 if oldest is None else self._state.clock() - oldest.reserved_at_s,
             lease_wait=self.leases.wait,
@@ -205,7 +205,7 @@ class ReplayBuffer:
             self._state.groups, snapshot, earlier=earlier, lineage=lineage, loaded=loaded, now_s=self._state.clock()
         )
         # Some of the replicas' tickets may have ended.
-        self._state.groups.table.to_ask.update(life.actor for life in self.fleet.lives().values())
+        self._state.groups.table.must_report_all.update(life.actor for life in self.fleet.lives().values())
         return earlier.prefixes.split_tokens(lineage)
 
 
@@ -356,7 +356,7 @@ class Leases:
         if state.failures.too_many:
             return LeaseWait.TOO_MANY_FAILURES
         if len(table.ready) < limits.groups_per_step:
-            if table.reserved or table.front or not groups.attempts.exhausted:
+            if table.reserved or table.waiting_prompts or not groups.attempts.exhausted:
                 return LeaseWait.NOT_ENOUGH_READY
             if self._drop_last:
                 self.dropped += groups.drop_ready()
@@ -512,13 +512,13 @@ class Tickets:
         life = fleet.life_of(replica)
         if life is not None and held.number < life.heartbeat:
             return None
-        life = fleet.hear(replica, has_weights=version is not None)
+        life = fleet.seen(replica, has_weights=version is not None)
         if life is None:
             return Renewal(must_end=True)
         if life.heartbeat == NO_HEARTBEAT:  # it may hold tickets that have ended, also if this is a late heartbeat
-            table.to_ask.add(replica)
+            table.must_report_all.add(replica)
         elif held.complete:
-            table.to_ask.discard(replica)
+            table.must_report_all.discard(replica)
             now_s = self._state.clock()
             for slot in [*table.held.get(replica, {}).values()]:
                 if slot.confirmed and slot.ticket.key not in held.tokens:
@@ -535,7 +535,7 @@ class Tickets:
         for key, prefix in held.prefixes.items():
             groups.stored(key, prefix, replica=replica)
         ended = tuple(key for key in gone if (ticket := parsed_key(key)) and groups.attempts.has_ended(*ticket))
-        return Renewal(ended=ended, report_all=replica in table.to_ask)
+        return Renewal(ended=ended, report_all=replica in table.must_report_all)
 
     def leave(self, replica: str) -> tuple[str, ...]:
         """Expires the tickets of a replica that ends. Returns their keys; rows under them may be cleared.
@@ -544,7 +544,7 @@ class Tickets:
         """
         table = self._state.groups.table
         expired = self._expire([*table.held.get(replica, {}).values()])
-        table.to_ask.discard(replica)
+        table.must_report_all.discard(replica)
         return expired
 
     def reserve(self, replica: str, *, version: Version, count: int) -> Reservation:
@@ -558,7 +558,7 @@ class Tickets:
             raise ValueError(
                 f"a replica reports version {version}, but the learner has acked only {self._state.step} steps"
             )
-        room, refusal = self._room(version, replica=replica)
+        room, refusal = self._admission(version, replica=replica)
         tickets: list[Ticket] = []
         while len(tickets) < min(count, room):
             prompt = self._state.groups.attempts.next_prompt(replica=replica)
@@ -633,7 +633,7 @@ class Tickets:
             come_back = fleet.is_heard(replica)  # a ticket that it was given just now may be under way
             slots |= {key: slot for key, slot in table.held[replica].items() if slot.confirmed or not come_back}
         expired = self._expire([*slots.values()])
-        table.to_ask = {replica for replica in table.to_ask if fleet.may_be_used(replica)}
+        table.must_report_all = {replica for replica in table.must_report_all if fleet.may_be_used(replica)}
         return expired
 
     def by_replica(self) -> Mapping[str, int]:
@@ -643,7 +643,7 @@ class Tickets:
     def refusal(self, version: Version) -> Refusal | None:
         """Returns why a reserve at `version` of a healthy replica would get no ticket now; None if it would get one.
         Changes nothing."""
-        room = self._room(version)
+        room = self._admission(version)
         return None if room.groups else room.refusal
 
     def _loaded(self, replica: str, life: Life, *, step: int) -> None:
@@ -654,19 +654,19 @@ class Tickets:
                 if slot.confirmed:
                     slot.newest_step = max(slot.newest_step, step)
 
-    def _room(self, version: Version, *, replica: str | None = None) -> Room:
+    def _admission(self, version: Version, *, replica: str | None = None) -> Admission:
         """Returns how many groups a replica at `version` may reserve now, and the reason why not more; for a healthy
         one if `replica` is None."""
         if replica is not None and (refusal := self._state.fleet.refusal(replica)) is not None:
-            return Room(0, refusal)
+            return Admission(0, refusal)
         if not self._state.lineage.has(version):
-            return Room(0, Refusal.OLD_INCARNATION)
+            return Admission(0, Refusal.OLD_INCARNATION)
         if self._state.failures.too_many:
-            return Room(0, Refusal.TOO_MANY_FAILURES)
+            return Admission(0, Refusal.TOO_MANY_FAILURES)
         if self.paused:
-            return Room(0, Refusal.PAUSED)
-        if self._state.groups.attempts.exhausted and not self._state.groups.table.front:
-            return Room(0, Refusal.NO_PROMPTS)
+            return Admission(0, Refusal.PAUSED)
+        if self._state.groups.attempts.exhausted and not self._state.groups.table.waiting_prompts:
+            return Admission(0, Refusal.NO_PROMPTS)
         return admissible(
             self._state.limits,
             slots=self._state.groups.table.slots,

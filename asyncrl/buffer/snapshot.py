@@ -52,7 +52,9 @@ def take_snapshot(groups: Groups, *, version: Version, failures: FailureState) -
         next_group=groups.attempts.groups,
         exhausted=groups.attempts.exhausted,
         open=tuple(slot.as_open() for slot in groups.table.open.values()),
-        waiting=tuple(msgspec.structs.replace(prompt, task=NO_TASK) for prompt in groups.table.front.prompts()),
+        waiting=tuple(
+            msgspec.structs.replace(prompt, task=NO_TASK) for prompt in groups.table.waiting_prompts.prompts()
+        ),
         last_attempts=dict(groups.attempts.last_of_ended),
         ledger=groups.ledger.state(),
         failures=failures,
@@ -97,7 +99,7 @@ def restore(
             groups.ledger.generated(kept.tokens)
             slots.append(kept)
         else:
-            groups.table.front.push(_not_issued_since(groups, prompt, earlier=earlier, lineage=lineage))
+            groups.table.waiting_prompts.push(_not_issued_since(groups, prompt, earlier=earlier, lineage=lineage))
     _place(groups, slots, step=step)
 
 

@@ -83,7 +83,7 @@ def limits_of(config: Config) -> Limits:
     )
 
 
-class Room(NamedTuple):
+class Admission(NamedTuple):
     """The number of groups that may be reserved now, and the reason why there are not more."""
 
     groups: int
@@ -95,7 +95,7 @@ class Room(NamedTuple):
 _REFUSALS = (Refusal.NO_STEPS, Refusal.STALENESS, Refusal.CAPACITY, Refusal.CAPACITY)
 
 
-def admissible(limits: Limits, *, slots: int, booked_bytes: int, learner_step: int, replica_step: int) -> Room:
+def admissible(limits: Limits, *, slots: int, booked_bytes: int, learner_step: int, replica_step: int) -> Admission:
     """Returns how many groups a replica may reserve now: rule (1), the end of the run, and the buffer's capacity.
 
     If several limits are equally tight, the refusal is the end of the run before staleness, because new weights would
@@ -105,13 +105,13 @@ def admissible(limits: Limits, *, slots: int, booked_bytes: int, learner_step: i
     ...     capacity_bytes=800, worst_group_bytes=100, total_steps=9, max_attempts=3,
     ...     max_data_failures=9, max_infra_failures=9, heartbeat_timeout_s=9.0)
     >>> admissible(limits, slots=6, booked_bytes=0, learner_step=3, replica_step=3)
-    Room(groups=2, refusal=<Refusal.STALENESS: 'staleness'>)
+    Admission(groups=2, refusal=<Refusal.STALENESS: 'staleness'>)
     >>> admissible(limits, slots=0, booked_bytes=0, learner_step=3, replica_step=1)
-    Room(groups=0, refusal=<Refusal.STALENESS: 'staleness'>)
+    Admission(groups=0, refusal=<Refusal.STALENESS: 'staleness'>)
     >>> admissible(limits, slots=6, booked_bytes=650, learner_step=3, replica_step=3)
-    Room(groups=1, refusal=<Refusal.CAPACITY: 'capacity'>)
+    Admission(groups=1, refusal=<Refusal.CAPACITY: 'capacity'>)
     >>> admissible(limits, slots=3, booked_bytes=0, learner_step=8, replica_step=8)
-    Room(groups=1, refusal=<Refusal.NO_STEPS: 'no_steps'>)
+    Admission(groups=1, refusal=<Refusal.NO_STEPS: 'no_steps'>)
     """
     lag = learner_step - replica_step
     bounds = (
@@ -121,7 +121,7 @@ def admissible(limits: Limits, *, slots: int, booked_bytes: int, learner_step: i
         (limits.capacity_bytes - booked_bytes) // limits.worst_group_bytes,
     )
     tightest = min(bounds)
-    return Room(max(0, tightest), _REFUSALS[bounds.index(tightest)])
+    return Admission(max(0, tightest), _REFUSALS[bounds.index(tightest)])
 
 
 def earliest(ready: Mapping[int, int], count: int) -> dict[int, int]:

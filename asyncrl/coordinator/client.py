@@ -22,14 +22,14 @@ from asyncrl.shown_text import log_to_stderr
 
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
-Door = TypeVar("Door", Coordinator, Attachments, LearnerCalls, Registry, Endpoints, FailureReports)
+Receiver = TypeVar("Receiver", Coordinator, Attachments, LearnerCalls, Registry, Endpoints, FailureReports)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a method of a door (`Coordinator`, or one of its parts that `perform` names), as it is sent."""
+    """A call of a method of a receiver (`Coordinator`, or one of its parts that `perform` names), as it is sent."""
 
-    door: str
+    receiver: str
     method: str
     arguments: tuple[Any, ...]
     options: dict[str, Any]
@@ -45,8 +45,8 @@ async def perform(coordinator: Coordinator, call: Call) -> Any:
         coordinator.registry.endpoints,
         coordinator.failures,
     )
-    doors = {type(door).__name__: door for door in callable_parts}
-    answer = getattr(doors[call.door], call.method)(*call.arguments, **call.options)
+    receivers = {type(receiver).__name__: receiver for receiver in callable_parts}
+    answer = getattr(receivers[call.receiver], call.method)(*call.arguments, **call.options)
     return await answer if inspect.isawaitable(answer) else answer
 
 
@@ -78,7 +78,7 @@ class CoordinatorClient:
     @overload
     async def call(
         self,
-        method: Callable[Concatenate[Door, Arguments], Awaitable[Answer]],
+        method: Callable[Concatenate[Receiver, Arguments], Awaitable[Answer]],
         /,
         *arguments: Arguments.args,
         **options: Arguments.kwargs,
@@ -87,16 +87,16 @@ class CoordinatorClient:
     @overload
     async def call(
         self,
-        method: Callable[Concatenate[Door, Arguments], Answer],
+        method: Callable[Concatenate[Receiver, Arguments], Answer],
         /,
         *arguments: Arguments.args,
         **options: Arguments.kwargs,
     ) -> Answer: ...
 
     async def call(self, method: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
-        """Calls a method of a door with these arguments. Returns its answer."""
-        door, _, name = method.__qualname__.rpartition(".")
-        return await self._send(Call(door, name, arguments, options))
+        """Calls a method of a receiver with these arguments. Returns its answer."""
+        receiver, _, name = method.__qualname__.rpartition(".")
+        return await self._send(Call(receiver, name, arguments, options))
 
 
 # The Ray actor that runs the coordinator. `asyncrl.common.names.COORDINATOR` is its name.

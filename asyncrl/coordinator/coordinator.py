@@ -129,7 +129,7 @@ class Clearing:
             logger.warning("the rows of groups that will not be trained were not cleared: %s", error)
 
 
-# The parts of a run that the doors of the coordinator share, and what the coordinator tells of them.
+# The parts of a run that the callable classes of the coordinator share, and what the coordinator tells of them.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,8 +334,8 @@ class Coordinator:
             # A reserve of this replica may now get a ticket, and rule (2) may let the learner go on without its groups
             # (`staleness.on_deadline: mask`).
             self._parts.waiting.tickets.wake_replica(replica)
-            self._parts.waiting.leases.ring()
-            self._parts.waiting.loads.ring()
+            self._parts.waiting.leases.wake_all()
+            self._parts.waiting.loads.wake_all()
         return renewal
 
     async def leave(self, replica: str) -> None:
@@ -377,11 +377,11 @@ class Coordinator:
             answer = self._parts.buffer.tickets.reserve(replica, version=newest(), count=count)
             self._parts.replicas.reserved(replica, version=newest(), asked=count, answer=answer)
             if answer.refusal is Refusal.NO_PROMPTS:
-                self._parts.waiting.leases.ring()  # the last step may be short now
+                self._parts.waiting.leases.wake_all()  # the last step may be short now
             return answer
 
         started_s = self._parts.clock()
-        self._parts.buffer.fleet.hear(replica, has_weights=True)
+        self._parts.buffer.fleet.seen(replica, has_weights=True)
         await self._parts.waiting.tickets.earlier_have_asked()
         reservation = await self._parts.waiting.answer(
             ask,
@@ -410,7 +410,7 @@ class Coordinator:
         if self._parts.buffer.fleet.quarantines.total() > before:
             self._expire()
         self._parts.waiting.groups_changed()
-        self._parts.waiting.failures.ring()
+        self._parts.waiting.failures.wake_all()
 
     # --- private ------------------------------------------------------------------------------------------------
 
@@ -760,7 +760,7 @@ class FailureReports:
         """Reports a failed rollout of a held-out evaluation. `report` is the name of the report."""
         if self._is_new(report):
             self._parts.buffer.failures.count(failure, rollouts=1)
-            self._parts.waiting.failures.ring()
+            self._parts.waiting.failures.wake_all()
 
     async def samples_failed(self, report: str, counts: Sequence[FailureCount]) -> None:
         """Reports completions whose reward failed, and calls of tools that failed, in groups that were committed.
@@ -768,7 +768,7 @@ class FailureReports:
         if self._is_new(report):
             for count in counts:
                 self._parts.buffer.failures.count(count.first, samples=count.samples, tool_calls=count.tool_calls)
-            self._parts.waiting.failures.ring()
+            self._parts.waiting.failures.wake_all()
 
     async def more_than(self, known_failures: int, *, wait_s: float) -> tuple[FailureCount, ...]:
         """Returns the counts of failures.

@@ -163,13 +163,13 @@ class Registry:
         if len(self._members) <= self._gone_members:
             return
         live = {deployment.id for deployment in self.live()}
-        gone = sorted((heard_at_s, name) for name, (_, heard_at_s) in self._members.items() if name not in live)
+        gone = sorted((last_seen_s, name) for name, (_, last_seen_s) in self._members.items() if name not in live)
         for _, name in gone[: max(0, len(gone) - self._gone_members)]:
             del self._members[name]
 
     def _heard_within(self, seconds: float) -> list[Deployment]:
         now_s = self._clock()
-        return [member for member, heard_at_s in self._members.values() if now_s - heard_at_s <= seconds]
+        return [member for member, last_seen_s in self._members.values() if now_s - last_seen_s <= seconds]
 
     def wanted(self) -> dict[str, int]:
         """Returns the number of replicas that each generator deployment should have, by its id."""
@@ -573,7 +573,7 @@ class Replicas:
                     free_slots=known.free_slots,
                     reserved_groups=reserved_groups.get(life.actor, 0),
                     live=life.may_be_used,
-                    silent_s=now_s - life.heard_at_s,
+                    silent_s=now_s - life.last_seen_s,
                     refused_for=refusals.get(known.version) if known.refused else None,
                     state=life.state,
                     actor=life.actor,

@@ -5,8 +5,8 @@ A change wakes only the calls whose answer it may change:
 - A reserve that waits stands in a line (`TicketLine`). A change wakes the first one in line that can get a ticket now.
   After it has asked, it wakes the next one that can, so that calls get their tickets first come, first served. With
   1,000 waiting generators and no room, a commit wakes none of them.
-- The other calls wait at a `Bell`, which wakes all of its few calls: the learner's lease, the watchers of failures, and
-  an evaluation that waits for a replica.
+- The other calls are few, and all of one kind wake together (`Waiters`): the learner's lease, the watchers of failures,
+  and an evaluation that waits for a replica.
 
 A woken call asks by itself, so a call that is cancelled in this moment loses nothing: it only passes the wake-up on.
 """
@@ -36,30 +36,30 @@ _WAITS = {
 """Maps (whether the learner waits, whether any generator waits) to the state in the metrics."""
 
 
-class Place:
-    """The place of one waiting call. `woken` is set when the call has to ask again."""
+class Waiter:
+    """A call that waits. `woken` is set when the call has to ask again."""
 
     def __init__(self) -> None:
         self.woken = asyncio.Event()
 
-    def stay(self) -> None:
+    def wait_on(self) -> None:
         """Waits on, after the call has asked and its answer was not final."""
         self.woken.clear()
 
-    def leave(self) -> None:
+    def end(self) -> None:
         """Ends the wait of this call."""
 
 
-class Bell(Place):
-    """The place of all calls that wake at each `ring`."""
+class Waiters(Waiter):
+    """Calls that all wake at each `wake_all`."""
 
-    def ring(self) -> None:
+    def wake_all(self) -> None:
         """Wakes the calls that wait now."""
         self.woken.set()
         self.woken = asyncio.Event()
 
-    def enter(self) -> Place:
-        """Returns the place of a call that begins to wait."""
+    def enter(self) -> Waiter:
+        """Returns the waiter of a call that begins to wait."""
         return self
 
 
@@ -75,8 +75,8 @@ class TicketLine:
     def __init__(self, *, may_get: Callable[[Version], bool], may_ask: Callable[[str], bool]) -> None:
         self._may_get = may_get
         self._may_ask = may_ask
-        self._lines: dict[Version, list[_PlaceInLine]] = {}
-        self._of_replica: dict[str, set[_PlaceInLine]] = {}
+        self._lines: dict[Version, list[_WaiterInLine]] = {}
+        self._of_replica: dict[str, set[_WaiterInLine]] = {}
         self._numbers = itertools.count()
         self._awake = 0
 
@@ -87,15 +87,15 @@ class TicketLine:
     def wake_replica(self, replica: str) -> None:
         """Wakes the calls of a replica, because its answer may be another one: it has loaded another version, was heard
         again, or was quarantined."""
-        for place in self._of_replica.get(replica, ()):
-            self._wake(place)
+        for waiter in self._of_replica.get(replica, ()):
+            self._wake(waiter)
 
-    def enter(self, replica: str, version: Callable[[], Version]) -> Place:
-        """Returns the place of a call that begins to wait. `version` returns the present version of its replica."""
-        place = _PlaceInLine(self, replica, version, number=next(self._numbers))
-        self._of_replica.setdefault(replica, set()).add(place)
-        insort(self._lines.setdefault(place.version, []), place, key=_NUMBER)
-        return place
+    def enter(self, replica: str, version: Callable[[], Version]) -> Waiter:
+        """Returns the waiter of a call that begins to wait. `version` returns the present version of its replica."""
+        waiter = _WaiterInLine(self, replica, version, number=next(self._numbers))
+        self._of_replica.setdefault(replica, set()).add(waiter)
+        insort(self._lines.setdefault(waiter.version, []), waiter, key=_NUMBER)
+        return waiter
 
     async def earlier_have_asked(self) -> None:
         """Waits until all woken calls have asked, so that a new call takes no ticket for which another one was
@@ -103,57 +103,57 @@ class TicketLine:
         while self._awake:  # noqa: ASYNC110 - the woken calls run in the next turns of the event loop
             await asyncio.sleep(0)
 
-    def stay(self, place: "_PlaceInLine") -> None:
-        """Keeps the place of a call that got no ticket, at the present version of its replica."""
-        version = place.version_now()
-        if version != place.version:
-            self._leave_line(place)
-            place.version = version
-            insort(self._lines.setdefault(version, []), place, key=_NUMBER)
-        self._pass_on(place)
+    def wait_on(self, waiter: "_WaiterInLine") -> None:
+        """Keeps the waiter of a call that got no ticket, at the present version of its replica."""
+        version = waiter.version_now()
+        if version != waiter.version:
+            self._leave_line(waiter)
+            waiter.version = version
+            insort(self._lines.setdefault(version, []), waiter, key=_NUMBER)
+        self._pass_on(waiter)
 
-    def leave(self, place: "_PlaceInLine") -> None:
-        """Removes the place of a call that ends: with a ticket, at its deadline, or because it was cancelled."""
-        self._leave_line(place)
-        places = self._of_replica[place.replica]
-        places.discard(place)
-        if not places:
-            del self._of_replica[place.replica]
-        self._pass_on(place)
+    def end(self, waiter: "_WaiterInLine") -> None:
+        """Removes the waiter of a call that ends: with a ticket, at its deadline, or because it was cancelled."""
+        self._leave_line(waiter)
+        waiters = self._of_replica[waiter.replica]
+        waiters.discard(waiter)
+        if not waiters:
+            del self._of_replica[waiter.replica]
+        self._pass_on(waiter)
 
-    def _leave_line(self, place: "_PlaceInLine") -> None:
-        line = self._lines[place.version]
-        line.remove(place)
+    def _leave_line(self, waiter: "_WaiterInLine") -> None:
+        line = self._lines[waiter.version]
+        line.remove(waiter)
         if not line:
-            del self._lines[place.version]
+            del self._lines[waiter.version]
 
-    def _pass_on(self, place: "_PlaceInLine") -> None:
+    def _pass_on(self, waiter: "_WaiterInLine") -> None:
         """Wakes the next call in line, if this one was woken. Calls before it were asked already."""
-        if place.woken.is_set():
-            place.woken.clear()
+        if waiter.woken.is_set():
+            waiter.woken.clear()
             self._awake -= 1
-            self._wake_after(place.number)
+            self._wake_after(waiter.number)
 
     def _wake_after(self, number: int) -> None:
         """Wakes the first call behind `number` that can get a ticket. If it is woken already, it passes this on."""
-        first: _PlaceInLine | None = None
+        first: _WaiterInLine | None = None
         for version, line in self._lines.items():
             at = bisect_right(line, number, key=_NUMBER)
             if at < len(line) and (first is None or line[at].number < first.number) and self._may_get(version):
                 behind = itertools.islice(line, at, None)
-                next_one = next((place for place in behind if self._may_ask(place.replica)), None)
+                next_one = next((waiter for waiter in behind if self._may_ask(waiter.replica)), None)
                 if next_one is not None and (first is None or next_one.number < first.number):
                     first = next_one
         if first is not None:
             self._wake(first)
 
-    def _wake(self, place: "_PlaceInLine") -> None:
-        if not place.woken.is_set():
-            place.woken.set()
+    def _wake(self, waiter: "_WaiterInLine") -> None:
+        if not waiter.woken.is_set():
+            waiter.woken.set()
             self._awake += 1
 
 
-class _PlaceInLine(Place):
+class _WaiterInLine(Waiter):
     def __init__(self, line: TicketLine, replica: str, version_now: Callable[[], Version], *, number: int) -> None:
         super().__init__()
         self._line = line
@@ -162,11 +162,11 @@ class _PlaceInLine(Place):
         self.version = version_now()
         self.number = number
 
-    def stay(self) -> None:
-        self._line.stay(self)
+    def wait_on(self) -> None:
+        self._line.wait_on(self)
 
-    def leave(self) -> None:
-        self._line.leave(self)
+    def end(self) -> None:
+        self._line.end(self)
 
 
 class Waiting:
@@ -185,25 +185,25 @@ class Waiting:
         self._clock = clock
         self._waiting: Counter[Role] = Counter()
         self.tickets = TicketLine(may_get=may_get, may_ask=may_ask)
-        self.leases, self.failures, self.loads = Bell(), Bell(), Bell()
+        self.leases, self.failures, self.loads = Waiters(), Waiters(), Waiters()
 
     def groups_changed(self) -> None:
         """Wakes the learner, and a generator if it can get a ticket, because groups have changed their states."""
         self.tickets.wake()
-        self.leases.ring()
+        self.leases.wake_all()
 
     async def answer(
         self,
         ask: Callable[[], Answer],
         *,
         final: Callable[[Answer], bool],
-        enter: Callable[[], Place],
+        enter: Callable[[], Waiter],
         wait_s: float,
         role: Role | None = None,
     ) -> Answer:
         """Calls `ask` again at each wake-up, until its answer is final or `wait_s` seconds have passed.
 
-        `enter` returns the place of the call if it has to wait. Returns the last answer. There is no `await` between
+        `enter` returns the waiter of the call if it has to wait. Returns the last answer. There is no `await` between
         that call of `ask` and the return, so a cancelled wait never loses an answer. A wait counts in the metrics as a
         wait of `role`, if there is one.
         """
@@ -211,21 +211,21 @@ class Waiting:
         answer = ask()
         if final(answer) or wait_s <= 0:
             return answer
-        place = enter()
+        waiter = enter()
         self._count(role, 1)
         try:
             while True:
                 left_s = wait_s - (self._clock() - started_s)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(left_s):
-                        await place.woken.wait()
+                        await waiter.woken.wait()
                 answer = ask()
                 if final(answer) or self._clock() - started_s >= wait_s:
                     return answer
-                place.stay()
+                waiter.wait_on()
         finally:
             self._count(role, -1)
-            place.leave()
+            waiter.end()
 
     def _count(self, role: Role | None, change: int) -> None:
         if role is not None:

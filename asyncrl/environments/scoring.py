@@ -112,7 +112,7 @@ class Scorer:
 
     async def _scored_once(self, task: Task, completions: Sequence[str]) -> list[Score]:
         parts = [(each,) for each in completions] if self._shared() else [tuple(completions)]
-        whole = _Whole()
+        whole = _WholeGroup()
         calls = [self._in_line(Group(task=task, completions=part), whole) for part in parts]
         try:
             return [score for scores in await asyncio.gather(*calls) for score in scores]
@@ -120,7 +120,7 @@ class Scorer:
             for call in calls:
                 call.cancel()  # drops the calls that have not begun, after an error or a cancellation
 
-    def _in_line(self, group: Group, whole: "_Whole") -> "asyncio.Future[list[Score]]":
+    def _in_line(self, group: Group, whole: "_WholeGroup") -> "asyncio.Future[list[Score]]":
         self._start_threads()
         waiting = _Waiting(group=group, whole=whole)
         self._line.put(waiting)
@@ -217,7 +217,7 @@ def _took_too_long(score: Score) -> bool:
 
 
 @dataclass(slots=True)
-class _Whole:
+class _WholeGroup:
     """A group, of which several processes may score parts. If `error` is set, the other parts are given up: those that
     have not begun get this error."""
 
@@ -230,7 +230,7 @@ class _Waiting:
     before the scoring begins."""
 
     group: Group
-    whole: _Whole
+    whole: _WholeGroup
     scores: "Future[list[Score]]" = field(default_factory=Future)
 
     def begin(self) -> bool:

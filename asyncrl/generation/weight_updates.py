@@ -166,7 +166,7 @@ class WeightUpdates:
             except (TornReplica, ParityError) as error:
                 self._metrics.weight_update(outcome="torn", phase_seconds={})
                 logger.error("replica %s starts no rollout until a whole weight update succeeds: %s", self._name, error)
-                await self._tear(error, replica)
+                await self._mark_torn(error, replica)
                 # Only a whole update repairs a torn replica: the same version again, or a newer one.
                 torn_since_s = torn_since_s or self._clock()
                 self._check_torn(torn_since_s, error)
@@ -198,7 +198,7 @@ class WeightUpdates:
         )
         await asyncio.sleep(pause_s)
 
-    async def _tear(self, error: WeightError, replica: UpdateHooks) -> None:
+    async def _mark_torn(self, error: WeightError, replica: UpdateHooks) -> None:
         """Drops the version and stops admission. After a failed probe also fails all unverified groups as INFRA."""
         self.version = None
         self._may_start.clear()

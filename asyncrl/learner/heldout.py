@@ -111,9 +111,9 @@ class HeldoutEvaluation:
         """Whether there is an evaluation of the weights of `version` on each set."""
         return all(self._newest.get(name) == version for name in self._tasks)
 
-    async def replica_at(self, version: Version, *, rather_not: str | None = None) -> str:
+    async def replica_at(self, version: Version, *, avoid: str | None = None) -> str:
         """Returns the actor name of a live replica that has loaded `version`, and waits for one if necessary. Returns
-        `rather_not` only if there is no other one now.
+        `avoid` only if there is no other one now.
 
         Raises StallError when no live replica has loaded it within `run.stall_timeout_s`.
         """
@@ -123,19 +123,19 @@ class HeldoutEvaluation:
             actor = await self.coordinator.call(
                 Coordinator.replica_at,
                 version,
-                other_than=(*self._gone, *filter(None, [rather_not])),
-                wait_s=0.0 if rather_not else min(REPLICA_WAIT_S, timeout_s),
+                other_than=(*self._gone, *filter(None, [avoid])),
+                wait_s=0.0 if avoid else min(REPLICA_WAIT_S, timeout_s),
             )
             if actor is not None:
                 return actor
-            if rather_not is None and self.clock() > deadline_s:
+            if avoid is None and self.clock() > deadline_s:
                 status = await self.coordinator.call(Coordinator.status)
                 raise StallError(
                     f"no live replica has loaded the weights of {version.words} within run.stall_timeout_s = "
                     f"{timeout_s:g} s; {replicas_in_words(status)}. Look at the generators' logs for a "
                     "failed weight update, or raise run.stall_timeout_s"
                 )
-            rather_not = None
+            avoid = None
 
     async def evaluate(self, version: Version, *, actor: str) -> None:
         """Runs the tasks of each set on the replica `actor` and records their mean reward as the reward of `version`.
@@ -288,7 +288,7 @@ class HeldoutEvaluation:
                 why = f"{len(infra)} of {len(answers)} rollouts failed as INFRA, the first one: {infra[0].words}"
                 await asyncio.sleep(self.repeat_pause_s)  # by then a replica whose engine has died is known
             logger.warning("%s of %s: %s; it is repeated", _on(name), version.words, why)
-            actor = await self.replica_at(version, rather_not=actor)
+            actor = await self.replica_at(version, avoid=actor)
         raise StallError(f"{_on(name)} of {version.words}: {why}; {EVALUATIONS} attempts have failed")
 
     def _late(self, name: str, version: Version, *, may_end_run: bool) -> None:

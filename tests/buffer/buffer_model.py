@@ -158,7 +158,7 @@ class BufferModel:
         counted = [replica for replica in failed_on if replica not in self.quarantined]
         return len(counted) >= MAX_ATTEMPTS or len(failed_on) >= 2 * MAX_ATTEMPTS
 
-    def hear(self, replica: str) -> None:
+    def seen(self, replica: str) -> None:
         self.replica_heard_at_s[replica] = self.clock.now_s
         self.quarantined.discard(replica)
 
@@ -167,8 +167,8 @@ class BufferModel:
         failed_on = self.failed_on.get(group, [])
         healthy = {
             name
-            for name, heard_at_s in self.replica_heard_at_s.items()
-            if self.clock.now_s - heard_at_s <= TIMEOUT_S / 2 and not self.backs_off(name)
+            for name, last_seen_s in self.replica_heard_at_s.items()
+            if self.clock.now_s - last_seen_s <= TIMEOUT_S / 2 and not self.backs_off(name)
         }
         return replica in failed_on and bool(healthy - self.quarantined - set(failed_on))
 
@@ -180,8 +180,8 @@ class BufferModel:
 
     def reserve(self, replica: str, count: int, *, reply_lost: bool = False) -> None:
         r, per_step = self.loaded[replica].step, self.limits.groups_per_step
-        self.buffer.fleet.hear(replica, has_weights=True)
-        self.hear(replica)
+        self.buffer.fleet.seen(replica, has_weights=True)
+        self.seen(replica)
         if self.backs_off(replica):
             answer = self.buffer.tickets.reserve(replica, version=self.loaded[replica], count=count)
             assert (answer.tickets, answer.refusal) == ((), Refusal.UNHEALTHY)
@@ -280,7 +280,7 @@ class BufferModel:
         if renewal is None:
             return None
         self.numbers[replica] = report.number
-        self.hear(replica)
+        self.seen(replica)
         for key in self.reserved_by(replica):
             if known is not None and report.complete and key not in report.tokens and key in self.confirmed:
                 self.confirmed.discard(key)

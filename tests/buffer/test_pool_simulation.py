@@ -12,7 +12,7 @@ from pool_simulation import NewBuffer, Outcome, Pool, Simulation, discarded_grou
 
 from asyncrl.buffer.ledger import Event, Fate
 from asyncrl.buffer.replay_buffer import Leases, ReplayBuffer, Tickets
-from asyncrl.buffer.staleness import Room, admissible
+from asyncrl.buffer.staleness import Admission, admissible
 from asyncrl.common.version import Version
 
 pytestmark = pytest.mark.slow
@@ -51,7 +51,7 @@ def test_random_pools_finish_within_the_bound_and_discard_nothing() -> None:
 class CountsAdmissions(Tickets):
     """Broken: counts all groups admitted since the start, instead of the slots in use."""
 
-    def _room(self, version: Version, *, replica: str | None = None) -> Room:
+    def _admission(self, version: Version, *, replica: str | None = None) -> Admission:
         state = self._state
         admitted = state.ledger._events[Event.ATTEMPT]
         return admissible(
@@ -66,7 +66,7 @@ class CountsAdmissions(Tickets):
 class FreesAtLease(Tickets):
     """Broken: frees a group's slot at the lease instead of at the ack."""
 
-    def _room(self, version: Version, *, replica: str | None = None) -> Room:
+    def _admission(self, version: Version, *, replica: str | None = None) -> Admission:
         state = self._state
         return admissible(
             state.limits,

@@ -580,7 +580,7 @@ def test_what_the_buffer_knows_of_replicas_does_not_grow_with_those_that_have_en
             scene.clock.now_s += 10.1
             assert scene.buffer.tickets.expire() == (ticket.key,)
     table = scene.buffer._state.groups.table
-    assert (table.held, table.unconfirmed, table.to_ask) == ({}, {}, set())
+    assert (table.held, table.unconfirmed, table.must_report_all) == ({}, {}, set())
 
 
 @pytest.mark.fault("F40")

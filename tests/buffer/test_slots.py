@@ -4,7 +4,7 @@ from buffer_scenes import Scene
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.buffer.groups import DuePrompt, Front, ReadyQueue, Slot
+from asyncrl.buffer.groups import DuePrompt, ReadyQueue, Slot, WaitingPrompts
 from asyncrl.buffer.records import Ticket
 from asyncrl.common.version import Version
 from asyncrl.data.prompts import Task
@@ -42,7 +42,7 @@ def test_ready_groups_come_by_deadline_then_prompt_order_also_after_losses(
 
 @given(st.lists(st.integers(0, 40), unique=True), st.integers(0, 10))
 def test_waiting_prompts_come_in_prompt_order(groups: list[int], popped_early: int) -> None:
-    front = Front()
+    front = WaitingPrompts()
     early = groups[:popped_early]
     for batch in (early, groups[popped_early:]):
         for group in batch:

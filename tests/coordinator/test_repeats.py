@@ -50,7 +50,7 @@ REPORT = ReplicaReport(
 )  # fmt: skip
 
 Arguments = tuple[Any, ...]
-DOORS = (Coordinator, Attachments, LearnerCalls, Registry, Endpoints, FailureReports)
+RECEIVERS = (Coordinator, Attachments, LearnerCalls, Registry, Endpoints, FailureReports)
 NOT_HARMLESS = {
     "Coordinator.reserve",  # a repeated one gets other tickets, and those of the first one expire: see the last test
     "Registry.scale",  # its client, `asyncrl scale`, repeats no call; a user who calls it again wants another try
@@ -362,9 +362,9 @@ TABLE = [
 
 def test_the_table_has_every_call_of_the_coordinator() -> None:
     calls = {
-        f"{door.__name__}.{name}"
-        for door in DOORS
-        for name, method in vars(door).items()
+        f"{receiver.__name__}.{name}"
+        for receiver in RECEIVERS
+        for name, method in vars(receiver).items()
         if inspect.isfunction(method) and not name.startswith("_")
     }
     assert {row.method.__qualname__ for row in TABLE} == calls - NOT_HARMLESS

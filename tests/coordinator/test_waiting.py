@@ -208,11 +208,11 @@ async def test_a_bell_wakes_all_of_its_calls() -> None:
     calls = [asyncio.create_task(more_than(number)) for number in (0, 0, 1)]
     await all_run()
     known = 1
-    slots.waiting.failures.ring()
+    slots.waiting.failures.wake_all()
     await all_run()
     assert [call.done() for call in calls] == [True, True, False]
     known = 2
-    slots.waiting.failures.ring()
+    slots.waiting.failures.wake_all()
     assert await calls[2] == 2
 
 

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, ObjectLostError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
 
 from asyncrl.errors import FetchFailed, ManifestVoid
 from asyncrl.weights.manifest import Bytes
@@ -20,7 +20,8 @@ class ObjectStoreTransport(StoresBytes):
     async def receive(self, handle: Any, *, timeout_s: float) -> Bytes:
         try:
             bucket: Bytes = await asyncio.to_thread(ray.get, handle, timeout=timeout_s)
-        except ObjectLostError as error:  # the base class of OwnerDiedError
+        # OwnerDiedError is an ObjectLostError. Ray gives the error of the actor if it has noticed its death first.
+        except (ObjectLostError, RayActorError) as error:
             raise ManifestVoid(
                 f"the process that published these weights has ended, so their bytes are lost: {error}"
             ) from error
