@@ -57,6 +57,7 @@ processors: $(STAMP) ## runs the tests of numbers with settings that change the 
 # The killed runs are added to benchmarks/crash_campaign.jsonl.
 campaign: mutations processors ## runs weekly and before a release: these two, long runs, random data, killed runs: 3 hours
 	$(PYTEST) -m campaign
+	ENGINE_DEATHS="1,0 2,0 2,1 2,2" $(PYTEST) tests/integration/test_engine_ends.py
 	$(BIN)/python benchmarks/data_campaign.py
 	$(BIN)/python benchmarks/pool_campaign.py
 	$(BIN)/python benchmarks/crash_campaign.py run

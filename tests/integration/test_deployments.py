@@ -158,8 +158,8 @@ def resumed_at(run: Path) -> int | None:
     return resumed[-1]["step"] if resumed else None
 
 
-@pytest.mark.fault("F2", "F6", "F41")
-def test_generators_the_learner_and_the_index_are_killed_and_no_group_is_lost(
+@pytest.mark.fault("F2", "F6")
+def test_a_generator_and_the_learner_are_killed_and_no_group_is_lost(
     run_command: Run, head: Head, ray_head: str, engines: Engines, status: Status, model_path: str, tmp_path: Path
 ) -> None:
     name = tmp_path.name
@@ -222,18 +222,8 @@ def test_generators_the_learner_and_the_index_are_killed_and_no_group_is_lost(
     )
     assert engines() == left, "the generators must outlive the learner"
 
-    before = resumed_at(run)
-    kill(run, "row index", also=head.nodes.values())
-    learner.wait_for(lambda: first.process.poll() is not None, timeout_s=360, what="a generator without its buffer")
-    third = deployment(run_command, "generator", ray_head, model_path, tmp_path, *overrides)
-    learner.wait_for(
-        lambda: resumed_at(run) != before and steps_of(tmp_path) > (resumed_at(run) or 0) + 3,
-        timeout_s=READY_S,
-        what="steps of the third learner",
-    )
-
-    third.terminate()
-    assert third.wait(240) == 0, third.output()[-3000:]
+    first.terminate()
+    assert first.wait(240) == 0, first.output()[-3000:]
     assert learner.process.poll() is None, learner.output()[-3000:]
     learner.terminate()
     assert learner.wait(240) == 0, learner.output()[-3000:]
@@ -253,6 +243,37 @@ def test_generators_the_learner_and_the_index_are_killed_and_no_group_is_lost(
     trained = [group for _, group in steps_and_groups]
     assert len(trained) == len(set(trained)) == 4 * summary["steps"]
     assert set(range(4 * (killed_at + 3))) <= set(trained)
+    in_this_process("audit", str(run))
+
+
+@pytest.mark.campaign
+@pytest.mark.fault("F41")
+def test_the_index_of_the_rows_is_killed_and_the_run_goes_on_with_a_new_generator(
+    run_command: Run, head: Head, ray_head: str, engines: Engines, model_path: str, tmp_path: Path
+) -> None:
+    overrides = ["learner.groups_logged=4", "generator.max_starts_per_s=2", "checkpoint.every_steps=2"]
+    first = deployment(run_command, "generator", ray_head, model_path, tmp_path, *overrides)
+    learner = deployment(run_command, "learner", ray_head, model_path, tmp_path, *overrides)
+    learner.wait_for(lambda: steps_of(tmp_path) >= 3, timeout_s=READY_S, what="steps")
+    run = tmp_path / tmp_path.name
+    kill(run, "row index", also=head.nodes.values())
+    learner.wait_for(lambda: first.process.poll() is not None, timeout_s=360, what="a generator without its buffer")
+    second = deployment(run_command, "generator", ray_head, model_path, tmp_path, *overrides)
+    learner.wait_for(
+        lambda: resumed_at(run) is not None and steps_of(tmp_path) > (resumed_at(run) or 0) + 3,
+        timeout_s=READY_S,
+        what="steps of the second learner",
+    )
+    second.terminate()
+    assert second.wait(240) == 0, second.output()[-3000:]
+    learner.terminate()
+    assert learner.wait(240) == 0, learner.output()[-3000:]
+    assert not engines(), "an engine outlived its deployment"
+    summary = json.loads((run / "summary.json").read_bytes())
+    assert (summary["ledger_closed"], summary["groups_discarded"]) == (True, 0)
+    samples = [line for file in (run / "samples").glob("step-*.jsonl") for line in file.read_text().splitlines()]
+    trained = [group for _, group in {(sample["step"], sample["group"]) for sample in map(json.loads, samples)}]
+    assert len(trained) == len(set(trained)) == 4 * summary["steps"]
     in_this_process("audit", str(run))
 
 

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from conftest import PPO, QUICKSTART, Command, Run, engines_of, in_this_process, small_overrides
+from conftest import PPO, QUICKSTART, Command, Run, engines_of, small_overrides
 from kills import ray_session
 from prometheus_server import PrometheusServer, free_port
 from queries import concrete, panel_questions, parsed, rule_questions, selectors
 
-from asyncrl.audit.history import read_history
 from asyncrl.complete_directory import complete
 from asyncrl.config.load import load_config
 from asyncrl.environments.interfaces import build_tasks
@@ -309,31 +308,3 @@ def test_a_reward_that_always_raises_ends_the_run_with_its_cause(
     [count] = json.loads((run / "failures.json").read_bytes())
     assert count["groups"] >= 5
     assert count["first"]["completion"]
-
-
-def test_stragglers_do_not_stop_the_learner_and_the_audit_passes(
-    run_command: Run, model_path: str, tmp_path: Path
-) -> None:
-    """Every fifth prompt is scored late. With η = 1, its group would make the learner wait at every second step."""
-    run = tmp_path / "test"
-    command = run_command(
-        "up", "-c", str(QUICKSTART), f"run.dir={tmp_path}", "run.name=test", *small_overrides(model_path),
-        "staleness.on_deadline=mask", "staleness.max_versions=1", "buffer.max_attempts=3",
-        "learner.total_steps=8", "learner.group_size=2", "eval.prompts=0",
-        "environment.reward=dense_reward:late_for_some_prompts", "environment.score_workers=16",
-        "weights.transport=filesystem",
-        **IMPORTS,
-    )  # fmt: skip
-    assert command.wait(600) == 0, command.output()[-4000:]
-    summary, steps = summary_of(run), steps_of(run)
-    assert (summary["steps"], summary["ledger_closed"], summary["groups_discarded"]) == (8, True, 0)
-    assert summary["max_token_staleness"] <= 1
-    assert summary["groups_failed"] == {}
-    assert not (run / "weights").exists(), "the files of the weights are left"
-    attempts = [group.attempt for step in read_history(run).steps for group in step.groups]
-    assert max(attempts) == 0, "no attempt is ended"
-    masked = sum(step["diagnostics"]["stale_tokens"] for step in steps)
-    assert masked > 0, "the tokens of the stragglers that were trained late"
-    audit = in_this_process("audit", str(run))
-    assert audit.count("passed") == 4, audit
-    assert "were masked (staleness.on_deadline: mask)" in audit, audit
