@@ -72,7 +72,7 @@ def off_policy_sums(
     on_policy_BT: torch.Tensor,
     reference_BT: torch.Tensor | None = None,
 ) -> MetricSums:
-    """Returns the sums of one micro-batch; empty if it has no trained token. The names are those of `StepReport`.
+    """Returns the sums of one micro-batch; empty if it has no trained token. `StepReport` has the same names.
 
     The measures `on_policy_*` cover only tokens that were sampled with the weight version of the step. For these tokens
     sampler and trainer are the same policy, so their log-probs must agree. A difference shows an error in a cache, a

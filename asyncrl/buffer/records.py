@@ -173,7 +173,7 @@ class GroupMeta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     that a sample read in between, such as the output of a tool; these are empty if no sample read any. `components` has
     the components of the rewards by name, None for a reward that failed; it is empty if the rewards have none. `equal`
     is whether the rewards that the advantage estimator compares are all equal; it is computed only with
-    `zero_variance: resample`. `part` is that of the group's task. `continued_tokens`
+    `zero_variance: resample`. `part` is the part of a mixture that the task belongs to. `continued_tokens`
     is the number of completion tokens that the attempt took from the prefix of its ticket. `stored` is the last partial
     generation that the attempt has stored. `row_checksums` identify the rows for the audit
     (`asyncrl.data.row_checksums`). `turns` has the calls of the model by each sample's agent; it is empty without
@@ -239,8 +239,8 @@ class GroupMeta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class OpenGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """A group that holds a slot: reserved if `meta` is None, otherwise ready. `deadline` is that of the ticket, or
-    later. Its task is `NO_TASK`. `prefix` is what is stored of a reserved group."""
+    """A group that holds a slot: reserved if `meta` is None, otherwise ready. `deadline` is the deadline of the
+    ticket, or later. Its task is `NO_TASK`. `prefix` is what is stored of a reserved group."""
 
     ticket: Ticket
     reserved_step: int

@@ -71,7 +71,7 @@ def restore(
     loaded: Mapping[str, Version],
     now_s: float,
 ) -> None:
-    """Continues from a snapshot. `groups` is empty, and its ledger is that of the snapshot.
+    """Continues from a snapshot. `groups` is empty, and has the ledger of the snapshot.
 
     `earlier` are the groups of a buffer that went on after the snapshot; there are none if that buffer is gone.
     `lineage` and `loaded` are those of `living`.

@@ -49,7 +49,7 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
 class RunManifest(msgspec.Struct, frozen=True, kw_only=True):
     """The contents of a checkpoint, and the run that it belongs to.
 
-    `nonce` identifies the run. `version` and `lineage` are those of the learner at the checkpoint. `settings` has the
+    `nonce` identifies the run. The learner had `version` and `lineage` at the checkpoint. `settings` has the
     settings that all deployments of the run share, by dotted key. `most_branches` is the largest number of branches of
     an episode (`Config.most_branches`).
 

@@ -30,7 +30,7 @@ POLICY, CRITIC, BUFFER, ROWS = "policy", "critic", "buffer.msgpack", "rows"
 
 @dataclass(frozen=True, kw_only=True)
 class RunParts:
-    """The parts of a run that a checkpoint has. `lineage` is that of the live learner, `nonce` that of the run."""
+    """The parts of a run that a checkpoint has. The live learner has the `lineage`, the run the `nonce`."""
 
     config: Config
     policy: TQPolicy

@@ -44,10 +44,10 @@ Runner = Callable[..., Awaitable[Summary | None]]
 def join_admitted(address: str, config: Config, *, choose: Choice) -> Choice:
     """Joins the cluster at `address`. Raises the error with which the run there refuses this process as its learner.
 
-    The commands call it before the directory of an earlier run is moved aside. `choose` is that of `RunDir.create`.
-    Returns the choice to use instead, which refuses to move the directory aside if the run there lives and would not
-    admit a learner without a checkpoint. If the learner of this directory may have been killed, waits until the run
-    counts it as gone.
+    The commands call it before the directory of an earlier run is moved aside. `choose` decides what becomes of that
+    directory. Returns the choice to use instead, which refuses to move the directory aside if the run there lives and
+    would not admit a learner without a checkpoint. If the learner of this directory may have been killed, waits until
+    the run counts it as gone.
     """
     from asyncrl.deployment.cluster import join
     from asyncrl.deployment.shared_actors import check_admission
@@ -87,7 +87,8 @@ def live_run(
     """Takes the run's directory, runs the result of `runner`, writes the report, and prints how the run ended.
 
     `runner` imports the function that runs the deployments. `importing` is the phase that is shown meanwhile. `again`
-    is the command that starts the run again, without `asyncrl`. `choose` is that of `RunDir.create`.
+    is the command that starts the run again, without `asyncrl`. `choose` decides what becomes of an earlier run in the
+    directory.
     """
     showing = shown_run(
         config, role=role, console=ShownConsole(), started_s=monotonic_at_process_start(), choose=choose
@@ -131,7 +132,8 @@ def shown_run(
 
 @contextlib.contextmanager
 def reported_run(config: Config, *, role: str, choose: Choice = unfinished_run) -> Iterator[RunDir]:
-    """Takes the run's directory for this process and logs to it. `choose` is that of `RunDir.create`.
+    """Takes the run's directory for this process and logs to it. `choose` decides what becomes of
+    an earlier run in the directory.
 
     When the block ends in any way, run.json records how it ended, and the report is written. Raises RunLocked if
     another process holds the directory.

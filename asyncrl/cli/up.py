@@ -28,8 +28,8 @@ def up(files: ConfigFiles, overrides: Overrides, allow_public: AllowPublic = Fal
 
 
 def run_here(config: Config, prompts: "Prompts | None", *, again: Sequence[str], choose: Choice) -> None:
-    """Runs generators and learner on this machine. `config` and `prompts` are those of `prepared`, `again` and `choose`
-    those of `live_run`."""
+    """Runs generators and learner on this machine. `again` is the command that starts the run again, without `asyncrl`.
+    `choose` decides what becomes of an earlier run in the directory."""
     if config.ray.address is not None:
         choose = join_admitted(config.ray.address, config, choose=choose)
 

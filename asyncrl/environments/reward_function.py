@@ -49,7 +49,7 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFunction:
-    """A function and the form in which it is called. `weights` are those of the components that it returns."""
+    """A function and the form in which it is called. `weights` has the weight of each component that it returns."""
 
     function: Callable[..., Any]
     form: Form

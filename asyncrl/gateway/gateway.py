@@ -52,7 +52,7 @@ MAX_TOOL_FAILURES = 200
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """A request to an engine: the tokens to continue for one call of a session. `begun` counts how often the agent of
-    the session has begun. `tools` are those of the call, for the tool parser."""
+    the session has begun. `tools` are the tools that the call names, for the tool parser."""
 
     session: str
     token_ids: list[int]

@@ -115,7 +115,8 @@ class Renderer:
         template puts behind it, the `messages`, and the beginning of the next answer.
 
         Returns the reason instead if they depend on the turns before, if the template refuses the messages after any
-        turn, or if it writes the turns before in another way when messages follow. `tools` are those of the call.
+        turn, or if it writes the turns before in another way when messages follow. `tools` are the tools that the call
+        names.
         """
         if self._moves(tools):
             return "the chat template writes earlier messages or the tools in another place when messages follow"

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedGroup:
     """A scored group: metadata for the buffer, rows for the data plane, and the seconds that scoring took. `failures`
-    are those of completions whose reward failed, and of tools. `activity` is what its agents did, if it has any."""
+    has the failures of rewards and of tools. `activity` is what its agents did, if it has any."""
 
     meta: GroupMeta
     rows: BatchedDataDict

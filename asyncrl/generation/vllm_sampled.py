@@ -29,9 +29,9 @@ _ENDS = ("stop", "length")
 class Child:
     """One completion: the prefix with which it began, its request with the child's index in it, and the request's
     output for it when the request has ended. `sampled` is the number of tokens that its request had at the last look. A
-    completion that was finished before has no request. `version` is that of the request's adapter: with an adapter, all
-    tokens of a request have one version, and vLLM's labels are not of it. `top_k` is `generator.top_k` if the request
-    samples with it.
+    completion that was finished before has no request. `version` is the version of the request's adapter: with an
+    adapter, all tokens of a request have one version, and vLLM's labels are not of it. `top_k` is `generator.top_k` if
+    the request samples with it.
 
     What it returns raises DataError if a token lacks its log-prob or its version, or with `top_k` its support.
     """

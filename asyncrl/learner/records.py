@@ -365,10 +365,10 @@ class Summary(RunTotals, frozen=True, kw_only=True):
     the last step, without the starts of a restarted run. The busy ratios are measured over the same time: the learner's
     is the share of time in which it neither waited for groups nor was in the state `other`, the generators' is the
     share of the state `generating`. `restarts` is the number of times that the run was resumed, and `lost_steps` the
-    number of steps that were trained again, because the run went back.
-    `parity_max_nats` is the largest difference of log-probs over all probes and all trained on-policy tokens.
-    `ess_ratio_mean` and `ess_ratio_lowest` are those of `ess_of_steps`. `heldout_sets` has the numbers of evaluations
-    for each named held-out set (`eval.sets`).
+    number of steps that were trained again, because the run went back. `parity_max_nats` is the largest difference of
+    log-probs over all probes and all trained on-policy tokens. `ess_ratio_mean` and `ess_ratio_lowest` are over the
+    steps with an effective sample size. `heldout_sets` has the numbers of evaluations for each named held-out set
+    (`eval.sets`).
     """
 
     steps: int

@@ -33,7 +33,7 @@ def model_logprobs(
     hooks of FSDP. For this one call, its head returns these numbers instead of logits. If the rows are packed, results
     beyond a row's length are 0, and the model's attention must be the one of `asyncrl.ranks.packed`. If they have
     supports, the softmax of each token is over its support only, and both results are 0 for tokens without a support.
-    For the first token of a branch, both results are 0. `chunk_logits` is that of `head_logprobs`. Raises
+    For the first token of a branch, both results are 0. At most `chunk_logits` logits exist at a time. Raises
     ConfigError for a model whose logits are not a plain product with the head.
     """
     head = _plain_head(model)

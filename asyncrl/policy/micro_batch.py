@@ -145,8 +145,8 @@ def _diagnosed(
     proximal_BT: torch.Tensor,
     on_policy: OnPolicy,
 ) -> MetricSums:
-    """Returns how far the data is from the policy, and how a loss of log-probs pushes its tokens. `slopes` are those of
-    the loss by its arguments. Nothing is known without the log-probs of the generation."""
+    """Returns how far the data is from the policy, and how a loss of log-probs pushes its tokens. `slopes` are the
+    derivatives of the loss by its arguments. Nothing is known without the log-probs of the generation."""
     if "generation_logprobs" not in data:
         return MetricSums()
     slopes_BT, mask_BT = slopes.get("next_token_logprobs"), trained_mask(data)[:, 1:]

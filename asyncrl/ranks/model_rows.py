@@ -121,13 +121,13 @@ class ModelRows:
         )
 
     def before_targets(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the hidden states of the tokens before the targets. `hidden` are those of all tokens that the model
-        sees, [R, L, D] or [1, tokens, D]."""
+        """Returns the hidden states of the tokens before the targets. `hidden` has the states of all tokens that the
+        model sees, [R, L, D] or [1, tokens, D]."""
         return hidden[:, :-1] if self.packed is None else hidden[:, self.packed.before_N]
 
     def at_next_tokens(self, results: torch.Tensor) -> torch.Tensor:
-        """Returns [B, T, C]: entry t of a row is the result of token t + 1. `results` are those of the targets. It is 0
-        for the first token of a branch, which nothing predicts, and, if packed, beyond a row's length."""
+        """Returns [B, T, C]: entry t of a row is the result of token t + 1. `results` has one result for each target.
+        It is 0 for the first token of a branch, which nothing predicts, and, if packed, beyond a row's length."""
         results_RTC = results if self.packed is None else self.packed.at_next_tokens(results)
         if self.branches is None:
             return results_RTC

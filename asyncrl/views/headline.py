@@ -75,11 +75,11 @@ class RunFacts:
     `equal_rewards_ratio` is the share of groups whose rewards are all equal, over the last `equal_rewards_steps` steps.
     It is None when the algorithm has a gradient with equal rewards too. `at_highest_reward` is the highest reward that
     the run has seen, if the mean reward of these steps is about as high; else None. `groups` maps fates to numbers of
-    groups. `failures` are those of `groups_by_reason`. `failed_samples_ratio` is the share of samples that are left out
-    because their reward failed. `truncated_ratio` is the share of answers that were cut at their length limit, over the
-    same steps as `equal_rewards_ratio`, and `truncated_at_first` that of the first step. `hidden_tags` are tags that
-    the text of an answer never has. `learner_shares` and `generator_shares` map states to shares of time. `room` is
-    whether cores or GPUs are free for another process.
+    groups. `failures` is the number of failed groups by reason. `failed_samples_ratio` is the share of samples that are
+    left out because their reward failed. `truncated_ratio` is the share of answers that were cut at their length limit,
+    over the same steps as `equal_rewards_ratio`, and `truncated_at_first` that of the first step. `hidden_tags` are
+    tags that the text of an answer never has. `learner_shares` and `generator_shares` map states to shares of time.
+    `room` is whether cores or GPUs are free for another process.
     """
 
     steps_trained: int | None = None
@@ -165,8 +165,8 @@ def by_reason(failures: Mapping[str, int]) -> str:
 def bottleneck(
     learner_shares: Mapping[str, float], generator_shares: Mapping[str, float], *, room: bool | None = None
 ) -> Bottleneck:
-    """Returns what limits a run, from both sides' shares of time by state. The shares of a side are those of
-    `shares_of`: they add up to 1, without the state `starting`.
+    """Returns what limits a run, from both sides' shares of time by state. The shares of a side add up to 1, without
+    the state `starting`.
 
     `room` is whether cores or GPUs are free for another process; None when it is not known.
 

@@ -27,9 +27,9 @@ def live_view(
     failures: Mapping[str, int] | None = None,
     status: RunStatus | None = None,
 ) -> LiveView:
-    """Returns the present view of the run. `failures` are those of `groups_by_reason`.
+    """Returns the present view of the run. `failures` is the number of failed groups by reason.
 
-    With the buffer's `status`, the failures, the groups in the buffer and the versions are those of the status.
+    With the buffer's `status`, the failures, the groups in the buffer and the versions come from it.
 
     Speeds and shares of time are means over the last `RECENT_STEPS` steps, without the time in which the run was
     started again. Skipped steps count, because they take time too.

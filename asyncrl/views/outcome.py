@@ -121,7 +121,7 @@ def command_to_go_on(again: Sequence[str], *, config: Config, weights: Path, pyt
     """Returns the command that continues training from `weights` in a new run.
 
     `again` is the command that started the run, without `asyncrl`. The new command has the same options, and another
-    name of the run. `pythonpath` is that of `lines_to_go_on`.
+    name of the run. `pythonpath` is the PYTHONPATH that the command needs, if it needs one.
 
     >>> config = Config.model_validate({"run": {"name": "live"}, "model": {"tiny": {}}})
     >>> again = ["up", "-c", "my tasks.yaml", "run.name=live", "model.tiny.warmup_steps=3", "run.seed=7"]

@@ -46,8 +46,8 @@ from asyncrl.views.templates import TEMPLATES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecords:
-    """The records of a run. `lost` are those of lost steps. `samples` has the samples of a few steps, by step, and
-    `steps_with_samples` is the number of steps that have some."""
+    """The records of a run. `lost` has the records of lost steps. `samples` has the samples of a few steps, by step,
+    and `steps_with_samples` is the number of steps that have some."""
 
     info: RunInfo
     config: Config
@@ -107,7 +107,8 @@ def read_run(path: Path, *, info: RunInfo | None = None) -> RunRecords:
 
 
 def write_report(path: Path, *, output: Path | None = None, info: RunInfo | None = None) -> Path:
-    """Writes the report of the run directory `path` and returns its path. `info` is that of `read_run`."""
+    """Writes the report of the run directory `path` and returns its path. `info` replaces the
+    run.json that is read otherwise."""
     target = output or path / "report.html"
     write_atomically(target, report_html(read_run(path, info=info)).encode())
     return target
