@@ -53,7 +53,7 @@ def test_a_run_with_an_adapter_whose_ray_loses_its_head_starts_ray_again_and_goe
         "generator.top_k=8",
         "learner.optimizer.learning_rate=1e-3",
         "learner.total_steps=100000",
-        "generator.max_starts_per_s=2",  # a step in two seconds, because the audit computes all of them again
+        "generator.max_starts_per_s=4",  # a step a second, because the audit computes all of them again
         "environment.reward=dense_reward:by_checksum",
         "checkpoint.every_steps=2",
         "audit.keep_weights=all",
