@@ -76,7 +76,7 @@ class ConfigError(AsyncRLError):
 
 
 class DatasetError(AsyncRLError):
-    """A row of a dataset is not usable. The message names the file and the number of the row, counted from 1."""
+    """A dataset cannot be used, or one of its rows: then the message names the number of the row, counted from 1."""
 
 
 class RunError(AsyncRLError):

@@ -521,7 +521,7 @@ def _stored_tokens(slot: Slot) -> int:
 # Retained groups: groups that have ended, but that a learner which goes back to a checkpoint can train again.
 #
 # Their rows stay in the data plane. A learner can go back to the newest complete checkpoint, and to the newest
-# snapshot, whose checkpoint may still be written and may read the rows.
+# snapshot. The checkpoint of that snapshot may still be being written, and it reads the rows.
 
 
 class Retained:

@@ -698,7 +698,8 @@ class Tickets:
         )
 
     def _why_refused(self, meta: GroupMeta) -> CommitOutcome:
-        """Returns why a commit is refused: its ticket is not reserved, or it is of another incarnation."""
+        """Returns why a commit is refused: OLD_INCARNATION if there was no such incarnation, UNKNOWN if there was no
+        such attempt, DUPLICATE if the attempt was committed before, else LATE."""
         if not 1 <= meta.incarnation <= self._state.lineage.incarnation:
             return CommitOutcome.OLD_INCARNATION
         last = self._state.groups.attempts.last(meta.group)

@@ -25,9 +25,9 @@ def uncollected() -> Iterator[None]:
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Modules that are imported in the block do not find the lowering of torch's compiler, if compilation is off.
+    """Modules that are imported in the block do not find `torch._inductor.lowering`, if compilation is off.
 
-    `import vllm` imports it in order to change it, which takes a fifth of the time of vLLM's import: 1 s of CPU and 500
+    `import vllm` imports it in order to patch it, which takes a fifth of the time of vLLM's import: 1 s of CPU and 500
     modules in each process. vLLM does without it if it is missing, and nothing uses it with TORCH_COMPILE_DISABLE=1. It
     can be imported as usual after the block.
     """

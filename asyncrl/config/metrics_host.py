@@ -45,7 +45,7 @@ def check_metrics_host(config: Config, *, allow_public: bool) -> None:
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Returns the IP address that a socket binds for `host`; None for a host name."""
+    """Returns the IP address that `host` writes, also in a short form such as `0`; None for a name and for ""."""
     try:
         address = ipaddress.ip_address(host)
         return getattr(address, "ipv4_mapped", None) or address

@@ -35,9 +35,10 @@ it."""
 class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
     """The columns of one batch. All of them have the same number of rows.
 
-    A batch that was cut into micro-batches stores the cuts, with one entry for each chunk c of `batch_size` rows:
-    `micro_batch_indices[c]` has the [start, end) of each micro-batch, counted from the chunk's first row.
-    `micro_batch_lengths[c]` has the tokens of each micro-batch. `elem_counts_per_gb[c]` is the chunk's number of rows.
+    A shard that was cut into micro-batches stores the cuts. Entry c describes the rows that the shard has of chunk c of
+    `batch_size` rows: `micro_batch_indices[c]` has the [start, end) of each micro-batch, counted from the first of
+    these rows. `micro_batch_lengths[c]` has the width of each dynamic micro-batch, or the tokens of each packed one.
+    `elem_counts_per_gb[c]` is the number of these rows.
     All three are None for other batches, and for every batch derived from this one except by `get_batch`.
     """
 

@@ -111,7 +111,8 @@ class ObjectStoreClient(PartitionedClient):
             try:
                 refs: dict[str, Any] = answer(ref, timeout_s=self._timeout_s, what=what)
             except ActorGone:
-                self._handles.pop(store, None)  # a new store may have the same name by now
+                # A store that was started again has the same name. The next call looks it up again.
+                self._handles.pop(store, None)
             else:
                 found.update({(store, key): ref for key, ref in refs.items()})
         return found

@@ -99,7 +99,7 @@ class PartitionActor:
 
 
 class Index:
-    """A process's access to the index. Each call has the deadline `timeout_s`."""
+    """A process's access to the index of the data plane. Each call has the deadline `timeout_s`, plus its `wait_s`."""
 
     def __init__(self, *, namespace: str, timeout_s: float) -> None:
         self._timeout_s = timeout_s

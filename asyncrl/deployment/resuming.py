@@ -184,7 +184,7 @@ def begin_incarnation(directory: Path, resumed: Resumed) -> Lineage:
     """Begins the next incarnation of the run in `directory`. Returns its lineage, which it writes to `lineage.json`."""
     lineage = (_known_lineage(directory) or resumed.manifest.lineage).child(resumed.manifest.version)
     # This is written first. If the process is killed afterwards, the next start uses another number for its
-    # incarnation, and takes no checkpoint of a lost step.
+    # incarnation, and ignores the checkpoints of later steps.
     write_atomically(directory / LINEAGE, msgspec.json.encode(lineage))
     checkpoints = directory / CHECKPOINTS
     for folder in checkpoints.glob("step-*"):

@@ -387,7 +387,7 @@ class RunDir:
         _set_mode(self.path, shared=config.run.shared)
         for folder in ("logs", "metrics", SAMPLES):
             (self.path / folder).mkdir(exist_ok=True)
-        # These files were left by an earlier start that failed. They do not describe this run.
+        # These files are of an earlier start, which failed or was resumed. This start writes them again.
         if self.resumed is None:
             shutil.rmtree(self.path / AUDIT, ignore_errors=True)
         for left in (self.path / "report.html", self.path / "summary.json", self.failures_path, self.targets_path):

@@ -192,7 +192,7 @@ class KeyValueStore:
         ]
 
     def demonstrations(self, seed: int) -> Sequence[Demonstration]:
-        """Returns calls and answers of which many are wrong, as those of `Calculator`."""
+        """Returns calls and answers. Many are wrong on purpose: see `Calculator.demonstrations`."""
         draw, made = random.Random(seed), []
         for task in self.tasks(seed):
             key, guess = task.question[0], str(draw.randint(1, self.highest))

@@ -320,7 +320,7 @@ class Generator:
             weight_updates=self._weights.updates,
             parity_max_nats=self._weights.parity_max_nats,
         )
-        for _ in range(2):  # if the buffer asks for all tickets, they follow at once
+        for _ in range(2):  # if the buffer asks for all tickets, a second heartbeat names them
             held = self._held.report()
             renewal = await self._coordinator.call(
                 Coordinator.heartbeat, self._name, self._weights.version, free, held, report

@@ -115,7 +115,7 @@ class LearnerLoop:
         await self._keep_weights(version)
         if self.step_end.recorder.before is None:
             await self._evaluate(version, stop)
-        else:  # the run was resumed, and has evaluated its first version
+        else:  # a resumed run evaluated its first version before its first step
             await self.publisher.settle()
         await self.coordinator.call(LearnerCalls.resume, self.incarnation)
         await self.coordinator.call(LearnerCalls.set_state, self.incarnation, RunState.RUNNING)

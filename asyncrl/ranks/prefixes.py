@@ -64,7 +64,7 @@ def _best_runs(common: list[int]) -> SharedPrefixes:
     the first rows is found for each number of rows in turn, from the best cuts of fewer rows.
     """
     rows = len(common) + 1
-    saved = np.zeros(rows + 1, dtype=np.int64)  # saved[n]: tokens that the best cut of the first n rows saves
+    saved = np.zeros(rows + 1, dtype=np.int64)  # saved[n]: the most tokens that sharing saves in the first n rows
     best_leader = np.zeros(rows + 1, dtype=np.int64)
     best_prefix = np.zeros(rows + 1, dtype=np.int64)
     prefix = np.zeros(rows, dtype=np.int64)  # prefix[b]: tokens that the rows from b to the last one have in common

@@ -208,7 +208,7 @@ class StagedWeights:
         """Takes memory of this replica's own, if the node has enough."""
         nbytes = self._memory.address.nbytes
         assert self._pointer is not None, "only shared memory can be in use by another replica"
-        # One replica after the other: the next one then sees the memory of this one as used.
+        # The lock lets one replica at a time check and take memory. The next one then sees this memory as used.
         with pointer_held(self._pointer, timeout_s=self._pointer_s):
             free = self._available_bytes()
             try:

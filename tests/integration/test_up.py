@@ -172,6 +172,7 @@ SLACK_S = 0.5
 Prometheus reads, seconds."""
 
 DOWN = "overview / Processes up / B"
+ON_POLICY = "learning / Parity / B"
 
 OF_AGENTS = [
     *[(panel, query) for panel in ("Turns of an episode", "Tools") for query in "AB"],
@@ -211,8 +212,12 @@ def test_every_query_of_every_panel_and_rule_finds_data_in_a_real_run(watched: W
                 empty.add(question.asked_by)
     missed = any(value == 0 for line in prometheus.scraped("up", until_s=watched.until_s) for _, value in line.points)
     # On a busy machine a scrape may take longer than its limit of one second. Prometheus then records the process as
-    # down.
-    assert empty | ({DOWN} if missed else set()) == set(NO_DATA_WHEN_HEALTHY)
+    # down. New weights may also come so late that few steps have on-policy tokens, and none at a scrape.
+    may_be = {DOWN} if missed else set()
+    on_policy = [step["diagnostics"]["parity_tokens"] > 0 for step in steps_of(watched.path)]
+    if sum(on_policy) < len(on_policy) / 2:
+        may_be.add(ON_POLICY)
+    assert empty - may_be == set(NO_DATA_WHEN_HEALTHY) - may_be
 
 
 def test_every_process_is_scraped_once_although_it_is_found_twice(watched: WatchedRun) -> None:
