@@ -380,7 +380,7 @@ class Simulation:
             return None
         asked, version = replica.free, replica.version
         assert version is not None
-        self.buffer.fleet.seen(replica.actor, has_weights=True)
+        self.buffer.fleet.heartbeat(replica.actor, has_weights=True)
         answer = self.buffer.tickets.reserve(replica.actor, version=version, count=asked)
         self.seen.reserved(replica.actor, version=version, asked=asked, answer=answer)
         for ticket in answer.tickets:

@@ -46,8 +46,7 @@ class StepTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def needs_calibration(objective: Objective) -> bool:
-    """Returns True if the objective has a bound or a penalty that depends on a statistic of the whole
-    step."""
+    """Returns True if the objective has a bound or a penalty that depends on a statistic of the whole step."""
     weight = objective.weight
     return (
         any(gate.budget is not None for gate in objective.gates)

@@ -205,7 +205,7 @@ class Fleet:
         quarantined = life.state is ReplicaState.QUARANTINED and life.cause is not Cause.NO_HEARTBEATS
         return actor == life.actor and not quarantined and life.state is not ReplicaState.RESTARTING
 
-    def seen(self, actor: str, *, has_weights: bool) -> Life | None:
+    def heartbeat(self, actor: str, *, has_weights: bool) -> Life | None:
         """Records a heartbeat. Returns the life of the replica; None if the actor is not heard any more: it must
         end."""
         if not self.is_heard(actor):

@@ -35,8 +35,8 @@ class Slot:
     when a heartbeat of its replica has named it. It then lives as long as its replica sends heartbeats. A ticket that
     is not confirmed ends some time after `last_seen_s`, because the reply with it may be lost. `sampled_tokens` is the
     number of tokens that the replica reported last, and `newest_step` is the step of the newest weights that it
-    reported. `deadline` is the ticket's, unless `staleness.on_deadline: mask` has extended it. `prefix` is what
-    the data plane has of a reserved group, from this attempt or from an earlier one.
+    reported. `deadline` is the ticket's, unless `staleness.on_deadline: mask` has extended it. `prefix` is what the
+    data plane has of a reserved group, from this attempt or from an earlier one.
     """
 
     ticket: Ticket

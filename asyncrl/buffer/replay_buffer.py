@@ -512,7 +512,7 @@ class Tickets:
         life = fleet.life_of(replica)
         if life is not None and held.number < life.heartbeat:
             return None
-        life = fleet.seen(replica, has_weights=version is not None)
+        life = fleet.heartbeat(replica, has_weights=version is not None)
         if life is None:
             return Renewal(must_end=True)
         if life.heartbeat == NO_HEARTBEAT:  # it may hold tickets that have ended, also if this is a late heartbeat

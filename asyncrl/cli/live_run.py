@@ -132,8 +132,8 @@ def shown_run(
 
 @contextlib.contextmanager
 def reported_run(config: Config, *, role: str, choose: Choice = unfinished_run) -> Iterator[RunDir]:
-    """Takes the run's directory for this process and logs to it. `choose` decides what becomes of
-    an earlier run in the directory.
+    """Takes the run's directory for this process and logs to it. `choose` decides what becomes of an earlier run in the
+    directory.
 
     When the block ends in any way, run.json records how it ended, and the report is written. Raises RunLocked if
     another process holds the directory.

@@ -381,7 +381,7 @@ class Coordinator:
             return answer
 
         started_s = self._parts.clock()
-        self._parts.buffer.fleet.seen(replica, has_weights=True)
+        self._parts.buffer.fleet.heartbeat(replica, has_weights=True)
         await self._parts.waiting.tickets.earlier_have_asked()
         reservation = await self._parts.waiting.answer(
             ask,

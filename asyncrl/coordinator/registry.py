@@ -30,8 +30,8 @@ GONE_MEMBERS = 1000
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
-    """An attached deployment, with the host and the pid of its process. A learner has the `nonce` of its run,
-    which distinguishes runs of the same name. `replicas` is the number of replicas with which a generator deployment
+    """An attached deployment, with the host and the pid of its process. A learner has the `nonce` of its run, which
+    distinguishes runs of the same name. `replicas` is the number of replicas with which a generator deployment
     starts."""
 
     id: str
@@ -327,9 +327,8 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     first start of the replica.
 
     `state_seconds` are slot-seconds divided by the number of slots. `running_groups` is the number of rollouts that run
-    now, `slots` their maximum. `prompt_tokens` count each sample of a group, and `cached_prompt_tokens` of
-    them came from the engine's prefix cache. `replicas` is 1, or the number of replicas whose totals are added up
-    here.
+    now, `slots` their maximum. `prompt_tokens` count each sample of a group, and `cached_prompt_tokens` of them came
+    from the engine's prefix cache. `replicas` is 1, or the number of replicas whose totals are added up here.
     """
 
     actor: str

@@ -65,8 +65,8 @@ class RunHandles:
 
 
 def new_deployment(role: Role, *, nonce: str = "", replicas: int = 0) -> Deployment:
-    """Returns a deployment of this process with a new, unique id. A learner has the `nonce` of its run. `replicas`
-    is the number of replicas with which a generator deployment starts."""
+    """Returns a deployment of this process with a new, unique id. A learner has the `nonce` of its run. `replicas` is
+    the number of replicas with which a generator deployment starts."""
     name = f"{role.value}-{secrets.token_hex(3)}"
     return Deployment(id=name, role=role, host=socket.gethostname(), pid=os.getpid(), nonce=nonce, replicas=replicas)
 

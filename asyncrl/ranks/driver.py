@@ -100,7 +100,7 @@ class RankDriver(Generic[WorkerT]):
             self._worker, config, model_path=model_path or config.model.path, named_rows=data_plane is not None
         )
         self._first_checkpoint = (weights_path, optimizer_path)
-        self._opened = data_plane
+        self._data_plane_if_any = data_plane
 
     def start(self) -> None:
         """Starts the ranks and loads the model. Raises the errors of `RankGroup.start` and `load_checkpoint`."""
@@ -118,10 +118,11 @@ class RankDriver(Generic[WorkerT]):
 
     @property
     def _data_plane(self) -> DataPlane:
-        if self._opened is None:
-            name = type(self).__name__
-            raise TypeError(f"this {name} has no data plane, so it cannot read rows that are named; use TQ{name}")
-        return self._opened
+        if self._data_plane_if_any is None:
+            raise TypeError(
+                f"this {type(self).__name__} has no data plane, so a meta cannot name its rows; use TQPolicy or TQValue"
+            )
+        return self._data_plane_if_any
 
     def train(
         self,
@@ -237,8 +238,8 @@ class RankDriver(Generic[WorkerT]):
         self.ranks.call(self._worker.load_checkpoint, _absolute(weights_path), optimizer)
 
     def shutdown(self) -> bool:
-        if self._opened is not None:
-            self._opened.close()
+        if self._data_plane_if_any is not None:
+            self._data_plane_if_any.close()
         return self._group.shutdown()
 
     # -- passes over rows ----------------------------------------------------------------------------------------

@@ -107,8 +107,8 @@ def read_run(path: Path, *, info: RunInfo | None = None) -> RunRecords:
 
 
 def write_report(path: Path, *, output: Path | None = None, info: RunInfo | None = None) -> Path:
-    """Writes the report of the run directory `path` and returns its path. `info` replaces the
-    run.json that is read otherwise."""
+    """Writes the report of the run directory `path` and returns its path. `info` replaces the run.json that is read
+    otherwise."""
     target = output or path / "report.html"
     write_atomically(target, report_html(read_run(path, info=info)).encode())
     return target

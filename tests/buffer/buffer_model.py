@@ -102,7 +102,7 @@ class BufferModel:
         self.lease: Lease | None = None
         self.fates = dict.fromkeys(Fate, 0)
         self.failed_on: dict[int, list[str]] = {}  # the replica of each attempt that failed or expired, by group
-        self.replica_heard_at_s: dict[str, float] = {}
+        self.replica_last_seen_s: dict[str, float] = {}
         self.quarantined: set[str] = set()  # replicas that were silent for the timeout
         self.versions: dict[str, set[Version]] = {}  # of the tokens of each ticket so far
         self.retained: dict[str, int] = {}  # with the step that ended the group
@@ -159,7 +159,7 @@ class BufferModel:
         return len(counted) >= MAX_ATTEMPTS or len(failed_on) >= 2 * MAX_ATTEMPTS
 
     def seen(self, replica: str) -> None:
-        self.replica_heard_at_s[replica] = self.clock.now_s
+        self.replica_last_seen_s[replica] = self.clock.now_s
         self.quarantined.discard(replica)
 
     def is_left_to_others(self, group: int, replica: str) -> bool:
@@ -167,7 +167,7 @@ class BufferModel:
         failed_on = self.failed_on.get(group, [])
         healthy = {
             name
-            for name, last_seen_s in self.replica_heard_at_s.items()
+            for name, last_seen_s in self.replica_last_seen_s.items()
             if self.clock.now_s - last_seen_s <= TIMEOUT_S / 2 and not self.backs_off(name)
         }
         return replica in failed_on and bool(healthy - self.quarantined - set(failed_on))
@@ -180,7 +180,7 @@ class BufferModel:
 
     def reserve(self, replica: str, count: int, *, reply_lost: bool = False) -> None:
         r, per_step = self.loaded[replica].step, self.limits.groups_per_step
-        self.buffer.fleet.seen(replica, has_weights=True)
+        self.buffer.fleet.heartbeat(replica, has_weights=True)
         self.seen(replica)
         if self.backs_off(replica):
             answer = self.buffer.tickets.reserve(replica, version=self.loaded[replica], count=count)
@@ -457,7 +457,7 @@ class BufferModel:
 
     def time_passes(self, passed_s: float) -> None:
         self.clock.now_s += passed_s
-        heard = self.replica_heard_at_s.items()
+        heard = self.replica_last_seen_s.items()
         gone = {replica for replica, heard_s in heard if self.clock.now_s - heard_s > TIMEOUT_S}
         silent = {
             key
@@ -639,7 +639,7 @@ class BufferModel:
         self.prompts.taken = snapshot.next_group
         self.retained, self.taken = {}, self.saved
         self.buffer = self.new_buffer()
-        self.replica_heard_at_s, self.quarantined = {}, set()
+        self.replica_last_seen_s, self.quarantined = {}, set()
         self.buffer.restore(snapshot, lineage=self.lineage)
         self.dropped += sum(prefix.tokens for prefix in self.prefixes.values())
         self.prefixes, self.split, self.filtered = {}, {}, 0

@@ -50,26 +50,26 @@ def state_of(fleet: Fleet, replica: str) -> ReplicaState | None:
 @pytest.mark.fault("F4")
 def test_a_replica_is_stale_until_it_has_weights_and_stale_again_after_a_restart() -> None:
     fleet = fleet_of(Clock())
-    assert fleet.seen("a", has_weights=False)
+    assert fleet.heartbeat("a", has_weights=False)
     assert state_of(fleet, "a") is ReplicaState.STALE
-    fleet.seen("a", has_weights=True)
+    fleet.heartbeat("a", has_weights=True)
     assert state_of(fleet, "a") is ReplicaState.HEALTHY
     fleet.restarting("a", Cause.ENGINE_DIED, "killed")
-    assert fleet.seen("a.2", has_weights=False)
+    assert fleet.heartbeat("a.2", has_weights=False)
     assert state_of(fleet, "a") is ReplicaState.STALE
-    assert not fleet.seen("a", has_weights=True), "the earlier actor is not heard any more"
+    assert not fleet.heartbeat("a", has_weights=True), "the earlier actor is not heard any more"
     assert state_of(fleet, "a") is ReplicaState.STALE
 
 
 def test_a_restart_that_is_reported_twice_counts_once_and_is_not_taken_back() -> None:
     fleet = fleet_of(Clock())
-    fleet.seen("a", has_weights=True)
+    fleet.heartbeat("a", has_weights=True)
     for _ in range(2):
         fleet.restarting("a", Cause.NO_HEARTBEATS, "no answer")
     assert fleet.restarts == {Cause.NO_HEARTBEATS: 1}
     assert not fleet.quarantine("a", Cause.INFRA_FAILURES, "the process has woken up")
     assert state_of(fleet, "a") is ReplicaState.RESTARTING
-    fleet.seen("a.2", has_weights=True)
+    fleet.heartbeat("a.2", has_weights=True)
     life = fleet.life("a")
     assert life is not None
     assert (life.state, life.cause, life.reason) == (ReplicaState.HEALTHY, Cause.NO_HEARTBEATS, "no answer")
@@ -78,7 +78,7 @@ def test_a_restart_that_is_reported_twice_counts_once_and_is_not_taken_back() ->
 def test_a_silent_replica_is_suspect_then_quarantined_and_comes_back_when_it_is_heard() -> None:
     clock = Clock()
     fleet = fleet_of(clock)
-    fleet.seen("a", has_weights=True)
+    fleet.heartbeat("a", has_weights=True)
     clock.now_s += TIMEOUT_S / 2
     assert fleet.refusal("a") is None
     clock.now_s += 0.1
@@ -88,7 +88,7 @@ def test_a_silent_replica_is_suspect_then_quarantined_and_comes_back_when_it_is_
     assert found_silent(fleet) == ["a"]
     assert found_silent(fleet) == [], "it is quarantined once"
     assert (state_of(fleet, "a"), fleet.is_excused("a")) == (ReplicaState.QUARANTINED, True)
-    assert fleet.seen("a", has_weights=True)
+    assert fleet.heartbeat("a", has_weights=True)
     assert (state_of(fleet, "a"), fleet.refusal("a")) == (ReplicaState.HEALTHY, None)
     assert fleet.is_excused("a"), "its earlier attempts do not count afterwards either"
 
@@ -96,11 +96,11 @@ def test_a_silent_replica_is_suspect_then_quarantined_and_comes_back_when_it_is_
 def test_a_replica_that_comes_after_a_check_is_found_silent_in_time() -> None:
     clock = Clock()
     fleet = fleet_of(clock)
-    fleet.seen("a", has_weights=True)
+    fleet.heartbeat("a", has_weights=True)
     fleet.quarantine("a", Cause.ENGINE_DIED, "killed")
     assert found_silent(fleet) == []
     clock.now_s += 1.0
-    fleet.seen("b", has_weights=True)
+    fleet.heartbeat("b", has_weights=True)
     clock.now_s += TIMEOUT_S + 0.1
     assert found_silent(fleet) == ["b"]
 
@@ -108,7 +108,7 @@ def test_a_replica_that_comes_after_a_check_is_found_silent_in_time() -> None:
 def test_infra_failures_in_a_row_make_a_replica_wait_longer_and_longer_and_then_quarantine_it() -> None:
     clock = Clock()
     fleet = Fleet(max_infra_failures=10, timeout_s=10**6, clock=clock)
-    fleet.seen("a", has_weights=True)
+    fleet.heartbeat("a", has_weights=True)
     assert not fleet.failed("a", INFRA)
     assert fleet.refusal("a") is None, "one failure is nothing special"
     pauses = []
@@ -139,7 +139,7 @@ def test_infra_failures_in_a_row_make_a_replica_wait_longer_and_longer_and_then_
 @pytest.mark.parametrize("reason", sorted(NOT_ITS_OWN))
 def test_failures_that_are_not_of_the_replica_do_not_count(reason: str) -> None:
     fleet = fleet_of(Clock())
-    fleet.seen("a", has_weights=True)
+    fleet.heartbeat("a", has_weights=True)
     for _ in range(10):
         assert not fleet.failed("a", msgspec.structs.replace(INFRA, reason=reason))
     assert fleet.refusal("a") is None
@@ -149,14 +149,14 @@ def test_replicas_that_are_silent_for_long_are_forgotten_and_may_come_back() -> 
     clock = Clock()
     fleet = fleet_of(clock)
     for name in ("silent", "broken"):
-        fleet.seen(name, has_weights=True)
+        fleet.heartbeat(name, has_weights=True)
     fleet.quarantine("broken", Cause.ENGINE_DIED, "killed")
     clock.now_s += TIMEOUT_S + 1
     assert found_silent(fleet) == ["silent"]
     clock.now_s += FORGET_TIMEOUTS * TIMEOUT_S
     fleet.quarantine_silent()
     assert fleet.lives().keys() == {"broken"}, "its deployment may still start it again"
-    assert fleet.seen("silent", has_weights=True)
+    assert fleet.heartbeat("silent", has_weights=True)
     clock.now_s += FORGET_S + 1
     fleet.quarantine_silent()
     assert fleet.lives() == {}
@@ -165,14 +165,14 @@ def test_replicas_that_are_silent_for_long_are_forgotten_and_may_come_back() -> 
 @pytest.mark.parametrize("cause", [Cause.ENGINE_DIED, Cause.INFRA_FAILURES, Cause.WEIGHTS])
 def test_a_replica_that_is_quarantined_for_a_failure_never_comes_back_as_it_was(cause: Cause) -> None:
     fleet = fleet_of(Clock())
-    fleet.seen("a", has_weights=True)
+    fleet.heartbeat("a", has_weights=True)
     assert fleet.quarantine("a", cause, "broken")
     assert not fleet.quarantine("a", Cause.OTHER, "again")
-    assert not fleet.seen("a", has_weights=True)
+    assert not fleet.heartbeat("a", has_weights=True)
     assert (fleet.refusal("a"), state_of(fleet, "a")) == (Refusal.QUARANTINED, ReplicaState.QUARANTINED)
     fleet.restarting("a", Cause.PROCESS_DIED, "killed by its deployment")
     assert fleet.restarts == {cause: 1}, "the first cause counts"
-    assert fleet.seen("a.2", has_weights=True)
+    assert fleet.heartbeat("a.2", has_weights=True)
     life = fleet.life("a")
     assert life is not None
     assert (life.state, life.restarts, fleet.refusal("a.2")) == (ReplicaState.HEALTHY, 1, None)
@@ -183,22 +183,22 @@ def test_a_replica_that_is_quarantined_for_a_failure_never_comes_back_as_it_was(
 def test_a_silent_replica_that_is_being_started_again_does_not_come_back() -> None:
     clock = Clock()
     fleet = fleet_of(clock)
-    fleet.seen("a", has_weights=True)
+    fleet.heartbeat("a", has_weights=True)
     clock.now_s += TIMEOUT_S + 1
     fleet.quarantine_silent()
     fleet.restarting("a", Cause.NO_HEARTBEATS, "no answer")
-    assert not fleet.seen("a", has_weights=True)
+    assert not fleet.heartbeat("a", has_weights=True)
     assert state_of(fleet, "a") is ReplicaState.RESTARTING
 
 
 def test_a_replica_that_left_is_refused_for_good() -> None:
     fleet = fleet_of(Clock())
-    fleet.seen("a", has_weights=True)
+    fleet.heartbeat("a", has_weights=True)
     fleet.retire("a")
     assert state_of(fleet, "a") is None
     for actor in ("a", "a.2"):
         assert fleet.refusal(actor) is Refusal.QUARANTINED
-        assert not fleet.seen(actor, has_weights=True)
+        assert not fleet.heartbeat(actor, has_weights=True)
         assert not fleet.quarantine(actor, Cause.OTHER, "")
 
 
@@ -228,7 +228,7 @@ def test_the_cause_of_an_error_is_the_most_special_one() -> None:
 def scene_of(*replicas: str, **changes: int) -> Scene:
     scene = Scene(eta=3, per_step=4, max_infra_failures=MOST, **changes)
     for replica in replicas:
-        scene.buffer.fleet.seen(replica, has_weights=True)
+        scene.buffer.fleet.heartbeat(replica, has_weights=True)
     return scene
 
 
@@ -252,7 +252,7 @@ def test_a_prompt_that_failed_on_a_replica_is_left_to_a_healthy_one() -> None:
 def test_a_prompt_that_another_replica_could_try_does_not_wait_for_it_when_there_is_no_other_prompt() -> None:
     scene = Scene(eta=3, per_step=4, prompts=1)
     for replica in ("a", "b"):  # b drains, so it never reserves
-        scene.buffer.fleet.seen(replica, has_weights=True)
+        scene.buffer.fleet.heartbeat(replica, has_weights=True)
     [ticket] = scene.reserve(1, replica="a")
     fail(scene, ticket.key)
     [again] = scene.reserve(1, replica="a")
@@ -276,7 +276,7 @@ def test_attempts_on_a_quarantined_replica_do_not_count_even_those_from_before()
     scene.buffer.tickets.leave("a")
     assert scene.buffer.counts().waiting == 1 + len(others)
     for attempt in (1, 2):
-        scene.buffer.fleet.seen("b", has_weights=True)
+        scene.buffer.fleet.heartbeat("b", has_weights=True)
         [again] = scene.reserve(1, replica="b")
         assert (again.group, again.attempt) == (0, attempt)
         fail(scene, again.key)
@@ -287,12 +287,12 @@ def test_a_prompt_that_ends_every_engine_fails_after_twice_the_attempts() -> Non
     scene = scene_of(max_attempts=2)
     for start in range(1, 5):
         actor = actor_of("a", start)
-        scene.buffer.fleet.seen(actor, has_weights=True)
+        scene.buffer.fleet.heartbeat(actor, has_weights=True)
         [ticket] = scene.reserve(1, replica=actor)
         assert (ticket.group, ticket.attempt) == (0, start - 1)
         scene.buffer.fleet.restarting(actor, Cause.ENGINE_DIED, "killed")
         scene.buffer.tickets.leave(actor)
-    scene.buffer.fleet.seen("b", has_weights=True)
+    scene.buffer.fleet.heartbeat("b", has_weights=True)
     assert scene.reserve(1, replica="b")[0].group == 1
 
 
@@ -301,8 +301,8 @@ def test_of_200_prompts_none_fails_beside_a_replica_whose_every_rollout_fails() 
     fleet, start, committed = scene.buffer.fleet, 1, 0
     for _ in range(2000):
         dead = actor_of("dead", start)
-        fleet.seen(dead, has_weights=True)
-        fleet.seen("good", has_weights=True)
+        fleet.heartbeat(dead, has_weights=True)
+        fleet.heartbeat("good", has_weights=True)
         for ticket in scene.buffer.tickets.reserve(dead, version=scene.buffer.version, count=8).tickets:
             fail(scene, ticket.key)
         if fleet.refusal(dead) is Refusal.QUARANTINED:
@@ -334,7 +334,7 @@ def test_random_histories_of_failures_never_stop_the_pool_and_lose_no_prompt(see
         calm = scene.clock.now_s > 1200
         match "work" if calm else rng.choice(["work"] * 8 + ["fail", "die", "silent"]):
             case "work" if scene.clock.now_s >= quiet_until_s[name]:
-                if not fleet.seen(actor, has_weights=True):
+                if not fleet.heartbeat(actor, has_weights=True):
                     life = fleet.life(name)
                     assert life is not None
                     assert life.cause is not Cause.NO_HEARTBEATS or life.state is ReplicaState.RESTARTING

@@ -28,7 +28,7 @@ class Seen(Scene):
 
     def reserve(self, count: int, *, step: int | None = None, replica: str = "a") -> tuple[Ticket, ...]:
         version = self.buffer.version if step is None else Version(1, step)
-        self.buffer.fleet.seen(replica, has_weights=True)
+        self.buffer.fleet.heartbeat(replica, has_weights=True)
         answer = self.buffer.tickets.reserve(replica, version=version, count=count)
         self.replicas.reserved(replica, version=version, asked=count, answer=answer)
         return answer.tickets
@@ -40,7 +40,7 @@ class Seen(Scene):
         )
 
     def heard(self, name: str, *, version: Version | None, free_slots: int) -> None:
-        self.buffer.fleet.seen(name, has_weights=version is not None)
+        self.buffer.fleet.heartbeat(name, has_weights=version is not None)
         self.replicas.heard(name, version=version, free_slots=free_slots)
 
     def forget_silent(self) -> list[str]:
@@ -200,13 +200,13 @@ def test_the_running_numbers_are_those_of_all_replicas_after_every_message(
         name = actor_of(replica, starts[replica])
         match what:
             case "heard":
-                fleet.seen(name, has_weights=version is not None)
+                fleet.heartbeat(name, has_weights=version is not None)
                 replicas.heard(name, version=version, free_slots=number)
                 samples[name] += number
                 replicas.reported(report(samples[name], actor=name))
             case "reserved":
                 assert version is not None
-                fleet.seen(name, has_weights=True)
+                fleet.heartbeat(name, has_weights=True)
                 answer = Reservation(tickets=(), refusal=Refusal.CAPACITY if number else None)
                 replicas.reserved(name, version=version, asked=number, answer=answer)
             case "forget":

@@ -13,6 +13,7 @@ from tiny_groups import make_batch
 from asyncrl.algorithms.value_loss import ClippedValueLoss
 from asyncrl.common.version import Version
 from asyncrl.data import BatchedDataDict
+from asyncrl.data_plane import KVBatchMeta
 from asyncrl.errors import CheckpointError, MissingColumns, RunError
 from asyncrl.policy.lm_policy import Policy
 from asyncrl.ranks.timer import Timer
@@ -118,6 +119,18 @@ def test_a_micro_batch_without_rows_is_refused_before_a_rank_hears_of_it(mbs: in
         with pytest.raises(AssertionError, match=f"is {mbs}; it must be at least 1"):
             call()
     assert not ranks.calls, "no rank may be called"
+
+
+def test_only_a_driver_with_a_data_plane_takes_rows_by_name() -> None:
+    meta = KVBatchMeta("train", None, ["a"])
+    for kind in (Policy, Value):
+        driver, ranks = noted(kind, settings())
+        with pytest.raises(TypeError, match=rf"this {kind.__name__} has no data plane, .* TQPolicy or TQValue"):
+            driver.train_from_meta(meta, LOSS)
+        assert not ranks.calls
+        assert not ranks.named_rows, "the ranks open no client"
+    _, ranks, _ = tq_noted(settings())
+    assert ranks.named_rows
 
 
 def test_weights_without_a_version_of_their_own_are_newer_than_all_that_were_sent() -> None:

@@ -20,7 +20,7 @@ class ObjectStoreTransport(StoresBytes):
     async def receive(self, handle: Any, *, timeout_s: float) -> Bytes:
         try:
             bucket: Bytes = await asyncio.to_thread(ray.get, handle, timeout=timeout_s)
-        # OwnerDiedError is an ObjectLostError. Ray gives the error of the actor if it has noticed its death first.
+        # OwnerDiedError is an ObjectLostError. Of bytes that an actor had not finished, Ray may report its death.
         except (ObjectLostError, RayActorError) as error:
             raise ManifestVoid(
                 f"the process that published these weights has ended, so their bytes are lost: {error}"
