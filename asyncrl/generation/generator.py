@@ -3,12 +3,12 @@
 Six loops run at once. Who waits for whom, and the state that counts the time of a slot:
 
     coordinator ──▶ `Coordinator.reserve` ──▶ `Generator._admit`          starved_of_prompts, blocked_on_capacity,
-                                                    │                     blocked_on_staleness; idle: nothing was asked
+                                                    │                     blocked_on_staleness; idle: otherwise free
                                                     │
                   engine ◀── `Rollouts.run` ◀───────┤                     generating
                                                     │
-    scoring processes, agents ◀── `PartScorers` ◀───┤                     waiting_for_environment; a group that is only
-                                                    │                     scored holds no slot for admission
+    scoring processes, agents ◀── `PartScorers` ◀───┤                     waiting_for_environment; admission does not
+                                                    │                     count a group that is only scored
                                                     │
     row store, `Coordinator.commit` ◀── `Delivery.run`                    no slot
 
@@ -19,9 +19,10 @@ Six loops run at once. Who waits for whom, and the state that counts the time of
 The end of a rollout wakes admission and delivery. The state is `starting` until the engine is ready. Invariants:
 
 - No ticket is reserved before a version is loaded.
-- Nothing is delivered, failures included, between the pause of a weight update and its verification. Generation goes
-  on. Every `weights.probe_every_updates`-th update is verified by a probe, and the others count as verified.
-- Every ticket ends in a commit or a failure, or the buffer has ended it. If this process dies, its tickets expire.
+- No delivery begins between the pause of a weight update and its verification. Generation resumes after the load.
+  Every `weights.probe_every_updates`-th update is verified by a probe, and the others count as verified.
+- Every ticket ends by a commit, by a failure, or by the buffer: when `run` ends, when the deployment sees that this
+  process died, or when the heartbeats stop.
 """
 
 import asyncio
@@ -154,11 +155,12 @@ class Generator:
 
     @property
     def version(self) -> Version | None:
-        """The version that is loaded and verified; None before the first one and while the replica is torn."""
+        """The version that is loaded and verified; None before the first one, and while the replica is torn: after a
+        load that broke off, or a probe that failed."""
         return self._weights.version
 
     async def run(self) -> None:
-        """Generates until `drain` is called. Returns when every held ticket has been committed or has failed."""
+        """Generates until `drain` is called. Returns when no ticket is held any more."""
         hooks = UpdateHooks(show_loading=self._show_loading, fail_unverified=self._fail_unverified, report=self.report)
         loops = {
             "admission": self._admit(),
@@ -188,7 +190,7 @@ class Generator:
                     await self._coordinator.call(Coordinator.quarantine, self._name, Cause.of(failed), str(failed))
 
     def drain(self) -> None:
-        """Stops admission. Rollouts in flight are finished and committed."""
+        """Ends admission. The groups of held tickets are still delivered."""
         self._draining.set()
         self._running.wake()
 
@@ -206,7 +208,7 @@ class Generator:
                 continue
             reserved_s = self._clock()
             reservation = await self._coordinator.call(Coordinator.reserve, self._name, version, free, wait_s=wait_s)
-            # The first call returns at once and gives the reason of a refusal. Later calls wait for a change.
+            # The first call gets the reason of a refusal at once. The next ones wait in the buffer for a ticket.
             wait_s = 0.0 if reservation.refusal is None else RESERVE_WAIT_S
             if reservation.refusal is Refusal.QUARANTINED:
                 raise self._quarantined()
@@ -215,7 +217,8 @@ class Generator:
             self._held.add(reservation.tickets)
             for ticket in reservation.tickets:
                 async with self._throttle:
-                    # A failed update may have torn the replica since the reserve. Then this waits for a whole version.
+                    # Since the reserve, an update may have torn the replica, or the replica may have fallen too many
+                    # publications behind: this waits for a whole update.
                     await self._weights.startable()
                     if ticket.key in self._held:  # the buffer may have ended the ticket while it waited here
                         self._running.start(
@@ -297,13 +300,15 @@ class Generator:
         self._show_states()
 
     async def _fail_unverified(self, error: InfraError) -> None:
+        """Fails all groups that weights with a failed probe may have generated: finished ones now, running ones at
+        their end."""
         self._unverified |= dict.fromkeys(self._running, error)
         for key in self._running:
             self._prefixes.ended(key)
         await self._delivery.fail_finished(error)
 
     async def report(self) -> None:
-        # Count as the buffer does: a slot is taken from the reserve on, also while the rollout waits for the throttle.
+        # Unlike `_admit`, this counts every held ticket, as the buffer does.
         free = 0 if self._draining.is_set() else max(0, self._slots - len(self._held))
         prompts = self._rollouts.engine.prompt_tokens
         report = ReplicaReport(
@@ -674,10 +679,11 @@ class Delivery:
             self.metrics.reward_failed(reason=failure.reason, samples=1)
         await report_failures(failures, self.coordinator)
         if refused:
-            await self.rows.clear(refused)
+            await self._clear(refused)
 
     async def _clear(self, keys: Sequence[str]) -> None:
-        """Clears the rows of a put that failed, because it may have stored them before its answer was lost."""
+        """Clears the rows of refused groups, or of a put that failed: it may have stored them before its answer was
+        lost."""
         try:
             await self.rows.clear(keys)
         except (RunError, TimeoutError) as error:

@@ -199,9 +199,11 @@ class WeightUpdates:
         await asyncio.sleep(pause_s)
 
     async def _mark_torn(self, error: WeightError, replica: UpdateHooks) -> None:
-        """Drops the version and stops admission. After a failed probe also fails all unverified groups as INFRA."""
+        """Drops the version and stops admission. After a failed probe also fails all unverified groups as INFRA. After
+        a load that broke off, the engine stays paused."""
         self.version = None
         self._may_start.clear()
+        replica.show_loading(isinstance(error, TornReplica))
         if isinstance(error, ParityError):
             await self._engine.abort()
             await replica.fail_unverified(InfraError(str(error), reason="parity"))

@@ -9,21 +9,22 @@ Who waits for whom in a step, and the state that counts the time:
                                                     │
              coordinator ◀── `LearnerCalls.ack` ◀───┤                     other
                                                     │
-                engines ◀── `Publisher.publish` ◀───┤                     publish: until the ranks have a copy
+           weight store ◀── `Publisher.publish` ◀───┤                     publish: until the ranks have a copy
                                                     │
-             records, rows ◀── `StepEnd.begin` ◀────┤                     other: until the end of the step before; the
-                                                    │                     rest runs beside the next step
+             records, rows ◀── `StepEnd.begin` ◀────┤                     other: until the step before has ended; this
+                                                    │                     end runs beside the next step
                                                     │
-                 files ◀── `Checkpoints.begin` ◀────┘                     checkpoint: until this step's records are
-                                                                          written and the ranks have a copy
+                 files ◀── `Checkpoints.begin` ◀────┘                     other: until this step has ended;
+                                                                          checkpoint: until the ranks have a copy
 
-A commit wakes the lease that waits for it. The state is `starting` until `LearnerLoop.run` is called. A held-out
+The end of a group, by a commit or another way, wakes the lease that waits. Engines fetch the weights from the store
+beside the training. The state is `starting` until `LearnerLoop.run` is called. A held-out
 evaluation runs before the first and after the last step, and those in between run beside the steps
 (`HeldoutEvaluation.begin`). The loop keeps these invariants:
 
 - every lease ends by ack, skip or give-back, also when a stage fails;
 - a version is published only after the ack of its step;
-- the last version is saved before the run ends; it is also published and evaluated, unless the run was stopped.
+- a run that ends without an error saves its last version; unless it was stopped, it also publishes and evaluates it.
 
 The time of every stage is counted in the learner's state-seconds.
 """
@@ -63,7 +64,7 @@ logger = logging.getLogger(__name__)
 LEASE_WAIT_S = 5.0
 """Longest wait of one lease call, so that the loop checks `stop` and the run's progress in between."""
 UNPUBLISHED_WAIT_S = 0.5
-"""The same while the newest version is not published: the generators may come to need it while the learner waits."""
+"""The same while the newest version is not published, because generators may become blocked until they get it."""
 
 
 @dataclass(kw_only=True)
@@ -115,7 +116,7 @@ class LearnerLoop:
         await self._keep_weights(version)
         if self.step_end.recorder.before is None:
             await self._evaluate(version, stop)
-        else:  # a resumed run evaluated its first version before its first step
+        else:  # a resumed run had its first evaluation in an earlier process
             await self.publisher.settle()
         await self.coordinator.call(LearnerCalls.resume, self.incarnation)
         await self.coordinator.call(LearnerCalls.set_state, self.incarnation, RunState.RUNNING)
@@ -157,8 +158,8 @@ class LearnerLoop:
     # --- one step -----------------------------------------------------------------------------------------------
 
     async def _lease(self, stop: asyncio.Event) -> Lease | None:
-        """Waits for the groups of the next step; returns None when there are no more steps, `stop` is set, or an
-        evaluation has reached the reward of `run.stop_when`.
+        """Waits for the groups of the next step, also for late ones (`staleness.on_deadline`); returns None when there
+        are no more steps, `stop` is set, or an evaluation has reached the reward of `run.stop_when`.
 
         Raises StallError when nothing moves, RunError after too many failures (`check_progress`), and ActorGone when
         the index of the data plane has died.
@@ -220,7 +221,7 @@ class LearnerLoop:
             report, critic_report = await self.stages.train(meta, samples, step=lease.step)
         except RowsLost as lost:
             return await self._repeat_without(lost, lease), None
-        # NaN log-probs skip the step. They do not show whether the engine's and the learner's weights agree.
+        # A skipped step may have NaN log-probs, which say nothing about parity.
         parity_ratio = None if report.skipped else self._checks.parity(report, step=lease.step)
         if report.skipped:
             acked, (status, clearable) = None, await self._skip(lease)
@@ -323,7 +324,7 @@ class LearnerLoop:
         return True
 
     async def _publish_if_due(self, status: BriefStatus) -> None:
-        """Publishes the learner's version if the gate allows it."""
+        """Publishes the learner's version if it is due, or if replicas that could generate need it."""
         if should_publish(
             version=status.version,
             published=self.publisher.published,

@@ -42,14 +42,14 @@ from asyncrl.value.tq_value import TQValue
 #
 # The functions use only the metadata of the groups. The rows stay in the data plane.
 #
-# `check_staleness` checks the staleness bound a last time before training. A group whose oldest token is older than the
-# limit η of its ticket is a bug of asyncrl, unless the buffer has extended its deadline (`staleness.on_deadline:
-# mask`). The ranks then mask the tokens that are too old, and check the ages of those that are left.
+# `check_staleness` checks the staleness bound of each group, and the ranks later that of each token. A group whose
+# oldest token is older than the limit η of its ticket is a bug of asyncrl, unless the buffer has extended its deadline
+# (`staleness.on_deadline: mask`; with the default, the learner waits instead). The ranks then mask the tokens that are
+# too old.
 
 
 def check_staleness(lease: Lease) -> None:
-    """Raises StalenessViolation when a leased group is staler than the limit of its ticket, or later than its
-    deadline."""
+    """Raises StalenessViolation when a group is staler than the limit of its ticket, or leased after its deadline."""
     for group in lease.groups:
         staleness = lease.step - group.meta.oldest
         if lease.step > group.deadline:
@@ -90,7 +90,7 @@ class StepSamples:
       token that may be trained, or because their reward failed.
     - `failed_samples_ratio`: the share of samples whose reward failed (`environment.on_error: mask`).
     - `stale_tokens`: the number of tokens that are masked because they are older than η.
-    - `stale_samples`: the number of samples that have no token that is not older than η.
+    - `stale_samples`: the number of samples of which all tokens are older than η.
 
     The three ratios over groups are NaN when every group has one sample only: its reward has nothing to differ from.
     """
@@ -237,8 +237,8 @@ class Stages:
     async def train(
         self, meta: KVBatchMeta, samples: StepSamples, *, step: int
     ) -> tuple[StepReport, StepReport | None]:
-        """Runs the stages of a step in order and returns the reports of the policy and the critic. While the policy
-        waits for the critic, its report has the same numbers, but its weights do not change.
+        """Runs the stages of a step in order and returns the reports of the policy and the critic. During
+        `critic.warmup_steps`, the policy's report has the same numbers, but its weights do not change.
 
         Raises RowsLost when rows are lost; the policy is then not trained. The critic is trained before the policy, so
         it may be trained already. The remaining rows are then leased again: the critic trains on them a second time,

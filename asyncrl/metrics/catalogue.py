@@ -238,7 +238,8 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             "asyncrl_generator_state_seconds_total",
             "Seconds of the concurrency slots by state, divided by the number of slots: the states add up to the time "
             "since the process started. `starting`: until the engine is ready. `waiting_for_environment`: agents' own "
-            "code runs, or the group is only scored. `idle`: a free slot without a request for a ticket.",
+            "code runs, or the group is only scored. `idle`: a slot that is free for another reason, for example while "
+            "admission is paused.",
             {"state": GENERATOR_STATES},
         ),
         gauge(GENERATOR, "asyncrl_generator_inflight_groups", "Groups that are being generated now."),

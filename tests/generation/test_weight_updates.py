@@ -435,6 +435,21 @@ async def test_a_probe_that_fails_ends_what_runs_and_fails_what_is_finished(
 
 @pytest.mark.asyncio
 @pytest.mark.fault("F11")
+async def test_slots_count_as_paused_until_a_whole_update_after_a_load_that_broke_off(make_scene: MakeScene) -> None:
+    scene = make_scene()
+    scene.source.offer(0, serial=1)
+    await scene.updates.startable()
+    scene.engine.fail_next_load = OSError("the sender died half way")
+    scene.source.offer(1, serial=2)
+    await until(lambda: scene.outcomes("torn") == 1)
+    assert scene.loading[-1], "the engine stays paused"
+    scene.source.offer(1, serial=2)
+    await until(lambda: scene.updates.version == Version(1, 1))
+    assert not scene.loading[-1]
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F11")
 async def test_a_live_parameter_that_is_not_as_published_fails_the_update(make_scene: MakeScene) -> None:
     scene = make_scene()
     scene.source.offer(0, serial=1)
