@@ -1,8 +1,17 @@
-"""The transitions of groups: what changes together when a group changes its state or ends.
+"""The groups of the replay buffer: where each group is, and what changes together when it moves.
 
-The other parts of the buffer make the decisions, and `Groups` applies them to the table of groups, the ledger, the
-attempts, the stored prefixes and the retained groups. Transitions that concern the table only are methods of
-`GroupTable`.
+    not issued ──▶ reserved ──▶ ready ──▶ leased ──▶ ended
+                    │    ▲        │
+                    ▼    │        ▼
+                   waiting at the front
+
+A group is in exactly one of these places. `Groups` moves it, and keeps the ledger, the numbers of attempts and the kept
+rows consistent with its place. `KeptRows` knows what the data plane has of groups for a checkpoint or for the next
+attempt. The rules are in `replay_buffer.py`, which decides about each move.
+
+The n-th new prompt is group n. A retry keeps the group, the prompt and the seed, and has the next attempt number. Every
+order is total: ready groups are ordered by (deadline, group), waiting prompts by group, which is the order in which the
+prompts were first issued.
 """
 
 import heapq
@@ -21,10 +30,38 @@ from asyncrl.buffer.staleness import Limits
 from asyncrl.common.version import Lineage, Version
 from asyncrl.data.prompts import PromptSource
 
-# Containers of the replay buffer: the slot of a group, the queue of ready groups, and the prompts at the front.
-#
-# They are pure and contain no rules. Every order is total: ready groups are ordered by (deadline, group), waiting
-# prompts by group, which is the order in which the prompts were first issued.
+SEEDS_A_RUN = 2**32
+"""Sample seeds of one `run.seed`. A `run.seed` is below 2**31, so all of them are below 2**63, the limit of vLLM."""
+LAST_ATTEMPTS = 10_000
+"""Number of ended groups whose last attempt is remembered, to name the reason why a late commit is refused. Retried and
+failed groups are remembered only. A commit of an older one is refused too."""
+
+_KEY = re.compile(r"(\d+)\.(\d+)")
+
+
+def parsed_key(key: str) -> tuple[int, int] | None:
+    """Returns (group, attempt) of a ticket's key; None for a name of another form.
+
+    >>> parsed_key("12.0"), parsed_key("of a user")
+    ((12, 0), None)
+    """
+    found = _KEY.fullmatch(key)
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+def seed_of_group(run_seed: int, group: int, *, group_size: int) -> int:
+    """Returns the seed of a group. It is a multiple of the group size, because vLLM gives sample i the seed + i.
+
+    Each `run.seed` has its own range of `SEEDS_A_RUN` sample seeds, for every group size. They are all different until
+    the range is used up, after four billion samples. Then they begin again.
+
+    >>> [seed_of_group(0, group, group_size=3) for group in range(3)]
+    [0, 3, 6]
+    >>> seed_of_group(1, 0, group_size=3) - 2**32
+    2
+    """
+    first = -(-run_seed * SEEDS_A_RUN // group_size)  # rounded up, so the range has room for one group less
+    return (first + group % (SEEDS_A_RUN // group_size - 1)) * group_size
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +98,11 @@ class Slot:
         return 0 if self.meta is None else self.meta.generated_tokens
 
     @property
+    def stored_tokens(self) -> int:
+        """The tokens of the group's prefix in the data plane."""
+        return 0 if self.prefix is None else self.prefix.tokens
+
+    @property
     def newest_deadline(self) -> int:
         """The last step at which the newest token of a reserved group may be trained."""
         return self.newest_step + self.ticket.max_staleness_versions
@@ -89,125 +131,216 @@ class Slot:
         )
 
 
-class ReadyQueue:
-    """Ready groups, earliest deadline first, ties in prompt order. Adding or taking a group takes O(log n).
+class KeptRows:
+    """What the data plane keeps for a learner that goes back to a checkpoint, and for the next attempts at groups.
 
-    `by_deadline` is the number of groups for each deadline, and `tokens` the sum of their generated tokens.
+    A learner can go back to the newest complete checkpoint, and to the newest snapshot. The checkpoint of that snapshot
+    may still be being written, and it reads the rows. So these stay:
+
+    - The rows of a *retained* group. It has ended, but the learner can train it again.
+    - The *prefix* of a group that is reserved or waits: the tokens that an attempt has generated so far. The next
+      attempt continues them. The slot of a reserved group and the waiting prompt name the newest prefix.
+    - The prefix of a committed group that a checkpoint *splits*: the learner would lose some of its tokens, not all.
+
+    This class counts the tokens of prefixes that were continued or dropped, and collects the keys of prefixes that no
+    attempt needs. `not_loaded` has the keys of ready groups whose rows are only in the checkpoint that a learner
+    restores. It is empty after the learner's first lease call, before which the learner loads the rows.
     """
 
-    def __init__(self) -> None:
-        self._slots: dict[int, Slot] = {}
-        self._order: list[tuple[int, int]] = []  # a heap of (deadline, group)
-        self.by_deadline: Counter[int] = Counter()
-        self.tokens = 0
+    def __init__(self, *, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._complete: int | None = None  # the step of the newest complete checkpoint
+        self._snapshot: int | None = None  # the step of the newest snapshot
+        self._retained: dict[str, tuple[Slot, int]] = {}  # with the step that ended the group, by key
+        self._split: dict[int, Slot] = {}
+        self._unneeded: list[str] = []  # keys whose prefixes became unneeded since `take_unneeded`
+        self.not_loaded: set[str] = set()
 
-    def __len__(self) -> int:
-        return len(self._slots)
+    # Checkpoints
 
-    def slots(self) -> Collection[Slot]:
-        return self._slots.values()
+    def snapshot_taken(self, *, step: int) -> None:
+        """From now on, groups are retained that a learner would need that goes back to `step`."""
+        self._snapshot = step
 
-    def push(self, slot: Slot) -> None:
-        self._slots[slot.ticket.group] = slot
-        heapq.heappush(self._order, (slot.deadline, slot.ticket.group))
-        self.by_deadline[slot.deadline] += 1
-        self.tokens += slot.tokens
+    def restored(self, *, step: int) -> None:
+        """Records that the buffer continues from the checkpoint of `step`, which is complete."""
+        self._complete = self._snapshot = step
 
-    def take(self, groups: int) -> list[Slot]:
-        """Removes and returns this number of groups, earliest deadline first, ties in prompt order."""
-        taken = [self._slots.pop(heapq.heappop(self._order)[1]) for _ in range(groups)]
-        self._count_out(taken)
-        return taken
+    def release(self, *, complete: int | None) -> tuple[str, ...]:
+        """Forgets what is not needed, now that the newest complete checkpoint is the one of step `complete`; with None,
+        all. Returns the keys of the groups that were retained until now; their rows may be cleared."""
+        self._complete = complete
+        if complete is None:
+            self._snapshot = None
+        clearable = tuple(key for key, (slot, step) in self._retained.items() if not self._is_needed(slot, step))
+        for key in clearable:
+            del self._retained[key]
+        for group, slot in list(self._split.items()):
+            assert slot.meta is not None, f"group {slot.ticket.key} is split before its commit"
+            if not self._splits(slot.meta):
+                del self._split[group]
+                if slot.prefix is not None:
+                    self._forget(group, slot.prefix)
+        return clearable
 
-    def discard(self, slots: Collection[Slot]) -> None:
-        """Removes any ready groups. A call takes O(n). It is for lost rows, which are rare and affect many groups at
-        once."""
-        for slot in slots:
-            del self._slots[slot.ticket.group]
-        self._order = [(slot.deadline, group) for group, slot in self._slots.items()]
-        heapq.heapify(self._order)
-        self._count_out(slots)
+    def retained(self) -> list[Slot]:
+        """Returns the slots that the retained groups had."""
+        return [slot for slot, _ in self._retained.values()]
 
-    def _count_out(self, slots: Collection[Slot]) -> None:
-        self.by_deadline -= Counter(slot.deadline for slot in slots)
-        self.tokens -= sum(slot.tokens for slot in slots)
+    def retain(self, slot: Slot, *, step: int) -> bool:
+        """Retains a group that `step` has ended, if a checkpoint needs it. Returns False if none needs it."""
+        if self._is_needed(slot, step):
+            self._retained[slot.ticket.key] = slot, step
+            return True
+        return False
+
+    def _is_needed(self, slot: Slot, step: int) -> bool:
+        """Returns whether a learner that goes back to a checkpoint can train a group again that `step` ended: it was
+        not trained at the checkpoint, and no token is newer."""
+        assert slot.meta is not None, f"group {slot.ticket.key} was leased before its commit"
+        newest = slot.meta.newest
+        return any(at is not None and newest <= at <= step for at in (self._complete, self._snapshot))
+
+    def _splits(self, meta: GroupMeta) -> bool:
+        """Returns whether a learner that goes back to a checkpoint loses some tokens of a group, and not all."""
+        return any(at is not None and meta.oldest <= at < meta.newest for at in (self._complete, self._snapshot))
+
+    # Prefixes
+
+    def split_prefix(self, group: int) -> Prefix | None:
+        """Returns the prefix of a committed group that a checkpoint splits; None if there is none."""
+        slot = self._split.get(group)
+        return None if slot is None else slot.prefix
+
+    def split_tokens(self, lineage: Lineage) -> int:
+        """Returns how many tokens ancestors have generated of the groups that weights of dead versions finished."""
+        metas = [slot.meta for slot in self._split.values() if slot.meta is not None]
+        dead = [meta for meta in metas if not all(map(lineage.has, meta.versions))]
+        return sum(meta.surviving_tokens(lineage) for meta in dead)
+
+    def take_unneeded(self) -> tuple[str, ...]:
+        """Returns the keys of the attempts whose prefixes became unneeded since the last call. They may be cleared."""
+        keys, self._unneeded = tuple(self._unneeded), []
+        return keys
+
+    def store(self, slot: Slot, prefix: Prefix) -> None:
+        """Records what the data plane has of a reserved group now. The prefix of an earlier attempt is not needed any
+        longer: the new one has its tokens, unless the attempt could not read it."""
+        before, slot.prefix = slot.prefix, prefix
+        if before is not None and before.attempt != prefix.attempt:
+            self._count_dropped(before.tokens - prefix.continued_tokens)
+            self._forget(slot.ticket.group, before)
+
+    def commit(self, slot: Slot, meta: GroupMeta) -> None:
+        """Counts what a committed attempt took from the prefix of its ticket. What is stored is cleared, or stays until
+        `release` if a checkpoint splits the group."""
+        self._count_continued(slot, meta)
+        if not self._splits(meta):
+            self.clear(slot)
+            return
+        self._split[slot.ticket.group] = slot
+        if slot.prefix is None or slot.prefix.attempt != slot.ticket.attempt:
+            self._unneeded.append(slot.ticket.key)
+
+    def filter(self, slot: Slot, meta: GroupMeta) -> None:
+        """Counts what a filtered attempt took from the prefix of its ticket. What is stored is cleared."""
+        self._count_continued(slot, meta)
+        self.clear(slot)
+
+    def clear(self, slot: Slot) -> None:
+        """Marks what is stored of a group that is not reserved any longer as unneeded: what its last attempt may have
+        stored without a report, and what it has not replaced of an earlier attempt."""
+        self._unneeded.append(slot.ticket.key)
+        if slot.prefix is not None and slot.prefix.attempt != slot.ticket.attempt:
+            self._forget(slot.ticket.group, slot.prefix)
+
+    def drop(self, prefix: Prefix) -> None:
+        """Counts the tokens of a prefix that no attempt will continue."""
+        self._count_dropped(prefix.tokens)
+
+    def without_prefix(self, prompt: DuePrompt) -> DuePrompt:
+        """Returns a waiting prompt without its prefix. Counts the tokens."""
+        assert prompt.prefix is not None, f"group {prompt.group} has no prefix"
+        self.drop(prompt.prefix)
+        self._forget(prompt.group, prompt.prefix)
+        return msgspec.structs.replace(prompt, prefix=None)
+
+    def surviving(self, prefix: Prefix | None, lineage: Lineage) -> Prefix | None:
+        """Returns the part of a prefix up to its first token of a dead version of `lineage`. Its `tokens` then counts
+        the dead ones too, because the record does not tell them apart. Counts a prefix that has no such part as
+        dropped."""
+        if prefix is None:
+            return None
+        versions = tuple(filter(lineage.has, prefix.versions))
+        if not versions:
+            self.drop(prefix)
+            return None
+        return msgspec.structs.replace(prefix, versions=versions)
+
+    def _count_continued(self, slot: Slot, meta: GroupMeta) -> None:
+        if meta.continued_tokens:
+            self._ledger.count(Event.PREFIX_CONTINUED)
+            self._ledger.count(Event.TOKENS_CONTINUED, meta.continued_tokens)
+        if slot.prefix is not None:
+            # An agent may not have used all stored answers. What its attempt stored has the unused ones too.
+            own = slot.prefix.attempt == slot.ticket.attempt
+            stored = slot.prefix.continued_tokens if own else slot.prefix.tokens
+            self._count_dropped(stored - meta.continued_tokens)
+
+    def _count_dropped(self, tokens: int) -> None:
+        if tokens > 0:
+            self._ledger.count(Event.PREFIX_DROPPED)
+            self._ledger.count(Event.TOKENS_DROPPED, tokens)
+
+    def _forget(self, group: int, prefix: Prefix) -> None:
+        self._unneeded.append(f"{group}.{prefix.attempt}")
 
 
-class WaitingPrompts:
-    """Prompts that are issued before any new prompt, in prompt order. They hold no slot."""
+class Groups:
+    """All groups that were issued.
 
-    def __init__(self) -> None:
-        self._order: list[int] = []
-        self._prompts: dict[int, DuePrompt] = {}
-        self.issued_groups = 0
+    `prompts` issues the new prompts. Callers read these attributes, and change them with the methods only:
 
-    def __len__(self) -> int:
-        return len(self._prompts)
-
-    def get(self, group: int) -> DuePrompt | None:
-        return self._prompts.get(group)
-
-    def prompts(self) -> tuple[DuePrompt, ...]:
-        """Returns the waiting prompts in prompt order."""
-        return tuple(self._prompts[group] for group in sorted(self._prompts))
-
-    def push(self, prompt: DuePrompt) -> None:
-        heapq.heappush(self._order, prompt.group)
-        self._prompts[prompt.group] = prompt
-        self.issued_groups += prompt.issued
-
-    def pop(self, *, unless: Callable[[DuePrompt], bool]) -> DuePrompt | None:
-        """Removes and returns the earliest prompt that is not left out by `unless`; None if there is none."""
-        left_out: list[int] = []
-        found = None
-        while self._order and found is None:
-            group = heapq.heappop(self._order)
-            if unless(self._prompts[group]):
-                left_out.append(group)
-            else:
-                found = self._prompts.pop(group)
-                self.issued_groups -= found.issued
-        for group in left_out:
-            heapq.heappush(self._order, group)
-        return found
-
-
-# The table of groups: in which state each group is, and the numbers that depend on it.
-#
-# A group is in exactly one place: reserved (a generator works on it), ready (it may be trained), leased (the learner
-# trains it), waiting at the front (its prompt waits for the next attempt), or ended. Each method moves groups between
-# these places, and keeps the containers and the running numbers consistent: the booked bytes, the tokens of ready and
-# leased groups, the unleased groups by deadline, and the tickets by replica. The table contains no rules and counts
-# nothing in the ledger.
-
-
-class GroupTable:
-    """The groups by state, and the bytes that they book.
-
-    Callers read the attributes, and change the slots in them with the methods only:
-
+    - `issued`: the number of groups that were issued, and `exhausted`: whether the prompts have run out.
+    - `waiting`: the prompts at the front, by group. They are issued before any new prompt, and hold no slot.
     - `open`: every slot by group, in the order of the reserves.
     - `reserved`: the reserved slots by key.
     - `held`: the reserved slots of each replica, by key. A replica without a ticket is not in it.
     - `unconfirmed`: the reserved slots whose tickets no heartbeat has named, by key, the oldest first.
     - `must_report_all`: the replicas that have to name all of their tickets, because a ticket that they may hold has
       ended.
-    - `ready`, `leased`: the slots of committed groups. `leased_tokens` is the sum of the tokens of the leased ones.
-    - `waiting_prompts`: the prompts that wait for their next attempt. They hold no slot.
+    - `ready`: the slots of committed groups, by group. `ready_by_deadline` is their number for each deadline.
+    - `leased`: the slots that the learner trains.
+    - `last_of_ended`: the last attempt at each ended group, and whether it was committed. The common case (attempt 0,
+      committed) is left out, so that memory does not grow with every group.
     - `unleased_by_deadline`: the number of reserved and ready groups by deadline. `-=` forgets the deadlines that no
       group has, so it does not grow with every step of the run.
+    - `booked_bytes`: the bytes that all slots book.
+    - `kept`: what the data plane keeps for checkpoints and next attempts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, limits: Limits, prompts: PromptSource, ledger: Ledger, fleet: Fleet) -> None:
+        self.limits = limits
+        self.prompts = prompts
+        self.ledger = ledger
+        self._fleet = fleet
+        self.kept = KeptRows(ledger=ledger)
+        self.issued, self.exhausted = 0, False
+        self.waiting: dict[int, DuePrompt] = {}
+        self._waiting_order: list[int] = []  # a heap of groups
+        self._waiting_issued = 0  # waiting prompts whose groups the ledger counts as reserved
         self.open: dict[int, Slot] = {}
         self.reserved: dict[str, Slot] = {}
         self.held: dict[str, dict[str, Slot]] = {}
         self.unconfirmed: dict[str, Slot] = {}
         self.must_report_all: set[str] = set()
-        self.ready = ReadyQueue()
+        self.ready: dict[int, Slot] = {}
+        self._ready_order: list[tuple[int, int]] = []  # a heap of (deadline, group)
+        self.ready_by_deadline: Counter[int] = Counter()
+        self._ready_tokens = 0
         self.leased: list[Slot] = []
-        self.leased_tokens = 0
-        self.waiting_prompts = WaitingPrompts()
+        self._leased_tokens = 0
+        self.last_of_ended: dict[int, tuple[int, bool]] = {}
         self.unleased_by_deadline: Counter[int] = Counter()
         self.booked_bytes = 0
 
@@ -220,13 +353,156 @@ class GroupTable:
         """
         return len(self.reserved) + len(self.ready) + len(self.leased)
 
+    # --- prompts, and the attempts at them ----------------------------------------------------------------------
+
+    def next_prompt(self, *, replica: str) -> DuePrompt | None:
+        """Returns the earliest prompt at the front, else a new prompt; None if there is neither.
+
+        A prompt that failed on this replica comes last, if a healthy replica has not tried it.
+        """
+
+        def other_may_try(prompt: DuePrompt) -> bool:
+            return replica in prompt.failed_on and self._fleet.has_other_than(prompt.failed_on)
+
+        return self._pop_waiting(unless=other_may_try) or self.new_prompt() or self._pop_waiting(unless=lambda _: False)
+
+    def new_prompt(self) -> DuePrompt | None:
+        """Returns the next new prompt for the first attempt at its group; None if there is none."""
+        task = None if self.exhausted else self.prompts.next()
+        if task is None:
+            self.exhausted = True
+            return None
+        group = self.issued
+        self.issued += 1
+        seed = seed_of_group(self.prompts.seed, group, group_size=self.limits.group_size)
+        return DuePrompt(group=group, attempt=0, task=task, seed=seed, issued=False)
+
+    def wait(self, prompt: DuePrompt) -> None:
+        """Puts a prompt at the front. Takes O(log n)."""
+        heapq.heappush(self._waiting_order, prompt.group)
+        self.waiting[prompt.group] = prompt
+        self._waiting_issued += prompt.issued
+
+    def waiting_prompts(self) -> tuple[DuePrompt, ...]:
+        """Returns the waiting prompts in prompt order."""
+        return tuple(self.waiting[group] for group in sorted(self.waiting))
+
+    def next_attempt(
+        self, ticket: Ticket, *, issued: bool, failed: bool = False, prefix: Prefix | None = None
+    ) -> DuePrompt:
+        """Returns the prompt of a ticket that has ended, for its next attempt, which begins with `prefix`."""
+        self.ledger.count(Event.RETRY)
+        return DuePrompt(
+            group=ticket.group,
+            attempt=ticket.attempt + 1,
+            task=ticket.task,
+            seed=ticket.seed,
+            issued=issued,
+            failed_on=(*ticket.failed_on, ticket.replica) if failed else ticket.failed_on,
+            prefix=prefix,
+        )
+
+    def is_last_attempt(self, ticket: Ticket) -> bool:
+        """Returns whether the group has failed if this attempt fails.
+
+        That is the attempt number `max_attempts`. Attempts on replicas that were quarantined do not count, up to the
+        same number: a prompt that ends every engine must not be tried for ever.
+        """
+        failed_on, most = [*ticket.failed_on, ticket.replica], self.limits.max_attempts
+        counted = sum(not self._fleet.is_excused(replica) for replica in failed_on)
+        return counted >= most or len(failed_on) >= 2 * most
+
+    def last_attempt(self, group: int) -> tuple[int, bool] | None:
+        """Returns (last issued attempt at a group, whether it was committed); None if there is no such group."""
+        if not 0 <= group < self.issued:
+            return None
+        if slot := self.open.get(group):
+            return slot.ticket.attempt, slot.meta is not None
+        if due := self.waiting.get(group):
+            return due.attempt - 1, False
+        return self.last_of_ended.get(group, (0, True))
+
+    def issued_attempts(self, group: int) -> int:
+        """Returns the number of attempts that were issued at a group."""
+        last = self.last_attempt(group)
+        return 0 if last is None else last[0] + 1
+
+    def has_ended(self, group: int, attempt: int) -> bool:
+        """Returns whether no commit of this attempt was accepted or can be accepted. An attempt that was never issued
+        counts as such, because a restore forgets the attempts that were issued after its snapshot. So does an attempt
+        whose rows were lost after its commit."""
+        slot = self.open.get(group)
+        waits = slot is not None and slot.ticket.attempt == attempt
+        return not waits and self.last_attempt(group) != (attempt, True)
+
+    def is_never_committed(self, group: int, attempt: int) -> bool:
+        """Returns whether this attempt was issued and has ended without a commit that counts."""
+        return attempt < self.issued_attempts(group) and self.has_ended(group, attempt)
+
+    def prefix_of(self, group: int) -> Prefix | None:
+        """Returns what is stored of a group."""
+        return next(iter(self._prefixes(group)), None)
+
+    def needs_prefix(self, group: int, attempt: int) -> bool:
+        """Returns whether an attempt at a group writes its prefix now, reads it, or may read it later."""
+        slot = self.open.get(group)
+        if slot is not None and slot.meta is None and slot.ticket.attempt == attempt:
+            return True
+        return any(prefix.attempt == attempt for prefix in self._prefixes(group))
+
+    def _prefixes(self, group: int) -> list[Prefix]:
+        """Returns what a waiting or reserved group continues, before what is stored of its commit."""
+        due, slot = self.waiting.get(group), self.open.get(group)
+        found = (
+            due.prefix if due is not None else None,
+            slot.prefix if slot is not None and slot.meta is None else None,
+            self.kept.split_prefix(group),
+        )
+        return [prefix for prefix in found if prefix is not None]
+
+    def _pop_waiting(self, *, unless: Callable[[DuePrompt], bool]) -> DuePrompt | None:
+        """Removes and returns the earliest prompt that is not left out by `unless`; None if there is none."""
+        left_out: list[int] = []
+        found = None
+        while self._waiting_order and found is None:
+            group = heapq.heappop(self._waiting_order)
+            if unless(self.waiting[group]):
+                left_out.append(group)
+            else:
+                found = self.waiting.pop(group)
+                self._waiting_issued -= found.issued
+        for group in left_out:
+            heapq.heappush(self._waiting_order, group)
+        return found
+
+    # --- reserved groups ----------------------------------------------------------------------------------------
+
+    def admit(self, prompt: DuePrompt, *, replica: str, version: Version, step: int, now_s: float) -> Ticket:
+        """Gives the prompt a slot, and returns the ticket."""
+        ticket = Ticket(
+            group=prompt.group,
+            attempt=prompt.attempt,
+            task=prompt.task,
+            seed=prompt.seed,
+            version=version,
+            max_staleness_versions=self.limits.max_staleness_versions,
+            replica=replica,
+            failed_on=prompt.failed_on,
+            prefix=prompt.prefix,
+        )
+        self.enter(Slot(ticket, step, now_s, now_s, self.limits.worst_group_bytes, prefix=prompt.prefix))
+        if not prompt.issued:
+            self.ledger.issue(samples=self.limits.group_size)
+        self.ledger.count(Event.ATTEMPT)
+        return ticket
+
     def enter(self, slot: Slot) -> None:
         """Adds a group with its slot: a reserved one, or a ready one if it has been committed."""
         self.open[slot.ticket.group] = slot
         self.unleased_by_deadline[slot.deadline] += 1
         self.booked_bytes += slot.booked_bytes
         if slot.meta is not None:
-            self.ready.push(slot)
+            self._push_ready(slot)
             return
         key = slot.ticket.key
         self.reserved[key] = slot
@@ -234,10 +510,20 @@ class GroupTable:
         if not slot.confirmed:
             self.unconfirmed[key] = slot
 
-    def confirm(self, slot: Slot) -> None:
-        """Records that the replica has named the ticket of a reserved group."""
-        slot.confirmed = True
-        self.unconfirmed.pop(slot.ticket.key, None)
+    def confirm(self, key: str, *, tokens: int, replica: str, step: int) -> bool:
+        """Records that a replica named a ticket in a heartbeat, with the tokens that its rollout has sampled so far.
+
+        `step` is the step of the newest weights that the replica has reported. Returns False if the ticket is not
+        reserved. Another replica's ticket is left alone.
+        """
+        slot = self.reserved.get(key)
+        if slot is None:
+            return False
+        if slot.ticket.replica == replica:
+            slot.confirmed = True
+            self.unconfirmed.pop(key, None)
+            slot.sampled_tokens, slot.newest_step = tokens, max(slot.newest_step, step)
+        return True
 
     def unconfirm(self, slot: Slot, *, now_s: float) -> None:
         """Records that the replica does not hold the ticket of a reserved group any longer. The ticket ends like one
@@ -254,13 +540,11 @@ class GroupTable:
         order."""
         self.unconfirmed = dict(sorted(self.unconfirmed.items(), key=lambda each: each[1].last_seen_s))
 
-    def commit(self, slot: Slot, meta: GroupMeta, *, step: int) -> None:
-        """Moves a group from reserved to ready. The booked bytes that its rows do not need are free again."""
-        self._leave_replica(slot)
-        slot.meta, slot.ready_step = meta, step
-        self.booked_bytes += meta.row_bytes - slot.booked_bytes
-        slot.booked_bytes = meta.row_bytes
-        self.ready.push(slot)
+    def store(self, key: str, prefix: Prefix, *, replica: str) -> None:
+        """Records what a replica has stored of the group of its ticket."""
+        slot = self.reserved.get(key)
+        if slot is not None and slot.ticket.replica == replica:
+            self.kept.store(slot, prefix)
 
     def extend(self, slot: Slot) -> None:
         """Gives a reserved group the deadline of its newest token. Its older tokens may then be too old to train."""
@@ -268,50 +552,90 @@ class GroupTable:
         slot.deadline = slot.newest_deadline
         self.unleased_by_deadline[slot.deadline] += 1
 
-    def leave_reserved(self, slot: Slot) -> None:
+    def commit(self, slot: Slot, meta: GroupMeta, *, step: int) -> None:
+        """Moves a group from reserved to ready. The booked bytes that its rows do not need are free again."""
+        if meta.stored is not None:
+            self.kept.store(slot, meta.stored)
+        self._leave_replica(slot)
+        slot.meta, slot.ready_step = meta, step
+        self.booked_bytes += meta.row_bytes - slot.booked_bytes
+        slot.booked_bytes = meta.row_bytes
+        self._push_ready(slot)
+        self.kept.commit(slot, meta)
+        self.ledger.generated(meta.generated_tokens)
+
+    def filter(self, slot: Slot, meta: GroupMeta) -> None:
+        """Ends a reserved group that was generated, but is not trained. Another prompt may take its slot."""
+        if meta.stored is not None:
+            self.kept.store(slot, meta.stored)
+        self._leave_replica(slot)  # the slot gets no metadata: the group does not count as committed
+        self._free_unleased(slot)
+        self.kept.filter(slot, meta)
+        self.ledger.generated(meta.generated_tokens)
+        self._end(slot, Fate.FILTERED, tokens=meta.generated_tokens)
+
+    def retry(self, slot: Slot) -> bool:
+        """Ends an attempt at a reserved group without a result, and puts the prompt at the front.
+
+        Returns False if it was the last attempt; then the group has failed.
+        """
+        if self.is_last_attempt(slot.ticket):
+            self.fail(slot)
+            return False
+        self._count_thrown_away(slot.sampled_tokens - slot.stored_tokens)
+        self._try_again(slot)
+        return True
+
+    def restart(self, slot: Slot) -> None:
+        """Ends an attempt at a reserved group that is not the last one. The next attempt begins anew: what is stored of
+        the group is as old as the attempt that is in the way."""
+        if slot.prefix is not None:
+            self.kept.drop(slot.prefix)
+        self._count_thrown_away(slot.sampled_tokens - slot.stored_tokens)
+        self.kept.clear(slot)
+        slot.prefix = None
+        self._try_again(slot)
+
+    def interrupt(self, slot: Slot, meta: GroupMeta, *, lineage: Lineage) -> None:
+        """Ends an attempt at a reserved group that has a token of a dead version of `lineage`. The prompt goes to the
+        front, and the attempt does not count. What is stored up to the first dead token stays."""
+        if meta.stored is not None:
+            self.kept.store(slot, meta.stored)
+        self._count_thrown_away(meta.generated_tokens - slot.stored_tokens)
+        self._leave_reserved(slot)
+        self.wait(self.next_attempt(slot.ticket, issued=True, prefix=self.kept.surviving(slot.prefix, lineage)))
+
+    def fail(self, slot: Slot) -> None:
+        """Ends a reserved group that will never be committed. Another prompt may take its slot."""
+        self._count_thrown_away(max(slot.sampled_tokens, slot.stored_tokens))
+        self._leave_reserved(slot)
+        self.kept.clear(slot)
+        self._end(slot, Fate.FAILED)
+
+    def drop(self, slot: Slot) -> None:
+        """Drops a reserved group. Another prompt may take its slot. The tokens that its replica reported are counted,
+        because they were generated."""
+        self._leave_reserved(slot)
+        self.kept.clear(slot)
+        self.ledger.generated(slot.sampled_tokens)
+        self._end(slot, Fate.DROPPED, tokens=slot.sampled_tokens)
+
+    def _try_again(self, slot: Slot) -> None:
+        self._leave_reserved(slot)
+        self.wait(self.next_attempt(slot.ticket, issued=True, failed=True, prefix=slot.prefix))
+
+    def _count_thrown_away(self, tokens: int) -> None:
+        """Counts tokens of an attempt that ends without a commit. Stored tokens are counted when they are dropped. The
+        number is not positive if a replica has stored more than it had reported."""
+        self.ledger.count(Event.TOKENS_THROWN_AWAY, max(0, tokens))
+
+    def _leave_reserved(self, slot: Slot) -> None:
         """Removes a reserved group and frees its slot. Its replica may not know it, so the replica has to name its
         tickets."""
         if slot.confirmed:
             self.must_report_all.add(slot.ticket.replica)
-        self.leave_filtered(slot)
-
-    def leave_filtered(self, slot: Slot) -> None:
-        """Removes a reserved group that its replica has committed, but that is not trained, and frees its slot."""
         self._leave_replica(slot)
-        self.unleased_by_deadline -= {slot.deadline: 1}
-        self._free(slot)
-
-    def leave_ready(self, slots: Collection[Slot]) -> None:
-        """Removes ready groups and frees their slots."""
-        self.ready.discard(slots)
-        self.unleased_by_deadline -= Counter(slot.deadline for slot in slots)
-        for slot in slots:
-            self._free(slot)
-
-    def lease(self, share: Mapping[int, int]) -> list[Slot]:
-        """Moves groups from ready to leased. `share` maps a deadline to the number of groups."""
-        before = self.ready.tokens
-        self.leased = self.ready.take(sum(share.values()))
-        self.leased_tokens = before - self.ready.tokens
-        self.unleased_by_deadline -= share
-        return self.leased
-
-    def return_leased(self) -> None:
-        """Moves the leased groups back to ready."""
-        for slot in self._take_leased():
-            self.unleased_by_deadline[slot.deadline] += 1
-            self.ready.push(slot)
-
-    def leave_leased(self) -> list[Slot]:
-        """Removes the leased groups, frees their slots, and returns them."""
-        leased = self._take_leased()
-        for slot in leased:
-            self._free(slot)
-        return leased
-
-    def _take_leased(self) -> list[Slot]:
-        leased, self.leased, self.leased_tokens = self.leased, [], 0
-        return leased
+        self._free_unleased(slot)
 
     def _leave_replica(self, slot: Slot) -> None:
         key, replica = slot.ticket.key, slot.ticket.replica
@@ -322,156 +646,24 @@ class GroupTable:
         if not held:
             del self.held[replica]  # otherwise the dict would grow with every replica of the run
 
-    def _free(self, slot: Slot) -> None:
-        del self.open[slot.ticket.group]
-        self.booked_bytes -= slot.booked_bytes
+    # --- ready and leased groups --------------------------------------------------------------------------------
 
+    def lease(self, share: Mapping[int, int]) -> list[Slot]:
+        """Moves groups from ready to leased, earliest deadline first, ties in prompt order. `share` maps each of the
+        earliest deadlines to the number of groups. Takes O(log n) for each group. Returns the leased groups."""
+        earliest = [heapq.heappop(self._ready_order)[1] for _ in range(sum(share.values()))]
+        self.leased = [self.ready.pop(group) for group in earliest]
+        self._leased_tokens = sum(slot.tokens for slot in self.leased)
+        self._ready_tokens -= self._leased_tokens
+        self.ready_by_deadline -= share
+        self.unleased_by_deadline -= share
+        return self.leased
 
-class Groups:
-    """All groups that were issued.
-
-    `prompts` issues the new prompts. The attributes are the parts of the state: `table` (the groups by state),
-    `attempts`, `prefixes` (partial generations), `retained` and `fates`. `not_loaded` has the keys of the ready groups
-    whose rows are only in the checkpoint that a learner restores. It is empty after the learner's first lease call,
-    before which the learner loads the rows.
-    """
-
-    def __init__(
-        self,
-        *,
-        limits: Limits,
-        prompts: PromptSource,
-        ledger: Ledger,
-        fleet: Fleet,
-    ) -> None:
-        self.limits = limits
-        self.ledger = ledger
-        self.table = GroupTable()
-        self.attempts = Attempts(
-            table=self.table,
-            prompts=prompts,
-            limits=limits,
-            ledger=ledger,
-            fleet=fleet,
-        )
-        self.prefixes = StoredPrefixes(self.table, ledger=ledger)
-        self.retained = Retained()
-        self.not_loaded: set[str] = set()
-        self.fates = Fates(self.table, attempts=self.attempts, ledger=ledger, group_size=limits.group_size)
-
-    def admit(self, prompt: DuePrompt, *, replica: str, version: Version, step: int, now_s: float) -> Ticket:
-        """Gives the prompt a slot (free → reserved) and returns the ticket."""
-        ticket = Ticket(
-            group=prompt.group,
-            attempt=prompt.attempt,
-            task=prompt.task,
-            seed=prompt.seed,
-            version=version,
-            max_staleness_versions=self.limits.max_staleness_versions,
-            replica=replica,
-            failed_on=prompt.failed_on,
-            prefix=prompt.prefix,
-        )
-        self.table.enter(Slot(ticket, step, now_s, now_s, self.limits.worst_group_bytes, prefix=prompt.prefix))
-        if not prompt.issued:
-            self.ledger.issue(samples=self.limits.group_size)
-        self.ledger.count(Event.ATTEMPT)
-        return ticket
-
-    def named(self, key: str, *, tokens: int, replica: str, step: int) -> bool:
-        """Records that a replica named a ticket in a heartbeat, with the tokens that its rollout has sampled so far.
-
-        `step` is the step of the newest weights that the replica has reported. Returns False if the ticket is not
-        reserved. Another replica's ticket is left alone.
-        """
-        slot = self.table.reserved.get(key)
-        if slot is None:
-            return False
-        if slot.ticket.replica == replica:
-            self.table.confirm(slot)
-            slot.sampled_tokens, slot.newest_step = tokens, max(slot.newest_step, step)
-        return True
-
-    def stored(self, key: str, prefix: Prefix, *, replica: str) -> None:
-        """Records what a replica has stored of the group of its ticket."""
-        slot = self.table.reserved.get(key)
-        if slot is not None and slot.ticket.replica == replica:
-            self.prefixes.store(slot, prefix)
-
-    def commit(self, slot: Slot, meta: GroupMeta, *, step: int) -> None:
-        """Moves a group from reserved to ready. The booked bytes that its rows do not need are free again."""
-        self._store(slot, meta)
-        self.table.commit(slot, meta, step=step)
-        self.prefixes.settle(slot, continued_tokens=meta.continued_tokens, split=self.retained.splits(meta))
-        self.ledger.generated(meta.generated_tokens)
-
-    def filter(self, slot: Slot, meta: GroupMeta) -> None:
-        """Ends a reserved group that was generated, but is not trained. Another prompt may take its slot."""
-        self._store(slot, meta)
-        self.table.leave_filtered(slot)  # without metadata, it does not count as committed: its rows are cleared
-        self.prefixes.settle(slot, continued_tokens=meta.continued_tokens, split=False)
-        self.ledger.generated(meta.generated_tokens)
-        self._end(slot, Fate.FILTERED, tokens=meta.generated_tokens)
-
-    def retry(self, slot: Slot) -> bool:
-        """Ends an attempt at a reserved group without a result, and puts the prompt at the front.
-
-        Returns False if it was the last attempt; then the group has failed.
-        """
-        if self.attempts.is_last(slot.ticket):
-            self.fail(slot)
-            return False
-        self._count_thrown_away(slot.sampled_tokens - _stored_tokens(slot))
-        self._again(slot)
-        return True
-
-    def restart(self, slot: Slot) -> None:
-        """Ends an attempt at a reserved group that is not the last one. The next attempt begins anew: what is stored of
-        the group is as old as the attempt that is in the way."""
-        if slot.prefix is not None:
-            self.prefixes.count_dropped(slot.prefix)
-        self._count_thrown_away(slot.sampled_tokens - _stored_tokens(slot))
-        self.prefixes.clear(slot)
-        slot.prefix = None
-        self._again(slot)
-
-    def interrupt(self, slot: Slot, meta: GroupMeta, *, lineage: Lineage) -> None:
-        """Ends an attempt at a reserved group that has a token of a dead version of `lineage`. The prompt goes to the
-        front, and the attempt does not count. What is stored up to the first dead token stays."""
-        self._store(slot, meta)
-        self._count_thrown_away(meta.generated_tokens - _stored_tokens(slot))
-        self.table.leave_reserved(slot)
-        prefix = self.prefixes.surviving(slot.prefix, lineage)
-        self.table.waiting_prompts.push(self.attempts.again(slot.ticket, issued=True, prefix=prefix))
-
-    def fail(self, slot: Slot) -> None:
-        """Ends a reserved group that will never be committed. Another prompt may take its slot."""
-        self._count_thrown_away(max(slot.sampled_tokens, _stored_tokens(slot)))
-        self.table.leave_reserved(slot)
-        self.prefixes.clear(slot)
-        self._end(slot, Fate.FAILED)
-
-    def drop(self, slot: Slot) -> None:
-        """Drops a reserved group. Another prompt may take its slot. The tokens that its replica reported are counted,
-        because they were generated."""
-        self.table.leave_reserved(slot)
-        self.prefixes.clear(slot)
-        self.ledger.generated(slot.sampled_tokens)
-        self._end(slot, Fate.DROPPED, tokens=slot.sampled_tokens)
-
-    def drop_ready(self) -> tuple[str, ...]:
-        """Drops all ready groups, because no step will train them. Returns their keys, in the order of a lease."""
-        slots = sorted(self.table.ready.slots(), key=lambda slot: (slot.deadline, slot.ticket.group))
-        self.table.leave_ready(slots)
-        for slot in slots:
-            self._end(slot, Fate.DROPPED)
-        return tuple(slot.ticket.key for slot in slots)
-
-    def lose_rows(self, slots: Collection[Slot]) -> None:
-        """Ends ready groups whose rows are lost. Their prompts go to the front."""
-        self.table.leave_ready(slots)
-        for slot in slots:
-            self.reissue(slot, Fate.ROWS_LOST)
+    def return_leased(self) -> None:
+        """Moves the leased groups back to ready."""
+        for slot in self._take_leased():
+            self.unleased_by_deadline[slot.deadline] += 1
+            self._push_ready(slot)
 
     def end_leased(self, fate: Fate, *, step: int) -> tuple[str, ...]:
         """Ends the leased groups of `step` with `fate` (trained or skipped) and frees their slots.
@@ -480,11 +672,26 @@ class Groups:
         checkpoint trains them again, and the checkpoint that is being written may read their rows.
         """
         clearable: list[str] = []
-        for slot in self.table.leave_leased():
+        for slot in self._take_leased():
+            self._free(slot)
             self._end(slot, fate)
-            if not self.retained.end(slot, step=step):
+            if not self.kept.retain(slot, step=step):
                 clearable.append(slot.ticket.key)
         return tuple(clearable)
+
+    def drop_ready(self) -> tuple[str, ...]:
+        """Drops all ready groups, because no step will train them. Returns their keys, in the order of a lease."""
+        slots = sorted(self.ready.values(), key=lambda slot: (slot.deadline, slot.ticket.group))
+        self._leave_ready(slots)
+        for slot in slots:
+            self._end(slot, Fate.DROPPED)
+        return tuple(slot.ticket.key for slot in slots)
+
+    def lose_rows(self, slots: Collection[Slot]) -> None:
+        """Ends ready groups whose rows are lost. Their prompts go to the front."""
+        self._leave_ready(slots)
+        for slot in slots:
+            self.reissue(slot, Fate.ROWS_LOST)
 
     def reissue(self, slot: Slot, fate: Fate) -> None:
         """Settles the fate of an attempt that holds no slot any longer, and puts the prompt at the front. If the
@@ -492,410 +699,92 @@ class Groups:
 
         The ledger counts the next attempt at such a prompt as newly issued.
         """
-        self.fates.settle(fate, slot)
+        self.settle(slot, fate)
         stored = slot.prefix if slot.meta is None else None
-        self.table.waiting_prompts.push(self.attempts.again(slot.ticket, issued=False, prefix=stored))
+        self.wait(self.next_attempt(slot.ticket, issued=False, prefix=stored))
 
-    def _again(self, slot: Slot) -> None:
-        self.table.leave_reserved(slot)
-        self.table.waiting_prompts.push(self.attempts.again(slot.ticket, issued=True, failed=True, prefix=slot.prefix))
+    def _push_ready(self, slot: Slot) -> None:
+        """Adds a ready group. Takes O(log n)."""
+        self.ready[slot.ticket.group] = slot
+        heapq.heappush(self._ready_order, (slot.deadline, slot.ticket.group))
+        self.ready_by_deadline[slot.deadline] += 1
+        self._ready_tokens += slot.tokens
 
-    def _count_thrown_away(self, tokens: int) -> None:
-        """Counts tokens of an attempt that ends without a commit. Stored tokens are counted when they are dropped. The
-        number is not positive if a replica has stored more than it had reported."""
-        self.ledger.count(Event.TOKENS_THROWN_AWAY, max(0, tokens))
+    def _leave_ready(self, slots: Collection[Slot]) -> None:
+        """Removes any ready groups, and frees their slots. Takes O(n). It is for lost rows, which are rare and affect
+        many groups at once."""
+        for slot in slots:
+            del self.ready[slot.ticket.group]
+            self._ready_tokens -= slot.tokens
+            self._free_unleased(slot)
+        self.ready_by_deadline -= Counter(slot.deadline for slot in slots)
+        self._ready_order = [(slot.deadline, group) for group, slot in self.ready.items()]
+        heapq.heapify(self._ready_order)
 
-    def _store(self, slot: Slot, meta: GroupMeta) -> None:
-        if meta.stored is not None:
-            self.prefixes.store(slot, meta.stored)
+    def _take_leased(self) -> list[Slot]:
+        leased, self.leased, self._leased_tokens = self.leased, [], 0
+        return leased
 
-    def _end(self, slot: Slot, fate: Fate, *, tokens: int = 0) -> None:
-        self.fates.settle(fate, slot, tokens=tokens)
-        self.attempts.record_end(slot)
+    def _free_unleased(self, slot: Slot) -> None:
+        self.unleased_by_deadline -= {slot.deadline: 1}
+        self._free(slot)
 
+    def _free(self, slot: Slot) -> None:
+        del self.open[slot.ticket.group]
+        self.booked_bytes -= slot.booked_bytes
 
-def _stored_tokens(slot: Slot) -> int:
-    return 0 if slot.prefix is None else slot.prefix.tokens
+    # --- fates, and the account ---------------------------------------------------------------------------------
 
+    def settle(self, slot: Slot, fate: Fate, *, tokens: int = 0) -> None:
+        """Counts a final fate of a group's attempt. `tokens` are those of a group that was not committed."""
+        ticket = slot.ticket
+        self.ledger.settle(EndedGroup(ticket.group, ticket.attempt, fate, self.limits.group_size, slot.tokens + tokens))
 
-# Retained groups: groups that have ended, but that a learner which goes back to a checkpoint can train again.
-#
-# Their rows stay in the data plane. A learner can go back to the newest complete checkpoint, and to the newest
-# snapshot. The checkpoint of that snapshot may still be being written, and it reads the rows.
-
-
-class Retained:
-    """The retained groups, by key, each with the step that ended it."""
-
-    def __init__(self) -> None:
-        self._complete: int | None = None  # the step of the newest complete checkpoint
-        self._snapshot: int | None = None  # the step of the newest snapshot
-        self._slots: dict[str, tuple[Slot, int]] = {}
-
-    def slots(self) -> list[Slot]:
-        """Returns the slots that the retained groups had."""
-        return [slot for slot, _ in self._slots.values()]
-
-    def end(self, slot: Slot, *, step: int) -> bool:
-        """Retains a group that `step` has ended, if a checkpoint needs it. Returns False if none needs it."""
-        if self._is_needed(slot, step):
-            self._slots[slot.ticket.key] = slot, step
-            return True
-        return False
-
-    def splits(self, meta: GroupMeta) -> bool:
-        """Returns whether a learner that goes back to a checkpoint loses some tokens of a group, and not all."""
-        return any(at is not None and meta.oldest <= at < meta.newest for at in (self._complete, self._snapshot))
-
-    def snapshot_taken(self, *, step: int) -> None:
-        """From now on, groups are retained that a learner would need that goes back to `step`."""
-        self._snapshot = step
-
-    def restored(self, *, step: int) -> None:
-        """Records that the buffer continues from the checkpoint of `step`, which is complete."""
-        self._complete = self._snapshot = step
-
-    def release(self, *, complete: int | None) -> tuple[str, ...]:
-        """Forgets retained groups that are not needed, now that the newest complete checkpoint is that of step
-        `complete`; with None, all. Returns their keys; their rows may be cleared."""
-        self._complete = complete
-        if complete is None:
-            self._snapshot = None
-        clearable = tuple(key for key, (slot, step) in self._slots.items() if not self._is_needed(slot, step))
-        for key in clearable:
-            del self._slots[key]
-        return clearable
-
-    def _is_needed(self, slot: Slot, step: int) -> bool:
-        """Returns whether a learner that goes back to a checkpoint can train a group again that `step` ended: it was
-        not trained at the checkpoint, and no token is newer."""
-        assert slot.meta is not None, f"group {slot.ticket.key} was leased before its commit"
-        newest = slot.meta.newest
-        return any(at is not None and newest <= at <= step for at in (self._complete, self._snapshot))
-
-
-# Stored prefixes: what the data plane has of groups that are reserved or wait, and which of it no attempt needs.
-#
-# An attempt stores the tokens that it has generated so far, and the next attempt at the group continues them. The slot
-# of a reserved group and the prompt at the front name the newest stored prefix. That of a committed group stays if a
-# learner that goes back to a checkpoint would lose some of the group's tokens, and not all. This module counts the
-# tokens that were continued and those that were dropped, and collects the keys of prefixes that may be cleared.
-
-
-class StoredPrefixes:
-    """The stored prefixes of the groups in a table."""
-
-    def __init__(self, table: GroupTable, *, ledger: Ledger) -> None:
-        self._table = table
-        self._ledger = ledger
-        self._split: dict[int, Slot] = {}
-        """Committed groups that have older and newer tokens than a checkpoint, with what is stored of them."""
-        self._unneeded: list[str] = []  # keys whose prefixes became unneeded since `take_unneeded`
-
-    def of(self, group: int) -> Prefix | None:
-        """Returns what is stored of a group."""
-        return next(iter(self._stored(group)), None)
-
-    def is_needed(self, group: int, attempt: int) -> bool:
-        """Returns whether an attempt at a group writes its prefix now, reads it, or may read it later."""
-        slot = self._reserved(group)
-        if slot is not None and slot.ticket.attempt == attempt:
-            return True
-        return any(prefix.attempt == attempt for prefix in self._stored(group))
-
-    def take_unneeded(self) -> tuple[str, ...]:
-        """Returns the keys of the attempts whose prefixes became unneeded since the last call. They may be cleared."""
-        keys, self._unneeded = tuple(self._unneeded), []
-        return keys
-
-    def store(self, slot: Slot, prefix: Prefix) -> None:
-        """Records what the data plane has of a reserved group now. The prefix of an earlier attempt is not needed any
-        longer: the new one has its tokens, unless the attempt could not read it."""
-        before, slot.prefix = slot.prefix, prefix
-        if before is not None and before.attempt != prefix.attempt:
-            self.count_dropped(before, continued_tokens=prefix.continued_tokens)
-            self._forget(slot.ticket.group, before)
-
-    def settle(self, slot: Slot, *, continued_tokens: int, split: bool) -> None:
-        """Counts what a committed attempt took from the prefix of its ticket. What is stored is cleared, or stays until
-        `release` if a checkpoint splits the group."""
-        if continued_tokens:
-            self._ledger.count(Event.PREFIX_CONTINUED)
-            self._ledger.count(Event.TOKENS_CONTINUED, continued_tokens)
-        if slot.prefix is not None:
-            # An agent may not have used all stored answers. What its attempt stored has the unused ones too.
-            own = slot.prefix.attempt == slot.ticket.attempt
-            self._drop((slot.prefix.continued_tokens if own else slot.prefix.tokens) - continued_tokens)
-        if not split:
-            self.clear(slot)
-            return
-        self._split[slot.ticket.group] = slot
-        if slot.prefix is None or slot.prefix.attempt != slot.ticket.attempt:
-            self._unneeded.append(slot.ticket.key)
-
-    def release(self, splits: Callable[[GroupMeta], bool]) -> None:
-        """Marks what is stored of committed groups as unneeded, unless `splits` returns True for them."""
-        for group, slot in list(self._split.items()):
-            assert slot.meta is not None, f"group {slot.ticket.key} is split before its commit"
-            if not splits(slot.meta):
-                del self._split[group]
-                if slot.prefix is not None:
-                    self._forget(group, slot.prefix)
-
-    def split_tokens(self, lineage: Lineage) -> int:
-        """Returns how many tokens ancestors have generated of the groups that weights of dead versions finished."""
-        metas = [slot.meta for slot in self._split.values() if slot.meta is not None]
-        dead = [meta for meta in metas if not all(map(lineage.has, meta.versions))]
-        return sum(meta.surviving_tokens(lineage) for meta in dead)
-
-    def without(self, prompt: DuePrompt) -> DuePrompt:
-        """Returns a waiting prompt without its prefix. Counts the tokens."""
-        assert prompt.prefix is not None, f"group {prompt.group} has no prefix"
-        self.count_dropped(prompt.prefix)
-        self._forget(prompt.group, prompt.prefix)
-        return msgspec.structs.replace(prompt, prefix=None)
-
-    def clear(self, slot: Slot) -> None:
-        """Marks what is stored of a group that is not reserved any longer as unneeded: what its last attempt may have
-        stored without a report, and what it has not replaced of an earlier attempt."""
-        self._unneeded.append(slot.ticket.key)
-        if slot.prefix is not None and slot.prefix.attempt != slot.ticket.attempt:
-            self._forget(slot.ticket.group, slot.prefix)
-
-    def surviving(self, prefix: Prefix | None, lineage: Lineage) -> Prefix | None:
-        """Returns the part of a prefix up to its first token of a dead version of `lineage`. Its `tokens` then counts
-        the dead ones too, because the record does not tell them apart. Counts a prefix that has no such part as
-        dropped."""
-        if prefix is None:
-            return None
-        versions = tuple(filter(lineage.has, prefix.versions))
-        if not versions:
-            self.count_dropped(prefix)
-            return None
-        return msgspec.structs.replace(prefix, versions=versions)
-
-    def count_dropped(self, prefix: Prefix, *, continued_tokens: int = 0) -> None:
-        """Counts the tokens of a prefix that no attempt will continue. An attempt has continued some of them."""
-        self._drop(prefix.tokens - continued_tokens)
-
-    def _drop(self, tokens: int) -> None:
-        if tokens > 0:
-            self._ledger.count(Event.PREFIX_DROPPED)
-            self._ledger.count(Event.TOKENS_DROPPED, tokens)
-
-    def _stored(self, group: int) -> list[Prefix]:
-        """Returns what a waiting or reserved group continues, before what is stored of its commit."""
-        holders = (self._table.waiting_prompts.get(group), self._reserved(group), self._split.get(group))
-        return [holder.prefix for holder in holders if holder is not None and holder.prefix is not None]
-
-    def _reserved(self, group: int) -> Slot | None:
-        slot = self._table.open.get(group)
-        return slot if slot is not None and slot.meta is None else None
-
-    def _forget(self, group: int, prefix: Prefix) -> None:
-        self._unneeded.append(f"{group}.{prefix.attempt}")
-
-
-# The groups and attempts that were issued, how each attempt ended, and which attempt is the next one.
-#
-# The n-th new prompt is group n. A retry keeps the group, the prompt and the seed, and has the next attempt number.
-
-SEEDS_A_RUN = 2**32
-"""Sample seeds of one `run.seed`. A `run.seed` is below 2**31, so all of them are below 2**63, the limit of vLLM."""
-LAST_ATTEMPTS = 10_000
-"""Number of ended groups whose last attempt is remembered, to name the reason why a late commit is refused. Retried and
-failed groups are remembered only. A commit of an older one is refused too."""
-
-_KEY = re.compile(r"(\d+)\.(\d+)")
-
-
-def parsed_key(key: str) -> tuple[int, int] | None:
-    """Returns (group, attempt) of a ticket's key; None for a name of another form.
-
-    >>> parsed_key("12.0"), parsed_key("of a user")
-    ((12, 0), None)
-    """
-    found = _KEY.fullmatch(key)
-    return None if found is None else (int(found[1]), int(found[2]))
-
-
-def seed_of_group(run_seed: int, group: int, *, group_size: int) -> int:
-    """Returns the seed of a group. It is a multiple of the group size, because vLLM gives sample i the seed + i.
-
-    Each `run.seed` has its own range of `SEEDS_A_RUN` sample seeds, for every group size. They are all different until
-    the range is used up, after four billion samples. Then they begin again.
-
-    >>> [seed_of_group(0, group, group_size=3) for group in range(3)]
-    [0, 3, 6]
-    >>> seed_of_group(1, 0, group_size=3) - 2**32
-    2
-    """
-    first = -(-run_seed * SEEDS_A_RUN // group_size)  # rounded up, so the range has room for one group less
-    return (first + group % (SEEDS_A_RUN // group_size - 1)) * group_size
-
-
-@dataclass(kw_only=True)
-class Attempts:
-    """What was issued so far.
-
-    `groups` is the number of issued groups, and `exhausted` says whether the prompts have run out. `last_of_ended` has
-    the last attempt at each ended group, and whether it was committed. The common case (attempt 0, committed) is left
-    out, so that memory does not grow with every group.
-    """
-
-    table: GroupTable
-    prompts: PromptSource
-    limits: Limits
-    ledger: Ledger
-    fleet: Fleet
-    groups: int = 0
-    exhausted: bool = False
-    last_of_ended: dict[int, tuple[int, bool]] = field(default_factory=dict)
-
-    def new_prompt(self) -> DuePrompt | None:
-        """Returns the next new prompt for the first attempt at its group; None if there is none."""
-        task = None if self.exhausted else self.prompts.next()
-        if task is None:
-            self.exhausted = True
-            return None
-        group = self.groups
-        self.groups += 1
-        seed = seed_of_group(self.prompts.seed, group, group_size=self.limits.group_size)
-        return DuePrompt(group=group, attempt=0, task=task, seed=seed, issued=False)
-
-    def next_prompt(self, *, replica: str) -> DuePrompt | None:
-        """Returns the earliest prompt at the front, else a new prompt; None if there is neither.
-
-        A prompt that failed on this replica comes last, if a healthy replica has not tried it.
-        """
-
-        def other_may_try(prompt: DuePrompt) -> bool:
-            return replica in prompt.failed_on and self.fleet.has_other_than(prompt.failed_on)
-
-        waiting = self.table.waiting_prompts
-        return waiting.pop(unless=other_may_try) or self.new_prompt() or waiting.pop(unless=lambda _: False)
-
-    def again(self, ticket: Ticket, *, issued: bool, failed: bool = False, prefix: Prefix | None = None) -> DuePrompt:
-        """Returns the prompt of a ticket that has ended, for its next attempt, which begins with `prefix`."""
-        self.ledger.count(Event.RETRY)
-        return DuePrompt(
-            group=ticket.group,
-            attempt=ticket.attempt + 1,
-            task=ticket.task,
-            seed=ticket.seed,
-            issued=issued,
-            failed_on=(*ticket.failed_on, ticket.replica) if failed else ticket.failed_on,
-            prefix=prefix,
+    def account(self) -> Account:
+        """Returns the ledger's account, including the groups that are open now. Takes O(1) in the number of groups."""
+        return self.ledger.account(
+            reserved=self._amount(len(self.reserved) + self._waiting_issued),
+            ready=self._amount(len(self.ready), tokens=self._ready_tokens),
+            leased=self._amount(len(self.leased), tokens=self._leased_tokens),
         )
 
-    def is_last(self, ticket: Ticket) -> bool:
-        """Returns whether the group has failed if this attempt fails.
+    def recount(self) -> Account:
+        """Returns the account with all open groups counted one by one. It differs from `account` only if a running
+        number is wrong, which is a bug. Takes O(slots)."""
+        issued = sum(prompt.issued for prompt in self.waiting.values())
+        return self.ledger.account(
+            reserved=self._amount(len(self.reserved) + issued, tokens=_tokens(self.reserved.values())),
+            ready=self._amount(len(self.ready), tokens=_tokens(self.ready.values())),
+            leased=self._amount(len(self.leased), tokens=_tokens(self.leased)),
+        )
 
-        That is the attempt number `max_attempts`. Attempts on replicas that were quarantined do not count, up to the
-        same number: a prompt that ends every engine must not be tried for ever.
-        """
-        failed_on, most = [*ticket.failed_on, ticket.replica], self.limits.max_attempts
-        counted = sum(not self.fleet.is_excused(replica) for replica in failed_on)
-        return counted >= most or len(failed_on) >= 2 * most
+    def ledger_entry(self, *, of_ack: bool) -> LedgerEntry:
+        """Returns the ledger's entry of this moment. `of_ack` begins a new list of ended groups; otherwise the open
+        groups are counted one by one. Takes O(slots), because the entry has the numbers of all open groups."""
+        account = self.account() if of_ack else self.recount()
+        entry = LedgerEntry(
+            prompts=self.issued,
+            open=tuple(sorted([*self.open, *self.waiting])),
+            ended=tuple(self.ledger.ended),
+            issued=account.issued,
+            fates={fate: amount for fate, amount in account.fates.items() if amount.groups},
+        )
+        if of_ack:
+            self.ledger.ended = []
+        return entry
 
-    def record_end(self, slot: Slot) -> None:
-        """Remembers the last attempt at a group that has ended."""
+    def _end(self, slot: Slot, fate: Fate, *, tokens: int = 0) -> None:
+        """Ends a group for good, and remembers its last attempt."""
+        self.settle(slot, fate, tokens=tokens)
         last = (slot.ticket.attempt, slot.meta is not None)
         if last != (0, True):
             self.last_of_ended[slot.ticket.group] = last
             if len(self.last_of_ended) > LAST_ATTEMPTS:
                 del self.last_of_ended[next(iter(self.last_of_ended))]
 
-    def last(self, group: int) -> tuple[int, bool] | None:
-        """Returns (last issued attempt at a group, whether it was committed); None if there is no such group."""
-        if not 0 <= group < self.groups:
-            return None
-        if slot := self.table.open.get(group):
-            return slot.ticket.attempt, slot.meta is not None
-        if due := self.table.waiting_prompts.get(group):
-            return due.attempt - 1, False
-        return self.last_of_ended.get(group, (0, True))
-
-    def issued_at(self, group: int) -> int:
-        """Returns the number of attempts that were issued at a group."""
-        last = self.last(group)
-        return 0 if last is None else last[0] + 1
-
-    def has_ended(self, group: int, attempt: int) -> bool:
-        """Returns whether no commit of this attempt was accepted or can be accepted. An attempt that was never issued
-        counts as such, because a restore forgets the attempts that were issued after its snapshot. So does an attempt
-        whose rows were lost after its commit."""
-        slot = self.table.open.get(group)
-        waits = slot is not None and slot.ticket.attempt == attempt
-        return not waits and self.last(group) != (attempt, True)
-
-    def is_never_committed(self, group: int, attempt: int) -> bool:
-        """Returns whether this attempt was issued and has ended without a commit that counts."""
-        return attempt < self.issued_at(group) and self.has_ended(group, attempt)
-
-    def restore(self, *, groups: int, exhausted: bool, ended: dict[int, tuple[int, bool]]) -> None:
-        """Continues from the numbers of a snapshot."""
-        self.groups, self.exhausted, self.last_of_ended = groups, exhausted, dict(ended)
-
-
-# The fates of groups: settles the final ones in the ledger, and adds the open ones from the table to the account.
-
-
-class Fates:
-    """The fates of the groups in a table. `ended` are the groups that reached a final fate since the last ack."""
-
-    def __init__(self, table: GroupTable, *, attempts: Attempts, ledger: Ledger, group_size: int) -> None:
-        self._table = table
-        self._attempts = attempts
-        self._ledger = ledger
-        self._group_size = group_size
-        self.ended: list[EndedGroup] = []
-
-    def amount(self, slots: Collection[Slot]) -> Amount:
-        """Returns the number of groups, samples and generated tokens of slots."""
-        return self._amount(len(slots), tokens=sum(slot.tokens for slot in slots))
-
-    def settle(self, fate: Fate, slot: Slot, *, tokens: int = 0) -> None:
-        """Counts a final fate of a group's attempt. `tokens` are those of a group that was not committed."""
-        amount = self.amount([slot]) + Amount(tokens=tokens)
-        self._ledger.settle(fate, amount)
-        self.ended.append(EndedGroup(slot.ticket.group, slot.ticket.attempt, fate, amount.samples, amount.tokens))
-
-    def account(self) -> Account:
-        """Returns the ledger's account, including the groups that are open now. Takes O(1) in the number of groups."""
-        table = self._table
-        return self._ledger.account(
-            reserved=self._amount(len(table.reserved) + table.waiting_prompts.issued_groups),
-            ready=self._amount(len(table.ready), tokens=table.ready.tokens),
-            leased=self._amount(len(table.leased), tokens=table.leased_tokens),
-        )
-
-    def recount(self) -> Account:
-        """Returns the account with all open groups counted one by one. It differs from `account` only if a running
-        number is wrong, which is a bug. Takes O(slots)."""
-        table = self._table
-        issued = [prompt for prompt in table.waiting_prompts.prompts() if prompt.issued]
-        return self._ledger.account(
-            reserved=self.amount(table.reserved.values()) + self._amount(len(issued)),
-            ready=self.amount(table.ready.slots()),
-            leased=self.amount(table.leased),
-        )
-
-    def entry(self, *, of_ack: bool) -> LedgerEntry:
-        """Returns the ledger's entry of this moment. `of_ack` begins a new list of ended groups; otherwise the open
-        groups are counted one by one. Takes O(slots), because the entry has the numbers of all open groups."""
-        account = self.account() if of_ack else self.recount()
-        waiting = (prompt.group for prompt in self._table.waiting_prompts.prompts())
-        entry = LedgerEntry(
-            prompts=self._attempts.groups,
-            open=tuple(sorted([*self._table.open, *waiting])),
-            ended=tuple(self.ended),
-            issued=account.issued,
-            fates={fate: amount for fate, amount in account.fates.items() if amount.groups},
-        )
-        if of_ack:
-            self.ended = []
-        return entry
-
     def _amount(self, groups: int, *, tokens: int = 0) -> Amount:
-        return Amount(groups, groups * self._group_size, tokens)
+        return Amount(groups, groups * self.limits.group_size, tokens)
+
+
+def _tokens(slots: Collection[Slot]) -> int:
+    return sum(slot.tokens for slot in slots)

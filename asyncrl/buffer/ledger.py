@@ -6,7 +6,7 @@
 The account is closed if this equation holds. The ledger itself counts the issued amount and the final fates. The buffer
 adds the open groups. It counts them from its own containers, and not from the ledger's numbers, so that a leak on
 either side shows as an account that is not closed. An account takes no longer with more groups: the number of groups is
-the size of a container, and the tokens are running sums. `Fates.recount` counts all open groups one by one. The entry
+the size of a container, and the tokens are running sums. `Groups.recount` counts all open groups one by one. The entry
 at the end of a run is such a recount, and every snapshot compares the two.
 
 Tokens are generated tokens. A group has none until its commit, which adds its tokens to `issued` and to its fate. So
@@ -19,6 +19,7 @@ as newly issued.
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from enum import StrEnum
 
 import msgspec
@@ -151,22 +152,27 @@ class LedgerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ledger:
-    """Counts the issued amount, the final fates, and events. A final fate never changes."""
+    """Counts the issued amount, the final fates, and events. A final fate never changes.
+
+    `ended` has the groups that reached a final fate since the last ack.
+    """
 
     def __init__(self) -> None:
         self._issued = Amount()
         self._final: dict[Fate, Amount] = {fate: Amount() for fate in Fate if fate not in OPEN_FATES}
         self._events: Counter[Event] = Counter()
+        self.ended: list[EndedGroup] = []
 
     def state(self) -> LedgerState:
         """Returns the counts, for a snapshot."""
         return LedgerState(issued=self._issued, final=dict(self._final), events=dict(self._events))
 
-    def restore(self, state: LedgerState) -> None:
-        """Continues from the counts of a snapshot."""
+    def restore(self, state: LedgerState, *, ended: Iterable[EndedGroup]) -> None:
+        """Continues from the counts of a snapshot, and from the groups that had ended since the ack before it."""
         self._issued = state.issued
         self._final |= state.final
         self._events = Counter(state.events)
+        self.ended = list(ended)
 
     def issue(self, *, samples: int) -> None:
         """Counts one issued group. Its tokens are counted at its commit."""
@@ -176,9 +182,10 @@ class Ledger:
         """Counts the generated tokens of an issued group that was committed, or dropped before its commit."""
         self._issued += Amount(0, 0, tokens)
 
-    def settle(self, fate: Fate, amount: Amount) -> None:
-        """Counts issued groups that reached a final fate."""
-        self._final[fate] += amount
+    def settle(self, ended: EndedGroup) -> None:
+        """Counts an issued group that reached a final fate."""
+        self._final[ended.fate] += Amount(1, ended.samples, ended.tokens)
+        self.ended.append(ended)
 
     def count(self, event: Event, times: int = 1) -> None:
         self._events[event] += times

@@ -153,25 +153,25 @@ class ReplayBuffer:
     @property
     def account(self) -> Account:
         """The account at this moment, including open groups. Takes O(1) in the number of groups."""
-        return self._state.groups.fates.account()
+        return self._state.groups.account()
 
     def recount(self) -> Account:
         """Returns the account with all open groups counted one by one. It equals `account`, or there is a bug."""
-        return self._state.groups.fates.recount()
+        return self._state.groups.recount()
 
     def ledger_entry(self, *, of_ack: bool) -> LedgerEntry:
         """Returns the ledger's entry of this moment, for the audit. `of_ack` begins a new list of ended groups."""
-        return self._state.groups.fates.entry(of_ack=of_ack)
+        return self._state.groups.ledger_entry(of_ack=of_ack)
 
     def counts(self) -> Counts:
         """Returns the current contents of the buffer."""
-        groups = self._state.groups.table
+        groups = self._state.groups
         oldest = next(iter(groups.open.values()), None)
         return Counts(
             reserved=len(groups.reserved),
             ready=len(groups.ready),
             leased=len(groups.leased),
-            waiting=len(groups.waiting_prompts),
+            waiting=len(groups.waiting),
             booked_bytes=groups.booked_bytes,
             oldest_group_age_s=0.0 if oldest is None else self._state.clock() - oldest.reserved_at_s,
             lease_wait=self.leases.wait,
@@ -199,14 +199,14 @@ class ReplayBuffer:
         for life in self.fleet.lives().values():
             life.step = NO_STEP  # the weights that it has reported may be lost ones
         self.leases.restored()
-        self.ledger.restore(snapshot.ledger)
+        self.ledger.restore(snapshot.ledger, ended=snapshot.ended)
         self.failures.restore(snapshot.failures)
         restore(
             self._state.groups, snapshot, earlier=earlier, lineage=lineage, loaded=loaded, now_s=self._state.clock()
         )
         # Some of the replicas' tickets may have ended.
-        self._state.groups.table.must_report_all.update(life.actor for life in self.fleet.lives().values())
-        return earlier.prefixes.split_tokens(lineage)
+        self._state.groups.must_report_all.update(life.actor for life in self.fleet.lives().values())
+        return earlier.kept.split_tokens(lineage)
 
 
 # Rows and partial generations in the data plane that no group needs. Their owner asks by key and clears them.
@@ -221,24 +221,24 @@ class Unneeded:
     def never_committed(self, keys: Iterable[str]) -> tuple[str, ...]:
         """Returns those of `keys` whose attempts have ended without a commit. No commit of them can be accepted, so
         their rows may be cleared. Keys of groups that were never issued are left out, and names of another form."""
-        attempts = self._state.groups.attempts
-        return tuple(key for key in keys if (ticket := parsed_key(key)) and attempts.is_never_committed(*ticket))
+        groups = self._state.groups
+        return tuple(key for key in keys if (ticket := parsed_key(key)) and groups.is_never_committed(*ticket))
 
     def without_slot(self, keys: Iterable[str]) -> tuple[str, ...]:
         """Returns those of `keys` that are keys of groups, but of none that is reserved, ready, leased or retained."""
         groups = self._state.groups
-        held = {slot.ticket.key for slot in (*groups.table.open.values(), *groups.retained.slots())}
+        held = {slot.ticket.key for slot in (*groups.open.values(), *groups.kept.retained())}
         return tuple(key for key in keys if parsed_key(key) and key not in held)
 
     def prefixes(self, keys: Iterable[str]) -> tuple[str, ...]:
         """Returns those of `keys` whose prefixes no attempt writes, reads or may read later. Names of another form are
         left out."""
-        stored = self._state.groups.prefixes
-        return tuple(key for key in keys if (ticket := parsed_key(key)) and not stored.is_needed(*ticket))
+        groups = self._state.groups
+        return tuple(key for key in keys if (ticket := parsed_key(key)) and not groups.needs_prefix(*ticket))
 
     def take_prefixes(self) -> tuple[str, ...]:
         """Returns the keys of the attempts whose prefixes became unneeded since the last call. They may be cleared."""
-        return self._state.groups.prefixes.take_unneeded()
+        return self._state.groups.kept.take_unneeded()
 
 
 # The learner's side of the replay buffer: leases, how they end, and the succession of learners.
@@ -274,7 +274,7 @@ class Leases:
 
         A learner that restored a checkpoint has loaded the rows of its ready groups before the first call.
         """
-        self._state.groups.not_loaded.clear()
+        self._state.groups.kept.not_loaded.clear()
         if self._state.lease is not None:
             self._state.ledger.count(Event.LEASE_REPEATED)
             return self._state.lease
@@ -300,10 +300,7 @@ class Leases:
     def release(self, *, complete: int | None) -> tuple[str, ...]:
         """Forgets what was kept for earlier checkpoints than the newest complete one, of step `complete`; with None,
         all, because the run ends. Returns the keys of the groups whose rows may be cleared."""
-        retained, prefixes = self._state.groups.retained, self._state.groups.prefixes
-        clearable = retained.release(complete=complete)
-        prefixes.release(retained.splits)
-        return clearable
+        return self._state.groups.kept.release(complete=complete)
 
     def give_back(self, incarnation: int, step: int) -> bool:
         """Ends a lease without training. Its groups become ready again. Returns False if there is no such lease."""
@@ -313,7 +310,7 @@ class Leases:
         assert self._state.lease is not None
         self._state.filtered[:0] = self._state.lease.filtered
         self._state.lease = None
-        self._state.groups.table.return_leased()
+        self._state.groups.return_leased()
         self._state.ledger.count(Event.LEASE_GIVEN_BACK)
         return True
 
@@ -324,7 +321,7 @@ class Leases:
         leased groups, because the learner may have read their rows already: it must give the lease back first.
         """
         named = set(keys)
-        lost = {slot.ticket.key: slot for slot in self._state.groups.table.ready.slots() if slot.ticket.key in named}
+        lost = {slot.ticket.key: slot for slot in self._state.groups.ready.values() if slot.ticket.key in named}
         self._state.ledger.count(Event.ROWS_LOST_REFUSED, len(named) - len(lost))
         self._state.groups.lose_rows(lost.values())
         return tuple(lost)
@@ -350,37 +347,37 @@ class Leases:
     def _start_lease(self) -> Lease | LeaseWait:
         """Starts a lease, or returns the reason why it cannot start now."""
         state, limits = self._state, self._state.limits
-        groups, table = state.groups, state.groups.table
+        groups = state.groups
         if state.step >= limits.total_steps:
             return LeaseWait.FINISHED
         if state.failures.too_many:
             return LeaseWait.TOO_MANY_FAILURES
-        if len(table.ready) < limits.groups_per_step:
-            if table.reserved or table.waiting_prompts or not groups.attempts.exhausted:
+        if len(groups.ready) < limits.groups_per_step:
+            if groups.reserved or groups.waiting or not groups.exhausted:
                 return LeaseWait.NOT_ENOUGH_READY
             if self._drop_last:
                 self.dropped += groups.drop_ready()
-            if not table.ready:
+            if not groups.ready:
                 return LeaseWait.FINISHED
-        share = earliest(table.ready.by_deadline, limits.groups_per_step)
+        share = earliest(groups.ready_by_deadline, limits.groups_per_step)
         if min(share) < state.step:
             raise StalenessViolation(
                 f"a group that is due at step {min(share)} is still ready at step {state.step} (staleness.max_versions "
                 f"= {limits.max_staleness_versions}); this is a bug in asyncrl"
             )
-        remaining = {deadline: n - share.get(deadline, 0) for deadline, n in table.unleased_by_deadline.items()}
+        remaining = {deadline: n - share.get(deadline, 0) for deadline, n in groups.unleased_by_deadline.items()}
         blocking = stragglers(
             self._on_deadline,
             step=state.step,
             limits=limits,
             remaining=remaining,
-            reserved=table.reserved.values(),
-            is_last_attempt=groups.attempts.is_last,
+            reserved=groups.reserved.values(),
+            is_last_attempt=groups.is_last_attempt,
         )
         if blocking is None:
             return LeaseWait.STRAGGLER
         self._act_on(blocking)
-        leased = table.lease(share)
+        leased = groups.lease(share)
         filtered, state.filtered = tuple(state.filtered), []
         state.lease = Lease(
             incarnation=state.lineage.incarnation,
@@ -402,7 +399,7 @@ class Leases:
                     self._state.groups.drop(slot)
                     self._state.ledger.count(Event.STRAGGLER_DROPPED)
                 case "mask":
-                    self._state.groups.table.extend(slot)
+                    self._state.groups.extend(slot)
                     self._state.ledger.count(Event.STRAGGLER_MASKED)
         if self._on_deadline != "mask":
             self.cancelled += [slot.ticket.key for slot in blocking]
@@ -508,7 +505,7 @@ class Tickets:
         number of tickets, but only on what has changed. A ticket whose reserve reply was lost is never named, so it
         expires. So does a ticket that a complete heartbeat does not name any longer.
         """
-        fleet, table = self._state.fleet, self._state.groups.table
+        fleet, groups = self._state.fleet, self._state.groups
         life = fleet.life_of(replica)
         if life is not None and held.number < life.heartbeat:
             return None
@@ -516,35 +513,34 @@ class Tickets:
         if life is None:
             return Renewal(must_end=True)
         if life.heartbeat == NO_HEARTBEAT:  # it may hold tickets that have ended, also if this is a late heartbeat
-            table.must_report_all.add(replica)
+            groups.must_report_all.add(replica)
         elif held.complete:
-            table.must_report_all.discard(replica)
+            groups.must_report_all.discard(replica)
             now_s = self._state.clock()
-            for slot in [*table.held.get(replica, {}).values()]:
+            for slot in [*groups.held.get(replica, {}).values()]:
                 if slot.confirmed and slot.ticket.key not in held.tokens:
-                    table.unconfirm(slot, now_s=now_s)
+                    groups.unconfirm(slot, now_s=now_s)
         life.heartbeat = held.number
         if version is not None and self._state.lineage.has(version):
             self._loaded(replica, life, step=version.step)
-        groups = self._state.groups
         gone = [
             key
             for key, tokens in held.tokens.items()
-            if not groups.named(key, tokens=tokens, replica=replica, step=life.step)
+            if not groups.confirm(key, tokens=tokens, replica=replica, step=life.step)
         ]
         for key, prefix in held.prefixes.items():
-            groups.stored(key, prefix, replica=replica)
-        ended = tuple(key for key in gone if (ticket := parsed_key(key)) and groups.attempts.has_ended(*ticket))
-        return Renewal(ended=ended, report_all=replica in table.must_report_all)
+            groups.store(key, prefix, replica=replica)
+        ended = tuple(key for key in gone if (ticket := parsed_key(key)) and groups.has_ended(*ticket))
+        return Renewal(ended=ended, report_all=replica in groups.must_report_all)
 
     def leave(self, replica: str) -> tuple[str, ...]:
         """Expires the tickets of a replica that ends. Returns their keys; rows under them may be cleared.
 
         A replica that ends because something has failed is quarantined first, so that its attempts do not count.
         """
-        table = self._state.groups.table
-        expired = self._expire([*table.held.get(replica, {}).values()])
-        table.must_report_all.discard(replica)
+        groups = self._state.groups
+        expired = self._expire([*groups.held.get(replica, {}).values()])
+        groups.must_report_all.discard(replica)
         return expired
 
     def reserve(self, replica: str, *, version: Version, count: int) -> Reservation:
@@ -561,12 +557,12 @@ class Tickets:
         room, refusal = self._admission(version, replica=replica)
         tickets: list[Ticket] = []
         while len(tickets) < min(count, room):
-            prompt = self._state.groups.attempts.next_prompt(replica=replica)
+            prompt = self._state.groups.next_prompt(replica=replica)
             if prompt is None:
                 refusal = Refusal.NO_PROMPTS
                 break
             if prompt.prefix is not None and not self._may_continue(prompt.prefix, version):
-                prompt = self._state.groups.prefixes.without(prompt)
+                prompt = self._state.groups.kept.without_prefix(prompt)
             tickets.append(
                 self._state.groups.admit(prompt, replica=replica, version=version, step=self._state.step, now_s=now_s)
             )
@@ -578,7 +574,7 @@ class Tickets:
         Raises an error if the metadata contradicts the ticket, which is a bug in asyncrl: StalenessViolation for a
         token that is older than the ticket, ValueError for anything else. The ticket then stays reserved.
         """
-        slot = self._state.groups.table.reserved.get(meta.key)
+        slot = self._state.groups.reserved.get(meta.key)
         if slot is None or meta.incarnation != slot.ticket.version.incarnation:
             outcome = self._why_refused(meta)
             self._state.ledger.count(_REFUSED_COMMITS[outcome])
@@ -605,7 +601,7 @@ class Tickets:
         its slot. The failure is kept with the prompt of the ticket. After `max_data_failures` DATA failures in a row,
         no more tickets and leases are issued: see `Refusal.TOO_MANY_FAILURES`.
         """
-        slot = self._state.groups.table.reserved.get(key)
+        slot = self._state.groups.reserved.get(key)
         if slot is None or incarnation != slot.ticket.version.incarnation:
             self._state.ledger.count(Event.FAIL_REFUSED)
             return False
@@ -624,21 +620,21 @@ class Tickets:
 
         Returns the keys of these tickets; rows under them may be cleared.
         """
-        fleet, table = self._state.fleet, self._state.groups.table
+        fleet, groups = self._state.fleet, self._state.groups
         fleet.quarantine_silent()
-        gone = [replica for replica in table.held if not fleet.may_be_used(replica)]
+        gone = [replica for replica in groups.held if not fleet.may_be_used(replica)]
         before_s = self._state.clock() - self._state.limits.heartbeat_timeout_s
-        slots = {slot.ticket.key: slot for slot in table.unconfirmed_before(before_s)}
+        slots = {slot.ticket.key: slot for slot in groups.unconfirmed_before(before_s)}
         for replica in gone:
             come_back = fleet.is_heard(replica)  # a ticket that it was given just now may be under way
-            slots |= {key: slot for key, slot in table.held[replica].items() if slot.confirmed or not come_back}
+            slots |= {key: slot for key, slot in groups.held[replica].items() if slot.confirmed or not come_back}
         expired = self._expire([*slots.values()])
-        table.must_report_all = {replica for replica in table.must_report_all if fleet.may_be_used(replica)}
+        groups.must_report_all = {replica for replica in groups.must_report_all if fleet.may_be_used(replica)}
         return expired
 
     def by_replica(self) -> Mapping[str, int]:
         """Returns the number of tickets that each replica holds."""
-        return {replica: len(slots) for replica, slots in self._state.groups.table.held.items()}
+        return {replica: len(slots) for replica, slots in self._state.groups.held.items()}
 
     def refusal(self, version: Version) -> Refusal | None:
         """Returns why a reserve at `version` of a healthy replica would get no ticket now; None if it would get one.
@@ -650,7 +646,7 @@ class Tickets:
         """Records the step of the weights that a replica has loaded. Its rollouts go on with these weights."""
         if step > life.step:
             life.step = step
-            for slot in self._state.groups.table.held.get(replica, {}).values():
+            for slot in self._state.groups.held.get(replica, {}).values():
                 if slot.confirmed:
                     slot.newest_step = max(slot.newest_step, step)
 
@@ -665,12 +661,12 @@ class Tickets:
             return Admission(0, Refusal.TOO_MANY_FAILURES)
         if self.paused:
             return Admission(0, Refusal.PAUSED)
-        if self._state.groups.attempts.exhausted and not self._state.groups.table.waiting_prompts:
+        if self._state.groups.exhausted and not self._state.groups.waiting:
             return Admission(0, Refusal.NO_PROMPTS)
         return admissible(
             self._state.limits,
-            slots=self._state.groups.table.slots,
-            booked_bytes=self._state.groups.table.booked_bytes,
+            slots=self._state.groups.slots,
+            booked_bytes=self._state.groups.booked_bytes,
             learner_step=self._state.step,
             replica_step=version.step,
         )
@@ -694,7 +690,7 @@ class Tickets:
             leased=self._state.lease is not None,
             groups_per_step=self._state.limits.groups_per_step,
             deadline=oldest_step(version, prefix) + self._state.limits.max_staleness_versions,
-            unleased=self._state.groups.table.unleased_by_deadline,
+            unleased=self._state.groups.unleased_by_deadline,
         )
 
     def _why_refused(self, meta: GroupMeta) -> CommitOutcome:
@@ -702,7 +698,7 @@ class Tickets:
         such attempt, DUPLICATE if the attempt was committed before, else LATE."""
         if not 1 <= meta.incarnation <= self._state.lineage.incarnation:
             return CommitOutcome.OLD_INCARNATION
-        last = self._state.groups.attempts.last(meta.group)
+        last = self._state.groups.last_attempt(meta.group)
         if last is None or not 0 <= meta.attempt <= last[0]:
             return CommitOutcome.UNKNOWN
         return CommitOutcome.DUPLICATE if last == (meta.attempt, True) else CommitOutcome.LATE

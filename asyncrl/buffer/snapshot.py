@@ -46,19 +46,17 @@ class BufferSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 def take_snapshot(groups: Groups, *, version: Version, failures: FailureState) -> BufferSnapshot:
     """Returns the present state, with these parts of it that belong to the buffer. From now on, groups that a learner
     would need that goes back to it are retained."""
-    groups.retained.snapshot_taken(step=version.step)
+    groups.kept.snapshot_taken(step=version.step)
     return BufferSnapshot(
         version=version,
-        next_group=groups.attempts.groups,
-        exhausted=groups.attempts.exhausted,
-        open=tuple(slot.as_open() for slot in groups.table.open.values()),
-        waiting=tuple(
-            msgspec.structs.replace(prompt, task=NO_TASK) for prompt in groups.table.waiting_prompts.prompts()
-        ),
-        last_attempts=dict(groups.attempts.last_of_ended),
+        next_group=groups.issued,
+        exhausted=groups.exhausted,
+        open=tuple(slot.as_open() for slot in groups.open.values()),
+        waiting=tuple(msgspec.structs.replace(prompt, task=NO_TASK) for prompt in groups.waiting_prompts()),
+        last_attempts=dict(groups.last_of_ended),
         ledger=groups.ledger.state(),
         failures=failures,
-        ended=tuple(groups.fates.ended),
+        ended=tuple(groups.ledger.ended),
     )
 
 
@@ -84,12 +82,12 @@ def restore(
     What is stored of a prompt is kept up to its first token of a dead version.
     """
     step = snapshot.version.step
-    groups.attempts.restore(groups=snapshot.next_group, exhausted=snapshot.exhausted, ended=snapshot.last_attempts)
-    groups.retained.restored(step=step)
-    groups.fates.ended = list(snapshot.ended)
+    groups.issued, groups.exhausted = snapshot.next_group, snapshot.exhausted
+    groups.last_of_ended = dict(snapshot.last_attempts)
+    groups.kept.restored(step=step)
     slots, due = _opened(groups, snapshot, earlier=earlier, now_s=now_s)
-    groups.not_loaded = {slot.ticket.key for slot in slots} - {slot.ticket.key for slot in _with_rows(earlier)}
-    while groups.attempts.groups < earlier.attempts.groups and (prompt := groups.attempts.new_prompt()) is not None:
+    groups.kept.not_loaded = {slot.ticket.key for slot in slots} - {slot.ticket.key for slot in _with_rows(earlier)}
+    while groups.issued < earlier.issued and (prompt := groups.new_prompt()) is not None:
         due.append(prompt)
     stay = living(earlier, lineage=lineage, loaded=loaded)
     for prompt in due:
@@ -99,7 +97,7 @@ def restore(
             groups.ledger.generated(kept.tokens)
             slots.append(kept)
         else:
-            groups.table.waiting_prompts.push(_not_issued_since(groups, prompt, earlier=earlier, lineage=lineage))
+            groups.wait(_not_issued_since(groups, prompt, earlier=earlier, lineage=lineage))
     _place(groups, slots, step=step)
 
 
@@ -115,7 +113,7 @@ def living(groups: Groups, *, lineage: Lineage, loaded: Mapping[str, Version]) -
         for slot in _with_rows(groups)
         if slot.meta is not None and all(map(lineage.has, slot.meta.versions))
     }
-    for slot in groups.table.reserved.values():
+    for slot in groups.reserved.values():
         ticket = slot.ticket
         versions = {ticket.version, loaded.get(ticket.replica, ticket.version)}
         for prefix in (ticket.prefix, slot.prefix):
@@ -131,8 +129,8 @@ def _with_rows(groups: Groups) -> list[Slot]:
     A learner may have died after the restore of its checkpoint and before it loaded the rows. The groups of which only
     that checkpoint has the rows are then left out.
     """
-    committed = [*groups.table.ready.slots(), *groups.table.leased, *groups.retained.slots()]
-    return [slot for slot in committed if slot.ticket.key not in groups.not_loaded]
+    committed = [*groups.ready.values(), *groups.leased, *groups.kept.retained()]
+    return [slot for slot in committed if slot.ticket.key not in groups.kept.not_loaded]
 
 
 def _opened(
@@ -140,31 +138,31 @@ def _opened(
 ) -> tuple[list[Slot], list[DuePrompt]]:
     """Returns the groups that were ready at the snapshot and still have their rows, and the prompts of all others."""
     slots: list[Slot] = []
-    task_of = groups.attempts.prompts.task
+    task_of = groups.prompts.task
     due = [msgspec.structs.replace(prompt, task=task_of(prompt.group)) for prompt in snapshot.waiting]
     for group in snapshot.open:
         ticket = msgspec.structs.replace(group.ticket, task=task_of(group.ticket.group))
         meta = group.meta
         if meta is None:
-            due.append(groups.attempts.again(ticket, issued=True, prefix=group.prefix))
+            due.append(groups.next_attempt(ticket, issued=True, prefix=group.prefix))
             continue
         slot = Slot(ticket, group.reserved_step, now_s, now_s, meta.row_bytes, meta, group.ready_step)
         slot.deadline = group.deadline
-        if earlier.attempts.issued_at(ticket.group) <= ticket.attempt + 1:
+        if earlier.issued_attempts(ticket.group) <= ticket.attempt + 1:
             slots.append(slot)
         else:  # its rows were lost after the snapshot, and another attempt was issued
-            groups.fates.settle(Fate.RETURNED_ON_RESUME, slot)
-            due.append(groups.attempts.again(ticket, issued=False))
+            groups.settle(slot, Fate.RETURNED_ON_RESUME)
+            due.append(groups.next_attempt(ticket, issued=False))
     return slots, due
 
 
 def _not_issued_since(groups: Groups, prompt: DuePrompt, *, earlier: Groups, lineage: Lineage) -> DuePrompt:
     """Returns a prompt of a snapshot for an attempt that was not issued after it, with what is stored and survives."""
-    stored = earlier.prefixes.of(prompt.group)
+    stored = earlier.prefix_of(prompt.group)
     if stored is None and prompt.prefix is not None:  # it was cleared since, or its row store has ended
-        groups.prefixes.count_dropped(prompt.prefix)
-    attempt = max(prompt.attempt, earlier.attempts.issued_at(prompt.group))
-    return msgspec.structs.replace(prompt, attempt=attempt, prefix=groups.prefixes.surviving(stored, lineage))
+        groups.kept.drop(prompt.prefix)
+    attempt = max(prompt.attempt, earlier.issued_attempts(prompt.group))
+    return msgspec.structs.replace(prompt, attempt=attempt, prefix=groups.kept.surviving(stored, lineage))
 
 
 def _place(groups: Groups, slots: Iterable[Slot], *, step: int) -> None:
@@ -173,10 +171,10 @@ def _place(groups: Groups, slots: Iterable[Slot], *, step: int) -> None:
     for slot in sorted(slots, key=lambda each: (each.deadline, each.ticket.group)):
         if _has_room(groups, slot, step=step):
             slot.reserved_step, slot.ready_step = min(slot.reserved_step, step), min(slot.ready_step, step)
-            groups.table.enter(slot)
+            groups.enter(slot)
         else:
             groups.reissue(slot, Fate.RETURNED_ON_RESUME)
-    groups.table.sort_unconfirmed()
+    groups.sort_unconfirmed()
 
 
 def _has_room(groups: Groups, slot: Slot, *, step: int) -> bool:
@@ -184,9 +182,9 @@ def _has_room(groups: Groups, slot: Slot, *, step: int) -> bool:
 
     Groups are restored by deadline, so all groups that have a slot already are due no later than this one.
     """
-    table, limits = groups.table, groups.limits
+    limits = groups.limits
     return (
-        table.slots < (slot.deadline - step + 1) * limits.groups_per_step
-        and table.slots < limits.capacity_groups
-        and table.booked_bytes + slot.booked_bytes <= limits.capacity_bytes
+        groups.slots < (slot.deadline - step + 1) * limits.groups_per_step
+        and groups.slots < limits.capacity_groups
+        and groups.booked_bytes + slot.booked_bytes <= limits.capacity_bytes
     )

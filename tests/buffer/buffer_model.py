@@ -207,7 +207,7 @@ class BufferModel:
             if n < len(fronts):
                 assert ticket.group == fronts[n], "prompts at the front are issued first"
             elif ticket.attempt > 0:
-                assert self.buffer._state.groups.attempts.exhausted, "new prompts come before those that others may try"
+                assert self.buffer._state.groups.exhausted, "new prompts come before those that others may try"
                 assert ticket.group == left_out.pop(0)
             assert list(ticket.failed_on) == self.failed_on.get(ticket.group, [])
             self.waiting.discard(ticket.group)
@@ -787,7 +787,7 @@ class BufferModel:
     def check_deadlines(self) -> None:
         """Checks the newest weights of each rollout, and the invariant of docs/guarantees.md: the groups that are due
         fit into the remaining steps. With a lease, also checks rule (2)."""
-        reserved = self.buffer._state.groups.table.reserved
+        reserved = self.buffer._state.groups.reserved
         assert {key: slot.newest_step for key, slot in reserved.items()} == {key: self.newest[key] for key in reserved}
         per_step = self.limits.groups_per_step
         for deadline in range(self.v - 1, self.v + self.limits.max_staleness_versions + 1):

@@ -3,7 +3,7 @@
 import msgspec
 from buffer_scenes import Scene
 
-from asyncrl.buffer.ledger import Account, Amount, Event, Fate, Ledger
+from asyncrl.buffer.ledger import Account, Amount, EndedGroup, Event, Fate, Ledger
 
 
 def test_the_account_is_open_by_whatever_no_fate_explains() -> None:
@@ -14,7 +14,7 @@ def test_the_account_is_open_by_whatever_no_fate_explains() -> None:
     assert ledger.account(reserved=nothing, ready=group, leased=nothing).closed
     for wrong in (nothing, Amount(1, 4, 29), Amount(1, 3, 30), Amount(2, 4, 30)):
         assert not ledger.account(reserved=nothing, ready=wrong, leased=nothing).closed
-    ledger.settle(Fate.TRAINED, group)
+    ledger.settle(EndedGroup(0, 0, Fate.TRAINED, samples=4, tokens=30))
     assert ledger.account(reserved=nothing, ready=nothing, leased=nothing).closed
     assert not ledger.account(reserved=nothing, ready=group, leased=nothing).closed
 

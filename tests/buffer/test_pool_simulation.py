@@ -70,7 +70,7 @@ class FreesAtLease(Tickets):
         state = self._state
         return admissible(
             state.limits,
-            slots=len(state.groups.table.reserved) + len(state.groups.table.ready),
+            slots=len(state.groups.reserved) + len(state.groups.ready),
             booked_bytes=0,
             learner_step=state.step,
             replica_step=version.step,

@@ -185,7 +185,7 @@ def test_a_heartbeat_that_was_overtaken_changes_nothing() -> None:
     scene.buffer.tickets.renew("a", held=progress_of(first, second, tokens=5))
     scene.clock.now_s += 8.0
     assert scene.buffer.tickets.renew("a", held=late, version=Version(1, 0)) is None
-    slots = scene.buffer._state.groups.table.reserved
+    slots = scene.buffer._state.groups.reserved
     assert [slots[ticket.key].sampled_tokens for ticket in (first, second)] == [5, 5]
     scene.clock.now_s += 2.1
     assert set(scene.buffer.tickets.expire()) == {first.key, second.key}, "it does not show that the replica lives"
@@ -561,10 +561,10 @@ def test_what_the_buffer_keeps_does_not_grow_with_the_run() -> None:
     for _ in range(60):
         scene.commit(*scene.reserve(2))
         scene.train()
-    kept, ended = scene.buffer._state.groups.table, scene.buffer._state.groups.attempts.last_of_ended
+    kept = scene.buffer._state.groups
     sizes = [len(kept.open), len(kept.reserved), len(kept.ready), len(kept.unleased_by_deadline)]
     assert sizes == [0, 0, 0, 0]
-    assert (kept.booked_bytes, ended, kept.ready.by_deadline) == (0, {}, {})
+    assert (kept.booked_bytes, kept.last_of_ended, kept.ready_by_deadline) == (0, {}, {})
 
 
 def test_what_the_buffer_knows_of_replicas_does_not_grow_with_those_that_have_ended() -> None:
@@ -579,7 +579,7 @@ def test_what_the_buffer_knows_of_replicas_does_not_grow_with_those_that_have_en
         else:
             scene.clock.now_s += 10.1
             assert scene.buffer.tickets.expire() == (ticket.key,)
-    table = scene.buffer._state.groups.table
+    table = scene.buffer._state.groups
     assert (table.held, table.unconfirmed, table.must_report_all) == ({}, {}, set())
 
 

@@ -244,4 +244,4 @@ def test_the_lost_weights_of_a_replica_do_not_count_as_those_of_its_next_rollout
     go_back(scene, snapshot, loaded=Version(1, 1))
     ticket = scene.reserve(2)[-1]
     scene.buffer.tickets.renew("a", held=progress_of(ticket), version=Version(2, 0))
-    assert scene.buffer._state.groups.table.reserved[ticket.key].newest_step == 0
+    assert scene.buffer._state.groups.reserved[ticket.key].newest_step == 0
