@@ -217,7 +217,7 @@ def buffer_groups_per_s(*, outstanding: int, groups: int) -> float:
     held: deque[Ticket] = deque()
 
     def reserve_one() -> None:
-        held.extend(buffer.tickets.reserve("generator", version=buffer.version, count=1).tickets)
+        held.extend(buffer.reserve("generator", version=buffer.version, count=1).tickets)
 
     while len(held) < outstanding:
         reserve_one()
@@ -227,10 +227,10 @@ def buffer_groups_per_s(*, outstanding: int, groups: int) -> float:
     for _ in range(steps):
         for _ in range(groups_per_step):
             reserve_one()
-            assert buffer.tickets.commit(finished(held.popleft())) is CommitOutcome.ACCEPTED
-        lease = buffer.leases.lease()
+            assert buffer.commit(finished(held.popleft())) is CommitOutcome.ACCEPTED
+        lease = buffer.lease()
         assert isinstance(lease, Lease), lease
-        buffer.leases.ack(lease.incarnation, lease.step)
+        buffer.ack(lease.incarnation, lease.step)
     return steps * groups_per_step / (time.process_time() - began_s)
 
 

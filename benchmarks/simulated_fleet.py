@@ -318,7 +318,7 @@ class Simulation:
     # --- learner ------------------------------------------------------------------------------------------------
 
     def _try_lease(self) -> None:
-        if self._lease is None and isinstance(answer := self.buffer.leases.lease(), Lease):
+        if self._lease is None and isinstance(answer := self.buffer.lease(), Lease):
             self._lease = answer
             self._in(self.scenario.step_s, self._train)
 
@@ -330,7 +330,7 @@ class Simulation:
             self._staleness[lease.step - leased.meta.oldest] += 1
             self._twice += leased.meta.group in self._trained
             self._trained.add(leased.meta.group)
-        self.buffer.leases.ack(lease.incarnation, lease.step)
+        self.buffer.ack(lease.incarnation, lease.step)
         self.buffer.ledger_entry(of_ack=True)
         self._closed &= self.buffer.account.closed
         self._progressed()
@@ -342,7 +342,7 @@ class Simulation:
             version=self.buffer.version,
             published=self._published,
             publish_every_steps=PUBLISH_EVERY_STEPS,
-            able=self.seen.able(self.buffer.tickets.refusal),
+            able=self.seen.able(self.buffer.refusal),
         ):
             self._publish()
         self._wake()
@@ -381,7 +381,7 @@ class Simulation:
         asked, version = replica.free, replica.version
         assert version is not None
         self.buffer.fleet.heartbeat(replica.actor, has_weights=True)
-        answer = self.buffer.tickets.reserve(replica.actor, version=version, count=asked)
+        answer = self.buffer.reserve(replica.actor, version=version, count=asked)
         self.seen.reserved(replica.actor, version=version, asked=asked, answer=answer)
         for ticket in answer.tickets:
             replica.running[ticket.key] = ticket
@@ -413,7 +413,7 @@ class Simulation:
     def _deliver(self, replica: _Replica, ticket: Ticket, *, failed: bool) -> None:
         if failed:
             why = Failure(failure_class=FailureClass.INFRA, reason="engine")
-            self.buffer.tickets.fail(ticket.key, incarnation=1, failure=why)
+            self.buffer.fail(ticket.key, incarnation=1, failure=why)
             if self.buffer.fleet.refusal(replica.actor) is Refusal.QUARANTINED:
                 self._end(replica, Cause.INFRA_FAILURES)
             self._wake()
@@ -432,7 +432,7 @@ class Simulation:
             oldest=ticket.version.step,
             newest=replica.version.step,
         )
-        if self.buffer.tickets.commit(meta) is CommitOutcome.ACCEPTED:
+        if self.buffer.commit(meta) is CommitOutcome.ACCEPTED:
             self._progressed()
             self._try_lease()
 
@@ -446,7 +446,7 @@ class Simulation:
     def _beat(self, replica: _Replica) -> None:
         """Sends a heartbeat, and ends the rollouts of tickets that the buffer has ended."""
         held = HeldReport(number=next(self._order), complete=True, tokens=dict.fromkeys(replica.running, 0))
-        renewal = self.buffer.tickets.renew(replica.actor, held=held, version=replica.version)
+        renewal = self.buffer.renew(replica.actor, held=held, version=replica.version)
         assert renewal is not None, "no heartbeat overtakes another one"
         if not renewal.must_end:
             self.seen.heard(replica.actor, version=replica.version, free_slots=replica.free)
@@ -518,7 +518,7 @@ class Simulation:
     # --- coordinator --------------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        keys = self.buffer.tickets.expire()
+        keys = self.buffer.expire()
         gone = self.seen.forget_unless(self.buffer.fleet.may_be_used)
         if self.buffer.fleet.back_off_ended() or keys or gone:
             self._wake()
@@ -526,7 +526,7 @@ class Simulation:
 
     def _without(self, replica: _Replica) -> None:
         self.seen.forget(replica.actor)
-        self.buffer.tickets.leave(replica.actor)
+        self.buffer.leave(replica.actor)
         self._wake()
 
     def _leave(self, replica: _Replica) -> None:

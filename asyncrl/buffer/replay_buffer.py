@@ -13,8 +13,7 @@ These statements are true after every call:
 - The ledger's account is closed.
 - Calls are idempotent by id. A repeated, late or unknown call is counted and changes nothing.
 
-`Tickets` is the generators' side, and `Leases` the learner's side. `Unneeded` tells which rows and partial generations
-may be cleared. These parts decide, and `Groups` applies the decisions to the state that they share.
+`ReplayBuffer` decides, and `Groups` (`groups.py`) moves the groups and counts what changes with them.
 
 The state machine has no threads and no sockets, and the clock is an argument. `asyncrl.coordinator` runs it.
 """
@@ -22,7 +21,6 @@ The state machine has no threads and no sockets, and the clock is an argument. `
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
 
@@ -55,33 +53,12 @@ from asyncrl.config.schema import OnDeadline
 from asyncrl.data.prompts import PromptSource
 from asyncrl.errors import FailureClass, StalenessViolation
 
-# The state that the parts of the replay buffer share.
-
-
-@dataclass(slots=True, kw_only=True)
-class BufferState:
-    """The state of a `ReplayBuffer`.
-
-    `step` is the number of acked steps, and `lease` the lease that the learner holds. A restore replaces `groups`.
-    `filtered` are the groups that were filtered since the last lease, at most `most_filtered`.
-    """
-
-    limits: Limits
-    clock: Callable[[], float]
-    ledger: Ledger
-    failures: FailureLog
-    groups: Groups
-    fleet: Fleet
-    step: int = 0
-    lineage: Lineage = field(default_factory=Lineage)
-    lease: Lease | None = None
-    most_filtered: int = 0
-    filtered: list[FilteredGroup] = field(default_factory=list)
-
-    @property
-    def version(self) -> Version:
-        """The learner's version: the incarnation, and the number of acked steps."""
-        return Version(self.lineage.incarnation, self.step)
+_REFUSED_COMMITS = {
+    CommitOutcome.DUPLICATE: Event.COMMIT_DUPLICATE,
+    CommitOutcome.LATE: Event.COMMIT_LATE,
+    CommitOutcome.UNKNOWN: Event.COMMIT_UNKNOWN,
+    CommitOutcome.OLD_INCARNATION: Event.COMMIT_OLD_INCARNATION,
+}
 
 
 class ReplayBuffer:
@@ -92,15 +69,22 @@ class ReplayBuffer:
     filtered. The order of the prompts and their seeds depend only on their source, so that a run with η = 0 trains the
     same batches as a sequential loop.
 
-    Attributes for the owner of the buffer:
+    The owner of the buffer may read these attributes:
 
-    - `tickets`: answers the generators.
-    - `leases`: answers the learner.
+    - `limits`: the limits of the buffer.
+    - `step`: the number of acked steps, and `lineage`: the incarnations of the learner so far.
+    - `groups`: where each group is. A restore replaces it.
     - `fleet`: the lives of the replicas.
-    - `unneeded`: the keys whose rows or partial generations may be cleared.
     - `failures`: the failed rollouts so far.
-    - `limits`: its limits.
     - `ledger`: counts fates and events. The owner counts the events that it finds itself, such as a lost replica.
+    - `lease_wait`: the answer to the last lease call; None if that call got a lease.
+
+    The owner changes these:
+
+    - `paused`: while it is True, no new group is admitted. Admitted groups continue.
+    - `dropped`: the keys of dropped groups that were ready. The owner clears their rows and empties the list.
+    - `cancelled`: the keys of stragglers whose tickets a lease call has ended. The owner clears rows under them,
+      empties the list, and wakes the generators that wait for a ticket.
     """
 
     def __init__(
@@ -120,52 +104,44 @@ class ReplayBuffer:
         self.fleet = Fleet(
             max_infra_failures=limits.max_infra_failures, timeout_s=limits.heartbeat_timeout_s, clock=clock
         )
-        self._new_groups = partial(
-            Groups,
-            limits=limits,
-            prompts=prompts,
-            ledger=self.ledger,
-            fleet=self.fleet,
-        )
-        self._state = BufferState(
-            limits=limits,
-            clock=clock,
-            ledger=self.ledger,
-            failures=self.failures,
-            groups=self._new_groups(),
-            fleet=self.fleet,
-            most_filtered=most_filtered,
-        )
-        self.tickets = Tickets(self._state)
-        self.leases = Leases(self._state, drop_last=drop_last, on_deadline=on_deadline, groups_logged=groups_logged)
-        self.unneeded = Unneeded(self._state)
+        self._new_groups = partial(Groups, limits=limits, prompts=prompts, ledger=self.ledger, fleet=self.fleet)
+        self.groups = self._new_groups()
+        self.step = 0
+        self.lineage = Lineage()
+        self._clock = clock
+        self._drop_last = drop_last
+        self._on_deadline: OnDeadline = on_deadline
+        self._groups_logged = groups_logged
+        self._most_filtered = most_filtered
+        self._filtered: list[FilteredGroup] = []  # since the last lease, at most `most_filtered`
+        self._lease: Lease | None = None  # the lease that the learner holds
+        self._last_end: tuple[Fate, int, tuple[str, ...]] | None = None  # of the last lease: fate, step, answer
+        self.lease_wait: LeaseWait | None = None
+        self.paused = False
+        self.dropped: list[str] = []
+        self.cancelled: list[str] = []
 
     @property
     def version(self) -> Version:
         """The learner's version: the incarnation, and the number of acked steps."""
-        return self._state.version
-
-    @property
-    def lineage(self) -> Lineage:
-        """The incarnations of the learner so far."""
-        return self._state.lineage
+        return Version(self.lineage.incarnation, self.step)
 
     @property
     def account(self) -> Account:
         """The account at this moment, including open groups. Takes O(1) in the number of groups."""
-        return self._state.groups.account()
+        return self.groups.account()
 
     def recount(self) -> Account:
         """Returns the account with all open groups counted one by one. It equals `account`, or there is a bug."""
-        return self._state.groups.recount()
+        return self.groups.recount()
 
     def ledger_entry(self, *, of_ack: bool) -> LedgerEntry:
         """Returns the ledger's entry of this moment, for the audit. `of_ack` begins a new list of ended groups."""
-        return self._state.groups.ledger_entry(of_ack=of_ack)
+        return self.groups.ledger_entry(of_ack=of_ack)
 
     def counts(self) -> Counts:
         """Returns the current contents of the buffer."""
-        groups = self._state.groups
+        groups = self.groups
         oldest = next(iter(groups.open.values()), None)
         return Counts(
             reserved=len(groups.reserved),
@@ -173,20 +149,19 @@ class ReplayBuffer:
             leased=len(groups.leased),
             waiting=len(groups.waiting),
             booked_bytes=groups.booked_bytes,
-            oldest_group_age_s=0.0 if oldest is None else self._state.clock() - oldest.reserved_at_s,
-            lease_wait=self.leases.wait,
+            oldest_group_age_s=0.0 if oldest is None else self._clock() - oldest.reserved_at_s,
+            lease_wait=self.lease_wait,
         )
 
     def snapshot(self) -> BufferSnapshot:
         """Returns the present state. A leased group counts as ready, because its step has not been trained."""
-        return take_snapshot(self._state.groups, version=self.version, failures=self.failures.state())
+        return take_snapshot(self.groups, version=self.version, failures=self.failures.state())
 
     def restore(self, snapshot: BufferSnapshot, *, lineage: Lineage, loaded: Mapping[str, Version] = {}) -> int:
         """Continues from a snapshot as the live incarnation of `lineage`, which began at `snapshot.version`.
 
         The source of the prompts must continue after the first `snapshot.next_group` prompts. The rows of the groups
-        that were ready must be loaded before the next call of `Leases.lease`; `Leases.rows_lost` names those that are
-        not there.
+        that were ready must be loaded before the next call of `lease`; `rows_lost` names those that are not there.
 
         If this buffer has groups, its learner has died and another one goes back to the snapshot. The groups that only
         ancestors of `lineage` made stay, also those that a lost step trained and that are retained. Replicas go on with
@@ -194,76 +169,232 @@ class ReplayBuffer:
         of the groups that stay. A group that an ancestor began and lost weights finished is generated again, and
         continues what is stored of its first tokens. Returns the number of these tokens.
         """
-        earlier, self._state.groups = self._state.groups, self._new_groups()
-        self._state.lineage, self._state.step = lineage, snapshot.version.step
+        earlier, self.groups = self.groups, self._new_groups()
+        self.lineage, self.step = lineage, snapshot.version.step
         for life in self.fleet.lives().values():
             life.step = NO_STEP  # the weights that it has reported may be lost ones
-        self.leases.restored()
+        self._lease = self._last_end = self.lease_wait = None
+        self.dropped, self.cancelled = [], []
+        self._filtered = []
         self.ledger.restore(snapshot.ledger, ended=snapshot.ended)
         self.failures.restore(snapshot.failures)
-        restore(
-            self._state.groups, snapshot, earlier=earlier, lineage=lineage, loaded=loaded, now_s=self._state.clock()
-        )
+        restore(self.groups, snapshot, earlier=earlier, lineage=lineage, loaded=loaded, now_s=self._clock())
         # Some of the replicas' tickets may have ended.
-        self._state.groups.must_report_all.update(life.actor for life in self.fleet.lives().values())
+        self.groups.must_report_all.update(life.actor for life in self.fleet.lives().values())
         return earlier.kept.split_tokens(lineage)
 
+    # --- calls of the generators: tickets from their reserve to their commit, failure or expiry ------------------
 
-# Rows and partial generations in the data plane that no group needs. Their owner asks by key and clears them.
+    def renew(self, replica: str, *, held: HeldReport, version: Version | None = None) -> Renewal | None:
+        """Renews the tickets of a replica that sent a heartbeat, and records the progress that it reports. `version` is
+        the version that the replica has loaded. Returns None for a late heartbeat, which changes nothing. A repeated
+        one gets its answer again.
 
+        A ticket that a heartbeat has named once is renewed by every later heartbeat. So the work does not depend on the
+        number of tickets, but only on what has changed. A ticket whose reserve reply was lost is never named, so it
+        expires. So does a ticket that a complete heartbeat does not name any longer.
+        """
+        fleet, groups = self.fleet, self.groups
+        life = fleet.life_of(replica)
+        if life is not None and held.number < life.heartbeat:
+            return None
+        life = fleet.heartbeat(replica, has_weights=version is not None)
+        if life is None:
+            return Renewal(must_end=True)
+        if life.heartbeat == NO_HEARTBEAT:  # it may hold tickets that have ended, also if this is a late heartbeat
+            groups.must_report_all.add(replica)
+        elif held.complete:
+            groups.must_report_all.discard(replica)
+            now_s = self._clock()
+            for slot in [*groups.held.get(replica, {}).values()]:
+                if slot.confirmed and slot.ticket.key not in held.tokens:
+                    groups.unconfirm(slot, now_s=now_s)
+        life.heartbeat = held.number
+        if version is not None and self.lineage.has(version):
+            self._loaded(replica, life, step=version.step)
+        gone = [
+            key
+            for key, tokens in held.tokens.items()
+            if not groups.confirm(key, tokens=tokens, replica=replica, step=life.step)
+        ]
+        for key, prefix in held.prefixes.items():
+            groups.store(key, prefix, replica=replica)
+        ended = tuple(key for key in gone if (ticket := parsed_key(key)) and groups.has_ended(*ticket))
+        return Renewal(ended=ended, report_all=replica in groups.must_report_all)
 
-class Unneeded:
-    """Tells which keys may be cleared."""
+    def leave(self, replica: str) -> tuple[str, ...]:
+        """Expires the tickets of a replica that ends. Returns their keys; rows under them may be cleared.
 
-    def __init__(self, state: BufferState) -> None:
-        self._state = state
+        A replica that ends because something has failed is quarantined first, so that its attempts do not count.
+        """
+        groups = self.groups
+        expired = self._expire([*groups.held.get(replica, {}).values()])
+        groups.must_report_all.discard(replica)
+        return expired
 
-    def never_committed(self, keys: Iterable[str]) -> tuple[str, ...]:
-        """Returns those of `keys` whose attempts have ended without a commit. No commit of them can be accepted, so
-        their rows may be cleared. Keys of groups that were never issued are left out, and names of another form."""
-        groups = self._state.groups
-        return tuple(key for key in keys if (ticket := parsed_key(key)) and groups.is_never_committed(*ticket))
+    def reserve(self, replica: str, *, version: Version, count: int) -> Reservation:
+        """Returns tickets for up to `count` groups at the replica's version, and the reason why there are not more."""
+        if count < 1:
+            raise ValueError(f"replica {replica} reserves {count} groups; the number must be at least 1")
+        now_s = self._clock()
+        if not self.lineage.has(version):
+            self.ledger.count(Event.RESERVE_OLD_INCARNATION)
+        elif version.step > self.step:
+            raise ValueError(f"a replica reports version {version}, but the learner has acked only {self.step} steps")
+        room, refusal = self._admission(version, replica=replica)
+        tickets: list[Ticket] = []
+        while len(tickets) < min(count, room):
+            prompt = self.groups.next_prompt(replica=replica)
+            if prompt is None:
+                refusal = Refusal.NO_PROMPTS
+                break
+            if prompt.prefix is not None and not self._may_continue(prompt.prefix, version):
+                prompt = self.groups.kept.without_prefix(prompt)
+            tickets.append(self.groups.admit(prompt, replica=replica, version=version, step=self.step, now_s=now_s))
+        return Reservation(tickets=tuple(tickets), refusal=refusal if len(tickets) < count else None)
 
-    def without_slot(self, keys: Iterable[str]) -> tuple[str, ...]:
-        """Returns those of `keys` that are keys of groups, but of none that is reserved, ready, leased or retained."""
-        groups = self._state.groups
-        held = {slot.ticket.key for slot in (*groups.open.values(), *groups.kept.retained())}
-        return tuple(key for key in keys if parsed_key(key) and key not in held)
+    def commit(self, meta: GroupMeta) -> CommitOutcome:
+        """Makes a group ready, or filters it. The caller has generated and scored the group and has stored its rows.
 
-    def prefixes(self, keys: Iterable[str]) -> tuple[str, ...]:
-        """Returns those of `keys` whose prefixes no attempt writes, reads or may read later. Names of another form are
-        left out."""
-        groups = self._state.groups
-        return tuple(key for key in keys if (ticket := parsed_key(key)) and not groups.needs_prefix(*ticket))
+        Raises an error if the metadata contradicts the ticket, which is a bug in asyncrl: StalenessViolation for a
+        token that is older than the ticket, ValueError for anything else. The ticket then stays reserved.
+        """
+        slot = self.groups.reserved.get(meta.key)
+        if slot is None or meta.incarnation != slot.ticket.version.incarnation:
+            outcome = self._why_refused(meta)
+            self.ledger.count(_REFUSED_COMMITS[outcome])
+            return outcome
+        if not all(map(self.lineage.has, meta.versions)):
+            self.groups.interrupt(slot, meta, lineage=self.lineage)
+            self.ledger.count(Event.COMMIT_OLD_INCARNATION)
+            return CommitOutcome.OLD_INCARNATION
+        _check_commit(meta, slot.ticket, limits=self.limits, step=self.step)
+        self.failures.succeeded()
+        if (life := self.fleet.life_of(slot.ticket.replica)) is not None:
+            life.committed()
+        if self._is_filtered(meta):
+            self.groups.filter(slot, meta)
+            return CommitOutcome.FILTERED
+        self.groups.commit(slot, meta, step=self.step)
+        return CommitOutcome.ACCEPTED
 
-    def take_prefixes(self) -> tuple[str, ...]:
-        """Returns the keys of the attempts whose prefixes became unneeded since the last call. They may be cleared."""
-        return self._state.groups.kept.take_unneeded()
+    def fail(self, key: str, *, incarnation: int, failure: Failure) -> bool:
+        """Ends an attempt whose rollout failed. Returns False if the ticket had ended already.
 
+        After an INFRA failure the prompt goes to the front, until it has had `max_attempts` attempts, and the replica
+        may have to pause (`fleet.py`). A DATA failure, or the last attempt, ends the group, and another prompt may take
+        its slot. The failure is kept with the prompt of the ticket. After `max_data_failures` DATA failures in a row,
+        no more tickets and leases are issued: see `Refusal.TOO_MANY_FAILURES`.
+        """
+        slot = self.groups.reserved.get(key)
+        if slot is None or incarnation != slot.ticket.version.incarnation:
+            self.ledger.count(Event.FAIL_REFUSED)
+            return False
+        failure = msgspec.structs.replace(failure, prompt=cut_text(slot.ticket.task.prompt))
+        if failure.failure_class is FailureClass.INFRA:
+            self.fleet.failed(slot.ticket.replica, failure)
+        tried_again = failure.failure_class is FailureClass.INFRA and self.groups.retry(slot)
+        if failure.failure_class is FailureClass.DATA:
+            self.groups.fail(slot)
+        self.failures.failed(failure, ended_group=not tried_again)
+        return True
 
-# The learner's side of the replay buffer: leases, how they end, and the succession of learners.
+    def expire(self) -> tuple[str, ...]:
+        """Quarantines replicas that were silent for the timeout. Ends the tickets of quarantined replicas, and tickets
+        that no heartbeat has named within the timeout. A prompt goes to the front, unless this was its last attempt.
 
+        Returns the keys of these tickets; rows under them may be cleared.
+        """
+        fleet, groups = self.fleet, self.groups
+        fleet.quarantine_silent()
+        gone = [replica for replica in groups.held if not fleet.may_be_used(replica)]
+        before_s = self._clock() - self.limits.heartbeat_timeout_s
+        slots = {slot.ticket.key: slot for slot in groups.unconfirmed_before(before_s)}
+        for replica in gone:
+            come_back = fleet.is_heard(replica)  # a ticket that it was given just now may be under way
+            slots |= {key: slot for key, slot in groups.held[replica].items() if slot.confirmed or not come_back}
+        expired = self._expire([*slots.values()])
+        groups.must_report_all = {replica for replica in groups.must_report_all if fleet.may_be_used(replica)}
+        return expired
 
-class Leases:
-    """The calls of the learner. A lease has the tasks of its first `groups_logged` groups.
+    def tickets_by_replica(self) -> Mapping[str, int]:
+        """Returns the number of tickets that each replica holds."""
+        return {replica: len(slots) for replica, slots in self.groups.held.items()}
 
-    Attributes for the owner of the buffer:
+    def refusal(self, version: Version) -> Refusal | None:
+        """Returns why a reserve at `version` of a healthy replica would get no ticket now; None if it would get one.
+        Changes nothing."""
+        room = self._admission(version)
+        return None if room.groups else room.refusal
 
-    - `wait`: the answer to the last lease call; None if that call got a lease.
-    - `dropped`: the keys of dropped groups that were ready. The owner clears their rows and empties the list.
-    - `cancelled`: the keys of stragglers whose tickets a lease call has ended. The owner clears rows under them,
-      empties the list, and wakes the generators that wait for a ticket.
-    """
+    def _loaded(self, replica: str, life: Life, *, step: int) -> None:
+        """Records the step of the weights that a replica has loaded. Its rollouts go on with these weights."""
+        if step > life.step:
+            life.step = step
+            for slot in self.groups.held.get(replica, {}).values():
+                if slot.confirmed:
+                    slot.newest_step = max(slot.newest_step, step)
 
-    def __init__(self, state: BufferState, *, drop_last: bool, on_deadline: OnDeadline, groups_logged: int) -> None:
-        self._state = state
-        self._drop_last = drop_last
-        self._on_deadline: OnDeadline = on_deadline
-        self._groups_logged = groups_logged
-        self._last_end: tuple[Fate, int, tuple[str, ...]] | None = None
-        self.wait: LeaseWait | None = None
-        self.dropped: list[str] = []
-        self.cancelled: list[str] = []
+    def _admission(self, version: Version, *, replica: str | None = None) -> Admission:
+        """Returns how many groups a replica at `version` may reserve now, and the reason why not more; for a healthy
+        one if `replica` is None."""
+        if replica is not None and (refusal := self.fleet.refusal(replica)) is not None:
+            return Admission(0, refusal)
+        if not self.lineage.has(version):
+            return Admission(0, Refusal.OLD_INCARNATION)
+        if self.failures.too_many:
+            return Admission(0, Refusal.TOO_MANY_FAILURES)
+        if self.paused:
+            return Admission(0, Refusal.PAUSED)
+        if self.groups.exhausted and not self.groups.waiting:
+            return Admission(0, Refusal.NO_PROMPTS)
+        return admissible(
+            self.limits,
+            slots=self.groups.slots,
+            booked_bytes=self.groups.booked_bytes,
+            learner_step=self.step,
+            replica_step=version.step,
+        )
+
+    def _is_filtered(self, meta: GroupMeta) -> bool:
+        """Returns whether a group is not trained because all of its rewards are equal, and records its reward."""
+        rewards = meta.known_rewards
+        if not self._most_filtered or not meta.equal:
+            return False
+        if len(self._filtered) >= self._most_filtered:
+            self.ledger.count(Event.FILTER_LIMIT)
+            return False
+        self._filtered.append(FilteredGroup(fmean(rewards), len(rewards), meta.part))
+        return True
+
+    def _may_continue(self, prefix: Prefix, version: Version) -> bool:
+        """Returns whether a replica at `version` may continue a prefix: its tokens are of ancestors of the learner's
+        weights, and its early deadline can be met together with all others."""
+        return all(map(self.lineage.has, prefix.versions)) and prefix_fits(
+            step=self.step,
+            leased=self._lease is not None,
+            groups_per_step=self.limits.groups_per_step,
+            deadline=oldest_step(version, prefix) + self.limits.max_staleness_versions,
+            unleased=self.groups.unleased_by_deadline,
+        )
+
+    def _why_refused(self, meta: GroupMeta) -> CommitOutcome:
+        """Returns why a commit is refused: OLD_INCARNATION if there was no such incarnation, UNKNOWN if there was no
+        such attempt, DUPLICATE if the attempt was committed before, else LATE."""
+        if not 1 <= meta.incarnation <= self.lineage.incarnation:
+            return CommitOutcome.OLD_INCARNATION
+        last = self.groups.last_attempt(meta.group)
+        if last is None or not 0 <= meta.attempt <= last[0]:
+            return CommitOutcome.UNKNOWN
+        return CommitOutcome.DUPLICATE if last == (meta.attempt, True) else CommitOutcome.LATE
+
+    def _expire(self, slots: Collection[Slot]) -> tuple[str, ...]:
+        for slot in slots:
+            self.groups.retry(slot)
+        self.ledger.count(Event.TICKET_EXPIRED, len(slots))
+        return tuple(slot.ticket.key for slot in slots)
+
+    # --- calls of the learner: leases, how they end, and the succession of learners ------------------------------
 
     def lease(self) -> Lease | LeaseWait:
         """Returns the groups of one step, earliest deadline first, ties in prompt order; or the reason why not now.
@@ -274,12 +405,12 @@ class Leases:
 
         A learner that restored a checkpoint has loaded the rows of its ready groups before the first call.
         """
-        self._state.groups.kept.not_loaded.clear()
-        if self._state.lease is not None:
-            self._state.ledger.count(Event.LEASE_REPEATED)
-            return self._state.lease
+        self.groups.kept.not_loaded.clear()
+        if self._lease is not None:
+            self.ledger.count(Event.LEASE_REPEATED)
+            return self._lease
         answer = self._start_lease()
-        self.wait = None if isinstance(answer, Lease) else answer
+        self.lease_wait = None if isinstance(answer, Lease) else answer
         return answer
 
     def ack(self, incarnation: int, step: int) -> tuple[str, ...]:
@@ -300,18 +431,18 @@ class Leases:
     def release(self, *, complete: int | None) -> tuple[str, ...]:
         """Forgets what was kept for earlier checkpoints than the newest complete one, of step `complete`; with None,
         all, because the run ends. Returns the keys of the groups whose rows may be cleared."""
-        return self._state.groups.kept.release(complete=complete)
+        return self.groups.kept.release(complete=complete)
 
     def give_back(self, incarnation: int, step: int) -> bool:
         """Ends a lease without training. Its groups become ready again. Returns False if there is no such lease."""
         if not self._holds_lease(incarnation, step):
-            self._state.ledger.count(Event.LEASE_CALL_REFUSED)
+            self.ledger.count(Event.LEASE_CALL_REFUSED)
             return False
-        assert self._state.lease is not None
-        self._state.filtered[:0] = self._state.lease.filtered
-        self._state.lease = None
-        self._state.groups.return_leased()
-        self._state.ledger.count(Event.LEASE_GIVEN_BACK)
+        assert self._lease is not None
+        self._filtered[:0] = self._lease.filtered
+        self._lease = None
+        self.groups.return_leased()
+        self.ledger.count(Event.LEASE_GIVEN_BACK)
         return True
 
     def rows_lost(self, keys: Iterable[str]) -> tuple[str, ...]:
@@ -321,9 +452,9 @@ class Leases:
         leased groups, because the learner may have read their rows already: it must give the lease back first.
         """
         named = set(keys)
-        lost = {slot.ticket.key: slot for slot in self._state.groups.ready.values() if slot.ticket.key in named}
-        self._state.ledger.count(Event.ROWS_LOST_REFUSED, len(named) - len(lost))
-        self._state.groups.lose_rows(lost.values())
+        lost = {slot.ticket.key: slot for slot in self.groups.ready.values() if slot.ticket.key in named}
+        self.ledger.count(Event.ROWS_LOST_REFUSED, len(named) - len(lost))
+        self.groups.lose_rows(lost.values())
         return tuple(lost)
 
     def succeed(self) -> int:
@@ -332,25 +463,18 @@ class Leases:
         The lease of the earlier learner is given back, and its later calls are refused. Tickets and groups stay,
         because ancestors of the new incarnation made all of their tokens.
         """
-        if self._state.lease is not None:
-            self.give_back(self._state.lease.incarnation, self._state.lease.step)
-        self._state.lineage = self._state.lineage.child(self._state.version)
+        if self._lease is not None:
+            self.give_back(self._lease.incarnation, self._lease.step)
+        self.lineage = self.lineage.child(self.version)
         self._last_end = None
-        return self._state.lineage.incarnation
-
-    def restored(self) -> None:
-        """Forgets the lease and the keys that were not taken yet, because the buffer continues from a snapshot."""
-        self._state.lease = self._last_end = self.wait = None
-        self.dropped, self.cancelled = [], []
-        self._state.filtered = []
+        return self.lineage.incarnation
 
     def _start_lease(self) -> Lease | LeaseWait:
         """Starts a lease, or returns the reason why it cannot start now."""
-        state, limits = self._state, self._state.limits
-        groups = state.groups
-        if state.step >= limits.total_steps:
+        limits, groups = self.limits, self.groups
+        if self.step >= limits.total_steps:
             return LeaseWait.FINISHED
-        if state.failures.too_many:
+        if self.failures.too_many:
             return LeaseWait.TOO_MANY_FAILURES
         if len(groups.ready) < limits.groups_per_step:
             if groups.reserved or groups.waiting or not groups.exhausted:
@@ -360,15 +484,15 @@ class Leases:
             if not groups.ready:
                 return LeaseWait.FINISHED
         share = earliest(groups.ready_by_deadline, limits.groups_per_step)
-        if min(share) < state.step:
+        if min(share) < self.step:
             raise StalenessViolation(
-                f"a group that is due at step {min(share)} is still ready at step {state.step} (staleness.max_versions "
+                f"a group that is due at step {min(share)} is still ready at step {self.step} (staleness.max_versions "
                 f"= {limits.max_staleness_versions}); this is a bug in asyncrl"
             )
         remaining = {deadline: n - share.get(deadline, 0) for deadline, n in groups.unleased_by_deadline.items()}
         blocking = stragglers(
             self._on_deadline,
-            step=state.step,
+            step=self.step,
             limits=limits,
             remaining=remaining,
             reserved=groups.reserved.values(),
@@ -378,52 +502,106 @@ class Leases:
             return LeaseWait.STRAGGLER
         self._act_on(blocking)
         leased = groups.lease(share)
-        filtered, state.filtered = tuple(state.filtered), []
-        state.lease = Lease(
-            incarnation=state.lineage.incarnation,
-            step=state.step,
+        filtered, self._filtered = tuple(self._filtered), []
+        self._lease = Lease(
+            incarnation=self.lineage.incarnation,
+            step=self.step,
             groups=tuple(slot.as_leased() for slot in leased),
             filtered=filtered,
             logged_tasks=tuple(slot.ticket.task for slot in leased[: self._groups_logged]),
         )
-        return state.lease
+        return self._lease
 
     def _act_on(self, blocking: Collection[Slot]) -> None:
         """Does what `staleness.on_deadline` says with the stragglers that block a lease."""
         for slot in blocking:
             match self._on_deadline:
                 case "requeue":
-                    self._state.groups.restart(slot)
-                    self._state.ledger.count(Event.STRAGGLER_REQUEUED)
+                    self.groups.restart(slot)
+                    self.ledger.count(Event.STRAGGLER_REQUEUED)
                 case "drop":
-                    self._state.groups.drop(slot)
-                    self._state.ledger.count(Event.STRAGGLER_DROPPED)
+                    self.groups.drop(slot)
+                    self.ledger.count(Event.STRAGGLER_DROPPED)
                 case "mask":
-                    self._state.groups.extend(slot)
-                    self._state.ledger.count(Event.STRAGGLER_MASKED)
+                    self.groups.extend(slot)
+                    self.ledger.count(Event.STRAGGLER_MASKED)
         if self._on_deadline != "mask":
             self.cancelled += [slot.ticket.key for slot in blocking]
 
     def _holds_lease(self, incarnation: int, step: int) -> bool:
-        return self._state.lease is not None and (incarnation, step) == (
-            self._state.lease.incarnation,
-            self._state.lease.step,
+        return self._lease is not None and (incarnation, step) == (
+            self._lease.incarnation,
+            self._lease.step,
         )
 
     def _end_lease(self, incarnation: int, step: int, *, fate: Fate) -> tuple[str, ...]:
         if not self._holds_lease(incarnation, step):
-            self._state.ledger.count(Event.LEASE_CALL_REFUSED)
+            self.ledger.count(Event.LEASE_CALL_REFUSED)
             # The reply to the first call may have been lost, and the caller still needs the keys whose rows it may
             # clear.
             last = self._last_end
-            if last is not None and incarnation == self._state.lineage.incarnation and last[:2] == (fate, step):
+            if last is not None and incarnation == self.lineage.incarnation and last[:2] == (fate, step):
                 return last[2]
             return ()
-        self._state.lease = None
-        keys = self._state.groups.end_leased(fate, step=step)
-        self._state.step += fate is Fate.TRAINED
+        self._lease = None
+        keys = self.groups.end_leased(fate, step=step)
+        if fate is Fate.TRAINED:
+            self.step += 1
         self._last_end = (fate, step, keys)
         return keys
+
+    # --- rows and partial generations in the data plane that no group needs --------------------------------------
+
+    def never_committed(self, keys: Iterable[str]) -> tuple[str, ...]:
+        """Returns those of `keys` whose attempts have ended without a commit. No commit of them can be accepted, so
+        their rows may be cleared. Keys of groups that were never issued are left out, and names of another form."""
+        groups = self.groups
+        return tuple(key for key in keys if (ticket := parsed_key(key)) and groups.is_never_committed(*ticket))
+
+    def without_slot(self, keys: Iterable[str]) -> tuple[str, ...]:
+        """Returns those of `keys` that are keys of groups, but of none that is reserved, ready, leased or retained."""
+        groups = self.groups
+        held = {slot.ticket.key for slot in (*groups.open.values(), *groups.kept.retained())}
+        return tuple(key for key in keys if parsed_key(key) and key not in held)
+
+    def unneeded_prefixes(self, keys: Iterable[str]) -> tuple[str, ...]:
+        """Returns those of `keys` whose prefixes no attempt writes, reads or may read later. Names of another form are
+        left out."""
+        groups = self.groups
+        return tuple(key for key in keys if (ticket := parsed_key(key)) and not groups.needs_prefix(*ticket))
+
+    def take_unneeded_prefixes(self) -> tuple[str, ...]:
+        """Returns the keys of the attempts whose prefixes became unneeded since the last call. They may be cleared."""
+        return self.groups.kept.take_unneeded()
+
+
+def _check_commit(meta: GroupMeta, ticket: Ticket, *, limits: Limits, step: int) -> None:
+    """Raises an error if the metadata of a commit contradicts its ticket, or the learner's present `step`.
+
+    StalenessViolation for a token that is older than the ticket, ValueError for anything else.
+    """
+    if meta.oldest < ticket.oldest:
+        raise StalenessViolation(
+            f"group {meta.key} has a token of step {meta.oldest}, which is older than step {ticket.oldest} of its "
+            "ticket's version and prefix; this is a bug in asyncrl"
+        )
+    if not meta.oldest <= meta.newest <= step:
+        raise ValueError(
+            f"group {meta.key} has tokens of steps {meta.oldest} to {meta.newest}, but the learner is at step {step}"
+        )
+    size = limits.group_size
+    columns = [meta.completion_tokens, meta.rewards, meta.truncated, *meta.components.values()]
+    lengths = {len(column) for column in (*columns, *filter(None, [meta.read_tokens]))}
+    if lengths != {size}:
+        raise ValueError(f"group {meta.key} has {sorted(lengths)} samples, but learner.group_size is {size}")
+    if not meta.known_rewards or not all(map(math.isfinite, meta.known_rewards)):
+        raise ValueError(
+            f"group {meta.key} has rewards {meta.rewards}; a sample must have a reward, and all rewards must be finite"
+        )
+    if not 0 <= meta.row_bytes <= limits.worst_group_bytes:
+        raise ValueError(
+            f"group {meta.key} takes {meta.row_bytes} bytes, but its reserve booked at most {limits.worst_group_bytes}"
+        )
 
 
 # Stragglers: reserved groups that rule (2) of `staleness.py` needs before the learner may start its next step.
@@ -477,263 +655,3 @@ def stragglers(
             free.remove(slot)
             chosen.append(slot)
     return chosen
-
-
-# The generators' side of the replay buffer: tickets from their reserve to their commit, failure or expiry.
-
-_REFUSED_COMMITS = {
-    CommitOutcome.DUPLICATE: Event.COMMIT_DUPLICATE,
-    CommitOutcome.LATE: Event.COMMIT_LATE,
-    CommitOutcome.UNKNOWN: Event.COMMIT_UNKNOWN,
-    CommitOutcome.OLD_INCARNATION: Event.COMMIT_OLD_INCARNATION,
-}
-
-
-class Tickets:
-    """The calls of generators. While `paused` is True, no new group is admitted. Admitted groups continue."""
-
-    def __init__(self, state: BufferState) -> None:
-        self._state = state
-        self.paused = False
-
-    def renew(self, replica: str, *, held: HeldReport, version: Version | None = None) -> Renewal | None:
-        """Renews the tickets of a replica that sent a heartbeat, and records the progress that it reports. `version` is
-        the version that the replica has loaded. Returns None for a late heartbeat, which changes nothing. A repeated
-        one gets its answer again.
-
-        A ticket that a heartbeat has named once is renewed by every later heartbeat. So the work does not depend on the
-        number of tickets, but only on what has changed. A ticket whose reserve reply was lost is never named, so it
-        expires. So does a ticket that a complete heartbeat does not name any longer.
-        """
-        fleet, groups = self._state.fleet, self._state.groups
-        life = fleet.life_of(replica)
-        if life is not None and held.number < life.heartbeat:
-            return None
-        life = fleet.heartbeat(replica, has_weights=version is not None)
-        if life is None:
-            return Renewal(must_end=True)
-        if life.heartbeat == NO_HEARTBEAT:  # it may hold tickets that have ended, also if this is a late heartbeat
-            groups.must_report_all.add(replica)
-        elif held.complete:
-            groups.must_report_all.discard(replica)
-            now_s = self._state.clock()
-            for slot in [*groups.held.get(replica, {}).values()]:
-                if slot.confirmed and slot.ticket.key not in held.tokens:
-                    groups.unconfirm(slot, now_s=now_s)
-        life.heartbeat = held.number
-        if version is not None and self._state.lineage.has(version):
-            self._loaded(replica, life, step=version.step)
-        gone = [
-            key
-            for key, tokens in held.tokens.items()
-            if not groups.confirm(key, tokens=tokens, replica=replica, step=life.step)
-        ]
-        for key, prefix in held.prefixes.items():
-            groups.store(key, prefix, replica=replica)
-        ended = tuple(key for key in gone if (ticket := parsed_key(key)) and groups.has_ended(*ticket))
-        return Renewal(ended=ended, report_all=replica in groups.must_report_all)
-
-    def leave(self, replica: str) -> tuple[str, ...]:
-        """Expires the tickets of a replica that ends. Returns their keys; rows under them may be cleared.
-
-        A replica that ends because something has failed is quarantined first, so that its attempts do not count.
-        """
-        groups = self._state.groups
-        expired = self._expire([*groups.held.get(replica, {}).values()])
-        groups.must_report_all.discard(replica)
-        return expired
-
-    def reserve(self, replica: str, *, version: Version, count: int) -> Reservation:
-        """Returns tickets for up to `count` groups at the replica's version, and the reason why there are not more."""
-        if count < 1:
-            raise ValueError(f"replica {replica} reserves {count} groups; the number must be at least 1")
-        now_s = self._state.clock()
-        if not self._state.lineage.has(version):
-            self._state.ledger.count(Event.RESERVE_OLD_INCARNATION)
-        elif version.step > self._state.step:
-            raise ValueError(
-                f"a replica reports version {version}, but the learner has acked only {self._state.step} steps"
-            )
-        room, refusal = self._admission(version, replica=replica)
-        tickets: list[Ticket] = []
-        while len(tickets) < min(count, room):
-            prompt = self._state.groups.next_prompt(replica=replica)
-            if prompt is None:
-                refusal = Refusal.NO_PROMPTS
-                break
-            if prompt.prefix is not None and not self._may_continue(prompt.prefix, version):
-                prompt = self._state.groups.kept.without_prefix(prompt)
-            tickets.append(
-                self._state.groups.admit(prompt, replica=replica, version=version, step=self._state.step, now_s=now_s)
-            )
-        return Reservation(tickets=tuple(tickets), refusal=refusal if len(tickets) < count else None)
-
-    def commit(self, meta: GroupMeta) -> CommitOutcome:
-        """Makes a group ready, or filters it. The caller has generated and scored the group and has stored its rows.
-
-        Raises an error if the metadata contradicts the ticket, which is a bug in asyncrl: StalenessViolation for a
-        token that is older than the ticket, ValueError for anything else. The ticket then stays reserved.
-        """
-        slot = self._state.groups.reserved.get(meta.key)
-        if slot is None or meta.incarnation != slot.ticket.version.incarnation:
-            outcome = self._why_refused(meta)
-            self._state.ledger.count(_REFUSED_COMMITS[outcome])
-            return outcome
-        if not all(map(self._state.lineage.has, meta.versions)):
-            self._state.groups.interrupt(slot, meta, lineage=self._state.lineage)
-            self._state.ledger.count(Event.COMMIT_OLD_INCARNATION)
-            return CommitOutcome.OLD_INCARNATION
-        _check_commit(meta, slot.ticket, limits=self._state.limits, step=self._state.step)
-        self._state.failures.succeeded()
-        if (life := self._state.fleet.life_of(slot.ticket.replica)) is not None:
-            life.committed()
-        if self._is_filtered(meta):
-            self._state.groups.filter(slot, meta)
-            return CommitOutcome.FILTERED
-        self._state.groups.commit(slot, meta, step=self._state.step)
-        return CommitOutcome.ACCEPTED
-
-    def fail(self, key: str, *, incarnation: int, failure: Failure) -> bool:
-        """Ends an attempt whose rollout failed. Returns False if the ticket had ended already.
-
-        After an INFRA failure the prompt goes to the front, until it has had `max_attempts` attempts, and the replica
-        may have to pause (`fleet.py`). A DATA failure, or the last attempt, ends the group, and another prompt may take
-        its slot. The failure is kept with the prompt of the ticket. After `max_data_failures` DATA failures in a row,
-        no more tickets and leases are issued: see `Refusal.TOO_MANY_FAILURES`.
-        """
-        slot = self._state.groups.reserved.get(key)
-        if slot is None or incarnation != slot.ticket.version.incarnation:
-            self._state.ledger.count(Event.FAIL_REFUSED)
-            return False
-        failure = msgspec.structs.replace(failure, prompt=cut_text(slot.ticket.task.prompt))
-        if failure.failure_class is FailureClass.INFRA:
-            self._state.fleet.failed(slot.ticket.replica, failure)
-        tried_again = failure.failure_class is FailureClass.INFRA and self._state.groups.retry(slot)
-        if failure.failure_class is FailureClass.DATA:
-            self._state.groups.fail(slot)
-        self._state.failures.failed(failure, ended_group=not tried_again)
-        return True
-
-    def expire(self) -> tuple[str, ...]:
-        """Quarantines replicas that were silent for the timeout. Ends the tickets of quarantined replicas, and tickets
-        that no heartbeat has named within the timeout. A prompt goes to the front, unless this was its last attempt.
-
-        Returns the keys of these tickets; rows under them may be cleared.
-        """
-        fleet, groups = self._state.fleet, self._state.groups
-        fleet.quarantine_silent()
-        gone = [replica for replica in groups.held if not fleet.may_be_used(replica)]
-        before_s = self._state.clock() - self._state.limits.heartbeat_timeout_s
-        slots = {slot.ticket.key: slot for slot in groups.unconfirmed_before(before_s)}
-        for replica in gone:
-            come_back = fleet.is_heard(replica)  # a ticket that it was given just now may be under way
-            slots |= {key: slot for key, slot in groups.held[replica].items() if slot.confirmed or not come_back}
-        expired = self._expire([*slots.values()])
-        groups.must_report_all = {replica for replica in groups.must_report_all if fleet.may_be_used(replica)}
-        return expired
-
-    def by_replica(self) -> Mapping[str, int]:
-        """Returns the number of tickets that each replica holds."""
-        return {replica: len(slots) for replica, slots in self._state.groups.held.items()}
-
-    def refusal(self, version: Version) -> Refusal | None:
-        """Returns why a reserve at `version` of a healthy replica would get no ticket now; None if it would get one.
-        Changes nothing."""
-        room = self._admission(version)
-        return None if room.groups else room.refusal
-
-    def _loaded(self, replica: str, life: Life, *, step: int) -> None:
-        """Records the step of the weights that a replica has loaded. Its rollouts go on with these weights."""
-        if step > life.step:
-            life.step = step
-            for slot in self._state.groups.held.get(replica, {}).values():
-                if slot.confirmed:
-                    slot.newest_step = max(slot.newest_step, step)
-
-    def _admission(self, version: Version, *, replica: str | None = None) -> Admission:
-        """Returns how many groups a replica at `version` may reserve now, and the reason why not more; for a healthy
-        one if `replica` is None."""
-        if replica is not None and (refusal := self._state.fleet.refusal(replica)) is not None:
-            return Admission(0, refusal)
-        if not self._state.lineage.has(version):
-            return Admission(0, Refusal.OLD_INCARNATION)
-        if self._state.failures.too_many:
-            return Admission(0, Refusal.TOO_MANY_FAILURES)
-        if self.paused:
-            return Admission(0, Refusal.PAUSED)
-        if self._state.groups.exhausted and not self._state.groups.waiting:
-            return Admission(0, Refusal.NO_PROMPTS)
-        return admissible(
-            self._state.limits,
-            slots=self._state.groups.slots,
-            booked_bytes=self._state.groups.booked_bytes,
-            learner_step=self._state.step,
-            replica_step=version.step,
-        )
-
-    def _is_filtered(self, meta: GroupMeta) -> bool:
-        """Returns whether a group is not trained because all of its rewards are equal, and records its reward."""
-        rewards, state = meta.known_rewards, self._state
-        if not state.most_filtered or not meta.equal:
-            return False
-        if len(state.filtered) >= state.most_filtered:
-            state.ledger.count(Event.FILTER_LIMIT)
-            return False
-        state.filtered.append(FilteredGroup(fmean(rewards), len(rewards), meta.part))
-        return True
-
-    def _may_continue(self, prefix: Prefix, version: Version) -> bool:
-        """Returns whether a replica at `version` may continue a prefix: its tokens are of ancestors of the learner's
-        weights, and its early deadline can be met together with all others."""
-        return all(map(self._state.lineage.has, prefix.versions)) and prefix_fits(
-            step=self._state.step,
-            leased=self._state.lease is not None,
-            groups_per_step=self._state.limits.groups_per_step,
-            deadline=oldest_step(version, prefix) + self._state.limits.max_staleness_versions,
-            unleased=self._state.groups.unleased_by_deadline,
-        )
-
-    def _why_refused(self, meta: GroupMeta) -> CommitOutcome:
-        """Returns why a commit is refused: OLD_INCARNATION if there was no such incarnation, UNKNOWN if there was no
-        such attempt, DUPLICATE if the attempt was committed before, else LATE."""
-        if not 1 <= meta.incarnation <= self._state.lineage.incarnation:
-            return CommitOutcome.OLD_INCARNATION
-        last = self._state.groups.last_attempt(meta.group)
-        if last is None or not 0 <= meta.attempt <= last[0]:
-            return CommitOutcome.UNKNOWN
-        return CommitOutcome.DUPLICATE if last == (meta.attempt, True) else CommitOutcome.LATE
-
-    def _expire(self, slots: Collection[Slot]) -> tuple[str, ...]:
-        for slot in slots:
-            self._state.groups.retry(slot)
-        self._state.ledger.count(Event.TICKET_EXPIRED, len(slots))
-        return tuple(slot.ticket.key for slot in slots)
-
-
-def _check_commit(meta: GroupMeta, ticket: Ticket, *, limits: Limits, step: int) -> None:
-    """Raises an error if the metadata of a commit contradicts its ticket, or the learner's present `step`.
-
-    StalenessViolation for a token that is older than the ticket, ValueError for anything else.
-    """
-    if meta.oldest < ticket.oldest:
-        raise StalenessViolation(
-            f"group {meta.key} has a token of step {meta.oldest}, which is older than step {ticket.oldest} of its "
-            "ticket's version and prefix; this is a bug in asyncrl"
-        )
-    if not meta.oldest <= meta.newest <= step:
-        raise ValueError(
-            f"group {meta.key} has tokens of steps {meta.oldest} to {meta.newest}, but the learner is at step {step}"
-        )
-    size = limits.group_size
-    columns = [meta.completion_tokens, meta.rewards, meta.truncated, *meta.components.values()]
-    lengths = {len(column) for column in (*columns, *filter(None, [meta.read_tokens]))}
-    if lengths != {size}:
-        raise ValueError(f"group {meta.key} has {sorted(lengths)} samples, but learner.group_size is {size}")
-    if not meta.known_rewards or not all(map(math.isfinite, meta.known_rewards)):
-        raise ValueError(
-            f"group {meta.key} has rewards {meta.rewards}; a sample must have a reward, and all rewards must be finite"
-        )
-    if not 0 <= meta.row_bytes <= limits.worst_group_bytes:
-        raise ValueError(
-            f"group {meta.key} takes {meta.row_bytes} bytes, but its reserve booked at most {limits.worst_group_bytes}"
-        )

@@ -32,7 +32,7 @@ from asyncrl.buffer.records import (
     Renewal,
     Reservation,
 )
-from asyncrl.buffer.replay_buffer import ReplayBuffer, Unneeded
+from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.staleness import limits_of
 from asyncrl.common.names import COORDINATOR
 from asyncrl.common.roles import Role, RunState
@@ -63,13 +63,13 @@ SWEEP_EVERY_S = 60.0
 
 
 class Clearing:
-    """Clears what `unneeded` names, and the rows of keys that callers pass. `tasks` are the tasks that run now.
+    """Clears what `buffer` does not need, and the rows of keys that callers pass. `tasks` are the tasks that run now.
 
     `rows` are the rows of groups, and `prefixes` their partial generations; None if the replicas store none.
     """
 
-    def __init__(self, unneeded: Unneeded, *, rows: GroupRows, prefixes: GroupRows | None, now_s: float) -> None:
-        self._unneeded = unneeded
+    def __init__(self, buffer: ReplayBuffer, *, rows: GroupRows, prefixes: GroupRows | None, now_s: float) -> None:
+        self._buffer = buffer
         self._rows = rows
         self._prefixes = prefixes
         self._swept_s = now_s
@@ -82,16 +82,16 @@ class Clearing:
 
     def rows_without_slot(self) -> None:
         """Clears the rows of groups that hold no slot, because the learner went back to a checkpoint."""
-        self._in_background(self._sweep_rows(self._unneeded.without_slot), name="sweep rows")
+        self._in_background(self._sweep_rows(self._buffer.without_slot), name="sweep rows")
 
     def tick(self, now_s: float) -> None:
         """Clears the partial generations that became unneeded, and searches for others every `SWEEP_EVERY_S`."""
-        unneeded = self._unneeded.take_prefixes()
+        unneeded = self._buffer.take_unneeded_prefixes()
         if unneeded and self._prefixes is not None:
             self._in_background(self._cleared(unneeded, self._prefixes), name="clear prefixes")
         if now_s - self._swept_s >= SWEEP_EVERY_S:
             self._swept_s = now_s
-            self._in_background(self._sweep_rows(self._unneeded.never_committed), name="sweep rows")
+            self._in_background(self._sweep_rows(self._buffer.never_committed), name="sweep rows")
             if self._prefixes is not None:
                 self._in_background(self._sweep_prefixes(self._prefixes), name="sweep prefixes")
 
@@ -104,7 +104,7 @@ class Clearing:
 
     async def _sweep_prefixes(self, prefixes: GroupRows) -> None:
         """Clears partial generations that no attempt needs. Their replica died before it had reported them."""
-        if left := await self._found(prefixes, self._unneeded.prefixes, what="partial generations"):
+        if left := await self._found(prefixes, self._buffer.unneeded_prefixes, what="partial generations"):
             await self._cleared(left, prefixes)
 
     async def _found(
@@ -163,7 +163,7 @@ class CoordinatorParts:
             learner_attached=registry.learner_attached,
             quiet_s=registry.quiet_s,
             totals=replicas.totals,
-            able=replicas.able(buffer.tickets.refusal),
+            able=replicas.able(buffer.refusal),
             oldest_replica_step=replicas.oldest_step(),
         )
 
@@ -212,7 +212,7 @@ class Coordinator:
         data, weights = config.data, {part.name: part.weight for part in config.data.mixture}
         prompts = PromptSource(tasks, seed=config.run.seed, shuffle=data.shuffle, epochs=data.epochs, weights=weights)
         buffer = _empty_buffer(config, prompts, clock=clock)
-        tickets, fleet = buffer.tickets, buffer.fleet
+        fleet = buffer.fleet
         self._states = StateClock(
             states=BUFFER_WAITS,
             initial="starting",
@@ -232,11 +232,11 @@ class Coordinator:
             replicas=Replicas(may_come_back=lambda replica: fleet.life(replica) is not None, clock=clock),
             waiting=Waiting(
                 states=self._states,
-                may_get=lambda version: tickets.refusal(version) is None,
+                may_get=lambda version: buffer.refusal(version) is None,
                 may_ask=lambda replica: fleet.refusal(replica) is not Refusal.UNHEALTHY,
                 clock=clock,
             ),
-            clearing=Clearing(buffer.unneeded, rows=rows, prefixes=prefixes, now_s=clock()),
+            clearing=Clearing(buffer, rows=rows, prefixes=prefixes, now_s=clock()),
             metrics=metrics,
         )
         self.attachments = Attachments(self._parts)
@@ -291,8 +291,8 @@ class Coordinator:
         )
 
     def _views(self, lives: Mapping[str, Life]) -> tuple[ReplicaView, ...]:
-        tickets = self._parts.buffer.tickets
-        return self._parts.replicas.views(lives, reserved_groups=tickets.by_replica(), refusal_at=tickets.refusal)
+        buffer = self._parts.buffer
+        return self._parts.replicas.views(lives, reserved_groups=buffer.tickets_by_replica(), refusal_at=buffer.refusal)
 
     async def replica_at(
         self, version: Version, *, or_newer: bool = False, other_than: Collection[str], wait_s: float
@@ -322,7 +322,7 @@ class Coordinator:
         if it must. A heartbeat that was overtaken by a newer one changes nothing.
         """
         refused = self._parts.buffer.fleet.refusal(replica)
-        renewal = self._parts.buffer.tickets.renew(replica, held=held, version=version)
+        renewal = self._parts.buffer.renew(replica, held=held, version=version)
         if renewal is None:
             return Renewal()
         if renewal.must_end:
@@ -359,7 +359,7 @@ class Coordinator:
         if self._parts.replicas.forget(replica):
             self.registry.endpoints.set(replica_of(replica), "")
             self._parts.buffer.ledger.count(Event.REPLICA_LOST, int(lost))
-        self._parts.clearing.rows(self._parts.buffer.tickets.leave(replica))
+        self._parts.clearing.rows(self._parts.buffer.leave(replica))
         self._parts.waiting.tickets.wake_replica(replica)
         self._parts.waiting.groups_changed()
 
@@ -374,7 +374,7 @@ class Coordinator:
             return max(version, self._parts.replicas.loaded.get(replica, version))
 
         def ask() -> Reservation:
-            answer = self._parts.buffer.tickets.reserve(replica, version=newest(), count=count)
+            answer = self._parts.buffer.reserve(replica, version=newest(), count=count)
             self._parts.replicas.reserved(replica, version=newest(), asked=count, answer=answer)
             if answer.refusal is Refusal.NO_PROMPTS:
                 self._parts.waiting.leases.wake_all()  # the last step may be short now
@@ -395,7 +395,7 @@ class Coordinator:
 
     async def commit(self, metas: Sequence[GroupMeta]) -> list[CommitOutcome]:
         """Makes generated groups ready, whose rows are stored, or filters them. Returns one outcome for each."""
-        outcomes = [self._parts.buffer.tickets.commit(meta) for meta in metas]
+        outcomes = [self._parts.buffer.commit(meta) for meta in metas]
         if not {CommitOutcome.ACCEPTED, CommitOutcome.FILTERED}.isdisjoint(outcomes):
             self.registry.progressed()
         self._parts.waiting.groups_changed()
@@ -406,7 +406,7 @@ class Coordinator:
         that."""
         before = self._parts.buffer.fleet.quarantines.total()
         for ticket in tickets:
-            self._parts.buffer.tickets.fail(ticket.key, incarnation=ticket.incarnation, failure=ticket.failure)
+            self._parts.buffer.fail(ticket.key, incarnation=ticket.incarnation, failure=ticket.failure)
         if self._parts.buffer.fleet.quarantines.total() > before:
             self._expire()
         self._parts.waiting.groups_changed()
@@ -443,7 +443,7 @@ class Coordinator:
 
     def _expire(self) -> None:
         """Removes silent replicas, and ends tickets that no heartbeat renewed within the timeout."""
-        keys = self._parts.buffer.tickets.expire()
+        keys = self._parts.buffer.expire()
         self._parts.clearing.rows(keys)
         gone = self._parts.replicas.forget_unless(self._parts.buffer.fleet.may_be_used)
         self._parts.buffer.ledger.count(Event.REPLICA_LOST, len(gone))
@@ -455,7 +455,7 @@ class Coordinator:
 
     def _record(self) -> None:
         buffer, metrics = self._parts.buffer, self._parts.metrics
-        lives, holding = buffer.fleet.lives(), buffer.tickets.by_replica()
+        lives, holding = buffer.fleet.lives(), buffer.tickets_by_replica()
         metrics.heartbeat(unix_time_s=time.time())
         metrics.fill(buffer.counts())
         metrics.account(buffer.account)
@@ -505,7 +505,7 @@ class LearnerCalls:
 
         def ask() -> Lease | LeaseWait:
             self._check(incarnation)
-            return self._parts.buffer.leases.lease()
+            return self._parts.buffer.lease()
 
         started_s = self._parts.clock()
         answer = await self._parts.waiting.answer(
@@ -516,8 +516,8 @@ class LearnerCalls:
             role=Role.LEARNER,
         )
         self._parts.metrics.lease_waited(self._parts.clock() - started_s)
-        if cancelled := self._parts.buffer.leases.cancelled:
-            self._parts.buffer.leases.cancelled = []
+        if cancelled := self._parts.buffer.cancelled:
+            self._parts.buffer.cancelled = []
             self._parts.clearing.rows(cancelled)
             self._parts.waiting.tickets.wake()
         return answer
@@ -532,7 +532,7 @@ class LearnerCalls:
         if self._acked is not None and self._acked[0] == (incarnation, step):
             return self._acked[1]
         before = self._parts.buffer.version
-        clearable = self._parts.buffer.leases.ack(incarnation, step)
+        clearable = self._parts.buffer.ack(incarnation, step)
         trained = self._parts.buffer.version != before
         ledger = self._parts.buffer.ledger_entry(of_ack=trained)
         taken = self._parts.snapshot() if snapshot else None
@@ -556,21 +556,21 @@ class LearnerCalls:
     async def skip(self, incarnation: int, step: int) -> tuple[str, ...]:
         """Ends a lease whose step changed no weights. Returns the keys of its groups whose rows may be cleared."""
         self._check(incarnation)
-        keys = self._parts.buffer.leases.skip(incarnation, step)
+        keys = self._parts.buffer.skip(incarnation, step)
         self._parts.waiting.tickets.wake()
         return keys
 
     async def give_back(self, incarnation: int, step: int) -> None:
         """Ends a lease without training. Its groups become ready again. Does nothing if there is no such lease."""
         self._check(incarnation)
-        self._parts.buffer.leases.give_back(incarnation, step)
+        self._parts.buffer.give_back(incarnation, step)
         self._parts.waiting.tickets.wake()
 
     async def rows_lost(self, incarnation: int, keys: Sequence[str]) -> None:
         """Removes ready groups whose rows are lost, e.g. with their node. Their prompts go to the front. Keys of groups
         that are not ready are counted and ignored."""
         self._check(incarnation)
-        self._parts.buffer.leases.rows_lost(keys)
+        self._parts.buffer.rows_lost(keys)
         self._parts.waiting.tickets.wake()
 
     def release(self, incarnation: int, complete: int | None) -> tuple[str, ...]:
@@ -578,7 +578,7 @@ class LearnerCalls:
         of step `complete` does not need them; with None, all, because the run ends. Returns their keys; their rows may
         be cleared. A call that releases nothing new returns the keys of the last call with the same `complete`."""
         self._check(incarnation)
-        clearable = self._parts.buffer.leases.release(complete=complete)
+        clearable = self._parts.buffer.release(complete=complete)
         if clearable or self._released is None or self._released[0] != (incarnation, complete):
             self._released = (incarnation, complete), clearable
         return self._released[1]
@@ -587,7 +587,7 @@ class LearnerCalls:
         """Clears the rows of the groups that a lease call dropped. A save that runs may still read them, so the learner
         calls this when its last save has ended."""
         self._check(incarnation)
-        dropped, self._parts.buffer.leases.dropped = self._parts.buffer.leases.dropped, []
+        dropped, self._parts.buffer.dropped = self._parts.buffer.dropped, []
         self._parts.clearing.rows(dropped)
 
     def published(self, version: Version) -> None:
@@ -598,12 +598,12 @@ class LearnerCalls:
     def pause(self, incarnation: int) -> None:
         """Stops the admission of new groups. Groups in flight continue."""
         self._check(incarnation)
-        self._parts.buffer.tickets.paused = True
+        self._parts.buffer.paused = True
 
     async def resume(self, incarnation: int) -> None:
         """Starts the admission of new groups again."""
         self._check(incarnation)
-        self._parts.buffer.tickets.paused = False
+        self._parts.buffer.paused = False
         self._parts.waiting.tickets.wake()
 
     def set_state(self, incarnation: int, state: RunState, message: str = "") -> None:
@@ -694,7 +694,7 @@ class Attachments:
             self._restore(restored, lived_on=lived_on)
             self._parts.waiting.groups_changed()
         elif deployment.role is Role.LEARNER and replaced is not None and not repeated:
-            incarnation = self._parts.buffer.leases.succeed()
+            incarnation = self._parts.buffer.succeed()
             logger.warning("learner %s replaces %s as incarnation %d", deployment.id, replaced.id, incarnation)
             self._parts.waiting.groups_changed()
         return self._parts.buffer.lineage

@@ -6,7 +6,7 @@ import pytest
 from simulated_fleet import ETA, Kind, Outcome, Scenario, Simulation
 
 from asyncrl.buffer.fleet import Fleet, start_of
-from asyncrl.buffer.replay_buffer import Tickets
+from asyncrl.buffer.replay_buffer import ReplayBuffer
 
 ROUGH = Scenario(replicas=24, hours=2.0, failures_a_day=80.0, learner_over_pool=1.33)
 """One in ten attempts ends because its replica fails."""
@@ -52,6 +52,6 @@ def test_without_forgiveness_for_attempts_on_quarantined_replicas_prompts_fail(
 
 
 def test_without_expiry_the_tickets_of_lost_nodes_block_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Tickets, "expire", lambda _: ())
-    monkeypatch.setattr(Tickets, "leave", lambda *_: ())
+    monkeypatch.setattr(ReplayBuffer, "expire", lambda _: ())
+    monkeypatch.setattr(ReplayBuffer, "leave", lambda *_: ())
     assert run().dead_end.startswith("no commit and no step since second")

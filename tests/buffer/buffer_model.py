@@ -183,17 +183,17 @@ class BufferModel:
         self.buffer.fleet.heartbeat(replica, has_weights=True)
         self.seen(replica)
         if self.backs_off(replica):
-            answer = self.buffer.tickets.reserve(replica, version=self.loaded[replica], count=count)
+            answer = self.buffer.reserve(replica, version=self.loaded[replica], count=count)
             assert (answer.tickets, answer.refusal) == ((), Refusal.UNHEALTHY)
             return
         if not self.lineage.has(self.loaded[replica]):
-            answer = self.buffer.tickets.reserve(replica, version=self.loaded[replica], count=count)
+            answer = self.buffer.reserve(replica, version=self.loaded[replica], count=count)
             assert (answer.tickets, answer.refusal) == ((), Refusal.OLD_INCARNATION)
             return
         before = self.slots()
         fronts = [group for group in sorted(self.waiting) if not self.is_left_to_others(group, replica)]
         left_out = [group for group in sorted(self.waiting) if group not in fronts]
-        answer = self.buffer.tickets.reserve(replica, version=self.loaded[replica], count=count)
+        answer = self.buffer.reserve(replica, version=self.loaded[replica], count=count)
         for ticket in answer.tickets:
             assert ticket.key not in self.tickets
             self.check_prefix(ticket)
@@ -207,7 +207,7 @@ class BufferModel:
             if n < len(fronts):
                 assert ticket.group == fronts[n], "prompts at the front are issued first"
             elif ticket.attempt > 0:
-                assert self.buffer._state.groups.exhausted, "new prompts come before those that others may try"
+                assert self.buffer.groups.exhausted, "new prompts come before those that others may try"
                 assert ticket.group == left_out.pop(0)
             assert list(ticket.failed_on) == self.failed_on.get(ticket.group, [])
             self.waiting.discard(ticket.group)
@@ -274,7 +274,7 @@ class BufferModel:
 
     def deliver(self, replica: str, report: HeldReport) -> Renewal | None:
         """The buffer gets a heartbeat."""
-        renewal = self.buffer.tickets.renew(replica, held=report, version=self.loaded[replica])
+        renewal = self.buffer.renew(replica, held=report, version=self.loaded[replica])
         known = self.numbers.get(replica)
         assert (renewal is None) == (known is not None and report.number <= known)
         if renewal is None:
@@ -395,7 +395,7 @@ class BufferModel:
         equal = row_bytes % 2 == 0
         rewards = (1.0, 1.0) if equal else (0.0, 1.0)
         meta = finished(ticket, versions=self.versions[key], row_bytes=row_bytes, rewards=rewards)
-        outcome = self.buffer.tickets.commit(msgspec.structs.replace(meta, stored=stored))
+        outcome = self.buffer.commit(msgspec.structs.replace(meta, stored=stored))
         if self.state[key] == "reserved" and not all(map(self.lineage.has, self.versions[key])):
             assert outcome is CommitOutcome.OLD_INCARNATION
             self.over(key)
@@ -438,7 +438,7 @@ class BufferModel:
         failure_class = FailureClass.DATA if pick % 3 == 0 else FailureClass.INFRA
         incarnation = self.tickets[key].version.incarnation
         failure = Failure(failure_class=failure_class, reason="test")
-        held = self.buffer.tickets.fail(key, incarnation=incarnation, failure=failure)
+        held = self.buffer.fail(key, incarnation=incarnation, failure=failure)
         assert held == (self.state[key] == "reserved")
         if held and failure_class is FailureClass.DATA:
             self.over(key, Fate.FAILED)
@@ -450,7 +450,7 @@ class BufferModel:
 
     def leave(self, replica: str) -> None:
         theirs = {key for key in self.having("reserved") if self.tickets[key].replica == replica}
-        assert set(self.buffer.tickets.leave(replica)) == theirs
+        assert set(self.buffer.leave(replica)) == theirs
         for key in theirs:
             self.attempt_over(key)
         self.held[replica] = self.new_life()
@@ -468,7 +468,7 @@ class BufferModel:
                 else self.clock.now_s - self.unconfirmed_s[key] > TIMEOUT_S
             )
         }
-        assert set(self.buffer.tickets.expire()) == silent
+        assert set(self.buffer.expire()) == silent
         for replica in gone:
             self.numbers.pop(replica, None)
             self.quarantined.add(replica)
@@ -481,7 +481,7 @@ class BufferModel:
         """The learner leases a step, after it has loaded the rows of its checkpoint."""
         self.cleared.difference_update(self.having("ready"))
         plan = self.plan()
-        answer = self.buffer.leases.lease()
+        answer = self.buffer.lease()
         if self.lease is not None:
             assert answer == self.lease
             return
@@ -528,7 +528,7 @@ class BufferModel:
         )
 
     def treat(self, stragglers: Collection[str]) -> None:
-        cancelled, self.buffer.leases.cancelled = self.buffer.leases.cancelled, []
+        cancelled, self.buffer.cancelled = self.buffer.cancelled, []
         assert cancelled == ([] if self.on_deadline == "mask" else stragglers)
         self.treated += len(stragglers)
         for key in stragglers:
@@ -544,7 +544,7 @@ class BufferModel:
                 self.dropped_tokens += self.progress[key] - 3  # `check_ledger` counts 3 tokens for each dropped group
 
     def waits(self, answer: LeaseWait, plan: list[str] | None) -> None:
-        assert not self.buffer.leases.cancelled
+        assert not self.buffer.cancelled
         ready = self.having("ready")
         if answer is LeaseWait.FINISHED and self.v < self.limits.total_steps:
             assert not self.having("reserved")
@@ -563,7 +563,7 @@ class BufferModel:
         keys = tuple(leased.meta.key for leased in self.lease.groups)
         retained = {key for key in keys if self.is_needed(key, self.v)}
         over = tuple(key for key in keys if key not in retained)
-        answer = getattr(self.buffer.leases, end)(self.incarnation, self.lease.step)
+        answer = getattr(self.buffer, end)(self.incarnation, self.lease.step)
         assert answer == (True if end == "give_back" else over)
         if end != "give_back":
             self.retained |= dict.fromkeys(retained, self.v)
@@ -582,13 +582,13 @@ class BufferModel:
         end = ("ack", "skip", "give_back")[pick % 3]
         now = self.incarnation
         for incarnation, step in ((now, self.v - 1), (now, self.v + 1), (now - 1, self.v)):
-            getattr(self.buffer.leases, end)(incarnation, step)
+            getattr(self.buffer, end)(incarnation, step)
 
     def succeed(self) -> None:
         """Another learner with the weights of the current version takes over. Tickets and groups stay."""
         self.incarnation += 1
         self.lineage = self.lineage.child(Version(self.incarnation - 1, self.v))
-        assert self.buffer.leases.succeed() == self.incarnation
+        assert self.buffer.succeed() == self.incarnation
         self.filtered += 0 if self.lease is None else len(self.lease.filtered)
         for key in self.having("leased"):
             self.state[key] = "ready"
@@ -622,7 +622,7 @@ class BufferModel:
             return
         self.split = {group: prefix for group, prefix in self.split.items() if self.is_split(self.metas[group])}
         over = {key for key, step in self.retained.items() if not self.is_needed(key, step)}
-        assert set(self.buffer.leases.release(complete=self.saved[1]["v"])) == over
+        assert set(self.buffer.release(complete=self.saved[1]["v"])) == over
         self.cleared |= over
         for key in over:
             del self.retained[key]
@@ -756,18 +756,18 @@ class BufferModel:
             return
         keys = {sorted(self.tickets)[pick % len(self.tickets)], *self.having("ready")[:1]}
         lost = {key for key in keys if self.state[key] == "ready"}
-        assert set(self.buffer.leases.rows_lost(keys)) == lost
+        assert set(self.buffer.rows_lost(keys)) == lost
         for key in lost:
             self.over(key, Fate.ROWS_LOST)
             self.lost.add(key)
             self.waiting.add(self.tickets[key].group)
 
     def is_refused_while_paused(self, replica: str) -> None:
-        self.buffer.tickets.paused = True
-        answer = self.buffer.tickets.reserve(replica, version=self.loaded[replica], count=3)
+        self.buffer.paused = True
+        answer = self.buffer.reserve(replica, version=self.loaded[replica], count=3)
         why = Refusal.PAUSED if self.lineage.has(self.loaded[replica]) else Refusal.OLD_INCARNATION
         assert (answer.tickets, answer.refusal) == ((), self.buffer.fleet.refusal(replica) or why)
-        self.buffer.tickets.paused = False
+        self.buffer.paused = False
 
     # Checks after every call, written from the definitions of the rules.
 
@@ -781,13 +781,13 @@ class BufferModel:
         assert counts.booked_bytes == sum(self.booked_bytes[key] for key in self.having("reserved", "ready", "leased"))
         assert counts.booked_bytes <= self.limits.capacity_bytes
         assert counts.waiting == len(self.waiting)
-        assert self.buffer.tickets.by_replica() == Counter(self.tickets[key].replica for key in self.having("reserved"))
+        assert self.buffer.tickets_by_replica() == Counter(self.tickets[key].replica for key in self.having("reserved"))
         assert self.buffer.version == Version(self.incarnation, self.v)
 
     def check_deadlines(self) -> None:
         """Checks the newest weights of each rollout, and the invariant of docs/guarantees.md: the groups that are due
         fit into the remaining steps. With a lease, also checks rule (2)."""
-        reserved = self.buffer._state.groups.reserved
+        reserved = self.buffer.groups.reserved
         assert {key: slot.newest_step for key, slot in reserved.items()} == {key: self.newest[key] for key in reserved}
         per_step = self.limits.groups_per_step
         for deadline in range(self.v - 1, self.v + self.limits.max_staleness_versions + 1):
@@ -800,7 +800,7 @@ class BufferModel:
         clearing."""
         prefixes = [*self.prefixes.items(), *self.split.items()]
         needed = {f"{group}.{prefix.attempt}" for group, prefix in prefixes} | set(self.having("reserved"))
-        assert set(self.buffer.unneeded.prefixes(self.stored)) == self.stored - needed
+        assert set(self.buffer.unneeded_prefixes(self.stored)) == self.stored - needed
         events = self.buffer.account.events
         assert (events[Event.TOKENS_CONTINUED], events[Event.TOKENS_DROPPED]) == (self.continued, self.dropped)
 
@@ -823,22 +823,22 @@ class BufferModel:
         held = [self.tickets[key] for key in self.having("reserved")]
         if not holders_survive:
             clock.now_s += 2 * TIMEOUT_S
-            assert len(buffer.tickets.expire()) == len(held)
+            assert len(buffer.expire()) == len(held)
             held = []
         self.continue_fairly(buffer, lease=lease, held=held)
 
     def continue_fairly(self, buffer: ReplayBuffer, *, lease: Lease | None, held: list[Ticket]) -> None:
         """Continues with the copy: reserves with the newest weights, generates admitted groups, and trains a lease."""
         for _ in range(60):
-            answer = lease or buffer.leases.lease()
+            answer = lease or buffer.lease()
             if isinstance(answer, Lease):
-                buffer.leases.ack(self.incarnation, answer.step)
+                buffer.ack(self.incarnation, answer.step)
                 assert buffer.version.step == self.v + 1
                 return
             if answer is LeaseWait.FINISHED:
                 return
             if not held:
-                asked = buffer.tickets.reserve("fresh", version=buffer.version, count=2)
+                asked = buffer.reserve("fresh", version=buffer.version, count=2)
                 held = list(asked.tickets)
                 # The buffer knows that prompts have run out only after it asked for one. Then the last step may start.
                 assert held or asked.refusal in (Refusal.NO_PROMPTS, Refusal.NO_STEPS), (
@@ -847,8 +847,8 @@ class BufferModel:
                 if not held:
                     continue
             ticket = held.pop()
-            outcome = buffer.tickets.commit(finished(ticket, newest=self.v))
-            if ticket.key in buffer.leases.cancelled:
+            outcome = buffer.commit(finished(ticket, newest=self.v))
+            if ticket.key in buffer.cancelled:
                 assert outcome is CommitOutcome.LATE
             else:
                 assert outcome in (CommitOutcome.ACCEPTED, CommitOutcome.FILTERED)

@@ -174,28 +174,28 @@ class Scene:
 
     def reserve(self, count: int, *, step: int | None = None, replica: str = "a") -> tuple[Ticket, ...]:
         version = self.buffer.version if step is None else Version(1, step)
-        return self.buffer.tickets.reserve(replica, version=version, count=count).tickets
+        return self.buffer.reserve(replica, version=version, count=count).tickets
 
     def commit(self, *tickets: Ticket) -> None:
         for ticket in tickets:
             meta = finished(ticket, group_size=self.limits.group_size)
-            assert self.buffer.tickets.commit(meta) is CommitOutcome.ACCEPTED
+            assert self.buffer.commit(meta) is CommitOutcome.ACCEPTED
 
     def store(self, ticket: Ticket, prefix: Prefix) -> None:
         """The replica of the ticket reports what it has stored."""
         held = HeldReport(
             number=next(HEARTBEATS), complete=False, tokens={ticket.key: 0}, prefixes={ticket.key: prefix}
         )
-        self.buffer.tickets.renew(ticket.replica, held=held)
+        self.buffer.renew(ticket.replica, held=held)
 
     def lease(self) -> Lease:
-        lease = self.buffer.leases.lease()
+        lease = self.buffer.lease()
         assert isinstance(lease, Lease), lease
         return lease
 
     def train(self) -> Lease:
         lease = self.lease()
-        self.buffer.leases.ack(lease.incarnation, lease.step)
+        self.buffer.ack(lease.incarnation, lease.step)
         return lease
 
     def groups(self, lease: Lease) -> list[int]:

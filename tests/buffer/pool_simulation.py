@@ -123,7 +123,7 @@ class Simulation:
                 return self._outcome("beyond deadline")
             for replica in self.replicas:
                 self._replica(replica)
-            self.buffer.tickets.expire()
+            self.buffer.expire()
             self.seen.forget_unless(self.buffer.fleet.may_be_used)
             self.clock.now_s += 1.0
             before, progress = progress, (self.buffer.version, self.buffer.counts().ready)
@@ -135,7 +135,7 @@ class Simulation:
 
     def _learner(self) -> LeaseWait | None:
         if self.lease is None:
-            answer = self.buffer.leases.lease()
+            answer = self.buffer.lease()
             if isinstance(answer, Lease):
                 self.lease, self.step_left = answer, self.pool.step_ticks
             elif answer is LeaseWait.FINISHED:
@@ -143,19 +143,19 @@ class Simulation:
         elif self.step_left > 0:
             self.step_left -= 1
         elif self.rng.random() < self.pool.skip_rate:
-            self.buffer.leases.skip(self.lease.incarnation, self.lease.step)
+            self.buffer.skip(self.lease.incarnation, self.lease.step)
             self.lease = None
         else:
             for leased in self.lease.groups:
                 self.staleness.append(self.lease.step - leased.meta.oldest)
                 self.trained.append(leased.meta.group)
-            self.buffer.leases.ack(self.lease.incarnation, self.lease.step)
+            self.buffer.ack(self.lease.incarnation, self.lease.step)
             self.lease = None
         if should_publish(
             version=self.buffer.version,
             published=self.published,
             publish_every_steps=self.pool.publish_every,
-            able=self.seen.able(self.buffer.tickets.refusal),
+            able=self.seen.able(self.buffer.refusal),
         ):
             self.published = self.buffer.version
         return None
@@ -174,9 +174,9 @@ class Simulation:
         free_slots = self.pool.slots_a_replica - len(replica.running)
         self.seen.heard(replica.name, version=replica.version, free_slots=free_slots)
         held = HeldReport(number=int(self.clock.now_s), complete=True, tokens=dict.fromkeys(replica.running, 0))
-        self.buffer.tickets.renew(replica.name, held=held, version=replica.version)
+        self.buffer.renew(replica.name, held=held, version=replica.version)
         if replica.version is not None and free_slots > 0:
-            answer = self.buffer.tickets.reserve(replica.name, version=replica.version, count=free_slots)
+            answer = self.buffer.reserve(replica.name, version=replica.version, count=free_slots)
             self.seen.reserved(replica.name, version=replica.version, asked=free_slots, answer=answer)
             for ticket in answer.tickets:
                 slow = self.rng.random() < self.pool.straggler_rate
@@ -198,13 +198,11 @@ class Simulation:
                 continue
             del replica.running[key]
             if self.rng.random() < self.pool.infra_rate:
-                self.buffer.tickets.fail(
-                    key, incarnation=1, failure=Failure(failure_class=FailureClass.INFRA, reason="engine")
-                )
+                self.buffer.fail(key, incarnation=1, failure=Failure(failure_class=FailureClass.INFRA, reason="engine"))
                 continue
             assert replica.version is not None
             meta = finished(ticket, group_size=1, newest=replica.version.step)
-            assert self.buffer.tickets.commit(meta) in (CommitOutcome.ACCEPTED, CommitOutcome.LATE)
+            assert self.buffer.commit(meta) in (CommitOutcome.ACCEPTED, CommitOutcome.LATE)
 
 
 def discarded_groups(account: Account) -> int:

@@ -24,11 +24,11 @@ def buffer_of(most_filtered: int = 4, **changes: float) -> ReplayBuffer:
 
 
 def reserved(buffer: ReplayBuffer, count: int, step: int = 0) -> tuple[Ticket, ...]:
-    return buffer.tickets.reserve("a", version=Version(1, step), count=count).tickets
+    return buffer.reserve("a", version=Version(1, step), count=count).tickets
 
 
 def leased(buffer: ReplayBuffer) -> Lease:
-    lease = buffer.leases.lease()
+    lease = buffer.lease()
     assert isinstance(lease, Lease)
     return lease
 
@@ -37,11 +37,11 @@ def test_a_filtered_group_frees_its_slot_and_another_prompt_takes_it() -> None:
     buffer = buffer_of(eta=0)
     first, second = reserved(buffer, 2)
     assert not reserved(buffer, 1), "the staleness limit admits no more"
-    assert buffer.tickets.commit(finished(first, rewards=EQUAL)) is CommitOutcome.FILTERED
+    assert buffer.commit(finished(first, rewards=EQUAL)) is CommitOutcome.FILTERED
     (third,) = reserved(buffer, 2)
     assert (third.group, buffer.counts().ready) == (2, 0)
     for ticket in (second, third):
-        assert buffer.tickets.commit(finished(ticket, rewards=DIFFERENT)) is CommitOutcome.ACCEPTED
+        assert buffer.commit(finished(ticket, rewards=DIFFERENT)) is CommitOutcome.ACCEPTED
     lease = leased(buffer)
     assert [group.meta.group for group in lease.groups] == [1, 2]
     assert lease.filtered == (FilteredGroup(1.0, 2),)
@@ -54,45 +54,45 @@ def test_a_filtered_group_frees_its_slot_and_another_prompt_takes_it() -> None:
 def test_its_rows_are_cleared_and_a_repeated_commit_is_late() -> None:
     buffer = buffer_of()
     (ticket, _) = reserved(buffer, 2)
-    buffer.tickets.commit(finished(ticket, rewards=EQUAL))
-    assert buffer.unneeded.never_committed([ticket.key]) == (ticket.key,)
-    assert buffer.tickets.commit(finished(ticket, rewards=EQUAL)) is CommitOutcome.LATE
+    buffer.commit(finished(ticket, rewards=EQUAL))
+    assert buffer.never_committed([ticket.key]) == (ticket.key,)
+    assert buffer.commit(finished(ticket, rewards=EQUAL)) is CommitOutcome.LATE
 
 
 def test_a_reward_that_failed_does_not_make_a_group_different() -> None:
     buffer = buffer_of()
     (ticket, _) = reserved(buffer, 2)
     meta = finished(ticket, rewards=(1.0, None))  # type: ignore[arg-type]
-    assert buffer.tickets.commit(meta) is CommitOutcome.FILTERED
-    assert buffer.tickets.commit(finished(reserved(buffer, 1)[0], rewards=DIFFERENT)) is CommitOutcome.ACCEPTED
+    assert buffer.commit(meta) is CommitOutcome.FILTERED
+    assert buffer.commit(finished(reserved(buffer, 1)[0], rewards=DIFFERENT)) is CommitOutcome.ACCEPTED
 
 
 def test_beyond_the_limit_of_a_step_groups_are_kept_and_counted_and_the_next_step_has_a_new_limit() -> None:
     buffer = buffer_of(most_filtered=1, eta=1)
     tickets = reserved(buffer, 4)
-    outcomes = [buffer.tickets.commit(finished(ticket, rewards=EQUAL)) for ticket in tickets]
+    outcomes = [buffer.commit(finished(ticket, rewards=EQUAL)) for ticket in tickets]
     assert outcomes == [CommitOutcome.FILTERED, *[CommitOutcome.ACCEPTED] * 3]
     assert buffer.account.events[Event.FILTER_LIMIT] == 3
     leased(buffer)
-    buffer.leases.ack(1, 0)
+    buffer.ack(1, 0)
     (ticket, *_) = reserved(buffer, 3, step=1)
-    assert buffer.tickets.commit(finished(ticket, rewards=EQUAL)) is CommitOutcome.FILTERED
+    assert buffer.commit(finished(ticket, rewards=EQUAL)) is CommitOutcome.FILTERED
 
 
 def test_a_lease_that_is_given_back_keeps_its_filtered_groups() -> None:
     buffer = buffer_of(eta=1)
     tickets = reserved(buffer, 4)
     for number, ticket in enumerate(tickets):
-        buffer.tickets.commit(finished(ticket, rewards=EQUAL if number == 0 else DIFFERENT))
+        buffer.commit(finished(ticket, rewards=EQUAL if number == 0 else DIFFERENT))
     before = leased(buffer)
     assert len(before.filtered) == 1
-    buffer.leases.give_back(1, 0)
+    buffer.give_back(1, 0)
     assert leased(buffer).filtered == before.filtered
 
 
 def test_without_it_nothing_is_filtered() -> None:
     buffer = buffer_of(most_filtered=0)
-    assert buffer.tickets.commit(finished(reserved(buffer, 1)[0], rewards=EQUAL)) is CommitOutcome.ACCEPTED
+    assert buffer.commit(finished(reserved(buffer, 1)[0], rewards=EQUAL)) is CommitOutcome.ACCEPTED
 
 
 @pytest.mark.parametrize("eta", [0, 1, 3])
@@ -107,16 +107,16 @@ def test_with_60_percent_equal_groups_no_step_is_short_or_too_old_and_the_ledger
         rng.shuffle(held)
         for _ in range(rng.randint(0, len(held))):
             ticket = held.pop()
-            buffer.tickets.commit(finished(ticket, rewards=EQUAL if rng.random() < 0.6 else DIFFERENT))
-        lease = buffer.leases.lease()
+            buffer.commit(finished(ticket, rewards=EQUAL if rng.random() < 0.6 else DIFFERENT))
+        lease = buffer.lease()
         if isinstance(lease, Lease):
             assert len(lease.groups) == per_step
             assert all(step - group.meta.oldest <= eta for group in lease.groups)
-            buffer.leases.ack(1, step)
+            buffer.ack(1, step)
             step += 1
         assert buffer.account.closed
         assert buffer.account == buffer.recount()
-    assert buffer.leases.lease() is LeaseWait.FINISHED
+    assert buffer.lease() is LeaseWait.FINISHED
     fates = buffer.account.fates
     assert fates[Fate.TRAINED].groups == steps * per_step
     assert fates[Fate.FILTERED].groups > steps * per_step

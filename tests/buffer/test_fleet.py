@@ -233,7 +233,7 @@ def scene_of(*replicas: str, **changes: int) -> Scene:
 
 
 def fail(scene: Scene, key: str) -> None:
-    assert scene.buffer.tickets.fail(key, incarnation=1, failure=INFRA)
+    assert scene.buffer.fail(key, incarnation=1, failure=INFRA)
 
 
 def test_a_prompt_that_failed_on_a_replica_is_left_to_a_healthy_one() -> None:
@@ -273,7 +273,7 @@ def test_attempts_on_a_quarantined_replica_do_not_count_even_those_from_before()
     first, *others = scene.reserve(4, replica="a")
     fail(scene, first.key)
     scene.buffer.fleet.quarantine("a", Cause.ENGINE_DIED, "killed")
-    scene.buffer.tickets.leave("a")
+    scene.buffer.leave("a")
     assert scene.buffer.counts().waiting == 1 + len(others)
     for attempt in (1, 2):
         scene.buffer.fleet.heartbeat("b", has_weights=True)
@@ -291,7 +291,7 @@ def test_a_prompt_that_ends_every_engine_fails_after_twice_the_attempts() -> Non
         [ticket] = scene.reserve(1, replica=actor)
         assert (ticket.group, ticket.attempt) == (0, start - 1)
         scene.buffer.fleet.restarting(actor, Cause.ENGINE_DIED, "killed")
-        scene.buffer.tickets.leave(actor)
+        scene.buffer.leave(actor)
     scene.buffer.fleet.heartbeat("b", has_weights=True)
     assert scene.reserve(1, replica="b")[0].group == 1
 
@@ -303,12 +303,12 @@ def test_of_200_prompts_none_fails_beside_a_replica_whose_every_rollout_fails() 
         dead = actor_of("dead", start)
         fleet.heartbeat(dead, has_weights=True)
         fleet.heartbeat("good", has_weights=True)
-        for ticket in scene.buffer.tickets.reserve(dead, version=scene.buffer.version, count=8).tickets:
+        for ticket in scene.buffer.reserve(dead, version=scene.buffer.version, count=8).tickets:
             fail(scene, ticket.key)
         if fleet.refusal(dead) is Refusal.QUARANTINED:
             fleet.restarting(dead, Cause.ENGINE_DIED, "started again, and as broken as before")
             start += 1
-        tickets = scene.buffer.tickets.reserve("good", version=scene.buffer.version, count=4).tickets
+        tickets = scene.buffer.reserve("good", version=scene.buffer.version, count=4).tickets
         scene.commit(*tickets)
         committed += len(tickets)
         if scene.buffer.counts().ready >= 4:
@@ -325,7 +325,7 @@ def test_random_histories_of_failures_never_stop_the_pool_and_lose_no_prompt(see
     known reasons, a healthy one always gets tickets, and in the end all prompts are trained or have failed."""
     rng = random.Random(seed)
     scene = scene_of(prompts=40, total_steps=10, max_attempts=20)
-    fleet, tickets = scene.buffer.fleet, scene.buffer.tickets
+    fleet, buffer = scene.buffer.fleet, scene.buffer
     starts = dict.fromkeys("abc", 1)
     quiet_until_s = dict.fromkeys("abc", 0.0)
     for _ in range(3000):
@@ -339,29 +339,29 @@ def test_random_histories_of_failures_never_stop_the_pool_and_lose_no_prompt(see
                     assert life is not None
                     assert life.cause is not Cause.NO_HEARTBEATS or life.state is ReplicaState.RESTARTING
                     fleet.restarting(actor, life.cause or Cause.OTHER, "")
-                    tickets.leave(actor)
+                    buffer.leave(actor)
                     starts[name] += 1
                     continue
-                granted = tickets.reserve(actor, version=Version(1, scene.buffer.version.step), count=3)
+                granted = buffer.reserve(actor, version=Version(1, scene.buffer.version.step), count=3)
                 assert granted.tickets or granted.refusal is not Refusal.QUARANTINED
                 if granted.refusal is Refusal.UNHEALTHY:
                     assert fleet.lives()[name].blocked_until_s > scene.clock.now_s
                 scene.commit(*granted.tickets)
             case "fail":
-                granted = tickets.reserve(actor, version=Version(1, scene.buffer.version.step), count=2)
+                granted = buffer.reserve(actor, version=Version(1, scene.buffer.version.step), count=2)
                 for ticket in granted.tickets:
                     fail(scene, ticket.key)
             case "die":
-                granted = tickets.reserve(actor, version=scene.buffer.version, count=2)
+                granted = buffer.reserve(actor, version=scene.buffer.version, count=2)
                 fleet.restarting(actor, Cause.PROCESS_DIED, "")
-                assert {ticket.key for ticket in granted.tickets} <= set(tickets.leave(actor))
+                assert {ticket.key for ticket in granted.tickets} <= set(buffer.leave(actor))
                 starts[name] += 1
             case "silent":
-                tickets.reserve(actor, version=scene.buffer.version, count=1)
+                buffer.reserve(actor, version=scene.buffer.version, count=1)
                 quiet_until_s[name] = scene.clock.now_s + rng.uniform(0, 2 * TIMEOUT_S)
-        tickets.expire()
-        if isinstance(lease := scene.buffer.leases.lease(), Lease):
-            scene.buffer.leases.ack(lease.incarnation, lease.step)
+        buffer.expire()
+        if isinstance(lease := scene.buffer.lease(), Lease):
+            scene.buffer.ack(lease.incarnation, lease.step)
         scene.clock.now_s += 0.2
         assert scene.buffer.account.closed
     fates = scene.buffer.account.fates

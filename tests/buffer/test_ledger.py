@@ -44,7 +44,7 @@ def test_a_group_has_no_tokens_until_its_commit() -> None:
 def test_a_group_whose_prompt_waits_for_its_next_attempt_stays_reserved_and_is_issued_once() -> None:
     scene = Scene()
     scene.reserve(2)
-    scene.buffer.tickets.leave("a")
+    scene.buffer.leave("a")
     account = scene.buffer.account
     assert account.issued == account.fates[Fate.RESERVED] == Amount(2, 4, 0)
     scene.reserve(1)

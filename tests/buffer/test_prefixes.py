@@ -27,7 +27,7 @@ def left_behind(scene: Scene, *, tokens: int = 5) -> Ticket:
     """A replica stores tokens of a group and ends. Returns its ticket."""
     (ticket,) = scene.reserve(1, replica="a")
     scene.store(ticket, stored_by(ticket, tokens=tokens))
-    assert scene.buffer.tickets.leave("a") == (ticket.key,)
+    assert scene.buffer.leave("a") == (ticket.key,)
     return ticket
 
 
@@ -40,18 +40,18 @@ def test_the_next_attempt_gets_what_was_stored_and_keeps_its_deadline(end: str) 
     scene.store(ticket, stored_by(ticket, tokens=5))
     match end:
         case "leave":
-            scene.buffer.tickets.leave("a")
+            scene.buffer.leave("a")
         case "expire":
             scene.clock.now_s += 11.0
-            scene.buffer.tickets.expire()
+            scene.buffer.expire()
         case "fail":
-            scene.buffer.tickets.fail(ticket.key, incarnation=1, failure=INFRA)
+            scene.buffer.fail(ticket.key, incarnation=1, failure=INFRA)
     scene.train()
     (again,) = scene.reserve(1, replica="b")
     assert (again.key, again.seed) == ("1.1", ticket.seed)
     assert again.prefix == Prefix(attempt=0, tokens=5, versions=(Version(1, 0),))
     assert (again.version.step, again.oldest, again.deadline) == (1, 0, 2)
-    assert scene.buffer.tickets.commit(finished(again)) is CommitOutcome.ACCEPTED
+    assert scene.buffer.commit(finished(again)) is CommitOutcome.ACCEPTED
     (leased,) = scene.lease().groups
     assert (leased.meta.oldest, leased.deadline) == (0, 2)
     assert tokens(scene) == (5, 0)
@@ -78,7 +78,7 @@ def test_stored_tokens_that_can_no_longer_be_trained_in_time_are_dropped(steps: 
     scene.train()
     scene.store(ticket, stored_by(ticket, tokens=5))
     others = scene.reserve(2, replica="b")
-    scene.buffer.tickets.leave("a")
+    scene.buffer.leave("a")
     scene.commit(*others)
     scene.train()
     if steps == 2:
@@ -96,7 +96,7 @@ def test_tokens_of_lost_weights_are_dropped() -> None:
     scene = Scene(eta=2, per_step=1)
     (ticket,) = scene.reserve(1)
     scene.store(ticket, stored_by(ticket, tokens=5, also=(Version(7, 0),)))
-    scene.buffer.tickets.leave("a")
+    scene.buffer.leave("a")
     (again,) = scene.reserve(1)
     assert again.prefix is None
     assert again.deadline == 2
@@ -108,7 +108,7 @@ def test_an_attempt_that_stores_nothing_of_its_own_hands_on_what_it_was_given() 
     scene = Scene(eta=2, per_step=1)
     left_behind(scene)
     (second,) = scene.reserve(1)
-    scene.buffer.tickets.fail(second.key, incarnation=1, failure=INFRA)
+    scene.buffer.fail(second.key, incarnation=1, failure=INFRA)
     (third,) = scene.reserve(1)
     assert third.key == "0.2"
     assert third.prefix is not None
@@ -122,8 +122,8 @@ def test_an_attempt_that_could_not_read_its_prefix_drops_it(unreadable: bool, dr
     (second,) = scene.reserve(1)
     scene.store(second, stored_by(second, tokens=3, unreadable=unreadable))
     assert tokens(scene) == (0, dropped)
-    assert "0.0" in scene.buffer.unneeded.take_prefixes()
-    scene.buffer.tickets.leave("a")
+    assert "0.0" in scene.buffer.take_unneeded_prefixes()
+    scene.buffer.leave("a")
     (third,) = scene.reserve(1)
     assert third.prefix is not None
     assert (third.prefix.attempt, third.prefix.tokens) == (1, 8 - dropped)
@@ -139,7 +139,7 @@ def test_a_commit_counts_the_tokens_that_it_did_not_continue(continued: int, sto
     if stores:
         scene.store(again, stored_by(again, tokens=3))
     meta = msgspec.structs.replace(finished(again), continued_tokens=continued)
-    assert scene.buffer.tickets.commit(meta) is CommitOutcome.ACCEPTED
+    assert scene.buffer.commit(meta) is CommitOutcome.ACCEPTED
     assert tokens(scene) == (continued, 5 - continued)
 
 
@@ -151,7 +151,7 @@ def test_a_commit_with_a_token_older_than_the_prefix_is_refused() -> None:
     left_behind(scene)
     (again,) = scene.reserve(1)
     with pytest.raises(StalenessViolation, match="older than step 2"):
-        scene.buffer.tickets.commit(msgspec.structs.replace(finished(again), oldest=1))
+        scene.buffer.commit(msgspec.structs.replace(finished(again), oldest=1))
 
 
 @pytest.mark.parametrize("end", ["commit", "fail"])
@@ -159,23 +159,23 @@ def test_what_is_stored_of_a_group_is_cleared_when_it_ends(end: str) -> None:
     scene = Scene(eta=2, per_step=1)
     first = left_behind(scene)
     (second,) = scene.reserve(1)
-    assert scene.buffer.unneeded.prefixes([first.key, second.key, "0.2", "9.0", "x"]) == ("0.2", "9.0")
-    assert scene.buffer.unneeded.take_prefixes() == ()
+    assert scene.buffer.unneeded_prefixes([first.key, second.key, "0.2", "9.0", "x"]) == ("0.2", "9.0")
+    assert scene.buffer.take_unneeded_prefixes() == ()
     if end == "commit":
         scene.commit(second)
     else:
         data = msgspec.structs.replace(INFRA, failure_class=FailureClass.DATA)
-        scene.buffer.tickets.fail(second.key, incarnation=1, failure=data)
-    assert set(scene.buffer.unneeded.take_prefixes()) == {first.key, second.key}
-    assert scene.buffer.unneeded.take_prefixes() == ()
-    assert scene.buffer.unneeded.prefixes([first.key, second.key]) == (first.key, second.key)
+        scene.buffer.fail(second.key, incarnation=1, failure=data)
+    assert set(scene.buffer.take_unneeded_prefixes()) == {first.key, second.key}
+    assert scene.buffer.take_unneeded_prefixes() == ()
+    assert scene.buffer.unneeded_prefixes([first.key, second.key]) == (first.key, second.key)
 
 
 def test_a_restart_of_the_run_drops_what_was_stored_and_counts_it() -> None:
     scene = Scene(eta=2, per_step=1)
     waits, runs = scene.reserve(2)
     scene.store(waits, stored_by(waits, tokens=5))
-    scene.buffer.tickets.fail(waits.key, incarnation=1, failure=INFRA)
+    scene.buffer.fail(waits.key, incarnation=1, failure=INFRA)
     scene.store(runs, stored_by(runs, tokens=4))
     after = restored(scene, eta=2, per_step=1)
     assert [ticket.prefix for ticket in after.reserve(2)] == [None, None]
@@ -191,20 +191,20 @@ def test_a_straggler_that_is_requeued_or_dropped_loses_what_it_has_stored(policy
     scene.train()
     scene.commit(*scene.reserve(1, step=1))
     scene.store(one, stored_by(one, tokens=4))
-    scene.buffer.tickets.renew("a", held=progress_of(two, tokens=9), version=Version(1, 1))
+    scene.buffer.renew("a", held=progress_of(two, tokens=9), version=Version(1, 1))
     if policy == "mask":
-        scene.buffer.tickets.renew("a", held=progress_of(one), version=Version(1, 1))
+        scene.buffer.renew("a", held=progress_of(one), version=Version(1, 1))
     scene.lease()
     if policy == "mask":
         assert tokens(scene) == (0, 0)
-        assert scene.buffer.unneeded.prefixes([one.key]) == ()
-        scene.buffer.tickets.leave("a")
+        assert scene.buffer.unneeded_prefixes([one.key]) == ()
+        scene.buffer.leave("a")
         (again, *_) = scene.reserve(1, step=1)
         assert again.prefix is not None
         return
-    assert scene.buffer.leases.cancelled == [one.key]
-    assert one.key in scene.buffer.unneeded.take_prefixes()
-    assert scene.buffer.unneeded.prefixes([one.key]) == (one.key,)
+    assert scene.buffer.cancelled == [one.key]
+    assert one.key in scene.buffer.take_unneeded_prefixes()
+    assert scene.buffer.unneeded_prefixes([one.key]) == (one.key,)
     assert tokens(scene) == (0, 4 if policy == "requeue" else 0)
     (again,) = scene.reserve(1, step=1)
     assert (again.key, again.prefix) == ("1.1" if policy == "requeue" else "4.0", None)

@@ -92,20 +92,20 @@ def test_eta_0_keeps_exactly_one_step_in_flight_and_trains_in_prompt_order() -> 
 
 def test_nothing_is_generated_that_no_step_would_train() -> None:
     scene = Scene(eta=3, per_step=2, total_steps=2)
-    answer = scene.buffer.tickets.reserve("a", version=Version(1, 0), count=9)
+    answer = scene.buffer.reserve("a", version=Version(1, 0), count=9)
     assert (len(answer.tickets), answer.refusal) == (4, Refusal.NO_STEPS)
     scene.commit(*answer.tickets)
     scene.train()
     scene.train()
-    assert scene.buffer.leases.lease() is LeaseWait.FINISHED
+    assert scene.buffer.lease() is LeaseWait.FINISHED
 
 
 def test_a_replica_is_refused_while_paused_and_when_it_holds_weights_of_an_older_incarnation() -> None:
     scene = Scene()
-    scene.buffer.tickets.paused = True
-    assert scene.buffer.tickets.reserve("a", version=Version(1, 0), count=1).refusal is Refusal.PAUSED
-    scene.buffer.tickets.paused = False
-    assert scene.buffer.tickets.reserve("a", version=OLD, count=1).refusal is Refusal.OLD_INCARNATION
+    scene.buffer.paused = True
+    assert scene.buffer.reserve("a", version=Version(1, 0), count=1).refusal is Refusal.PAUSED
+    scene.buffer.paused = False
+    assert scene.buffer.reserve("a", version=OLD, count=1).refusal is Refusal.OLD_INCARNATION
     assert scene.buffer.account.events[Event.RESERVE_OLD_INCARNATION] == 1
     assert len(scene.reserve(1)) == 1
 
@@ -119,7 +119,7 @@ def test_a_replica_ahead_of_the_learner_is_our_bug_and_takes_nothing() -> None:
 
 def ended(scene: Scene, held: HeldReport) -> tuple[str, ...]:
     """Returns the tickets of which the answer to a heartbeat of replica a says that they have ended."""
-    renewal = scene.buffer.tickets.renew("a", held=held)
+    renewal = scene.buffer.renew("a", held=held)
     assert renewal is not None
     return renewal.ended
 
@@ -130,8 +130,8 @@ def test_a_ticket_whose_reply_was_lost_expires_although_its_replica_sends_heartb
     kept, lost = scene.reserve(2)
     for _ in range(3):
         scene.clock.now_s += 8.0
-        scene.buffer.tickets.renew("a", held=progress_of(kept))
-    assert scene.buffer.tickets.expire() == (lost.key,)
+        scene.buffer.renew("a", held=progress_of(kept))
+    assert scene.buffer.expire() == (lost.key,)
     scene.commit(kept)
 
 
@@ -141,9 +141,9 @@ def test_a_heartbeat_names_the_held_tickets_that_have_ended_without_a_commit() -
     reserved, ready, expired = scene.reserve(3)
     scene.commit(ready)
     scene.clock.now_s += 8.0
-    scene.buffer.tickets.renew("a", held=progress_of(reserved))
+    scene.buffer.renew("a", held=progress_of(reserved))
     scene.clock.now_s += 8.0
-    assert scene.buffer.tickets.expire() == (expired.key,)
+    assert scene.buffer.expire() == (expired.key,)
     held = progress_of(reserved, ready, expired, also=["99.0"])
     assert ended(scene, held) == (expired.key, "99.0")
     (again,) = scene.reserve(1)
@@ -155,52 +155,52 @@ def test_a_heartbeat_names_the_held_tickets_that_have_ended_without_a_commit() -
 def test_a_ticket_that_was_named_once_lives_as_long_as_its_replica_sends_heartbeats() -> None:
     scene = Scene()
     (ticket,) = scene.reserve(1)
-    scene.buffer.tickets.renew("a", held=progress_of(ticket, tokens=3))
+    scene.buffer.renew("a", held=progress_of(ticket, tokens=3))
     for _ in range(5):
         scene.clock.now_s += 8.0
-        assert scene.buffer.tickets.renew("a", held=progress_of(complete=False)) is not None
-        assert scene.buffer.tickets.expire() == ()
+        assert scene.buffer.renew("a", held=progress_of(complete=False)) is not None
+        assert scene.buffer.expire() == ()
     scene.clock.now_s += 10.1
-    assert scene.buffer.tickets.expire() == (ticket.key,)
+    assert scene.buffer.expire() == (ticket.key,)
 
 
 def test_a_ticket_that_a_complete_heartbeat_does_not_name_any_longer_expires() -> None:
     """The replica could not report that its rollout failed, or it was started again."""
     scene = Scene()
     kept, forgotten = scene.reserve(2)
-    scene.buffer.tickets.renew("a", held=progress_of(kept, forgotten))
+    scene.buffer.renew("a", held=progress_of(kept, forgotten))
     scene.clock.now_s += 8.0
-    scene.buffer.tickets.renew("a", held=progress_of(kept))
+    scene.buffer.renew("a", held=progress_of(kept))
     scene.clock.now_s += 8.0
-    scene.buffer.tickets.renew("a", held=progress_of(complete=False))
-    assert scene.buffer.tickets.expire() == (), "it gets the time of a ticket whose reply was lost"
+    scene.buffer.renew("a", held=progress_of(complete=False))
+    assert scene.buffer.expire() == (), "it gets the time of a ticket whose reply was lost"
     scene.clock.now_s += 2.1
-    assert scene.buffer.tickets.expire() == (forgotten.key,)
+    assert scene.buffer.expire() == (forgotten.key,)
 
 
 def test_a_heartbeat_that_was_overtaken_changes_nothing() -> None:
     scene = Scene()
     first, second = scene.reserve(2)
     late = progress_of(first, tokens=1)
-    scene.buffer.tickets.renew("a", held=progress_of(first, second, tokens=5))
+    scene.buffer.renew("a", held=progress_of(first, second, tokens=5))
     scene.clock.now_s += 8.0
-    assert scene.buffer.tickets.renew("a", held=late, version=Version(1, 0)) is None
-    slots = scene.buffer._state.groups.reserved
+    assert scene.buffer.renew("a", held=late, version=Version(1, 0)) is None
+    slots = scene.buffer.groups.reserved
     assert [slots[ticket.key].sampled_tokens for ticket in (first, second)] == [5, 5]
     scene.clock.now_s += 2.1
-    assert set(scene.buffer.tickets.expire()) == {first.key, second.key}, "it does not show that the replica lives"
+    assert set(scene.buffer.expire()) == {first.key, second.key}, "it does not show that the replica lives"
 
 
 def test_a_replica_has_to_name_all_its_tickets_when_the_buffer_has_ended_one_or_does_not_know_it() -> None:
     scene = Scene(eta=1, per_step=1)
     first, second = scene.reserve(2)
-    assert scene.buffer.tickets.renew("a", held=progress_of(first, second)) == Renewal(report_all=True), "it is new"
-    assert scene.buffer.tickets.renew("a", held=progress_of(first, second)) == Renewal()
+    assert scene.buffer.renew("a", held=progress_of(first, second)) == Renewal(report_all=True), "it is new"
+    assert scene.buffer.renew("a", held=progress_of(first, second)) == Renewal()
     scene.clock.now_s += 10.1
-    scene.buffer.tickets.expire()
+    scene.buffer.expire()
     for _ in range(2):  # the first answer may be lost
-        assert scene.buffer.tickets.renew("a", held=progress_of(complete=False)) == Renewal(report_all=True)
-    answer = scene.buffer.tickets.renew("a", held=progress_of(first, second))
+        assert scene.buffer.renew("a", held=progress_of(complete=False)) == Renewal(report_all=True)
+    answer = scene.buffer.renew("a", held=progress_of(first, second))
     assert answer == Renewal(ended=(first.key, second.key))
 
 
@@ -208,16 +208,16 @@ def test_a_heartbeat_does_not_keep_another_replicas_ticket() -> None:
     scene = Scene()
     (ticket,) = scene.reserve(1, replica="a")
     scene.clock.now_s += 8.0
-    scene.buffer.tickets.renew("b", held=progress_of(ticket))
+    scene.buffer.renew("b", held=progress_of(ticket))
     scene.clock.now_s += 8.0
-    assert scene.buffer.tickets.expire() == (ticket.key,)
+    assert scene.buffer.expire() == (ticket.key,)
 
 
 def test_a_replica_that_leaves_frees_its_tickets_at_once_and_only_its_own() -> None:
     scene = Scene()
     (first,) = scene.reserve(1, replica="a")
     (second,) = scene.reserve(1, replica="b")
-    assert scene.buffer.tickets.leave("a") == (first.key,)
+    assert scene.buffer.leave("a") == (first.key,)
     scene.commit(second)
 
 
@@ -228,9 +228,7 @@ def test_a_freed_slot_is_admitted_again_under_the_bound_of_the_replica_that_take
     first, second = scene.reserve(2)
     scene.commit(first)
     scene.train()
-    scene.buffer.tickets.fail(
-        second.key, incarnation=1, failure=Failure(failure_class=FailureClass.INFRA, reason="engine")
-    )
+    scene.buffer.fail(second.key, incarnation=1, failure=Failure(failure_class=FailureClass.INFRA, reason="engine"))
     (fresh,) = scene.reserve(1, step=1)
     assert (fresh.group, fresh.attempt, fresh.deadline) == (second.group, 1, 2)
     assert scene.reserve(1, step=0) == ()
@@ -243,15 +241,15 @@ def test_a_freed_slot_is_admitted_again_under_the_bound_of_the_replica_that_take
 def test_an_infra_failure_goes_to_the_front_with_the_same_seed_until_attempts_run_out() -> None:
     scene = Scene(max_attempts=2)
     first, second = scene.reserve(2)
-    assert scene.buffer.tickets.fail(
+    assert scene.buffer.fail(
         second.key, incarnation=1, failure=Failure(failure_class=FailureClass.INFRA, reason="engine")
     )
-    assert scene.buffer.tickets.fail(
+    assert scene.buffer.fail(
         first.key, incarnation=1, failure=Failure(failure_class=FailureClass.INFRA, reason="engine")
     )
     again = scene.reserve(3)
     assert [(t.group, t.attempt, t.seed) for t in again] == [(0, 1, first.seed), (1, 1, second.seed), (2, 0, 4)]
-    assert scene.buffer.tickets.fail(
+    assert scene.buffer.fail(
         again[0].key, incarnation=1, failure=Failure(failure_class=FailureClass.INFRA, reason="engine")
     )
     (replacement,) = scene.reserve(1, step=0)
@@ -267,7 +265,7 @@ def test_a_data_failure_is_not_tried_again_and_another_prompt_takes_the_slot() -
     scene = Scene()
     tickets = scene.reserve(4)
     for ticket in tickets[:2]:
-        assert scene.buffer.tickets.fail(
+        assert scene.buffer.fail(
             ticket.key, incarnation=1, failure=Failure(failure_class=FailureClass.DATA, reason="reward_raised")
         )
     assert scene.buffer.failures.streak is not None
@@ -291,7 +289,7 @@ def test_the_first_failure_of_each_kind_is_kept_with_its_prompt_and_all_are_coun
         (third, failed("late", reason="reward_timeout")),
         (fourth, failed("engine", failure_class=FailureClass.INFRA, reason="engine")),
     ]:
-        assert scene.buffer.tickets.fail(ticket.key, incarnation=1, failure=failure)
+        assert scene.buffer.fail(ticket.key, incarnation=1, failure=failure)
     counts = scene.buffer.failures.counts()
     assert [(each.first.message, each.first.prompt, each.rollouts, each.groups) for each in counts] == [
         ("one", "0", 2, 2),
@@ -305,7 +303,7 @@ def test_the_first_failure_of_each_kind_is_kept_with_its_prompt_and_all_are_coun
 def test_failed_samples_of_committed_groups_are_counted_and_are_no_failed_rollouts() -> None:
     scene = Scene(max_data_failures=2)
     [ticket] = scene.reserve(1)
-    scene.buffer.tickets.fail(ticket.key, incarnation=1, failure=failed("one"))
+    scene.buffer.fail(ticket.key, incarnation=1, failure=failed("one"))
     for _ in range(3):
         scene.buffer.failures.count(failed("two"), samples=5)
     [count] = scene.buffer.failures.counts()
@@ -321,8 +319,8 @@ def test_a_group_is_committed_without_some_rewards_but_not_without_all_of_them()
     meta = finished(ticket)
     for rewards in ((None, None), (1.0, math.nan), (None, math.inf)):
         with pytest.raises(ValueError, match="a sample must have a reward"):
-            scene.buffer.tickets.commit(msgspec.structs.replace(meta, rewards=rewards))
-    assert scene.buffer.tickets.commit(msgspec.structs.replace(meta, rewards=(None, 1.0))) is CommitOutcome.ACCEPTED
+            scene.buffer.commit(msgspec.structs.replace(meta, rewards=rewards))
+    assert scene.buffer.commit(msgspec.structs.replace(meta, rewards=(None, 1.0))) is CommitOutcome.ACCEPTED
 
 
 def test_texts_of_failures_are_cut() -> None:
@@ -338,16 +336,16 @@ def test_too_many_data_failures_in_a_row_end_tickets_and_leases_at_that_number()
     ready = scene.reserve(2)
     scene.commit(*ready)
     first, second = scene.reserve(2)
-    scene.buffer.tickets.fail(first.key, incarnation=1, failure=failed("one"))
+    scene.buffer.fail(first.key, incarnation=1, failure=failed("one"))
     assert not scene.buffer.failures.too_many
     again = scene.reserve(1)
-    scene.buffer.tickets.fail(second.key, incarnation=1, failure=failed("two"))
-    refused = scene.buffer.tickets.reserve("a", version=scene.buffer.version, count=1)
+    scene.buffer.fail(second.key, incarnation=1, failure=failed("two"))
+    refused = scene.buffer.reserve("a", version=scene.buffer.version, count=1)
     assert (refused.tickets, refused.refusal) == ((), Refusal.TOO_MANY_FAILURES)
-    assert scene.buffer.leases.lease() is LeaseWait.TOO_MANY_FAILURES, (
+    assert scene.buffer.lease() is LeaseWait.TOO_MANY_FAILURES, (
         "no lease is issued, although the groups of a step are ready"
     )
-    scene.buffer.tickets.fail(again[0].key, incarnation=1, failure=failed("under way"))
+    scene.buffer.fail(again[0].key, incarnation=1, failure=failed("under way"))
     streak = scene.buffer.failures.streak
     assert streak is not None
     assert (streak.groups, streak.first.message, streak.last.message) == (2, "one", "two")
@@ -356,7 +354,7 @@ def test_too_many_data_failures_in_a_row_end_tickets_and_leases_at_that_number()
 def test_a_group_that_was_under_way_when_there_were_too_many_failures_does_not_take_the_end_back() -> None:
     scene = Scene(max_data_failures=1)
     bad, good = scene.reserve(2)
-    scene.buffer.tickets.fail(bad.key, incarnation=1, failure=failed("one"))
+    scene.buffer.fail(bad.key, incarnation=1, failure=failed("one"))
     scene.commit(good)
     assert scene.buffer.failures.too_many
 
@@ -367,7 +365,7 @@ def test_a_failure_of_a_ticket_that_is_over_or_of_an_older_incarnation_changes_n
     scene.commit(done)
     before = scene.buffer.counts()
     for key, incarnation in [(done.key, 1), ("77.0", 1), ("no key", 1), (open_.key, 0)]:
-        assert not scene.buffer.tickets.fail(
+        assert not scene.buffer.fail(
             key, incarnation=incarnation, failure=Failure(failure_class=FailureClass.DATA, reason="late")
         )
     assert scene.buffer.counts() == before
@@ -381,11 +379,11 @@ def test_tickets_of_a_killed_generator_expire_and_go_elsewhere_with_the_same_see
     lost = scene.reserve(2, replica="killed")
     scene.commit(lost[0])
     scene.clock.now_s += 10.0
-    scene.buffer.tickets.renew("survivor", held=progress_of())
-    assert scene.buffer.tickets.expire() == ()
+    scene.buffer.renew("survivor", held=progress_of())
+    assert scene.buffer.expire() == ()
     scene.clock.now_s += 0.1
-    assert scene.buffer.tickets.expire() == (lost[1].key,)
-    assert scene.buffer.tickets.expire() == ()
+    assert scene.buffer.expire() == (lost[1].key,)
+    assert scene.buffer.expire() == ()
     (again,) = scene.reserve(1, replica="survivor")
     assert (again.group, again.attempt, again.seed, again.task) == (1, 1, lost[1].seed, lost[1].task)
     scene.commit(again)
@@ -400,18 +398,18 @@ def test_tickets_of_a_killed_generator_expire_and_go_elsewhere_with_the_same_see
 def test_a_generator_that_comes_back_from_the_dead_is_refused_by_its_attempt() -> None:
     scene = Scene()
     (zombie,) = scene.reserve(1, replica="zombie")
-    scene.buffer.tickets.leave("zombie")
-    assert scene.buffer.tickets.commit(finished(zombie)) is CommitOutcome.LATE  # while the prompt waits
+    scene.buffer.leave("zombie")
+    assert scene.buffer.commit(finished(zombie)) is CommitOutcome.LATE  # while the prompt waits
     (winner,) = scene.reserve(1, replica="b")
     assert winner.key != zombie.key
-    assert scene.buffer.tickets.commit(finished(zombie)) is CommitOutcome.LATE  # while another replica holds the prompt
+    assert scene.buffer.commit(finished(zombie)) is CommitOutcome.LATE  # while another replica holds the prompt
     scene.commit(winner)
-    assert scene.buffer.tickets.commit(finished(zombie)) is CommitOutcome.LATE  # while the group is ready
+    assert scene.buffer.commit(finished(zombie)) is CommitOutcome.LATE  # while the group is ready
     scene.commit(*scene.reserve(1, replica="b"))
     (trained, _) = scene.train().groups
     assert (trained.meta.attempt, trained.meta.replica) == (1, "b")
-    assert scene.buffer.tickets.commit(finished(zombie)) is CommitOutcome.LATE  # after the group was trained
-    assert scene.buffer.tickets.commit(finished(winner)) is CommitOutcome.DUPLICATE
+    assert scene.buffer.commit(finished(zombie)) is CommitOutcome.LATE  # after the group was trained
+    assert scene.buffer.commit(finished(winner)) is CommitOutcome.DUPLICATE
     assert scene.buffer.account.events[Event.COMMIT_LATE] == 4
     assert scene.buffer.account.closed
 
@@ -424,7 +422,7 @@ def test_a_commit_twice_late_unknown_or_after_a_restore_is_counted_and_changes_n
     scene = Scene()
     first, second, third = scene.reserve(3)
     scene.commit(first, second)
-    scene.buffer.tickets.leave("a")  # the third ticket expires
+    scene.buffer.leave("a")  # the third ticket expires
     before, account = scene.buffer.counts(), scene.buffer.account
     never = msgspec.structs.replace(finished(first), group=9)
     future = msgspec.structs.replace(finished(first), attempt=1)
@@ -438,7 +436,7 @@ def test_a_commit_twice_late_unknown_or_after_a_restore_is_counted_and_changes_n
         (negative, CommitOutcome.UNKNOWN),
         (older, CommitOutcome.OLD_INCARNATION),
     ]:
-        assert scene.buffer.tickets.commit(meta) is outcome
+        assert scene.buffer.commit(meta) is outcome
     assert scene.buffer.counts() == before
     after = scene.buffer.account
     assert (after.issued, after.fates) == (account.issued, account.fates)
@@ -446,7 +444,7 @@ def test_a_commit_twice_late_unknown_or_after_a_restore_is_counted_and_changes_n
     assert events[Event.COMMIT_DUPLICATE] == events[Event.COMMIT_LATE] == events[Event.COMMIT_OLD_INCARNATION] == 1
     assert events[Event.COMMIT_UNKNOWN] == 3
     scene.train()
-    assert scene.buffer.tickets.commit(finished(first)) is CommitOutcome.DUPLICATE  # also after the group was trained
+    assert scene.buffer.commit(finished(first)) is CommitOutcome.DUPLICATE  # also after the group was trained
 
 
 @pytest.mark.fault("F18")
@@ -454,7 +452,7 @@ def test_a_ticket_of_an_older_incarnation_never_meets_the_same_key_of_this_one()
     scene = Scene()
     (ticket,) = scene.reserve(1)
     older = msgspec.structs.replace(finished(ticket), incarnation=0)
-    assert scene.buffer.tickets.commit(older) is CommitOutcome.OLD_INCARNATION
+    assert scene.buffer.commit(older) is CommitOutcome.OLD_INCARNATION
     scene.commit(ticket)
 
 
@@ -480,7 +478,7 @@ def test_metadata_that_contradicts_its_ticket_is_our_bug_and_leaves_the_ticket_a
     scene.train()
     (ticket,) = scene.reserve(1, step=1)
     with pytest.raises(error, match=f"group {ticket.key}"):
-        scene.buffer.tickets.commit(msgspec.structs.replace(finished(ticket), **changes))
+        scene.buffer.commit(msgspec.structs.replace(finished(ticket), **changes))
     scene.commit(ticket)
 
 
@@ -490,7 +488,7 @@ def test_a_group_may_be_newer_than_its_ticket_but_keeps_the_deadline_of_its_rese
     first, second = scene.reserve(2)
     scene.commit(first)
     scene.train()
-    scene.buffer.tickets.commit(finished(second, newest=1))
+    scene.buffer.commit(finished(second, newest=1))
     (leased,) = scene.lease().groups
     assert (leased.meta.oldest, leased.meta.newest, leased.deadline) == (0, 1, 1)
     assert (leased.reserved_step, leased.ready_step) == (0, 1)
@@ -504,7 +502,7 @@ def test_a_full_buffer_refuses_and_a_wait_that_is_given_up_leaks_no_slot() -> No
     scene = Scene(eta=3, per_step=2, capacity_groups=3)
     tickets = scene.reserve(3)
     for _ in range(5):  # each time, a generator reserves, is refused, and gives up
-        answer = scene.buffer.tickets.reserve("b", version=Version(1, 0), count=2)
+        answer = scene.buffer.reserve("b", version=Version(1, 0), count=2)
         assert (answer.tickets, answer.refusal) == ((), Refusal.CAPACITY)
     assert scene.prompts.taken == 3
     scene.commit(*tickets)
@@ -515,13 +513,13 @@ def test_a_full_buffer_refuses_and_a_wait_that_is_given_up_leaks_no_slot() -> No
 @pytest.mark.fault("F16")
 def test_bytes_are_booked_at_their_worst_and_refunded_at_commit() -> None:
     scene = Scene(eta=3, per_step=2, capacity_bytes=250, worst_group_bytes=100)
-    answer = scene.buffer.tickets.reserve("a", version=Version(1, 0), count=9)
+    answer = scene.buffer.reserve("a", version=Version(1, 0), count=9)
     assert (len(answer.tickets), answer.refusal) == (2, Refusal.CAPACITY)
     assert scene.buffer.counts().booked_bytes == 200
     scene.commit(answer.tickets[0])
     assert scene.buffer.counts().booked_bytes == 110
     (third,) = scene.reserve(9)
-    scene.buffer.tickets.fail(third.key, incarnation=1, failure=Failure(failure_class=FailureClass.DATA, reason="x"))
+    scene.buffer.fail(third.key, incarnation=1, failure=Failure(failure_class=FailureClass.DATA, reason="x"))
     scene.commit(answer.tickets[1])
     scene.train()
     assert scene.buffer.counts().booked_bytes == 0
@@ -534,12 +532,12 @@ def test_a_replica_holds_the_groups_that_it_reserved_until_they_are_committed_or
     scene = Scene(eta=1, per_step=2)
     first, second, third = scene.reserve(3, replica="a")
     scene.reserve(1, replica="b")
-    assert scene.buffer.tickets.by_replica() == {"a": 3, "b": 1}
+    assert scene.buffer.tickets_by_replica() == {"a": 3, "b": 1}
     scene.commit(first)
-    scene.buffer.tickets.fail(second.key, incarnation=1, failure=Failure(failure_class=FailureClass.DATA, reason="x"))
-    assert scene.buffer.tickets.by_replica() == {"a": 1, "b": 1}
+    scene.buffer.fail(second.key, incarnation=1, failure=Failure(failure_class=FailureClass.DATA, reason="x"))
+    assert scene.buffer.tickets_by_replica() == {"a": 1, "b": 1}
     scene.commit(third)
-    assert scene.buffer.tickets.by_replica() == {"b": 1}
+    assert scene.buffer.tickets_by_replica() == {"b": 1}
 
 
 def test_the_age_is_that_of_the_group_reserved_longest_ago() -> None:
@@ -561,7 +559,7 @@ def test_what_the_buffer_keeps_does_not_grow_with_the_run() -> None:
     for _ in range(60):
         scene.commit(*scene.reserve(2))
         scene.train()
-    kept = scene.buffer._state.groups
+    kept = scene.buffer.groups
     sizes = [len(kept.open), len(kept.reserved), len(kept.ready), len(kept.unleased_by_deadline)]
     assert sizes == [0, 0, 0, 0]
     assert (kept.booked_bytes, kept.last_of_ended, kept.ready_by_deadline) == (0, {}, {})
@@ -573,13 +571,13 @@ def test_what_the_buffer_knows_of_replicas_does_not_grow_with_those_that_have_en
         name = f"replica-{number}"
         (ticket,) = scene.reserve(1, replica=name)
         for _ in range(2):
-            scene.buffer.tickets.renew(name, held=progress_of(ticket))
+            scene.buffer.renew(name, held=progress_of(ticket))
         if number % 2:
-            scene.buffer.tickets.leave(name)
+            scene.buffer.leave(name)
         else:
             scene.clock.now_s += 10.1
-            assert scene.buffer.tickets.expire() == (ticket.key,)
-    table = scene.buffer._state.groups
+            assert scene.buffer.expire() == (ticket.key,)
+    table = scene.buffer.groups
     assert (table.held, table.unconfirmed, table.must_report_all) == ({}, {}, set())
 
 
@@ -588,19 +586,17 @@ def test_only_attempts_that_ended_without_a_commit_have_rows_that_no_group_needs
     scene = Scene(eta=1, per_step=2)
     expired, ready, lost = scene.reserve(3)
     scene.clock.now_s += 11.0
-    scene.buffer.tickets.renew("a", held=progress_of(ready, lost))
-    scene.buffer.tickets.expire()
+    scene.buffer.renew("a", held=progress_of(ready, lost))
+    scene.buffer.expire()
     scene.commit(ready, lost)
-    scene.buffer.leases.rows_lost([lost.key])
+    scene.buffer.rows_lost([lost.key])
     (reserved,) = scene.reserve(1)
     assert reserved.key == "0.1"
     keys = [expired.key, ready.key, lost.key, reserved.key, "99.0", "0.7", "of a user"]
-    assert scene.buffer.unneeded.never_committed(keys) == (expired.key, lost.key)
+    assert scene.buffer.never_committed(keys) == (expired.key, lost.key)
     scene.commit(reserved)
     scene.train()
-    assert scene.buffer.unneeded.never_committed(keys) == (expired.key, lost.key), (
-        "the learner clears what it has trained"
-    )
+    assert scene.buffer.never_committed(keys) == (expired.key, lost.key), "the learner clears what it has trained"
 
 
 def test_only_the_newest_ended_groups_with_a_retry_or_a_failure_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -608,10 +604,8 @@ def test_only_the_newest_ended_groups_with_a_retry_or_a_failure_are_remembered(m
     scene = Scene(max_data_failures=100)
     tickets = [scene.reserve(1)[0] for _ in range(1)]
     for _ in range(4):
-        scene.buffer.tickets.fail(
-            tickets[-1].key, incarnation=1, failure=Failure(failure_class=FailureClass.DATA, reason="x")
-        )
+        scene.buffer.fail(tickets[-1].key, incarnation=1, failure=Failure(failure_class=FailureClass.DATA, reason="x"))
         tickets += scene.reserve(1)
     assert list(scene.buffer.snapshot().last_attempts) == [2, 3]
-    assert scene.buffer.tickets.commit(finished(tickets[3])) is CommitOutcome.LATE
-    assert scene.buffer.tickets.commit(finished(tickets[0])) is not CommitOutcome.ACCEPTED
+    assert scene.buffer.commit(finished(tickets[3])) is CommitOutcome.LATE
+    assert scene.buffer.commit(finished(tickets[0])) is not CommitOutcome.ACCEPTED

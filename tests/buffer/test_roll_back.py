@@ -15,7 +15,7 @@ pytestmark = pytest.mark.fault("F6")
 def checkpoint(scene: Scene) -> BufferSnapshot:
     """Takes a snapshot that is complete at once."""
     snapshot = msgspec.msgpack.decode(msgspec.msgpack.encode(scene.buffer.snapshot()), type=BufferSnapshot)
-    scene.buffer.leases.release(complete=snapshot.version.step)
+    scene.buffer.release(complete=snapshot.version.step)
     return snapshot
 
 
@@ -33,7 +33,7 @@ def test_groups_of_surviving_weights_that_a_lost_step_trained_are_trained_again_
     snapshot = checkpoint(scene)
     scene.commit(*scene.reserve(2))
     first = scene.lease()
-    assert scene.buffer.leases.ack(1, 0) == (), "the rows stay"
+    assert scene.buffer.ack(1, 0) == (), "the rows stay"
     second = scene.lease()
     go_back(scene, snapshot, loaded=Version(1, 0))
     again = [scene.train().groups[0].meta.key for _ in range(2)]
@@ -45,19 +45,19 @@ def test_groups_of_surviving_weights_that_a_lost_step_trained_are_trained_again_
 def test_rows_are_kept_only_while_a_checkpoint_needs_them() -> None:
     scene = Scene(eta=1, per_step=1)
     scene.commit(*scene.reserve(2))
-    assert scene.buffer.leases.ack(1, scene.lease().step) == ("0.0",), "there is no checkpoint yet"
+    assert scene.buffer.ack(1, scene.lease().step) == ("0.0",), "there is no checkpoint yet"
     snapshot = checkpoint(scene)
-    assert scene.buffer.leases.ack(1, scene.lease().step) == (), "ready at the checkpoint"
+    assert scene.buffer.ack(1, scene.lease().step) == (), "ready at the checkpoint"
     scene.commit(*scene.reserve(1, step=2))
-    assert scene.buffer.leases.ack(1, scene.lease().step) == ("2.0",), "a newer token than the checkpoint"
-    assert scene.buffer.leases.release(complete=snapshot.version.step) == ()
-    assert scene.buffer.unneeded.without_slot(["0.0", "1.0", "2.0"]) == ("0.0", "2.0"), "1.0 is retained"
+    assert scene.buffer.ack(1, scene.lease().step) == ("2.0",), "a newer token than the checkpoint"
+    assert scene.buffer.release(complete=snapshot.version.step) == ()
+    assert scene.buffer.without_slot(["0.0", "1.0", "2.0"]) == ("0.0", "2.0"), "1.0 is retained"
     assert checkpoint_releases(scene) == ("1.0",)
 
 
 def checkpoint_releases(scene: Scene) -> tuple[str, ...]:
     scene.buffer.snapshot()
-    return scene.buffer.leases.release(complete=scene.buffer.version.step)
+    return scene.buffer.release(complete=scene.buffer.version.step)
 
 
 def test_a_group_with_a_token_of_lost_weights_is_generated_again_and_the_attempt_does_not_count() -> None:
@@ -66,14 +66,14 @@ def test_a_group_with_a_token_of_lost_weights_is_generated_again_and_the_attempt
     ready, reserved, trained = scene.reserve(3)
     scene.commit(trained)
     scene.train()
-    assert scene.buffer.tickets.commit(finished(ready, versions=[Version(1, 1)])) is CommitOutcome.ACCEPTED
+    assert scene.buffer.commit(finished(ready, versions=[Version(1, 1)])) is CommitOutcome.ACCEPTED
     go_back(scene, snapshot, loaded=Version(1, 0))
-    assert scene.buffer.tickets.commit(finished(reserved, versions=[Version(1, 1)])) is CommitOutcome.OLD_INCARNATION
+    assert scene.buffer.commit(finished(reserved, versions=[Version(1, 1)])) is CommitOutcome.OLD_INCARNATION
     assert scene.lease().groups[0].meta.key == trained.key
     attempts = {ticket.group: ticket.attempt for ticket in scene.reserve(2)}
     assert attempts == {ready.group: 1, reserved.group: 1}
     for ticket in (ready, reserved):
-        assert scene.buffer.tickets.commit(finished(ticket)) is CommitOutcome.LATE
+        assert scene.buffer.commit(finished(ticket)) is CommitOutcome.LATE
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -85,18 +85,18 @@ def test_a_group_that_lost_weights_finished_continues_its_stored_tokens_of_survi
     scene.train()
     stored = stored_by(split, tokens=5, also=(Version(1, 1),))
     meta = msgspec.structs.replace(finished(split, versions=[Version(1, 1)]), stored=stored)
-    assert scene.buffer.tickets.commit(meta) is CommitOutcome.ACCEPTED
+    assert scene.buffer.commit(meta) is CommitOutcome.ACCEPTED
     if trained:
         scene.train()
-    assert scene.buffer.unneeded.prefixes([split.key]) == ()
+    assert scene.buffer.unneeded_prefixes([split.key]) == ()
     assert go_back(scene, snapshot, loaded=Version(1, 1)) == 2, "the first token of each of the two samples"
     assert scene.train().groups[0].meta.key == whole.key
     (again,) = scene.reserve(1)
     assert (again.group, again.prefix) == (split.group, Prefix(attempt=0, tokens=5, versions=(Version(1, 0),)))
-    assert scene.buffer.tickets.commit(finished(again)) is CommitOutcome.ACCEPTED
+    assert scene.buffer.commit(finished(again)) is CommitOutcome.ACCEPTED
     assert scene.buffer.account.events[Event.TOKENS_CONTINUED] == 5
     checkpoint_releases(scene)
-    assert scene.buffer.unneeded.prefixes([split.key, again.key]) == (split.key, again.key)
+    assert scene.buffer.unneeded_prefixes([split.key, again.key]) == (split.key, again.key)
 
 
 def test_what_is_stored_of_a_committed_group_stays_only_while_a_checkpoint_splits_the_group() -> None:
@@ -108,14 +108,14 @@ def test_what_is_stored_of_a_committed_group_stays_only_while_a_checkpoint_split
     scene.train()
     meta = finished(split, versions=[Version(1, 2)], newest=2)
     prefix = stored_by(split)
-    assert scene.buffer.tickets.commit(msgspec.structs.replace(meta, stored=prefix)) is CommitOutcome.ACCEPTED
-    assert scene.buffer.unneeded.prefixes([split.key]) == ()
+    assert scene.buffer.commit(msgspec.structs.replace(meta, stored=prefix)) is CommitOutcome.ACCEPTED
+    assert scene.buffer.unneeded_prefixes([split.key]) == ()
     scene.train()
-    assert scene.buffer.leases.release(complete=1) == ()
-    assert scene.buffer.unneeded.prefixes([split.key]) == ()
+    assert scene.buffer.release(complete=1) == ()
+    assert scene.buffer.unneeded_prefixes([split.key]) == ()
     checkpoint_releases(scene)
-    assert scene.buffer.unneeded.take_prefixes()[-1] == split.key
-    assert scene.buffer.unneeded.prefixes([split.key]) == (split.key,)
+    assert scene.buffer.take_unneeded_prefixes()[-1] == split.key
+    assert scene.buffer.unneeded_prefixes([split.key]) == (split.key,)
 
 
 @pytest.mark.parametrize("loaded_rows", [False, True])
@@ -163,9 +163,9 @@ def test_a_ticket_stays_unless_its_replica_has_loaded_lost_weights(loaded: int) 
     scene.train()
     go_back(scene, snapshot, loaded=Version(1, loaded))
     lost = loaded == 1
-    outcome = scene.buffer.tickets.commit(finished(held))
+    outcome = scene.buffer.commit(finished(held))
     assert outcome is (CommitOutcome.LATE if lost else CommitOutcome.ACCEPTED)
-    reservation = scene.buffer.tickets.reserve("a", version=Version(1, loaded), count=1)
+    reservation = scene.buffer.reserve("a", version=Version(1, loaded), count=1)
     assert reservation.refusal is (Refusal.OLD_INCARNATION if lost else None)
 
 
@@ -179,7 +179,7 @@ def test_all_groups_stay_within_the_limit_at_every_step_back() -> None:
     go_back(scene, snapshot, loaded=Version(1, 0))
     counts = scene.buffer.counts()
     assert (counts.ready, counts.waiting) == (6, 0)
-    assert scene.buffer.tickets.reserve("a", version=Version(2, 0), count=1).refusal is Refusal.STALENESS
+    assert scene.buffer.reserve("a", version=Version(2, 0), count=1).refusal is Refusal.STALENESS
     for _ in range(3):
         assert isinstance(scene.train(), Lease)
 
@@ -219,7 +219,7 @@ def test_tickets_without_a_heartbeat_expire_in_time_also_after_a_step_back() -> 
     assert second.deadline < first.deadline
     go_back(scene, snapshot, loaded=Version(1, 0))
     scene.clock.now_s += 3.0
-    assert scene.buffer.tickets.expire() == (first.key,)
+    assert scene.buffer.expire() == (first.key,)
 
 
 def test_after_a_step_back_replicas_name_their_tickets_and_hear_which_have_ended() -> None:
@@ -229,10 +229,10 @@ def test_after_a_step_back_replicas_name_their_tickets_and_hear_which_have_ended
     scene.commit(trained)
     scene.train()
     for _ in range(2):
-        scene.buffer.tickets.renew("a", held=progress_of(held), version=Version(1, 1))
+        scene.buffer.renew("a", held=progress_of(held), version=Version(1, 1))
     go_back(scene, snapshot, loaded=Version(1, 1))
-    assert scene.buffer.tickets.renew("a", held=progress_of(complete=False)) == Renewal(report_all=True)
-    assert scene.buffer.tickets.renew("a", held=progress_of(held)) == Renewal(ended=(held.key,))
+    assert scene.buffer.renew("a", held=progress_of(complete=False)) == Renewal(report_all=True)
+    assert scene.buffer.renew("a", held=progress_of(held)) == Renewal(ended=(held.key,))
 
 
 def test_the_lost_weights_of_a_replica_do_not_count_as_those_of_its_next_rollouts() -> None:
@@ -240,8 +240,8 @@ def test_the_lost_weights_of_a_replica_do_not_count_as_those_of_its_next_rollout
     snapshot = checkpoint(scene)
     scene.commit(*scene.reserve(1))
     scene.train()
-    scene.buffer.tickets.renew("a", held=progress_of(), version=Version(1, 1))
+    scene.buffer.renew("a", held=progress_of(), version=Version(1, 1))
     go_back(scene, snapshot, loaded=Version(1, 1))
     ticket = scene.reserve(2)[-1]
-    scene.buffer.tickets.renew("a", held=progress_of(ticket), version=Version(2, 0))
-    assert scene.buffer._state.groups.reserved[ticket.key].newest_step == 0
+    scene.buffer.renew("a", held=progress_of(ticket), version=Version(2, 0))
+    assert scene.buffer.groups.reserved[ticket.key].newest_step == 0

@@ -67,7 +67,7 @@ def test_a_group_that_was_lost_and_came_back_is_ready_once() -> None:
     scene = Scene(eta=1, per_step=1)
     (ticket,) = scene.reserve(1)
     scene.commit(ticket)
-    scene.buffer.leases.rows_lost([ticket.key])
+    scene.buffer.rows_lost([ticket.key])
     scene.commit(*scene.reserve(1))
     assert scene.groups(scene.train()) == [0]
     assert scene.buffer.counts().ready == 0

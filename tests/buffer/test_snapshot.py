@@ -57,7 +57,7 @@ def test_a_group_that_was_in_flight_gets_another_attempt_with_its_seed_and_what_
     ]
     assert after.groups(after.lease()) == [0, 1]
     # A replica of the time before cannot commit under the key of a new ticket.
-    assert after.buffer.tickets.commit(finished(in_flight[0])) is CommitOutcome.LATE
+    assert after.buffer.commit(finished(in_flight[0])) is CommitOutcome.LATE
     after.commit(*again)
 
 
@@ -69,9 +69,9 @@ def test_attempts_that_a_restart_ended_do_not_count_against_the_limit() -> None:
         scene = restored(scene, max_attempts=2)
     [ticket] = scene.reserve(1)
     failure = Failure(failure_class=FailureClass.INFRA, reason="x")
-    scene.buffer.tickets.fail(ticket.key, incarnation=6, failure=failure)
+    scene.buffer.fail(ticket.key, incarnation=6, failure=failure)
     [last] = scene.reserve(1)
-    scene.buffer.tickets.fail(last.key, incarnation=6, failure=failure)
+    scene.buffer.fail(last.key, incarnation=6, failure=failure)
     assert (last.attempt, scene.buffer.account.fates[Fate.FAILED].groups) == (6, 1)
 
 
@@ -80,14 +80,14 @@ def test_a_prompt_that_waits_and_the_attempts_of_ended_groups_are_remembered() -
     failure = Failure(failure_class=FailureClass.INFRA, reason="x")
     first, waits = scene.reserve(2)
     for ticket in (first, waits):
-        scene.buffer.tickets.fail(ticket.key, incarnation=1, failure=failure)
+        scene.buffer.fail(ticket.key, incarnation=1, failure=failure)
     [again] = scene.reserve(1)
     scene.commit(again)
     scene.train()
     after = restored(scene, eta=1, per_step=1)
     assert [(ticket.group, ticket.attempt, ticket.task) for ticket in after.reserve(1)] == [(1, 1, waits.task)]
-    assert after.buffer.tickets.commit(finished(again)) is CommitOutcome.DUPLICATE
-    assert after.buffer.tickets.commit(finished(first)) is CommitOutcome.LATE
+    assert after.buffer.commit(finished(again)) is CommitOutcome.DUPLICATE
+    assert after.buffer.commit(finished(first)) is CommitOutcome.LATE
 
 
 def test_failures_go_on_but_a_streak_that_ended_the_run_begins_anew() -> None:
@@ -95,7 +95,7 @@ def test_failures_go_on_but_a_streak_that_ended_the_run_begins_anew() -> None:
     failure = Failure(failure_class=FailureClass.DATA, reason="x")
     for _ in range(2):
         [ticket] = scene.reserve(1)
-        scene.buffer.tickets.fail(ticket.key, incarnation=1, failure=failure)
+        scene.buffer.fail(ticket.key, incarnation=1, failure=failure)
     assert scene.buffer.failures.too_many
     after = restored(scene, max_data_failures=2)
     assert not after.buffer.failures.too_many
@@ -108,7 +108,7 @@ def test_samples_without_a_reward_and_their_count_go_on() -> None:
     scene = Scene(eta=1, per_step=1)
     [ticket] = scene.reserve(1)
     meta = msgspec.structs.replace(finished(ticket), rewards=(None, 0.5))
-    assert scene.buffer.tickets.commit(meta) is CommitOutcome.ACCEPTED
+    assert scene.buffer.commit(meta) is CommitOutcome.ACCEPTED
     scene.buffer.failures.count(Failure(failure_class=FailureClass.DATA, reason="reward_raised"), samples=1)
     after = restored(scene, eta=1, per_step=1)
     assert [count.samples for count in after.buffer.failures.counts()] == [1]
@@ -130,9 +130,9 @@ def test_the_audit_gets_every_ended_group_once_also_over_a_restart() -> None:
     assert (trained.prompts, trained.open) == (1, ())
     one, other, _ = scene.reserve(3)
     failure = Failure(failure_class=FailureClass.DATA, reason="x")
-    scene.buffer.tickets.fail(one.key, incarnation=1, failure=failure)
+    scene.buffer.fail(one.key, incarnation=1, failure=failure)
     after = restored(scene)
-    after.buffer.tickets.fail(after.reserve(1)[0].key, incarnation=2, failure=failure)
+    after.buffer.fail(after.reserve(1)[0].key, incarnation=2, failure=failure)
     for of_ack in (False, True):
         entry = after.buffer.ledger_entry(of_ack=of_ack)
         assert [(ended.group, ended.fate) for ended in entry.ended] == [(1, Fate.FAILED), (other.group, Fate.FAILED)]

@@ -37,7 +37,7 @@ def with_stragglers(
 
 def heartbeat(scene: Scene, *tickets: Ticket, tokens: int, step: int = 1, replica: str = "a") -> None:
     held = progress_of(*tickets, tokens=tokens, complete=False)
-    scene.buffer.tickets.renew(replica, held=held, version=Version(1, step))
+    scene.buffer.renew(replica, held=held, version=Version(1, step))
 
 
 @pytest.mark.parametrize("policy", ACTED)
@@ -69,23 +69,23 @@ def test_the_stragglers_with_the_fewest_tokens_are_chosen(policy: OnDeadline) ->
 
 def test_wait_acts_on_none() -> None:
     scene, _ = with_stragglers("wait", 3)
-    assert scene.buffer.leases.lease() is LeaseWait.STRAGGLER
-    assert (scene.buffer.counts().reserved, scene.buffer.leases.cancelled) == (3, [])
+    assert scene.buffer.lease() is LeaseWait.STRAGGLER
+    assert (scene.buffer.counts().reserved, scene.buffer.cancelled) == (3, [])
 
 
 def test_a_requeued_group_is_no_failure_and_starts_again_at_the_front_with_the_weights_of_its_replica() -> None:
     scene, stragglers = with_stragglers("requeue", 3)
     heartbeat(scene, *stragglers, tokens=5)
-    assert scene.buffer.tickets.renew("a", held=progress_of(*stragglers, tokens=5)) == Renewal()
+    assert scene.buffer.renew("a", held=progress_of(*stragglers, tokens=5)) == Renewal()
     scene.lease()
     (requeued, *others) = stragglers
-    assert scene.buffer.tickets.renew("a", held=progress_of(complete=False)) == Renewal(report_all=True)
-    assert scene.buffer.leases.cancelled == [requeued.key]
-    assert scene.buffer.tickets.renew("a", held=progress_of(*stragglers)) == Renewal(ended=(requeued.key,))
-    assert scene.buffer.tickets.commit(finished(requeued)) is CommitOutcome.LATE
+    assert scene.buffer.renew("a", held=progress_of(complete=False)) == Renewal(report_all=True)
+    assert scene.buffer.cancelled == [requeued.key]
+    assert scene.buffer.renew("a", held=progress_of(*stragglers)) == Renewal(ended=(requeued.key,))
+    assert scene.buffer.commit(finished(requeued)) is CommitOutcome.LATE
     assert scene.buffer.failures.counts() == ()
     assert scene.buffer.account.fates[Fate.FAILED] == Amount()
-    scene.buffer.leases.ack(1, 1)
+    scene.buffer.ack(1, 1)
     (again, fresh) = scene.reserve(2, step=2)
     assert (again.group, again.attempt, again.seed, again.deadline) == (requeued.group, 1, requeued.seed, 4)
     assert fresh.group > again.group
@@ -125,10 +125,10 @@ def test_the_tokens_of_failed_and_lost_attempts_are_counted_too(ending: str) -> 
     heartbeat(scene, ticket, tokens=6, step=0)
     if ending == "silence":
         scene.clock.now_s += 100.0
-        scene.buffer.tickets.expire()
+        scene.buffer.expire()
     else:
         failure = Failure(failure_class=FailureClass(ending), reason="engine")
-        scene.buffer.tickets.fail(ticket.key, incarnation=1, failure=failure)
+        scene.buffer.fail(ticket.key, incarnation=1, failure=failure)
     assert scene.buffer.account.events[Event.TOKENS_THROWN_AWAY] == 6
     assert scene.buffer.account.closed
 
@@ -138,17 +138,17 @@ def test_a_group_at_its_last_attempt_is_waited_for_and_the_others_lose_no_work_f
     tickets = scene.reserve(6, step=0)
     for ticket in tickets[2:5]:
         failure = Failure(failure_class=FailureClass.INFRA, reason="engine")
-        scene.buffer.tickets.fail(ticket.key, incarnation=1, failure=failure)
+        scene.buffer.fail(ticket.key, incarnation=1, failure=failure)
     last_attempts = scene.reserve(3, step=0)
     assert [(ticket.group, ticket.attempt) for ticket in last_attempts] == [(2, 1), (3, 1), (4, 1)]
     scene.commit(*tickets[:2])
     scene.train()
     scene.commit(*scene.reserve(2, step=1))
-    assert scene.buffer.leases.lease() is LeaseWait.STRAGGLER, "two are in the way, and only one could start again"
+    assert scene.buffer.lease() is LeaseWait.STRAGGLER, "two are in the way, and only one could start again"
     assert scene.buffer.counts().reserved == 4
     scene.commit(last_attempts[0])
     assert scene.groups(scene.lease()) == [2, 6]
-    assert scene.buffer.leases.cancelled == [tickets[5].key]
+    assert scene.buffer.cancelled == [tickets[5].key]
 
 
 def test_an_attempt_that_a_restart_ended_does_not_count_against_requeueing() -> None:
@@ -156,12 +156,12 @@ def test_an_attempt_that_a_restart_ended_does_not_count_against_requeueing() -> 
     restored = Scene(eta=2, per_step=2, on_deadline="requeue", max_attempts=2)
     restored.prompts.taken = 7
     restored.buffer.restore(scene.buffer.snapshot(), lineage=Lineage().child(scene.buffer.version))
-    again = restored.buffer.tickets.reserve("a", version=Version(2, 1), count=4).tickets
+    again = restored.buffer.reserve("a", version=Version(2, 1), count=4).tickets
     assert [(t.group, t.attempt, t.failed_on) for t in again] == [(2, 1, ()), (3, 1, ()), (4, 1, ()), (7, 0, ())]
     restored.train()
-    restored.commit(*restored.buffer.tickets.reserve("a", version=Version(2, 2), count=2).tickets)
+    restored.commit(*restored.buffer.reserve("a", version=Version(2, 2), count=2).tickets)
     restored.lease()
-    assert restored.buffer.leases.cancelled == ["2.1", "3.1"]
+    assert restored.buffer.cancelled == ["2.1", "3.1"]
 
 
 def test_a_dropped_group_counts_with_the_tokens_that_it_had_and_another_prompt_replaces_it() -> None:
@@ -169,13 +169,13 @@ def test_a_dropped_group_counts_with_the_tokens_that_it_had_and_another_prompt_r
     heartbeat(scene, stragglers[1], tokens=11)
     heartbeat(scene, stragglers[0], stragglers[2], tokens=12)
     scene.lease()
-    assert scene.buffer.leases.cancelled == [stragglers[1].key]
+    assert scene.buffer.cancelled == [stragglers[1].key]
     account = scene.buffer.account
     assert account.fates[Fate.DROPPED] == Amount(1, 2, 11)
     assert account.closed
     (ended,) = [each for each in scene.buffer.ledger_entry(of_ack=False).ended if each.fate is Fate.DROPPED]
     assert (ended.group, ended.attempt, ended.tokens) == (stragglers[1].group, 0, 11)
-    assert scene.buffer.tickets.commit(finished(stragglers[1])) is CommitOutcome.LATE
+    assert scene.buffer.commit(finished(stragglers[1])) is CommitOutcome.LATE
     (replacement,) = scene.reserve(1, step=1)
     assert (replacement.group, replacement.attempt) == (7, 0)
 
@@ -185,14 +185,14 @@ def test_a_masked_group_stays_with_the_deadline_of_its_newest_token() -> None:
     heartbeat(scene, stragglers[0], tokens=5)
     heartbeat(scene, *stragglers[1:], tokens=9)
     scene.lease()
-    scene.buffer.leases.ack(1, 1)
+    scene.buffer.ack(1, 1)
     scene.commit(*stragglers[1:])
     assert scene.groups(scene.train()) == [3, 4]
     meta = msgspec.structs.replace(
         finished(stragglers[0], newest=1),
         version_spans=((VersionSpan(1, 0, 1),), (VersionSpan(1, 0, 1), VersionSpan(1, 1, 1))),
     )
-    assert scene.buffer.tickets.commit(meta) is CommitOutcome.ACCEPTED
+    assert scene.buffer.commit(meta) is CommitOutcome.ACCEPTED
     scene.commit(*scene.reserve(1, step=3))
     (masked, fresh) = scene.lease().groups
     assert (masked.meta.group, masked.deadline, masked.extended) == (2, 3, True)
@@ -204,8 +204,8 @@ def test_a_masked_group_stays_with_the_deadline_of_its_newest_token() -> None:
 def test_a_group_whose_replica_has_no_newer_weights_cannot_be_masked() -> None:
     scene, stragglers = with_stragglers("mask", 3)
     for version in (None, Version(1, 0), Version(0, 9)):
-        scene.buffer.tickets.renew("a", held=progress_of(*stragglers), version=version)
-        assert scene.buffer.leases.lease() is LeaseWait.STRAGGLER
+        scene.buffer.renew("a", held=progress_of(*stragglers), version=version)
+        assert scene.buffer.lease() is LeaseWait.STRAGGLER
     assert scene.buffer.account.events[Event.STRAGGLER_MASKED] == 0
     heartbeat(scene, *stragglers, tokens=0)
     scene.lease()
@@ -226,14 +226,14 @@ def test_an_extended_deadline_survives_a_checkpoint() -> None:
     scene, stragglers = with_stragglers("mask", 3)
     heartbeat(scene, *stragglers, tokens=0)
     scene.lease()
-    scene.buffer.leases.ack(1, 1)
+    scene.buffer.ack(1, 1)
     scene.commit(*stragglers)
     snapshot = msgspec.msgpack.decode(msgspec.msgpack.encode(scene.buffer.snapshot()), type=BufferSnapshot)
     restored = Scene(eta=2, per_step=2, on_deadline="mask")
     restored.buffer.restore(snapshot, lineage=Lineage().child(snapshot.version))
-    assert restored.buffer.leases.lease().groups == scene.buffer.leases.lease().groups  # type: ignore[union-attr]
+    assert restored.buffer.lease().groups == scene.buffer.lease().groups  # type: ignore[union-attr]
     for each in (scene, restored):
-        leased = {group.meta.group for group in each.buffer.leases.lease().groups}  # type: ignore[union-attr]
+        leased = {group.meta.group for group in each.buffer.lease().groups}  # type: ignore[union-attr]
         groups = [(group.ticket.group, group.deadline) for group in each.buffer.snapshot().open]
         assert [(group, deadline) for group, deadline in groups if group not in leased] == [(2, 3)]
 
@@ -258,7 +258,7 @@ def test_groups_in_the_way_at_a_later_deadline_are_treated_in_the_same_call(poli
         groups = [group for group in scene.buffer.snapshot().open if group.meta is None]
         assert sorted(group.ticket.group for group in groups if group.deadline == 4) == [g3.group, due_at_3[1].group]
     else:
-        assert scene.buffer.leases.cancelled == [g3.key, due_at_3[1].key]
+        assert scene.buffer.cancelled == [g3.key, due_at_3[1].key]
 
 
 @pytest.mark.parametrize("policy", ACTED)
@@ -266,5 +266,5 @@ def test_nothing_is_done_before_enough_groups_are_ready(policy: OnDeadline) -> N
     scene = Scene(eta=2, per_step=2, on_deadline=policy)
     tickets = scene.reserve(6, step=0)
     scene.commit(tickets[0])
-    assert scene.buffer.leases.lease() is LeaseWait.NOT_ENOUGH_READY
+    assert scene.buffer.lease() is LeaseWait.NOT_ENOUGH_READY
     assert not any(scene.buffer.account.events[event] for event in ACTED.values())

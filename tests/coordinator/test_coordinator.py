@@ -26,7 +26,7 @@ from asyncrl.buffer.records import (
     Renewal,
     Reservation,
 )
-from asyncrl.buffer.replay_buffer import Tickets
+from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.common.names import COORDINATOR
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Lineage, Version
@@ -119,13 +119,13 @@ async def a_waiting_reserve(coordinator: Coordinator) -> asyncio.Task[Reservatio
 
 def asked_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Returns a list to which each question for tickets adds the replica that asks."""
-    reserve, asked = Tickets.reserve, list[str]()
+    reserve, asked = ReplayBuffer.reserve, list[str]()
 
-    def noted(tickets: Tickets, replica: str, *, version: Version, count: int) -> Reservation:
+    def noted(buffer: ReplayBuffer, replica: str, *, version: Version, count: int) -> Reservation:
         asked.append(replica)
-        return reserve(tickets, replica, version=version, count=count)
+        return reserve(buffer, replica, version=version, count=count)
 
-    monkeypatch.setattr(Tickets, "reserve", noted)
+    monkeypatch.setattr(ReplayBuffer, "reserve", noted)
     return asked
 
 
@@ -979,7 +979,7 @@ async def test_a_running_number_that_is_wrong_is_found_at_a_snapshot(caplog: pyt
     coordinator.learner.snapshot(1)
     assert coordinator.status().account.closed
     assert "bug of asyncrl" not in caplog.text
-    coordinator._parts.buffer._state.groups.ready.popitem()
+    coordinator._parts.buffer.groups.ready.popitem()
     assert not coordinator.status().account.closed, "the ledger counts the issued tokens by itself"
     coordinator.learner.snapshot(1)
     assert "bug of asyncrl" in caplog.text

@@ -29,14 +29,14 @@ class Seen(Scene):
     def reserve(self, count: int, *, step: int | None = None, replica: str = "a") -> tuple[Ticket, ...]:
         version = self.buffer.version if step is None else Version(1, step)
         self.buffer.fleet.heartbeat(replica, has_weights=True)
-        answer = self.buffer.tickets.reserve(replica, version=version, count=count)
+        answer = self.buffer.reserve(replica, version=version, count=count)
         self.replicas.reserved(replica, version=version, asked=count, answer=answer)
         return answer.tickets
 
     def views(self) -> tuple[ReplicaView, ...]:
-        tickets = self.buffer.tickets
+        buffer = self.buffer
         return self.replicas.views(
-            self.buffer.fleet.lives(), reserved_groups=tickets.by_replica(), refusal_at=tickets.refusal
+            buffer.fleet.lives(), reserved_groups=buffer.tickets_by_replica(), refusal_at=buffer.refusal
         )
 
     def heard(self, name: str, *, version: Version | None, free_slots: int) -> None:
@@ -44,7 +44,7 @@ class Seen(Scene):
         self.replicas.heard(name, version=version, free_slots=free_slots)
 
     def forget_silent(self) -> list[str]:
-        self.buffer.tickets.expire()
+        self.buffer.expire()
         return self.replicas.forget_unless(self.buffer.fleet.may_be_used)
 
 
@@ -72,7 +72,7 @@ def test_a_replica_holds_the_groups_that_it_reserved_until_they_are_committed_or
     scene.reserve(1, replica="b")
     assert [view.reserved_groups for view in scene.views()] == [3, 1]
     scene.commit(first)
-    scene.buffer.tickets.fail(second.key, incarnation=1, failure=Failure(failure_class=FailureClass.DATA, reason="x"))
+    scene.buffer.fail(second.key, incarnation=1, failure=Failure(failure_class=FailureClass.DATA, reason="x"))
     assert [view.reserved_groups for view in scene.views()] == [1, 1]
     scene.commit(third)
     assert [view.reserved_groups for view in scene.views()] == [0, 1]
@@ -90,7 +90,7 @@ def test_a_refusal_is_forgotten_with_the_version_it_was_for_and_with_the_next_fu
     scene.reserve(2)
     assert scene.views()[0].refused_for is Refusal.STALENESS
     scene.replicas.forget("a")
-    scene.buffer.tickets.leave("a")
+    scene.buffer.leave("a")
     scene.reserve(1)
     assert scene.views()[0].refused_for is None
 
