@@ -32,7 +32,7 @@ from asyncrl.buffer.staleness import limits_of
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorActor, CoordinatorClient
-from asyncrl.coordinator.coordinator import Coordinator, LearnerCalls
+from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.registry import ReplicaReport
 from asyncrl.data.prompts import PromptSource, Task
 from asyncrl.generation.generator import HeldTickets
@@ -171,7 +171,7 @@ async def at_scale(*, groups: int, replicas: int) -> dict[str, float]:
         for key in tickets:
             tickets.progressed(key, tokens)
 
-    serial, own = coordinator.registry.endpoints.since(0).serial, list(held)[:REPLICAS_OF_DEPLOYMENT]
+    serial, own = coordinator.registry.endpoints_since(0).serial, list(held)[:REPLICAS_OF_DEPLOYMENT]
     times = 200
     return {
         "brief status": cpu_us(lambda: cloudpickle.dumps(coordinator.brief_status(), protocol=5), times=times),
@@ -180,9 +180,9 @@ async def at_scale(*, groups: int, replicas: int) -> dict[str, float]:
         "whole status, bytes": wire_bytes(coordinator.status()),
         "own replicas": cpu_us(lambda: cloudpickle.dumps(coordinator.own_replicas("d", own), protocol=5), times=times),
         "own replicas, bytes": wire_bytes(coordinator.own_replicas("d", own)),
-        "endpoints, bytes": wire_bytes(coordinator.registry.endpoints.since(serial)),
-        "account": cpu_us(lambda: coordinator._parts.buffer.account, times=times),
-        "recount": cpu_us(coordinator._parts.buffer.recount, times=1),
+        "endpoints, bytes": wire_bytes(coordinator.registry.endpoints_since(serial)),
+        "account": cpu_us(lambda: coordinator.buffer.account, times=times),
+        "recount": cpu_us(coordinator.buffer.recount, times=1),
         "metrics": cpu_us(coordinator._record, times=10),
         "heartbeat": cpu_us(heartbeat(lambda _: None), times=times),
         "heartbeat, all sampled": cpu_us(heartbeat(all_sampled), times=times),
@@ -271,9 +271,9 @@ class Driver:
 
     async def _learn(self) -> None:
         while True:
-            lease = await self._client.call(LearnerCalls.lease, 1, wait_s=20.0)
+            lease = await self._client.call(Coordinator.lease, 1, wait_s=20.0)
             if isinstance(lease, Lease):
-                acked = await self._client.call(LearnerCalls.ack, lease.incarnation, lease.step)
+                acked = await self._client.call(Coordinator.ack, lease.incarnation, lease.step)
                 self._version = acked.status.version
                 self.acked += len(lease.groups)
                 await asyncio.gather(*map(self._load, self._names))

@@ -39,7 +39,7 @@ from asyncrl.common.version import Version
 from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
-from asyncrl.coordinator.coordinator import LearnerCalls
+from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.clients import PREFIX_PARTITION, TRAIN_PARTITION, GroupRows
 from asyncrl.deployment.cluster import start_node
@@ -246,7 +246,7 @@ class TinyPublisher:
         probe = Probe(tokens=(PROBE,), logprobs=((-1.0,) * (len(PROBE) - 1),))
         manifest = Manifest(version=version, tensors=tensors, buckets=(bucket,), probe=probe)
         self.published = version
-        await self._coordinator.call(LearnerCalls.published, version)
+        await self._coordinator.call(Coordinator.published, version)
         await self._weights.publish(manifest, [ray.put(data)])
 
     async def settle(self) -> None: ...

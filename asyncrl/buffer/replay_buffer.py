@@ -183,7 +183,7 @@ class ReplayBuffer:
         self.groups.must_report_all.update(life.actor for life in self.fleet.lives().values())
         return earlier.kept.split_tokens(lineage)
 
-    # --- calls of the generators: tickets from their reserve to their commit, failure or expiry ------------------
+    # --- calls of the generators: tickets from their reserve to their commit, failure or expiry -----------------
 
     def renew(self, replica: str, *, held: HeldReport, version: Version | None = None) -> Renewal | None:
         """Renews the tickets of a replica that sent a heartbeat, and records the progress that it reports. `version` is
@@ -394,7 +394,7 @@ class ReplayBuffer:
         self.ledger.count(Event.TICKET_EXPIRED, len(slots))
         return tuple(slot.ticket.key for slot in slots)
 
-    # --- calls of the learner: leases, how they end, and the succession of learners ------------------------------
+    # --- calls of the learner: leases, how they end, and the succession of learners -----------------------------
 
     def lease(self) -> Lease | LeaseWait:
         """Returns the groups of one step, earliest deadline first, ties in prompt order; or the reason why not now.
@@ -550,7 +550,7 @@ class ReplayBuffer:
         self._last_end = (fate, step, keys)
         return keys
 
-    # --- rows and partial generations in the data plane that no group needs --------------------------------------
+    # --- rows and partial generations in the data plane that no group needs -------------------------------------
 
     def never_committed(self, keys: Iterable[str]) -> tuple[str, ...]:
         """Returns those of `keys` whose attempts have ended without a commit. No commit of them can be accepted, so

@@ -3,7 +3,6 @@
     client = CoordinatorClient.over_ray(handle, timeout_s=30.0)
     reservation = await client.call(Coordinator.reserve, "replica-1", version, 4, wait_s=20.0)
 
-Other processes call the methods of six classes: `Coordinator` (generators and deployments), `Attachments`,
-`LearnerCalls`, `Registry`, `Endpoints` and `FailureReports`. The client takes the method itself, so mypy checks the
-arguments of a call.
+Other processes call the methods of two classes: `Coordinator` and `Registry`. The client takes the method itself, so
+mypy checks the arguments of a call.
 """

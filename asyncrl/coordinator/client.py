@@ -1,6 +1,6 @@
 """The typed client of the coordinator. It takes the method that is called, and sends its name.
 
-    lease = await client.call(LearnerCalls.lease, incarnation, wait_s=5.0)
+    lease = await client.call(Coordinator.lease, incarnation, wait_s=5.0)
     await client.call(Registry.keep, deployment_id)
 
 `over_ray` makes a client of the coordinator in another process. `partial(perform, coordinator)` sends calls to one in
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 from asyncrl.config.schema import Config
-from asyncrl.coordinator.coordinator import Attachments, Coordinator, FailureReports, LearnerCalls
-from asyncrl.coordinator.registry import Endpoints, Registry
+from asyncrl.coordinator.coordinator import Coordinator
+from asyncrl.coordinator.registry import Registry
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.calls import finished, patiently
 from asyncrl.data_plane.clients import PREFIX_PARTITION, GroupRows
@@ -22,12 +22,12 @@ from asyncrl.shown_text import log_to_stderr
 
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
-Receiver = TypeVar("Receiver", Coordinator, Attachments, LearnerCalls, Registry, Endpoints, FailureReports)
+Receiver = TypeVar("Receiver", Coordinator, Registry)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a method of a receiver (`Coordinator`, or one of its parts that `perform` names), as it is sent."""
+    """A call of a method of a receiver (the coordinator or its registry), as it is sent."""
 
     receiver: str
     method: str
@@ -37,15 +37,7 @@ class Call:
 
 async def perform(coordinator: Coordinator, call: Call) -> Any:
     """Performs a call in the process of the coordinator, and returns the answer."""
-    callable_parts = (
-        coordinator,
-        coordinator.attachments,
-        coordinator.learner,
-        coordinator.registry,
-        coordinator.registry.endpoints,
-        coordinator.failures,
-    )
-    receivers = {type(receiver).__name__: receiver for receiver in callable_parts}
+    receivers = {Coordinator.__name__: coordinator, Registry.__name__: coordinator.registry}
     answer = getattr(receivers[call.receiver], call.method)(*call.arguments, **call.options)
     return await answer if inspect.isawaitable(answer) else answer
 

@@ -1,10 +1,21 @@
-"""The coordinator: moves each group from its ticket to its ack, and tells every caller of the run's state.
+"""The coordinator: the door through which all processes of a run reach its groups, deployments and replicas.
 
-It adds waiting (with deadlines, and cancellable), the expiry clock and metrics to the state machine `ReplayBuffer`,
-which makes all decisions. `Clearing` clears the rows that no group needs. If the reply with a ticket is lost, no
-heartbeat names the ticket as held, and it expires.
+    generator ──▶ heartbeat, reserve, commit, fail ──┐                ┌──▶ `ReplayBuffer`: decides about each group
+    learner ────▶ lease, ack, skip, release, … ──────┼─ Coordinator ──┼──▶ `Waiting`: calls that wait for a change
+    deployment ─▶ attach, leave, restarting, … ──────┘                ├──▶ `Registry`, `Replicas`: who is there
+                                                                      └──▶ `Clearing`: rows that no group needs
 
-The path of a group: `Coordinator.reserve` and `commit` (a generator), `LearnerCalls.lease` and `ack` (the learner).
+A call does what the state machine decides, and wakes the calls that wait for such a change. Waits have deadlines, and
+can be cancelled. An expiry clock ends what no heartbeat renews: if the reply with a ticket is lost, no heartbeat names
+the ticket as held, and it expires.
+
+Each call of the learner carries the incarnation that the learner got when it attached. If another learner has taken
+over, the calls of the earlier one raise Fenced and change nothing here. So a learner that was only slow ends at its
+next call, and no step of it is counted.
+
+A call whose answer was lost is repeated, and the repeated call changes nothing. The answers to `ack`, `skip` and
+`release` are kept until the next such call, because only they name the rows that may be cleared, and only the answer to
+`ack` has the ledger's entry of the step. Reports of failures have unique names, and each counts once.
 """
 
 import asyncio
@@ -12,7 +23,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -129,28 +139,104 @@ class Clearing:
             logger.warning("the rows of groups that will not be trained were not cleared: %s", error)
 
 
-# The parts of a run that the callable classes of the coordinator share, and what the coordinator tells of them.
+_NO_LEASE_EVER = (LeaseWait.FINISHED, LeaseWait.TOO_MANY_FAILURES)
+"""Answers to a lease call that stay the same for the rest of the run, so that waiting is useless."""
+MOST_REPORTS = 10_000
+"""Number of reports of failures that are remembered. A repeated report comes within minutes of the first one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoordinatorParts:
-    """The parts of a run that a `Coordinator` holds. `clock` returns monotonic seconds."""
+class Acked(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to an ack: the state of the run, the ledger's entry of this step, the keys of the step's groups whose
+    rows may be cleared, and the snapshot for a checkpoint if it was wanted.
 
-    config: Config
-    clock: Callable[[], float]
-    prompts: PromptSource
-    buffer: ReplayBuffer
-    registry: Registry
-    replicas: Replicas
-    waiting: Waiting
-    clearing: Clearing
-    metrics: BufferMetrics
+    Entry and snapshot are of the same moment, right after the step. The state may be newer."""
+
+    status: BriefStatus
+    ledger: LedgerEntry
+    clearable: tuple[str, ...]
+    snapshot: RunSnapshot | None
+
+
+class Coordinator:
+    """The groups, deployments and replicas of one run.
+
+    `rows` are the rows of groups, and `prefixes` their partial generations; None if the replicas store none. The
+    seconds of the states count from `started_s` (monotonic); if it is left out, from the start of the process. `sleep`
+    waits until `clock` has moved by a number of seconds.
+
+    `registry` has the deployments, their metrics endpoints and the state of the run, and `buffer` the groups. Processes
+    call the methods of the registry too. Only this class changes the buffer.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        tasks: Sequence[Task],
+        rows: GroupRows,
+        prefixes: GroupRows | None = None,
+        started_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        timeout_s = config.buffer.heartbeat_timeout_s
+        data, weights = config.data, {part.name: part.weight for part in config.data.mixture}
+        self._config = config
+        self._clock = clock
+        self._sleep = sleep
+        self._prompts = PromptSource(
+            tasks, seed=config.run.seed, shuffle=data.shuffle, epochs=data.epochs, weights=weights
+        )
+        self.buffer = buffer = ReplayBuffer(
+            limits=limits_of(config),
+            prompts=self._prompts,
+            clock=clock,
+            drop_last=data.drop_last,
+            on_deadline=config.staleness.on_deadline,
+            groups_logged=config.learner.groups_logged,
+            most_filtered=config.most_resamples,
+        )
+        self.registry = Registry(shared=shared_config(config), timeout_s=timeout_s, clock=clock)
+        self._replicas = Replicas(may_come_back=lambda replica: buffer.fleet.life(replica) is not None, clock=clock)
+        self._states = StateClock(
+            states=BUFFER_WAITS,
+            initial="starting",
+            started_s=monotonic_at_process_start() if started_s is None else started_s,
+            clock=clock,
+        )
+        self._waiting = Waiting(
+            states=self._states,
+            may_get=lambda version: buffer.refusal(version) is None,
+            may_ask=lambda replica: buffer.fleet.refusal(replica) is not Refusal.UNHEALTHY,
+            clock=clock,
+        )
+        self._clearing = Clearing(buffer, rows=rows, prefixes=prefixes, now_s=clock())
+        self._metrics = BufferMetrics()
+        self._metrics.states_from(self._states.seconds)
+        self._metrics.run_info(config)
+        self._metrics.limits(buffer.limits)
+        self._acked: tuple[tuple[int, int], Acked] | None = None
+        self._released: tuple[tuple[int, int | None], tuple[str, ...]] | None = None
+        self._reports: dict[str, None] = {}  # names of reports of failures, the oldest first
+        self._tick_s = min(1.0, timeout_s / 5)
+        self._ticked_s: float | None = None
+        self._stalled = False
+        self._expiry: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Starts the expiry clock and the metrics endpoint, which end with the event loop. A second call does
+        nothing."""
+        if self._expiry is None:
+            server = MetricsServer(self._metrics.registry, host=self._config.metrics.host, port=0)
+            self.registry.set_endpoint(COORDINATOR, server.address)
+            self._states.enter("nobody_waits")
+            self._expiry = asyncio.create_task(self._expire_regularly(server), name="expiry")
 
     def brief_status(self) -> BriefStatus:
         """Returns the numbers of the run, for processes that poll them."""
-        buffer, registry, replicas = self.buffer, self.registry, self.replicas
+        buffer, registry, replicas = self.buffer, self.registry, self._replicas
         return BriefStatus(
-            run=self.config.run.name,
+            run=self._config.run.name,
             state=registry.state,
             message=registry.message,
             version=buffer.version,
@@ -167,121 +253,26 @@ class CoordinatorParts:
             oldest_replica_step=replicas.oldest_step(),
         )
 
-    def snapshot(self) -> RunSnapshot:
-        """Returns the present state of the groups and the prompts, for a checkpoint."""
-        if (recount := self.buffer.recount()) != (account := self.buffer.account):
-            logger.error("the ledger has %s, but its groups add up to %s: this is a bug of asyncrl", account, recount)
-        return RunSnapshot(buffer=self.buffer.snapshot(), prompts=self.prompts.state())
-
-
-def _empty_buffer(config: Config, prompts: PromptSource, *, clock: Callable[[], float]) -> ReplayBuffer:
-    return ReplayBuffer(
-        limits=limits_of(config),
-        prompts=prompts,
-        clock=clock,
-        drop_last=config.data.drop_last,
-        on_deadline=config.staleness.on_deadline,
-        groups_logged=config.learner.groups_logged,
-        most_filtered=config.most_resamples,
-    )
-
-
-class Coordinator:
-    """The groups, deployments and replicas of one run.
-
-    `rows` are the rows of groups, and `prefixes` their partial generations; None if the replicas store none. The
-    seconds of the states count from `started_s` (monotonic); if it is left out, from the start of the process. `sleep`
-    waits until `clock` has moved by a number of seconds.
-
-    `learner` answers the calls of the learner, `attachments` admits deployments, `registry` has them and the state of
-    the run, `failures` the failed rollouts.
-    """
-
-    def __init__(
-        self,
-        *,
-        config: Config,
-        tasks: Sequence[Task],
-        rows: GroupRows,
-        prefixes: GroupRows | None = None,
-        started_s: float | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> None:
-        timeout_s = config.buffer.heartbeat_timeout_s
-        data, weights = config.data, {part.name: part.weight for part in config.data.mixture}
-        prompts = PromptSource(tasks, seed=config.run.seed, shuffle=data.shuffle, epochs=data.epochs, weights=weights)
-        buffer = _empty_buffer(config, prompts, clock=clock)
-        fleet = buffer.fleet
-        self._states = StateClock(
-            states=BUFFER_WAITS,
-            initial="starting",
-            started_s=monotonic_at_process_start() if started_s is None else started_s,
-            clock=clock,
-        )
-        metrics = BufferMetrics()
-        metrics.states_from(self._states.seconds)
-        metrics.run_info(config)
-        metrics.limits(buffer.limits)
-        self._parts = CoordinatorParts(
-            config=config,
-            clock=clock,
-            prompts=prompts,
-            buffer=buffer,
-            registry=Registry(shared=shared_config(config), timeout_s=timeout_s, clock=clock),
-            replicas=Replicas(may_come_back=lambda replica: fleet.life(replica) is not None, clock=clock),
-            waiting=Waiting(
-                states=self._states,
-                may_get=lambda version: buffer.refusal(version) is None,
-                may_ask=lambda replica: fleet.refusal(replica) is not Refusal.UNHEALTHY,
-                clock=clock,
-            ),
-            clearing=Clearing(buffer, rows=rows, prefixes=prefixes, now_s=clock()),
-            metrics=metrics,
-        )
-        self.attachments = Attachments(self._parts)
-        self.learner = LearnerCalls(self._parts)
-        self.registry = self._parts.registry
-        self.failures = FailureReports(self._parts)
-        self._sleep = sleep
-        self._tick_s = min(1.0, timeout_s / 5)
-        self._ticked_s: float | None = None
-        self._stalled = False
-        self._expiry: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        """Starts the expiry clock and the metrics endpoint, which end with the event loop. A second call does
-        nothing."""
-        if self._expiry is None:
-            server = MetricsServer(self._parts.metrics.registry, host=self._parts.config.metrics.host, port=0)
-            self.registry.endpoints.set(COORDINATOR, server.address)
-            self._states.enter("nobody_waits")
-            self._expiry = asyncio.create_task(self._expire_regularly(server), name="expiry")
-
-    def brief_status(self) -> BriefStatus:
-        """Returns the numbers of the run, for processes that poll them."""
-        return self._parts.brief_status()
-
     def status(self) -> RunStatus:
         """Returns everything about the run, with each replica and its report: 300 bytes for each. Processes that poll
         call `brief_status`."""
-        failures = self._parts.buffer.failures
+        failures = self.buffer.failures
         return RunStatus(
             **msgspec.structs.asdict(self.brief_status()),
             failures=failures.counts(),
             failure_streak=failures.streak,
-            replicas=self._views(self._parts.buffer.fleet.lives()),
-            reports=dict(self._parts.replicas.reports),
+            replicas=self._views(self.buffer.fleet.lives()),
+            reports=dict(self._replicas.reports),
             deployments=tuple(self.registry.live()),
             learner_state_seconds=self.registry.learner_state_seconds,
-            targets=dict(self.registry.endpoints.addresses),
+            targets=dict(self.registry.endpoints),
             wanted_replicas=self.registry.wanted(),
             given_up=dict(self.registry.given_up),
         )
 
     def own_replicas(self, deployment: str, names: Collection[str]) -> OwnReplicas:
         """Returns what a generator deployment has to know of its replicas `names`."""
-        fleet, reports = self._parts.buffer.fleet, self._parts.replicas.reports
+        fleet, reports = self.buffer.fleet, self._replicas.reports
         lives = {name: life for name in names if (life := fleet.life(name)) is not None}
         return OwnReplicas(
             wanted=self.registry.wanted_of(deployment),
@@ -290,19 +281,15 @@ class Coordinator:
             reports={name: reports[name] for name in names if name in reports},
         )
 
-    def _views(self, lives: Mapping[str, Life]) -> tuple[ReplicaView, ...]:
-        buffer = self._parts.buffer
-        return self._parts.replicas.views(lives, reserved_groups=buffer.tickets_by_replica(), refusal_at=buffer.refusal)
-
     async def replica_at(
         self, version: Version, *, or_newer: bool = False, other_than: Collection[str], wait_s: float
     ) -> str | None:
         """Waits up to `wait_s` seconds for a live replica that has loaded `version`, or a newer one if that will do.
         Returns the name of its actor, or None. Leaves out the actors `other_than`."""
-        return await self._parts.waiting.answer(
-            lambda: self._parts.replicas.actor_at(version, or_newer=or_newer, other_than=other_than),
+        return await self._waiting.answer(
+            lambda: self._replicas.actor_at(version, or_newer=or_newer, other_than=other_than),
             final=lambda actor: actor is not None,
-            enter=self._parts.waiting.loads.enter,
+            enter=self._waiting.loads.enter,
             wait_s=wait_s,
         )
 
@@ -321,47 +308,47 @@ class Coordinator:
         Returns the keys of named tickets that have ended without a commit. The replica ends their rollouts, or itself
         if it must. A heartbeat that was overtaken by a newer one changes nothing.
         """
-        refused = self._parts.buffer.fleet.refusal(replica)
-        renewal = self._parts.buffer.renew(replica, held=held, version=version)
+        refused = self.buffer.fleet.refusal(replica)
+        renewal = self.buffer.renew(replica, held=held, version=version)
         if renewal is None:
             return Renewal()
         if renewal.must_end:
             return renewal
-        self._parts.replicas.reported(report)
-        self.registry.endpoints.set(replica_of(replica), report.metrics_address)
-        loaded = self._parts.replicas.heard(replica, version=version, free_slots=free_slots)
+        self._replicas.reported(report)
+        self.registry.set_endpoint(replica_of(replica), report.metrics_address)
+        loaded = self._replicas.heard(replica, version=version, free_slots=free_slots)
         if loaded or refused is not None:
             # A reserve of this replica may now get a ticket, and rule (2) may let the learner go on without its groups
             # (`staleness.on_deadline: mask`).
-            self._parts.waiting.tickets.wake_replica(replica)
-            self._parts.waiting.leases.wake_all()
-            self._parts.waiting.loads.wake_all()
+            self._waiting.tickets.wake_replica(replica)
+            self._waiting.leases.wake_all()
+            self._waiting.loads.wake_all()
         return renewal
 
     async def leave(self, replica: str) -> None:
         """Removes a replica that ends cleanly, for good. Its tickets expire at once."""
-        self._parts.buffer.fleet.retire(replica_of(replica))
+        self.buffer.fleet.retire(replica_of(replica))
         self._without(replica, lost=False)
 
     async def quarantine(self, replica: str, cause: Cause, reason: str) -> None:
         """Records that a replica must not get tickets any more, because a part of it has failed. Its tickets expire at
         once. A replica that finds its own failure makes this call itself."""
-        if self._parts.buffer.fleet.quarantine(replica, cause, reason):
+        if self.buffer.fleet.quarantine(replica, cause, reason):
             self._without(replica, lost=True)
 
     async def restarting(self, replica: str, cause: Cause, reason: str) -> None:
         """Records that the deployment of a replica ends it and starts it again. Its tickets expire at once."""
-        self._parts.buffer.fleet.restarting(replica, cause, reason)
+        self.buffer.fleet.restarting(replica, cause, reason)
         self._without(replica, lost=True)
 
     def _without(self, replica: str, *, lost: bool) -> None:
         """Forgets a replica that has ended, and expires its tickets. `lost`: it did not end in order."""
-        if self._parts.replicas.forget(replica):
-            self.registry.endpoints.set(replica_of(replica), "")
-            self._parts.buffer.ledger.count(Event.REPLICA_LOST, int(lost))
-        self._parts.clearing.rows(self._parts.buffer.leave(replica))
-        self._parts.waiting.tickets.wake_replica(replica)
-        self._parts.waiting.groups_changed()
+        if self._replicas.forget(replica):
+            self.registry.set_endpoint(replica_of(replica), "")
+            self.buffer.ledger.count(Event.REPLICA_LOST, int(lost))
+        self._clearing.rows(self.buffer.leave(replica))
+        self._waiting.tickets.wake_replica(replica)
+        self._waiting.groups_changed()
 
     async def reserve(self, replica: str, version: Version, count: int, *, wait_s: float) -> Reservation:
         """Waits up to `wait_s` seconds until at least one ticket can be issued.
@@ -371,130 +358,48 @@ class Coordinator:
 
         def newest() -> Version:
             # While this call waited, the replica may have loaded newer weights and reported them in a heartbeat.
-            return max(version, self._parts.replicas.loaded.get(replica, version))
+            return max(version, self._replicas.loaded.get(replica, version))
 
         def ask() -> Reservation:
-            answer = self._parts.buffer.reserve(replica, version=newest(), count=count)
-            self._parts.replicas.reserved(replica, version=newest(), asked=count, answer=answer)
+            answer = self.buffer.reserve(replica, version=newest(), count=count)
+            self._replicas.reserved(replica, version=newest(), asked=count, answer=answer)
             if answer.refusal is Refusal.NO_PROMPTS:
-                self._parts.waiting.leases.wake_all()  # the last step may be short now
+                self._waiting.leases.wake_all()  # the last step may be short now
             return answer
 
-        started_s = self._parts.clock()
-        self._parts.buffer.fleet.heartbeat(replica, has_weights=True)
-        await self._parts.waiting.tickets.earlier_have_asked()
-        reservation = await self._parts.waiting.answer(
+        started_s = self._clock()
+        self.buffer.fleet.heartbeat(replica, has_weights=True)
+        await self._waiting.tickets.earlier_have_asked()
+        reservation = await self._waiting.answer(
             ask,
             final=lambda answer: bool(answer.tickets) or answer.refusal is Refusal.QUARANTINED,
-            enter=lambda: self._parts.waiting.tickets.enter(replica, newest),
+            enter=lambda: self._waiting.tickets.enter(replica, newest),
             wait_s=wait_s,
             role=Role.GENERATOR,
         )
-        self._parts.metrics.reserve_waited(self._parts.clock() - started_s)
+        self._metrics.reserve_waited(self._clock() - started_s)
         return reservation
 
     async def commit(self, metas: Sequence[GroupMeta]) -> list[CommitOutcome]:
         """Makes generated groups ready, whose rows are stored, or filters them. Returns one outcome for each."""
-        outcomes = [self._parts.buffer.commit(meta) for meta in metas]
+        outcomes = [self.buffer.commit(meta) for meta in metas]
         if not {CommitOutcome.ACCEPTED, CommitOutcome.FILTERED}.isdisjoint(outcomes):
             self.registry.progressed()
-        self._parts.waiting.groups_changed()
+        self._waiting.groups_changed()
         return outcomes
 
     async def fail(self, tickets: Sequence[FailedTicket]) -> None:
         """Ends the attempts of tickets whose rollouts failed. Expires all tickets of a replica that is quarantined for
         that."""
-        before = self._parts.buffer.fleet.quarantines.total()
+        before = self.buffer.fleet.quarantines.total()
         for ticket in tickets:
-            self._parts.buffer.fail(ticket.key, incarnation=ticket.incarnation, failure=ticket.failure)
-        if self._parts.buffer.fleet.quarantines.total() > before:
+            self.buffer.fail(ticket.key, incarnation=ticket.incarnation, failure=ticket.failure)
+        if self.buffer.fleet.quarantines.total() > before:
             self._expire()
-        self._parts.waiting.groups_changed()
-        self._parts.waiting.failures.wake_all()
+        self._waiting.groups_changed()
+        self._waiting.failures.wake_all()
 
-    # --- private ------------------------------------------------------------------------------------------------
-
-    async def _expire_regularly(self, server: MetricsServer) -> None:
-        with contextlib.closing(server):
-            while True:
-                await self._sleep(self._tick_s)
-                try:
-                    self._tick()
-                    self._record()
-                except Exception:
-                    # Expiry must go on after an error: without it, the tickets of dead replicas would block the run.
-                    logger.exception("the buffer failed to expire tickets; it tries again")
-
-    def _tick(self) -> None:
-        """Expires tickets and replicas, unless the last call is longer ago than two periods.
-
-        This process has then stalled, and the heartbeats that arrived meanwhile are only answered after this call. The
-        call after it expires them in any case, because a process that is always late must not keep dead tickets.
-        """
-        now_s = self._parts.clock()
-        pause_s = 0.0 if self._ticked_s is None else now_s - self._ticked_s
-        self._ticked_s = now_s
-        self._stalled = pause_s > 2 * self._tick_s and not self._stalled
-        if self._stalled:
-            logger.warning("the buffer's process stalled for %.1f s; no ticket expires before its next check", pause_s)
-            return
-        self._expire()
-        self._parts.clearing.tick(now_s)
-
-    def _expire(self) -> None:
-        """Removes silent replicas, and ends tickets that no heartbeat renewed within the timeout."""
-        keys = self._parts.buffer.expire()
-        self._parts.clearing.rows(keys)
-        gone = self._parts.replicas.forget_unless(self._parts.buffer.fleet.may_be_used)
-        self._parts.buffer.ledger.count(Event.REPLICA_LOST, len(gone))
-        for actor in gone:
-            self.registry.endpoints.set(replica_of(actor), "")
-            self._parts.waiting.tickets.wake_replica(actor)  # a quarantined one ends when it knows
-        if self._parts.buffer.fleet.back_off_ended() or keys or gone:
-            self._parts.waiting.groups_changed()
-
-    def _record(self) -> None:
-        buffer, metrics = self._parts.buffer, self._parts.metrics
-        lives, holding = buffer.fleet.lives(), buffer.tickets_by_replica()
-        metrics.heartbeat(unix_time_s=time.time())
-        metrics.fill(buffer.counts())
-        metrics.account(buffer.account)
-        metrics.replicas(self._parts.replicas.by_state(lives, holding=holding))
-        metrics.causes(quarantines=buffer.fleet.quarantines, restarts=buffer.fleet.restarts)
-
-
-# The calls of the learner. Each carries the incarnation that the learner got when it attached.
-#
-# A call whose answer was lost is repeated. The repeated call finds that its lease has ended and changes nothing. The
-# answers to `ack`, `skip` and `release` are kept until the next such call, because only they name the rows that may be
-# cleared, and only that of `ack` has the ledger's entry of the step.
-#
-# If another learner has taken over, the calls of the earlier one raise Fenced and change nothing here. So a learner
-# that was only slow ends at its next call, and no step of it is counted.
-
-_NO_LEASE_EVER = (LeaseWait.FINISHED, LeaseWait.TOO_MANY_FAILURES)
-"""Answers to a lease call that stay the same for the rest of the run, so that waiting is useless."""
-
-
-class Acked(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to an ack: the state of the run, the ledger's entry of this step, the keys of the step's groups whose
-    rows may be cleared, and the snapshot for a checkpoint if it was wanted.
-
-    Entry and snapshot are of the same moment, right after the step. The state may be newer."""
-
-    status: BriefStatus
-    ledger: LedgerEntry
-    clearable: tuple[str, ...]
-    snapshot: RunSnapshot | None
-
-
-class LearnerCalls:
-    """Answers the learner."""
-
-    def __init__(self, parts: CoordinatorParts) -> None:
-        self._parts = parts
-        self._acked: tuple[tuple[int, int], Acked] | None = None
-        self._released: tuple[tuple[int, int | None], tuple[str, ...]] | None = None
+    # --- learner ------------------------------------------------------------------------------------------------
 
     async def lease(self, incarnation: int, *, wait_s: float) -> Lease | LeaseWait:
         """Waits up to `wait_s` seconds for the groups of one step. Returns the lease, or the reason why there is
@@ -504,22 +409,22 @@ class LearnerCalls:
         """
 
         def ask() -> Lease | LeaseWait:
-            self._check(incarnation)
-            return self._parts.buffer.lease()
+            self._check_learner(incarnation)
+            return self.buffer.lease()
 
-        started_s = self._parts.clock()
-        answer = await self._parts.waiting.answer(
+        started_s = self._clock()
+        answer = await self._waiting.answer(
             ask,
             final=lambda answer: isinstance(answer, Lease) or answer in _NO_LEASE_EVER,
-            enter=self._parts.waiting.leases.enter,
+            enter=self._waiting.leases.enter,
             wait_s=wait_s,
             role=Role.LEARNER,
         )
-        self._parts.metrics.lease_waited(self._parts.clock() - started_s)
-        if cancelled := self._parts.buffer.cancelled:
-            self._parts.buffer.cancelled = []
-            self._parts.clearing.rows(cancelled)
-            self._parts.waiting.tickets.wake()
+        self._metrics.lease_waited(self._clock() - started_s)
+        if cancelled := self.buffer.cancelled:
+            self.buffer.cancelled = []
+            self._clearing.rows(cancelled)
+            self._waiting.tickets.wake()
         return answer
 
     async def ack(self, incarnation: int, step: int, *, snapshot: bool = False) -> Acked:
@@ -528,57 +433,57 @@ class LearnerCalls:
         The snapshot is taken before any other call is answered, so it is of the moment after this step. A repeated call
         gets the same answer: the ledger's entry names each ended group once.
         """
-        self._check(incarnation)
+        self._check_learner(incarnation)
         if self._acked is not None and self._acked[0] == (incarnation, step):
             return self._acked[1]
-        before = self._parts.buffer.version
-        clearable = self._parts.buffer.ack(incarnation, step)
-        trained = self._parts.buffer.version != before
-        ledger = self._parts.buffer.ledger_entry(of_ack=trained)
-        taken = self._parts.snapshot() if snapshot else None
-        self._parts.registry.progressed()
-        self._parts.waiting.tickets.wake()
-        acked = Acked(status=self._parts.brief_status(), ledger=ledger, clearable=clearable, snapshot=taken)
+        before = self.buffer.version
+        clearable = self.buffer.ack(incarnation, step)
+        trained = self.buffer.version != before
+        ledger = self.buffer.ledger_entry(of_ack=trained)
+        taken = self._snapshot() if snapshot else None
+        self.registry.progressed()
+        self._waiting.tickets.wake()
+        acked = Acked(status=self.brief_status(), ledger=ledger, clearable=clearable, snapshot=taken)
         if trained:
             self._acked = (incarnation, step), acked
         return acked
 
     def ledger_entry(self, incarnation: int) -> LedgerEntry:
         """Returns the ledger's entry of the present moment, for the end of the audit's records."""
-        self._check(incarnation)
-        return self._parts.buffer.ledger_entry(of_ack=False)
+        self._check_learner(incarnation)
+        return self.buffer.ledger_entry(of_ack=False)
 
     def snapshot(self, incarnation: int) -> RunSnapshot:
         """Returns a snapshot of the present moment. A lease counts as not trained."""
-        self._check(incarnation)
-        return self._parts.snapshot()
+        self._check_learner(incarnation)
+        return self._snapshot()
 
     async def skip(self, incarnation: int, step: int) -> tuple[str, ...]:
         """Ends a lease whose step changed no weights. Returns the keys of its groups whose rows may be cleared."""
-        self._check(incarnation)
-        keys = self._parts.buffer.skip(incarnation, step)
-        self._parts.waiting.tickets.wake()
+        self._check_learner(incarnation)
+        keys = self.buffer.skip(incarnation, step)
+        self._waiting.tickets.wake()
         return keys
 
     async def give_back(self, incarnation: int, step: int) -> None:
         """Ends a lease without training. Its groups become ready again. Does nothing if there is no such lease."""
-        self._check(incarnation)
-        self._parts.buffer.give_back(incarnation, step)
-        self._parts.waiting.tickets.wake()
+        self._check_learner(incarnation)
+        self.buffer.give_back(incarnation, step)
+        self._waiting.tickets.wake()
 
     async def rows_lost(self, incarnation: int, keys: Sequence[str]) -> None:
         """Removes ready groups whose rows are lost, e.g. with their node. Their prompts go to the front. Keys of groups
         that are not ready are counted and ignored."""
-        self._check(incarnation)
-        self._parts.buffer.rows_lost(keys)
-        self._parts.waiting.tickets.wake()
+        self._check_learner(incarnation)
+        self.buffer.rows_lost(keys)
+        self._waiting.tickets.wake()
 
     def release(self, incarnation: int, complete: int | None) -> tuple[str, ...]:
         """Releases the groups that were retained for a learner that goes back to a checkpoint, as far as the checkpoint
         of step `complete` does not need them; with None, all, because the run ends. Returns their keys; their rows may
         be cleared. A call that releases nothing new returns the keys of the last call with the same `complete`."""
-        self._check(incarnation)
-        clearable = self._parts.buffer.release(complete=complete)
+        self._check_learner(incarnation)
+        clearable = self.buffer.release(complete=complete)
         if clearable or self._released is None or self._released[0] != (incarnation, complete):
             self._released = (incarnation, complete), clearable
         return self._released[1]
@@ -586,55 +491,47 @@ class LearnerCalls:
     def clear_dropped(self, incarnation: int) -> None:
         """Clears the rows of the groups that a lease call dropped. A save that runs may still read them, so the learner
         calls this when its last save has ended."""
-        self._check(incarnation)
-        dropped, self._parts.buffer.dropped = self._parts.buffer.dropped, []
-        self._parts.clearing.rows(dropped)
+        self._check_learner(incarnation)
+        dropped, self.buffer.dropped = self.buffer.dropped, []
+        self._clearing.rows(dropped)
 
     def published(self, version: Version) -> None:
         """Records that the learner published a version. The incarnation of the version is that of the learner."""
-        self._check(version.incarnation)
-        self._parts.registry.publish(version, learner=self._parts.buffer.version)
+        self._check_learner(version.incarnation)
+        self.registry.publish(version, learner=self.buffer.version)
 
     def pause(self, incarnation: int) -> None:
         """Stops the admission of new groups. Groups in flight continue."""
-        self._check(incarnation)
-        self._parts.buffer.paused = True
+        self._check_learner(incarnation)
+        self.buffer.paused = True
 
     async def resume(self, incarnation: int) -> None:
         """Starts the admission of new groups again."""
-        self._check(incarnation)
-        self._parts.buffer.paused = False
-        self._parts.waiting.tickets.wake()
+        self._check_learner(incarnation)
+        self.buffer.paused = False
+        self._waiting.tickets.wake()
 
     def set_state(self, incarnation: int, state: RunState, message: str = "") -> None:
         """Sets the state of the run."""
-        self._check(incarnation)
-        self._parts.registry.set_state(state, message)
+        self._check_learner(incarnation)
+        self.registry.set_state(state, message)
 
-    def _check(self, incarnation: int) -> None:
+    def _check_learner(self, incarnation: int) -> None:
         """Raises Fenced if the call comes from a learner that was replaced, and RunEnded if `asyncrl down` ended the
         run."""
-        live = self._parts.buffer.version.incarnation
+        live = self.buffer.version.incarnation
         if incarnation != live:
-            self._parts.buffer.ledger.count(Event.LEARNER_FENCED)
+            self.buffer.ledger.count(Event.LEARNER_FENCED)
             raise Fenced(
                 f"this learner (incarnation {incarnation}) was silent for longer than buffer.heartbeat_timeout_s, and "
                 f"another learner (incarnation {live}) has taken over; this learner ends"
             )
-        if self._parts.registry.state is RunState.FAILED:
-            raise RunEnded(self._parts.registry.message)
+        if self.registry.state is RunState.FAILED:
+            raise RunEnded(self.registry.message)
 
+    # --- deployments that enter the run -------------------------------------------------------------------------
 
-# Deployments enter the run: who may, and from which state the run goes on when a learner restores a checkpoint.
-
-
-class Attachments:
-    """Admits deployments to the run."""
-
-    def __init__(self, parts: CoordinatorParts) -> None:
-        self._parts = parts
-
-    def check(self, deployment: Deployment, *, shared: Mapping[str, object], restores: bool = False) -> None:
+    def check_attach(self, deployment: Deployment, *, shared: Mapping[str, object], restores: bool = False) -> None:
         """Raises an error if the deployment may not attach, and changes nothing. `restores` says whether a learner
         restores a checkpoint of the run.
 
@@ -642,15 +539,15 @@ class Attachments:
         has ended, or whose trained weights it does not restore: it would train other weights under their numbers. Its
         checkpoint may be of another run.
         """
-        self._parts.registry.check(deployment, shared=shared)
-        if deployment.role is not Role.LEARNER or deployment == self._parts.registry.learner:
+        self.registry.check(deployment, shared=shared)
+        if deployment.role is not Role.LEARNER or deployment == self.registry.learner:
             return
-        name, step, state = self._parts.config.run.name, self._parts.buffer.version.step, self._parts.registry.state
+        name, step, state = self._config.run.name, self.buffer.version.step, self.registry.state
         again = f"end the run with `asyncrl down {name}`, then start it again"
         if state in OVER or (state is RunState.CLOSING and not restores):
-            why = f": {self._parts.registry.message}" if self._parts.registry.message else ""
+            why = f": {self.registry.message}" if self.registry.message else ""
             raise LearnerNotRestored(f"run {name!r} is {state}{why}; {again}")
-        if restores and (before := self._parts.registry.learner) is not None and before.nonce != deployment.nonce:
+        if restores and (before := self.registry.learner) is not None and before.nonce != deployment.nonce:
             raise LearnerNotRestored(
                 f"the run {name!r} on this cluster has the nonce {before.nonce!r} in its run.json, but the checkpoint "
                 f"is of another run with this name, which has the nonce {deployment.nonce!r}; set run.dir to the "
@@ -671,7 +568,7 @@ class Attachments:
         prompts: PromptData | None = None,
         restored: Restored | None = None,
     ) -> Lineage:
-        """Admits a deployment. Returns the run's lineage. Raises the errors of `check`, and RunMismatch if the
+        """Admits a deployment. Returns the run's lineage. Raises the errors of `check_attach`, and RunMismatch if the
         deployment has other `prompts` than the run.
 
         A learner that replaces another one gets a new incarnation: the live one of the lineage. All of a learner's
@@ -681,23 +578,23 @@ class Attachments:
         with surviving weights stays. The learner puts the rows of the groups that were ready at its checkpoint into the
         data plane before its first lease. Raises LearnerNotRestored for a checkpoint of another run.
         """
-        self.check(deployment, shared=shared, restores=restored is not None)
+        self.check_attach(deployment, shared=shared, restores=restored is not None)
         if prompts is not None:
-            self._parts.prompts.check_same(prompts)
-        replaced, repeated = self._parts.registry.learner, deployment == self._parts.registry.learner
+            self._prompts.check_same(prompts)
+        replaced, repeated = self.registry.learner, deployment == self.registry.learner
         lived_on = not self._untouched
         if restored is not None and not repeated:
             self._check_same_run(restored)
-            self._parts.prompts.restore(restored.snapshot.prompts)
-        self._parts.registry.attach(deployment, shared=shared)
+            self._prompts.restore(restored.snapshot.prompts)
+        self.registry.attach(deployment, shared=shared)
         if restored is not None and not repeated:
             self._restore(restored, lived_on=lived_on)
-            self._parts.waiting.groups_changed()
+            self._waiting.groups_changed()
         elif deployment.role is Role.LEARNER and replaced is not None and not repeated:
-            incarnation = self._parts.buffer.succeed()
+            incarnation = self.buffer.succeed()
             logger.warning("learner %s replaces %s as incarnation %d", deployment.id, replaced.id, incarnation)
-            self._parts.waiting.groups_changed()
-        return self._parts.buffer.lineage
+            self._waiting.groups_changed()
+        return self.buffer.lineage
 
     def _check_same_run(self, restored: Restored) -> None:
         """Raises LearnerNotRestored if the lineage of a restored checkpoint does not continue that of this run.
@@ -705,10 +602,10 @@ class Attachments:
         The same if the checkpoint is of an incarnation that did not train here, but on another cluster: the numbers of
         its attempts may be those of other attempts that generators of this cluster still make.
         """
-        known = restored.snapshot.version.incarnation <= self._parts.buffer.lineage.incarnation
-        if self._untouched or (known and restored.lineage.continues(self._parts.buffer.lineage)):
+        known = restored.snapshot.version.incarnation <= self.buffer.lineage.incarnation
+        if self._untouched or (known and restored.lineage.continues(self.buffer.lineage)):
             return
-        name, at = self._parts.config.run.name, self._parts.buffer.version.words
+        name, at = self._config.run.name, self.buffer.version.words
         raise LearnerNotRestored(
             f"run {name!r} has trained {at}, but the checkpoint is of another run with this "
             "name, or of a learner on another cluster; set run.dir to the directory of this run, or end the run with "
@@ -718,15 +615,15 @@ class Attachments:
     def _restore(self, restored: Restored, *, lived_on: bool) -> None:
         """Brings the buffer to the state of a checkpoint. If groups were issued since, keeps those that only surviving
         weights made, and the generators go on with their tickets."""
-        left = self._parts.buffer.version
-        split_tokens = self._parts.buffer.restore(
-            restored.snapshot.buffer, lineage=restored.lineage, loaded=self._parts.replicas.loaded
+        left = self.buffer.version
+        split_tokens = self.buffer.restore(
+            restored.snapshot.buffer, lineage=restored.lineage, loaded=self._replicas.loaded
         )
-        self._parts.clearing.rows_without_slot()  # the data plane may be older than this buffer
+        self._clearing.rows_without_slot()  # the data plane may be older than this buffer
         if not lived_on:
             return
-        self._parts.registry.set_state(RunState.STARTING)
-        kept = self._parts.buffer.account.issued.tokens
+        self.registry.set_state(RunState.STARTING)
+        kept = self.buffer.account.issued.tokens
         logger.warning(
             "the learner goes back from %s to %s: %d tokens of finished groups stay, and %d tokens of groups that lost "
             "weights finished can be continued, if they were stored (generator.persist_every_tokens)",
@@ -739,54 +636,101 @@ class Attachments:
     @property
     def _untouched(self) -> bool:
         """Whether no group was ever issued, and no learner has attached."""
-        return self._parts.registry.learner is None and self._parts.buffer.account.issued.groups == 0
+        return self.registry.learner is None and self.buffer.account.issued.groups == 0
 
-
-# Failures, as other processes report and read them. Failures of groups arrive with `Coordinator.fail`.
-
-MOST_REPORTS = 10_000
-"""Number of reports that are remembered. A repeated report comes within minutes of the first one."""
-
-
-class FailureReports:
-    """Access to the buffer's log of failures. Each report has a unique name, and counts once, also if it is repeated
-    because its answer was lost."""
-
-    def __init__(self, parts: CoordinatorParts) -> None:
-        self._parts = parts
-        self._reports: dict[str, None] = {}  # the oldest first
+    # --- failures of rollouts -----------------------------------------------------------------------------------
 
     def heldout_failed(self, report: str, failure: Failure) -> None:
         """Reports a failed rollout of a held-out evaluation. `report` is the name of the report."""
-        if self._is_new(report):
-            self._parts.buffer.failures.count(failure, rollouts=1)
-            self._parts.waiting.failures.wake_all()
+        if self._is_new_report(report):
+            self.buffer.failures.count(failure, rollouts=1)
+            self._waiting.failures.wake_all()
 
     async def samples_failed(self, report: str, counts: Sequence[FailureCount]) -> None:
         """Reports completions whose reward failed, and calls of tools that failed, in groups that were committed.
         `report` is the name of the report."""
-        if self._is_new(report):
+        if self._is_new_report(report):
             for count in counts:
-                self._parts.buffer.failures.count(count.first, samples=count.samples, tool_calls=count.tool_calls)
-            self._parts.waiting.failures.wake_all()
+                self.buffer.failures.count(count.first, samples=count.samples, tool_calls=count.tool_calls)
+            self._waiting.failures.wake_all()
 
-    async def more_than(self, known_failures: int, *, wait_s: float) -> tuple[FailureCount, ...]:
+    async def failure_counts(self, known_failures: int, *, wait_s: float) -> tuple[FailureCount, ...]:
         """Returns the counts of failures.
 
         Waits until there are more than `known_failures`, but at most `wait_s` seconds.
         """
-        log = self._parts.buffer.failures
-        return await self._parts.waiting.answer(
+        log = self.buffer.failures
+        return await self._waiting.answer(
             log.counts,
             final=lambda _: log.total > known_failures,
-            enter=self._parts.waiting.failures.enter,
+            enter=self._waiting.failures.enter,
             wait_s=wait_s,
         )
 
-    def _is_new(self, report: str) -> bool:
+    def _is_new_report(self, report: str) -> bool:
         if report in self._reports:
             return False
         self._reports[report] = None
         if len(self._reports) > MOST_REPORTS:
             del self._reports[next(iter(self._reports))]
         return True
+
+    # --- private ------------------------------------------------------------------------------------------------
+
+    async def _expire_regularly(self, server: MetricsServer) -> None:
+        with contextlib.closing(server):
+            while True:
+                await self._sleep(self._tick_s)
+                try:
+                    self._tick()
+                    self._record()
+                except Exception:
+                    # Expiry must go on after an error: without it, the tickets of dead replicas would block the run.
+                    logger.exception("the buffer failed to expire tickets; it tries again")
+
+    def _tick(self) -> None:
+        """Expires tickets and replicas, unless the last call is longer ago than two periods.
+
+        This process has then stalled, and the heartbeats that arrived meanwhile are only answered after this call. The
+        call after it expires them in any case, because a process that is always late must not keep dead tickets.
+        """
+        now_s = self._clock()
+        pause_s = 0.0 if self._ticked_s is None else now_s - self._ticked_s
+        self._ticked_s = now_s
+        self._stalled = pause_s > 2 * self._tick_s and not self._stalled
+        if self._stalled:
+            logger.warning("the buffer's process stalled for %.1f s; no ticket expires before its next check", pause_s)
+            return
+        self._expire()
+        self._clearing.tick(now_s)
+
+    def _expire(self) -> None:
+        """Removes silent replicas, and ends tickets that no heartbeat renewed within the timeout."""
+        keys = self.buffer.expire()
+        self._clearing.rows(keys)
+        gone = self._replicas.forget_unless(self.buffer.fleet.may_be_used)
+        self.buffer.ledger.count(Event.REPLICA_LOST, len(gone))
+        for actor in gone:
+            self.registry.set_endpoint(replica_of(actor), "")
+            self._waiting.tickets.wake_replica(actor)  # a quarantined one ends when it knows
+        if self.buffer.fleet.back_off_ended() or keys or gone:
+            self._waiting.groups_changed()
+
+    def _record(self) -> None:
+        buffer, metrics = self.buffer, self._metrics
+        lives, holding = buffer.fleet.lives(), buffer.tickets_by_replica()
+        metrics.heartbeat(unix_time_s=time.time())
+        metrics.fill(buffer.counts())
+        metrics.account(buffer.account)
+        metrics.replicas(self._replicas.by_state(lives, holding=holding))
+        metrics.causes(quarantines=buffer.fleet.quarantines, restarts=buffer.fleet.restarts)
+
+    def _snapshot(self) -> RunSnapshot:
+        """Returns the present state of the groups and the prompts, for a checkpoint."""
+        if (recount := self.buffer.recount()) != (account := self.buffer.account):
+            logger.error("the ledger has %s, but its groups add up to %s: this is a bug of asyncrl", account, recount)
+        return RunSnapshot(buffer=self.buffer.snapshot(), prompts=self._prompts.state())
+
+    def _views(self, lives: Mapping[str, Life]) -> tuple[ReplicaView, ...]:
+        buffer = self.buffer
+        return self._replicas.views(lives, reserved_groups=buffer.tickets_by_replica(), refusal_at=buffer.refusal)

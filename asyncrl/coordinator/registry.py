@@ -27,6 +27,8 @@ MOST_REPLICAS = 10_000
 """Largest number of replicas of a run. More were never tried."""
 GONE_MEMBERS = 1000
 """Number of silent deployments that are remembered, because they may come back."""
+KEPT_CHANGES = 1000
+"""Number of changes of endpoints that are remembered. A caller that missed more gets all endpoints."""
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,14 +44,31 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     replicas: int = 0
 
 
+class EndpointChanges(msgspec.Struct, frozen=True, kw_only=True):
+    """The endpoints that changed, by process name; "" for a process that is gone. If `whole`, all endpoints.
+
+    `serial` is the number for the next call.
+    """
+
+    serial: int
+    whole: bool
+    addresses: dict[str, str]
+
+    def applied_to(self, known: Mapping[str, str]) -> dict[str, str]:
+        """Returns all endpoints, given those that were known before."""
+        merged = self.addresses if self.whole else {**known, **self.addresses}
+        return {name: address for name, address in merged.items() if address}
+
+
 class Registry:
     """The deployments and the state of one run.
 
     `timeout_s` is the time without a heartbeat after which a deployment counts as gone. `shared` is the run's shared
     config by dotted key. `learner` is the deployment that was the last to attach as a learner; it may be gone.
-    `learner_state_seconds` are its seconds by state, from its last heartbeat. `endpoints` has the metrics endpoints of
-    the run's processes. `published` is the newest version that a learner published. `scalings` counts the calls of
-    `scale`. `given_up` says why deployments do not start replicas again, by replica, since the last of these calls.
+    `learner_state_seconds` are its seconds by state, from its last heartbeat. `endpoints` has the metrics endpoint of
+    each process that has one, by the name of the process. `published` is the newest version that a learner published.
+    `scalings` counts the calls of `scale`. `given_up` says why deployments do not start replicas again, by replica,
+    since the last of these calls.
     """
 
     def __init__(
@@ -70,7 +89,9 @@ class Registry:
         self.state, self.message = RunState.STARTING, ""
         self.learner: Deployment | None = None
         self.learner_state_seconds: dict[str, float] = {}
-        self.endpoints = Endpoints()
+        self.endpoints: dict[str, str] = {}
+        self._endpoint_changes = 0
+        self._changed_endpoints: deque[str] = deque(maxlen=KEPT_CHANGES)  # names, the newest change last
         self._closed_by = ""  # the deployment that was the last one to leave
         self._scaled: dict[str, int] = {}
         self.scalings = 0
@@ -249,59 +270,30 @@ class Registry:
             )
         self.published = version
 
-
-# The metrics endpoints of a run's processes, and their changes since an earlier call.
-#
-# A process that polls the endpoints passes the serial number of its last answer, and gets only what has changed since.
-
-KEPT_CHANGES = 1000
-"""Number of changes that are remembered. A caller that missed more gets all endpoints."""
-
-
-class EndpointChanges(msgspec.Struct, frozen=True, kw_only=True):
-    """The endpoints that changed, by process name; "" for a process that is gone. If `whole`, all endpoints.
-
-    `serial` is the number for the next call.
-    """
-
-    serial: int
-    whole: bool
-    addresses: dict[str, str]
-
-    def applied_to(self, known: Mapping[str, str]) -> dict[str, str]:
-        """Returns all endpoints, given those that were known before."""
-        merged = self.addresses if self.whole else {**known, **self.addresses}
-        return {name: address for name, address in merged.items() if address}
-
-
-class Endpoints:
-    """The endpoints of the processes that have one. `addresses` maps their names to them."""
-
-    def __init__(self) -> None:
-        self.addresses: dict[str, str] = {}
-        self._serial = 0
-        self._changed: deque[str] = deque(maxlen=KEPT_CHANGES)  # names, the newest change last
-
-    def set(self, name: str, address: str) -> None:
-        """Sets the endpoint of a process; "" if it has none."""
-        if address == self.addresses.get(name, ""):
+    def set_endpoint(self, process: str, address: str) -> None:
+        """Sets the metrics endpoint of a process; "" if it has none."""
+        if address == self.endpoints.get(process, ""):
             return
         if address:
-            self.addresses[name] = address
+            self.endpoints[process] = address
         else:
-            del self.addresses[name]
-        self._serial += 1
-        self._changed.append(name)
+            del self.endpoints[process]
+        self._endpoint_changes += 1
+        self._changed_endpoints.append(process)
 
-    def since(self, serial: int) -> EndpointChanges:
-        """Returns what has changed since the answer with this serial number; all endpoints for 0."""
-        missed = self._serial - serial
-        whole = not serial or not 0 <= missed <= len(self._changed)
-        changed = self.addresses if whole else dict.fromkeys([*self._changed][len(self._changed) - missed :], "")
+    def endpoints_since(self, serial: int) -> EndpointChanges:
+        """Returns the endpoints that have changed since the answer with this serial number; all endpoints for 0.
+
+        A process that polls the endpoints passes the serial number of its last answer.
+        """
+        missed = self._endpoint_changes - serial
+        kept = [*self._changed_endpoints]
+        whole = not serial or not 0 <= missed <= len(kept)
+        changed = self.endpoints if whole else dict.fromkeys(kept[len(kept) - missed :])
         return EndpointChanges(
-            serial=self._serial,
+            serial=self._endpoint_changes,
             whole=whole,
-            addresses={name: self.addresses.get(name, "") for name in changed},
+            addresses={process: self.endpoints.get(process, "") for process in changed},
         )
 
 

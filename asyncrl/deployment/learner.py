@@ -15,8 +15,8 @@ from asyncrl.common.roles import Role, RunState
 from asyncrl.common.tasks import Stopped, running, unless_one_fails, unless_stopped
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
-from asyncrl.coordinator.coordinator import LearnerCalls
-from asyncrl.coordinator.registry import Endpoints
+from asyncrl.coordinator.coordinator import Coordinator
+from asyncrl.coordinator.registry import Registry
 from asyncrl.coordinator.status import Restored
 from asyncrl.deployment.cluster import ray_nodes
 from asyncrl.deployment.inputs import Prompts
@@ -144,7 +144,7 @@ class LearnerDeployment:
             "display": self._display.run(),
         }
         beside = [await entered.enter_async_context(running(work, name=name)) for name, work in works.items()]
-        await handles.coordinator.call(Endpoints.set, "learner", server.address)
+        await handles.coordinator.call(Registry.set_endpoint, "learner", server.address)
         self._display.enter("preparing the model")
         model_path = await unless_one_fails(beside, unless_stopped(stop, self._model_path))
         training = self._training.run(
@@ -218,7 +218,7 @@ class LearnerDeployment:
             state = RunState.FAILED if self._failure else RunState.FINISHED
             if self._starts_again:
                 state = RunState.STARTING
-            await handles.coordinator.call(LearnerCalls.set_state, handles.lineage.incarnation, state, self._failure)
+            await handles.coordinator.call(Coordinator.set_state, handles.lineage.incarnation, state, self._failure)
         await leave_run(handles.coordinator, handles.deployment, namespace=self._config.run.name)
 
     async def _serve_end(self, server: MetricsServer, grace: "asyncio.Future[None]") -> None:
@@ -288,7 +288,7 @@ class Targets:
         serial, addresses = 0, dict[str, str]()
         while True:
             try:
-                changes = await coordinator.call(Endpoints.since, serial)
+                changes = await coordinator.call(Registry.endpoints_since, serial)
                 serial, addresses = changes.serial, changes.applied_to(addresses)
                 nodes = await self._ray_nodes(timeout_s=timeout_s)
             except (RunError, TimeoutError) as error:

@@ -24,7 +24,7 @@ from asyncrl.common.version import Lineage
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorActor, CoordinatorClient
-from asyncrl.coordinator.coordinator import Attachments, Coordinator
+from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.registry import Deployment, Registry
 from asyncrl.coordinator.status import Restored
 from asyncrl.data.prompts import Task, prompt_data
@@ -94,7 +94,7 @@ async def check_admission(
     shared = shared_config(config)
     while True:
         try:
-            await coordinator.call(Attachments.check, deployment, shared=shared, restores=restores is not None)
+            await coordinator.call(Coordinator.check_attach, deployment, shared=shared, restores=restores is not None)
             return
         except RunLocked:
             if time.monotonic() >= deadline_s:
@@ -120,7 +120,7 @@ async def enter_run(
     await coordinator.call(Coordinator.start)
     try:
         lineage = await coordinator.call(
-            Attachments.attach, deployment, shared=shared_config(config), prompts=prompts, restored=restored
+            Coordinator.attach, deployment, shared=shared_config(config), prompts=prompts, restored=restored
         )
     except BaseException:  # also a cancellation
         # The coordinator may have admitted it before the error. It would then wait for its heartbeats, and refuse the
@@ -150,8 +150,8 @@ async def open_data_plane(config: Config, *, deployment: Deployment, restores: b
 
     If the index has died and the buffer has not, the buffer's groups have lost their rows, and the generators can store
     no others. A learner that `restores` a checkpoint then ends the run's shared actors, and begins with the buffer of
-    its checkpoint. The generators end, as when the buffer dies. Raises the errors of `Attachments.check` if the run
-    would refuse the learner.
+    its checkpoint. The generators end, as when the buffer dies. Raises the errors of `Coordinator.check_attach` if the
+    run would refuse the learner.
     """
     client = await asyncio.to_thread(open_client, config)
     if not restores or await _has_partition(config, deployment, client):
@@ -188,7 +188,7 @@ async def _has_partition(config: Config, learner: Deployment, client: DataPlaneC
     if handle is None:
         return True
     coordinator = await _coordinator(handle, config)
-    await coordinator.call(Attachments.check, learner, shared=shared_config(config), restores=True)
+    await coordinator.call(Coordinator.check_attach, learner, shared=shared_config(config), restores=True)
     if (await coordinator.call(Coordinator.brief_status)).published is None:
         return True
     try:

@@ -9,7 +9,7 @@ from typing import TypeVar
 from asyncrl.buffer.records import Failure
 from asyncrl.config.schema import HeldoutSet
 from asyncrl.coordinator.client import CoordinatorClient
-from asyncrl.coordinator.coordinator import FailureReports
+from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.data.prompts import Task
 from asyncrl.errors import RolloutError, RunError
 from asyncrl.generation.rollout import Rollouts
@@ -32,7 +32,7 @@ async def evaluate(
 
     async def report(failure: Failure) -> None:
         try:
-            await coordinator.call(FailureReports.heldout_failed, uuid.uuid4().hex, failure)
+            await coordinator.call(Coordinator.heldout_failed, uuid.uuid4().hex, failure)
         except (RunError, TimeoutError) as lost:
             logger.warning("the failure of a held-out question did not reach the buffer: %s", lost)
 

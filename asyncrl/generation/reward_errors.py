@@ -8,7 +8,7 @@ from asyncrl.algorithms.presets import compares_groups
 from asyncrl.buffer.records import TOOL_FAILED, Failure, FailureCount, cut_text
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
-from asyncrl.coordinator.coordinator import FailureReports
+from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.environments.agents import ToolFailure
 from asyncrl.environments.scores import Score
 from asyncrl.environments.scoring_messages import Components
@@ -99,6 +99,6 @@ async def report_failures(failures: Sequence[Failure], coordinator: CoordinatorC
     words = ", ".join(f"{count.first.label} {count.failures}" for count in counts)
     logger.warning("failures in groups that are trained: %s", words)
     try:
-        await coordinator.call(FailureReports.samples_failed, uuid.uuid4().hex, counts)
+        await coordinator.call(Coordinator.samples_failed, uuid.uuid4().hex, counts)
     except (RunError, TimeoutError) as lost:
         logger.warning("failures did not reach the buffer: %s", lost)

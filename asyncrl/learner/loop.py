@@ -3,11 +3,11 @@ step (`recording.py`).
 
 Who waits for whom in a step, and the state that counts the time:
 
-    generators ──▶ `Coordinator.commit` ──▶ `LearnerCalls.lease`          waiting_for_groups
+    generators ──▶ `Coordinator.commit` ──▶ `Coordinator.lease`           waiting_for_groups
                                                     │
                       ranks ◀── `Stages.train` ◀────┤                     log_probs, forward_backward, optimizer
                                                     │
-             coordinator ◀── `LearnerCalls.ack` ◀───┤                     other
+             coordinator ◀── `Coordinator.ack` ◀────┤                     other
                                                     │
            weight store ◀── `Publisher.publish` ◀───┤                     publish: until the ranks have a copy
                                                     │
@@ -41,7 +41,7 @@ from asyncrl.common.tasks import Stopped, unless_stopped
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
-from asyncrl.coordinator.coordinator import Acked, Coordinator, LearnerCalls
+from asyncrl.coordinator.coordinator import Acked, Coordinator
 from asyncrl.coordinator.status import BriefStatus, RunSnapshot
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.interfaces import KVBatchMeta
@@ -110,7 +110,7 @@ class LearnerLoop:
         samples = learner.groups_per_step * learner.group_size
         await asyncio.to_thread(self.stages.policy.prepare_step, samples, learner.group_size)
         # Admission stays paused until the first version is published and evaluated: see `asyncrl.learner.heldout`.
-        await self.coordinator.call(LearnerCalls.pause, self.incarnation)
+        await self.coordinator.call(Coordinator.pause, self.incarnation)
         first = version = (await self.coordinator.call(Coordinator.brief_status)).version
         await self._publish(version)
         await self._keep_weights(version)
@@ -118,8 +118,8 @@ class LearnerLoop:
             await self._evaluate(version, stop)
         else:  # a resumed run had its first evaluation in an earlier process
             await self.publisher.settle()
-        await self.coordinator.call(LearnerCalls.resume, self.incarnation)
-        await self.coordinator.call(LearnerCalls.set_state, self.incarnation, RunState.RUNNING)
+        await self.coordinator.call(Coordinator.resume, self.incarnation)
+        await self.coordinator.call(Coordinator.set_state, self.incarnation, RunState.RUNNING)
         self.phase = TRAINING
         try:
             while (lease := await self._lease(stop)) is not None:
@@ -136,20 +136,20 @@ class LearnerLoop:
             await self.heldout.settle()
         self.phase = "closing"
         self.stages.states.enter("other")
-        await self.coordinator.call(LearnerCalls.set_state, self.incarnation, RunState.CLOSING)
+        await self.coordinator.call(Coordinator.set_state, self.incarnation, RunState.CLOSING)
         if not stop.is_set():
             if self.publisher.published != version:
                 await self._publish(version)
             if await self._last_delivered() and not self.heldout.has_evaluated(version):
                 await self._evaluate(version, stop)
-        ledger = await self.coordinator.call(LearnerCalls.ledger_entry, self.incarnation)
+        ledger = await self.coordinator.call(Coordinator.ledger_entry, self.incarnation)
         self.step_end.log.append_audit(Ended(version, ledger))
         if version != first:  # a run that trained no step has no new weights to save
-            snapshot = await self.coordinator.call(LearnerCalls.snapshot, self.incarnation)
+            snapshot = await self.coordinator.call(Coordinator.snapshot, self.incarnation)
             await self._while_saving(self.checkpoints.save_last(snapshot), version)
-        retained = await self.coordinator.call(LearnerCalls.release, self.incarnation, None)
+        retained = await self.coordinator.call(Coordinator.release, self.incarnation, None)
         await self.step_end.clear(retained)
-        await self.coordinator.call(LearnerCalls.clear_dropped, self.incarnation)
+        await self.coordinator.call(Coordinator.clear_dropped, self.incarnation)
         stop_reason = self.heldout.stop_reason(version)
         rows = await self.step_end.outstanding(until_none=stop_reason is None and not stop.is_set())
         status = await self.coordinator.call(Coordinator.status)
@@ -169,7 +169,7 @@ class LearnerLoop:
             wait_s = min(LEASE_WAIT_S, self.config.run.stall_timeout_s)
             if self._unpublished:
                 wait_s = min(wait_s, UNPUBLISHED_WAIT_S)
-            answer = await self.coordinator.call(LearnerCalls.lease, self.incarnation, wait_s=wait_s)
+            answer = await self.coordinator.call(Coordinator.lease, self.incarnation, wait_s=wait_s)
             if isinstance(answer, Lease):
                 self.stages.states.enter("other")
                 return answer
@@ -189,7 +189,7 @@ class LearnerLoop:
                     delivery=self.publisher.trouble,
                 )
             if self.checkpoints.due(status.version.step):
-                await self._save(await self.coordinator.call(LearnerCalls.snapshot, self.incarnation))
+                await self._save(await self.coordinator.call(Coordinator.snapshot, self.incarnation))
         return None
 
     async def _step_and_end_lease(self, lease: Lease) -> tuple[Version, RunSnapshot | None]:
@@ -203,7 +203,7 @@ class LearnerLoop:
             # The coordinator refuses and counts a give-back of a lease that has already ended. An error of the
             # give-back is suppressed, so that the caller gets the error that ended the step.
             with contextlib.suppress(Exception):
-                await self.coordinator.call(LearnerCalls.give_back, lease.incarnation, lease.step)
+                await self.coordinator.call(Coordinator.give_back, lease.incarnation, lease.step)
             raise
 
     async def _step(self, lease: Lease) -> tuple[Version, RunSnapshot | None]:
@@ -254,8 +254,8 @@ class LearnerLoop:
         """
         logger.warning("step %d was not trained and is repeated without the lost rows: %s", lease.step, lost)
         keys = {group_of(sample): None for sample in lost.sample_ids}
-        await self.coordinator.call(LearnerCalls.give_back, lease.incarnation, lease.step)
-        await self.coordinator.call(LearnerCalls.rows_lost, lease.incarnation, list(keys))
+        await self.coordinator.call(Coordinator.give_back, lease.incarnation, lease.step)
+        await self.coordinator.call(Coordinator.rows_lost, lease.incarnation, list(keys))
         samples = [name for g in lease.groups if g.meta.key in keys for name in sample_ids(g)]
         await asyncio.to_thread(self.stages.policy.discard_samples, samples, TRAIN_PARTITION)
         return Version(lease.incarnation, lease.step)
@@ -276,7 +276,7 @@ class LearnerLoop:
     async def _ack(self, lease: Lease) -> Acked:
         """Acknowledges a trained step, which increments the version."""
         due = self.checkpoints.due(lease.step + 1)
-        return await self.coordinator.call(LearnerCalls.ack, lease.incarnation, lease.step, snapshot=due)
+        return await self.coordinator.call(Coordinator.ack, lease.incarnation, lease.step, snapshot=due)
 
     async def _skip(self, lease: Lease) -> tuple[BriefStatus, tuple[str, ...]]:
         """Ends the lease of a step of which no update of the policy was finite, so that its weights stay. A critic may
@@ -290,7 +290,7 @@ class LearnerLoop:
             lease.step,
             names_of(lease),
         )
-        clearable = await self.coordinator.call(LearnerCalls.skip, lease.incarnation, lease.step)
+        clearable = await self.coordinator.call(Coordinator.skip, lease.incarnation, lease.step)
         return await self.coordinator.call(Coordinator.brief_status), clearable
 
     # --- checkpoints, weights and evaluation --------------------------------------------------------------------
@@ -340,7 +340,7 @@ class LearnerLoop:
         await self.publisher.settle()
         if not self.heldout.wanted:
             return
-        await self.coordinator.call(LearnerCalls.pause, self.incarnation)
+        await self.coordinator.call(Coordinator.pause, self.incarnation)
         with contextlib.suppress(Stopped):
             await unless_stopped(stop, self._evaluate_on_a_replica(version))
 

@@ -21,7 +21,7 @@ from asyncrl.common.tasks import cancelled, running
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
-from asyncrl.coordinator.coordinator import LearnerCalls
+from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import encode_prompt
 from asyncrl.errors import ActorGone, CallTimeout, Fenced, RunEnded, StallError, VersionConflict, VersionRegression
@@ -220,7 +220,7 @@ class Publisher:
         # The coordinator must get the version before any replica can load it: a replica may load it as soon as the
         # weight store has it, and the gate (asyncrl/weights/gate.py) compares the replicas' versions with the published
         # one.
-        await self.coordinator.call(LearnerCalls.published, taken.version)
+        await self.coordinator.call(Coordinator.published, taken.version)
         await self.weights.publish(manifest, [bucket.handle for bucket in buckets], again=again)
         self._stored = taken, manifest
         self._whole = self._whole and not whole

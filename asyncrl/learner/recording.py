@@ -25,7 +25,7 @@ from asyncrl.buffer.records import FailureCount, GroupMeta, Lease, LeasedGroup
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
-from asyncrl.coordinator.coordinator import FailureReports, LearnerCalls
+from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.registry import mean_states
 from asyncrl.coordinator.status import BriefStatus, RunStatus
 from asyncrl.data.batched_data_dict import BatchedDataDict
@@ -438,7 +438,7 @@ class StepEnd:
         if self.checkpoints.saves_ended != self._released:
             self._released = self.checkpoints.saves_ended
             complete = self.checkpoints.saved
-            keys = [*keys, *await self.coordinator.call(LearnerCalls.release, self.incarnation, complete)]
+            keys = [*keys, *await self.coordinator.call(Coordinator.release, self.incarnation, complete)]
         size = self.stages.config.learner.group_size
         rows = [row for key in keys for row in samples_of(key, count=size)]
         await asyncio.to_thread(self.stages.policy.discard_samples, rows, TRAIN_PARTITION)
@@ -538,7 +538,7 @@ class FailureWatch:
         seconds."""
         while True:
             try:
-                counts = await self.coordinator.call(FailureReports.more_than, self.failures, wait_s=WAIT_S)
+                counts = await self.coordinator.call(Coordinator.failure_counts, self.failures, wait_s=WAIT_S)
             except (RunError, TimeoutError) as error:
                 logger.warning("failures cannot be shown until the buffer answers again: %s", error)
                 await asyncio.sleep(WAIT_S)
@@ -548,7 +548,7 @@ class FailureWatch:
 
     async def finish(self) -> None:
         """Reads the counts a last time and shows all failures that were not shown yet."""
-        counts = await self.coordinator.call(FailureReports.more_than, -1, wait_s=0.0)
+        counts = await self.coordinator.call(Coordinator.failure_counts, -1, wait_s=0.0)
         self.show(counts, at_once=True)
 
     def show(self, counts: Sequence[FailureCount], *, at_once: bool = False) -> None:

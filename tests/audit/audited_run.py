@@ -160,9 +160,7 @@ class AuditedRun(Scene):
         if resumed is not None:
             restored = Restored(snapshot=read_snapshot(resumed.path), lineage=self.run_dir.lineage)
             before = read_lines(self.run_dir.path / "steps.jsonl", StepRecord)[-1]
-        lineage = await self.coordinator.attachments.attach(
-            learner, shared=shared_config(self.config), restored=restored
-        )
+        lineage = await self.coordinator.attach(learner, shared=shared_config(self.config), restored=restored)
         assert lineage == self.run_dir.lineage
         if resumed is not None:
             self.parts.load(resumed.path)

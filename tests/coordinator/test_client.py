@@ -18,7 +18,7 @@ from asyncrl.common.version import Version
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorActor, CoordinatorClient, perform
-from asyncrl.coordinator.coordinator import Attachments, Coordinator, FailureReports, LearnerCalls
+from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.registry import Deployment, Registry
 from asyncrl.data.prompts import Task
 from asyncrl.errors import ActorGone, CallTimeout, FailureClass, RunLocked
@@ -79,12 +79,12 @@ async def test_a_group_goes_from_its_ticket_to_its_ack(opened: Opened) -> None:
     async with opened() as client:
         tickets = (await client.call(Coordinator.reserve, "a", NOW, 9, wait_s=0.0)).tickets
         assert len(tickets) == 2
-        assert await client.call(LearnerCalls.lease, 1, wait_s=0.0) is LeaseWait.NOT_ENOUGH_READY
+        assert await client.call(Coordinator.lease, 1, wait_s=0.0) is LeaseWait.NOT_ENOUGH_READY
         outcomes = await client.call(Coordinator.commit, [finished(ticket) for ticket in tickets])
         assert outcomes == [CommitOutcome.ACCEPTED] * 2
-        lease = await client.call(LearnerCalls.lease, 1, wait_s=TIMEOUT_S)
+        lease = await client.call(Coordinator.lease, 1, wait_s=TIMEOUT_S)
         assert isinstance(lease, Lease)
-        status = (await client.call(LearnerCalls.ack, lease.incarnation, lease.step)).status
+        status = (await client.call(Coordinator.ack, lease.incarnation, lease.step)).status
         assert status.version == Version(1, 1)
         assert status.account.closed
 
@@ -95,15 +95,15 @@ async def test_each_door_answers_and_its_errors_arrive_unchanged(opened: Opened)
     first, second = (Deployment(id=name, role=Role.LEARNER, host="h", pid=7) for name in ("first", "second"))
     failure = Failure(failure_class=FailureClass.DATA, reason="x")
     async with opened() as client:
-        await client.call(Attachments.attach, first, shared=shared)
+        await client.call(Coordinator.attach, first, shared=shared)
         with pytest.raises(RunLocked, match="pid 7 on h"):
-            await client.call(Attachments.check, second, shared=shared)
+            await client.call(Coordinator.check_attach, second, shared=shared)
         assert await client.call(Registry.keep, first.id)
-        await client.call(LearnerCalls.set_state, 1, RunState.CLOSING, "why")
+        await client.call(Coordinator.set_state, 1, RunState.CLOSING, "why")
         [ticket] = (await client.call(Coordinator.reserve, "a", NOW, 1, wait_s=0.0)).tickets
         await client.call(Coordinator.fail, [FailedTicket(key=ticket.key, incarnation=1, failure=failure)])
-        await client.call(FailureReports.heldout_failed, "1", failure)
-        [count] = await client.call(FailureReports.more_than, 1, wait_s=TIMEOUT_S)
+        await client.call(Coordinator.heldout_failed, "1", failure)
+        [count] = await client.call(Coordinator.failure_counts, 1, wait_s=TIMEOUT_S)
         assert (count.rollouts, count.groups) == (2, 1)
         status = await client.call(Coordinator.status)
         assert (status.state, status.message, status.deployments) == (RunState.CLOSING, "why", (first,))
@@ -119,7 +119,7 @@ async def test_the_deadline_of_a_call_includes_the_wait_that_it_asks_for(monkeyp
     monkeypatch.setattr("asyncrl.coordinator.client.finished", finished_at_once)
     handle = SimpleNamespace(perform=SimpleNamespace(remote=lambda call: call))
     client = CoordinatorClient.over_ray(handle, timeout_s=30.0)
-    await client.call(LearnerCalls.lease, 1, wait_s=5.0)
+    await client.call(Coordinator.lease, 1, wait_s=5.0)
     await client.call(Coordinator.status)
     assert deadlines == [("the buffer's lease", 35.0), ("the buffer's status", 30.0)]
 

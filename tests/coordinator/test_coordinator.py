@@ -175,14 +175,14 @@ async def test_a_step_that_ends_the_ticket_of_a_straggler_clears_its_rows_and_wa
     coordinator = made(rows, staleness={"max_versions": 1, "on_deadline": "requeue"})
     first = (await coordinator.reserve("a", NOW, 4, wait_s=0.0)).tickets
     await coordinator.commit([finished(ticket) for ticket in first[:2]])
-    await coordinator.learner.lease(1, wait_s=0.0)
-    await coordinator.learner.ack(1, 0)
+    await coordinator.lease(1, wait_s=0.0)
+    await coordinator.ack(1, 0)
     more = (await coordinator.reserve("a", Version(1, 1), 2, wait_s=0.0)).tickets
     straggler, *ready = [*first[2:], *more]
     await coordinator.commit([finished(ticket) for ticket in ready])
     waiting = asyncio.create_task(coordinator.reserve("b", Version(1, 1), 1, wait_s=FAR_S))
     await asyncio.sleep(0)
-    lease = await coordinator.learner.lease(1, wait_s=0.0)
+    lease = await coordinator.lease(1, wait_s=0.0)
     assert isinstance(lease, Lease)
     (again,) = (await soon(waiting)).tickets
     assert (again.group, again.attempt) == (straggler.group, 1)
@@ -200,12 +200,12 @@ async def test_a_heartbeat_with_newer_weights_lets_a_waiting_lease_mask_the_stra
     first = (await coordinator.reserve("a", NOW, 4, wait_s=0.0)).tickets
     await coordinator.heartbeat("a", NOW, 0, progress_of(*first), report_of("a"))
     await coordinator.commit([finished(ticket) for ticket in first[:2]])
-    await coordinator.learner.lease(1, wait_s=0.0)
-    await coordinator.learner.ack(1, 0)
+    await coordinator.lease(1, wait_s=0.0)
+    await coordinator.ack(1, 0)
     more = (await coordinator.reserve("b", Version(1, 1), 2, wait_s=0.0)).tickets
     straggler, *ready = [*first[2:], *more]
     await coordinator.commit([finished(ticket) for ticket in ready])
-    waiting = asyncio.create_task(coordinator.learner.lease(1, wait_s=FAR_S))
+    waiting = asyncio.create_task(coordinator.lease(1, wait_s=FAR_S))
     await asyncio.sleep(0)
     assert not waiting.done()
     assert (await coordinator.heartbeat("a", Version(1, 1), 0, progress_of(straggler), report_of("a"))).ended == ()
@@ -243,7 +243,7 @@ async def test_state_seconds_say_who_waits_and_add_up() -> None:
         tickets = (await coordinator.reserve("a", NOW, 2, wait_s=FAR_S)).tickets  # takes all tickets, without a wait
         tasks.append(await a_waiting_reserve(coordinator))
         clock.now_s = 10.0
-        tasks.append(asyncio.create_task(coordinator.learner.lease(1, wait_s=FAR_S)))
+        tasks.append(asyncio.create_task(coordinator.lease(1, wait_s=FAR_S)))
         await asyncio.sleep(0)
         clock.now_s = 14.0
         await coordinator.commit([finished(ticket) for ticket in tickets])
@@ -260,8 +260,8 @@ async def test_state_seconds_say_who_waits_and_add_up() -> None:
             "both_wait": 4.0,
             "learner_waits": 0.0,
         }
-        await coordinator.learner.ack(1, 0)
-        tasks.append(asyncio.create_task(coordinator.learner.lease(1, wait_s=FAR_S)))
+        await coordinator.ack(1, 0)
+        tasks.append(asyncio.create_task(coordinator.lease(1, wait_s=FAR_S)))
         await asyncio.sleep(0)
         clock.now_s = 39.0
         assert (await scraped(coordinator)).get_sample_value(name, {"state": "learner_waits"}) == 1.0
@@ -312,10 +312,10 @@ async def test_who_asks_whether_it_may_join_has_not_joined() -> None:
     shared = shared_config(Config.model_validate(CONFIG))
     learners = [Deployment(id=name, role=Role.LEARNER, host="h", pid=7) for name in ("first", "second")]
     for learner in learners:
-        coordinator.attachments.check(learner, shared=shared)
-    await coordinator.attachments.attach(learners[0], shared=shared)
+        coordinator.check_attach(learner, shared=shared)
+    await coordinator.attach(learners[0], shared=shared)
     with pytest.raises(RunLocked):
-        coordinator.attachments.check(learners[1], shared=shared)
+        coordinator.check_attach(learners[1], shared=shared)
 
 
 @pytest.mark.asyncio
@@ -323,7 +323,7 @@ async def test_the_status_has_the_learners_seconds_by_state_of_its_last_heartbea
     coordinator = made(ClearedRows())
     generator = Deployment(id="g", role=Role.GENERATOR, host="h", pid=8)
     for each in (FIRST, generator):
-        await coordinator.attachments.attach(each, shared=SHARED)
+        await coordinator.attach(each, shared=SHARED)
     assert coordinator.status().learner_state_seconds == {}
     coordinator.registry.keep(FIRST.id, state_seconds={"optimizer": 2.0})
     coordinator.registry.keep(generator.id)
@@ -344,7 +344,7 @@ async def test_endpoints_are_those_of_replicas_that_have_one_until_they_leave() 
         "the replica has left, although its report is kept"
     )
     await clock.passes(SILENT_S)
-    assert coordinator.registry.endpoints.since(0).addresses == coordinator.status().targets == own, (
+    assert coordinator.registry.endpoints_since(0).addresses == coordinator.status().targets == own, (
         "it is silent for too long"
     )
 
@@ -362,14 +362,14 @@ async def test_the_age_of_what_waits_longest_is_shown() -> None:
 async def test_failures_are_answered_as_soon_as_there_are_more_than_the_caller_knows() -> None:
     coordinator = made(ClearedRows())
     tickets = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
-    waiting = asyncio.create_task(coordinator.failures.more_than(0, wait_s=FAR_S))
+    waiting = asyncio.create_task(coordinator.failure_counts(0, wait_s=FAR_S))
     await asyncio.sleep(0)
     await coordinator.heartbeat("a", NOW, 0, progress_of(), report_of("a"))
     assert not waiting.done()
     await free_a_slot(coordinator, tickets[0].key)
     [count] = await soon(waiting)
     assert (count.first.reason, count.rollouts) == ("x", 1)
-    assert await coordinator.failures.more_than(1, wait_s=0.0) == (count,), (
+    assert await coordinator.failure_counts(1, wait_s=0.0) == (count,), (
         "without new failures the answer comes at the end of the wait"
     )
 
@@ -378,10 +378,10 @@ async def test_failures_are_answered_as_soon_as_there_are_more_than_the_caller_k
 @pytest.mark.fault("F19")
 async def test_failed_samples_of_committed_groups_are_answered_like_failed_rollouts() -> None:
     coordinator = made(ClearedRows())
-    waiting = asyncio.create_task(coordinator.failures.more_than(0, wait_s=FAR_S))
+    waiting = asyncio.create_task(coordinator.failure_counts(0, wait_s=FAR_S))
     await asyncio.sleep(0)
     failure = Failure(failure_class=FailureClass.DATA, reason="reward_raised")
-    await coordinator.failures.samples_failed("1", [FailureCount(samples=3, first=failure)])
+    await coordinator.samples_failed("1", [FailureCount(samples=3, first=failure)])
     async with asyncio.timeout(FAR_S / 2):
         [count] = await waiting
     assert (count.rollouts, count.samples) == (0, 3)
@@ -392,7 +392,7 @@ async def test_failed_samples_of_committed_groups_are_answered_like_failed_rollo
 async def test_a_learner_that_waits_learns_at_once_that_too_many_groups_failed() -> None:
     coordinator = made(ClearedRows(), generator={"max_data_failures": 2})
     tickets = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
-    waiting = asyncio.create_task(coordinator.learner.lease(1, wait_s=FAR_S))
+    waiting = asyncio.create_task(coordinator.lease(1, wait_s=FAR_S))
     await asyncio.sleep(0)
     for ticket in tickets:
         await free_a_slot(coordinator, ticket.key)
@@ -433,7 +433,7 @@ async def test_a_replica_quarantined_for_its_failures_loses_its_tickets_its_endp
     await coordinator.heartbeat("a", NOW, 0, progress_of(failed, held), report)
     waiting = asyncio.create_task(coordinator.reserve("a", NOW, 1, wait_s=FAR_S))
     await asyncio.sleep(0)
-    coordinator.learner.pause(1)  # no change wakes a call, because none gets a ticket
+    coordinator.pause(1)  # no change wakes a call, because none gets a ticket
     failure = Failure(failure_class=FailureClass.INFRA, reason="engine")
     await coordinator.fail([FailedTicket(key=failed.key, incarnation=1, failure=failure)])
     assert await coordinator.heartbeat("a", NOW, 0, progress_of(held, other), report) == Renewal(must_end=True)
@@ -465,12 +465,12 @@ async def test_a_change_does_not_wake_a_replica_that_has_to_pause(monkeypatch: p
     coordinator = made(ClearedRows(), learner={"groups_per_step": 3, "group_size": 2})
     failing = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
     failure = Failure(failure_class=FailureClass.INFRA, reason="engine")
-    coordinator.learner.pause(1)
+    coordinator.pause(1)
     await coordinator.fail([FailedTicket(key=each.key, incarnation=1, failure=failure) for each in failing])
     waiting = [asyncio.create_task(coordinator.reserve(name, NOW, 1, wait_s=FAR_S)) for name in ("a", "b")]
     await asyncio.sleep(0)
     asked = asked_in(monkeypatch)
-    await coordinator.learner.resume(1)
+    await coordinator.resume(1)
     assert (await soon(waiting[1])).tickets
     assert asked == ["b"]
     waiting[0].cancel()
@@ -495,7 +495,7 @@ async def test_a_deployment_is_told_of_its_own_replicas_only() -> None:
     coordinator = made(ClearedRows())
     for name, replicas in (("d", 2), ("e", 1)):
         generators = Deployment(id=name, role=Role.GENERATOR, host="h", pid=1, replicas=replicas)
-        await coordinator.attachments.attach(generators, shared=SHARED)
+        await coordinator.attach(generators, shared=SHARED)
     for replica in ("own", "other"):
         await coordinator.heartbeat(replica, NOW, 2, progress_of(), report_of(replica))
     told = coordinator.own_replicas("d", ["own", "not started yet"])
@@ -520,7 +520,7 @@ async def test_a_stall_of_the_buffers_process_expires_nothing_that_is_still_held
     clock.now_s += 3.0
     await everything_else_runs()  # late again, because the machine is busy
     assert coordinator.status().account.events[Event.TICKET_EXPIRED] == 1, "no heartbeat names the second one"
-    snapshot = coordinator.learner.snapshot(1).buffer
+    snapshot = coordinator.snapshot(1).buffer
     assert [group.ticket.key for group in snapshot.open] == [held.key]
     assert [prompt.group for prompt in snapshot.waiting] == [lost.group]
 
@@ -564,9 +564,9 @@ async def test_a_deployment_with_other_prompts_is_refused_and_the_error_names_wh
     source = "data.path = rows.jsonl on h"
     message = r"rows\.jsonl on h has 4 training prompts, .*: they differ from number 3 on, which is '2' in the run"
     with pytest.raises(RunMismatch, match=message):
-        await coordinator.attachments.attach(deployment, shared=SHARED, prompts=prompt_data(other, source=source))
+        await coordinator.attach(deployment, shared=SHARED, prompts=prompt_data(other, source=source))
     assert coordinator.registry.live() == [], "it is not admitted"
-    await coordinator.attachments.attach(deployment, shared=SHARED, prompts=prompt_data(own, source=source))
+    await coordinator.attach(deployment, shared=SHARED, prompts=prompt_data(own, source=source))
     assert coordinator.registry.live() == [deployment]
 
 
@@ -575,27 +575,25 @@ async def test_a_deployment_with_other_prompts_is_refused_and_the_error_names_wh
 async def test_every_call_of_a_learner_that_was_replaced_is_refused_and_changes_nothing() -> None:
     now_s = 0.0
     coordinator = made(ClearedRows(), clock=lambda: now_s)
-    assert (await coordinator.attachments.attach(FIRST, shared=SHARED)).incarnation == 1
-    assert (await coordinator.attachments.attach(FIRST, shared=SHARED)).incarnation == 1, (
-        "a repeated call starts no incarnation"
-    )
+    assert (await coordinator.attach(FIRST, shared=SHARED)).incarnation == 1
+    assert (await coordinator.attach(FIRST, shared=SHARED)).incarnation == 1, "a repeated call starts no incarnation"
     tickets = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
     await coordinator.commit([finished(ticket) for ticket in tickets])
-    lease = await coordinator.learner.lease(1, wait_s=0.0)
+    lease = await coordinator.lease(1, wait_s=0.0)
     assert isinstance(lease, Lease)
     now_s = SILENT_S
-    assert (await coordinator.attachments.attach(SECOND, shared=SHARED)).incarnation == 2
+    assert (await coordinator.attach(SECOND, shared=SHARED)).incarnation == 2
     before = coordinator.status()
     calls: list[Callable[[], Any]] = [
-        lambda: coordinator.learner.lease(1, wait_s=0.0),
-        lambda: coordinator.learner.ack(1, 0),
-        lambda: coordinator.learner.skip(1, 0),
-        lambda: coordinator.learner.give_back(1, 0),
-        lambda: coordinator.learner.rows_lost(1, [tickets[0].key]),
-        lambda: coordinator.learner.published(NOW),
-        lambda: coordinator.learner.pause(1),
-        lambda: coordinator.learner.resume(1),
-        lambda: coordinator.learner.set_state(1, RunState.FAILED, "late"),
+        lambda: coordinator.lease(1, wait_s=0.0),
+        lambda: coordinator.ack(1, 0),
+        lambda: coordinator.skip(1, 0),
+        lambda: coordinator.give_back(1, 0),
+        lambda: coordinator.rows_lost(1, [tickets[0].key]),
+        lambda: coordinator.published(NOW),
+        lambda: coordinator.pause(1),
+        lambda: coordinator.resume(1),
+        lambda: coordinator.set_state(1, RunState.FAILED, "late"),
     ]
     for call in calls:
         with pytest.raises(Fenced, match=r"incarnation 1.*incarnation 2.*has taken over"):
@@ -610,8 +608,8 @@ async def test_every_call_of_a_learner_that_was_replaced_is_refused_and_changes_
     )
     assert not coordinator.registry.keep(FIRST.id)
     # The groups of the first learner stay, because version 1.0 is an ancestor of incarnation 2.
-    assert await coordinator.learner.lease(2, wait_s=0.0) == msgspec.structs.replace(lease, incarnation=2)
-    assert (await coordinator.learner.ack(2, 0)).status.version == Version(2, 1)
+    assert await coordinator.lease(2, wait_s=0.0) == msgspec.structs.replace(lease, incarnation=2)
+    assert (await coordinator.ack(2, 0)).status.version == Version(2, 1)
     assert (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).refusal is Refusal.STALENESS
     assert (await coordinator.reserve("a", Version(1, 1), 2, wait_s=0.0)).refusal is Refusal.OLD_INCARNATION
 
@@ -622,12 +620,12 @@ async def test_every_call_of_a_learner_that_was_replaced_is_refused_and_changes_
 async def test_a_lease_call_that_waits_is_refused_when_another_learner_takes_over(restores: bool) -> None:
     now_s = 0.0
     coordinator = made(ClearedRows(), clock=lambda: now_s)
-    await coordinator.attachments.attach(FIRST, shared=SHARED)
-    restored = Restored(snapshot=coordinator.learner.snapshot(1), lineage=Lineage((NOW,))) if restores else None
-    waiting = asyncio.create_task(coordinator.learner.lease(1, wait_s=FAR_S))
+    await coordinator.attach(FIRST, shared=SHARED)
+    restored = Restored(snapshot=coordinator.snapshot(1), lineage=Lineage((NOW,))) if restores else None
+    waiting = asyncio.create_task(coordinator.lease(1, wait_s=FAR_S))
     await asyncio.sleep(0)
     now_s = SILENT_S
-    await coordinator.attachments.attach(SECOND, shared=SHARED, restored=restored)
+    await coordinator.attach(SECOND, shared=SHARED, restored=restored)
     with pytest.raises(Fenced):
         await soon(waiting)
 
@@ -637,21 +635,19 @@ async def test_a_lease_call_that_waits_is_refused_when_another_learner_takes_ove
 async def test_a_learner_without_the_trained_weights_is_refused_with_what_to_do() -> None:
     now_s = 0.0
     coordinator = made(ClearedRows(), clock=lambda: now_s)
-    await coordinator.attachments.attach(FIRST, shared=SHARED)
+    await coordinator.attach(FIRST, shared=SHARED)
     tickets = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
     await coordinator.commit([finished(ticket) for ticket in tickets])
-    await coordinator.learner.lease(1, wait_s=0.0)
-    await coordinator.learner.ack(1, 0)
+    await coordinator.lease(1, wait_s=0.0)
+    await coordinator.ack(1, 0)
     with pytest.raises(RunLocked):
-        coordinator.attachments.check(SECOND, shared=SHARED)
+        coordinator.check_attach(SECOND, shared=SHARED)
     now_s = SILENT_S
-    for refused in (coordinator.attachments.check, coordinator.attachments.attach):
+    for refused in (coordinator.check_attach, coordinator.attach):
         with pytest.raises(LearnerNotRestored, match=r"has trained 1 steps.*asyncrl down"):
             await performed(functools.partial(refused, SECOND, shared=SHARED))
     assert coordinator.status().version == Version(1, 1)
-    assert (await coordinator.attachments.attach(FIRST, shared=SHARED)).incarnation == 1, (
-        "the learner itself has the weights"
-    )
+    assert (await coordinator.attach(FIRST, shared=SHARED)).incarnation == 1, "the learner itself has the weights"
 
 
 @pytest.mark.asyncio
@@ -659,17 +655,17 @@ async def test_a_learner_without_the_trained_weights_is_refused_with_what_to_do(
 async def test_no_learner_takes_over_a_run_that_is_over(state: RunState) -> None:
     now_s = 0.0
     coordinator = made(ClearedRows(), clock=lambda: now_s)
-    await coordinator.attachments.attach(FIRST, shared=SHARED)
+    await coordinator.attach(FIRST, shared=SHARED)
     generator = Deployment(id="g", role=Role.GENERATOR, host="h", pid=8)
-    await coordinator.attachments.attach(generator, shared=SHARED)
-    coordinator.learner.set_state(1, state, "rank 1 died")
+    await coordinator.attach(generator, shared=SHARED)
+    coordinator.set_state(1, state, "rank 1 died")
     coordinator.registry.detach(FIRST.id)
     with pytest.raises(LearnerNotRestored, match=f"is {state}: rank 1 died"):
-        await coordinator.attachments.attach(SECOND, shared=SHARED)
-    restores = functools.partial(coordinator.attachments.check, SECOND, shared=SHARED, restores=True)
+        await coordinator.attach(SECOND, shared=SHARED)
+    restores = functools.partial(coordinator.check_attach, SECOND, shared=SHARED, restores=True)
     with contextlib.nullcontext() if state is RunState.CLOSING else pytest.raises(LearnerNotRestored):
         restores()  # a learner that was killed while it closed the run may go on
-    assert (await coordinator.attachments.attach(generator, shared=SHARED)).incarnation == 1
+    assert (await coordinator.attach(generator, shared=SHARED)).incarnation == 1
 
 
 @pytest.mark.asyncio
@@ -679,11 +675,11 @@ async def test_rows_of_a_dropped_step_are_cleared_once_and_not_before_the_learne
     [ticket] = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
     await coordinator.commit([finished(ticket)])
     for _ in range(2):
-        assert await coordinator.learner.lease(1, wait_s=0.0) is LeaseWait.FINISHED
+        assert await coordinator.lease(1, wait_s=0.0) is LeaseWait.FINISHED
     await everything_else_runs()
     assert rows.cleared == [], "a save may still read them"
     for _ in range(2):
-        coordinator.learner.clear_dropped(1)
+        coordinator.clear_dropped(1)
     await everything_else_runs()
     assert rows.cleared == [[ticket.key]]
 
@@ -692,11 +688,11 @@ async def trained_once(
     coordinator: Coordinator, *, shared: Mapping[str, object] = SHARED, learner: Deployment = FIRST
 ) -> RunSnapshot:
     """Trains the first step of a run. Returns the snapshot of its ack."""
-    await coordinator.attachments.attach(learner, shared=shared)
+    await coordinator.attach(learner, shared=shared)
     tickets = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
     await coordinator.commit([finished(ticket) for ticket in tickets])
-    await coordinator.learner.lease(1, wait_s=0.0)
-    acked = await coordinator.learner.ack(1, 0, snapshot=True)
+    await coordinator.lease(1, wait_s=0.0)
+    acked = await coordinator.ack(1, 0, snapshot=True)
     assert acked.snapshot is not None
     return msgspec.msgpack.decode(msgspec.msgpack.encode(acked.snapshot), type=RunSnapshot)
 
@@ -707,7 +703,7 @@ async def test_a_learner_that_restored_a_checkpoint_continues_with_the_next_prom
     snapshot = await trained_once(made(ClearedRows()))
     again, whole = made(ClearedRows()), made(ClearedRows())
     restored = Restored(snapshot=snapshot, lineage=Lineage((snapshot.version,)))
-    assert (await again.attachments.attach(SECOND, shared=SHARED, restored=restored)).incarnation == 2
+    assert (await again.attach(SECOND, shared=SHARED, restored=restored)).incarnation == 2
     assert again.status().version == Version(2, 1)
     assert again.status().account.closed
     assert (await again.reserve("a", Version(1, 0), 2, wait_s=0.0)).refusal is Refusal.STALENESS
@@ -730,21 +726,21 @@ async def test_a_learner_goes_back_to_its_checkpoint_and_the_generators_go_on() 
     shared = shared_config(Config.model_validate(CONFIG | limit))
     coordinator = made(rows, clock=lambda: now_s, **limit)
     snapshot = await trained_once(coordinator, shared=shared)
-    coordinator.learner.set_state(1, RunState.RUNNING)
+    coordinator.set_state(1, RunState.RUNNING)
     trained, also_trained, stays, continued = (await coordinator.reserve("a", Version(1, 1), 4, wait_s=0.0)).tickets
     await coordinator.commit([finished(trained), finished(also_trained)])
-    await coordinator.learner.lease(1, wait_s=0.0)
-    assert (await coordinator.learner.ack(1, 1)).clearable == (), "their rows stay for a learner that goes back"
+    await coordinator.lease(1, wait_s=0.0)
+    assert (await coordinator.ack(1, 1)).clearable == (), "their rows stay for a learner that goes back"
     now_s = SILENT_S
     restored = Restored(snapshot=snapshot, lineage=Lineage((snapshot.version,)))
-    lineage = await coordinator.attachments.attach(SECOND, shared=shared, restored=restored)
+    lineage = await coordinator.attach(SECOND, shared=shared, restored=restored)
     assert (lineage.incarnation, coordinator.status().version) == (2, Version(2, 1))
     assert coordinator.status().state is RunState.STARTING, "generators do not take the restart for a stall"
     with pytest.raises(Fenced):
-        await coordinator.learner.ack(1, 2)
+        await coordinator.ack(1, 2)
     lost = finished(continued, versions=[Version(1, 2)])
     assert await coordinator.commit([finished(stays), lost]) == [CommitOutcome.ACCEPTED, CommitOutcome.OLD_INCARNATION]
-    lease = await coordinator.learner.lease(2, wait_s=0.0)
+    lease = await coordinator.lease(2, wait_s=0.0)
     assert isinstance(lease, Lease)
     assert [group.meta.key for group in lease.groups] == [trained.key, also_trained.key]
     assert coordinator.status().counts.waiting == 1, "the prompt of the group with a token of a lost step"
@@ -759,17 +755,15 @@ async def test_a_checkpoint_of_another_run_is_refused_and_changes_nothing() -> N
     coordinator = made(ClearedRows(), clock=lambda: now_s)
     snapshot = await trained_once(coordinator)
     now_s = SILENT_S
-    await coordinator.attachments.attach(
-        SECOND, shared=SHARED, restored=Restored(snapshot=snapshot, lineage=Lineage((NOW,)))
-    )
+    await coordinator.attach(SECOND, shared=SHARED, restored=Restored(snapshot=snapshot, lineage=Lineage((NOW,))))
     now_s = 2 * SILENT_S
-    before = coordinator.learner.snapshot(2)
+    before = coordinator.snapshot(2)
     for branches in ((), (Version(1, 1), Version(2, 1)), (NOW,)):
         with pytest.raises(LearnerNotRestored, match="of another run with this name"):
-            await coordinator.attachments.attach(
+            await coordinator.attach(
                 FIRST, shared=SHARED, restored=Restored(snapshot=snapshot, lineage=Lineage(branches))
             )
-    assert coordinator.learner.snapshot(2) == before
+    assert coordinator.snapshot(2) == before
 
 
 @pytest.mark.asyncio
@@ -781,15 +775,15 @@ async def test_a_checkpoint_that_the_run_made_on_another_cluster_is_refused_wher
     here, there = made(ClearedRows(), clock=lambda: now_s), made(ClearedRows())
     snapshot = await trained_once(here)
     second = Lineage((snapshot.version,))
-    await there.attachments.attach(SECOND, shared=SHARED, restored=Restored(snapshot=snapshot, lineage=second))
-    elsewhere = there.learner.snapshot(2)
+    await there.attach(SECOND, shared=SHARED, restored=Restored(snapshot=snapshot, lineage=second))
+    elsewhere = there.snapshot(2)
     third = msgspec.structs.replace(SECOND, id="third")
     restored = Restored(snapshot=elsewhere, lineage=second.child(elsewhere.version))
     now_s = SILENT_S
     with pytest.raises(LearnerNotRestored, match="of a learner on another cluster"):
-        await here.attachments.attach(third, shared=SHARED, restored=restored)
+        await here.attach(third, shared=SHARED, restored=restored)
     here_again = Restored(snapshot=snapshot, lineage=second.child(snapshot.version))
-    assert (await here.attachments.attach(third, shared=SHARED, restored=here_again)).incarnation == 3
+    assert (await here.attach(third, shared=SHARED, restored=here_again)).incarnation == 3
 
 
 @pytest.mark.asyncio
@@ -799,9 +793,9 @@ async def test_only_a_buffer_that_lived_on_says_that_the_learner_goes_back(caplo
     snapshot = await trained_once(lived)
     now_s = SILENT_S
     restored = Restored(snapshot=snapshot, lineage=Lineage((snapshot.version,)))
-    await new.attachments.attach(SECOND, shared=SHARED, restored=restored)
+    await new.attach(SECOND, shared=SHARED, restored=restored)
     assert "goes back" not in caplog.text
-    await lived.attachments.attach(SECOND, shared=SHARED, restored=restored)
+    await lived.attach(SECOND, shared=SHARED, restored=restored)
     assert "the learner goes back from 1.1 to 1.1" in caplog.text
 
 
@@ -816,17 +810,17 @@ async def test_a_learner_in_the_directory_of_another_run_of_this_name_is_refused
     snapshot = await trained_once(coordinator, learner=first)
     restored = Restored(snapshot=snapshot, lineage=Lineage((snapshot.version,)))
     now_s = SILENT_S
-    before = coordinator.learner.snapshot(1)
+    before = coordinator.snapshot(1)
     for refused in (
-        functools.partial(coordinator.attachments.attach, other, restored=restored),
-        functools.partial(coordinator.attachments.check, other, restores=True),
+        functools.partial(coordinator.attach, other, restored=restored),
+        functools.partial(coordinator.check_attach, other, restores=True),
     ):
         with pytest.raises(
             LearnerNotRestored, match=r"has the nonce 'n1'.* another run .*the nonce 'n0'; set run\.dir"
         ):
             await performed(functools.partial(refused, shared=SHARED))
-    assert coordinator.learner.snapshot(1) == before
-    assert (await coordinator.attachments.attach(second, shared=SHARED, restored=restored)).incarnation == 2
+    assert coordinator.snapshot(1) == before
+    assert (await coordinator.attach(second, shared=SHARED, restored=restored)).incarnation == 2
 
 
 @pytest.mark.asyncio
@@ -834,7 +828,7 @@ async def test_a_snapshot_of_other_prompts_is_refused() -> None:
     snapshot = await trained_once(made(ClearedRows(), tasks=19))
     restored = Restored(snapshot=snapshot, lineage=Lineage((snapshot.version,)))
     with pytest.raises(DatasetError, match="are not those of this dataset"):
-        await made(ClearedRows()).attachments.attach(SECOND, shared=SHARED, restored=restored)
+        await made(ClearedRows()).attach(SECOND, shared=SHARED, restored=restored)
 
 
 @pytest.mark.asyncio
@@ -868,8 +862,8 @@ async def test_a_waiting_generator_is_seen_to_need_newer_weights_after_the_step_
     held = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
     waiting = await a_waiting_reserve(coordinator)
     await coordinator.commit([finished(ticket) for ticket in held])
-    await coordinator.learner.lease(1, wait_s=0.0)
-    status = (await coordinator.learner.ack(1, 0)).status
+    await coordinator.lease(1, wait_s=0.0)
+    status = (await coordinator.ack(1, 0)).status
     assert status.able == (AbleReplicas(version=NOW, replicas=1, stale=1),), "replica a has no free slot"
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
@@ -880,14 +874,14 @@ async def test_a_waiting_generator_that_has_loaded_other_weights_asks_again() ->
     """Without its question, the gate would not know that it is refused at these weights too."""
     coordinator = made(ClearedRows())
     await trained_once(coordinator)
-    coordinator.learner.pause(1)
+    coordinator.pause(1)
     waiting = await a_waiting_reserve(coordinator)
     await coordinator.heartbeat("b", Version(1, 1), 2, progress_of(), report_of("b"))
     assert [view.refused_for for view in coordinator.status().replicas if view.replica == "b"] == [None]
     for _ in range(5):
         await asyncio.sleep(0)
     assert [view.refused_for for view in coordinator.status().replicas if view.replica == "b"] == [Refusal.PAUSED]
-    await coordinator.learner.resume(1)
+    await coordinator.resume(1)
     assert [ticket.version for ticket in (await soon(waiting)).tickets] == [Version(1, 1)] * 2
 
 
@@ -896,7 +890,7 @@ async def test_the_learner_hears_at_once_that_the_prompts_have_run_out() -> None
     coordinator = made(ClearedRows(), data={"epochs": 1}, tasks=1)
     [ticket] = (await coordinator.reserve("a", NOW, 1, wait_s=0.0)).tickets
     await coordinator.commit([finished(ticket)])
-    waiting = asyncio.create_task(coordinator.learner.lease(1, wait_s=FAR_S))
+    waiting = asyncio.create_task(coordinator.lease(1, wait_s=FAR_S))
     await asyncio.sleep(0)
     assert not waiting.done()
     assert (await coordinator.reserve("a", NOW, 1, wait_s=0.0)).refusal is Refusal.NO_PROMPTS
@@ -929,9 +923,7 @@ async def test_the_brief_status_agrees_with_the_whole_one_and_does_not_grow_with
     for replicas in (1, 200):
         for number in range(replicas):
             name = f"replica-{number}"
-            await coordinator.attachments.attach(
-                Deployment(id=name, role=Role.GENERATOR, host="h", pid=number), shared=shared
-            )
+            await coordinator.attach(Deployment(id=name, role=Role.GENERATOR, host="h", pid=number), shared=shared)
             await coordinator.heartbeat(name, NOW, 2, progress_of(), report_of(name))
             await coordinator.reserve(name, NOW, 2, wait_s=0.0)
         brief, whole = coordinator.brief_status(), coordinator.status()
@@ -959,14 +951,14 @@ async def test_a_lease_has_the_tasks_of_the_logged_groups_only_and_a_snapshot_ha
     coordinator = made(ClearedRows())
     tickets = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
     await coordinator.commit([finished(ticket) for ticket in tickets])
-    lease = await coordinator.learner.lease(1, wait_s=0.0)
+    lease = await coordinator.lease(1, wait_s=0.0)
     assert isinstance(lease, Lease)
     assert (len(lease.groups), lease.logged_tasks) == (2, (tickets[0].task,))
-    snapshot = coordinator.learner.snapshot(1)
+    snapshot = coordinator.snapshot(1)
     assert [group.ticket.task for group in snapshot.buffer.open] == [NO_TASK, NO_TASK]
     again = made(ClearedRows())
-    await again.attachments.attach(FIRST, shared=SHARED, restored=Restored(snapshot=snapshot, lineage=Lineage((NOW,))))
-    released = await again.learner.lease(2, wait_s=0.0)
+    await again.attach(FIRST, shared=SHARED, restored=Restored(snapshot=snapshot, lineage=Lineage((NOW,))))
+    released = await again.lease(2, wait_s=0.0)
     assert isinstance(released, Lease)
     assert released.logged_tasks == lease.logged_tasks
 
@@ -976,12 +968,12 @@ async def test_a_running_number_that_is_wrong_is_found_at_a_snapshot(caplog: pyt
     coordinator = made(ClearedRows())
     tickets = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
     await coordinator.commit([finished(ticket) for ticket in tickets])
-    coordinator.learner.snapshot(1)
+    coordinator.snapshot(1)
     assert coordinator.status().account.closed
     assert "bug of asyncrl" not in caplog.text
-    coordinator._parts.buffer.groups.ready.popitem()
+    coordinator.buffer.groups.ready.popitem()
     assert not coordinator.status().account.closed, "the ledger counts the issued tokens by itself"
-    coordinator.learner.snapshot(1)
+    coordinator.snapshot(1)
     assert "bug of asyncrl" in caplog.text
 
 
@@ -990,24 +982,24 @@ async def test_a_running_number_that_is_wrong_is_found_at_a_snapshot(caplog: pyt
 async def test_whatever_frees_a_slot_wakes_a_waiting_generator(change: str) -> None:
     coordinator = made(ClearedRows(), staleness={"max_versions": 2}, buffer={"capacity_groups": 4})
     if change == "resume":
-        coordinator.learner.pause(1)
+        coordinator.pause(1)
     else:
         tickets = (await coordinator.reserve("a", NOW, 4, wait_s=0.0)).tickets
         await coordinator.commit([finished(ticket) for ticket in tickets[:3]])
-        lease = await coordinator.learner.lease(1, wait_s=0.0)
+        lease = await coordinator.lease(1, wait_s=0.0)
         assert isinstance(lease, Lease)
     waiting = asyncio.create_task(coordinator.reserve("b", NOW, 1, wait_s=FAR_S))
     await asyncio.sleep(0)
     assert not waiting.done()
     match change:
         case "ack":
-            await coordinator.learner.ack(1, 0)
+            await coordinator.ack(1, 0)
         case "skip":
-            await coordinator.learner.skip(1, 0)
+            await coordinator.skip(1, 0)
         case "resume":
-            await coordinator.learner.resume(1)
+            await coordinator.resume(1)
         case "leave":
             await coordinator.leave("a")
         case "rows_lost":
-            await coordinator.learner.rows_lost(1, [tickets[2].key])
+            await coordinator.rows_lost(1, [tickets[2].key])
     assert len((await soon(waiting)).tickets) == 1

@@ -4,22 +4,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.coordinator import registry as endpoints_module
-from asyncrl.coordinator.registry import Endpoints
+from asyncrl.coordinator import registry as registry_module
+from asyncrl.coordinator.registry import Registry
+
+
+def no_run() -> Registry:
+    return Registry(shared={}, timeout_s=10.0, clock=lambda: 0.0)
 
 
 def test_a_caller_gets_what_has_changed_since_its_last_call() -> None:
-    endpoints = Endpoints()
-    endpoints.set("a", "h:1")
-    endpoints.set("b", "h:2")
-    first = endpoints.since(0)
+    registry = no_run()
+    registry.set_endpoint("a", "h:1")
+    registry.set_endpoint("b", "h:2")
+    first = registry.endpoints_since(0)
     assert (first.whole, first.addresses) == (True, {"a": "h:1", "b": "h:2"})
-    assert endpoints.since(first.serial).addresses == {}
-    endpoints.set("a", "h:1")
-    assert endpoints.since(first.serial).addresses == {}, "nothing has changed"
-    endpoints.set("a", "")
-    endpoints.set("c", "h:3")
-    second = endpoints.since(first.serial)
+    assert registry.endpoints_since(first.serial).addresses == {}
+    registry.set_endpoint("a", "h:1")
+    assert registry.endpoints_since(first.serial).addresses == {}, "nothing has changed"
+    registry.set_endpoint("a", "")
+    registry.set_endpoint("c", "h:3")
+    second = registry.endpoints_since(first.serial)
     assert (second.whole, second.addresses) == (False, {"a": "", "c": "h:3"})
     assert second.applied_to({"a": "h:1", "b": "h:2"}) == {"b": "h:2", "c": "h:3"}
 
@@ -28,19 +32,19 @@ def test_a_caller_gets_what_has_changed_since_its_last_call() -> None:
 @given(changes=st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from(["", "h:1", "h:2"]), st.booleans())))
 def test_what_a_caller_knows_is_all_there_is_whenever_it_calls(kept: int, changes: list[tuple[str, str, bool]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(endpoints_module, "KEPT_CHANGES", kept)
-        endpoints = Endpoints()
+        patch.setattr(registry_module, "KEPT_CHANGES", kept)
+        registry = no_run()
     known: dict[str, str] = {}
     serial = 0
     for name, address, calls in changes:
-        endpoints.set(name, address)
+        registry.set_endpoint(name, address)
         if calls:
-            answer = endpoints.since(serial)
+            answer = registry.endpoints_since(serial)
             serial, known = answer.serial, answer.applied_to(known)
-            assert known == endpoints.addresses
+            assert known == registry.endpoints
 
 
 def test_a_caller_of_an_earlier_life_of_the_coordinator_gets_everything() -> None:
-    endpoints = Endpoints()
-    endpoints.set("a", "h:1")
-    assert endpoints.since(99).whole
+    registry = no_run()
+    registry.set_endpoint("a", "h:1")
+    assert registry.endpoints_since(99).whole

@@ -31,8 +31,8 @@ from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.coordinator import coordinator
 from asyncrl.coordinator.client import Call, CoordinatorClient, perform
-from asyncrl.coordinator.coordinator import Acked, Attachments, Coordinator, FailureReports, LearnerCalls
-from asyncrl.coordinator.registry import Deployment, Endpoints, Registry, ReplicaReport
+from asyncrl.coordinator.coordinator import Acked, Coordinator
+from asyncrl.coordinator.registry import Deployment, Registry, ReplicaReport
 from asyncrl.coordinator.status import Restored
 from asyncrl.data.prompts import Task
 from asyncrl.errors import FailureClass
@@ -50,7 +50,7 @@ REPORT = ReplicaReport(
 )  # fmt: skip
 
 Arguments = tuple[Any, ...]
-RECEIVERS = (Coordinator, Attachments, LearnerCalls, Registry, Endpoints, FailureReports)
+RECEIVERS = (Coordinator, Registry)
 NOT_HARMLESS = {
     "Coordinator.reserve",  # a repeated one gets other tickets, and those of the first one expire: see the last test
     "Registry.scale",  # its client, `asyncrl scale`, repeats no call; a user who calls it again wants another try
@@ -95,26 +95,26 @@ class Run:
 
     async def leased(self) -> Lease:
         await self.ready()
-        lease = await self.client.call(LearnerCalls.lease, 1, wait_s=0.0)
+        lease = await self.client.call(Coordinator.lease, 1, wait_s=0.0)
         assert isinstance(lease, Lease)
         return lease
 
     async def state(self) -> dict[str, Any]:
         """Returns what callers can read. The port of the coordinator's endpoint is another one in each run."""
         status = self.coordinator.status()
-        snapshot = self.coordinator.learner.snapshot(status.version.incarnation)
-        endpoints = self.coordinator.registry.endpoints.since(0)
+        snapshot = self.coordinator.snapshot(status.version.incarnation)
+        endpoints = self.coordinator.registry.endpoints_since(0)
         await everything_else_runs()  # rows are cleared in the background
         account = msgspec.structs.replace(status.account, events={})
         ledger = msgspec.structs.replace(snapshot.buffer.ledger, events={})
         return {
             "events": {event: number for event, number in status.account.events.items() if number},
             "status": msgspec.structs.replace(status, account=account, targets={}),
-            "quarantines": dict(self.coordinator._parts.buffer.fleet.quarantines),
-            "restarts": dict(self.coordinator._parts.buffer.fleet.restarts),
+            "quarantines": dict(self.coordinator.buffer.fleet.quarantines),
+            "restarts": dict(self.coordinator.buffer.fleet.restarts),
             "buffer": msgspec.structs.replace(snapshot.buffer, ledger=ledger),
             "prompts": snapshot.prompts,
-            "ledger": self.coordinator.learner.ledger_entry(status.version.incarnation),
+            "ledger": self.coordinator.ledger_entry(status.version.incarnation),
             "own": self.coordinator.own_replicas("g", ["a", "b"]),
             "endpoints": (endpoints.serial, sorted(endpoints.addresses)),
             "nonce": self.coordinator.registry.run_nonce(),
@@ -129,13 +129,13 @@ class Run:
         answers: list[Any] = [await call(Coordinator.heartbeat, "a", NOW, 1, held, REPORT)]
         reservation = await call(Coordinator.reserve, "z", version, 2, wait_s=0.0)
         answers += [reservation, await call(Coordinator.commit, [mixed(each) for each in reservation.tickets])]
-        lease = await call(LearnerCalls.lease, incarnation, wait_s=0.0)
+        lease = await call(Coordinator.lease, incarnation, wait_s=0.0)
         answers.append(lease)
         if isinstance(lease, Lease):
-            acked = await call(LearnerCalls.ack, incarnation, lease.step)
+            acked = await call(Coordinator.ack, incarnation, lease.step)
             answers.append((acked.clearable, acked.ledger))
-        answers.append(sorted(await call(LearnerCalls.release, incarnation, None)))
-        await call(LearnerCalls.clear_dropped, incarnation)
+        answers.append(sorted(await call(Coordinator.release, incarnation, None)))
+        await call(Coordinator.clear_dropped, incarnation)
         return [*answers, await self.state()]
 
 
@@ -232,45 +232,45 @@ async def a_lease(run: Run) -> Arguments:
 
 
 async def an_earlier_step_and_a_lease(run: Run) -> Arguments:
-    await run.client.call(LearnerCalls.ack, *await a_lease(run))
+    await run.client.call(Coordinator.ack, *await a_lease(run))
     await run.ready(version=Version(1, 1))
-    await run.client.call(LearnerCalls.lease, 1, wait_s=0.0)
+    await run.client.call(Coordinator.lease, 1, wait_s=0.0)
     return 1, 0
 
 
 async def a_step_that_no_lease_has(run: Run) -> Arguments:
-    await run.client.call(LearnerCalls.skip, *await a_lease(run))
+    await run.client.call(Coordinator.skip, *await a_lease(run))
     return 1, 5
 
 
 async def a_retained_step(run: Run) -> Arguments:
-    await run.client.call(LearnerCalls.snapshot, 1)
-    acked = await run.client.call(LearnerCalls.ack, *await a_lease(run))
+    await run.client.call(Coordinator.snapshot, 1)
+    acked = await run.client.call(Coordinator.ack, *await a_lease(run))
     assert acked.clearable == (), "the rows of the step stay for a learner that goes back"
     return 1, None
 
 
 async def a_checkpoint_after_a_retained_step(run: Run) -> Arguments:
     await a_retained_step(run)
-    await run.client.call(LearnerCalls.snapshot, 1)
+    await run.client.call(Coordinator.snapshot, 1)
     return 1, 1
 
 
 async def a_dropped_group(run: Run) -> Arguments:
-    await run.client.call(LearnerCalls.ack, *await a_lease(run))
+    await run.client.call(Coordinator.ack, *await a_lease(run))
     await run.ready(1, version=Version(1, 1))
     assert (await run.client.call(Coordinator.reserve, "a", Version(1, 1), 1, wait_s=0.0)).tickets == ()
-    await run.client.call(LearnerCalls.lease, 1, wait_s=0.0)
+    await run.client.call(Coordinator.lease, 1, wait_s=0.0)
     return (1,)
 
 
 async def a_pause(run: Run) -> Arguments:
-    await run.client.call(LearnerCalls.pause, 1)
+    await run.client.call(Coordinator.pause, 1)
     return (1,)
 
 
 async def another_learner(run: Run) -> Arguments:
-    await run.client.call(Attachments.attach, LEARNER, shared=run.shared)
+    await run.client.call(Coordinator.attach, LEARNER, shared=run.shared)
     await run.leased()
     run.clock.now_s += 1e6
     return (msgspec.structs.replace(LEARNER, id="other"),)
@@ -278,17 +278,17 @@ async def another_learner(run: Run) -> Arguments:
 
 async def a_learner_and_its_generator(run: Run) -> Arguments:
     for deployment in (LEARNER, GENERATOR):
-        await run.client.call(Attachments.attach, deployment, shared=run.shared)
+        await run.client.call(Coordinator.attach, deployment, shared=run.shared)
     return (LEARNER.id,)
 
 
 async def a_deployment(run: Run) -> Arguments:
-    await run.client.call(Attachments.attach, LEARNER, shared=run.shared)
+    await run.client.call(Coordinator.attach, LEARNER, shared=run.shared)
     return (LEARNER.id,)
 
 
 async def a_set_endpoint(run: Run) -> Arguments:
-    await run.client.call(Endpoints.set, "b", "h:2")
+    await run.client.call(Registry.set_endpoint, "b", "h:2")
     return "b", "h:3"
 
 
@@ -317,27 +317,27 @@ TABLE = [
     ),
     Row(Coordinator.fail, a_bad_answer, counted={Event.FAIL_REFUSED: 2}),
     Row(Coordinator.fail, a_broken_engine, counted={Event.FAIL_REFUSED: 2}),
-    Row(LearnerCalls.lease, ready_groups, NO_WAIT, counted={Event.LEASE_REPEATED: 1}),
-    Row(LearnerCalls.ack, a_lease),
-    Row(LearnerCalls.ack, a_lease, {"snapshot": True}),
-    Row(LearnerCalls.ack, an_earlier_step_and_a_lease),
-    Row(LearnerCalls.ack, a_step_that_no_lease_has, counted={Event.LEASE_CALL_REFUSED: 1}),
-    Row(LearnerCalls.skip, a_lease, counted={Event.LEASE_CALL_REFUSED: 1}),
-    Row(LearnerCalls.give_back, a_lease, counted={Event.LEASE_CALL_REFUSED: 1}),
-    Row(LearnerCalls.rows_lost, rows_of_ready_groups_lost, counted={Event.ROWS_LOST_REFUSED: 2}),
-    Row(LearnerCalls.release, a_retained_step),
-    Row(LearnerCalls.release, a_checkpoint_after_a_retained_step),
-    Row(LearnerCalls.clear_dropped, a_dropped_group, config=SHORT, tasks=3),
-    Row(LearnerCalls.ledger_entry, ready_groups),
-    Row(LearnerCalls.snapshot, ready_groups),
-    Row(LearnerCalls.published, given(NOW)),
-    Row(LearnerCalls.pause, given(1)),
-    Row(LearnerCalls.resume, a_pause),
-    Row(LearnerCalls.set_state, given(1, RunState.RUNNING, "why")),
-    Row(Attachments.check, given(LEARNER), {"shared": ...}),
-    Row(Attachments.attach, given(LEARNER), {"shared": ...}),
-    Row(Attachments.attach, given(GENERATOR), {"shared": ...}),
-    Row(Attachments.attach, another_learner, {"shared": ...}),
+    Row(Coordinator.lease, ready_groups, NO_WAIT, counted={Event.LEASE_REPEATED: 1}),
+    Row(Coordinator.ack, a_lease),
+    Row(Coordinator.ack, a_lease, {"snapshot": True}),
+    Row(Coordinator.ack, an_earlier_step_and_a_lease),
+    Row(Coordinator.ack, a_step_that_no_lease_has, counted={Event.LEASE_CALL_REFUSED: 1}),
+    Row(Coordinator.skip, a_lease, counted={Event.LEASE_CALL_REFUSED: 1}),
+    Row(Coordinator.give_back, a_lease, counted={Event.LEASE_CALL_REFUSED: 1}),
+    Row(Coordinator.rows_lost, rows_of_ready_groups_lost, counted={Event.ROWS_LOST_REFUSED: 2}),
+    Row(Coordinator.release, a_retained_step),
+    Row(Coordinator.release, a_checkpoint_after_a_retained_step),
+    Row(Coordinator.clear_dropped, a_dropped_group, config=SHORT, tasks=3),
+    Row(Coordinator.ledger_entry, ready_groups),
+    Row(Coordinator.snapshot, ready_groups),
+    Row(Coordinator.published, given(NOW)),
+    Row(Coordinator.pause, given(1)),
+    Row(Coordinator.resume, a_pause),
+    Row(Coordinator.set_state, given(1, RunState.RUNNING, "why")),
+    Row(Coordinator.check_attach, given(LEARNER), {"shared": ...}),
+    Row(Coordinator.attach, given(LEARNER), {"shared": ...}),
+    Row(Coordinator.attach, given(GENERATOR), {"shared": ...}),
+    Row(Coordinator.attach, another_learner, {"shared": ...}),
     Row(Registry.check, given(GENERATOR), {"shared": ...}),
     Row(Registry.attach, given(GENERATOR), {"shared": ...}),
     Row(Registry.keep, a_deployment, {"state_seconds": {"training": 2.0}}),
@@ -352,11 +352,11 @@ TABLE = [
     Row(Registry.set_state, given(RunState.RUNNING, "why")),
     Row(Registry.progressed, given()),
     Row(Registry.publish, given(NOW), {"learner": NOW}),
-    Row(Endpoints.set, a_set_endpoint),
-    Row(Endpoints.since, given(0)),
-    Row(FailureReports.heldout_failed, given("1", FAILURE)),
-    Row(FailureReports.samples_failed, given("1", [FailureCount(first=FAILURE, samples=3, tool_calls=2)])),
-    Row(FailureReports.more_than, given(-1), NO_WAIT),
+    Row(Registry.set_endpoint, a_set_endpoint),
+    Row(Registry.endpoints_since, given(0)),
+    Row(Coordinator.heldout_failed, given("1", FAILURE)),
+    Row(Coordinator.samples_failed, given("1", [FailureCount(first=FAILURE, samples=3, tool_calls=2)])),
+    Row(Coordinator.failure_counts, given(-1), NO_WAIT),
 ]
 
 
@@ -396,9 +396,9 @@ async def test_a_repeated_ack_names_the_ended_groups_and_has_the_snapshot_of_the
     """The audit reads the ledger's entry, and the learner saves the snapshot: both are of the moment after the step."""
     run = Run({}, tasks=20)
     lease = await run.leased()
-    first = await run.client.call(LearnerCalls.ack, 1, 0, snapshot=True)
+    first = await run.client.call(Coordinator.ack, 1, 0, snapshot=True)
     await run.ready(version=Version(1, 1))
-    repeated = await run.client.call(LearnerCalls.ack, 1, 0, snapshot=True)
+    repeated = await run.client.call(Coordinator.ack, 1, 0, snapshot=True)
     assert repeated == first
     assert isinstance(repeated, Acked)
     assert [ended.group for ended in repeated.ledger.ended] == [group.meta.group for group in lease.groups]
@@ -411,13 +411,13 @@ async def test_a_learner_that_restores_again_because_its_answer_was_lost_keeps_i
     """The groups that were committed between the two calls stay."""
     before = Run({}, tasks=20)
     await before.ready()
-    snapshot = before.coordinator.learner.snapshot(1)
+    snapshot = before.coordinator.snapshot(1)
     run = Run({}, tasks=20)
     restored = Restored(snapshot=snapshot, lineage=Lineage((NOW,)))
-    lineage = await run.client.call(Attachments.attach, LEARNER, shared=run.shared, restored=restored)
+    lineage = await run.client.call(Coordinator.attach, LEARNER, shared=run.shared, restored=restored)
     await run.ready(1, version=Version(2, 0))
     assert run.coordinator.status().counts.ready == 3
-    assert await run.client.call(Attachments.attach, LEARNER, shared=run.shared, restored=restored) == lineage
+    assert await run.client.call(Coordinator.attach, LEARNER, shared=run.shared, restored=restored) == lineage
     assert run.coordinator.status().counts.ready == 3
 
 
@@ -426,7 +426,7 @@ async def test_reports_are_remembered_up_to_a_number(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(coordinator, "MOST_REPORTS", 3)
     run = Run({}, tasks=20)
     for report in ("1", "2", "3", "4", "4", "1"):
-        await run.client.call(FailureReports.heldout_failed, report, FAILURE)
+        await run.client.call(Coordinator.heldout_failed, report, FAILURE)
     [count] = run.coordinator.status().failures
     assert count.rollouts == 5, "the repeated report 4 counts once, and report 1 was forgotten"
 

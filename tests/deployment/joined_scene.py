@@ -10,7 +10,7 @@ from asyncrl.common.roles import Role
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import Call, CoordinatorClient, perform
-from asyncrl.coordinator.coordinator import Attachments, Coordinator
+from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.registry import Deployment
 from asyncrl.coordinator.status import Restored
 from asyncrl.data.prompts import Task
@@ -44,7 +44,7 @@ class OneProcessCluster:
             config=config, tasks=tasks, rows=NoRows(), started_s=0.0, clock=lambda: self.now_s
         )
         registry = self.coordinator.registry
-        registry.endpoints.set("buffer", "127.0.0.1:2")
+        registry.set_endpoint("buffer", "127.0.0.1:2")
         # With this generator a learner is never the last deployment that leaves, which would end Ray's actors.
         registry.attach(
             Deployment(id="generator-1", role=Role.GENERATOR, host="h", pid=1), shared=shared_config(config)
@@ -81,7 +81,7 @@ class OneProcessCluster:
     async def _enter(
         self, config: Config, *, deployment: Deployment, tasks: Sequence[Task], restored: Restored | None = None
     ) -> RunHandles:
-        attach = partial(self.client.call, Attachments.attach, deployment, shared=shared_config(config))
+        attach = partial(self.client.call, Coordinator.attach, deployment, shared=shared_config(config))
         lineage = await attach(restored=restored)
         weights: Any = None
         return RunHandles(deployment=deployment, lineage=lineage, coordinator=self.client, weights=weights)

@@ -43,7 +43,7 @@ def a_run_is_there(monkeypatch: pytest.MonkeyPatch) -> RunThere:
         async def perform(call: Call) -> Any:
             if call.method == "brief_status":
                 return SimpleNamespace(published=members.published)
-            assert (call.receiver, call.method) == ("Attachments", "check")
+            assert (call.receiver, call.method) == ("Coordinator", "check_attach")
             return members.check(*call.arguments, shared=call.options["shared"])
 
         def get_actor(name: str, *, namespace: str) -> Any:

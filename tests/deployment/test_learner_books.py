@@ -28,7 +28,7 @@ from asyncrl.common.version import Version
 from asyncrl.complete_directory import COMPLETE, unfinished
 from asyncrl.config.schema import CheckpointSection, Config
 from asyncrl.coordinator.client import Call
-from asyncrl.coordinator.registry import Endpoints
+from asyncrl.coordinator.registry import Registry
 from asyncrl.coordinator.status import RunSnapshot
 from asyncrl.data.prompts import PromptCursor
 from asyncrl.deployment.inputs import Prompts
@@ -480,7 +480,7 @@ class Client:
     answers: list[list[str]] = field(default_factory=list)
 
     async def get(self, path: str) -> bytes:
-        address = self.cluster.coordinator.registry.endpoints.since(0).addresses["learner"]
+        address = self.cluster.coordinator.registry.endpoints_since(0).addresses["learner"]
         question = urllib.request.Request(f"http://{address}{path}", headers={REFRESH_HEADER: str(self.refresh_s)})
         with await asyncio.to_thread(urllib.request.urlopen, question, timeout=DEADLINE_S) as answer:
             body: bytes = answer.read()
@@ -517,7 +517,7 @@ async def test_what_ended_in_order_is_listed_no_more_and_what_failed_still_is(co
     with RunDir.create(config) as run:
         with pytest.raises(errors[end]) if end in errors else contextlib.nullcontext():
             await deployed(run, config, cluster=cluster, train=train).run(stop)
-        found = cluster.coordinator.registry.endpoints.since(0).addresses
+        found = cluster.coordinator.registry.endpoints_since(0).addresses
         left = [found["buffer"], found["learner"]] if end in errors else []
         assert listed(run) == left
         assert over_http == [left], "the HTTP discovery has the same targets"
@@ -612,13 +612,13 @@ async def test_from_the_first_scrape_on_a_learner_shows_its_whole_life_and_the_l
     cluster, shown = OneProcessCluster(config), dict[str, float]()
 
     async def scrape(call: Call) -> None:
-        cluster.coordinator.registry.endpoints.set("learner", call.arguments[1])
+        cluster.coordinator.registry.set_endpoint("learner", call.arguments[1])
         text = (await Client(cluster).get("/metrics")).decode()
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
         shown.update({f"{sample.name}{''.join(sample.labels.values())}": sample.value for sample in samples})
         raise RunError("the first scrape is enough")
 
-    cluster.before["set"] = scrape
+    cluster.before["set_endpoint"] = scrape
     with RunDir.create(config) as run:
         deployment = deployed(run, config, cluster=cluster, train=records())
         before_s = time.monotonic()
@@ -663,7 +663,7 @@ async def test_prometheus_finds_the_runs_processes_and_rays_nodes_again_once_ray
         return answer
 
     cluster = OneProcessCluster(config)
-    await cluster.client.call(Endpoints.set, "learner", "127.0.0.1:1")
+    await cluster.client.call(Registry.set_endpoint, "learner", "127.0.0.1:1")
     path = tmp_path / "targets.json"
     targets = Targets(run="quick", path=path, ray_nodes=nodes)
     following = asyncio.create_task(targets.follow(cluster.client, timeout_s=1.0, every_s=0.0))
@@ -684,7 +684,7 @@ async def test_a_run_whose_prompts_all_failed_ends_with_the_first_cause(config: 
     cluster = OneProcessCluster(config)
     failure = Failure(failure_class=FailureClass.DATA, reason="reward_raised", message="KeyError: 'KEY' (tasks.py:30)")
     for number in range(7):
-        cluster.coordinator.failures.heldout_failed(f"report {number}", failure)
+        cluster.coordinator.heldout_failed(f"report {number}", failure)
     with RunDir.create(config) as run:
         with pytest.raises(
             RunError, match=r"rollouts failed \(reward_raised 7 rollouts\).*KeyError: 'KEY' \(tasks\.py:30\)"

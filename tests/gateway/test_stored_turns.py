@@ -141,13 +141,13 @@ async def test_after_a_learner_went_back_only_answers_of_surviving_weights_are_g
     """The learner trains a step in the middle of an episode, dies, and another one goes back to before that step."""
     async with agent_pool(talk) as pool:
         coordinator, shared = pool.coordinator, shared_config(pool.config)
-        await coordinator.attachments.attach(FIRST, shared=shared)
+        await coordinator.attach(FIRST, shared=shared)
         engine = pool.add("a")
         engine.ends_one_in = 10**9
         engine.gate.clear()
         await pool.publish(0)
         await until(lambda: engine.running)
-        snapshot = coordinator.learner.snapshot(1)
+        snapshot = coordinator.snapshot(1)
         await pool.reserve_elsewhere()
         await stored_tokens(pool, at_least=13)
         await pool.step_elsewhere()
@@ -160,9 +160,9 @@ async def test_after_a_learner_went_back_only_answers_of_surviving_weights_are_g
 
         pool.clock.now_s = pool.config.buffer.heartbeat_timeout_s + 1.0
         restored = Restored(snapshot=snapshot, lineage=Lineage((snapshot.version,)))
-        await coordinator.attachments.attach(SECOND, shared=shared, restored=restored)
+        await coordinator.attach(SECOND, shared=shared, restored=restored)
         again = msgspec.structs.replace(manifest_of(0), version=Version(2, 0))
-        coordinator.learner.published(again.version)
+        coordinator.published(again.version)
         await pool.store.publish(again, [WEIGHTS])
         engine.gate.set()
         await pool.generators["a"].report()

@@ -182,14 +182,14 @@ class Pool:
 
     async def publish(self, step: int, *, parameters: Any = None, handles: Sequence[Any] = (WEIGHTS,)) -> None:
         manifest = manifest_of(step, parameters=parameters)
-        self.coordinator.learner.published(manifest.version)
+        self.coordinator.published(manifest.version)
         await self.store.publish(manifest, list(handles))
 
     async def train(self) -> Lease:
         """Leases one step and acks it. Returns the lease."""
-        lease = await self.coordinator.learner.lease(1, wait_s=60.0)
+        lease = await self.coordinator.lease(1, wait_s=60.0)
         assert isinstance(lease, Lease)
-        await self.coordinator.learner.ack(lease.incarnation, lease.step)
+        await self.coordinator.ack(lease.incarnation, lease.step)
         return lease
 
     async def step(self) -> Lease:
@@ -224,7 +224,7 @@ class Pool:
 
     def snapshot(self) -> BufferSnapshot:
         """Returns the groups in the buffer. It keeps them from now on for a learner that goes back to this moment."""
-        return self.coordinator.learner.snapshot(self.coordinator.brief_status().version.incarnation).buffer
+        return self.coordinator.snapshot(self.coordinator.brief_status().version.incarnation).buffer
 
     def ready(self) -> list[OpenGroup]:
         """Returns the groups that were committed and are not trained yet."""

@@ -322,7 +322,7 @@ async def test_a_reward_that_always_fails_stops_the_run_also_if_failed_samples_g
         pool.scorer.fail = True
         pool.add("a")
         await pool.publish(0)
-        assert await pool.coordinator.learner.lease(1, wait_s=60.0) is LeaseWait.TOO_MANY_FAILURES
+        assert await pool.coordinator.lease(1, wait_s=60.0) is LeaseWait.TOO_MANY_FAILURES
 
 
 @pytest.mark.asyncio
@@ -347,7 +347,7 @@ async def test_failures_do_not_overtake_groups_whose_rows_are_still_being_stored
         for _ in range(4):
             await pool.step()
         assert pool.failures["data/reward_raised"] > 10
-        assert await pool.coordinator.learner.lease(1, wait_s=0.0) is not LeaseWait.TOO_MANY_FAILURES
+        assert await pool.coordinator.lease(1, wait_s=0.0) is not LeaseWait.TOO_MANY_FAILURES
 
 
 @pytest.mark.asyncio
@@ -407,7 +407,7 @@ async def test_a_cancelled_wait_for_tickets_leaks_no_slot() -> None:
 @pytest.mark.asyncio
 async def test_a_refused_reserve_says_why_after_its_wait() -> None:
     async with empty_pool() as pool:
-        pool.coordinator.learner.pause(1)
+        pool.coordinator.pause(1)
         reservation = await pool.coordinator.reserve("b", Version(1, 0), 3, wait_s=0.0)
         assert reservation.refusal is Refusal.PAUSED
 
@@ -432,12 +432,12 @@ async def test_a_replica_that_was_declared_dead_clears_the_rows_that_it_comes_ba
         engine.gate.clear()
         await until(lambda: engine.running > 0)
         mine = pool.tickets("a").keys()
-        pool.coordinator.learner.pause(1)
+        pool.coordinator.pause(1)
         await pool.expire_tickets()  # the buffer counts it as dead, although it was only slow
         engine.gate.set()
         await until(lambda: pool.coordinator.status().account.events[Event.COMMIT_LATE] == len(mine))
         await until(lambda: not mine & pool.rows.kept.keys())
-        await pool.coordinator.learner.resume(1)
+        await pool.coordinator.resume(1)
         leases = [await pool.step() for _ in range(3)]
         assert not mine & {group.meta.key for lease in leases for group in lease.groups}
         assert pool.coordinator.status().account.closed

@@ -332,7 +332,7 @@ async def test_tickets_that_arrive_while_the_replica_is_torn_wait_for_a_whole_up
         generator = pool.generators["a"]
         await until(lambda: engine.loads == [Version(1, 0), Version(1, 1)] and generator.version is None)
         begun = len(engine.prompts)
-        await pool.coordinator.learner.rows_lost(1, [pool.ready()[0].ticket.key])
+        await pool.coordinator.rows_lost(1, [pool.ready()[0].ticket.key])
         await until(lambda: pool.counts.reserved)
         await everything_else_runs()
         assert pool.counts.reserved

@@ -440,7 +440,7 @@ class Scene:
     # The replica.
 
     async def deliver(self, version: Version, *, replica: str = "a") -> None:
-        self.coordinator.learner.published(version)
+        self.coordinator.published(version)
         self.loaded = version
         await self.heartbeat(replica)
 

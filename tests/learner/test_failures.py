@@ -42,7 +42,7 @@ class Scene:
         self._log = caplog
 
     async def send(self, call: Call) -> Any:
-        assert (call.receiver, call.method) == ("FailureReports", "more_than")
+        assert (call.receiver, call.method) == ("Coordinator", "failure_counts")
         self.asked.append(call.arguments[0])
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):

@@ -14,7 +14,7 @@ from asyncrl.buffer.ledger import Event, Fate
 from asyncrl.buffer.records import Ticket
 from asyncrl.common.roles import RunState
 from asyncrl.common.version import Version
-from asyncrl.coordinator.coordinator import LearnerCalls
+from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.data.specs import GENERATED_FIELDS
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import ActorGone, NonFiniteError, ParityError, RowsLost, RunError, StallError
@@ -424,7 +424,7 @@ async def test_without_any_generator_the_error_says_how_to_start_one() -> None:
     scene.client.waiting = scene.hang
 
     async def delivered(version: Version) -> None:
-        scene.coordinator.learner.published(version)
+        scene.coordinator.published(version)
 
     scene.publisher.delivered = delivered
     with pytest.raises(StallError, match=r"no generator has joined: start one with `asyncrl generator`"):
@@ -448,7 +448,7 @@ async def test_the_first_cause_is_raised_although_the_lease_could_not_be_given_b
     call = scene.client.call
 
     async def dead(method: Any, /, *arguments: Any, **options: Any) -> Any:
-        if method is LearnerCalls.give_back:
+        if method is Coordinator.give_back:
             raise ActorGone("the buffer is gone")
         return await call(method, *arguments, **options)
 
