@@ -25,7 +25,7 @@ import msgspec
 
 from asyncrl.buffer.fleet import Fleet
 from asyncrl.buffer.ledger import Account, Amount, EndedGroup, Event, Fate, Ledger, LedgerEntry
-from asyncrl.buffer.records import NO_TASK, DuePrompt, GroupMeta, LeasedGroup, OpenGroup, Prefix, Ticket
+from asyncrl.buffer.records import NO_TASK, GroupMeta, LeasedGroup, OpenGroup, Prefix, Ticket, WaitingPrompt
 from asyncrl.buffer.staleness import Limits
 from asyncrl.common.version import Lineage, Version
 from asyncrl.data.prompts import PromptSource
@@ -258,7 +258,7 @@ class KeptRows:
         """Counts the tokens of a prefix that no attempt will continue."""
         self._count_dropped(prefix.tokens)
 
-    def without_prefix(self, prompt: DuePrompt) -> DuePrompt:
+    def without_prefix(self, prompt: WaitingPrompt) -> WaitingPrompt:
         """Returns a waiting prompt without its prefix. Counts the tokens."""
         assert prompt.prefix is not None, f"group {prompt.group} has no prefix"
         self.drop(prompt.prefix)
@@ -326,7 +326,7 @@ class Groups:
         self._fleet = fleet
         self.kept = KeptRows(ledger=ledger)
         self.issued, self.exhausted = 0, False
-        self.waiting: dict[int, DuePrompt] = {}
+        self.waiting: dict[int, WaitingPrompt] = {}
         self._waiting_order: list[int] = []  # a heap of groups
         self._waiting_issued = 0  # waiting prompts whose groups the ledger counts as reserved
         self.open: dict[int, Slot] = {}
@@ -355,18 +355,18 @@ class Groups:
 
     # --- prompts, and the attempts at them ----------------------------------------------------------------------
 
-    def next_prompt(self, *, replica: str) -> DuePrompt | None:
+    def next_prompt(self, *, replica: str) -> WaitingPrompt | None:
         """Returns the earliest prompt at the front, else a new prompt; None if there is neither.
 
         A prompt that failed on this replica comes last, if a healthy replica has not tried it.
         """
 
-        def other_may_try(prompt: DuePrompt) -> bool:
+        def other_may_try(prompt: WaitingPrompt) -> bool:
             return replica in prompt.failed_on and self._fleet.has_other_than(prompt.failed_on)
 
         return self._pop_waiting(unless=other_may_try) or self.new_prompt() or self._pop_waiting(unless=lambda _: False)
 
-    def new_prompt(self) -> DuePrompt | None:
+    def new_prompt(self) -> WaitingPrompt | None:
         """Returns the next new prompt for the first attempt at its group; None if there is none."""
         task = None if self.exhausted else self.prompts.next()
         if task is None:
@@ -375,24 +375,24 @@ class Groups:
         group = self.issued
         self.issued += 1
         seed = seed_of_group(self.prompts.seed, group, group_size=self.limits.group_size)
-        return DuePrompt(group=group, attempt=0, task=task, seed=seed, issued=False)
+        return WaitingPrompt(group=group, attempt=0, task=task, seed=seed, issued=False)
 
-    def wait(self, prompt: DuePrompt) -> None:
+    def wait(self, prompt: WaitingPrompt) -> None:
         """Puts a prompt at the front. Takes O(log n)."""
         heapq.heappush(self._waiting_order, prompt.group)
         self.waiting[prompt.group] = prompt
         self._waiting_issued += prompt.issued
 
-    def waiting_prompts(self) -> tuple[DuePrompt, ...]:
+    def waiting_prompts(self) -> tuple[WaitingPrompt, ...]:
         """Returns the waiting prompts in prompt order."""
         return tuple(self.waiting[group] for group in sorted(self.waiting))
 
     def next_attempt(
         self, ticket: Ticket, *, issued: bool, failed: bool = False, prefix: Prefix | None = None
-    ) -> DuePrompt:
+    ) -> WaitingPrompt:
         """Returns the prompt of a ticket that has ended, for its next attempt, which begins with `prefix`."""
         self.ledger.count(Event.RETRY)
-        return DuePrompt(
+        return WaitingPrompt(
             group=ticket.group,
             attempt=ticket.attempt + 1,
             task=ticket.task,
@@ -460,7 +460,7 @@ class Groups:
         )
         return [prefix for prefix in found if prefix is not None]
 
-    def _pop_waiting(self, *, unless: Callable[[DuePrompt], bool]) -> DuePrompt | None:
+    def _pop_waiting(self, *, unless: Callable[[WaitingPrompt], bool]) -> WaitingPrompt | None:
         """Removes and returns the earliest prompt that is not left out by `unless`; None if there is none."""
         left_out: list[int] = []
         found = None
@@ -477,7 +477,7 @@ class Groups:
 
     # --- reserved groups ----------------------------------------------------------------------------------------
 
-    def admit(self, prompt: DuePrompt, *, replica: str, version: Version, step: int, now_s: float) -> Ticket:
+    def admit(self, prompt: WaitingPrompt, *, replica: str, version: Version, step: int, now_s: float) -> Ticket:
         """Gives the prompt a slot, and returns the ticket."""
         ticket = Ticket(
             group=prompt.group,

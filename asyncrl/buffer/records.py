@@ -112,7 +112,7 @@ def oldest_step(version: Version, prefix: Prefix | None) -> int:
     return version.step if prefix is None else min(version.step, prefix.oldest)
 
 
-class DuePrompt(Attempt, frozen=True, kw_only=True, gc=False):
+class WaitingPrompt(Attempt, frozen=True, kw_only=True, gc=False):
     """A prompt that waits for an attempt. If `issued` is True, the ledger already counts its group as reserved."""
 
     issued: bool

@@ -15,7 +15,7 @@ import msgspec
 
 from asyncrl.buffer.groups import Groups, Slot
 from asyncrl.buffer.ledger import EndedGroup, FailureState, Fate, LedgerState
-from asyncrl.buffer.records import NO_TASK, DuePrompt, OpenGroup
+from asyncrl.buffer.records import NO_TASK, OpenGroup, WaitingPrompt
 from asyncrl.common.version import Lineage, Version
 
 SCHEMA = 3
@@ -36,7 +36,7 @@ class BufferSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     next_group: int
     exhausted: bool
     open: tuple[OpenGroup, ...]
-    waiting: tuple[DuePrompt, ...]
+    waiting: tuple[WaitingPrompt, ...]
     last_attempts: dict[int, tuple[int, bool]]
     ledger: LedgerState
     failures: FailureState
@@ -135,7 +135,7 @@ def _with_rows(groups: Groups) -> list[Slot]:
 
 def _opened(
     groups: Groups, snapshot: BufferSnapshot, *, earlier: Groups, now_s: float
-) -> tuple[list[Slot], list[DuePrompt]]:
+) -> tuple[list[Slot], list[WaitingPrompt]]:
     """Returns the groups that were ready at the snapshot and still have their rows, and the prompts of all others."""
     slots: list[Slot] = []
     task_of = groups.prompts.task
@@ -156,7 +156,7 @@ def _opened(
     return slots, due
 
 
-def _not_issued_since(groups: Groups, prompt: DuePrompt, *, earlier: Groups, lineage: Lineage) -> DuePrompt:
+def _not_issued_since(groups: Groups, prompt: WaitingPrompt, *, earlier: Groups, lineage: Lineage) -> WaitingPrompt:
     """Returns a prompt of a snapshot for an attempt that was not issued after it, with what is stored and survives."""
     stored = earlier.prefix_of(prompt.group)
     if stored is None and prompt.prefix is not None:  # it was cleared since, or its row store has ended

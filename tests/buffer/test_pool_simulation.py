@@ -50,7 +50,7 @@ class CountsAdmissions(ReplayBuffer):
     """Broken: counts all groups admitted since the start, instead of the slots in use."""
 
     def _admission(self, version: Version, *, replica: str | None = None) -> Admission:
-        admitted = self.ledger._events[Event.ATTEMPT]
+        admitted = self.account.events[Event.ATTEMPT]
         return admissible(
             self.limits,
             slots=admitted - self.step * self.limits.groups_per_step,

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from asyncrl.buffer.fleet import Fleet
 from asyncrl.buffer.groups import Groups, Slot
 from asyncrl.buffer.ledger import Fate, Ledger
-from asyncrl.buffer.records import DuePrompt, Ticket
+from asyncrl.buffer.records import Ticket, WaitingPrompt
 from asyncrl.common.version import Version
 from asyncrl.data.prompts import Task
 
@@ -56,7 +56,7 @@ def test_waiting_prompts_come_in_prompt_order(waiting: list[int], popped_early: 
     early = waiting[:popped_early]
     for batch in (early, waiting[popped_early:]):
         for group in batch:
-            groups.wait(DuePrompt(group=group, attempt=1, task=TASK, seed=0, issued=group % 2 == 0))
+            groups.wait(WaitingPrompt(group=group, attempt=1, task=TASK, seed=0, issued=group % 2 == 0))
         issued = groups.account().fates[Fate.RESERVED].groups
         assert issued == groups.recount().fates[Fate.RESERVED].groups == sum(group % 2 == 0 for group in batch)
         assert [due.group for due in iter(lambda: groups.next_prompt(replica="a"), None)] == sorted(batch)
