@@ -299,7 +299,8 @@ class KeptRows:
 class Groups:
     """All groups that were issued.
 
-    `prompts` issues the new prompts. Callers read these attributes, and change them with the methods only:
+    `prompts` issues the new prompts. Callers read these attributes, and change them with the methods only, except for
+    `must_report_all`:
 
     - `issued`: the number of groups that were issued, and `exhausted`: whether the prompts have run out.
     - `waiting`: the prompts at the front, by group. They are issued before any new prompt, and hold no slot.
@@ -401,6 +402,10 @@ class Groups:
             failed_on=(*ticket.failed_on, ticket.replica) if failed else ticket.failed_on,
             prefix=prefix,
         )
+
+    def restore(self, *, issued: int, exhausted: bool, last_of_ended: Mapping[int, tuple[int, bool]]) -> None:
+        """Continues from the numbers of a snapshot."""
+        self.issued, self.exhausted, self.last_of_ended = issued, exhausted, dict(last_of_ended)
 
     def is_last_attempt(self, ticket: Ticket) -> bool:
         """Returns whether the group has failed if this attempt fails.

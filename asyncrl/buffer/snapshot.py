@@ -82,8 +82,7 @@ def restore(
     What is stored of a prompt is kept up to its first token of a dead version.
     """
     step = snapshot.version.step
-    groups.issued, groups.exhausted = snapshot.next_group, snapshot.exhausted
-    groups.last_of_ended = dict(snapshot.last_attempts)
+    groups.restore(issued=snapshot.next_group, exhausted=snapshot.exhausted, last_of_ended=snapshot.last_attempts)
     groups.kept.restored(step=step)
     slots, due = _opened(groups, snapshot, earlier=earlier, now_s=now_s)
     groups.kept.not_loaded = {slot.ticket.key for slot in slots} - {slot.ticket.key for slot in _with_rows(earlier)}
