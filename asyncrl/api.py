@@ -27,7 +27,7 @@ from asyncrl.config.load import Layer
 from asyncrl.config.schema import Config
 from asyncrl.deployment.known_runs import newest_weights
 from asyncrl.deployment.launch import WAKE_EVERY_S, ended_at_once, run_in, take_sigterm_back
-from asyncrl.deployment.ray_token import use_ray_token
+from asyncrl.deployment.local_clusters import use_ray_token
 from asyncrl.deployment.resuming import Choice, no_checkpoint, unfinished_run
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import RunError

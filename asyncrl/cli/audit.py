@@ -23,7 +23,7 @@ def audit(run: RecordedRun, trust: Trust = False) -> None:
                      only for runs with audit.keep_weights: all, on the model of CPU that trained them.
                    A loss or an advantage of your own is imported for it, only with --trust
     """
-    from asyncrl.deployment.ray_token import use_ray_token
+    from asyncrl.deployment.local_clusters import use_ray_token
 
     use_ray_token(own=True)  # before the next line imports ray, which check 5 may start
     from asyncrl.audit.audit import audit as outcomes_of

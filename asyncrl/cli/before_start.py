@@ -26,7 +26,7 @@ from asyncrl.config.schema import Config, EnvironmentSection
 from asyncrl.data.prompts import Task
 from asyncrl.data.rows import FIRST_ROWS
 from asyncrl.deployment.known_runs import has_checkpoint
-from asyncrl.deployment.ray_token import use_ray_token
+from asyncrl.deployment.local_clusters import use_ray_token
 from asyncrl.errors import ConfigError, InfraError, RunError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ def down(run: RunningRun, address: RunningAddress = None) -> None:
     needs no `down`. A run that is being restarted at this moment may go on: call `down` again.
     """
     from asyncrl.deployment.known_runs import as_it_is, check_there, clear, named_run, own_address
-    from asyncrl.deployment.ray_token import use_ray_token
+    from asyncrl.deployment.local_clusters import use_ray_token
 
     directory, named = named_run(run), named_address(address)
     lines = clear(directory)

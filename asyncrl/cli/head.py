@@ -33,8 +33,7 @@ def head(
     config = load_config(files, overrides)
 
     from asyncrl.deployment.launch import log_to, run_until_done
-    from asyncrl.deployment.local_clusters import HEAD, check_no_head, own_clusters
-    from asyncrl.deployment.ray_token import use_ray_token
+    from asyncrl.deployment.local_clusters import HEAD, check_no_head, own_clusters, use_ray_token
 
     use_ray_token(own=True)
     print_warnings(check_no_head(config.run.dir / config.run.name, own_clusters()))

@@ -41,7 +41,7 @@ def joined_run(directory: Path, address: str | None) -> "CoordinatorClient":
 
     Raises AnotherRun if the run on the cluster is not the one of `directory`, unless the user has named the cluster.
     """
-    from asyncrl.deployment.ray_token import use_ray_token
+    from asyncrl.deployment.local_clusters import use_ray_token
 
     use_ray_token()
     from asyncrl.deployment.cluster import join

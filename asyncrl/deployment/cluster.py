@@ -4,6 +4,15 @@ Every placement has a deadline, because on a cluster without room Ray waits fore
 
 Every process that can connect to a Ray cluster can run code on it. So a cluster that this process starts listens only
 on this machine and requires a token.
+
+`ray.init` starts the cluster. Meanwhile this module changes two constants and three methods of Ray, because Ray has no
+public way to the same cluster (Ray 2.60):
+
+- `ray start --block` takes 11 s instead of 5 s on two busy cores. It always starts the API server at port 8265 and the
+  client server at port 10001, so a machine has room for one. It also notes its address where other programs look for
+  `auto`, and a driver still cannot join it at 127.0.0.1.
+- Ray reads the variables of the environment that set the two constants when it is imported. A program with a loop of
+  its own may have imported Ray before it calls `start_local`.
 """
 
 import asyncio
@@ -16,19 +25,17 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import psutil
 import ray
-from ray._common.utils import get_ray_address_file
-from ray._private import ray_constants, services
+from ray._private import ray_constants
 from ray._private.node import Node
 from ray.exceptions import RayError
 
 from asyncrl.config.schema import Config
 from asyncrl.data_plane.calls import finished, has_process, room
-from asyncrl.deployment.local_clusters import cluster_of, noted_address, own_clusters, started_for
-from asyncrl.deployment.ray_token import require_token
+from asyncrl.deployment.local_clusters import cluster_of, noted_address, own_clusters, require_token, started_for
 from asyncrl.deployment.temporary_folders import close_to_others, ray_folder, temporary_folder_problems
 from asyncrl.errors import PlacementError, RunError
 
@@ -53,6 +60,13 @@ PROBE_TIMEOUT_S = 5.0
 """Deadline of the connection that tests whether a process listens at an address, seconds."""
 
 
+class LocalRay(NamedTuple):
+    """A cluster that this process has started. Its daemons and workers write their output to `session_folder`."""
+
+    address: str
+    session_folder: str
+
+
 def start_local(config: Config, *, generators: int = 1, command: str = "up") -> str:
     """Starts a local Ray cluster that is large enough for the config. Returns its address.
 
@@ -61,6 +75,11 @@ def start_local(config: Config, *, generators: int = 1, command: str = "up") -> 
     The cluster ends only with this process. A signal to the process group, such as `timeout` sends, does not reach
     it. Only processes on this machine that have the token can connect to it. Raises RunError if Ray does not start.
     """
+    return start(config, generators=generators, command=command).address
+
+
+def start(config: Config, *, generators: int = 1, command: str = "up") -> LocalRay:
+    """Starts the cluster of `start_local`."""
     if problems := temporary_folder_problems(vllm=False):
         raise RunError("\n".join(map(str, problems)))
     require_token()
@@ -83,10 +102,10 @@ def start_local(config: Config, *, generators: int = 1, command: str = "up") -> 
                 _system_config={"worker_niceness": WORKER_NICENESS},
             )
         )
-    address = str(context.address_info["address"])
-    check_own_address(address)
-    close_to_others(Path(context.address_info["session_dir"]))
-    return address
+    local = LocalRay(str(context.address_info["address"]), str(context.address_info["session_dir"]))
+    check_own_address(local.address)
+    close_to_others(Path(local.session_folder))
+    return local
 
 
 def check_own_address(address: str) -> None:
@@ -181,13 +200,6 @@ def _is_of_ray(process: psutil.Process) -> bool:
     return any(argument.startswith(f"{_RAY_PACKAGE}{os.sep}") for argument in process.cmdline())
 
 
-def session_folder() -> str:
-    """Returns the session folder of the Ray that this process started. Its daemons and workers write their output
-    there."""
-    node: Any = ray._private.worker._global_node
-    return str(node.get_session_dir_path())
-
-
 def joined_address() -> str:
     """Returns the address of the cluster that this process has joined, also if it was given as `auto`."""
     if not ray.is_initialized():
@@ -236,8 +248,8 @@ def _found(run: str, *, folder: str) -> str:
     Ray would also take a cluster of another user of the machine, which would get this user's token: it looks at the
     processes of all users, and at a file in a folder in which all users may write.
     """
-    if os.environ.get("RAY_ADDRESS", "auto") not in ("", "auto"):
-        return str(services.get_ray_address_from_environment("auto", None))
+    if (named := os.environ.get("RAY_ADDRESS", "")) not in ("", "auto"):
+        return named
     clusters = own_clusters()
     if (cluster := cluster_of(run, clusters, folder=folder)) is not None:
         if cluster.run not in ("", run):
@@ -245,7 +257,7 @@ def _found(run: str, *, folder: str) -> str:
         return cluster.address
     if clusters:
         raise ConnectionError("the only ones on this machine are of `asyncrl up`, and each is for its own run")
-    if (address := noted_address(Path(get_ray_address_file(None)))) is not None:
+    if (address := noted_address()) is not None:
         return address
     advice = "The cluster of another user would get your token; name it with RAY_ADDRESS or --address"
     raise ConnectionError(f"you have started none on this machine. {advice}")

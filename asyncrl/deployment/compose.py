@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.common.tasks import Stopped, check_stop, running
 from asyncrl.config.schema import Config
-from asyncrl.deployment.cluster import joined_address, session_folder, start_local
+from asyncrl.deployment import cluster
 from asyncrl.deployment.inputs import Inputs, Prompts
 from asyncrl.deployment.pool import GeneratorDeployment
 from asyncrl.deployment.run_dir import STOPPED_EARLY, RunDir
@@ -22,11 +22,6 @@ from asyncrl.learner.records import Summary
 
 if TYPE_CHECKING:
     from asyncrl.deployment.learner import LearnerDeployment
-
-
-def start_ray(config: Config) -> tuple[str, str]:
-    """Starts a local Ray. Returns its address and its session folder."""
-    return start_local(config), session_folder()
 
 
 def new_learner(
@@ -57,8 +52,8 @@ class Parts:
     """The functions that make the parts of a run's process. `joined_address` returns the address of the joined
     cluster."""
 
-    start_ray: Callable[[Config], tuple[str, str]] = start_ray
-    joined_address: Callable[[], str] = joined_address
+    start_ray: Callable[[Config], cluster.LocalRay] = cluster.start
+    joined_address: Callable[[], str] = cluster.joined_address
     new_inputs: Callable[..., Inputs] = Inputs
     new_generators: Callable[..., GeneratorDeployment] = GeneratorDeployment
     new_learner: Callable[..., "LearnerDeployment"] = new_learner

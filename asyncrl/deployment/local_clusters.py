@@ -1,25 +1,35 @@
-"""The Ray clusters of this user on this machine, and which one a run joins if its address is not given.
+"""This user's Ray clusters on this machine: which one a run joins if its address is not given, and their token.
 
 A cluster that asyncrl starts gets a variable in its environment that names the command and the run. Only the same user
 can read it, and it is gone when the cluster is. So two heads, and two users of a machine, do not disturb each other.
-Does not import Ray.
+Processes connect to a cluster with a token. Does not import Ray, which reads the environment once.
 """
 
 import contextlib
+import logging
 import os
 import re
+import secrets
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from asyncrl.deployment.temporary_folders import ray_folder
 from asyncrl.errors import RunError
 from asyncrl.run_files import opened
+
+logger = logging.getLogger(__name__)
 
 STARTED_FOR = "ASYNCRL_RAY_OF"
 """Variable in the environment of a cluster that asyncrl started: the command and the directory of the run."""
 HEAD = "head"
+TOKEN = Path(".ray") / "auth_token"
+"""Path below the home directory where Ray looks for its token if no environment variable gives one."""
+_ADDRESS_FILE = "ray_current_cluster"
+"""File in Ray's folder to which `ray start` writes the address of its cluster."""
 _LONGEST_ADDRESS = 300
 """Bytes that are read of the file with the address of the last `ray start`."""
 _GCS_ADDRESS = re.compile(r"--gcs-address=(\S+)")
@@ -75,11 +85,11 @@ def own_clusters() -> list[LocalCluster]:
     return list(found.values())
 
 
-def noted_address(file: Path) -> str | None:
-    """Returns the address that `ray start` wrote to `file`, as in another container. None if there is no such file, or
-    if neither this user nor root has written it."""
+def noted_address() -> str | None:
+    """Returns the address that the last `ray start` wrote to Ray's folder, as in another container. None if there is no
+    such file, or if neither this user nor root has written it."""
     try:
-        with opened(file) as noted:
+        with opened(ray_folder()[0] / "ray" / _ADDRESS_FILE) as noted:
             mine = os.fstat(noted.fileno()).st_uid in (os.getuid(), 0)
             return noted.read(_LONGEST_ADDRESS).decode().strip() or None if mine else None
     except (OSError, ValueError):
@@ -120,3 +130,70 @@ def check_no_head(directory: Path, clusters: Sequence[LocalCluster]) -> list[str
         if cluster.command == HEAD:
             notes.append(f"another head runs on this machine: {cluster}; each run joins its own")
     return notes
+
+
+def use_ray_token(*, own: bool = False) -> None:
+    """Makes Ray use the user's token, if there is one. Call it before ray is imported.
+
+    Ray uses the token by itself for the address `auto`, but not for other addresses. `own` is for a cluster that this
+    process starts. Its token is created if there is none. Ray would use it without this function too, but would print
+    a hint on how to turn tokens off.
+    """
+    known = any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    if own or known or (Path.home() / TOKEN).is_file():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+
+def require_token() -> None:
+    """Makes sure that a Ray cluster that this process starts requires a token that only this user can read.
+
+    `ray.init` turns tokens on by itself unless `RAY_AUTH_MODE` forbids it. But it writes a new token file that all
+    users can read, so this function creates the file. Raises RunError if the environment forbids tokens, or if the
+    token cannot be stored.
+    """
+    # Ray prints a hint on how to turn tokens off. It is hidden, because our clusters always require a token.
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+    mode = os.environ.get("RAY_AUTH_MODE", "token")
+    if mode != "token":
+        raise RunError(
+            f"RAY_AUTH_MODE = {mode!r}: asyncrl starts Ray only with a token, because every process that can connect "
+            "to a Ray without one can run code on it; unset RAY_AUTH_MODE, or set ray.address to a cluster for whose "
+            "security you are responsible"
+        )
+    token, named = os.environ.get("RAY_AUTH_TOKEN"), os.environ.get("RAY_AUTH_TOKEN_PATH")
+    if token:
+        if not token.strip():
+            raise RunError("RAY_AUTH_TOKEN is blank; set it to a token (openssl rand -hex 32), or unset it")
+        return
+    path = Path(named) if named else Path.home() / TOKEN
+    if named and not path.is_file():
+        raise RunError(
+            f"RAY_AUTH_TOKEN_PATH = {named!r}: there is no such file; write a token to it, or unset the variable"
+        )
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.exists():
+            _write_new(path)
+        elif path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            logger.warning("other users of this machine can read Ray's token; run: chmod 600 %s", path)
+    except OSError as error:
+        raise RunError(
+            f"Ray's token cannot be stored in {path} ({error.strerror}); set RAY_AUTH_TOKEN to a token (openssl rand "
+            "-hex 32), or set RAY_AUTH_TOKEN_PATH to a file with a token"
+        ) from error
+
+
+def _write_new(path: Path) -> None:
+    """Writes a new token to `path` atomically. If another process has written one meanwhile, that token stays.
+
+    Two runs may start at the same time, and both must use the same token.
+    """
+    unnamed = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    descriptor = os.open(unnamed, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(32))
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.link(unnamed, path)
+    finally:
+        unnamed.unlink()

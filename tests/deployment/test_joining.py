@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray._private import services
 from ray.exceptions import RaySystemError
 
 from asyncrl.deployment import cluster
@@ -39,10 +40,11 @@ class Ray:
 @pytest.fixture(autouse=True)
 def its_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ray:
     """A Ray that is asked nothing else. No cluster of this user runs, and no variable names one."""
-    own = Ray(noted=tmp_path / "ray_current_cluster")
+    own = Ray(noted=tmp_path / "ray" / "ray_current_cluster")
+    own.noted.parent.mkdir()
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(cluster, "get_ray_address_file", lambda _: str(own.noted))
     monkeypatch.setattr(cluster, "own_clusters", lambda: own.found)
     monkeypatch.setattr(cluster.ray, "init", own.init)
     monkeypatch.setattr(cluster.ray, "nodes", lambda: own.nodes())
@@ -123,7 +125,7 @@ def test_a_process_of_another_user_that_looks_like_ray_gets_no_token(
     asked: list[str], port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     addresses = {f"127.0.0.1:{port}"}
-    monkeypatch.setattr(cluster.services, "find_gcs_addresses", lambda: addresses)
+    monkeypatch.setattr(services, "find_gcs_addresses", lambda: addresses)
     with pytest.raises(RunError, match=r"RAY_ADDRESS or --address"):
         cluster.join("auto", namespace="run")
     assert asked == []

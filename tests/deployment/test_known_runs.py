@@ -59,7 +59,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cluster, "join", join)
     # The real function would set RAY_AUTH_MODE in this process, for every Ray of later tests.
-    monkeypatch.setattr("asyncrl.deployment.ray_token.use_ray_token", lambda: None)
+    monkeypatch.setattr("asyncrl.deployment.local_clusters.use_ray_token", lambda: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.deployment import cluster, ray_token
+from asyncrl.deployment import cluster, local_clusters
 from asyncrl.deployment.temporary_folders import close_to_others
 from asyncrl.errors import RunError
 
@@ -28,7 +28,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_first_run_makes_a_token_that_only_its_user_reads(home: Path) -> None:
-    ray_token.require_token()
+    local_clusters.require_token()
     token = home / ".ray" / "auth_token"
     assert token.stat().st_mode & 0o777 == 0o600
     assert len(token.read_text()) == 64
@@ -36,22 +36,22 @@ def test_the_first_run_makes_a_token_that_only_its_user_reads(home: Path) -> Non
 
 
 def test_the_second_run_keeps_the_firsts_token(home: Path) -> None:
-    ray_token.require_token()
+    local_clusters.require_token()
     token = (home / ".ray" / "auth_token").read_text()
-    ray_token.require_token()
+    local_clusters.require_token()
     assert (home / ".ray" / "auth_token").read_text() == token
 
 
 def test_a_token_that_others_may_read_is_named(home: Path, caplog: pytest.LogCaptureFixture) -> None:
-    ray_token.require_token()
+    local_clusters.require_token()
     (home / ".ray" / "auth_token").chmod(0o644)
-    ray_token.require_token()
+    local_clusters.require_token()
     assert f"chmod 600 {home / '.ray' / 'auth_token'}" in caplog.text
 
 
 def test_a_token_in_the_environment_is_taken_as_it_is(home: Path, set_variable: SetVariable) -> None:
     set_variable("RAY_AUTH_TOKEN", "theirs")
-    ray_token.require_token()
+    local_clusters.require_token()
     assert list(home.iterdir()) == []
 
 
@@ -61,13 +61,13 @@ def test_a_file_that_the_environment_names_is_taken_and_looked_at(
     token = home / "token"
     set_variable("RAY_AUTH_TOKEN_PATH", str(token))
     with pytest.raises(RunError, match=r"RAY_AUTH_TOKEN_PATH = .*no such file"):
-        ray_token.require_token()
+        local_clusters.require_token()
     token.write_text("theirs")
     token.chmod(0o600)
-    ray_token.require_token()
+    local_clusters.require_token()
     assert caplog.text == ""
     token.chmod(0o666)
-    ray_token.require_token()
+    local_clusters.require_token()
     assert f"chmod 600 {token}" in caplog.text
     assert [path.name for path in home.iterdir()] == ["token"]
 
@@ -75,19 +75,19 @@ def test_a_file_that_the_environment_names_is_taken_and_looked_at(
 def test_a_blank_token_is_refused_before_ray_waits_for_an_answer(home: Path, set_variable: SetVariable) -> None:
     set_variable("RAY_AUTH_TOKEN", " ")
     with pytest.raises(RunError, match="RAY_AUTH_TOKEN is blank"):
-        ray_token.require_token()
+        local_clusters.require_token()
 
 
 def test_no_place_for_a_token_says_what_to_set_instead(home: Path) -> None:
     (home / ".ray").write_text("a file")
     with pytest.raises(RunError, match="set RAY_AUTH_TOKEN"):
-        ray_token.require_token()
+        local_clusters.require_token()
 
 
 def test_an_environment_that_forbids_tokens_is_refused(home: Path, set_variable: SetVariable) -> None:
     set_variable("RAY_AUTH_MODE", "disabled")
     with pytest.raises(RunError, match=r"RAY_AUTH_MODE = 'disabled'.*unset RAY_AUTH_MODE"):
-        ray_token.require_token()
+        local_clusters.require_token()
 
 
 def test_a_ray_at_another_address_than_ours_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

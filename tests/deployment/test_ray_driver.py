@@ -87,7 +87,7 @@ import subprocess, sys
 sys.exit(subprocess.run([sys.executable_of_driver, "-c", open("driver.py").read()], timeout=500).returncode)
 """
 DRIVER = """
-from asyncrl.deployment.ray_token import use_ray_token
+from asyncrl.deployment.local_clusters import use_ray_token
 use_ray_token(own=True)
 import ray, sys
 from asyncrl.config.schema import Config

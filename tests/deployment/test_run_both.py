@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import Config
+from asyncrl.deployment.cluster import LocalRay
 from asyncrl.deployment.compose import Parts, new_learner, run_both, run_learner
 from asyncrl.deployment.inputs import Inputs, Prompts
 from asyncrl.deployment.run_dir import RunDir
@@ -48,7 +49,7 @@ async def ran(
 async def test_the_first_phase_is_shown_before_ray_starts(tmp_path: Path) -> None:
     shown: list[str] = []
 
-    def no_ray(_: Config) -> tuple[str, str]:
+    def no_ray(_: Config) -> LocalRay:
         raise RunError(f"no Ray after {shown}")
 
     with pytest.raises(RunError, match="starting Ray"):
@@ -126,7 +127,7 @@ async def test_a_signal_while_a_library_is_imported_or_ray_starts_ends_the_start
             asked(stop.set)  # from another thread, while a call blocks the event loop: `stop` is not set yet
 
     pools = Pools(learner=RunError("the learner was imported"))
-    parts = replace(pools.parts, start_ray=lambda _: ("127.0.0.1:1", str(tmp_path)))
+    parts = replace(pools.parts, start_ray=lambda _: LocalRay("127.0.0.1:1", str(tmp_path)))
     if during == "importing Ray":
         asked(stop.set)
     assert await ran(tmp_path, stop, parts, screen=screen_that(show), own_ray=True) is None
@@ -192,7 +193,7 @@ async def test_each_phase_of_a_start_is_shown_once(both: bool, tmp_path: Path) -
     shown: list[str] = []
     parts = replace(
         Pools().parts,
-        start_ray=lambda _: ("127.0.0.1:6379", str(tmp_path)),
+        start_ray=lambda _: LocalRay("127.0.0.1:6379", str(tmp_path)),
         joined_address=lambda: "127.0.0.1:6379",
         new_learner=partial(new_learner, cluster=JoinedCluster(open_data_plane=no_buffer)),
     )

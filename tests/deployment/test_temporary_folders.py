@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from asyncrl.cli.main import app
 from asyncrl.deployment import temporary_folders
-from asyncrl.deployment.temporary_folders import LONGEST_FOLDERS, temporary_folder_problems
+from asyncrl.deployment.temporary_folders import LONGEST_FOLDERS, ray_folder, temporary_folder_problems
 
 SetVariable = Callable[[str, str], None]
 
@@ -36,6 +36,18 @@ def long_folder(size: int) -> str:
     folder = Path(base, "x" * (size - len(base) - 1))
     folder.mkdir()
     return str(folder)
+
+
+@pytest.mark.parametrize("variable", ["", "TMPDIR", "RAY_TMPDIR"])
+def test_the_address_of_the_last_ray_start_is_read_where_ray_writes_it(
+    variable: str, set_variable: SetVariable, tmp_path: Path
+) -> None:
+    utils = pytest.importorskip("ray._common.utils")
+    if variable:
+        set_variable(variable, str(tmp_path))
+    file = Path(utils.get_ray_address_file(None))
+    assert file.is_relative_to(tmp_path) == bool(variable)
+    assert file.parent == ray_folder()[0] / "ray"
 
 
 def test_the_longest_folder_is_what_ray_itself_allows() -> None:

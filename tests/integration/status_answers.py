@@ -27,7 +27,7 @@ def answer(run: str) -> str:
 
 
 def main() -> None:
-    from asyncrl.deployment.ray_token import use_ray_token
+    from asyncrl.deployment.local_clusters import use_ray_token
 
     use_ray_token()  # before Ray is imported
     from asyncrl.deployment.cluster import join

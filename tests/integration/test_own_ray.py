@@ -23,12 +23,12 @@ from conftest import REPOSITORY
 pytestmark = pytest.mark.integration
 
 START = """
-from asyncrl.deployment.ray_token import use_ray_token
+from asyncrl.deployment.local_clusters import use_ray_token
 use_ray_token(own=True)
 import contextlib, json, logging, os, sys, psutil, ray
 from asyncrl.config.schema import Config
-from asyncrl.deployment.cluster import session_folder, start_local
-address = start_local(Config.model_validate({"run": {"name": "own-ray"}}))
+from asyncrl.deployment.cluster import start
+address, session_folder = start(Config.model_validate({"run": {"name": "own-ray"}}))
 niceness = [os.nice(0), ray.get(ray.remote(num_cpus=0)(lambda: os.nice(0)).remote(), timeout=240)]
 listening, commands = [], []
 for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
@@ -40,7 +40,7 @@ for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
             if connection.status == psutil.CONN_LISTEN
         ]
 print(json.dumps({"address": address, "listening": listening, "niceness": niceness, "commands": commands,
-                  "mode": os.stat(session_folder()).st_mode & 0o777}), flush=True)
+                  "mode": os.stat(session_folder).st_mode & 0o777}), flush=True)
 sys.stdin.read()
 """
 README = REPOSITORY / "README.md"
@@ -48,7 +48,7 @@ OWN_LOOP = REPOSITORY / "docs" / "own-loop.md"
 STDERR = "stderr of the one that started it"
 JOIN = """
 import sys
-from asyncrl.deployment.ray_token import use_ray_token
+from asyncrl.deployment.local_clusters import use_ray_token
 use_ray_token()
 import ray
 from asyncrl.deployment.cluster import join

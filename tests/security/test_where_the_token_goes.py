@@ -50,7 +50,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         raise RunError("no Ray cluster answers")
 
     monkeypatch.setattr(cluster, "join", join)
-    monkeypatch.setattr("asyncrl.deployment.ray_token.use_ray_token", lambda: None)
+    monkeypatch.setattr("asyncrl.deployment.local_clusters.use_ray_token", lambda: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     return addresses
 
