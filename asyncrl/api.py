@@ -21,8 +21,8 @@ from types import FrameType
 from typing import Any
 
 from asyncrl.cli.before_start import prepare
-from asyncrl.cli.live_run import join_admitted, shown_run
 from asyncrl.cli.options import checked_config, print_warnings
+from asyncrl.cli.start import join_admitted, run_both, shown_run
 from asyncrl.config.load import Layer
 from asyncrl.config.schema import Config
 from asyncrl.deployment.known_runs import newest_weights
@@ -102,8 +102,6 @@ def run(
     console = ShownConsole(quiet=not progress)
     showing = shown_run(checked, role="up", console=console, started_s=time.monotonic(), choose=choose)
     with sigterm_interrupts(), showing as (run_dir, screen):
-        from asyncrl.deployment.compose import run_both  # imports Ray
-
         run_dir.on_step, run_dir.on_eval = stepped, evaluated
         training = partial(run_both, checked, run_dir=run_dir, screen=screen, prompts=prompts)
         summary, interruption = attended_run(training, calls=calls, run_dir=run_dir)

@@ -12,9 +12,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from asyncrl import shown_text
-from asyncrl.cli import live_run
 from asyncrl.cli.main import app
 from asyncrl.cli.options import checked_config
+from asyncrl.cli.start import reported_run, shown_run
 from asyncrl.cli.terminal import say
 from asyncrl.config.schema import Config, EnvironmentSection
 from asyncrl.deployment.launch import log_to
@@ -117,7 +117,7 @@ def test_the_error_of_a_command_shows_no_escape_sequence(tmp_path: Path) -> None
 
 def test_a_report_above_the_live_view_shows_nothing_harmful(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = Config.model_validate({"run": {"dir": str(tmp_path)}})
-    with live_run.shown_run(config, role="up", console=Console(width=500), started_s=0.0, choose=lambda *_: None) as (
+    with shown_run(config, role="up", console=Console(width=500), started_s=0.0, choose=lambda *_: None) as (
         _,
         screen,
     ):
@@ -133,7 +133,7 @@ def test_run_json_and_the_report_show_no_secret_of_the_error_that_ended_the_run(
     config = Config.model_validate({"run": {"dir": str(tmp_path), "name": "quick"}})
     with (
         pytest.raises(ZeroDivisionError),
-        live_run.reported_run(config, role="up", choose=lambda *_: None),
+        reported_run(config, role="up", choose=lambda *_: None),
     ):
         raise ZeroDivisionError(f"401 for {KEY}")
     for name in ("run.json", "report.html", "logs/up-0.log"):

@@ -3,13 +3,14 @@
 All output goes to the log on stderr, so that progress and errors have one format.
 """
 
-import asyncio
-import contextlib
 import logging
+from functools import partial
 
 from asyncrl.cli.before_start import prepared
 from asyncrl.cli.options import Address, AllowPublic, ConfigFiles, Overrides, ray_address
+from asyncrl.cli.start import run_generators
 from asyncrl.common.roles import Role
+from asyncrl.deployment.launch import log_to, run_until_done
 
 logger = logging.getLogger(__name__)
 
@@ -31,27 +32,6 @@ def generator(
     """
     config, prompts = prepared(files, overrides, roles=[Role.GENERATOR], allow_public=allow_public)
 
-    from asyncrl.deployment.launch import log_to, run_until_done
-
-    async def main(stop: asyncio.Event) -> None:
-        logger.info("importing Ray")
-        import ray
-
-        from asyncrl.common.tasks import Stopped, check_stop
-        from asyncrl.deployment.cluster import join
-        from asyncrl.deployment.compose import run_generators
-        from asyncrl.deployment.shared_actors import check_admission
-
-        name = config.run.name
-        with contextlib.suppress(Stopped):
-            await check_stop(stop)
-            join(ray_address(config, address), namespace=name, folder=config.run.dir)
-            where = ray.get_runtime_context().gcs_address  # the real address, also if the configured one is `auto`
-            await check_stop(stop)
-            await check_admission(config, role=Role.GENERATOR)
-            logger.info("run %s on Ray at %s: starting %d replicas", name, where, config.generator.replicas)
-            await run_generators(config, stop, prompts=prompts)
-
     with log_to(None):
-        run_until_done(main)
+        run_until_done(partial(run_generators, config, address=ray_address(config, address), prompts=prompts))
         logger.info("generators ended")

@@ -1,11 +1,8 @@
 """`asyncrl learner`: starts the learner deployment of a run on a running Ray cluster."""
 
-from functools import partial
-
 from asyncrl.cli.before_start import prepared
-from asyncrl.cli.live_run import Runner, join_admitted, live_run
 from asyncrl.cli.options import Address, AllowPublic, ConfigFiles, Fresh, Overrides, again, choice, ray_address
-from asyncrl.cli.restarts import restarts
+from asyncrl.cli.start import run_in_terminal
 from asyncrl.common.roles import Role
 
 
@@ -23,17 +20,11 @@ def learner(
     The generators stay, and what they have made with surviving weights is kept.
     """
     config, prompts = prepared(files, overrides, roles=[Role.LEARNER], allow_public=allow_public)
-    choose = join_admitted(ray_address(config, address), config, choose=choice(fresh=fresh))
-
-    def runner() -> Runner:
-        from asyncrl.deployment.compose import run_learner
-
-        def supervised() -> bool:
-            # TransferQueue's index of the rows dies with the learner's process, so no generator can go on.
-            stay = config.data_plane.backend != "transfer_queue"
-            return stay and restarts() < config.run.max_restarts
-
-        return partial(run_learner, config, prompts=prompts, supervised=supervised)
-
-    command = again("learner", files, overrides, address=address, allow_public=allow_public)
-    live_run(config, role="learner", runner=runner, again=command, choose=choose)
+    run_in_terminal(
+        config,
+        prompts,
+        command="learner",
+        address=ray_address(config, address),
+        choose=choice(fresh=fresh),
+        again=again("learner", files, overrides, address=address, allow_public=allow_public),
+    )

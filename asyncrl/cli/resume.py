@@ -7,7 +7,7 @@ from typing import Annotated
 from asyncrl.cli.before_start import prepared
 from asyncrl.cli.options import AllowPublic, Overrides, RunningRun, Trust, again, at_option
 from asyncrl.cli.restarts import begun_before
-from asyncrl.cli.up import run_here
+from asyncrl.cli.start import run_in_terminal
 from asyncrl.config.load import load_config
 from asyncrl.config.named_code import untrusted
 from asyncrl.config.schema import Config
@@ -59,7 +59,7 @@ def resume(
     command = again("up", [saved], [], allow_public=allow_public)
     # A restart after a process that had gone back goes on from the newest checkpoint, which may be one of this command.
     choose = partial(chosen_checkpoint, step=None if begun_before() else step)
-    run_here(config, prompts, again=command, choose=choose)
+    run_in_terminal(config, prompts, command="up", address=config.ray.address, choose=choose, again=command)
 
 
 def check_recorded(directory: Path, saved: Path) -> None:

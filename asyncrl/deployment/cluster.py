@@ -119,25 +119,18 @@ def check_own_address(address: str) -> None:
 
 
 def _connect(**options: Any) -> Any:
-    """Calls `ray.init` with `options`, and with the settings that starting and joining a cluster share.
+    """Calls `ray.init` with `options`, and with the settings that starting and joining a cluster share. Two of Ray's
+    constants are False meanwhile:
 
-    If the driver was started with `uv run`, Ray would start each worker with `uv run` too, in a new environment with a
-    copy of the working directory, which takes minutes and may lack asyncrl. Ray reads the variable that turns this off
-    when it is imported, so this function changes the constant.
+    - ENABLE_RAY_CLUSTER: on systems where Ray supports clusters of several machines, it replaces 127.0.0.1 by the
+      machine's external address. Its daemons would then listen on every network, and a Ray at 127.0.0.1 could not be
+      joined.
+    - RAY_ENABLE_UV_RUN_RUNTIME_ENV: if the driver was started with `uv run`, Ray starts each worker with `uv run` too,
+      in a new environment with a copy of the working directory, which takes minutes and may lack asyncrl.
     """
-    with _sigterm_stays_ours(), loopback_stays_loopback(), _changed(ray_constants, RAY_ENABLE_UV_RUN_RUNTIME_ENV=False):
+    constants = _changed(ray_constants, ENABLE_RAY_CLUSTER=False, RAY_ENABLE_UV_RUN_RUNTIME_ENV=False)
+    with _sigterm_stays_ours(), constants:
         return ray.init(log_to_driver=False, logging_level=logging.WARNING, configure_logging=False, **options)
-
-
-def loopback_stays_loopback() -> contextlib.AbstractContextManager[None]:
-    """Makes `ray.init` use the address 127.0.0.1 unchanged within the block.
-
-    On systems where Ray supports clusters of several machines, Ray replaces 127.0.0.1 by the machine's external
-    address. Its daemons would then listen on every network, and a Ray at 127.0.0.1 could not be joined. Ray has no
-    option for this on Linux. So this function changes the constant with which Ray turns multi-machine clusters off on
-    other systems.
-    """
-    return _changed(ray_constants, ENABLE_RAY_CLUSTER=False)
 
 
 @contextlib.contextmanager

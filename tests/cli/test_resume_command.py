@@ -27,7 +27,17 @@ class Started:
         self.again: Sequence[str] = ()
         self.choose: partial[object] = partial(chosen_checkpoint)
 
-    def __call__(self, config: Config, prompts: object, *, again: Sequence[str], choose: Choice) -> None:
+    def __call__(
+        self,
+        config: Config,
+        prompts: object,
+        *,
+        command: str,
+        address: str | None,
+        again: Sequence[str],
+        choose: Choice,
+    ) -> None:
+        assert (command, address) == ("up", None)
         assert isinstance(choose, partial)
         self.config, self.again, self.choose = config, again, choose
 
@@ -41,7 +51,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
     with RunDir.create(load_config([QUICKSTART, settings])):
         pass
     started = Started()
-    monkeypatch.setattr(command, "run_here", started)
+    monkeypatch.setattr(command, "run_in_terminal", started)
     return started
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from asyncrl.cli import start
 from asyncrl.cli.main import app
 from asyncrl.common.roles import Role
 from asyncrl.common.version import Version
@@ -21,7 +22,7 @@ from asyncrl.coordinator.registry import Deployment, Registry
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane import calls
 from asyncrl.data_plane.clients import TRAIN_PARTITION
-from asyncrl.deployment import cluster, compose, pool, shared_actors
+from asyncrl.deployment import cluster, pool, shared_actors
 from asyncrl.errors import ActorGone, RunLocked, RunMismatch
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -107,8 +108,7 @@ def test_what_is_refused_has_started_nothing_and_says_one_line(
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setattr(cluster, "join", lambda *_, **__: None)
     monkeypatch.setattr(shared_actors, "check_admission", refused)
-    monkeypatch.setattr(cluster.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.7:6379"))
-    monkeypatch.setattr(compose, "Inputs", started)
+    monkeypatch.setattr(start, "Inputs", started)
     monkeypatch.setattr(pool.ray, "remote", started)
     overrides = [f"run.dir={tmp_path / 'runs'}", "ray.address='10.0.0.7:6379'"]
     result = CliRunner().invoke(app, [command, "-c", str(QUICKSTART), *overrides])

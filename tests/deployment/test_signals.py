@@ -22,7 +22,7 @@ from made_up_run import make_step
 from rich.console import Console
 from asyncrl.cli.terminal import outlive_terminal, show_cursor
 from asyncrl.config.schema import Config
-from asyncrl.cli.live_run import reported_run
+from asyncrl.cli.start import reported_run
 from asyncrl.deployment.launch import asked_to_end, ended_at_once, run_until_done
 from asyncrl.views.live import LiveDisplay, LiveView
 outlive_terminal()
@@ -147,18 +147,16 @@ def test_a_second_ctrl_c_ends_at_once_shows_the_cursor_and_is_written_down(tmp_p
 
 BLOCKED = """
 import sys
-from functools import partial
-from asyncrl.cli.live_run import live_run
+from asyncrl.cli.start import imported_parts, run_in_terminal
 from asyncrl.config.schema import Config
 config = Config.model_validate({"run": {"name": "quick", "dir": sys.argv[1]}})
 
-def runner():
+def parts():
     print("importing", flush=True)
     sys.stdin.readline()  # blocks the event loop, as an import does
-    from asyncrl.deployment.compose import run_both
-    return partial(run_both, config, prompts=None)
+    return imported_parts()
 
-live_run(config, role="up", runner=runner, importing="importing Ray", again=["up"])
+run_in_terminal(config, None, command="up", address=None, again=["up"], new_parts=parts)
 """
 
 

@@ -180,7 +180,7 @@ def begun(run: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
         return Config.model_validate({"run": {"name": run.name, "dir": str(run.parent)}}), None
 
     monkeypatch.setattr(resume, "prepared", prepared)
-    monkeypatch.setattr(resume, "run_here", lambda *_, **__: None)
+    monkeypatch.setattr(resume, "run_in_terminal", lambda *_, **__: None)
     return given_to
 
 

@@ -8,9 +8,9 @@ from made_up_run import make_step
 from rich.console import Console
 
 from asyncrl.checkpoints.directory import MANIFEST, RunManifest, folder_of, write
-from asyncrl.cli import live_run, restarts
-from asyncrl.cli.live_run import join_admitted, reported_run, shown_run
+from asyncrl.cli import restarts, start
 from asyncrl.cli.options import choice
+from asyncrl.cli.start import join_admitted, reported_run, shown_run
 from asyncrl.common.version import Lineage, Version
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
@@ -52,7 +52,7 @@ def test_a_report_that_cannot_be_made_hides_no_outcome(
     def broken(path: Path) -> Path:
         raise OverflowError("a number too large")
 
-    monkeypatch.setattr(live_run, "write_report", broken)
+    monkeypatch.setattr(start, "write_report", broken)
     with pytest.raises(RunError, match="the run's own"), reported_run(config_in(tmp_path), role="up"):
         raise RunError("the run's own")
     assert "was not written" in caplog.text

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from asyncrl.cli.start import Parts, imported_parts, new_learner, run_both, run_learner
 from asyncrl.config.schema import Config
 from asyncrl.deployment.cluster import LocalRay
-from asyncrl.deployment.compose import Parts, new_learner, run_both, run_learner
 from asyncrl.deployment.inputs import Inputs, Prompts
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.screen import Screen
@@ -41,7 +41,12 @@ async def ran(
     async with asyncio.timeout(DEADLINE_S):
         with RunDir.create(config) as run_dir:
             return await run_both(
-                config, stop, run_dir=run_dir, screen=screen or screen_that(), prompts=NO_PROMPTS, parts=parts
+                config,
+                stop,
+                run_dir=run_dir,
+                screen=screen or screen_that(),
+                prompts=NO_PROMPTS,
+                new_parts=lambda: parts,
             )
 
 
@@ -53,7 +58,13 @@ async def test_the_first_phase_is_shown_before_ray_starts(tmp_path: Path) -> Non
         raise RunError(f"no Ray after {shown}")
 
     with pytest.raises(RunError, match="starting Ray"):
-        await ran(tmp_path, asyncio.Event(), Parts(start_ray=no_ray), screen=screen_that(shown.append), own_ray=True)
+        await ran(
+            tmp_path,
+            asyncio.Event(),
+            replace(imported_parts(), start_ray=no_ray),
+            screen=screen_that(shown.append),
+            own_ray=True,
+        )
 
 
 class Pools:
@@ -61,7 +72,8 @@ class Pools:
 
     def __init__(self, *, generators: Exception | None = None, learner: Exception | None = None):
         self.ended: list[str] = []
-        self.parts = Parts(
+        self.parts = replace(
+            imported_parts(),
             new_generators=self._deployment("generators", generators),
             new_learner=self._deployment("learner", learner),
         )
@@ -118,7 +130,7 @@ async def test_a_run_that_is_asked_to_end_ends_both_in_order(tmp_path: Path) -> 
 @pytest.mark.fault("F29")
 @pytest.mark.parametrize("during", ["importing Ray", "starting Ray", "making prompts"])
 async def test_a_signal_while_a_library_is_imported_or_ray_starts_ends_the_start(during: str, tmp_path: Path) -> None:
-    stop, shown = asyncio.Event(), ["importing Ray"]
+    stop, shown = asyncio.Event(), list[str]()
     asked = asyncio.get_running_loop().call_soon_threadsafe
 
     def show(phase: str) -> None:
@@ -128,8 +140,6 @@ async def test_a_signal_while_a_library_is_imported_or_ray_starts_ends_the_start
 
     pools = Pools(learner=RunError("the learner was imported"))
     parts = replace(pools.parts, start_ray=lambda _: LocalRay("127.0.0.1:1", str(tmp_path)))
-    if during == "importing Ray":
-        asked(stop.set)
     assert await ran(tmp_path, stop, parts, screen=screen_that(show), own_ray=True) is None
     assert shown[-1] == during
     info = json.loads((tmp_path / Config().run.name / "run.json").read_bytes())
@@ -201,8 +211,8 @@ async def test_each_phase_of_a_start_is_shown_once(both: bool, tmp_path: Path) -
     config = Config.model_validate({"run": {"dir": str(tmp_path)}, "model": {"path": str(tmp_path)}})
     screen = screen_that(shown.append)
     with RunDir.create(config) as run_dir, pytest.raises(RunError, match="no buffer"):
-        await run(config, asyncio.Event(), run_dir=run_dir, screen=screen, prompts=NO_PROMPTS, parts=parts)
-    first = ["starting Ray"] if both else []
+        await run(config, asyncio.Event(), run_dir=run_dir, screen=screen, prompts=NO_PROMPTS, new_parts=lambda: parts)
+    first = ["importing Ray", "starting Ray"] if both else []
     imported = ["importing the learner"] if both else []
     assert shown == [*first, "making prompts", *imported, "starting the buffer"]
 

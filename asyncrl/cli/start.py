@@ -1,0 +1,355 @@
+"""How a run starts and ends, from top to bottom: for `asyncrl up`, `resume`, `learner`, `generator` and `asyncrl.run`.
+
+    preflight    the configuration is checked, and the user's code is tried (`before_start.prepared`)
+        │
+    admission    a cluster that runs already is joined, and its run must admit this process (`join_admitted`)
+        │
+    directory    runs/NAME is locked, a checkpoint is chosen; log and live view begin (`shown_run`)
+        │
+    signals      the run gets a thread with an event loop; signals stay with the main thread (`run_until_done`)
+        │
+    Ray          is imported, and started here if it does not run already (`run_both`)
+        ├─ inputs        threads load the prompts and the model (`Inputs`)
+        ├─ generators    enter the run, and start replicas with their engines (`GeneratorDeployment.run`)
+        └─ learner       is imported; enters the run, starts the ranks and trains (`LearnerDeployment.run`)
+        │
+    end          learner and generators leave the run; then run.json, the report, and the last lines of the command
+
+A deployment that enters the run finds or creates the run's shared actors, coordinator and weight store
+(`shared_actors.enter_run`). Everything that a function starts here ends before the function returns, in the opposite
+order. Only Ray stays until the process ends, or until `asyncrl.run` returns.
+
+`asyncrl generator` has no directory: it is admitted, and runs its part (`run_generators`). The imports of Ray and torch
+take seconds. So they are inside functions, and are phases of the start that the live view shows.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rich.console import Console
+
+from asyncrl.checkpoints.directory import CHECKPOINTS
+from asyncrl.cli.options import (
+    LINE_EVERY_STEPS,
+    clear_previous,
+    print_outcome,
+    print_previous,
+    print_warnings,
+    weights_named,
+)
+from asyncrl.cli.restarts import mark_begun, restarts
+from asyncrl.cli.terminal import show_cursor
+from asyncrl.common.roles import Role
+from asyncrl.common.tasks import Stopped, check_stop, running
+from asyncrl.config.schema import Config
+from asyncrl.deployment.inputs import Inputs, Prompts
+from asyncrl.deployment.known_runs import has_checkpoint, may_have_died
+from asyncrl.deployment.launch import asked_to_end, ended_at_once, log_to, run_until_done
+from asyncrl.deployment.resuming import Choice, Resumed, no_checkpoint, rate_changes, unfinished_run
+from asyncrl.deployment.run_dir import STOPPED_EARLY, RunDir
+from asyncrl.deployment.screen import Screen, StartLog
+from asyncrl.errors import LearnerNotRestored
+from asyncrl.learner.records import Summary, known_info
+from asyncrl.metrics.states import monotonic_at_process_start
+from asyncrl.shown_text import shown
+from asyncrl.views.console import ShownConsole
+from asyncrl.views.live import LiveDisplay
+from asyncrl.views.report import write_report
+
+if TYPE_CHECKING:
+    from asyncrl.deployment.cluster import LocalRay
+    from asyncrl.deployment.learner import LearnerDeployment
+    from asyncrl.deployment.pool import GeneratorDeployment
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The functions that make the parts of a run's process. `start_ray` starts a local Ray; `joined_address` returns
+    the address of the joined cluster."""
+
+    start_ray: "Callable[[Config], LocalRay]"
+    joined_address: Callable[[], str]
+    new_inputs: Callable[..., Inputs] = Inputs
+    new_generators: "Callable[..., GeneratorDeployment]"
+    new_learner: "Callable[..., LearnerDeployment]"
+
+
+def imported_parts() -> Parts:
+    """Imports Ray, and returns the parts that use it."""
+    from asyncrl.deployment import cluster
+    from asyncrl.deployment.pool import GeneratorDeployment
+
+    return Parts(
+        start_ray=cluster.start,
+        joined_address=cluster.joined_address,
+        new_generators=GeneratorDeployment,
+        new_learner=new_learner,
+    )
+
+
+def new_learner(config: Config, **arguments: Any) -> "LearnerDeployment":
+    """Imports torch, and returns the learner's deployment."""
+    from asyncrl.deployment.learner import LearnerDeployment
+
+    return LearnerDeployment(config, **arguments)
+
+
+def run_in_terminal(
+    config: Config,
+    prompts: Prompts | None,
+    *,
+    command: Literal["up", "learner"],
+    address: str | None,
+    choose: Choice = unfinished_run,
+    again: Sequence[str],
+    new_parts: Callable[[], Parts] = imported_parts,
+) -> None:
+    """Runs both deployments of a run for `up` and `resume`, or its learner, and prints how the run ended.
+
+    `prompts` are the prompts if they are loaded already. `address` is the cluster to join; None to start one. `choose`
+    decides what becomes of an earlier run in the directory. `again` is the command that starts the run again, without
+    `asyncrl`.
+    """
+    if address is not None:
+        choose = join_admitted(address, config, choose=choose)
+    run = run_both if command == "up" else run_learner
+    showing = shown_run(
+        config, role=command, console=ShownConsole(), started_s=monotonic_at_process_start(), choose=choose
+    )
+    with showing as (run_dir, screen):
+        summary = run_until_done(
+            partial(run, config, run_dir=run_dir, screen=screen, prompts=prompts, new_parts=new_parts),
+            asked=lambda: asked_to_end(run_dir, config.run.shutdown_grace_s),
+            at_once=[show_cursor, partial(ended_at_once, run_dir)],
+        )
+    print_outcome(summary, run_dir.path, config=config, again=again)
+
+
+# --- admission -----------------------------------------------------------------------------------------------------
+
+
+def join_admitted(address: str, config: Config, *, choose: Choice) -> Choice:
+    """Joins the cluster at `address`. Raises the error with which the run there refuses this process as its learner.
+
+    It comes before the directory of an earlier run is moved aside. `choose` decides what becomes of that directory.
+    Returns the choice to use instead, which refuses to move the directory aside if the run there lives and would not
+    admit a learner without a checkpoint. If the learner of this directory may have been killed, waits until the run
+    counts it as gone.
+    """
+    from asyncrl.deployment.cluster import join
+    from asyncrl.deployment.shared_actors import check_admission
+
+    join(address, namespace=config.run.name, folder=config.run.dir)
+    directory = config.run.dir / config.run.name
+    limits, gone = config.buffer, restarts() > 0 or may_have_died(directory)
+    patience_s = limits.heartbeat_timeout_s + limits.call_timeout_s if gone else 0.0
+    info = known_info(directory) if choose is not no_checkpoint and has_checkpoint(config) else None
+    restores = None if info is None else info.nonce
+    asyncio.run(check_admission(config, role=Role.LEARNER, restores=restores, patience_s=patience_s))
+    if restores is None:
+        return choose
+    try:
+        asyncio.run(check_admission(config, role=Role.LEARNER))
+    except LearnerNotRestored as error:
+        # Only `choose` reads whether the run of the directory has finished.
+        return partial(_chosen_or_refused, choose=choose, refusal=error)
+    return choose
+
+
+def _chosen_or_refused(directory: Path, config: Config, *, choose: Choice, refusal: LearnerNotRestored) -> Resumed:
+    if (chosen := choose(directory, config)) is None:
+        raise LearnerNotRestored(f"no checkpoint in {directory / CHECKPOINTS} can be used, and {refusal}") from refusal
+    return chosen
+
+
+# --- the run's directory -------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def shown_run(
+    config: Config, *, role: str, console: Console, started_s: float, choose: Choice
+) -> Iterator[tuple[RunDir, Screen]]:
+    """Does what `reported_run` does, and shows the run on `console` within the block.
+
+    Before that, removes what a killed run of this name left. If an error ends the block, prints where the run's newest
+    weights are. `started_s` is the start of the run on the monotonic clock.
+    """
+    clear_previous(config)
+    with reported_run(config, role=role, choose=choose) as run_dir, weights_named(run_dir.path):
+        print_previous(run_dir)
+        if run_dir.resumed is not None:
+            print_warnings(rate_changes(run_dir.resumed, config))
+        with LiveDisplay(console, every_steps=LINE_EVERY_STEPS) as display:
+
+            def report(line: str) -> None:
+                console.print(shown(line), markup=False, highlight=False)
+
+            yield run_dir, Screen(show=StartLog(display.update).update, report=report, started_s=started_s)
+
+
+@contextlib.contextmanager
+def reported_run(config: Config, *, role: str, choose: Choice = unfinished_run) -> Iterator[RunDir]:
+    """Takes the run's directory for this process and logs to it. `choose` decides what becomes of an earlier run in the
+    directory.
+
+    When the block ends in any way, run.json records how it ended, and the report is written. Raises RunLocked if
+    another process holds the directory.
+    """
+    with (
+        contextlib.ExitStack() as after,
+        RunDir.create(config, choose=choose) as run_dir,
+        log_to(run_dir.log_path(role, 0)),
+    ):
+        mark_begun()
+        after.callback(_write_report, run_dir.path)  # after the block, so that run.json records how the run ended
+        yield run_dir
+
+
+def _write_report(path: Path) -> None:
+    try:
+        write_report(path)
+    except Exception as error:  # an error in the report must not hide the outcome of the run
+        logger.error("the report of %s was not written: %s: %s", path, type(error).__name__, error)
+        logger.info("the report of %s was not written", path, exc_info=error)
+
+
+# --- Ray, generators and learner -----------------------------------------------------------------------------------
+
+
+async def run_both(
+    config: Config,
+    stop: asyncio.Event,
+    *,
+    run_dir: RunDir,
+    screen: Screen,
+    prompts: Prompts | None,
+    new_parts: Callable[[], Parts] = imported_parts,
+) -> Summary | None:
+    """Runs both deployments, on a local Ray or on the cluster at `ray.address`, which this process has joined.
+
+    Returns the run's summary, or None if `stop` was set before the first step. If one deployment fails, the other is
+    ended and the error is raised.
+    """
+    try:
+        return await _run_both(config, stop, run_dir=run_dir, screen=screen, prompts=prompts, new_parts=new_parts)
+    except Stopped:
+        run_dir.stopped(STOPPED_EARLY)
+        return None
+
+
+async def _run_both(
+    config: Config,
+    stop: asyncio.Event,
+    *,
+    run_dir: RunDir,
+    screen: Screen,
+    prompts: Prompts | None,
+    new_parts: Callable[[], Parts],
+) -> Summary | None:
+    # Ray starts first. Its start takes three times as long while the interpreter is busy. Replicas need Ray, and their
+    # import of vLLM is the longest part of a start. Prompts, torch and the model are loaded meanwhile.
+    screen.starting(config, "importing Ray")
+    parts = new_parts()
+    await check_stop(stop)  # importing Ray, starting Ray and importing torch block the event loop for seconds
+    if config.ray.address is None:
+        screen.starting(config, "starting Ray")
+        local = parts.start_ray(config)
+        run_dir.started_ray(local.address, session=local.session_folder)
+    else:
+        run_dir.started_ray(parts.joined_address() if config.ray.address == "auto" else config.ray.address)
+    await check_stop(stop)
+    end = asyncio.Event()
+    async with AsyncExitStack() as closing:
+        inputs = await closing.enter_async_context(parts.new_inputs(config, loaded=prompts, report=screen.report))
+        # The local Ray was made for this run. Its replicas ask for no CPUs, so that `asyncrl scale` can add some.
+        pool = config.generator.model_copy(update={"cpus": 0.0} if config.ray.address is None else {})
+        generator_deployment = parts.new_generators(
+            config.model_copy(update={"generator": pool}),
+            model_path=inputs.generator_model,
+            prompts=inputs.prompts,
+            started=lambda engine: run_dir.uses_shared_memory(engine.shared_memory if engine.here else []),
+        )
+        generators = await closing.enter_async_context(running(generator_deployment.run(end), name="generators"))
+        screen.starting(config, "making prompts")
+        await _loaded(inputs)  # meanwhile the task of the generators creates the replicas
+        await check_stop(stop)
+        screen.starting(config, "importing the learner")
+        learner_deployment = parts.new_learner(
+            config, run_dir=run_dir, model_path=inputs.learner_model, prompts=inputs.prompts, screen=screen
+        )
+        learner = await closing.enter_async_context(running(learner_deployment.run(stop), name="learner"))
+        stopping = await closing.enter_async_context(running(stop.wait(), name="stopping"))
+        first: tuple[asyncio.Future[Any], ...] = (learner, generators, stopping)
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        end.set()
+        await generators  # if it raises, the learner is cancelled
+        return await learner
+
+
+async def run_learner(
+    config: Config,
+    stop: asyncio.Event,
+    *,
+    run_dir: RunDir,
+    screen: Screen,
+    prompts: Prompts | None,
+    new_parts: Callable[[], Parts] = imported_parts,
+) -> Summary | None:
+    """Runs the learner deployment on the cluster that this process has joined. Returns the run's summary, or None if
+    `stop` was set before the first step."""
+
+    def starts_again() -> bool:
+        # TransferQueue's index of the rows dies with the learner's process, so no generator can go on.
+        return config.data_plane.backend != "transfer_queue" and restarts() < config.run.max_restarts
+
+    parts = new_parts()
+    run_dir.started_ray(parts.joined_address())
+    async with parts.new_inputs(config, loaded=prompts, report=screen.report) as inputs:
+        screen.starting(config, "making prompts")
+        await _loaded(inputs)
+        learner = parts.new_learner(
+            config,
+            run_dir=run_dir,
+            model_path=inputs.learner_model,
+            prompts=inputs.prompts,
+            screen=screen,
+            supervised=starts_again,
+        )
+        return await learner.run(stop)
+
+
+async def run_generators(config: Config, stop: asyncio.Event, *, address: str, prompts: Prompts | None) -> None:
+    """Joins the cluster at `address`, and runs a generator deployment there until `stop` is set or the run has ended.
+    Raises the error with which the run refuses it."""
+    logger.info("importing Ray")
+    from asyncrl.deployment.cluster import join, joined_address
+    from asyncrl.deployment.pool import GeneratorDeployment
+    from asyncrl.deployment.shared_actors import check_admission
+
+    with contextlib.suppress(Stopped):
+        await check_stop(stop)
+        join(address, namespace=config.run.name, folder=config.run.dir)
+        await check_stop(stop)
+        await check_admission(config, role=Role.GENERATOR)
+        replicas = config.generator.replicas
+        logger.info("run %s on Ray at %s: starting %d replicas", config.run.name, joined_address(), replicas)
+        async with Inputs(config, loaded=prompts) as inputs:
+            await GeneratorDeployment(config, model_path=inputs.generator_model, prompts=inputs.prompts).run(stop)
+
+
+async def _loaded(inputs: Inputs) -> None:
+    """Waits for the prompts and the description of the model, before the learner is imported.
+
+    The threads of these tasks import libraries that the learner imports too. Of two threads that import a library at
+    the same time, one may see half of it.
+    """
+    await asyncio.wait([inputs.prompts, inputs.generator_model])
