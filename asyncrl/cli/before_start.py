@@ -6,7 +6,6 @@ tried, so they take no time here.
 """
 
 import os
-import threading
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -164,21 +163,14 @@ def _call_advantage(config: Config) -> None:
 
 def _try_scoring(section: EnvironmentSection, _: Config) -> None:
     from asyncrl.environments.reward_function import subject
-    from asyncrl.environments.scoring_process import ScoringProcess
+    from asyncrl.environments.scoring_process import started
     from asyncrl.environments.secrets import read_secrets
 
-    process = ScoringProcess(
-        section,
-        closing=threading.Event(),
-        secrets=read_secrets(section, os.environ),
-        output=partial(say, err=True),
-    )
     try:
-        process.start()
+        with started(section, secrets=read_secrets(section, os.environ), output=partial(say, err=True)):
+            pass  # it is ready
     except InfraError as error:
         raise ConfigError(f"{subject(section)}: {error}") from error
-    finally:
-        process.discard()
 
 
 def _try_template(config: Config) -> None:

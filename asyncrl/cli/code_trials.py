@@ -5,7 +5,6 @@ engines have started.
 """
 
 import os
-import threading
 from collections.abc import Iterator
 from functools import partial
 
@@ -23,7 +22,7 @@ from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
 from asyncrl.data.specs import GENERATED_FIELDS
 from asyncrl.environments.scoring_messages import Group
-from asyncrl.environments.scoring_process import ScoringProcess
+from asyncrl.environments.scoring_process import started
 from asyncrl.environments.secrets import read_secrets
 from asyncrl.errors import AsyncRLError, ConfigError, DataError
 from asyncrl.ranks.loss_pass import outcome_of
@@ -50,19 +49,10 @@ def _is_own(name: str) -> bool:
 def call_reward(section: EnvironmentSection, task: Task) -> None:
     """Scores one completion of a task in a scoring process: the task's own answer. Raises ConfigError if the reward
     fails."""
-    process = ScoringProcess(
-        section,
-        closing=threading.Event(),
-        secrets=read_secrets(section, os.environ),
-        output=partial(say, err=True),
-    )
-    try:
-        process.start()
+    with started(section, secrets=read_secrets(section, os.environ), output=partial(say, err=True)) as process:
         if process.form.agent:
             return
         [result] = process.score([Group(task=task, completions=(task.answer,))])
-    finally:
-        process.discard()
     failed = result if isinstance(result, DataError) else result[0]
     if isinstance(failed, DataError):
         row = f"row {task.row}" if task.row else "the first task"

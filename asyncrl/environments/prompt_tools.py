@@ -1,12 +1,11 @@
 """The tools whose descriptions are part of each prompt (`environment.tools`), known before anything starts."""
 
 import os
-import threading
 from typing import Any
 
 from asyncrl.config.parts import all_configs
 from asyncrl.config.schema import Config, EnvironmentSection
-from asyncrl.environments.scoring_process import ScoringProcess
+from asyncrl.environments.scoring_process import started
 from asyncrl.environments.secrets import Secrets
 from asyncrl.errors import ConfigError, InfraError
 
@@ -33,11 +32,8 @@ def described_tools(section: EnvironmentSection) -> PromptTools:
     if not section.tools:
         return ()
     secrets = Secrets({name: os.environ[name] for name in section.secrets if name in os.environ})
-    process = ScoringProcess(section, closing=threading.Event(), secrets=secrets, output=lambda line: None)
     try:
-        process.start()
-        return process.form.tools
+        with started(section, secrets=secrets, output=lambda line: None) as process:
+            return process.form.tools
     except InfraError as error:
         raise ConfigError(f"{section.tools_key}: {error}") from error
-    finally:
-        process.discard()

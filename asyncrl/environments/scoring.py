@@ -6,6 +6,14 @@ kills and replaces a process that exceeds this limit or dies, together with all 
 new process scores the completions that are left. A completion that took too long is scored once more. Requests and
 replies are JSON. Lines that reward code prints are passed on. `Scorer` cannot kill code that leaves its process tree
 and session on purpose, and it does not limit access to the file system or the network.
+
+Each process has a thread of its own, and not a task of the caller's event loop:
+
+- The loop of a replica is blocked at times, e.g. while its engine starts. Meanwhile a task would neither kill a process
+  that hangs nor read its output. Reward code waits in its own `print` until the output is read, and would exceed its
+  limit.
+- `output` writes to a disk, which may block.
+- asyncio reaps its child processes at once. Another process may then get the id that `kill` is about to use.
 """
 
 import asyncio

@@ -4,14 +4,15 @@ The code blocks and is used by one thread. `scoring.py` gives it an asynchronous
 other end of the socket. Every wait ends at a deadline, or when the process ends.
 """
 
+import contextlib
 import logging
 import os
 import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence, Set
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from asyncrl.config.schema import EnvironmentSection
@@ -71,13 +72,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class ScoringProcess:
-    """One scoring process and its replacements. One thread uses it at a time. `kill` may be called from any thread."""
+    """One scoring process and its replacements. One thread uses it at a time. `kill` may be called from any thread.
+
+    After `closing` is set, which several of them may share, no process is started.
+    """
 
     section: EnvironmentSection
     _: KW_ONLY
-    closing: threading.Event
     secrets: Secrets
     output: Callable[[str], None]
+    closing: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()  # keeps a process from being started or reaped while another thread kills it
@@ -285,6 +289,20 @@ class ScoringProcess:
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         search_path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
         return kept | threads | self.secrets.environment | {"PYTHONPATH": search_path, "PYTHONHASHSEED": "0"}
+
+
+@contextlib.contextmanager
+def started(
+    section: EnvironmentSection, *, secrets: Secrets, output: Callable[[str], None]
+) -> Iterator[ScoringProcess]:
+    """A scoring process for calls of this thread. It is ready, and ends with the block. Raises the errors of
+    `ScoringProcess.start`."""
+    process = ScoringProcess(section, secrets=secrets, output=output)
+    try:
+        process.start()
+        yield process
+    finally:
+        process.discard()
 
 
 def _kept(name: str, value: str) -> bool:

@@ -1,7 +1,6 @@
 """A scoring process keeps the variables that connections and caches need, and no variable with a secret."""
 
 import os
-import threading
 from unittest.mock import patch
 
 import pytest
@@ -12,7 +11,7 @@ from asyncrl.environments.secrets import Secrets
 
 
 def kept(name: str) -> bool:
-    process = ScoringProcess(EnvironmentSection(), closing=threading.Event(), secrets=Secrets(), output=print)
+    process = ScoringProcess(EnvironmentSection(), secrets=Secrets(), output=print)
     return name in process._environment()
 
 
