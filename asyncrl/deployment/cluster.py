@@ -335,8 +335,9 @@ def _children_in_sessions_of_their_own() -> Iterator[None]:
     """Starts the child processes of the block in their own sessions.
 
     A signal to our process group would otherwise end Ray's daemons, and without them a clean end is not possible. Ray
-    has no option for this. Ray starts its daemons with a `preexec_fn`, so Python runs the function that is registered
-    at fork. The daemons still die with this process, because Ray sets PR_SET_PDEATHSIG.
+    has no option for this, and this process cannot leave its group meanwhile, because it may lead its session. Ray
+    starts its daemons with a `preexec_fn`, so Python runs the function that is registered at fork. The daemons still
+    die with this process, because Ray sets PR_SET_PDEATHSIG.
     """
     global _own_session
     _own_session = True

@@ -78,7 +78,7 @@ def main(connection: socket.socket, *, parent_pid: int, progress: Progress) -> N
     begin = progress.begin
     scoring = GroupScoring(reward, section, send=send, begin=begin, withheld=start.withheld)
     _limit(memory_bytes=section.score_memory_mib * 2**20)
-    os.register_at_fork(after_in_child=progress.detach)
+    os.register_at_fork(after_in_child=progress.detach)  # reward code may fork: the copy must not write progress
     connection.sendall(encode(Started(form=reward.form)))
     while True:
         scoring.score(_receive(messages, Request))
