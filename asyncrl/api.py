@@ -5,20 +5,14 @@ caller's thread waits for the run's records and makes the callbacks. So a slow c
 a callback can draw where a notebook expects it.
 """
 
-import asyncio
-import contextlib
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from types import FrameType
-from typing import Any
+from queue import SimpleQueue
 
 from asyncrl.cli.before_start import prepare
 from asyncrl.cli.options import checked_config, print_warnings
@@ -26,16 +20,12 @@ from asyncrl.cli.start import join_admitted, run_both, shown_run
 from asyncrl.config.load import Layer
 from asyncrl.config.schema import Config
 from asyncrl.deployment.known_runs import newest_weights
-from asyncrl.deployment.launch import WAKE_EVERY_S, ended_at_once, run_in, take_sigterm_back
+from asyncrl.deployment.launch import attended_run, sigterm_interrupts
 from asyncrl.deployment.local_clusters import use_ray_token
 from asyncrl.deployment.resuming import Choice, no_checkpoint, unfinished_run
-from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import RunError
 from asyncrl.learner.records import EvalRecord, StepRecord, Summary
 from asyncrl.views.console import ShownConsole
-
-Training = Callable[[asyncio.Event], Coroutine[Any, Any, Summary | None]]
-"""Trains a run, and ends it in order once the event is set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,72 +119,3 @@ def _enter_ray(config: Config, choose: Choice) -> Choice:
         return choose
     with ThreadPoolExecutor(1) as pool:  # the caller's thread may run an event loop
         return pool.submit(join_admitted, config.ray.address, config, choose=choose).result()
-
-
-@contextlib.contextmanager
-def sigterm_interrupts() -> Iterator[None]:
-    """Makes SIGTERM raise KeyboardInterrupt within the block, as Ctrl-C does.
-
-    Does nothing if SIGTERM has a handler already, or outside of the main thread, where Python allows no handler.
-    """
-    with contextlib.ExitStack() as after:
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            after.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _interrupt))
-        yield
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    signal.alarm(0)  # see `take_sigterm_back`
-    raise KeyboardInterrupt
-
-
-def attended_run(
-    training: Training, *, calls: "SimpleQueue[Callable[[], object] | None]", run_dir: RunDir
-) -> tuple[Summary | None, BaseException | None]:
-    """Runs `training` in a thread of its own, and makes the queued calls in this thread until the training has ended.
-
-    Returns the summary, and what interrupted this thread: an error of a call, or KeyboardInterrupt. The training has
-    then ended in order. Raises the error of the training. Raises a second KeyboardInterrupt without waiting.
-    """
-    import ray
-
-    loop, stop = asyncio.new_event_loop(), asyncio.Event()
-    outcome: Future[Summary | None] = Future()
-
-    def work() -> None:
-        run_in(loop, training(stop), outcome)
-        try:
-            ray.shutdown(wait_for_processes=True)  # the next run of this process starts a Ray of its own
-        finally:
-            calls.put(None)
-
-    interruption: BaseException | None = None
-    try:
-        threading.Thread(target=work, name="asyncrl.run", daemon=True).start()
-        for call in _until_ended(calls):
-            call()
-    except BaseException as error:
-        interruption = error
-        try:
-            run_dir.asked_to_end()
-            with contextlib.suppress(RuntimeError):  # the loop is closed, because the training has just ended
-                loop.call_soon_threadsafe(stop.set)
-            for _ in _until_ended(calls):  # the calls that are left are not made
-                pass
-        except KeyboardInterrupt:
-            ended_at_once(run_dir)
-            raise
-    return outcome.result(), interruption
-
-
-def _until_ended(calls: "SimpleQueue[Callable[[], object] | None]") -> Iterator[Callable[[], object]]:
-    """Yields the queued calls until None."""
-    while True:
-        try:
-            call = calls.get(timeout=WAKE_EVERY_S)
-        except Empty:
-            take_sigterm_back()
-            continue
-        if call is None:
-            return
-        yield call

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import asyncrl
-from asyncrl.api import attended_run, sigterm_interrupts
 from asyncrl.config.schema import Config
+from asyncrl.deployment.launch import attended_run, sigterm_interrupts
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import ConfigError, StallError
 

@@ -1,6 +1,7 @@
-"""Code that the commands `up`, `learner`, `generator` and `head` share: the log of a process, and signals.
+"""The process of a run: its log, its signals, and the thread in which the run works while the main thread attends.
 
-The first SIGTERM, SIGINT or SIGHUP asks for a clean end. A second SIGTERM or SIGINT ends the process at once.
+The commands `up`, `learner`, `generator` and `head` use `run_until_done`, and `asyncrl.run` uses `attended_run`. In a
+command, the first SIGTERM, SIGINT or SIGHUP asks for a clean end. A second SIGTERM or SIGINT ends the process at once.
 run.json records the request at once.
 
 If the run has not finished its first step, it ends within `run.shutdown_grace_s`. The start may hang, because a model
@@ -18,6 +19,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -30,7 +32,7 @@ INTERRUPTED = 130
 """Exit code (128 + SIGINT) of a process that a second signal ends, or whose start does not end within the grace."""
 AT_ONCE_S = 2.0
 """Time that a second signal leaves for the last actions before the process exits, seconds."""
-WAKE_EVERY_S = 0.5
+_WAKE_EVERY_S = 0.5
 """Longest wait of the main thread, seconds. A signal that arrives right before a wait does not interrupt it: Python
 calls the handler after the wait."""
 
@@ -100,7 +102,7 @@ def run_until_done(
 
     def on_signal(number: int, _: FrameType | None) -> None:
         nonlocal first
-        signal.alarm(0)  # see `take_sigterm_back`
+        signal.alarm(0)  # see `_take_sigterm_back`
         if number != signal.SIGHUP:
             seen.append(number)
         if len(seen) > 1:
@@ -113,7 +115,7 @@ def run_until_done(
                 loop.call_soon_threadsafe(stop.set)
 
     def work() -> None:
-        run_in(loop, main(stop), outcome)
+        _run_in(loop, main(stop), outcome)
         # The kernel ends Ray's daemons when the thread that started them ends (PR_SET_PDEATHSIG). Ray ends them in
         # order when the process exits, so this thread must still be there.
         threading.Event().wait()
@@ -125,12 +127,12 @@ def run_until_done(
         threading.Thread(target=work, name="asyncrl", daemon=True).start()
         while not outcome.done():
             with contextlib.suppress(TimeoutError):  # an error of `main` is raised below
-                outcome.exception(timeout=WAKE_EVERY_S)
-            take_sigterm_back()
+                outcome.exception(timeout=_WAKE_EVERY_S)
+            _take_sigterm_back()
     return outcome.result()
 
 
-def take_sigterm_back() -> None:
+def _take_sigterm_back() -> None:
     """Installs this process's handler of SIGTERM again. Does nothing outside of the main thread.
 
     When another thread calls `ray.init`, Ray's C++ code installs a handler of which Python does not know. It calls
@@ -141,7 +143,7 @@ def take_sigterm_back() -> None:
         signal.signal(signal.SIGTERM, ours)
 
 
-def run_in(loop: asyncio.AbstractEventLoop, main: Coroutine[Any, Any, Result], outcome: "Future[Result]") -> None:
+def _run_in(loop: asyncio.AbstractEventLoop, main: Coroutine[Any, Any, Result], outcome: "Future[Result]") -> None:
     """Runs `main` in `loop`, closes the loop, and sets the outcome."""
     try:
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
@@ -195,3 +197,79 @@ def give_up(run_dir: RunDir, grace_s: float, *, leave: Callable[[int], object] =
         run_dir.close(state="failed", reason=reason)
     finally:
         leave(INTERRUPTED)
+
+
+# --- a run from Python ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Makes SIGTERM raise KeyboardInterrupt within the block, as Ctrl-C does.
+
+    Does nothing if SIGTERM has a handler already, or outside of the main thread, where Python allows no handler.
+    """
+    with contextlib.ExitStack() as after:
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            after.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _interrupt))
+        yield
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    signal.alarm(0)  # see `_take_sigterm_back`
+    raise KeyboardInterrupt
+
+
+def attended_run(
+    training: Callable[[asyncio.Event], Coroutine[Any, Any, Result]],
+    *,
+    calls: "SimpleQueue[Callable[[], object] | None]",
+    run_dir: RunDir,
+) -> tuple[Result | None, BaseException | None]:
+    """Runs `training` in a thread of its own, and makes the queued calls in this thread until the training has ended.
+
+    Returns the result of `training`, and what interrupted this thread: an error of a call, or KeyboardInterrupt. The
+    training has then ended in order. Raises the error of the training. Raises a second KeyboardInterrupt without
+    waiting.
+    """
+    import ray
+
+    loop, stop = asyncio.new_event_loop(), asyncio.Event()
+    outcome: Future[Result] = Future()
+
+    def work() -> None:
+        _run_in(loop, training(stop), outcome)
+        try:
+            ray.shutdown(wait_for_processes=True)  # the next run of this process starts a Ray of its own
+        finally:
+            calls.put(None)
+
+    interruption: BaseException | None = None
+    try:
+        threading.Thread(target=work, name="asyncrl.run", daemon=True).start()
+        for call in _until_ended(calls):
+            call()
+    except BaseException as error:
+        interruption = error
+        try:
+            run_dir.asked_to_end()
+            with contextlib.suppress(RuntimeError):  # the loop is closed, because the training has just ended
+                loop.call_soon_threadsafe(stop.set)
+            for _ in _until_ended(calls):  # the calls that are left are not made
+                pass
+        except KeyboardInterrupt:
+            ended_at_once(run_dir)
+            raise
+    return outcome.result(), interruption
+
+
+def _until_ended(calls: "SimpleQueue[Callable[[], object] | None]") -> Iterator[Callable[[], object]]:
+    """Yields the queued calls until None."""
+    while True:
+        try:
+            call = calls.get(timeout=_WAKE_EVERY_S)
+        except Empty:
+            _take_sigterm_back()
+            continue
+        if call is None:
+            return
+        yield call
