@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -24,7 +24,7 @@ from asyncrl.deployment.launch import attended_run, sigterm_interrupts
 from asyncrl.deployment.local_clusters import use_ray_token
 from asyncrl.deployment.resuming import Choice, no_checkpoint, unfinished_run
 from asyncrl.errors import RunError
-from asyncrl.learner.records import EvalRecord, StepRecord, Summary
+from asyncrl.learner.records import EvalRecord, RecordSink, StepRecord, Summary
 from asyncrl.views.console import ShownConsole
 
 
@@ -75,32 +75,44 @@ def run(
         use_ray_token(own=checked.ray.address is None)
     prompts = prepare(checked)
     choose = _enter_ray(checked, no_checkpoint if fresh else unfinished_run)
-    steps: list[StepRecord] = []
-    evals: list[EvalRecord] = []
     calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-
-    def stepped(record: StepRecord) -> None:
-        steps.append(record)
-        if on_step is not None:
-            calls.put(lambda: on_step(record))
-
-    def evaluated(record: EvalRecord) -> None:
-        evals.append(record)
-        if on_eval is not None:
-            calls.put(lambda: on_eval(record))
-
+    records = _CallbackRecords(calls, on_step=on_step, on_eval=on_eval)
     console = ShownConsole(quiet=not progress)
     showing = shown_run(checked, role="up", console=console, started_s=time.monotonic(), choose=choose)
     with sigterm_interrupts(), showing as (run_dir, screen):
-        run_dir.on_step, run_dir.on_eval = stepped, evaluated
-        training = partial(run_both, checked, run_dir=run_dir, screen=screen, prompts=prompts)
+        training = partial(run_both, checked, run_dir=run_dir, screen=replace(screen, records=records), prompts=prompts)
         summary, interruption = attended_run(training, calls=calls, run_dir=run_dir)
     if interruption is not None:
         raise interruption
     if summary is None:
         raise RunError(f"the run trained no step: see the logs in {run_dir.path / 'logs'} for the cause")
     weights = newest_weights(run_dir.path)
-    return RunResult(directory=run_dir.path, summary=summary, steps=steps, evals=evals, weights=weights)
+    return RunResult(directory=run_dir.path, summary=summary, steps=records.steps, evals=records.evals, weights=weights)
+
+
+class _CallbackRecords(RecordSink):
+    """Keeps the records for the result, and puts the caller's callbacks into `calls`."""
+
+    def __init__(
+        self,
+        calls: "SimpleQueue[Callable[[], object] | None]",
+        *,
+        on_step: Callable[[StepRecord], object] | None,
+        on_eval: Callable[[EvalRecord], object] | None,
+    ) -> None:
+        self.steps: list[StepRecord] = []
+        self.evals: list[EvalRecord] = []
+        self._calls, self._on_step, self._on_eval = calls, on_step, on_eval
+
+    def append_step(self, record: StepRecord) -> None:
+        self.steps.append(record)
+        if self._on_step is not None:
+            self._calls.put(partial(self._on_step, record))
+
+    def append_eval(self, record: EvalRecord) -> None:
+        self.evals.append(record)
+        if self._on_eval is not None:
+            self._calls.put(partial(self._on_eval, record))
 
 
 def _enter_ray(config: Config, choose: Choice) -> Choice:

@@ -72,7 +72,7 @@ def checked_rows(run: Path, *, model: Path, game: str) -> tuple[Counter[str], li
     step. Raises AssertionError with the row's text for one that is not as the text at the top of this file says."""
     from asyncrl.data.specs import BRANCH, extra_fields
     from asyncrl.data.tokenizer import load_tokenizer
-    from asyncrl.learner.checkpoint import KeptSteps
+    from asyncrl.learner.saving import KeptSteps
 
     tokenizer = load_tokenizer(str(model))
     found: Counter[str] = Counter()

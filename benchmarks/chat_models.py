@@ -143,7 +143,7 @@ def checked_rows(run: Path, *, model: Path) -> Counter[str]:
     """
     from asyncrl.data.tokenizer import encode_prompts, load_tokenizer
     from asyncrl.environments.interfaces import build_tasks
-    from asyncrl.learner.checkpoint import KeptSteps
+    from asyncrl.learner.saving import KeptSteps
 
     tokenizer = load_tokenizer(str(model))
     prompts = {tuple(ids) for ids in encode_prompts(tokenizer, [task.input for task in build_tasks(_config(run))[0]])}

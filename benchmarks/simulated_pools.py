@@ -41,7 +41,7 @@ from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.data.prompts import Task
-from asyncrl.data_plane.clients import PREFIX_PARTITION, TRAIN_PARTITION, GroupRows
+from asyncrl.data_plane.rows import PREFIX_PARTITION, TRAIN_PARTITION, Rows
 from asyncrl.deployment.cluster import start_node
 from asyncrl.deployment.shared_actors import (
     RunHandles,
@@ -52,6 +52,7 @@ from asyncrl.deployment.shared_actors import (
     open_data_plane,
 )
 from asyncrl.generation.interfaces import Completion, LoadTimes
+from asyncrl.learner.records import RecordSink, StepRecord
 from asyncrl.metrics.vllm_counters import PromptTokens
 from asyncrl.weights.manifest import Bucket, Manifest, ParameterSpec, Piece, Probe, ReadBack, checksum, layout
 from asyncrl.weights.staging import StagedWeights
@@ -152,8 +153,8 @@ class SleepingReplica:
             coordinator=CoordinatorClient.over_ray(
                 ray.get_actor(COORDINATOR, namespace=namespace), timeout_s=timeout_s
             ),
-            rows=GroupRows(config),
-            prefix_rows=GroupRows(config, partition=PREFIX_PARTITION),
+            rows=Rows(config),
+            prefix_rows=Rows(config, partition=PREFIX_PARTITION),
             weights=WeightUpdates(
                 config=config,
                 name=name,
@@ -192,9 +193,6 @@ class SleepingRanks:
         self._client.put_samples(meta.sample_ids, meta.partition_id, fields=fields)
         name_fields(meta, fields)
 
-    def read_from_dataplane(self, meta: Any, *, select_fields: Sequence[str]) -> Any:
-        return self._client.get_data(meta, select_fields)
-
     def train_from_meta(self, meta: Any, loss_fn: Any, eval_mode: bool = False, *, gbs: int | None = None) -> Any:
         from asyncrl.ranks.report import StepReport
 
@@ -208,13 +206,6 @@ class SleepingRanks:
             seconds={"forward_backward": time.monotonic() - started_s},
         )
         return {"report": report}
-
-    def discard_samples(self, sample_ids: Sequence[str], partition_id: str) -> None:
-        self._client.clear_samples(list(sample_ids), partition_id)
-
-    def rows_outstanding(self) -> dict[str, int]:
-        outstanding: dict[str, int] = self._client.rows_outstanding()
-        return outstanding
 
     # The parts of `RunParts`.
 
@@ -330,14 +321,16 @@ async def measure(setting: Setting, *, steps: int, folder: Path) -> Measured:
     cpu_s: list[float] = []
     stop = asyncio.Event()
 
-    def append_step(record: Any) -> None:
-        records.append(record)
-        if len(records) in (WARM_UP_STEPS, WARM_UP_STEPS + steps):
-            cpu_s.append(sum(_cpu_s(process) for process in _family()))
-        if len(records) == WARM_UP_STEPS + steps:
-            stop.set()
+    class Measuring(RecordSink):
+        def append_step(self, record: StepRecord) -> None:
+            records.append(record)
+            if len(records) in (WARM_UP_STEPS, WARM_UP_STEPS + steps):
+                cpu_s.append(sum(_cpu_s(process) for process in _family()))
+            if len(records) == WARM_UP_STEPS + steps:
+                stop.set()
 
-    await _loop(config, handles, SleepingRanks(client, step_s=setting.step_s), append_step, folder).run(stop)
+    ranks = SleepingRanks(client, step_s=setting.step_s)
+    await _loop(config, handles, ranks, Rows(config, client=client), Measuring(), folder).run(stop)
     memory = [process.memory_full_info().pss for process in _family() if "SleepingReplica" in _name(process)]
     await asyncio.gather(*[replica.drain.remote() for replica in replicas])
     await asyncio.gather(*running)
@@ -358,23 +351,26 @@ async def measure(setting: Setting, *, steps: int, folder: Path) -> Measured:
     )
 
 
-def _loop(config: Config, handles: RunHandles, ranks: Any, append_step: Callable[[Any], None], folder: Path) -> Any:
+def _loop(
+    config: Config,
+    handles: RunHandles,
+    ranks: Any,
+    rows: Rows,
+    records: RecordSink,
+    folder: Path,
+) -> Any:
     """Returns the learner's loop of a run, over ranks that sleep."""
     # imported here, because replicas do not need them
-    from asyncrl.learner.checkpoint import Checkpoints
     from asyncrl.learner.heldout import HeldoutEvaluation, ReplicaClient
     from asyncrl.learner.loop import LearnerLoop
     from asyncrl.learner.recording import StepEnd, StepRecorder, described_metrics
-    from asyncrl.learner.records import RunLog
     from asyncrl.learner.sample_records import Texts
+    from asyncrl.learner.saving import Checkpoints
     from asyncrl.learner.step import Stages
     from asyncrl.metrics.catalogue import LEARNER_STATES
     from asyncrl.metrics.states import StateClock
 
-    def nothing(*_: Any) -> None: ...
-
     metrics = described_metrics(config)
-    log = RunLog(append_step=append_step, append_eval=nothing, write_samples=nothing, append_audit=nothing)
     publisher: Any = TinyPublisher(handles.coordinator, handles.weights)
     checkpoints = Checkpoints(
         config.checkpoint, folder=folder / "checkpoints", run=ranks, sync_records=lambda: None, metrics=metrics
@@ -389,6 +385,7 @@ def _loop(config: Config, handles: RunHandles, ranks: Any, append_step: Callable
         stages=stages,
         step_end=StepEnd(
             stages=stages,
+            rows=rows,
             incarnation=incarnation,
             coordinator=handles.coordinator,
             checkpoints=checkpoints,
@@ -397,7 +394,8 @@ def _loop(config: Config, handles: RunHandles, ranks: Any, append_step: Callable
                 elapsed_s=lambda: time.monotonic() - started_s,
                 state_seconds=states.seconds,
             ),
-            log=log,
+            sinks=[records],
+            append_audit=lambda _: None,
             texts=Texts(tokens=str, answer=lambda ids, part: ""),
         ),
         publisher=publisher,
@@ -406,7 +404,7 @@ def _loop(config: Config, handles: RunHandles, ranks: Any, append_step: Callable
             tasks={},
             coordinator=handles.coordinator,
             replicas=ReplicaClient(namespace=config.run.name, timeout_s=60.0),
-            log=log,
+            sinks=[records],
             metrics=metrics,
             started_s=started_s,
         ),

@@ -183,13 +183,3 @@ def test_a_config_with_a_secret_is_refused_and_the_error_does_not_show_it(name: 
     with pytest.raises(ConfigError, match=rf"environment\.options\.{name} .*looks like a secret") as caught:
         asyncrl.run(config)
     assert "hunter2" not in str(caught.value)
-
-
-def test_records_reach_the_callbacks_of_the_run_directory_after_they_were_written(run_dir: RunDir) -> None:
-    seen: list[tuple[Any, int]] = []
-    run_dir.on_eval = lambda record: seen.append(
-        (record, len((run_dir.path / "evals.jsonl").read_bytes().splitlines()))
-    )
-    record = asyncrl.EvalRecord(version=1, wall_s=2.0, prompts=3, reward_mean=0.5)
-    run_dir.append_eval(record)
-    assert seen == [(record, 1)]

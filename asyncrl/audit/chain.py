@@ -14,7 +14,7 @@ from asyncrl.common.version import Version
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.row_checksums import row_checksums
 from asyncrl.errors import CheckpointError
-from asyncrl.learner.checkpoint import KeptSteps
+from asyncrl.learner.saving import KeptSteps
 from asyncrl.ranks.digest import combined, tensor_digest
 from asyncrl.run_files import names
 

@@ -23,14 +23,14 @@ from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.row_checksums import row_checksums
 from asyncrl.data.specs import GENERATED_FIELDS, NO_VERSION, extra_fields
-from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.codec import PAD_VALUES
 from asyncrl.data_plane.interfaces import KVBatchMeta
+from asyncrl.data_plane.rows import TRAIN_PARTITION
 from asyncrl.deployment.cluster import start_local
 from asyncrl.deployment.run_dir import processor, provenance
 from asyncrl.learner.audit_records import TrainedStep
-from asyncrl.learner.checkpoint import ADDED_COLUMNS, PREV_LOGPROBS, KeptSteps
 from asyncrl.learner.records import read_config
+from asyncrl.learner.saving import ADDED_COLUMNS, PREV_LOGPROBS, KeptSteps
 from asyncrl.learner.step import Stages, step_meta
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.metrics.states import StateClock

@@ -2,7 +2,7 @@
 
     checkpoints/step-140/
       hf/              weights that vLLM and transformers load (`checkpoint.hf`)
-      policy/ critic/  weights and optimizer, written by the ranks (`asyncrl.ranks.checkpoint`)
+      policy/ critic/  weights and optimizer, written by the ranks (`asyncrl.ranks.sharded_checkpoint`)
       buffer.msgpack   the buffer at the ack of the step (`BufferSnapshot`)
       rows/            rows of the groups that were ready
       manifest.json    what the checkpoint is of, and each file with size and checksum

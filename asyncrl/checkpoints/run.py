@@ -16,9 +16,7 @@ from asyncrl.config.schema import Config
 from asyncrl.coordinator.status import RunSnapshot
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.specs import GENERATED_FIELDS
-from asyncrl.data_plane.clients import TRAIN_PARTITION
-from asyncrl.data_plane.codec import PAD_VALUES
-from asyncrl.data_plane.interfaces import DataPlaneClient
+from asyncrl.data_plane.rows import TRAIN_PARTITION, Rows
 from asyncrl.data_plane.sample_ids import samples_of
 from asyncrl.errors import CheckpointDamaged
 from asyncrl.policy.tq_policy import TQPolicy
@@ -35,6 +33,7 @@ class RunParts:
     config: Config
     policy: TQPolicy
     critic: TQValue | None
+    rows: Rows
     lineage: Lineage
     nonce: str
     packages: dict[str, str]
@@ -73,7 +72,7 @@ class RunParts:
             ready = [group.ticket.key for group in snapshot.buffer.open if group.meta is not None]
             size = self.config.learner.group_size
             columns = (*GENERATED_FIELDS, *self.config.extra_columns)
-            save_rows(self.policy.dp_client, ready, folder / ROWS, group_size=size, columns=columns)
+            save_rows(self.rows, ready, folder / ROWS, group_size=size, columns=columns)
             (folder / BUFFER).write_bytes(msgspec.msgpack.encode(snapshot))
             self.policy.write_checkpoint(*parts_of(folder / POLICY))
             if self.critic is not None:
@@ -90,7 +89,7 @@ class RunParts:
         self.policy.load_checkpoint(*parts_of(path / POLICY))
         if self.critic is not None:
             self.critic.load_checkpoint(*parts_of(path / CRITIC))
-        load_rows(self.policy.dp_client, path / ROWS)
+        load_rows(self.rows, path / ROWS)
 
 
 def read_snapshot(path: Path) -> RunSnapshot:
@@ -114,28 +113,32 @@ def parts_of(folder: Path) -> tuple[Path, Path]:
 _SUFFIX = ".safetensors"
 
 
-def save_rows(
-    client: DataPlaneClient, keys: Iterable[str], folder: Path, *, group_size: int, columns: Sequence[str]
-) -> None:
+def save_rows(rows: Rows, keys: Iterable[str], folder: Path, *, group_size: int, columns: Sequence[str]) -> None:
     """Writes these columns of the rows of the groups `keys` into `folder`. Raises the errors of the client, e.g.
     RowsLost."""
     folder.mkdir()
     for key in keys:
-        rows = client.get_samples(
-            samples_of(key, count=group_size), TRAIN_PARTITION, columns, pad_value_dict=PAD_VALUES
-        )
-        save_file({name: rows[name] for name in columns}, folder / f"{key}{_SUFFIX}")
+        _save_group(rows, folder / f"{key}{_SUFFIX}", group_size=group_size, columns=columns)
 
 
-def load_rows(client: DataPlaneClient, folder: Path) -> None:
+def _save_group(rows: Rows, path: Path, *, group_size: int, columns: Sequence[str]) -> None:
+    ids = samples_of(path.stem, count=group_size)
+    group = rows.patiently(lambda client: client.get_samples(ids, TRAIN_PARTITION, columns))
+    save_file({name: group[name] for name in columns}, path)
+
+
+def load_rows(rows: Rows, folder: Path) -> None:
     """Puts the rows of all groups in `folder` back under their names. Raises CheckpointDamaged for a file that is not
     one of `save_rows`."""
     for name in names(folder, inside=folder.parent):
-        if not name.endswith(_SUFFIX):
-            continue
-        path = folder / name
-        try:
-            rows = BatchedDataDict(load_file(path))
-        except SafetensorError as error:
-            raise CheckpointDamaged(f"{path} cannot be read ({error})") from error
-        client.put_samples(samples_of(path.stem, count=rows.size), TRAIN_PARTITION, fields=rows)
+        if name.endswith(_SUFFIX):
+            _load_group(rows, folder / name)
+
+
+def _load_group(rows: Rows, path: Path) -> None:
+    try:
+        group = BatchedDataDict(load_file(path))
+    except SafetensorError as error:
+        raise CheckpointDamaged(f"{path} cannot be read ({error})") from error
+    ids = samples_of(path.stem, count=group.size)
+    rows.patiently(lambda client: client.put_samples(ids, TRAIN_PARTITION, fields=group))

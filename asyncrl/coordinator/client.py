@@ -17,7 +17,7 @@ from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.registry import Registry
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.calls import finished, patiently
-from asyncrl.data_plane.clients import PREFIX_PARTITION, GroupRows
+from asyncrl.data_plane.rows import PREFIX_PARTITION, Rows
 from asyncrl.shown_text import log_to_stderr
 
 Arguments = ParamSpec("Arguments")
@@ -99,8 +99,8 @@ class CoordinatorActor:
 
     def __init__(self, config: Config, tasks: Sequence[Task]) -> None:
         log_to_stderr()
-        prefixes = GroupRows(config, partition=PREFIX_PARTITION) if config.generator.persist_every_tokens else None
-        self._coordinator = Coordinator(config=config, tasks=tasks, rows=GroupRows(config), prefixes=prefixes)
+        prefixes = Rows(config, partition=PREFIX_PARTITION) if config.generator.persist_every_tokens else None
+        self._coordinator = Coordinator(config=config, tasks=tasks, rows=Rows(config), prefixes=prefixes)
 
     async def perform(self, call: Call) -> Any:
         """Performs a call of the client."""

@@ -53,7 +53,7 @@ from asyncrl.coordinator.registry import OVER, Deployment, Registry, ReplicaRepo
 from asyncrl.coordinator.status import BriefStatus, OwnReplicas, Restored, RunSnapshot, RunStatus
 from asyncrl.coordinator.waiting import Waiting
 from asyncrl.data.prompts import PromptData, PromptSource, Task
-from asyncrl.data_plane.clients import GroupRows
+from asyncrl.data_plane.rows import Rows
 from asyncrl.errors import Fenced, LearnerNotRestored, RunEnded
 from asyncrl.metrics.catalogue import BUFFER_WAITS
 from asyncrl.metrics.recorders import BufferMetrics
@@ -78,7 +78,7 @@ class Clearing:
     `rows` are the rows of groups, and `prefixes` their partial generations; None if the replicas store none.
     """
 
-    def __init__(self, buffer: ReplayBuffer, *, rows: GroupRows, prefixes: GroupRows | None, now_s: float) -> None:
+    def __init__(self, buffer: ReplayBuffer, *, rows: Rows, prefixes: Rows | None, now_s: float) -> None:
         self._buffer = buffer
         self._rows = rows
         self._prefixes = prefixes
@@ -112,13 +112,13 @@ class Clearing:
             logger.warning("clearing the rows of groups that belong to nothing: %s", ", ".join(left))
             await self._cleared(left, self._rows)
 
-    async def _sweep_prefixes(self, prefixes: GroupRows) -> None:
+    async def _sweep_prefixes(self, prefixes: Rows) -> None:
         """Clears partial generations that no attempt needs. Their replica died before it had reported them."""
         if left := await self._found(prefixes, self._buffer.unneeded_prefixes, what="partial generations"):
             await self._cleared(left, prefixes)
 
     async def _found(
-        self, stored: GroupRows, needless: Callable[[Sequence[str]], Sequence[str]], *, what: str
+        self, stored: Rows, needless: Callable[[Sequence[str]], Sequence[str]], *, what: str
     ) -> Sequence[str]:
         """Returns those of the stored keys that `needless` returns; none if they cannot be read now."""
         try:
@@ -132,7 +132,7 @@ class Clearing:
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    async def _cleared(self, keys: Sequence[str], stored: GroupRows) -> None:
+    async def _cleared(self, keys: Sequence[str], stored: Rows) -> None:
         try:
             await stored.clear(keys)
         except Exception as error:
@@ -173,8 +173,8 @@ class Coordinator:
         *,
         config: Config,
         tasks: Sequence[Task],
-        rows: GroupRows,
-        prefixes: GroupRows | None = None,
+        rows: Rows,
+        prefixes: Rows | None = None,
         started_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,

@@ -1,6 +1,7 @@
 """Starts Ray actors and calls, and waits for calls, always with a deadline. Cancelling a wait cancels the call.
 
-Also describes the resources of a cluster in which Ray cannot place an actor.
+A late call is repeated by `patiently`, or by `patiently_in_thread` in a thread that may block. Also describes the
+resources of a cluster in which Ray cannot place an actor.
 """
 
 import asyncio
@@ -101,6 +102,7 @@ async def patiently(
     call: Callable[[], Awaitable[Answer]], *, patience_s: float, first_pause_s: float = PAUSE_S
 ) -> Answer:
     """Returns the answer of `call`, which is repeated after each CallTimeout until `patience_s` seconds have passed.
+    `patience_s` may be infinite.
 
     The call must be idempotent: an earlier one may have been performed, and only its answer was late. The pauses
     between the calls grow, and are drawn at random, so that many callers do not come back at the same moment. The first

@@ -30,8 +30,7 @@ from asyncrl.deployment.local_clusters import own_clusters
 from asyncrl.deployment.run_dir import SESSION_MARK, directory_id, pretty, session_mark
 from asyncrl.errors import AsyncRLError, ClusterElsewhere, RunError
 from asyncrl.generation.shared_memory import SHARED_MEMORY, boot_id, removable, segments_of, sweep_shared_memory
-from asyncrl.learner.best_checkpoints import best_first
-from asyncrl.learner.records import EvalRecord, RunInfo, StepRecord, known_info, read_config, read_lines
+from asyncrl.learner.records import EvalRecord, RunInfo, StepRecord, best_first, known_info, read_config, read_lines
 from asyncrl.run_files import opened
 from asyncrl.views.quantities import moment
 from asyncrl.views.report import write_report

@@ -21,7 +21,7 @@ from asyncrl.coordinator.status import Restored
 from asyncrl.deployment.cluster import ray_nodes
 from asyncrl.deployment.inputs import Prompts
 from asyncrl.deployment.known_runs import has_checkpoint
-from asyncrl.deployment.learner_log import LearnerLog
+from asyncrl.deployment.learner_log import LearnerLog, TrackedRecords
 from asyncrl.deployment.run_dir import STOPPED_EARLY, RunDir
 from asyncrl.deployment.screen import LearnerDisplay, Screen
 from asyncrl.deployment.shared_actors import (
@@ -34,7 +34,7 @@ from asyncrl.deployment.shared_actors import (
 )
 from asyncrl.deployment.training import Training
 from asyncrl.errors import AsyncRLError, CheckpointError, RunError
-from asyncrl.learner.heldout import nothing_trained
+from asyncrl.learner.progress import nothing_trained
 from asyncrl.learner.recording import FailureWatch, described_metrics
 from asyncrl.learner.records import Summary, groups_by_reason
 from asyncrl.metrics.catalogue import LEARNER_STATES
@@ -77,6 +77,7 @@ class LearnerDeployment:
         self._states = StateClock(states=LEARNER_STATES, initial="starting", started_s=screen.started_s)
         self._metrics = self._described_metrics()
         self._log = LearnerLog(config, run_dir)
+        self._tracked = TrackedRecords(config, run_dir, before=self._log.before)
         self._targets = Targets(run=config.run.name, path=run_dir.targets_path, ray_nodes=cluster.nodes)
         self._display = LearnerDisplay(config=config, screen=screen, log=self._log, cores=lambda: self._targets.cores)
         self._training = new_training(
@@ -84,6 +85,8 @@ class LearnerDeployment:
             run_dir=run_dir,
             display=self._display,
             log=self._log,
+            # The files come before the caller, because a callback may read them.
+            sinks=(self._log, run_dir, screen.records, self._tracked),
             metrics=self._metrics,
             states=self._states,
         )
@@ -120,10 +123,10 @@ class LearnerDeployment:
         self._display.enter("starting the buffer")
         restored = self._restored()
         deployment = new_deployment(Role.LEARNER, nonce=self._run_dir.nonce)
-        rows = await self._cluster.open_data_plane(config, deployment=deployment, restores=restored is not None)
+        client = await self._cluster.open_data_plane(config, deployment=deployment, restores=restored is not None)
         handles = await self._cluster.enter_run(config, deployment=deployment, tasks=prompts.train, restored=restored)
         entered.push_async_callback(self._leave, handles)
-        entered.push_async_callback(asyncio.to_thread, self._log.close)
+        entered.push_async_callback(asyncio.to_thread, self._tracked.close)
         server = MetricsServer(
             self._metrics.registry,
             host=config.metrics.host,
@@ -148,7 +151,7 @@ class LearnerDeployment:
         self._display.enter("preparing the model")
         model_path = await unless_one_fails(beside, unless_stopped(stop, self._model_path))
         training = self._training.run(
-            handles, rows=rows, model_path=model_path, prompts=prompts, stop=stop, ranks=ranks
+            handles, client=client, model_path=model_path, prompts=prompts, stop=stop, ranks=ranks
         )
         totals = await unless_one_fails(beside, training)
         if not stop.is_set():
@@ -158,7 +161,8 @@ class LearnerDeployment:
             self._run_dir.stopped(f"asked to end by a signal, {after}")
         if totals.stop_reason is not None:
             self._run_dir.finished(totals.stop_reason)
-        summary = self._log.summary(totals)
+        if (summary := self._log.summary(totals)) is not None:
+            self._run_dir.write_summary(summary)
         self._check_saved()
         return summary
 

@@ -1,50 +1,92 @@
-"""The records of a learner: in memory for the live view and the summary, in the run's directory, and in trackers."""
+"""Two of the sinks of a learner's records: its memory, for the live view and the summary, and experiment trackers.
 
-import logging
+The third one is the run's directory (`RunDir`).
+"""
+
 from collections.abc import Callable, Sequence
 
 from asyncrl.config.load import flat_config
 from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.deployment.resuming import last_set_aside
 from asyncrl.deployment.run_dir import RunDir
-from asyncrl.learner.audit_records import Began
-from asyncrl.learner.best_checkpoints import best_first
 from asyncrl.learner.records import (
     LOST_STEPS,
     EvalRecord,
-    RunLog,
+    RecordSink,
     RunTotals,
     SampleRecord,
     StepRecord,
     Summary,
+    best_first,
     build_summary,
     read_lines,
 )
 from asyncrl.metrics.trackers import Going, Trackers
-
-logger = logging.getLogger(__name__)
 
 SAMPLES_TRACKED_EVERY = 10
 """Steps between two tables of samples for trackers. Trackers keep every table, and samples/ has all samples anyway."""
 TRACKED_COLUMNS = ("group", "prompt", "completion", "answer", "reward", "advantage", "staleness")
 
 
-class LearnerLog:
-    """Keeps and writes the records of the learner's loop. `close` ends the trackers, which may take seconds.
+class LearnerLog(RecordSink):
+    """Keeps the records of a run in memory, with those from before it was resumed."""
 
-    `new_trackers` makes the run's trackers.
-    """
-
-    def __init__(self, config: Config, run_dir: RunDir, *, new_trackers: Callable[..., Trackers] = Trackers) -> None:
-        self._run_dir = run_dir
+    def __init__(self, config: Config, run_dir: RunDir) -> None:
         self._staleness_limit = config.staleness.max_versions
         self._keep_best, self._best_eval = config.checkpoint.keep_best, config.checkpoint.best_eval
+        self._restarts = len(run_dir.restarts)
         resumed = run_dir.resumed is not None
         self.steps = read_lines(run_dir.path / "steps.jsonl", StepRecord) if resumed else []
         self._lost = read_lines(run_dir.path / LOST_STEPS, StepRecord) if resumed else []
         self.evals = read_lines(run_dir.path / "evals.jsonl", EvalRecord) if resumed else []
         self.before = self.steps[-1] if self.steps else None
         """The last record before the run was resumed; None in a new run."""
+
+    def append_step(self, record: StepRecord) -> None:
+        self.steps.append(record)
+
+    def append_eval(self, record: EvalRecord) -> None:
+        self.evals.append(record)
+
+    @property
+    def trained_steps(self) -> int:
+        return self.steps[-1].version_after if self.steps else 0
+
+    def best_steps(self, steps: Sequence[int], *, running: Callable[[], int | None]) -> set[int]:
+        """Returns the best of the checkpoints after `steps` (`checkpoint.keep_best`), and those whose evaluation may
+        still run. `running` returns the step of the evaluation that runs."""
+        if not self._keep_best:
+            return set()
+        best = {record.step for record in best_first(self.evals, steps, name=self._best_eval)[: self._keep_best]}
+        return best if (step := running()) is None else best | {step}
+
+    def summary(self, totals: RunTotals) -> Summary | None:
+        """Returns the summary of the run; None if no step was trained."""
+        if not any(record.trained for record in self.steps):
+            return None
+        return build_summary(
+            self.steps,
+            self.evals,
+            totals,
+            staleness_limit=self._staleness_limit,
+            restarts=self._restarts,
+            lost=self._lost,
+        )
+
+
+class TrackedRecords(RecordSink):
+    """Sends the numbers of the records to experiment trackers, which `new_trackers` makes. `before` is the last record
+    before the run was resumed. `close` ends the trackers, which may take seconds."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: RunDir,
+        *,
+        before: StepRecord | None,
+        new_trackers: Callable[..., Trackers] = Trackers,
+    ) -> None:
+        self._last = before
         self._trackers = new_trackers(
             config.metrics.trackers,
             project=config.metrics.project,
@@ -55,68 +97,25 @@ class LearnerLog:
         )
         self.close = self._trackers.close
 
-    def for_loop(self, began: Began) -> RunLog:
-        """Begins the records for the audit. Returns this log as the learner's loop uses it."""
-        return RunLog(
-            append_step=self.append_step,
-            append_eval=self.append_eval,
-            write_samples=self.write_samples,
-            append_audit=self._run_dir.begin_audit(began),
-        )
-
-    def best_steps(self, steps: Sequence[int], *, running: Callable[[], int | None]) -> set[int]:
-        """Returns the best of the checkpoints after `steps` (`checkpoint.keep_best`), and those whose evaluation may
-        still run. `running` returns the step of the evaluation that runs."""
-        if not self._keep_best:
-            return set()
-        best = {record.step for record in best_first(self.evals, steps, name=self._best_eval)[: self._keep_best]}
-        return best if (step := running()) is None else best | {step}
-
-    @property
-    def trained_steps(self) -> int:
-        return self.steps[-1].version_after if self.steps else 0
-
     def append_step(self, record: StepRecord) -> None:
-        before = self.steps[-1] if self.steps else None
-        self.steps.append(record)
-        self._run_dir.append_step(record)
-        self._trackers.log(record.version_after, record.numbers(before))
+        last, self._last = self._last, record
+        self._trackers.log(record.version_after, record.numbers(last))
 
     def append_eval(self, record: EvalRecord) -> None:
-        self.evals.append(record)
-        self._run_dir.append_eval(record)
         prefix = "reward/heldout" if record.name == HELDOUT else f"reward/heldout_{record.name}"
         numbers = {f"{prefix}_mean": record.reward_mean, f"{prefix}_version": record.version}
         numbers |= {f"{prefix}_pass_at_{k}": value for k, value in record.pass_at.items()}
         # Trackers refuse a step lower than an earlier one, and the run may have trained more steps meanwhile.
-        self._trackers.log(max(record.version, self.trained_steps), numbers)
+        trained_steps = self._last.version_after if self._last else 0
+        self._trackers.log(max(record.version, trained_steps), numbers)
 
     def write_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
-        self._run_dir.write_samples(step, samples)
         if step % SAMPLES_TRACKED_EVERY == 0:
             cells = [
                 [s.group, s.prompt, s.completion, s.answer, s.reward, s.advantage, s.staleness_versions]
                 for s in samples
             ]
             self._trackers.log_samples(step, TRACKED_COLUMNS, cells)
-
-    def summary(self, totals: RunTotals) -> Summary | None:
-        """Writes summary.json and returns the summary. None if no step was trained."""
-        if not any(record.trained for record in self.steps):
-            return None
-        summary = build_summary(
-            self.steps,
-            self.evals,
-            totals,
-            staleness_limit=self._staleness_limit,
-            restarts=len(self._run_dir.restarts),
-            lost=self._lost,
-        )
-        try:
-            self._run_dir.write_summary(summary)
-        except OSError as error:
-            logger.error("summary.json was not written: %s", error)
-        return summary
 
 
 def going_on(run_dir: RunDir) -> Going | None:

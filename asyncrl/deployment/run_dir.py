@@ -52,7 +52,17 @@ from asyncrl.deployment.resuming import SAMPLES, Choice, Resumed, begin_incarnat
 from asyncrl.errors import CheckpointError, ConfigError, FileRefused, RunLocked
 from asyncrl.generation.shared_memory import boot_id
 from asyncrl.learner.audit_records import AUDIT, Began, Record, framed, records_path
-from asyncrl.learner.records import DATA, DataRecord, EvalRecord, Resumption, RunInfo, SampleRecord, StepRecord, Summary
+from asyncrl.learner.records import (
+    DATA,
+    DataRecord,
+    EvalRecord,
+    RecordSink,
+    Resumption,
+    RunInfo,
+    SampleRecord,
+    StepRecord,
+    Summary,
+)
 from asyncrl.run_files import check_plain, opened_to_append
 from asyncrl.shown_text import redacted
 
@@ -161,7 +171,7 @@ STOPPED_EARLY = "asked to end by a signal, before the first step"
 """Reason in run.json of a run that a signal ended during its start."""
 
 
-class RunDir:
+class RunDir(RecordSink):
     """The directory of this process's run, from `create` to `close`."""
 
     def __init__(self, path: Path, *, taken: Taken, info: RunInfo) -> None:
@@ -185,10 +195,6 @@ class RunDir:
         self._samples_failing = False
         self._end: tuple[State, str] = ("finished", "done")
         self.steps_written = 0
-        self.on_step: Callable[[StepRecord], object] = lambda _: None
-        """Is called with each step record after it was written."""
-        self.on_eval: Callable[[EvalRecord], object] = lambda _: None
-        """Is called with each evaluation record after it was written."""
 
     @classmethod
     def create(cls, config: Config, *, choose: Choice = unfinished_run) -> "RunDir":
@@ -284,11 +290,9 @@ class RunDir:
     def append_step(self, record: StepRecord) -> None:
         self.steps_written += 1
         self._steps.append(_json.encode_lines([record]))
-        self.on_step(record)
 
     def append_eval(self, record: EvalRecord) -> None:
         self._evals.append(_json.encode_lines([record]))
-        self.on_eval(record)
 
     def begin_audit(self, began: Began) -> Callable[[Record], None]:
         """Begins the records for the audit of this incarnation. Returns the function that appends one."""
@@ -341,7 +345,11 @@ class RunDir:
             logger.error("cannot write %s: %s", self.path / DATA, error)
 
     def write_summary(self, summary: Summary) -> None:
-        write_atomically(self.path / "summary.json", pretty(summary))
+        """Writes `summary.json`."""
+        try:
+            write_atomically(self.path / "summary.json", pretty(summary))
+        except OSError as error:
+            logger.error("summary.json was not written: %s", error)
 
     def close(self, *, state: State, reason: str) -> None:
         """Records how the run ended and releases the lock. A second call does nothing."""

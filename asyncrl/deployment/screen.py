@@ -4,12 +4,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from asyncrl.common.roles import TRAINING
 from asyncrl.config.schema import Config
 from asyncrl.deployment.learner_log import LearnerLog
+from asyncrl.learner.records import RecordSink
 from asyncrl.views.live import LiveView
 from asyncrl.views.live_from_records import live_view
 from asyncrl.views.run_facts import setting_of
@@ -21,7 +22,7 @@ SHOW_EVERY_S = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Screen:
-    """`show` updates the live view, `report` prints a permanent line.
+    """`show` updates the live view, `report` prints a permanent line. `records` gets the records of the run.
 
     `started_s` is the start of the process on the monotonic clock.
     """
@@ -29,6 +30,7 @@ class Screen:
     show: Callable[[LiveView], None]
     report: Callable[[str], None]
     started_s: float
+    records: RecordSink = field(default_factory=RecordSink)
 
     @property
     def elapsed_s(self) -> float:

@@ -29,9 +29,9 @@ from asyncrl.coordinator.registry import Deployment, Registry
 from asyncrl.coordinator.status import Restored
 from asyncrl.data.prompts import Task, prompt_data
 from asyncrl.data_plane.calls import detached, named_actor
-from asyncrl.data_plane.clients import TRAIN_PARTITION, open_client
 from asyncrl.data_plane.interfaces import DataPlaneClient
 from asyncrl.data_plane.row_store import PARTITIONS, STORE_PREFIX
+from asyncrl.data_plane.rows import TRAIN_PARTITION, open_client
 from asyncrl.deployment.cluster import placed, ray_nodes
 from asyncrl.errors import ActorGone, AnotherRun, Fenced, RunEnded, RunError, RunLocked
 from asyncrl.weights.store import WeightClient, WeightStore

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,19 +15,20 @@ from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.coordinator.registry import Registry
 from asyncrl.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from asyncrl.data_plane.interfaces import DataPlaneClient
+from asyncrl.data_plane.rows import Rows
 from asyncrl.deployment.inputs import Prompts, data_record, lines_on_data, tags_of_rewards
 from asyncrl.deployment.learner_log import LearnerLog
 from asyncrl.deployment.run_dir import RunDir, processor, provenance
 from asyncrl.deployment.screen import LearnerDisplay
 from asyncrl.deployment.shared_actors import RunHandles
-from asyncrl.learner.audit_records import Began, Machine, PublishedVersion, manifest_digest
-from asyncrl.learner.checkpoint import Checkpoints, KeptSteps
+from asyncrl.learner.audit_records import Began, Machine, PublishedVersion, Record, manifest_digest
 from asyncrl.learner.heldout import HeldoutEvaluation, ReplicaClient
 from asyncrl.learner.loop import LearnerLoop
 from asyncrl.learner.publication import Publisher, probe_sequences
 from asyncrl.learner.recording import StepEnd, StepRecorder
-from asyncrl.learner.records import RunLog, RunTotals
+from asyncrl.learner.records import RecordSink, RunTotals
 from asyncrl.learner.sample_records import Texts
+from asyncrl.learner.saving import Checkpoints, KeptSteps
 from asyncrl.learner.step import Stages
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.metrics.states import StateClock
@@ -40,12 +41,14 @@ from asyncrl.weights.transports.of_config import transport_of
 
 @dataclass(kw_only=True)
 class Training:
-    """`run` trains the run once. `new_policy` builds the policy, whose ranks have not started yet."""
+    """`run` trains the run once. `sinks` get its records, in this order. `new_policy` builds the policy, whose ranks
+    have not started yet."""
 
     config: Config
     run_dir: RunDir
     display: LearnerDisplay
     log: LearnerLog
+    sinks: Sequence[RecordSink]
     metrics: LearnerMetrics
     states: StateClock
     new_policy: Callable[..., TQPolicy] = TQPolicy
@@ -59,16 +62,16 @@ class Training:
         self,
         handles: RunHandles,
         *,
-        rows: DataPlaneClient,
+        client: DataPlaneClient,
         model_path: str,
         prompts: Prompts,
         stop: asyncio.Event,
         ranks: AsyncExitStack,
     ) -> RunTotals:
-        """Trains with the rows of `rows`. The ranks, and the weights that they have published, end with `ranks`."""
+        """Trains with the rows of `client`. The ranks, and the weights that they have published, end with `ranks`."""
         config, own = self.config, handles.lineage.incarnation
         ranks.push_async_callback(asyncio.to_thread, self._transport.delete, lambda version: version.incarnation == own)
-        policy = self.new_policy(config, model_path=model_path, dp_cfg=config.data_plane, dp_client=rows)
+        policy = self.new_policy(config, model_path=model_path, dp_cfg=config.data_plane, dp_client=client)
         ranks.push_async_callback(asyncio.to_thread, policy.shutdown)
         critic: TQValue | None = None
         if config.critic is not None:
@@ -84,7 +87,8 @@ class Training:
         if critic is not None:
             self.display.enter("starting the critic's ranks")
             await unless_stopped(stop, asyncio.to_thread(critic.start))
-        return await self._trained(handles, policy, critic, prompts, tokenizer, stop)
+        rows = Rows(config, client=client)
+        return await self._trained(handles, policy, critic, rows, prompts, tokenizer, stop)
 
     def _record_data(self, prompts: Prompts, tokenizer: Any) -> None:
         """Writes data.json and prints its lines, with the first prompt as the model gets it."""
@@ -99,6 +103,7 @@ class Training:
         handles: RunHandles,
         policy: TQPolicy,
         critic: TQValue | None,
+        rows: Rows,
         prompts: Prompts,
         tokenizer: Any,
         stop: asyncio.Event,
@@ -109,6 +114,7 @@ class Training:
             config=config,
             policy=policy,
             critic=critic,
+            rows=rows,
             lineage=handles.lineage,
             nonce=self.run_dir.nonce,
             packages=packages,
@@ -116,7 +122,7 @@ class Training:
         if (resumed := self.run_dir.resumed) is not None:
             self.display.enter(f"restoring step {resumed.step}")
             await asyncio.to_thread(parts.load, resumed.path)
-        log = self.log.for_loop(
+        append_audit = self.run_dir.begin_audit(
             Began(
                 lineage=handles.lineage,
                 settings=shared_config(config),
@@ -125,7 +131,7 @@ class Training:
                 ),
             )
         )
-        loop = self._loop(handles, parts, prompts, tokenizer, log)
+        loop = self._loop(handles, parts, prompts, tokenizer, append_audit)
         self.display.phase = lambda: loop.phase
         return await loop.run(stop)
 
@@ -135,7 +141,7 @@ class Training:
         parts: RunParts,
         prompts: Prompts,
         tokenizer: Any,
-        log: RunLog,
+        append_audit: Callable[[Record], None],
     ) -> LearnerLoop:
         """Builds the learner's loop from its parts. The ranks have started."""
         config, policy = self.config, parts.policy
@@ -147,7 +153,7 @@ class Training:
             tasks={HELDOUT: prompts.heldout, **prompts.sets},
             coordinator=handles.coordinator,
             replicas=ReplicaClient(namespace=config.run.name, timeout_s=config.eval.timeout_s),
-            log=log,
+            sinks=self.sinks,
             metrics=self.metrics,
             started_s=started_s,
         )
@@ -164,6 +170,7 @@ class Training:
         stages = Stages(config=config, policy=policy, critic=parts.critic, states=self.states)
         step_end = StepEnd(
             stages=stages,
+            rows=parts.rows,
             incarnation=incarnation,
             coordinator=handles.coordinator,
             checkpoints=self.checkpoints,
@@ -173,7 +180,8 @@ class Training:
                 state_seconds=self.states.seconds,
                 before=before,
             ),
-            log=log,
+            sinks=self.sinks,
+            append_audit=append_audit,
             texts=Texts.of(tokenizer, config),
         )
         return LearnerLoop(
@@ -182,7 +190,7 @@ class Training:
             coordinator=handles.coordinator,
             stages=stages,
             step_end=step_end,
-            publisher=self._publisher(handles, policy, prompts, tokenizer, log),
+            publisher=self._publisher(handles, policy, prompts, tokenizer, append_audit),
             heldout=heldout,
             checkpoints=self.checkpoints,
             kept=KeptSteps(self.run_dir.path) if config.audit.keep_weights == "all" else None,
@@ -194,12 +202,12 @@ class Training:
         policy: TQPolicy,
         prompts: Prompts,
         tokenizer: Any,
-        log: RunLog,
+        append_audit: Callable[[Record], None],
     ) -> Publisher:
         config = self.config
 
         def delivered(manifest: Manifest) -> None:
-            log.append_audit(PublishedVersion(manifest.version, manifest_digest(manifest)))
+            append_audit(PublishedVersion(manifest.version, manifest_digest(manifest)))
 
         return Publisher(
             config=config,

@@ -25,7 +25,7 @@ from asyncrl.coordinator.registry import Registry
 from asyncrl.data.light_tokenizer import model_folder
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import load_tokenizer, tokenizer_fingerprint
-from asyncrl.data_plane.clients import PREFIX_PARTITION, GroupRows
+from asyncrl.data_plane.rows import PREFIX_PARTITION, Rows
 from asyncrl.environments.scoring import PartScorers
 from asyncrl.environments.secrets import Secrets, hide_secrets
 from asyncrl.generation.evaluation import Answer, evaluate, prompts_at_once
@@ -118,8 +118,8 @@ class GeneratorActor:
             deployment=self._deployment,
             rollouts=rollouts,
             coordinator=coordinator,
-            rows=GroupRows(config),
-            prefix_rows=GroupRows(config, partition=PREFIX_PARTITION),
+            rows=Rows(config),
+            prefix_rows=Rows(config, partition=PREFIX_PARTITION),
             weights=updates,
             metrics=metrics,
             started_s=monotonic_at_process_start(),

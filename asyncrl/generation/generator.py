@@ -47,7 +47,7 @@ from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.registry import ReplicaReport
-from asyncrl.data_plane.clients import GroupRows
+from asyncrl.data_plane.rows import Rows
 from asyncrl.errors import DataError, EngineDied, EngineStuck, InfraError, Quarantined, RolloutError, RunError
 from asyncrl.generation.episodes import Attempt
 from asyncrl.generation.interfaces import PartialCompletion, Sampled
@@ -103,8 +103,8 @@ class Generator:
         deployment: str,
         rollouts: Rollouts,
         coordinator: CoordinatorClient,
-        rows: GroupRows,
-        prefix_rows: GroupRows,
+        rows: Rows,
+        prefix_rows: Rows,
         weights: WeightUpdates,
         metrics: GeneratorMetrics,
         started_s: float,
@@ -593,7 +593,7 @@ class Delivery:
     verified."""
 
     coordinator: CoordinatorClient
-    rows: GroupRows
+    rows: Rows
     held: HeldTickets
     running: RunningRollouts
     verified: Callable[[], Awaitable[object]]

@@ -21,7 +21,7 @@ from asyncrl.buffer.records import Prefix, Ticket
 from asyncrl.common.version import Version
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.specs import NO_TOKEN, SUPPORT
-from asyncrl.data_plane.clients import GroupRows
+from asyncrl.data_plane.rows import Rows
 from asyncrl.errors import AsyncRLError, InfraError
 from asyncrl.generation.interfaces import PartialCompletion, Sampled
 from asyncrl.generation.long_work import beside_loop
@@ -189,7 +189,7 @@ class PrefixKeeper:
 
     def __init__(
         self,
-        rows: GroupRows,
+        rows: Rows,
         *,
         every_tokens: int,
         support: bool = False,

@@ -15,18 +15,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.buffer.records import Failure, FailureCount, LeaseWait
+from asyncrl.buffer.records import Failure
 from asyncrl.common.tasks import cancelled
 from asyncrl.common.version import Version
 from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
-from asyncrl.coordinator.status import BriefStatus, RunStatus
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.calls import finished, named_actor
 from asyncrl.errors import ActorGone, ActorUnreachable, FailureClass, RunError, StallError
 from asyncrl.generation.evaluation import Answer
-from asyncrl.learner.records import EvalRecord, RunLog, in_words, mean_and_error, pass_at
+from asyncrl.learner.progress import replicas_in_words
+from asyncrl.learner.records import EvalRecord, RecordSink, mean_and_error, pass_at
 from asyncrl.metrics.recorders import LearnerMetrics
 
 logger = logging.getLogger(__name__)
@@ -65,14 +65,14 @@ class ReplicaClient:
 
 @dataclass(kw_only=True)
 class HeldoutEvaluation:
-    """Evaluates versions on the first prompts of each held-out set. `tasks` has the tasks of the sets by name.
-    `started_s` is the start of the run on `clock`."""
+    """Evaluates versions on the first prompts of each held-out set. `tasks` has the tasks of the sets by name. `sinks`
+    get the records. `started_s` is the start of the run on `clock`."""
 
     config: Config
     tasks: Mapping[str, Sequence[Task]]
     coordinator: CoordinatorClient
     replicas: ReplicaClient
-    log: RunLog
+    sinks: Sequence[RecordSink]
     metrics: LearnerMetrics
     started_s: float
     repeat_pause_s: float = REPEAT_PAUSE_S
@@ -248,7 +248,8 @@ class HeldoutEvaluation:
             samples=how.samples,
             pass_at=pass_at(rewards, pass_reward=how.pass_reward) if how.samples > 1 else {},
         )
-        self.log.append_eval(record)
+        for sink in self.sinks:
+            sink.append_eval(record)
         self._newest[name] = version
         if mean is not None:
             self._may_stop(record, mean)
@@ -314,67 +315,3 @@ def _infra(answers: Sequence[Answer]) -> list[Failure]:
 
 def _on(name: str) -> str:
     return "held-out evaluation" if name == HELDOUT else f"evaluation on the set {name}"
-
-
-# Decides when a waiting learner must end the run: nothing moves, or too many rollouts failed. Pure functions.
-
-
-def must_look(status: BriefStatus, *, waits: LeaseWait, config: Config) -> bool:
-    """Returns whether a waiting learner has to check its progress, for which it needs the whole status of the run."""
-    return waits is LeaseWait.TOO_MANY_FAILURES or status.quiet_s > config.run.stall_timeout_s
-
-
-def check_progress(status: RunStatus, *, waits: LeaseWait, config: Config, delivery: str = "") -> None:
-    """Raises an error when the learner must not wait any longer for a lease. `delivery` says what is wrong with the
-    delivery of the newest weights, if anything.
-
-    Raises RunError when the buffer stopped because too many groups failed in a row. Raises StallError (F5) when no
-    group was committed and no step was trained for longer than `run.stall_timeout_s`.
-    """
-    streak = status.failure_streak
-    if waits is LeaseWait.TOO_MANY_FAILURES and streak is not None:
-        first, last = streak.first, streak.last
-        what = "your reward" if first.of_reward and last.of_reward else "generating a group"
-        differs = "" if last.message == first.message else f"; the last failure: {last.words}"
-        raise RunError(
-            f"{what} failed {streak.groups} times in a row (generator.max_data_failures = "
-            f"{config.generator.max_data_failures}): {first.words}{differs}. Fix the cause and start again."
-        )
-    limit_s = config.run.stall_timeout_s
-    if status.quiet_s > limit_s:
-        failures = [count for count in status.failures if not count.tool_calls]
-        causes = f"; failures: {in_words(failures)}; the first cause: {failures[0].first.words}" if failures else ""
-        raise StallError(
-            f"no group was committed and no step was trained for {status.quiet_s:.0f} s (run.stall_timeout_s = "
-            f"{limit_s:g}). The learner waits ({waits.value}); {replicas_in_words(status)}"
-            f"{causes}{f'; {delivery}' if delivery else ''}. Look at the generators' logs, or "
-            "raise run.stall_timeout_s if a group needs longer than that"
-        )
-
-
-def nothing_trained(failures: Sequence[FailureCount], *, config: Config) -> RunError:
-    """Returns the error of a run whose prompts ran out before its first step."""
-    failures = [count for count in failures if not count.tool_calls]  # those of trained groups
-    if failures:
-        return RunError(
-            f"no step was trained: the prompts ran out, and rollouts failed ({in_words(failures)}). "
-            f"The first cause: {failures[0].first.words}. Fix it and start the run again."
-        )
-    return RunError(
-        "no step was trained: the prompts ran out before there were learner.groups_per_step = "
-        f"{config.learner.groups_per_step} groups; lower it, raise data.epochs, or add prompts"
-    )
-
-
-def replicas_in_words(status: RunStatus) -> str:
-    """Returns the state of each replica as text, for error messages."""
-    if not status.replicas:
-        return "no generator has joined: start one with `asyncrl generator`"
-    words = [
-        f"{view.replica} at {view.version.words if view.version else 'no weights'}, "
-        f"{view.reserved_groups} groups reserved"
-        + (f", refused for {view.refused_for.value}" if view.refused_for else "")
-        + (f", {view.trouble}" if view.trouble else "")
-        for view in status.replicas
-    ]
-    return "generators: " + "; ".join(words)

@@ -43,17 +43,17 @@ from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Acked, Coordinator
 from asyncrl.coordinator.status import BriefStatus, RunSnapshot
-from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.sample_ids import group_of
 from asyncrl.errors import NonFiniteError, ParityError, RowsLost, StallError
 from asyncrl.learner.audit_records import Ended
-from asyncrl.learner.checkpoint import Checkpoints, KeptSteps, kept_columns
-from asyncrl.learner.heldout import HeldoutEvaluation, check_progress, must_look
+from asyncrl.learner.heldout import HeldoutEvaluation
+from asyncrl.learner.progress import check_progress, must_look
 from asyncrl.learner.publication import Publisher
 from asyncrl.learner.recording import EndedStep, StepEnd
 from asyncrl.learner.records import RunTotals
-from asyncrl.learner.step import Stages, check_staleness, sample_ids, step_meta
+from asyncrl.learner.saving import Checkpoints, KeptSteps, kept_columns
+from asyncrl.learner.step import Stages, check_staleness, step_meta
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.ranks.report import StepReport
 from asyncrl.weights.gate import should_publish
@@ -143,7 +143,7 @@ class LearnerLoop:
             if await self._last_delivered() and not self.heldout.has_evaluated(version):
                 await self._evaluate(version, stop)
         ledger = await self.coordinator.call(Coordinator.ledger_entry, self.incarnation)
-        self.step_end.log.append_audit(Ended(version, ledger))
+        self.step_end.append_audit(Ended(version, ledger))
         if version != first:  # a run that trained no step has no new weights to save
             snapshot = await self.coordinator.call(Coordinator.snapshot, self.incarnation)
             await self._while_saving(self.checkpoints.save_last(snapshot), version)
@@ -256,15 +256,14 @@ class LearnerLoop:
         keys = {group_of(sample): None for sample in lost.sample_ids}
         await self.coordinator.call(Coordinator.give_back, lease.incarnation, lease.step)
         await self.coordinator.call(Coordinator.rows_lost, lease.incarnation, list(keys))
-        samples = [name for g in lease.groups if g.meta.key in keys for name in sample_ids(g)]
-        await asyncio.to_thread(self.stages.policy.discard_samples, samples, TRAIN_PARTITION)
+        await self.step_end.rows.clear(list(keys))
         return Version(lease.incarnation, lease.step)
 
     async def _keep_batch(self, lease: Lease, meta: KVBatchMeta) -> None:
         """Keeps the rows of a trained step, for `audit.keep_weights: all`."""
         if self.kept is not None:
             columns = kept_columns(with_logprobs=self.stages.writes_logprobs, extra=self.config.extra_columns)
-            await self.kept.keep_batch(lease, self.step_end.read(meta, columns))
+            await self.kept.keep_batch(lease, self.step_end.rows.read(meta, columns))
 
     async def _keep_weights(self, version: Version) -> None:
         """Keeps the weights of a version, for `audit.keep_weights: all`."""

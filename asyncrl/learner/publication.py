@@ -12,10 +12,12 @@ snapshot waits, it is the same version again.
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from asyncrl.common.tasks import cancelled, running
 from asyncrl.common.version import Version
@@ -24,7 +26,8 @@ from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import encode_prompt
-from asyncrl.errors import ActorGone, CallTimeout, Fenced, RunEnded, StallError, VersionConflict, VersionRegression
+from asyncrl.data_plane.calls import patiently
+from asyncrl.errors import ActorGone, Fenced, RunEnded, StallError, VersionConflict, VersionRegression
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.policy.tq_policy import TQPolicy
 from asyncrl.policy.worker import PolicyWorker
@@ -245,14 +248,11 @@ class Publisher:
         """Delivers weights whole when a replica needs another delivery, until the weight store ends."""
         last = 0
         while True:
+            wait = partial(self.weights.refused, last, wait_s=REFUSED_WAIT_S)
             try:
-                refused = await self.weights.refused(last, wait_s=REFUSED_WAIT_S)
+                refused = await patiently(wait, patience_s=math.inf)
             except ActorGone:
                 return
-            except CallTimeout as error:
-                logger.warning("%s; it is repeated", error)
-                await asyncio.sleep(PAUSE_S)
-                continue
             if refused is not None:
                 last = refused
                 self._deliver_whole()

@@ -28,15 +28,13 @@ from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.registry import mean_states
 from asyncrl.coordinator.status import BriefStatus, RunStatus
-from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.interfaces import KVBatchMeta
-from asyncrl.data_plane.sample_ids import samples_of
+from asyncrl.data_plane.rows import Rows
 from asyncrl.errors import RunError
-from asyncrl.learner.audit_records import TrainedGroup, TrainedSample, TrainedStep
-from asyncrl.learner.checkpoint import Checkpoints
-from asyncrl.learner.records import RunLog, RunTotals, StepRecord, first_failure, groups_by_reason, in_words
+from asyncrl.learner.audit_records import Record, TrainedGroup, TrainedSample, TrainedStep
+from asyncrl.learner.records import RecordSink, RunTotals, StepRecord, first_failure, groups_by_reason, in_words
 from asyncrl.learner.sample_records import SAMPLE_COLUMNS, Texts, sample_record
+from asyncrl.learner.saving import Checkpoints
 from asyncrl.learner.step import Stages, StepSamples
 from asyncrl.metrics.numbers import AGENT_NUMBERS
 from asyncrl.metrics.recorders import LearnerMetrics
@@ -344,15 +342,17 @@ POLL_S = 0.1
 
 @dataclass(kw_only=True)
 class StepEnd:
-    """Ends the steps of a run in order, one at a time: writes their records to `log`, reads and clears rows, and counts
-    those that are left."""
+    """Ends the steps of a run in order, one at a time: gives their records to `sinks` and `append_audit`, reads and
+    clears rows, and counts those that are left."""
 
     stages: Stages
+    rows: Rows
     incarnation: int
     coordinator: CoordinatorClient
     checkpoints: Checkpoints
     recorder: StepRecorder
-    log: RunLog
+    sinks: Sequence[RecordSink]
+    append_audit: Callable[[Record], None]
     texts: Texts
     _running: asyncio.Task[None] | None = field(default=None, init=False)
     _released: int = field(default=0, init=False)
@@ -387,10 +387,11 @@ class StepEnd:
         self, step: EndedStep, clearable: Sequence[str], meta: KVBatchMeta, ledger: LedgerEntry | None
     ) -> None:
         record = self.recorder.record(step)
-        self.log.append_step(record)
+        for sink in self.sinks:
+            sink.append_step(record)
         if ledger is not None:
             line = msgspec.json.encode(record)
-            self.log.append_audit(
+            self.append_audit(
                 trained_step(step.lease, samples=step.samples, report=step.report, ledger=ledger, line=line)
             )
             await self._write_samples(step.lease, meta)
@@ -417,20 +418,15 @@ class StepEnd:
             return
         try:
             # the rows have the order of the lease, so the first ones are those of the logged groups
-            rows = await self.read(meta.slice(0, len(logged)), self._logged_columns())
+            rows = await self.rows.read(meta.slice(0, len(logged)), self._logged_columns())
             records = [
                 sample_record(group, task, rows, step=lease.step, row=row, sample=sample, texts=self.texts)
                 for row, (group, task, sample) in enumerate(logged)
             ]
-            self.log.write_samples(lease.step, records)
+            for sink in self.sinks:
+                sink.write_samples(lease.step, records)
         except Exception as error:
             logger.warning("the samples of step %d were not logged: %s: %s", lease.step, type(error).__name__, error)
-
-    async def read(self, meta: KVBatchMeta, columns: Sequence[str]) -> BatchedDataDict:
-        """Returns these columns of the rows of `meta`, which stays as it is. Raises RowsLost if their row store has
-        ended, and KeyError if they were cleared."""
-        rows = meta.subset(range(meta.size))
-        return await asyncio.to_thread(self.stages.policy.read_from_dataplane, rows, select_fields=columns)
 
     async def clear(self, keys: Sequence[str]) -> None:
         """Clears the rows of groups that will not be trained any more. If a save has ended since the last call, also
@@ -439,9 +435,7 @@ class StepEnd:
             self._released = self.checkpoints.saves_ended
             complete = self.checkpoints.saved
             keys = [*keys, *await self.coordinator.call(Coordinator.release, self.incarnation, complete)]
-        size = self.stages.config.learner.group_size
-        rows = [row for key in keys for row in samples_of(key, count=size)]
-        await asyncio.to_thread(self.stages.policy.discard_samples, rows, TRAIN_PARTITION)
+        await self.rows.clear(keys)
 
     async def outstanding(self, *, until_none: bool = False) -> int:
         """Returns the number of rows of finished groups in the data plane.
@@ -451,7 +445,7 @@ class StepEnd:
         """
         deadline_s = self.stages.clock() + SETTLE_S
         while True:
-            rows = (await asyncio.to_thread(self.stages.policy.rows_outstanding)).get(TRAIN_PARTITION, 0)
+            rows = await self.rows.outstanding()
             self.recorder.metrics.rows_outstanding(rows)
             if not (until_none and rows) or self.stages.clock() > deadline_s:
                 return rows

@@ -16,8 +16,7 @@ import math
 import os
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
@@ -28,7 +27,6 @@ from asyncrl.buffer.records import FailureCount
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.errors import FileRefused, RunError
-from asyncrl.learner.audit_records import Record
 from asyncrl.metrics.numbers import TRACKERS, tracker_name
 from asyncrl.run_files import FILE_BYTES, RECORD_BYTES, UNREADABLE, opened, read
 
@@ -553,18 +551,22 @@ def groups_by_reason(counts: Sequence[FailureCount]) -> dict[str, int]:
     return {reason: number for reason, number in groups.most_common() if number}
 
 
-# The run's log: how the learner passes its records to the deployment, which writes them.
+# Where the records of a run go while it trains: its files, the learner's memory, trackers, and a caller's own code.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunLog:
-    """Writes the records of steps and evaluations. `write_samples` gets a step and the samples that it logs.
-    `append_audit` gets a record for the audit."""
+class RecordSink:
+    """Gets each record of a run right after it was made, in order. The learner calls its sinks one after the other, in
+    the thread of its event loop, so a sink must not block for long, and must not raise. A sink overrides the methods of
+    the records that it wants."""
 
-    append_step: Callable[[StepRecord], None]
-    append_eval: Callable[[EvalRecord], None]
-    write_samples: Callable[[int, Sequence[SampleRecord]], None]
-    append_audit: Callable[[Record], None]
+    def append_step(self, record: StepRecord) -> None:
+        """Gets the record of a step that was trained or skipped."""
+
+    def append_eval(self, record: EvalRecord) -> None:
+        """Gets the record of a held-out evaluation."""
+
+    def write_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
+        """Gets the samples of a trained step that are logged; they may be none."""
 
 
 # Numbers over many records of a run: its summary, and what views show of several steps.
@@ -629,6 +631,20 @@ def heldout_ends(evals: Sequence[EvalRecord]) -> dict[str, HeldoutEnds]:
             failed=of_set[-1].failed,
         )
     return found
+
+
+def best_first(evals: Sequence[EvalRecord], steps: Collection[int], *, name: str = HELDOUT) -> list[EvalRecord]:
+    """Returns the evaluations on the set `name` that belong to the checkpoints after `steps`, the best one first.
+
+    A checkpoint without an evaluation is left out, and so is an evaluation in which too many prompts got no reward
+    (`EvalRecord.covers`). If a step was evaluated twice, the later evaluation counts. Of equal rewards, the reward of
+    the newer checkpoint comes first.
+    """
+    found = {each.step: each for each in evals if each.name == name and each.step in steps}
+    rewarded = [
+        (each.reward_mean, each.step) for each in found.values() if each.reward_mean is not None and each.covers
+    ]
+    return [found[step] for _, step in sorted(rewarded, reverse=True)]
 
 
 def ess_of_steps(records: Sequence[StepRecord]) -> tuple[float | None, float | None]:

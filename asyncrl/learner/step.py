@@ -26,8 +26,8 @@ from asyncrl.algorithms.value_loss import ClippedValueLoss
 from asyncrl.buffer.records import Lease, LeasedGroup
 from asyncrl.config.schema import Config
 from asyncrl.data.specs import GENERATED_FIELDS
-from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.interfaces import KVBatchMeta
+from asyncrl.data_plane.rows import TRAIN_PARTITION
 from asyncrl.data_plane.sample_ids import samples_of
 from asyncrl.errors import StalenessViolation
 from asyncrl.metrics.states import StateClock

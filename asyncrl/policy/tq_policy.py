@@ -19,12 +19,12 @@ from asyncrl.config.schema import Config, DataPlaneSection
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.sharding import DynamicBatchingArgs, SequencePackingArgs
 from asyncrl.data.specs import BRANCH, CRITIC_FIELDS, DP_TRAIN_FIELDS, LP_SEED_FIELDS, SUPPORT
-from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from asyncrl.data_plane.rows import TRAIN_PARTITION, Rows
 from asyncrl.policy.lm_policy import Policy
 from asyncrl.policy.worker import PolicyWorker
 from asyncrl.ranks.driver import ignore_arguments
-from asyncrl.ranks.named_rows import DataPlane
+from asyncrl.ranks.named_rows import look_up_lengths, stamp_width, write_columns
 from asyncrl.ranks.plan import BatchingPlan
 from asyncrl.ranks.timer import Timer
 
@@ -52,14 +52,14 @@ class TQPolicy(Policy):
         **kwargs: Any,
     ) -> None:
         config = config.model_copy(update={"data_plane": data_plane_section(dp_cfg)})
-        super().__init__(config, *args, data_plane=DataPlane(config, client=dp_client), **kwargs)
+        super().__init__(config, *args, rows=Rows(config, client=dp_client), **kwargs)
         self.dp_cfg = dp_cfg
         self.tq_partition_id = tq_partition_id
 
     @property
     def dp_client(self) -> DataPlaneClient:
         """The data-plane client of this process. The first use opens it."""
-        return self._data_plane.client
+        return self._rows.client
 
     # -- partitions ----------------------------------------------------------------------------------------------
 
@@ -74,7 +74,7 @@ class TQPolicy(Policy):
 
     def discard_samples(self, sample_ids: Sequence[str], partition_id: str) -> None:
         """Removes rows by id. Ids that are not there are ignored, because these rows are already removed."""
-        self._data_plane.patiently(lambda client: client.clear_samples(list(sample_ids), partition_id))
+        self._rows.patiently(lambda client: client.clear_samples(list(sample_ids), partition_id))
 
     def finish_step(self, meta: KVBatchMeta) -> None:
         """Removes the step's rows."""
@@ -82,7 +82,7 @@ class TQPolicy(Policy):
 
     def rows_outstanding(self) -> dict[str, int]:
         """Returns the number of rows that were written and not removed, by partition."""
-        return self._data_plane.patiently(lambda client: client.rows_outstanding())
+        return self._rows.patiently(lambda client: client.rows_outstanding())
 
     # -- columns -------------------------------------------------------------------------------------------------
 
@@ -92,12 +92,12 @@ class TQPolicy(Policy):
         """Returns these columns of the rows, padded to the same width as on the ranks."""
         self._stamp_pad_seqlen(meta)
         padding = {} if pad_value_dict is None else {"pad_value_dict": pad_value_dict}
-        return self._data_plane.patiently(lambda client: client.get_data(meta, select_fields, **padding))
+        return self._rows.patiently(lambda client: client.get_data(meta, select_fields, **padding))
 
     def write_to_dataplane(self, meta: KVBatchMeta, fields: Mapping[str, Any]) -> None:
         """Adds columns to the rows and records them in `meta`. Columns are [B] or [B, S]; padding is not sent."""
-        self._data_plane.look_up_lengths(meta)
-        self._data_plane.write(meta, fields)
+        look_up_lengths(self._rows, meta)
+        write_columns(self._rows, meta, fields)
 
     def _scored_fields(self, meta: KVBatchMeta) -> tuple[str, ...]:
         """Returns the columns that the ranks fetch to compute log-probs. Branches are read if `meta` names them, in
@@ -126,8 +126,8 @@ class TQPolicy(Policy):
     # -- methods that other trainers on TransferQueue call ---------------------------------------------------------
 
     def _stamp_pad_seqlen(self, meta: KVBatchMeta) -> None:
-        """Calls `DataPlane.stamp_width`."""
-        self._data_plane.stamp_width(meta)
+        """Calls `asyncrl.ranks.named_rows.stamp_width`."""
+        stamp_width(self._rows, meta)
 
     def _packing_args(self, mb_tokens_key: str) -> tuple[SequencePackingArgs | None, DynamicBatchingArgs | None]:
         """Returns how the rows of a stage share passes, as fresh copies. Both are None in padded mode.

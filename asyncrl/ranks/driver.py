@@ -20,10 +20,11 @@ from asyncrl.algorithms.token_estimators import TokenEstimator
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data_plane.interfaces import KVBatchMeta
+from asyncrl.data_plane.rows import Rows
 from asyncrl.errors import CheckpointError
 from asyncrl.ranks.actor import SAVING
 from asyncrl.ranks.group import RankGroup, WorkerT
-from asyncrl.ranks.named_rows import DataPlane, NamedRows, name_fields
+from asyncrl.ranks.named_rows import NamedRows, name_fields
 from asyncrl.ranks.plan import BatchingPlan, check_columns, required_columns
 from asyncrl.ranks.report import step_report, train_result
 from asyncrl.ranks.timer import Timer, timed
@@ -68,8 +69,8 @@ class RankDriver(Generic[WorkerT]):
     """The model at `model_path` (default: `config.model.path`) on `config.learner.ranks` ranks.
 
     `start`, or the first call that needs them, starts the ranks. With `weights_path`, and optionally `optimizer_path`,
-    they begin with the checkpoint that `save_checkpoint` wrote there. The calls `*_from_meta` need a `data_plane`.
-    `make_ranks` makes the ranks.
+    they begin with the checkpoint that `save_checkpoint` wrote there. The calls `*_from_meta` need `rows`, the access
+    to a data plane. `make_ranks` makes the ranks.
     """
 
     _worker: type[WorkerT]
@@ -87,7 +88,7 @@ class RankDriver(Generic[WorkerT]):
         *,
         weights_path: str | Path | None = None,
         optimizer_path: str | Path | None = None,
-        data_plane: DataPlane | None = None,
+        rows: Rows | None = None,
         make_ranks: Callable[..., RankGroup[WorkerT]] = RankGroup,
     ) -> None:
         if optimizer_path is not None and weights_path is None:
@@ -97,10 +98,10 @@ class RankDriver(Generic[WorkerT]):
             )
         self._config = config
         self._group = make_ranks(
-            self._worker, config, model_path=model_path or config.model.path, named_rows=data_plane is not None
+            self._worker, config, model_path=model_path or config.model.path, named_rows=rows is not None
         )
         self._first_checkpoint = (weights_path, optimizer_path)
-        self._data_plane_if_any = data_plane
+        self._rows_if_any = rows
 
     def start(self) -> None:
         """Starts the ranks and loads the model. Raises the errors of `RankGroup.start` and `load_checkpoint`."""
@@ -117,12 +118,12 @@ class RankDriver(Generic[WorkerT]):
         return self._group
 
     @property
-    def _data_plane(self) -> DataPlane:
-        if self._data_plane_if_any is None:
+    def _rows(self) -> Rows:
+        if self._rows_if_any is None:
             raise TypeError(
                 f"this {type(self).__name__} has no data plane, so a meta cannot name its rows; use TQPolicy or TQValue"
             )
-        return self._data_plane_if_any
+        return self._rows_if_any
 
     def train(
         self,
@@ -154,7 +155,7 @@ class RankDriver(Generic[WorkerT]):
         its row's `tags["max_staleness_versions"]`, and a token beyond it raises StalenessViolation.
         """
         ignore_arguments("train_from_meta", (), kwargs)
-        rows = NamedRows(meta, self._data_plane, self._trained_fields)
+        rows = NamedRows(meta, self._rows, self._trained_fields)
         return self._train(rows, loss_fn, eval_mode, gbs, mbs, timer)
 
     def get_advantages_from_meta(
@@ -238,8 +239,8 @@ class RankDriver(Generic[WorkerT]):
         self.ranks.call(self._worker.load_checkpoint, _absolute(weights_path), optimizer)
 
     def shutdown(self) -> bool:
-        if self._data_plane_if_any is not None:
-            self._data_plane_if_any.close()
+        if self._rows_if_any is not None:
+            self._rows_if_any.close()
         return self._group.shutdown()
 
     # -- passes over rows ----------------------------------------------------------------------------------------
@@ -300,7 +301,7 @@ class RankDriver(Generic[WorkerT]):
     ) -> None:
         """Makes the ranks fetch `fields` of the rows and write the columns that a worker's method computes. `writes`
         maps these to their names on the data plane, which `meta` then has. The stage has the method's name."""
-        rows = NamedRows(meta, self._data_plane, fields, writes=writes)
+        rows = NamedRows(meta, self._rows, fields, writes=writes)
         self._pass(rows, method.__name__, timer, None, method, *args, **options)
         name_fields(meta, writes.values())
 

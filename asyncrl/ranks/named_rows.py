@@ -6,23 +6,20 @@ is masked in rows that are marked so, and an error in all others.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data_plane.calls import patiently_in_thread
-from asyncrl.data_plane.clients import open_client
 from asyncrl.data_plane.codec import encode
-from asyncrl.data_plane.interfaces import PAD_SEQLEN, DataPlaneClient, KVBatchMeta
+from asyncrl.data_plane.interfaces import PAD_SEQLEN, KVBatchMeta
+from asyncrl.data_plane.rows import Rows, open_client
 from asyncrl.data_plane.sharding import shard_meta_for_dp
 from asyncrl.errors import CallRefused, MissingColumns
 from asyncrl.ranks.batching import check_token_staleness, without_stale
 from asyncrl.ranks.collectives import Collectives
 from asyncrl.ranks.model_rows import MIN_WIDTH
 from asyncrl.ranks.plan import BatchingPlan, check_columns
-
-Answer = TypeVar("Answer")
 
 STEP = "step"
 """Key in `extra_info`: the version of the weights that are trained with the rows."""
@@ -32,59 +29,58 @@ MASKS_STALE = "masks_stale_tokens"
 """Key in a row's tags: if it is True, tokens beyond the limit are masked from the loss and are no error."""
 
 
-class DataPlane:
-    """A process's access to named rows, on the data plane that `config.data_plane` selects. `client` is an open client
-    of this process; without it, the first use opens one. Late calls of the methods below are repeated."""
+def write_columns(rows: Rows, meta: KVBatchMeta, columns: Mapping[str, Any]) -> None:
+    """Adds columns to the rows and records them in `meta`. Columns are [B] or [B, S]. If `meta` has the lengths of the
+    rows, padding is not sent."""
+    fields = encode(columns, lengths=meta.sequence_lengths)
+    rows.patiently(lambda client: client.put_samples(meta.sample_ids, meta.partition_id, fields=fields))
+    name_fields(meta, fields)
 
-    def __init__(self, config: Config, *, client: DataPlaneClient | None = None) -> None:
-        self._config = config
-        self._client = client
 
-    @property
-    def client(self) -> DataPlaneClient:
-        """The data-plane client of this process. The first use opens it."""
-        if self._client is None:
-            self._client = open_client(self._config)
-        return self._client
+def name_fields(meta: KVBatchMeta, names: Iterable[str]) -> None:
+    """Records in `meta` that the rows have these columns."""
+    meta.fields = list(dict.fromkeys([*(meta.fields or []), *names]))
 
-    def patiently(self, call: Callable[[DataPlaneClient], Answer]) -> Answer:
-        """Returns the answer of a call of the client, which is repeated until `run.stall_timeout_s` if it is late. The
-        call must be idempotent."""
-        return patiently_in_thread(lambda: call(self.client), patience_s=self._config.run.stall_timeout_s)
 
-    def close(self) -> None:
-        """Closes the client if it was opened. Idempotent."""
-        if self._client is not None:
-            self._client.close()
+def look_up_lengths(rows: Rows, meta: KVBatchMeta) -> None:
+    """Sets the lengths of the rows if `meta` has none and the data plane knows them."""
+    if meta.sequence_lengths is None and meta.size:
+        meta.sequence_lengths = rows.patiently(lambda client: client.lengths_of(meta.sample_ids, meta.partition_id))
 
-    def write(self, meta: KVBatchMeta, columns: Mapping[str, Any]) -> None:
-        """Adds columns to the rows and records them in `meta`. Columns are [B] or [B, S]. If `meta` has the lengths of
-        the rows, padding is not sent."""
-        fields = encode(columns, lengths=meta.sequence_lengths)
-        self.patiently(lambda it: it.put_samples(meta.sample_ids, meta.partition_id, fields=fields))
-        name_fields(meta, fields)
 
-    def look_up_lengths(self, meta: KVBatchMeta) -> None:
-        """Sets the lengths of the rows if `meta` has none and the data plane knows them."""
-        if meta.sequence_lengths is None and meta.size:
-            meta.sequence_lengths = self.patiently(lambda it: it.lengths_of(meta.sample_ids, meta.partition_id))
+def stamp_width(rows: Rows, meta: KVBatchMeta) -> None:
+    """Stamps the width to which driver and ranks pad the step's rows. Also sets the lengths if `meta` has none.
 
-    def stamp_width(self, meta: KVBatchMeta) -> None:
-        """Stamps the width to which driver and ranks pad the step's rows. Also sets the lengths if `meta` has none.
+    Idempotent. A stamp that is too narrow for the rows is raised. If the data plane does not know the rows' lengths,
+    there is no stamp, and reads are as wide as the longest row.
+    """
+    look_up_lengths(rows, meta)
+    if meta.sequence_lengths:
+        stamped = meta.extra_info.get(PAD_SEQLEN, MIN_WIDTH)
+        meta.extra_info[PAD_SEQLEN] = max([stamped, *meta.sequence_lengths])
 
-        Idempotent. A stamp that is too narrow for the rows is raised. If the data plane does not know the rows'
-        lengths, there is no stamp, and reads are as wide as the longest row.
-        """
-        self.look_up_lengths(meta)
-        if meta.sequence_lengths:
-            stamped = meta.extra_info.get(PAD_SEQLEN, MIN_WIDTH)
-            meta.extra_info[PAD_SEQLEN] = max([stamped, *meta.sequence_lengths])
 
-    def fields_to_train(self, meta: KVBatchMeta, needed: Collection[str], *, optional: Sequence[str]) -> list[str]:
-        """Returns the columns that the ranks fetch for training: the columns that `meta` names, those that the loss
-        needs, and those of `optional` that the rows have. Raises MissingColumns if the rows lack a column of the first
-        two kinds."""
-        needed = set(needed)
+class NamedRows:
+    """The rows of one call, which `meta` names. The ranks fetch their columns `fields`.
+
+    `writes` maps columns of the ranks' results to the names under which the ranks write them to the data plane.
+    """
+
+    def __init__(
+        self, meta: KVBatchMeta, rows: Rows, fields: Sequence[str], writes: Mapping[str, str] | None = None
+    ) -> None:
+        self.meta = meta
+        self.size = meta.size
+        self.step: int | None = meta.extra_info.get(STEP)
+        self.writes = writes or {}
+        self._rows = rows
+        self._fields = fields
+
+    def require(self, needed: Collection[str]) -> None:
+        """Makes the ranks fetch what training needs: the columns that the meta names, those that the loss needs, and
+        those of the constructor that the rows have. Raises MissingColumns if the rows lack a column of the first two
+        kinds."""
+        meta, needed = self.meta, set(needed)
         if STEP in meta.extra_info:
             if not isinstance(meta.extra_info[STEP], int):
                 raise CallRefused(f"the meta's extra_info[{STEP!r}] is {meta.extra_info[STEP]!r}; it must be an int")
@@ -95,41 +91,20 @@ class DataPlane:
                     f"have no {LIMIT!r} in their tags; add it with stamp_tags()"
                 )
         named = [*(meta.fields or []), *sorted(needed)]
-        present = self.patiently(lambda it: it.fields_of(meta.sample_ids, meta.partition_id))
+        present = self._rows.patiently(lambda client: client.fields_of(meta.sample_ids, meta.partition_id))
         if present is None:
-            present = {name for name in {*named, *optional} if self._has_field(meta, name)}
+            present = {name for name in {*named, *self._fields} if self._has_field(name)}
         check_columns(present, named, reader="training")
-        return list(dict.fromkeys([*named, *(name for name in optional if name in present)]))
+        self._fields = list(dict.fromkeys([*named, *(name for name in self._fields if name in present)]))
 
-    def _has_field(self, meta: KVBatchMeta, name: str) -> bool:
+    def _has_field(self, name: str) -> bool:
         """Returns True if the first row has a field, by reading it. Used for a client without `fields_of`."""
+        first, partition = self.meta.sample_ids[:1], self.meta.partition_id
         try:
-            self.patiently(lambda it: it.get_samples(meta.sample_ids[:1], meta.partition_id, [name]))
+            self._rows.patiently(lambda client: client.get_samples(first, partition, [name]))
         except KeyError:
             return False
         return True
-
-
-class NamedRows:
-    """The rows of one call, which `meta` names. The ranks fetch their columns `fields`.
-
-    `writes` maps columns of the ranks' results to the names under which the ranks write them to the data plane.
-    """
-
-    def __init__(
-        self, meta: KVBatchMeta, data_plane: DataPlane, fields: Sequence[str], writes: Mapping[str, str] | None = None
-    ) -> None:
-        self.meta = meta
-        self.size = meta.size
-        self.step: int | None = meta.extra_info.get(STEP)
-        self.writes = writes or {}
-        self._data_plane = data_plane
-        self._fields = fields
-
-    def require(self, needed: Collection[str]) -> None:
-        """Makes the ranks fetch what training needs. The fields of the constructor are fetched if the rows have
-        them."""
-        self._fields = self._data_plane.fields_to_train(self.meta, needed, optional=self._fields)
 
     def cut(self, plan: BatchingPlan, *, ranks: int, rows_per_update: int | None) -> Sequence[KVBatchMeta]:
         """Returns one meta for each rank. Without `rows_per_update`, all rows are one update."""
@@ -139,18 +114,13 @@ class NamedRows:
                 f"the meta names the samples {repeated[:5]} more than once, but a row can be trained or scored only "
                 "once in a call; remove the repeated names"
             )
-        self._data_plane.stamp_width(self.meta)
+        stamp_width(self._rows, self.meta)
         rows = self.size if rows_per_update is None else rows_per_update
         cut = plan.sharding(self.size, ranks=ranks, rows_per_update=rows)
         shards, _ = shard_meta_for_dp(self.meta, dp_world=ranks, **cut)
         for shard in shards:
             shard.fields = list(self._fields)
         return shards
-
-
-def name_fields(meta: KVBatchMeta, names: Iterable[str]) -> None:
-    """Records in `meta` that the rows have these columns."""
-    meta.fields = list(dict.fromkeys([*(meta.fields or []), *names]))
 
 
 class FetchedRows:
@@ -162,7 +132,7 @@ class FetchedRows:
 
     def __init__(self, ranks: Collectives, config: Config) -> None:
         self._ranks = ranks
-        self._data_plane = DataPlane(config, client=open_client(config))
+        self._rows = Rows(config, client=open_client(config))
 
     def fetch(self, meta: KVBatchMeta, *, step: int | None = None) -> BatchedDataDict:
         """Returns this rank's rows with the driver's cut. With a `step`, masks tokens beyond the limit in their row's
@@ -171,7 +141,7 @@ class FetchedRows:
         with self._ranks.together():
             if meta.size:
                 try:
-                    data = self._data_plane.patiently(lambda it: it.get_data(meta, meta.fields or []))
+                    data = self._rows.patiently(lambda client: client.get_data(meta, meta.fields or []))
                 except KeyError as error:
                     raise MissingColumns(
                         f"the rows do not have all of {meta.fields}: {error.args[0]}; write the missing columns first"
@@ -191,4 +161,4 @@ class FetchedRows:
         """Adds columns to this rank's rows."""
         with self._ranks.together():
             if meta.size:
-                self._data_plane.write(meta, columns)
+                write_columns(self._rows, meta, columns)

@@ -37,7 +37,6 @@ from asyncrl.data.light_tokenizer import model_folder
 from asyncrl.errors import CallRefused, LossFailed, Offloaded
 from asyncrl.ranks.accelerator import forget_accelerator, make_accelerator, with_present_layers
 from asyncrl.ranks.batching import empty_micro_batch, row_lengths, staleness_counts, tokens_passed
-from asyncrl.ranks.checkpoint import ShardedState, save_tokenizer
 from asyncrl.ranks.collectives import Collectives, on_all_ranks
 from asyncrl.ranks.digest import model_digest
 from asyncrl.ranks.loss_pass import LossT, MicroBatchOutcome, UpdateContext
@@ -45,6 +44,7 @@ from asyncrl.ranks.plan import BatchingPlan, PlannedUpdate, check_columns, plann
 from asyncrl.ranks.report import RankRecord, UpdateOutcome
 from asyncrl.ranks.row_checks import check_rows
 from asyncrl.ranks.schedule import learning_rate
+from asyncrl.ranks.sharded_checkpoint import ShardedState, save_tokenizer
 from asyncrl.ranks.timer import Timer
 
 SCORED_COLUMNS = ("input_ids", "input_lengths")
@@ -419,7 +419,7 @@ def adamw(model: torch.nn.Module, section: OptimizerSection, *, device: torch.de
     model on the CPU and makes the optimizer before accelerate moves both. On a GPU, AdamW is one kernel, which takes
     0.42 to 0.44 times the time (docs/gpu.md). On a CPU it is torch's default, a loop over the parameters.
 
-    A checkpoint has no hyperparameters (`asyncrl.ranks.checkpoint`), so a load does not change this choice.
+    A checkpoint has no hyperparameters (`asyncrl.ranks.sharded_checkpoint`), so a load does not change this choice.
     """
     return torch.optim.AdamW(
         [parameter for parameter in model.parameters() if parameter.requires_grad],

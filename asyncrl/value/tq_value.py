@@ -15,7 +15,7 @@ from typing import Any
 from asyncrl.config.schema import Config
 from asyncrl.data.specs import BRANCH, LP_SEED_FIELDS
 from asyncrl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
-from asyncrl.ranks.named_rows import DataPlane
+from asyncrl.data_plane.rows import Rows
 from asyncrl.ranks.timer import Timer
 from asyncrl.value.lm_value import Value
 from asyncrl.value.worker import ValueWorker
@@ -26,7 +26,7 @@ class TQValue(Value):
     is an open client of this process; without it, the first use opens one."""
 
     def __init__(self, config: Config, *, dp_client: DataPlaneClient | None = None, **options: Any) -> None:
-        super().__init__(config, data_plane=DataPlane(config, client=dp_client), **options)
+        super().__init__(config, rows=Rows(config, client=dp_client), **options)
 
     def get_values_from_meta(
         self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None

@@ -21,17 +21,17 @@ from asyncrl.config.load import shared_config
 from asyncrl.config.schema import OnDeadline
 from asyncrl.coordinator.registry import Deployment
 from asyncrl.coordinator.status import Restored
-from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.interfaces import KVBatchMeta
+from asyncrl.data_plane.rows import TRAIN_PARTITION, Rows
 from asyncrl.data_plane.sample_ids import group_of
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import FailureClass
 from asyncrl.learner.audit_records import Began, Machine, PublishedVersion, framed, read_records, records_path
-from asyncrl.learner.checkpoint import Checkpoints, KeptSteps
 from asyncrl.learner.loop import LearnerLoop
 from asyncrl.learner.recording import StepEnd, StepRecorder
-from asyncrl.learner.records import RunInfo, RunLog, StepRecord, read_lines
+from asyncrl.learner.records import RunInfo, StepRecord, read_lines
 from asyncrl.learner.sample_records import Texts
+from asyncrl.learner.saving import Checkpoints, KeptSteps
 from asyncrl.learner.step import Stages
 from asyncrl.ranks.batching import staleness_counts, without_stale
 from asyncrl.ranks.digest import tensor_digest
@@ -56,7 +56,6 @@ class AuditedTrainer(FakeTrainer):
         self.weights = torch.arange(12, dtype=torch.float32).reshape(4, 3)
         self.killed_at: int | None = None
         self.skips_at: int | None = None
-        self.dp_client = self.client
 
     @property
     def digest(self) -> int:
@@ -143,6 +142,7 @@ class AuditedRun(Scene):
             config=self.config,
             policy=self.trainer,
             critic=None,
+            rows=Rows(self.config, client=self.trainer.client),
             lineage=self.run_dir.lineage,
             nonce=self.run_dir.nonce,
             packages=packages,
@@ -164,12 +164,6 @@ class AuditedRun(Scene):
         assert lineage == self.run_dir.lineage
         if resumed is not None:
             self.parts.load(resumed.path)
-        log = RunLog(
-            append_step=self.run_dir.append_step,
-            append_eval=self.run_dir.append_eval,
-            write_samples=self.run_dir.write_samples,
-            append_audit=self.append_audit,
-        )
         self.checkpoints = Checkpoints(
             self.config.checkpoint,
             folder=self.run_dir.checkpoints,
@@ -190,11 +184,13 @@ class AuditedRun(Scene):
             stages=stages,
             step_end=StepEnd(
                 stages=stages,
+                rows=self.parts.rows,
                 incarnation=lineage.incarnation,
                 coordinator=self.client,
                 checkpoints=self.checkpoints,
                 recorder=recorder,
-                log=log,
+                sinks=[self.run_dir],
+                append_audit=self.append_audit,
                 texts=Texts(tokens=lambda ids: "", answer=lambda ids, part: ""),
             ),
             publisher=self.publisher,

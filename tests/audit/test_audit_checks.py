@@ -22,7 +22,7 @@ from asyncrl.common.version import Version
 from asyncrl.config.schema import OnDeadline
 from asyncrl.coordinator.status import RunSnapshot
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data_plane.clients import TRAIN_PARTITION
+from asyncrl.data_plane.rows import TRAIN_PARTITION
 from asyncrl.errors import RunError
 from asyncrl.generation.episodes import episode_rows, single_turn, version_spans
 from asyncrl.generation.interfaces import Completion

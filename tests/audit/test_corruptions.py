@@ -17,7 +17,7 @@ from asyncrl.buffer.records import VersionSpan
 from asyncrl.checkpoints.directory import MANIFEST, FileEntry, RunManifest
 from asyncrl.common.version import Version
 from asyncrl.learner.audit_records import TrainedGroup, TrainedStep
-from asyncrl.learner.checkpoint import KeptSteps
+from asyncrl.learner.saving import KeptSteps
 
 
 def step_of(records: list[Any], number: int) -> int:

@@ -9,10 +9,11 @@ from memory_client import MemoryClient
 
 from asyncrl.checkpoints.run import load_rows, save_rows
 from asyncrl.common.version import Version
+from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.specs import GENERATED_FIELDS, SUPPORT
-from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.codec import PAD_VALUES
+from asyncrl.data_plane.rows import TRAIN_PARTITION, Rows
 from asyncrl.data_plane.sample_ids import samples_of
 from asyncrl.errors import CheckpointDamaged
 from asyncrl.generation.episodes import episode_rows, single_turn
@@ -52,8 +53,8 @@ def test_what_was_saved_comes_back_exactly_and_nothing_else(top_k: int | None, t
     }
     for key, rows in groups.items():
         before.put_samples(samples_of(key, count=2), TRAIN_PARTITION, fields=rows)
-    save_rows(before, ["7.0", "8.1"], tmp_path / "rows", group_size=2, columns=columns)
-    load_rows(after, tmp_path / "rows")
+    save_rows(Rows(Config(), client=before), ["7.0", "8.1"], tmp_path / "rows", group_size=2, columns=columns)
+    load_rows(Rows(Config(), client=after), tmp_path / "rows")
     assert after.rows_outstanding()[TRAIN_PARTITION] == 4
     for key in ("7.0", "8.1"):
         old, new = (
@@ -69,4 +70,4 @@ def test_what_was_saved_comes_back_exactly_and_nothing_else(top_k: int | None, t
 def test_a_file_that_is_no_group_is_named(tmp_path: Path) -> None:
     (tmp_path / "7.0.safetensors").write_bytes(b"not rows")
     with pytest.raises(CheckpointDamaged, match=r"7\.0\.safetensors cannot be read"):
-        load_rows(client(), tmp_path)
+        load_rows(Rows(Config(), client=client()), tmp_path)

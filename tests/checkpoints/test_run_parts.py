@@ -14,19 +14,17 @@ from asyncrl.config.schema import Config
 from asyncrl.coordinator.status import RunSnapshot
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import PromptCursor
-from asyncrl.data_plane.clients import TRAIN_PARTITION
+from asyncrl.data_plane.rows import TRAIN_PARTITION, Rows
 from asyncrl.data_plane.sample_ids import samples_of
 from asyncrl.errors import CheckpointError
 from asyncrl.policy.tq_policy import STEP_FIELDS
 
 
 class FakeRanks:
-    """Policy or critic whose calls are listed in `calls`. The rows of the policy are in `dp_client`."""
+    """Policy or critic whose calls are listed in `calls`."""
 
     def __init__(self, name: str, calls: list[str]) -> None:
         self._name, self._calls = name, calls
-        self.dp_client = MemoryClient()
-        self.dp_client.register_partition(TRAIN_PARTITION, STEP_FIELDS, 8, ["train"], 2)
 
     def check_folder(self, folder: Path) -> None:
         self._calls.append(f"check {self._name}")
@@ -47,10 +45,13 @@ class FakeRanks:
 
 def parts(calls: list[str], *, critic: bool) -> RunParts:
     config = Config.model_validate({"learner": {"groups_per_step": 2, "group_size": 2}})
+    client = MemoryClient()
+    client.register_partition(TRAIN_PARTITION, STEP_FIELDS, 8, ["train"], 2)
     return RunParts(
         config=config,
         policy=FakeRanks("policy", calls),  # type: ignore[arg-type]
         critic=FakeRanks("critic", calls) if critic else None,  # type: ignore[arg-type]
+        rows=Rows(config, client=client),
         lineage=Lineage(),
         nonce="quick-nonce",
         packages={},
@@ -69,7 +70,7 @@ def snapshot(run: RunParts) -> RunSnapshot:
         generation_logprobs=torch.zeros(2, 2),
         token_mask=torch.ones(2, 2),
     )
-    run.policy.dp_client.put_samples(samples_of(ready.key, count=2), TRAIN_PARTITION, fields=rows)
+    run.rows.client.put_samples(samples_of(ready.key, count=2), TRAIN_PARTITION, fields=rows)
     return RunSnapshot(buffer=scene.buffer.snapshot(), prompts=PromptCursor(issued=0, fingerprint=""))
 
 

@@ -9,8 +9,8 @@ import torch
 
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data_plane import clients
 from asyncrl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from asyncrl.data_plane.rows import TRAIN_PARTITION, Rows
 
 
 class OwnClient(DataPlaneClient):
@@ -86,9 +86,9 @@ def test_an_own_client_needs_only_the_calls_of_the_document_and_what_it_cannot_t
 
 def test_groups_are_put_and_cleared_through_an_own_client() -> None:
     client = OwnClient()
-    rows = clients.GroupRows(Config.model_validate({"learner": {"group_size": 2}}), client=client)
+    rows = Rows(Config.model_validate({"learner": {"group_size": 2}}), client=client)
     asyncio.run(rows.put({"0.0": BatchedDataDict(input_ids=torch.ones(2, 3))}))
-    assert client.get_samples(["0.0_g1"], clients.TRAIN_PARTITION, ["input_ids"])["input_ids"].tolist() == [[1, 1, 1]]
+    assert client.get_samples(["0.0_g1"], TRAIN_PARTITION, ["input_ids"])["input_ids"].tolist() == [[1, 1, 1]]
     asyncio.run(rows.clear(["0.0"]))
     assert not client.rows
 
@@ -102,7 +102,7 @@ def test_a_long_group_of_a_delivery_does_not_pad_the_others() -> None:
             return super().put_samples(sample_ids, partition_id, fields, tags)
 
     client = Weighing()
-    rows = clients.GroupRows(Config.model_validate({"learner": {"group_size": 2}}), client=client)
+    rows = Rows(Config.model_validate({"learner": {"group_size": 2}}), client=client)
     widths = {"0.0": 900, "1.0": 90_000, **{f"{i}.0": 1000 for i in range(2, 40)}, "40.0": 970}
     asyncio.run(rows.put({key: BatchedDataDict(input_ids=torch.ones(2, width)) for key, width in widths.items()}))
     assert {key[1] for key in client.rows} == {f"{key}_g{i}" for key in widths for i in range(2)}

@@ -21,7 +21,7 @@ from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.registry import Deployment, Registry
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane import calls
-from asyncrl.data_plane.clients import TRAIN_PARTITION
+from asyncrl.data_plane.rows import TRAIN_PARTITION
 from asyncrl.deployment import cluster, pool, shared_actors
 from asyncrl.errors import ActorGone, RunLocked, RunMismatch
 

@@ -45,27 +45,3 @@ def test_only_the_set_that_the_config_names_counts(tmp_path: Path) -> None:
         for step, name, reward in ((10, "sums", 0.5), (20, "sums", 0.25), (20, "heldout", 0.9)):
             log.append_eval(EvalRecord(name=name, version=step, wall_s=1, prompts=8, reward_mean=reward))
         assert log.best_steps([10, 20], running=lambda: None) == {10}
-
-
-class KeptNumbers:
-    """Stands for trackers, and keeps the numbers that they get."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        self.logged: list[tuple[int, dict[str, float | None]]] = []
-
-    def log(self, step: int, numbers: dict[str, float | None]) -> None:
-        self.logged.append((step, numbers))
-
-    def close(self) -> None: ...
-
-
-def test_each_set_has_its_own_numbers_in_trackers(tmp_path: Path) -> None:
-    config, trackers = config_in(tmp_path, keep_best=0), KeptNumbers()
-    with RunDir.create(config) as run:
-        log = LearnerLog(config, run, new_trackers=lambda *_, **__: trackers)
-        for name in ("heldout", "sums"):
-            log.append_eval(EvalRecord(name=name, version=4, wall_s=1, prompts=8, reward_mean=0.5, pass_at={2: 0.75}))
-    assert trackers.logged == [
-        (4, {"reward/heldout_mean": 0.5, "reward/heldout_version": 4, "reward/heldout_pass_at_2": 0.75}),
-        (4, {"reward/heldout_sums_mean": 0.5, "reward/heldout_sums_version": 4, "reward/heldout_sums_pass_at_2": 0.75}),
-    ]

@@ -33,13 +33,12 @@ from asyncrl.coordinator.status import RunSnapshot
 from asyncrl.data.prompts import PromptCursor
 from asyncrl.deployment.inputs import Prompts
 from asyncrl.deployment.learner import LEAVE_S, LearnerDeployment, Targets
-from asyncrl.deployment.learner_log import LearnerLog
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.screen import Screen
 from asyncrl.deployment.training import Training
 from asyncrl.errors import ActorGone, CheckpointError, FailureClass, Fenced, RunError, StallError
-from asyncrl.learner.checkpoint import Checkpoints
-from asyncrl.learner.records import RunTotals, StepRecord
+from asyncrl.learner.records import EvalRecord, RecordSink, RunTotals, StepRecord
+from asyncrl.learner.saving import Checkpoints
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.metrics.discovery import Target
 from asyncrl.metrics.recorders import LearnerMetrics
@@ -143,7 +142,8 @@ def records(*steps: StepRecord) -> Train:
 
     async def train(training: Training) -> RunTotals:
         for step in steps:
-            training.log.append_step(step)
+            for sink in training.sinks:
+                sink.append_step(step)
         return TOTALS
 
     return train
@@ -420,15 +420,40 @@ async def test_a_run_whose_last_weights_cannot_be_saved_records_the_rest_and_fai
 
 
 @pytest.mark.asyncio
+async def test_the_caller_gets_each_record_after_it_was_written(config: Config) -> None:
+    seen: list[tuple[StepRecord | EvalRecord, int]] = []
+    evaluation = EvalRecord(version=1, wall_s=2.0, prompts=3, reward_mean=0.5)
+
+    def lines(name: str) -> int:
+        return len((run.path / name).read_bytes().splitlines())
+
+    class Caller(RecordSink):
+        def append_step(self, record: StepRecord) -> None:
+            seen.append((record, lines("steps.jsonl")))
+
+        def append_eval(self, record: EvalRecord) -> None:
+            seen.append((record, lines("evals.jsonl")))
+
+    async def train(training: Training) -> RunTotals:
+        await records(make_step(0), make_step(1))(training)
+        for sink in training.sinks:
+            sink.append_eval(evaluation)
+        return TOTALS
+
+    with RunDir.create(config) as run:
+        screen = Screen(started_s=0.0, show=lambda view: None, report=lambda line: None, records=Caller())
+        await deployed(run, config, train=train, screen=screen).run(asyncio.Event())
+    assert seen == [(make_step(0), 1), (make_step(1), 2), (evaluation, 1)]
+
+
+@pytest.mark.asyncio
 @pytest.mark.fault("F27")
 async def test_a_summary_without_room_is_said_and_does_not_hide_that_the_weights_are_lost(
     config: Config, caplog: pytest.LogCaptureFixture
 ) -> None:
     with RunDir.create(config) as run:
         (run.path / "summary.json").mkdir()  # so that the file cannot be written
-        log = LearnerLog(config, run)
-        log.append_step(make_step(0))
-        assert log.summary(TOTALS) is not None
+        assert await deployed(run, config, train=records(make_step(0))).run(asyncio.Event()) is not None
     assert "summary.json was not written: " in caplog.text
 
 

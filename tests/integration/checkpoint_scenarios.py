@@ -26,8 +26,8 @@ from asyncrl import complete_directory
 from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.algorithms.presets import PRESETS
 from asyncrl.policy.worker import PolicyWorker
-from asyncrl.ranks.checkpoint import ShardedState
 from asyncrl.ranks.shard_files import HostCopies
+from asyncrl.ranks.sharded_checkpoint import ShardedState
 
 WORLDS = (1, 2, 4)
 UPDATE_ROWS = 4

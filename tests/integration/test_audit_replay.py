@@ -28,12 +28,12 @@ from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
 from asyncrl.data.row_checksums import row_checksums
-from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.codec import PAD_VALUES
+from asyncrl.data_plane.rows import TRAIN_PARTITION
 from asyncrl.deployment.run_dir import processor, provenance
 from asyncrl.learner.audit_records import Began, Machine, TrainedStep, framed, records_path
-from asyncrl.learner.checkpoint import KeptSteps, kept_columns
 from asyncrl.learner.recording import trained_step
+from asyncrl.learner.saving import KeptSteps, kept_columns
 from asyncrl.learner.step import Stages, step_meta
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.metrics.states import StateClock

@@ -37,9 +37,9 @@ from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.specs import CRITIC_FIELDS
-from asyncrl.data_plane.clients import TRAIN_PARTITION, open_client
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.row_store import ensure_row_store
+from asyncrl.data_plane.rows import TRAIN_PARTITION, open_client
 from asyncrl.errors import (
     CallRefused,
     CheckpointError,

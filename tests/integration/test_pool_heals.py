@@ -22,7 +22,7 @@ from kills import kill, name_of, processes_of, ray_session
 
 from asyncrl.buffer.records import LeasedGroup
 from asyncrl.common.version import Version
-from asyncrl.learner.checkpoint import KeptSteps
+from asyncrl.learner.saving import KeptSteps
 
 pytestmark = [pytest.mark.integration, pytest.mark.campaign]
 

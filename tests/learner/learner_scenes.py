@@ -27,20 +27,20 @@ from asyncrl.coordinator.status import RunSnapshot, RunStatus
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
 from asyncrl.data.row_checksums import row_checksums
-from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.interfaces import KVBatchMeta
+from asyncrl.data_plane.rows import TRAIN_PARTITION, Rows
 from asyncrl.data_plane.sample_ids import group_of, samples_of
 from asyncrl.errors import ActorGone, CheckpointError, FailureClass
 from asyncrl.generation.episodes import episode_rows, single_turn, version_spans
 from asyncrl.generation.evaluation import Answer as HeldoutAnswer
 from asyncrl.generation.interfaces import Completion
 from asyncrl.learner.audit_records import Record
-from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.heldout import HeldoutEvaluation
 from asyncrl.learner.loop import LearnerLoop
 from asyncrl.learner.recording import StepEnd, StepRecorder, described_metrics
-from asyncrl.learner.records import EvalRecord, RunLog, RunTotals, SampleRecord, StepRecord
+from asyncrl.learner.records import EvalRecord, RecordSink, RunTotals, SampleRecord, StepRecord
 from asyncrl.learner.sample_records import Texts
+from asyncrl.learner.saving import Checkpoints
 from asyncrl.learner.step import Stages
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.metrics.states import StateClock
@@ -67,7 +67,7 @@ class Clock:
         return self.now_s
 
 
-class KeptLog:
+class KeptLog(RecordSink):
     """Keeps the records of a run in memory."""
 
     def __init__(self) -> None:
@@ -253,12 +253,6 @@ class FakeTrainer:
         path.mkdir(parents=True, exist_ok=True)
         (path / COMPLETE).touch()
 
-    def discard_samples(self, sample_ids: Sequence[str], partition_id: str) -> None:
-        self.client.clear_samples(sample_ids, partition_id)
-
-    def rows_outstanding(self) -> dict[str, int]:
-        return self.client.rows_outstanding()
-
 
 class FakeCritic:
     """Gives each token the reward of its sample as advantage. Its stages are listed among the trainer's `stages`.
@@ -342,12 +336,13 @@ def skipped() -> StepReport:
 class Scene:
     """A learner's loop with all of its parts. `settings` are sections of the configuration, `sets` the tasks of named
     held-out sets, `prompts` the number of training prompts. `group` are fields of the groups that the replica
-    commits."""
+    commits. The records go to `log` and to `sinks`."""
 
     def __init__(
         self,
         *,
-        log: RunLog | None = None,
+        sinks: Sequence[RecordSink] = (),
+        append_audit: Callable[[Record], None] | None = None,
         sets: Mapping[str, Sequence[Task]] | None = None,
         prompts: int = len(TASKS),
         group: Mapping[str, Any] | None = None,
@@ -388,7 +383,7 @@ class Scene:
             tasks={"heldout": HELDOUT, **(sets or {})},
             coordinator=self.client,
             replicas=self,
-            log=log or self.log,
+            sinks=[self.log, *sinks],
             metrics=self.metrics,
             started_s=0.0,
             repeat_pause_s=0.0,
@@ -414,11 +409,13 @@ class Scene:
             stages=stages,
             step_end=StepEnd(
                 stages=stages,
+                rows=Rows(self.config, client=self.trainer.client),
                 incarnation=1,
                 coordinator=self.client,
                 checkpoints=self.checkpoints,
                 recorder=recorder,
-                log=log or self.log,
+                sinks=[self.log, *sinks],
+                append_audit=append_audit or self.log.append_audit,
                 texts=Texts(tokens=lambda ids: decoded(ids, True), answer=lambda ids, _: decoded(ids, False)),
             ),
             publisher=self.publisher,

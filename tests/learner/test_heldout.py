@@ -12,9 +12,8 @@ from asyncrl.common.version import Version
 from asyncrl.data.prompts import Task
 from asyncrl.errors import ActorUnreachable, CallTimeout, FailureClass, RunError, StallError
 from asyncrl.generation.evaluation import Answer
-from asyncrl.learner.best_checkpoints import best_first
 from asyncrl.learner.heldout import EVALUATIONS
-from asyncrl.learner.records import EvalRecord
+from asyncrl.learner.records import EvalRecord, best_first
 
 
 @pytest.mark.asyncio

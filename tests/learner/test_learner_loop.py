@@ -57,7 +57,7 @@ async def test_an_error_of_a_step_is_not_replaced_by_one_of_the_end_of_the_step_
         raise TimeoutError("clearing the rows")
 
     scene = Scene()
-    scene.trainer.discard_samples = refuse  # type: ignore[method-assign]
+    scene.trainer.client.clear_samples = refuse  # type: ignore[method-assign]
     scene.trainer.answers = [trained(), RunError("the second step")]
     with pytest.raises(RunError, match="the second step"):
         await scene.run()
@@ -403,7 +403,7 @@ async def test_a_run_that_stands_still_stops_and_names_both_sides() -> None:
 @pytest.mark.asyncio
 async def test_a_learner_that_waits_for_groups_ends_when_the_index_of_the_data_plane_has_died() -> None:
     scene = Scene(run={"stall_timeout_s": 60.0})
-    rows = scene.trainer.rows_outstanding
+    rows = scene.trainer.client.rows_outstanding
 
     def died() -> dict[str, int]:
         if scene.states.state != "waiting_for_groups":
@@ -411,7 +411,7 @@ async def test_a_learner_that_waits_for_groups_ends_when_the_index_of_the_data_p
         raise ActorGone("the index has died")
 
     scene.client.waiting = scene.hang
-    scene.trainer.rows_outstanding = died  # type: ignore[method-assign]
+    scene.trainer.client.rows_outstanding = died  # type: ignore[method-assign]
     with pytest.raises(ActorGone, match="the index has died"):
         await scene.run()
     assert scene.clock.now_s < 20.0
@@ -489,15 +489,15 @@ async def test_samples_that_cannot_be_read_are_not_logged_and_the_run_goes_on(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     scene = Scene()
-    read, asked = scene.trainer.read_from_dataplane, [0]
+    read, asked = scene.trainer.client.get_data, [0]
 
-    def read_all_but_those_of_step_1(meta: KVBatchMeta, *, select_fields: Any) -> Any:
+    def read_all_but_those_of_step_1(meta: KVBatchMeta, select_fields: Any) -> Any:
         asked[0] += 1
         if asked[0] == 2:
             raise error
-        return read(meta, select_fields=select_fields)
+        return read(meta, select_fields)
 
-    scene.trainer.read_from_dataplane = read_all_but_those_of_step_1  # type: ignore[method-assign]
+    scene.trainer.client.get_data = read_all_but_those_of_step_1  # type: ignore[method-assign]
     await scene.run()
     assert asked[0] == 3, "each step reads its samples"
     assert sorted(scene.log.samples) == [0, 2]

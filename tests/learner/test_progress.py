@@ -6,7 +6,7 @@ from made_up_run import make_status
 from asyncrl.buffer.records import Failure, FailureCount, FailureStreak, LeaseWait
 from asyncrl.config.schema import Config
 from asyncrl.errors import FailureClass, RunError, StallError
-from asyncrl.learner.heldout import check_progress
+from asyncrl.learner.progress import check_progress
 
 CONFIG = Config.model_validate({"generator": {"max_data_failures": 16}})
 

@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
-from asyncrl.errors import ActorGone, StallError
+from asyncrl.errors import ActorGone, CallTimeout, StallError
 from asyncrl.learner import publication
 from asyncrl.learner.publication import MOST_REPEATS, Publisher
 from asyncrl.learner.recording import described_metrics
@@ -68,6 +68,8 @@ class Scene:
         self.again: list[bool] = []
         self.recorded: list[Version] = []
         self.refusals: asyncio.Queue[int] = asyncio.Queue()
+        self.late_refusals = 0
+        """Number of calls for a refusal that are late before one gets its answer."""
         config = Config.model_validate(settings)
         self.metrics = described_metrics(config)
         self.deleted: list[int] = []
@@ -89,6 +91,9 @@ class Scene:
         self.told.append(version)
 
     async def refused(self, after: int, *, wait_s: float) -> int | None:
+        if self.late_refusals:
+            self.late_refusals -= 1
+            raise CallTimeout("waiting for refused weights took longer than 30 s")
         return await self.refusals.get()
 
     async def publish(self, manifest: Manifest, handles: list[Any], *, again: bool) -> int:
@@ -320,6 +325,17 @@ async def test_a_failed_repetition_is_repeated_as_a_whole_one() -> None:
     assert (scene.versions, scene.ranks.whole) == ([0, 0], [False, True, True])
     await scene.publisher.stop()
     assert not [task for task in asyncio.all_tasks() if task.get_name() == "refusals of weights"]
+
+
+@pytest.mark.asyncio
+async def test_weights_are_sent_again_although_the_weight_store_was_late(caplog: pytest.LogCaptureFixture) -> None:
+    scene = Scene()
+    scene.late_refusals = 2
+    await scene.publish_steps(0)
+    await scene.publisher.settle()
+    await refuse(scene, 1)
+    assert (scene.versions, scene.late_refusals) == ([0, 0], 0)
+    assert caplog.text.count("waiting for refused weights took longer than 30 s; it is repeated") == 2
 
 
 @pytest.mark.asyncio

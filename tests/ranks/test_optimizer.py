@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from asyncrl.config.schema import OptimizerSection
-from asyncrl.ranks.checkpoint import ShardedState
+from asyncrl.ranks.sharded_checkpoint import ShardedState
 from asyncrl.ranks.worker import adamw
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")

@@ -23,6 +23,7 @@ All members send and receive in the memory of their host, with gloo, also where 
 import asyncio
 import contextlib
 import logging
+import math
 import socket
 import threading
 import time
@@ -37,7 +38,7 @@ import ray
 import torch
 
 from asyncrl.common.version import Version
-from asyncrl.data_plane.calls import answer, finished
+from asyncrl.data_plane.calls import answer, finished, patiently
 from asyncrl.errors import (
     ActorGone,
     CallTimeout,
@@ -62,7 +63,7 @@ PRESENCE_S = 2.0
 WAIT_S = 20.0
 """Seconds of one wait at the weight store. It is repeated."""
 PAUSE_S = 1.0
-"""Seconds before a call to the weight store that failed is repeated."""
+"""Seconds before a rank asks again for requests, after weights were not put into the object store."""
 HELD_VERSIONS = 2
 """Versions that a rank can still put into the object store: those of its snapshots, until their memory is reused."""
 CPU = torch.device("cpu")
@@ -330,15 +331,14 @@ class CollectiveTransport(Transport):
             self._group.leave()
 
     async def _next_broadcast(self, own: str, *, after: int) -> Broadcast | None:
-        ref = self._store.next_broadcast.remote(own, self._group.epoch, after, WAIT_S)
-        try:
-            broadcast: Broadcast | None = await finished(
-                ref, timeout_s=WAIT_S + self._call_timeout_s, what="waiting for a broadcast of weights"
-            )
-        except CallTimeout as error:
-            logger.warning("%s; it is repeated", error)
-            await asyncio.sleep(PAUSE_S)
-            return None
+        broadcast: Broadcast | None = await patiently(
+            lambda: finished(
+                self._store.next_broadcast.remote(own, self._group.epoch, after, WAIT_S),
+                timeout_s=WAIT_S + self._call_timeout_s,
+                what="waiting for a broadcast of weights",
+            ),
+            patience_s=math.inf,
+        )
         return broadcast
 
     def _take(self, broadcast: Broadcast, rank: int, room: BroadcastRoom) -> None:

@@ -1,7 +1,6 @@
 """The order of checkpoints by their evaluations."""
 
-from asyncrl.learner.best_checkpoints import best_first
-from asyncrl.learner.records import EvalRecord
+from asyncrl.learner.records import EvalRecord, best_first
 
 
 def evaluated(step: int, reward: float | None, *, version: int | None = None, name: str = "heldout") -> EvalRecord:

@@ -1,4 +1,4 @@
-"""Opens the data plane that the config names, and moves the rows of finished groups into and out of it.
+"""A process's way to rows: opens the data plane that the config names, and repeats calls that are late (`Rows`).
 
 The training partition holds the rows of all future steps. A sample's id is `<group>.<attempt>_g<i>`, so that the late
 put of an expired attempt can never overwrite the rows of the attempt that replaced it. Partial generations
@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from asyncrl.config.schema import Config
-from asyncrl.data_plane.calls import patiently, require_ray
+from asyncrl.data_plane.calls import patiently, patiently_in_thread, require_ray
 from asyncrl.data_plane.sample_ids import group_of, samples_of
 
 if TYPE_CHECKING:
     from asyncrl.data.batched_data_dict import BatchedDataDict
-    from asyncrl.data_plane.interfaces import DataPlaneClient
+    from asyncrl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 
 Answer = TypeVar("Answer")
 
@@ -49,12 +49,18 @@ def open_client(config: Config) -> DataPlaneClient:
             return TransferQueueClient(namespace=namespace, timeout_s=timeout_s, storage_units=units)
 
 
-class GroupRows:
-    """Stores and drops the rows of whole groups, for processes with an event loop: each call runs in a thread.
+class Rows:
+    """A process's access to the rows of a partition, by default the rows of finished groups.
 
-    The groups are finished groups, unless another `partition` is named. Without an open `client` of this process, it
-    opens one on first use, so that it can be sent to another process before. A late call is repeated until
-    `run.stall_timeout_s`. Raises the client's RunError and TimeoutError.
+        rows = Rows(config)                              # in a process with an event loop:
+        await rows.put({"7.0": rows_GS})
+        rows = Rows(config, client=open_client(config))  # in a thread that may block:
+        lengths = rows.patiently(lambda client: client.lengths_of(["7.0_g0"], TRAIN_PARTITION))
+
+    A late call is repeated until `run.stall_timeout_s`. The async methods run each attempt in a thread. Their rows are
+    those of whole groups `<group>.<attempt>`, or those that a meta names. `client` is an open client of this process.
+    Without it, the first use opens one, so that `Rows` can be sent to another process before. Raises the client's
+    RunError and TimeoutError.
     """
 
     def __init__(
@@ -64,40 +70,9 @@ class GroupRows:
         self._partition = partition
         self._client = client
 
-    async def put(self, rows_by_key: Mapping[str, BatchedDataDict]) -> None:
-        """Stores the rows [G, S] (G samples, S tokens) of the groups `<group>.<attempt>`. If it raises, it may have
-        stored some of them."""
-        await self._in_thread(lambda: self._put(rows_by_key))
-
-    async def clear(self, keys: Sequence[str]) -> None:
-        """Drops the rows of these groups. Ignores rows that do not exist."""
-        ids = [sample for key in keys for sample in samples_of(key, count=self._config.learner.group_size)]
-        await self._in_thread(lambda: self._opened().clear_samples(ids, self._partition))
-
-    async def keys(self) -> list[str]:
-        """Returns the keys of the groups that have rows."""
-        ids = await self._in_thread(lambda: self._opened().sample_ids(self._partition))
-        return list(dict.fromkeys(map(group_of, ids)))
-
-    async def get(self, key: str, columns: Sequence[str]) -> BatchedDataDict:
-        """Returns these columns of a group's rows. Raises KeyError if there are none, and RowsLost if their row store
-        has ended."""
-        ids = samples_of(key, count=self._config.learner.group_size)
-        return await self._in_thread(lambda: self._opened().get_samples(ids, self._partition, columns))
-
-    async def _in_thread(self, call: Callable[[], Answer]) -> Answer:
-        return await patiently(lambda: asyncio.to_thread(call), patience_s=self._config.run.stall_timeout_s)
-
-    def _put(self, rows_by_key: Mapping[str, BatchedDataDict]) -> None:
-        from asyncrl.data.batched_data_dict import BatchedDataDict
-        from asyncrl.data_plane.codec import PAD_VALUES
-
-        for keys in _alike(rows_by_key):
-            ids = [sample for key in keys for sample in samples_of(key, count=rows_by_key[key].size)]
-            rows = BatchedDataDict.from_batches([rows_by_key[key] for key in keys], pad_value_dict=dict(PAD_VALUES))
-            self._opened().put_samples(ids, self._partition, fields=rows)
-
-    def _opened(self) -> DataPlaneClient:
+    @property
+    def client(self) -> DataPlaneClient:
+        """The data-plane client of this process. The first use opens it."""
         with _OPENING:
             if self._client is None:
                 client = open_client(self._config)
@@ -105,6 +80,58 @@ class GroupRows:
                     client.register_partition(self._partition, [], self._config.learner.group_size, [])
                 self._client = client
         return self._client
+
+    def close(self) -> None:
+        """Closes the client if it was opened. Idempotent."""
+        if self._client is not None:
+            self._client.close()
+
+    def patiently(self, call: Callable[[DataPlaneClient], Answer]) -> Answer:
+        """Returns the answer of an idempotent call of the client, and blocks the thread meanwhile."""
+        return patiently_in_thread(lambda: call(self.client), patience_s=self._config.run.stall_timeout_s)
+
+    async def put(self, rows_by_key: Mapping[str, BatchedDataDict]) -> None:
+        """Stores the rows [G, S] (G samples, S tokens) of the groups `<group>.<attempt>`. If it raises, it may have
+        stored some of them."""
+        await self._in_thread(lambda client: self._put(client, rows_by_key))
+
+    async def clear(self, keys: Sequence[str]) -> None:
+        """Drops the rows of these groups. Ignores rows that do not exist."""
+        ids = [sample for key in keys for sample in samples_of(key, count=self._config.learner.group_size)]
+        await self._in_thread(lambda client: client.clear_samples(ids, self._partition))
+
+    async def keys(self) -> list[str]:
+        """Returns the keys of the groups that have rows."""
+        ids = await self._in_thread(lambda client: client.sample_ids(self._partition))
+        return list(dict.fromkeys(map(group_of, ids)))
+
+    async def get(self, key: str, columns: Sequence[str]) -> BatchedDataDict:
+        """Returns these columns of a group's rows. Raises KeyError if there are none, and RowsLost if their row store
+        has ended."""
+        ids = samples_of(key, count=self._config.learner.group_size)
+        return await self._in_thread(lambda client: client.get_samples(ids, self._partition, columns))
+
+    async def read(self, meta: KVBatchMeta, columns: Sequence[str]) -> BatchedDataDict:
+        """Returns these columns of the rows that `meta` names. Raises the errors of `get`."""
+        return await self._in_thread(lambda client: client.get_data(meta, columns))
+
+    async def outstanding(self) -> int:
+        """Returns the number of rows of the partition that were put and not cleared; 0 if the client does not count."""
+        return (await self._in_thread(lambda client: client.rows_outstanding())).get(self._partition, 0)
+
+    async def _in_thread(self, call: Callable[[DataPlaneClient], Answer]) -> Answer:
+        return await patiently(
+            lambda: asyncio.to_thread(lambda: call(self.client)), patience_s=self._config.run.stall_timeout_s
+        )
+
+    def _put(self, client: DataPlaneClient, rows_by_key: Mapping[str, BatchedDataDict]) -> None:
+        from asyncrl.data.batched_data_dict import BatchedDataDict
+        from asyncrl.data_plane.codec import PAD_VALUES
+
+        for keys in _alike(rows_by_key):
+            ids = [sample for key in keys for sample in samples_of(key, count=rows_by_key[key].size)]
+            rows = BatchedDataDict.from_batches([rows_by_key[key] for key in keys], pad_value_dict=dict(PAD_VALUES))
+            client.put_samples(ids, self._partition, fields=rows)
 
 
 def _alike(rows_by_key: Mapping[str, BatchedDataDict]) -> Iterator[list[str]]:
